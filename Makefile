@@ -1,0 +1,37 @@
+# Every job sets itself up: the first call makes .venv, later calls install nothing.
+#   make run          check and time every nvfp4_gemv variant that this machine can run, then the board
+#   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python -m pytest -m gpu)
+#   make lint         ruff                      make board       render README's table from the committed records
+#   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay
+PYTHON ?= python3
+PROBLEM ?= nvfp4_gemv
+VENV_PYTHON := .venv/bin/python
+
+.PHONY: setup run test test-slow lint bench board clean
+setup:
+	@$(PYTHON) tools/setup.py
+
+run: setup
+	$(VENV_PYTHON) harness/run.py $(PROBLEM) --all
+	$(VENV_PYTHON) leaderboard/report.py
+
+bench: setup
+	$(VENV_PYTHON) harness/run.py $(PROBLEM) --all --mode leaderboard --device cuda
+	$(VENV_PYTHON) leaderboard/report.py
+
+board: setup
+	$(VENV_PYTHON) leaderboard/report.py --readme README.md
+
+test: setup
+	$(VENV_PYTHON) -m pytest -q
+
+test-slow: setup
+	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu"
+
+lint: setup
+	$(VENV_PYTHON) -m ruff check .
+	sh -n .ci/run
+
+clean:
+	rm -rf .venv .build .pytest_cache .ruff_cache .hypothesis
+	find harness leaderboard problems tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

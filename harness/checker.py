@@ -1,0 +1,171 @@
+"""The process that holds the reference: makes contents, fills slots, judges outputs. It never imports a submission.
+
+Started as `python -m harness.checker FD`, FD a connected socket; talks as harness/wire.py says.
+"""
+
+import socket
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from harness import tree, wire
+from harness.slots import Slot
+from problems.common import load
+
+
+class Checker:
+    def __init__(self, start: dict) -> None:
+        self.folder = Path(start["folder"])
+        self.own: bool = start["own"]  # a folder of ours; else GPU MODE's format
+        self.device: str = start["device"]
+        extra = {"utils": load.from_file(self.folder, Path(start["utils"]))} if start["utils"] else {}
+        self.task: ModuleType = load.from_file(self.folder, self.folder / "task.py", extra)
+        self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py", extra)
+        self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
+        self.slots: dict[str, list[Slot]] = {}
+        self.pristine: object = None
+        self.want: object = None
+        self.spec: dict = {}
+        self.outputs: list[int] = []
+        self.captures: list[dict] = []
+
+    def content(self, message: dict, _: list[int]) -> dict:
+        """Make the inputs of a case from a seed, and the answer to them."""
+        self.pristine = self.want = None  # before the next ones are made: they may be large
+        case = {**message["case"], "seed": message["seed"]}
+        if self.own:
+            case["device"] = self.device
+        self.pristine = self.reference.generate_input(**case)
+        layout = tree.Layout()
+        self.spec = tree.describe(self.pristine, layout)
+        if self.own:
+            self.want = self.reference.ref_kernel(self.pristine)
+            names = self.spec.get("fields", [])
+            if not self.outputs_named or not set(self.outputs_named) <= set(names):
+                raise ValueError(f"OUTPUTS must name fields of the NamedTuple that generate_input returns, {names}")
+            self.outputs = [names.index(name) for name in self.outputs_named]
+            leaves = tree.leaves(self.spec)
+            self.captures = [_capture_spec(leaves[i], layout) for i in self.outputs]
+            _poison(tree.tensors(self.pristine), self.outputs)
+        else:
+            # The reference may write into its argument and return an element of it: that element is the output.
+            scratch = tree.clone(self.pristine)
+            answer = self.reference.ref_kernel(scratch)
+            pointers = [t.untyped_storage().data_ptr() for t in tree.tensors(scratch)]
+            found = [t.untyped_storage().data_ptr() for t in tree.tensors(answer)]
+            self.outputs = [i for i, pointer in enumerate(pointers) if pointer in found]
+            self.captures = [tree.describe(t.contiguous(), layout) for t in tree.tensors(answer)]
+        cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
+        return {
+            "device": "cuda" if cuda else "cpu", "sizes": layout.used,
+            "open": {"data": self.spec, "outputs": self.outputs, "captures": self.captures, "own": self.own},
+        }  # fmt: skip
+
+    def allocate(self, message: dict, _: list[int]) -> dict:
+        """`count` slots for runner `runner`, for the present content's layout. Old ones of that runner go."""
+        self.release(message, _)
+        self.slots[message["runner"]] = [Slot(message["sizes"]) for _ in range(message["count"])]
+        parts = [slot.message() for slot in self.slots[message["runner"]]]
+        return {"slots": [part for part, _ in parts], "fds": [fd for _, fds in parts for fd in fds]}
+
+    def release(self, message: dict, _: list[int]) -> dict:
+        for slot in self.slots.pop(message["runner"], []):
+            slot.close()
+        return {}
+
+    def fill(self, message: dict, _: list[int]) -> dict:
+        """The present content into a slot; its outputs and the captures poisoned."""
+        slot = self.slots[message["runner"]][message["slot"]]
+        for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self.pristine), strict=True):
+            _region(leaf, slot).copy_(tree.raw(source))
+        for spec in self.captures:
+            _poison([tree.tensor(spec, slot.buffers[spec["space"]])], [0])
+        self._sync()
+        return {}
+
+    def judge(self, message: dict, _: list[int]) -> dict:
+        """The verdict on the output in a slot. `claims`: what the runner says that the submission returned."""
+        slot = self.slots[message["runner"]][message["slot"]]
+        self._sync()
+        leaves, names = tree.leaves(self.spec), self.spec.get("fields")
+        for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self.pristine), strict=True)):
+            if i not in self.outputs and not torch.equal(_region(leaf, slot), tree.raw(source)):
+                return _verdict("INCORRECT", f"input {names[i] if names else i} was changed by the call")
+        got = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.captures]
+        if self.own:
+            for i, captured in zip(self.outputs, got, strict=True):
+                if not torch.equal(_region(leaves[i], slot), tree.raw(captured)):
+                    return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
+        if fault := self._returned_fault(message["claims"], got):
+            return _verdict("INCORRECT", fault)
+        if not self.own:
+            answer = got[0] if len(got) == 1 else got
+            ok, text = self.reference.check_implementation(tree.clone(self.pristine), tree.clone(answer))
+            return _verdict("PASSED" if ok else "INCORRECT", "" if ok else str(text))
+        output = got[0] if len(got) == 1 else tuple(got)
+        result = self.reference.compare(self.pristine, self.want, output, message["peer"])
+        error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
+        return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
+
+    def _returned_fault(self, claims: list[dict], got: list[torch.Tensor]) -> str:
+        if len(claims) != len(got):
+            return f"custom_kernel must return {len(got)} tensors, got {len(claims)}"
+        for claim, want in zip(claims, got, strict=True):
+            form = f"{want.dtype} {tuple(want.shape)}".removeprefix("torch.")
+            if claim.get("type") != "Tensor":
+                return f"custom_kernel must return a torch.Tensor, {form}, got {claim.get('type')}"
+            came = f"{claim['dtype']} {tuple(claim['shape'])} on {claim['device']}"
+            if came != f"{form} on {want.device.type}":
+                return f"custom_kernel must return {form} on {want.device.type}, got {came}"
+            if self.own and not claim["same"]:
+                return f"custom_kernel must return the output tensor it was given ({form}), got another one"
+        return ""
+
+    def _sync(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+
+def _region(leaf: dict, slot: Slot) -> torch.Tensor:
+    return slot.buffers[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
+
+
+def _capture_spec(leaf: dict, layout: tree.Layout) -> dict:
+    return {**leaf, "offset": layout.place(leaf["space"], leaf["nbytes"])}
+
+
+def _poison(tensors: list[torch.Tensor], which: list[int]) -> None:
+    for i in which:
+        tensor = tensors[i]
+        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+def _verdict(status: str, reason: str, error: dict | None = None) -> dict:
+    return {"status": status, "reason": reason, "error": error}
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    message, _ = wire.receive(sock)
+    checker = None
+    while True:
+        fds: list[int] = []
+        try:
+            if checker is None:
+                checker, reply = Checker(message), {"ready": True}
+            else:
+                reply = getattr(checker, message["op"])(message, fds)
+        except Exception as error:
+            reply = {"failed": type(error).__name__, "text": "".join(traceback.format_exception(error))[-8000:]}
+        wire.send(sock, reply, tuple(reply.pop("fds", ())))
+        try:
+            message, fds = wire.receive(sock)
+        except wire.WireError:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a run prints: live progress on a terminal, plain lines elsewhere, and the tables at its end."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+from harness import stats
+from harness.phases import Progress
+from harness.problem import Case
+from harness.session import Outcome
+from harness.verdict import CaseTime, Judged
+
+PLAIN_WIDTH = 160  # columns where the output is no terminal
+PLAIN_EVERY_S = 15  # seconds between progress lines there
+
+console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A function that shows what is being done now."""
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+        return
+    last = time.monotonic()
+
+    def plain(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PLAIN_EVERY_S:
+            last = time.monotonic()
+            print(f"... {text}", flush=True)
+
+    yield plain
+
+
+def say(text: str = "") -> None:
+    console.print(text, markup=False)
+
+
+def test_line(name: str, case: Case, outcome: Outcome) -> None:
+    """One line per case, and the reason in full where it did not pass."""
+    error = f"  rel {outcome.error['rel']:.1e}" if outcome.error else ""
+    say(f"{name:<20} test   {case!s:<28} {outcome.status}{error}")
+    if outcome.status != "PASSED":
+        say("    " + outcome.reason.replace("\n", "\n    "))
+
+
+def times(judged: list[Judged]) -> None:
+    """One line per variant and case: time, interval, rate, share of the roof, error."""
+    table = Table(title="Times, us (median of the calls, 95 % interval; roof: the best plain read of the same bytes)")
+    for column in ("variant", "case"):
+        table.add_column(column, no_wrap=True)
+    for column in ("time", "interval", "GB/s", "roof", "of roof", "host", "untimed", "error", "tolerance"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    for j in sorted(judged, key=_order):
+        for t in j.times:
+            table.add_row(*_time_row(j, t))
+        table.add_section()
+    console.print(table)
+
+
+def _time_row(j: Judged, t: CaseTime) -> list[str]:
+    if t.failure:
+        return [j.entry.name, str(t.case), *[""] * 9, f"{t.failure.status}: {t.failure.reason.splitlines()[0][:80]}"]
+    untimed, error = t.timing.flat("untimed_us"), t.timing.worst_error or {}
+    host_bound = int(sum(t.timing.flat("host_bound")))
+    return [
+        j.entry.name, str(t.case), f"{t.median:.2f}", f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
+        f"{t.ground.bytes / t.median / 1e3:.0f}", f"{t.ground.roof_us:.2f}", f"{t.ground.roof_us / t.median:.0%}",
+        f"{stats.median(t.timing.flat('host_us')):.0f}", f"{stats.median(untimed):.0f}" if untimed else "",
+        f"{error['rel']:.1e}" if error else "", f"{error['tol']:.1e}" if error else "",
+        f"host-bound in {host_bound} calls" if host_bound else "",
+    ]  # fmt: skip
+
+
+def ground(judged: list[Judged]) -> None:
+    """What the judge measured beside the variants."""
+    times = next((j.times for j in judged if j.times), [])
+    for t in times:
+        say(
+            f"{t.case!s:<28} roof {t.ground.roof_us:.2f} us ({t.ground.bytes / t.ground.roof_us / 1e3:.0f} GB/s, "
+            f"{t.ground.roof_config})   empty call {t.ground.empty_us:.2f} us"
+        )
+
+
+def summary(judged: list[Judged], baseline: str | None = None) -> None:
+    """The geomean line of each variant, and for what has no time why."""
+    base = next((j.geomean for j in judged if j.entry.name == baseline and j.geomean), None)
+    for j in sorted(judged, key=_order):
+        kind = " (peer, unranked)" if j.entry.peer else ""
+        if j.geomean:
+            mean, lo, hi = j.geomean
+            roof = stats.geomean([t.ground.roof_us / t.median for t in j.times])
+            ratio = f"   {base[0] / mean:.1f}x {baseline}" if base and j.entry.name != baseline else ""
+            said = f"geomean {mean:.2f} us ({lo:.2f}..{hi:.2f}) over {len(j.times)} cases   {roof:.0%} of roof{ratio}"
+            say(f"{j.entry.name:<20} {j.verdict:<14} {said}{kind}")
+        elif j.verdict == "PASSED":
+            say(f"{j.entry.name:<20} PASSED         {len(j.tests)} test cases right; not timed in this mode{kind}")
+        else:
+            say(f"{j.entry.name:<20} {j.verdict:<14} not timed: {_why(j)}{kind}")
+
+
+def against(j: Judged) -> None:
+    """The paired comparison: ratio of times by case, and their geomean."""
+    for t, pair in zip(j.times, j.against, strict=True):
+        say(f"{t.case!s:<28} {_ratio(j, pair)}")
+    say(f"{'geomean':<28} {_ratio(j, j.against_all)}")
+
+
+def _ratio(j: Judged, pair: dict) -> str:
+    lo, hi = pair["ci95"]
+    word = "SAME" if lo <= 1 <= hi else ("FASTER" if hi < 1 else "SLOWER")
+    return f"{j.entry.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {word}"
+
+
+def _why(j: Judged) -> str:
+    if j.reason:
+        return j.reason.splitlines()[0]
+    bad = [(c, o) for c, o in j.tests if o.status != "PASSED"] + [(t.case, t.failure) for t in j.times if t.failure]
+    case, outcome = bad[0]
+    lines = outcome.reason.strip().splitlines() or [""]
+    # A traceback says what happened in its last line, every other report in its first.
+    line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    return f"{len(bad)} of {len(j.tests) + len(j.times)} cases failed, first {case}: {outcome.status}: {line[:160]}"
+
+
+def _order(j: Judged) -> tuple:
+    return (j.geomean is None, j.entry.peer, j.geomean[0] if j.geomean else 0.0, j.entry.name)

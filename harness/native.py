@@ -1,0 +1,99 @@
+"""Bindings to the judge's own compiled code (judge.cu, judge.cpp). Built once, like any kernel."""
+
+import ctypes
+import functools
+from ctypes import c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from pathlib import Path
+
+import torch
+
+from problems.common import build, load
+
+_HERE = Path(__file__).resolve().parent
+HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
+
+
+@functools.cache
+def library(device: str) -> build.Artefact:
+    """The judge's code for "cpu" or "cuda". BuildError: no compiler, or it failed."""
+    if device == "cpu":
+        return build.cpp(_HERE / "judge.cpp")
+    return build.cuda(_HERE / "judge.cu", load.device_target(device))
+
+
+@functools.cache
+def read_configs(device: str) -> int:
+    """How many configurations of the plain reader there are."""
+    return library(device).function("judge_configs")()
+
+
+@functools.cache
+def _sink(device: str) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _multiprocessors(device: str) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 0
+
+
+def read(buffer: torch.Tensor, nbytes: int, config: int) -> None:
+    """Read the first `nbytes` (rounded up to 16, or the whole buffer) of `buffer`, uint8, on its device."""
+    device = buffer.device.type
+    nbytes = min(-(-nbytes // 16) * 16, buffer.numel() // 16 * 16)
+    reader = library(device).function("judge_read", c_void_p, c_size_t, c_int, c_int, c_void_p)
+    _check(device, reader(buffer.data_ptr(), nbytes, config, _multiprocessors(device), _sink(device).data_ptr()))
+
+
+def spin(nanoseconds: int) -> None:
+    """Occupy the default queue of the GPU for that long."""
+    _check("cuda", library("cuda").function("judge_spin", c_uint64)(nanoseconds))
+
+
+def mark() -> None:
+    """One empty kernel on the default queue."""
+    _check("cuda", library("cuda").function("judge_mark")())
+
+
+def reset_persisting_l2() -> None:
+    """Every line that was made persisting in L2 becomes an ordinary one."""
+    _check("cuda", library("cuda").function("judge_reset_l2")())
+
+
+class DeviceBuffer:
+    """Device memory that is one cudaMalloc of its own, so that sharing it shares nothing else.
+
+    `bytes` is the memory as a flat uint8 tensor; `handle` opens it in another process.
+    """
+
+    def __init__(self, nbytes: int, handle: bytes | None = None) -> None:
+        self._owner = handle is None
+        pointer = c_void_p()
+        if self._owner:
+            call = library("cuda").function("judge_allocate", c_size_t, c_void_p)
+            _check("cuda", call(nbytes, ctypes.addressof(pointer)))
+            exported = ctypes.create_string_buffer(HANDLE_BYTES)
+            _check("cuda", library("cuda").function("judge_export", c_void_p, c_void_p)(pointer, exported))
+            self.handle = exported.raw
+        else:
+            call = library("cuda").function("judge_import", c_char_p, c_void_p)
+            _check("cuda", call(ctypes.create_string_buffer(handle, HANDLE_BYTES), ctypes.addressof(pointer)))
+            self.handle = handle
+        self._pointer = pointer.value
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (self._pointer, False), "version": 3,
+        }  # fmt: skip
+        self.bytes = torch.as_tensor(self, device="cuda")
+
+    def close(self) -> None:
+        """Give the memory back, or unmap it. Tensors over it must not be used afterwards."""
+        torch.cuda.synchronize()
+        name = "judge_free" if self._owner else "judge_close"
+        _check("cuda", library("cuda").function(name, c_void_p)(self._pointer))
+
+
+def _check(device: str, code: int) -> None:
+    if code and device == "cuda":
+        build.check(code, "the judge's own kernel or allocation")
+    elif code:
+        raise RuntimeError(f"the judge's own reader failed with {code}")

@@ -1,0 +1,184 @@
+"""Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (task.yml with tests and benchmarks), as one type.
+
+A GPU MODE folder is used unchanged: ../eval.py is ignored, ../utils.py is loaded under its bare name, and the values
+of its cases go to generate_input as they stand.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from problems.common import load
+
+TARGETS = ("cpu", "sm90", "sm100")
+DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
+_DIRECTIVE = re.compile(r"^\s*(?:#|//)!POPCORN\s+(\w+)\s+(.+?)\s*$")
+
+
+class UsageError(ValueError):
+    """Bad input of a user: it names the argument, what was wanted and what came."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One argument set of generate_input. bytes: least traffic, None where the folder does not say; flops likewise."""
+
+    params: dict
+    seed: int
+    bytes: int | None = None
+    flops: int | None = None
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.params.items()) or "(no parameters)"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A submission file and what it says of itself, read without running it."""
+
+    name: str
+    file: Path
+    targets: tuple[str, ...]
+    requires: tuple[str, ...] = ()
+    peer: bool = False
+    summary: str = ""
+    directives: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    name: str
+    folder: Path
+    own: bool  # ours: outputs allocated by the judge, peers and prepared weights possible
+    tests: tuple[Case, ...]
+    benchmarks: dict[str, tuple[Case, ...]]  # by device type
+    utils: Path | None = None
+    ranking_by: str = "geom"
+    timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
+
+    def entries(self) -> list[Entry]:
+        """Every file in variants/, by name."""
+        return [entry(self, file) for file in sorted((self.folder / "variants").glob("*.py"))]
+
+    def winner(self, target: str) -> Entry:
+        """What runs when nothing is named: the winner for `target` of our problems, else submission.py."""
+        file = self.folder / "submission.py"
+        if not file.is_file():
+            raise UsageError(f"{self.name} has no submission.py: name one with --submission FILE")
+        winners = load.constants(file, "WINNERS").get("WINNERS")
+        if winners is None:
+            return entry(self, file)
+        if target not in winners:
+            raise UsageError(f"{self.name} has no winner for {target}, only for {', '.join(winners)}: name a --variant")
+        return self.variant(winners[target])
+
+    def variant(self, name: str) -> Entry:
+        file = self.folder / "variants" / f"{name}.py"
+        if not file.is_file():
+            known = ", ".join(e.name for e in self.entries()) or "none"
+            raise UsageError(f"variant must be one of {self.name}'s ({known}), got {name!r}")
+        return entry(self, file)
+
+
+def find(name: str) -> Problem:
+    """The problem of that name in problems/, or the problem folder at that path. UsageError: neither, or malformed."""
+    for folder in (load.PROBLEMS / name, Path(name)):
+        if (folder / "task.py").is_file():
+            return _read(folder.resolve())
+    known = ", ".join(problem_names())
+    raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py, got {name!r}")
+
+
+def problem_names() -> list[str]:
+    return sorted(p.parent.name for p in load.PROBLEMS.glob("*/task.py"))
+
+
+def entry(problem: Problem, file: Path) -> Entry:
+    """What the submission `file` says of itself. UsageError: no such file, no Python, or an unknown target."""
+    if not file.is_file():
+        raise UsageError(f"submission must be a Python file, found none at {file}")
+    try:
+        said = load.constants(file, "TARGETS", "REQUIRES")
+        summary = load.summary(file)
+    except SyntaxError as error:
+        raise UsageError(f"{file.name}:{error.lineno}: not Python: {error.msg}") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    targets = tuple(said.get("TARGETS", TARGETS))
+    if unknown := set(targets) - set(TARGETS):
+        raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
+    peer = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
+    return Entry(
+        file.stem, file.resolve(), targets, tuple(said.get("REQUIRES", ())), peer, summary, _directives(file.read_text())
+    )
+
+
+def _directives(text: str) -> tuple[tuple[str, str], ...]:
+    """GPU MODE's header lines, which count in the first comment block only."""
+    found = []
+    for line in text.splitlines():
+        if line.strip() and not line.lstrip().startswith(("#", "//")):
+            break
+        if match := _DIRECTIVE.match(line):
+            found.append((match[1], match[2]))
+    return tuple(found)
+
+
+def _read(folder: Path) -> Problem:
+    if "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
+        task = load.module(folder, "task")
+
+        def cases(specs: list) -> tuple[Case, ...]:
+            return tuple(
+                Case(
+                    {k: v for k, v in dataclasses.asdict(spec).items() if k != "seed"},
+                    spec.seed, spec.bytes_moved(), spec.flops() if hasattr(spec, "flops") else None,
+                )
+                for spec in specs
+            )  # fmt: skip
+
+        benchmarks = {"cuda": cases(task.BENCHMARKS), "cpu": cases(task.BENCHMARKS_CPU)}
+        return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks)
+    return _read_gpu_mode(folder)
+
+
+def _read_gpu_mode(folder: Path) -> Problem:
+    file = folder / "task.yml"
+    if not file.is_file():
+        raise UsageError(f"{folder.name}/task.py names no OUTPUTS, and there is no task.yml: no problem folder")
+    try:
+        spec = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise UsageError(f"{file}: not YAML: {error}") from error
+    if not isinstance(spec, dict) or not isinstance(spec.get("tests"), list):
+        raise UsageError(f"{file}: wanted a mapping with a list of tests")
+    if spec.get("lang", "py") != "py" or spec.get("multi_gpu"):
+        raise UsageError(f"{file}: only Python problems for one GPU are judged, got lang {spec.get('lang')!r}")
+    ranking = spec.get("ranking_by", "last")
+    if ranking not in ("last", "mean", "geom"):
+        raise UsageError(f"{file}: ranking_by must be last, mean or geom, got {ranking!r}")
+    sources = {item["name"]: (folder / item["source"]).resolve() for item in spec.get("files", []) if "@" not in item["source"]}
+    for needed in ("task.py", "reference.py"):
+        if not sources.get(needed, folder / needed).is_file() or sources.get(needed, folder / needed).parent != folder:
+            raise UsageError(f"{file}: {needed} must stand in the folder, got {sources.get(needed)}")
+    utils = next((p for p in (sources.get("utils.py"), folder / "utils.py", folder.parent / "utils.py") if p and p.is_file()), None)
+    timeouts = {
+        "test": spec.get("test_timeout", DEFAULT_TIMEOUT_S), "benchmark": spec.get("benchmark_timeout", DEFAULT_TIMEOUT_S),
+        "leaderboard": spec.get("ranked_timeout", DEFAULT_TIMEOUT_S),
+    }  # fmt: skip
+
+    def cases(key: str) -> tuple[Case, ...]:
+        return tuple(
+            Case({k: v for k, v in case.items() if k != "seed"}, int(case.get("seed", spec.get("seed", 0))))
+            for case in spec.get(key) or []
+        )
+
+    benchmarks = cases("benchmarks")
+    if ranking == "last" and len(benchmarks) > 1:
+        benchmarks = benchmarks[-1:]
+    return Problem(
+        folder.name, folder, False, cases("tests"), {"cuda": benchmarks, "cpu": benchmarks}, utils, ranking, timeouts
+    )

@@ -1,0 +1,36 @@
+"""Call a submission once per case in this very process, for tools that look into a process: ncu, compute-sanitizer.
+
+No verdict comes from here: inputs are made beside the submission. Started as
+`python -m harness.solo FOLDER FILE DEVICE CASES`, CASES a JSON list of argument sets with their seeds.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from problems.common import load
+
+
+def main() -> None:
+    folder, file, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+    utils = next((p for p in (folder / "utils.py", folder.parent / "utils.py") if p.is_file()), None)
+    extra = {"utils": load.from_file(folder, utils)} if utils else {}
+    reference = load.from_file(folder, folder / "reference.py", extra)
+    module = load.from_file(folder, file, extra)
+    own = hasattr(load.from_file(folder, folder / "task.py", extra), "OUTPUTS")
+    for case in cases:
+        data = reference.generate_input(**case, **({"device": device} if own else {}))
+        state = (module.untimed(data),) if hasattr(module, "untimed") else ()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+        module.custom_kernel(data, *state)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main()

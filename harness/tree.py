@@ -1,0 +1,129 @@
+"""A problem's data as JSON plus raw bytes: nested tuples, lists, dicts and NamedTuples of tensors and plain values.
+
+`describe` turns such a value into a specification in which every tensor has a place in one of two flat buffers
+("device" and "host"); `build` makes the same value again over another process's mapping of those buffers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+
+ALIGN = 512  # bytes; what torch's CUDA allocator gives, and more than a TMA descriptor (16) asks for
+_PLAIN = (int, float, str, bool, type(None))
+
+
+@dataclass
+class Layout:
+    """Bytes taken so far in each buffer."""
+
+    used: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
+
+    def place(self, space: str, nbytes: int) -> int:
+        offset = self.used[space]
+        self.used[space] = -(-(offset + nbytes) // ALIGN) * ALIGN
+        return offset
+
+
+def describe(value: object, layout: Layout) -> dict:
+    """JSON specification of `value`, its tensors placed in `layout`. TypeError for anything else than the above."""
+    if isinstance(value, torch.Tensor):
+        space = "device" if value.is_cuda else "host"
+        nbytes = extent(value) * value.element_size()
+        return {
+            "kind": "tensor", "space": space, "offset": layout.place(space, nbytes), "nbytes": nbytes,
+            "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "stride": list(value.stride()),
+        }  # fmt: skip
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [describe(item, layout) for item in value]
+        return {"kind": "named", "class": type(value).__name__, "fields": list(value._fields), "items": items}
+    if isinstance(value, tuple | list):
+        items = [describe(item, layout) for item in value]
+        return {"kind": "list" if isinstance(value, list) else "tuple", "items": items}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"kind": "dict", "keys": list(value), "items": [describe(item, layout) for item in value.values()]}
+    if isinstance(value, _PLAIN):
+        return {"kind": "value", "value": value}
+    if isinstance(value, torch.dtype):
+        return {"kind": "dtype", "value": str(value).removeprefix("torch.")}
+    raise TypeError(f"data may hold tensors, numbers, strings and nests of them, got {type(value).__name__}")
+
+
+def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> object:
+    """The value that `spec` describes, its tensors views of `buffers` (uint8, flat). NamedTuple classes come from
+    `task` (an attribute of that name); without one they become plain tuples.
+    """
+    kind = spec["kind"]
+    if kind == "tensor":
+        return tensor(spec, buffers[spec["space"]])
+    if kind == "value":
+        return spec["value"]
+    if kind == "dtype":
+        return getattr(torch, spec["value"])
+    items = [build(item, buffers, task) for item in spec["items"]]
+    if kind == "named":
+        named = getattr(task, spec["class"], None)
+        return named(*items) if named is not None else tuple(items)
+    if kind == "dict":
+        return dict(zip(spec["keys"], items, strict=True))
+    return items if kind == "list" else tuple(items)
+
+
+def leaves(spec: dict) -> list[dict]:
+    """The tensor specifications within `spec`, in order."""
+    if spec["kind"] == "tensor":
+        return [spec]
+    return [leaf for item in spec.get("items", ()) for leaf in leaves(item)]
+
+
+def tensors(value: object) -> list[torch.Tensor]:
+    """The tensors within `value`, in the order of `leaves`."""
+    found: list[torch.Tensor] = []
+    walk(value, found.append)
+    return found
+
+
+def walk(value: object, visit: Callable[[torch.Tensor], None]) -> None:
+    if isinstance(value, torch.Tensor):
+        visit(value)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            walk(item, visit)
+    elif isinstance(value, dict):
+        for item in value.values():
+            walk(item, visit)
+
+
+def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
+    """The strided view of `buffer` (uint8, flat) that a tensor specification describes."""
+    dtype = getattr(torch, spec["dtype"])
+    region = buffer[spec["offset"] : spec["offset"] + spec["nbytes"]]
+    return region.view(dtype).as_strided(spec["shape"], spec["stride"], region.storage_offset() // dtype.itemsize)
+
+
+def raw(value: torch.Tensor) -> torch.Tensor:
+    """The bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
+    start, length = value.storage_offset() * value.element_size(), extent(value) * value.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,))
+
+
+def extent(value: torch.Tensor) -> int:
+    """Elements from the first to the last that a strided tensor touches."""
+    if not value.numel():
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def clone(value: object) -> object:
+    """A copy with storage of its own for every tensor, strides kept."""
+    if isinstance(value, torch.Tensor):
+        copied = raw(value).clone()
+        return copied.view(value.dtype).as_strided(value.shape, value.stride()) if value.numel() else value.clone()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(clone(item) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(clone(item) for item in value)
+    if isinstance(value, dict):
+        return {key: clone(item) for key, item in value.items()}
+    return value

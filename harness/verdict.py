@@ -1,0 +1,160 @@
+"""Verdicts: their words, exit codes, and the records that they become."""
+
+from dataclasses import dataclass, field
+
+from harness import clock, environment, phases, record, scan, stats
+from harness.problem import Case, Entry, Problem
+from harness.session import Outcome
+
+EXIT_CODES = {
+    "PASSED": 0, "COMPILED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3, "COMPILE_ERROR": 4,
+    "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
+}  # fmt: skip
+USAGE_EXIT = 2
+# Where an entrant failed in several ways, the one that says most about it is its verdict.
+_GRAVEST = (
+    "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
+    "UNSUPPORTED", "COMPILED", "PASSED",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CaseTime:
+    """A case that was timed and found valid, or `failure`. Times in us."""
+
+    case: Case
+    timing: phases.Timing
+    ground: phases.Ground
+    failure: Outcome | None = None
+    median: float = float("nan")
+    interval: tuple[float, float] = (float("nan"), float("nan"))
+
+
+@dataclass
+class Judged:
+    """All that came out for one entry. reason: of a verdict that concerns the entry as a whole."""
+
+    entry: Entry
+    target: str
+    status: str = ""
+    reason: str = ""
+    tests: list[tuple[Case, Outcome]] = field(default_factory=list)
+    times: list[CaseTime] = field(default_factory=list)
+    artefacts: list[dict] = field(default_factory=list)
+    against: list[dict] = field(default_factory=list)  # by case; {variant, ratio, ci95}
+    against_all: dict | None = None  # the geomean over the cases
+
+    @property
+    def verdict(self) -> str:
+        statuses = [o.status for _, o in self.tests]
+        statuses += [t.failure.status if t.failure else "PASSED" for t in self.times]
+        statuses += [self.status] if self.status else []
+        return min(statuses, key=_GRAVEST.index) if statuses else "UNSUPPORTED"
+
+    @property
+    def geomean(self) -> tuple[float, float, float] | None:
+        """(geomean, lo, hi) in us over all benchmark cases; None unless every one was timed."""
+        if not self.times or any(t.failure for t in self.times):
+            return None
+        lo, hi = stats.geomean_interval([t.timing.samples for t in self.times])
+        return stats.geomean([t.median for t in self.times]), lo, hi
+
+
+def exit_code(judged: list[Judged], everything: bool) -> int:
+    """The single entry's code; for --all, that of the gravest verdict, variants of other machines aside."""
+    verdicts = [j.verdict for j in judged]
+    if everything:
+        verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]
+    return EXIT_CODES[min(verdicts, key=_GRAVEST.index)]
+
+
+def weigh(timing: phases.Timing, ground: phases.Ground) -> CaseTime:
+    """The time of a case, or why it has none."""
+    if timing.failure:
+        return CaseTime(timing.case, timing, ground, timing.failure)
+    median = timing.median_us
+    floor = phases.floor_us(timing.case, ground, environment.describe()["gpu"])
+    if not median > floor:
+        text = f"median {median:.3f} us is under the physical floor of {floor:.3f} us"
+        return CaseTime(timing.case, timing, ground, Outcome("INVALID_MEASUREMENT", text))
+    return CaseTime(timing.case, timing, ground, None, median, stats.bootstrap_interval(timing.samples))
+
+
+class Recorder:
+    """Writes the records of one run. `run_id` is common to all of them."""
+
+    def __init__(self, problem: Problem, device: str) -> None:
+        self.problem, self.device, self.clock_name = problem, device, ""
+        self.run_id = record.new_run_id()
+
+    def write(self, judged: Judged) -> list[dict]:
+        """Append every record of `judged`. -> the records."""
+        lines = self.lines(judged)
+        record.append(environment.machine(self.device), self.problem.name, lines)
+        return lines
+
+    def lines(self, judged: Judged) -> list[dict]:
+        """The records of `judged`: one per case, and one for a verdict on the whole entry."""
+        lines = [self._test(judged, case, outcome) for case, outcome in judged.tests]
+        lines += [self._benchmark(judged, i) for i in range(len(judged.times))]
+        if judged.status:  # a verdict on the whole entry: a rule broken, unsupported here, compiled
+            kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
+            lines.append(
+                {**self._base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
+                | ({"resources": judged.artefacts} if kind == "compile" else {})
+            )
+        return lines
+
+    def _base(self, judged: Judged, kind: str, case: dict) -> dict:
+        commit, dirty = environment.commit()
+        return {
+            "schema": record.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
+            "case": case, "kind": kind, "variant": judged.entry.name, "target": judged.target,
+            "peer": judged.entry.peer, "source_hash": record.source_hash(scan.closure(judged.entry.file)),
+            "environment": environment.describe(), "commit": commit, "dirty": dirty,
+            "harness_hash": record.harness_hash(), "sandbox": "own process group, scrubbed environment",
+        }  # fmt: skip
+
+    def _test(self, judged: Judged, case: Case, outcome: Outcome) -> dict:
+        return {
+            **self._base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
+            "error": _error(outcome.error), "seeds": [str(case.seed)], "device": self.device,
+        }  # fmt: skip
+
+    def _benchmark(self, judged: Judged, index: int) -> dict:
+        time = judged.times[index]
+        timing, ground = time.timing, time.ground
+        line = {
+            **self._base(judged, "benchmark", time.case.params), "device": self.device,
+            "status": time.failure.status if time.failure else "PASSED",
+            "reason": time.failure.reason if time.failure else "",
+            "roof_us": ground.roof_us, "roof_kind": "read", "roof_config": ground.roof_config,
+            "empty_call_us": ground.empty_us, "bytes": ground.bytes, "flops": time.case.flops, "seeds": ground.seeds,
+            "clocks_mhz": ground.clocks_mhz, "throttle": ground.throttle, "error": _error(timing.worst_error),
+            "clock": self._clock(timing),
+        }  # fmt: skip
+        if time.failure is None:
+            untimed = timing.flat("untimed_us")
+            line |= {
+                "n": len(timing.flat("us")), "median_us": time.median, "ci95_us": list(time.interval),
+                "samples_us": [[round(us, 4) for us in group] for group in timing.samples],
+                "host_us": stats.median(timing.flat("host_us")),
+                "untimed_us": stats.median(untimed) if untimed else None,
+            }  # fmt: skip
+        if judged.against:
+            line["against"] = judged.against[index]
+        return line
+
+    def _clock(self, timing: phases.Timing) -> dict:
+        downgrades = []
+        if bound := sum(timing.flat("host_bound")):
+            downgrades.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
+        if self.device == "cuda" and environment.clocks()[0] is None:
+            downgrades.append("no NVML: clocks and throttle reasons unknown")
+        delivery = "slots shared by CUDA IPC" if self.device == "cuda" else "slots shared as memory files"
+        cold = f"read of {clock.FLUSH_FACTOR}x the last-level cache before each call"
+        return {"name": self.clock_name, "cold": cold, "delivery": delivery, "downgrades": downgrades}
+
+
+def _error(error: dict | None) -> dict | None:
+    return {key: record.finite(value) for key, value in error.items()} if error else None

@@ -1,0 +1,69 @@
+"""Messages between the judge's processes: length-limited JSON over a socket, with file descriptors beside it.
+
+Never pickle: reading one would run the writer's code, and one of the processes holds the submission.
+"""
+
+import json
+import math
+import select
+import socket
+import struct
+import time
+
+LIMIT = 4 * 2**20  # bytes of JSON a message; a case's layout takes a few kilobytes
+_HEADER = struct.Struct("<II")  # bytes of JSON, number of descriptors
+_MAX_FDS = 64
+
+
+class WireError(RuntimeError):
+    """The peer closed the socket or sent something that is no message."""
+
+
+def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
+    """Send one message and duplicates of `fds`. ValueError if it is over LIMIT; WireError if the peer is gone."""
+    body = json.dumps(message, allow_nan=True).encode()
+    if len(body) > LIMIT or len(fds) > _MAX_FDS:
+        raise ValueError(f"message must have at most {LIMIT} bytes and {_MAX_FDS} fds, got {len(body)} and {len(fds)}")
+    try:
+        # Descriptors travel with the header, so that a reader gets them with the bytes that announce them.
+        header = _HEADER.pack(len(body), len(fds))
+        sent = socket.send_fds(sock, [header], list(fds)) if fds else sock.send(header)
+        sock.sendall(header[sent:] + body)
+    except OSError as error:
+        raise WireError(f"the other process is gone: {error}") from error
+
+
+def receive(sock: socket.socket, timeout_s: float = math.inf) -> tuple[dict, list[int]]:
+    """-> (message, descriptors). TimeoutError after timeout_s; WireError as described above."""
+    deadline = time.monotonic() + timeout_s
+    header, fds = b"", []
+    while len(header) < _HEADER.size:
+        _wait(sock, deadline)
+        part, more, _, _ = socket.recv_fds(sock, _HEADER.size - len(header), _MAX_FDS)
+        fds += more
+        if not part:
+            raise WireError("the other process closed the connection")
+        header += part
+    length, count = _HEADER.unpack(header)
+    if length > LIMIT or count != len(fds):
+        raise WireError(f"not a message: {length} bytes, {count} fds announced, {len(fds)} came")
+    body = bytearray()
+    while len(body) < length:
+        _wait(sock, deadline)
+        part = sock.recv(min(length - len(body), 2**20))
+        if not part:
+            raise WireError("the other process closed the connection within a message")
+        body += part
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not a message: {error}") from error
+    if not isinstance(message, dict):
+        raise WireError(f"a message must be an object, got {type(message).__name__}")
+    return message, fds
+
+
+def _wait(sock: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0 or not select.select([sock], [], [], None if left == math.inf else left)[0]:
+        raise TimeoutError

@@ -1,0 +1,344 @@
+"""From records to ranked tables. Pure: reads no file, imports no problem, prints nothing.
+
+A board is one (machine, problem, target). Absolute times compare only within one run, so a board has a base run: the
+newest that timed at least two variants on every case of the board, else the newest that timed one on every case, else
+the newest. (A paired run of two variants does not displace one of the whole field.) A variant that is not in the base
+run is shown from its own newest run and never ranked. Nothing is left out silently: each variant with any record has
+a row, and a row without a rank says why.
+
+A variant's state is that of its newest run: if that failed, in any test or benchmark case, so does its row, whatever an
+older run said. UNSUPPORTED is about the machine, so it counts only for a variant that never ran.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from harness import stats
+
+SCHEMA = 1
+KINDS = ("test", "benchmark", "compile")
+REQUIRED = ("schema", "run_id", "time", "problem", "case", "kind", "variant", "target", "status")
+OTHER_RUN = "from another run: not comparable"
+COMPILED = "compiled, not run"
+
+STANDING = [
+    *("rank", "variant", "peer", "geomean_us", "lo_us", "hi_us", "roof_share", "peer_ratio", "done", "wanted"),
+    *("status", "reason", "notes", "run_id", "base", "registers", "spill_bytes", "kernels"),
+]
+TIMES = [
+    *("variant", "case", "peer", "run_id", "base", "status", "reason", "median_us", "lo_us", "hi_us", "n"),
+    *("roof_us", "roof_kind", "roof_share", "peer_ratio", "bytes", "flops", "empty_call_us", "host_us", "untimed_us"),
+    *("rel_error", "max_error", "tolerance"),
+]
+PAIRS = ["variant", "against", "case", "ratio", "lo", "hi", "run_id"]
+
+
+@dataclass(frozen=True)
+class Board:
+    """What was measured for one target of one problem on one machine.
+
+    standing  one row per variant, columns STANDING: ranked, peers, other runs, failures, compiled; fastest first
+    times     one row per variant and case of the board, columns TIMES; times in us, NaN where there is none
+    pairs     one row per case of each two variants' newest paired run, columns PAIRS; ratio < 1: variant is faster
+    run       the base run's facts: run_id, time, commit, environment, clock; where nothing was timed, the newest run's
+    timed     whether any variant was timed or tested here, rather than compiled alone
+    """
+
+    machine: str
+    problem: str
+    target: str
+    cases: list[str]
+    run: dict
+    timed: bool
+    standing: pd.DataFrame
+    times: pd.DataFrame
+    pairs: pd.DataFrame
+    notes: list[str]
+
+
+def parse(text: str, source: str) -> tuple[list[dict], list[str]]:
+    """-> (records, complaints).  text: JSON lines; source: their name in messages.
+
+    A line that is no JSON object is what a killed writer leaves: it is skipped, with a complaint. Keys that are not
+    known here are kept. ValueError, with the line, for another schema, or a record that lacks a required key.
+    """
+    records, complaints = [], []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict):
+            complaints.append(f"{source}:{number}: skipped a broken line ({len(line)} characters, no JSON object)")
+            continue
+        if record.get("schema") != SCHEMA:
+            raise ValueError(f"{source}:{number}: schema must be {SCHEMA}, got {record.get('schema')!r}")
+        if missing := [key for key in REQUIRED if key not in record]:
+            raise ValueError(f"{source}:{number}: a record must have {', '.join(missing)}")
+        if record["kind"] not in KINDS:
+            raise ValueError(f"{source}:{number}: kind must be one of {', '.join(KINDS)}, got {record['kind']!r}")
+        records.append(record)
+    return records, complaints
+
+
+def case_label(case: Mapping | None) -> str:
+    """A case's name, "m=7168 k=16384 l=1". The seed is no part of it: each run draws its own."""
+    return " ".join(f"{key}={value}" for key, value in (case or {}).items() if key != "seed")
+
+
+def ranks(intervals: list[tuple[float, float]]) -> list[int]:
+    """Rank of each (lo, hi), which come sorted by their geomean.
+
+    The first leads a group. A variant whose interval overlaps the leader's shares the leader's rank; the first that
+    does not leads the next group, and its rank is its position from 1. So ranks read 1, 1, 3. Overlap is not
+    transitive: with A ~ B and B ~ C but A apart from C, C is third, since only the group's leader counts. That keeps a
+    chain of neighbours from making the whole field one tie.
+    """
+    result, leader = [], None
+    for position, (lo, hi) in enumerate(intervals, 1):
+        if leader is None or lo > leader[1] or hi < leader[0]:
+            leader, rank = (lo, hi), position
+        result.append(rank)
+    return result
+
+
+def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]]) -> list[Board]:
+    """The boards of one machine, sorted by problem and target.
+
+    records: as parse returns them. expected: for (problem, target) the cases that a complete variant must have; where
+    absent, those of the base run. ValueError for a time that is not ISO 8601.
+    """
+    rows = [
+        {key: record[key] for key in ("run_id", "problem", "target", "kind", "variant", "status")}
+        | {"time": record["time"], "case": case_label(record["case"]), "paired": bool(record.get("against"))}
+        | {"record": record, "position": position}
+        for position, record in enumerate(records)
+    ]
+    if not rows:
+        return []
+    lines = pd.DataFrame(rows)
+    lines["time"] = pd.to_datetime(lines["time"], utc=True, format="ISO8601")
+    lines["newest"] = lines.groupby("run_id")["time"].transform("max")
+    lines = lines.sort_values(["newest", "run_id", "position"], kind="stable")  # so the last line is the newest run's
+    return [
+        _board(part, machine, problem, target, expected.get((problem, target)))
+        for (problem, target), part in lines.groupby(["problem", "target"], sort=True)
+    ]
+
+
+def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None) -> Board:
+    timed = lines[lines.kind == "benchmark"]
+    wanted = None if expected is None else [case_label(case) for case in expected]
+    base = _base_run(timed, wanted)
+    of_base = timed[timed.run_id == base]
+    cases = wanted if wanted is not None else list(dict.fromkeys(of_base.case))
+    standing, times = [], []
+    for variant, part in lines.groupby("variant", sort=True):
+        row, its_times = _row(variant, part, base, cases)
+        standing.append(row)
+        times += its_times
+    standing, times = pd.DataFrame(standing, columns=STANDING), pd.DataFrame(times, columns=TIMES)
+    _against_peers(standing, times)
+    standing = _ranked(standing)
+    times = times.sort_values("variant", key=lambda names: names.map({n: i for i, n in enumerate(standing.variant)}))
+    ran = lines[lines.kind != "compile"]
+    told = of_base if len(of_base) else ran if len(ran) else lines
+    notes = []
+    if strange := [case for case in dict.fromkeys(of_base.case) if case not in cases]:
+        notes.append(f"timed in run {base}, but no case of this board: {'; '.join(strange)}")
+    if len({json.dumps(_environment(record), sort_keys=True) for record in of_base.record}) > 1:
+        notes.append(f"the environment changed within run {base}")
+    if throttled := sorted({_text(record["throttle"]) for record in of_base.record if record.get("throttle")}):
+        notes.append(f"clocks were throttled in run {base}: {', '.join(throttled)}")
+    run, ever_ran = _facts(told), not ran.empty
+    return Board(machine, problem, target, cases, run, ever_ran, standing, times, _pairs(timed), notes)
+
+
+def _base_run(timed: pd.DataFrame, wanted: list[str] | None) -> str | None:
+    """The run whose times the board compares (see the module's docstring). timed is sorted by run, newest last."""
+    best, best_grade = None, -1
+    for run_id, run in timed.groupby("run_id", sort=False):
+        labels = set(run.case if wanted is None else wanted)
+        complete = sum(labels <= set(part.case) for _, part in run.groupby("variant"))
+        of_two = run.paired.any() and run.variant.nunique() <= 2
+        grade = 2 if complete >= 2 and not of_two else int(complete >= 1)
+        if grade >= best_grade:
+            best, best_grade = run_id, grade
+    return best
+
+
+def _row(variant: str, lines: pd.DataFrame, base: str | None, cases: list[str]) -> tuple[dict, list[dict]]:
+    """-> (row of standing, rows of times) of one variant; rank and peer_ratio are filled in by the caller."""
+    row = dict.fromkeys(STANDING) | {"variant": variant, "done": 0, "wanted": len(cases), "notes": [], "base": False}
+    row |= {"peer": any(record.get("peer") for record in lines.record), "reason": ""} | _resources(lines)
+    row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roof_share", "peer_ratio"), math.nan)
+    ran = lines[lines.kind != "compile"]
+    if ran.empty:
+        last = lines.iloc[-1]
+        row |= {"status": last.status, "run_id": last.run_id, "reason": _text(last.record.get("reason"))}
+        row["notes"] = [COMPILED] if last.status == "COMPILED" else []
+        return row, []
+    run_id = _shown_run(ran, base)
+    run = ran[ran.run_id == run_id].drop_duplicates(["kind", "case"], keep="last")  # an attempt replaces the one before
+    row |= {"run_id": run_id, "base": run_id == base}
+    if not row["base"] and base is not None:
+        row["notes"].append(OTHER_RUN)
+    newer = ran.iloc[-1]
+    if newer.newest > run.newest.iloc[-1]:
+        row["notes"].append(f"newer run {newer.run_id}, not comparable: {newer.status}")
+        if newer.record.get("source_hash") != run.record.iloc[-1].get("source_hash"):
+            row["notes"].append("source changed since")
+
+    bench = dict(zip(*run.loc[run.kind == "benchmark", ["case", "record"]].to_numpy().T, strict=True))
+    times = [_time(variant, case, bench.get(case), run_id, row["base"], row["peer"]) for case in cases]
+    done = [time for time in times if time["status"] == "PASSED"]
+    row["done"] = len(done)
+    row["status"], row["reason"] = _state(run, times, lines)
+    if row["status"] == "PASSED" and done and len(done) == len(cases):
+        row["geomean_us"] = stats.geomean([time["median_us"] for time in done])
+        if all(time["roof_share"] > 0 for time in done):
+            row["roof_share"] = stats.geomean([time["roof_share"] for time in done])
+        try:
+            row["lo_us"], row["hi_us"] = stats.geomean_interval([bench[case].get("samples_us") or [] for case in cases])
+        except (TypeError, ValueError) as error:
+            row["notes"].append(f"no interval, hence no rank: samples_us: {error}")
+    if left_out := [time["untimed_us"] for time in done if time["untimed_us"] > 0]:
+        row["notes"].append(f"left out of the time: {_span(left_out)} us a call")
+    return row, times
+
+
+def _shown_run(ran: pd.DataFrame, base: str | None) -> str:
+    """The run that a variant's row shows: its newest if that failed, else the base run, else its newest timed one."""
+    supported = ran[ran.status != "UNSUPPORTED"]
+    ran = supported if len(supported) else ran
+    newest = ran[ran.run_id == ran.run_id.iloc[-1]].drop_duplicates(["kind", "case"], keep="last")
+    if (newest.status != "PASSED").any():
+        return newest.run_id.iloc[-1]
+    if (ran.run_id == base).any():
+        return base
+    timed = ran[ran.kind == "benchmark"]
+    return (timed if len(timed) else ran).run_id.iloc[-1]
+
+
+def _state(run: pd.DataFrame, times: list[dict], lines: pd.DataFrame) -> tuple[str, str]:
+    """-> (status, reason) of a row: the run's first failed line, a later compile error, a bad or a missing time."""
+    failed = run[run.status != "PASSED"]
+    if len(failed):
+        first = failed.iloc[0]
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        reason = _text(first.record.get("reason")) or "no reason given"
+        return first.status, f"{first.kind} {first.case}{more}: {reason}"
+    compiled = lines[(lines.kind == "compile") & (lines.newest >= run.newest.iloc[-1])]
+    if len(compiled) and compiled.status.iloc[-1] not in ("COMPILED", "UNSUPPORTED"):
+        return compiled.status.iloc[-1], _text(compiled.record.iloc[-1].get("reason"))
+    bad = [time for time in times if time["status"] != "PASSED"]
+    for time in bad:
+        if time["status"] != "MISSING":
+            return time["status"], f"{time['case']}: {time['reason']}"
+    if len(bad) and len(bad) == len(times):
+        return "MISSING", "tested, not timed" if (run.kind == "test").any() else "not timed"
+    return ("MISSING", f"not timed: {'; '.join(time['case'] for time in bad)}") if bad else ("PASSED", "")
+
+
+def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool, peer: bool) -> dict:
+    """One variant's time in one case. A time that is no positive finite number is INVALID_MEASUREMENT, whatever the
+    record says; a case without a record is MISSING."""
+    time = dict.fromkeys(TIMES, math.nan) | {"variant": variant, "case": case, "run_id": run_id, "base": base}
+    time |= {"peer": peer, "status": "MISSING", "reason": "no record", "roof_kind": ""}
+    if record is None:
+        return time
+    time |= {"status": record["status"], "reason": _text(record.get("reason"))}
+    numbers = ("n", "roof_us", "bytes", "flops", "empty_call_us", "host_us", "untimed_us")
+    time |= {key: _number(record.get(key)) for key in numbers} | {"roof_kind": _text(record.get("roof_kind"))}
+    error = record.get("error") or {}
+    time |= {to: _number(error.get(key)) for to, key in zip(TIMES[-3:], ("rel", "max", "tol"), strict=True)}
+    if time["status"] != "PASSED":
+        return time
+    median = _number(record.get("median_us"))
+    if not (math.isfinite(median) and median > 0):
+        return time | {"status": "INVALID_MEASUREMENT", "reason": f"median_us is no time: {record.get('median_us')!r}"}
+    lo, hi = (_number(bound) for bound in record.get("ci95_us") or (math.nan, math.nan))
+    return time | {"median_us": median, "lo_us": lo, "hi_us": hi, "roof_share": time["roof_us"] / median}
+
+
+def _against_peers(standing: pd.DataFrame, times: pd.DataFrame) -> None:
+    """Fill peer_ratio, best peer's time / this time, for the base run: of geomeans in standing, by case in times."""
+    standing["base"], times["base"] = standing["base"].astype(bool), times["base"].astype(bool)
+    best = standing.loc[standing.base & standing.peer, "geomean_us"].min()
+    standing["peer_ratio"] = (best / standing.geomean_us).where(standing.base)
+    right = set(standing.loc[standing.base & (standing.status == "PASSED"), "variant"])
+    peers = times[times.base & times.peer & times.variant.isin(right)].groupby("case")["median_us"].min()
+    times["peer_ratio"] = (times.case.map(peers).astype(float) / times.median_us).where(times.base)
+
+
+def _ranked(standing: pd.DataFrame) -> pd.DataFrame:
+    """`standing` in the board's order, with ranks (Int64, NA where unranked)."""
+    passed = (standing.status == "PASSED") & standing.geomean_us.notna()
+    eligible = passed & standing.base & ~standing.peer.astype(bool) & standing.lo_us.notna()
+    section = pd.Series(3, index=standing.index)  # failures and gaps
+    section[standing.status == "COMPILED"] = 4
+    section[passed] = 2
+    section[passed & standing.base & standing.peer] = 1
+    section[eligible] = 0
+    order = standing.assign(section=section).sort_values(["section", "geomean_us", "variant"])
+    chosen = order[order.section == 0]
+    order["rank"] = pd.Series(pd.NA, index=order.index, dtype="Int64")
+    order.loc[chosen.index, "rank"] = ranks(list(zip(chosen.lo_us, chosen.hi_us, strict=True)))
+    return order.drop(columns="section").reset_index(drop=True)
+
+
+def _pairs(timed: pd.DataFrame) -> pd.DataFrame:
+    """The newest paired run of each (variant, other)."""
+    rows = []
+    for line in timed[timed.paired & (timed.status == "PASSED")].itertuples():
+        against = line.record["against"]
+        lo, hi = (_number(bound) for bound in against.get("ci95") or (math.nan, math.nan))
+        row = (line.variant, _text(against.get("variant")), line.case, _number(against.get("ratio")), lo, hi)
+        rows.append(dict(zip(PAIRS, (*row, line.run_id), strict=True)))
+    pairs = pd.DataFrame(rows, columns=PAIRS)
+    newest = pairs.groupby(["variant", "against"])["run_id"].transform("last")
+    return pairs[pairs.run_id == newest].drop_duplicates(PAIRS[:3], keep="last").reset_index(drop=True)
+
+
+def _resources(lines: pd.DataFrame) -> dict:
+    """Most registers of a kernel, bytes spilled by all, and the kernels' number, from the newest compile record."""
+    compiled = lines[(lines.kind == "compile") & (lines.status == "COMPILED")]
+    listed = (compiled.record.iloc[-1].get("resources") or []) if len(compiled) else []
+    if not listed:
+        return {"registers": math.nan, "spill_bytes": math.nan, "kernels": 0}
+    numbers = pd.DataFrame([{key: _number(item.get(key)) for key in ("registers", "spill_bytes")} for item in listed])
+    spilled = numbers.spill_bytes.sum(min_count=1)  # NaN, not 0, where no kernel says
+    return {"registers": numbers.registers.max(), "spill_bytes": spilled, "kernels": len(listed)}
+
+
+def _facts(lines: pd.DataFrame) -> dict:
+    """run_id, first time, commit, dirty, environment and clock of the newest run among `lines`."""
+    run = lines[lines.run_id == lines.run_id.iloc[-1]]
+    record = run.record.iloc[-1]
+    facts = {"run_id": record["run_id"], "time": run.time.min().strftime("%Y-%m-%d %H:%M:%S UTC")}
+    facts |= {"commit": _text(record.get("commit")), "dirty": any(one.get("dirty") for one in run.record)}
+    return facts | {"environment": _environment(record), "clock": record.get("clock") or {}}
+
+
+def _environment(record: dict) -> dict:
+    return record.get("environment") or {}
+
+
+def _number(value: object) -> float:
+    """A float; NaN for what is no number."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _span(values: list[float]) -> str:
+    lo, hi = f"{min(values):.0f}", f"{max(values):.0f}"
+    return lo if lo == hi else f"{lo} to {hi}"

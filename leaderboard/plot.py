@@ -1,0 +1,130 @@
+"""The picture of a board: each variant's time against the roof, case by case."""
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from leaderboard import tables
+from leaderboard.board import Board
+
+# Okabe and Ito's palette, which the common forms of colour blindness tell apart; hatches say it once more.
+RANKED, PEER, OTHER, INK = "#0072B2", "#E69F00", "#B5B5B5", "#222222"
+STYLE = {"font.size": 9, "hatch.linewidth": 0.6, "hatch.color": "#FFFFFF", "axes.edgecolor": "#888888"}
+DPI = 150
+LABEL_ROOM = 0.62  # share of a panel's log span added on the right, for the figures behind the bars
+
+
+def write(board: Board, folder: Path) -> Path | None:
+    """Write MACHINE_PROBLEM_TARGET.png into `folder`; None, and no file, where the board has no time to show."""
+    if not board.times.median_us.notna().any():
+        return None
+    path = folder / f"{board.machine}_{board.problem}_{board.target}.png"
+    with matplotlib.rc_context(STYLE):
+        figure = draw(board)
+        # No version in the file: equal records give equal bytes with one matplotlib.
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    return path
+
+
+def draw(board: Board) -> Figure:
+    """One panel per case. A bar runs from the roof, a line, to the time, so on the log axis its length is the factor
+    between them; whiskers are 95 % intervals. Variants come in the board's order, fastest first."""
+    shown = board.standing[board.standing.variant.isin(board.times.variant)]
+    height = 0.34 * len(shown) + 1.75
+    width = 2.1 + 3.3 * len(board.cases)
+    figure = Figure(figsize=(width, height), facecolor="white")
+    panels = figure.subplots(1, len(board.cases), sharey=True, squeeze=False)[0]
+    for panel, case in zip(panels, board.cases, strict=True):
+        _panel(panel, board, case, list(shown.variant))
+    panels[0].set_yticks(range(len(shown)), shown.variant)
+    panels[0].invert_yaxis()
+    # Inches to shares of the figure: the title and legend need the same room whatever the number of variants.
+    figure.subplots_adjust(left=_margin(shown.variant) / width, right=1 - 0.15 / width, wspace=0.07)
+    figure.subplots_adjust(top=1 - 0.72 / height, bottom=0.78 / height)
+    run = board.run
+    gpu = run["environment"].get("cpu" if board.target == "cpu" else "gpu") or board.machine
+    left = 0.12 / width
+    heading = f"{board.problem}, {board.target}: time against the roof"
+    figure.text(left, 1 - 0.25 / height, heading, weight="bold", size=11)
+    figure.text(left, 1 - 0.45 / height, f"{gpu}, run {run['run_id']}, {run['time']}", color="#555555", size=8)
+    corner = (left, 0.02 / height)
+    figure.legend(handles=_legend(), loc="lower left", bbox_to_anchor=corner, ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
+def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
+    times = board.times[board.times.case == case].set_index("variant")
+    roofs = times.roof_us.where(times.base).dropna()
+    roofs = roofs if len(roofs) else times.roof_us.dropna()
+    valid = times.median_us.dropna()
+    lows = [*valid, *roofs]
+    if not lows:
+        panel.set_title(f"{case}\nno time", size=9)
+        return
+    roof = float(roofs.median()) if len(roofs) else None
+    lo, hi = min(lows), max(lows)
+    start = roof if roof else lo / 1.1
+    span = max(hi / lo, 1.3)
+    left, right = min(lo, start) / span**0.06, lo * span ** (1 + LABEL_ROOM)
+    panel.set_xscale("log")
+    panel.set_xlim(left, right)
+    for position, name in enumerate(variants):
+        row = times.loc[name]
+        if not row.median_us > 0:
+            text = {"MISSING": "not timed"}.get(row.status, row.status)
+            panel.text(start * span**0.03, position, text, va="center", size=8, color="#777777", style="italic")
+            continue
+        colour, hatch = (PEER, "////") if row.peer else (RANKED, None) if row.base else (OTHER, "....")
+        ends = sorted((start, row.median_us))
+        panel.barh(position, ends[1] - ends[0], left=ends[0], height=0.62, color=colour, hatch=hatch, linewidth=0)
+        reach = row.median_us
+        if row.lo_us > 0 and row.hi_us > 0:
+            # The bounds need not straddle a median that another program computed, and errorbar wants lengths.
+            whisker = [[max(0.0, row.median_us - row.lo_us)], [max(0.0, row.hi_us - row.median_us)]]
+            panel.errorbar(row.median_us, position, xerr=whisker, ecolor=INK, elinewidth=1.1, capsize=2.5, fmt="none")
+            reach = max(reach, row.hi_us)
+        share = f"  {tables.percent(row.roof_share)}" if row.roof_share > 0 else ""
+        figures = f"{tables.us(row.median_us)}{share}"
+        panel.text(max(reach, start) * span**0.03, position, figures, va="center", size=8, color=INK)
+    if roof:
+        panel.axvline(roof, color=INK, linewidth=1.3, zorder=3)
+    kind = "/".join(sorted(set(times.roof_kind) - {""}))
+    panel.set_title(f"{case}\n" + (f"roof ({kind}) {tables.us(roof)} us" if roof else "no roof"), size=9)
+    _axis(panel)
+
+
+def _axis(panel: Axes) -> None:
+    panel.set_xlabel("us per call (log)")
+    panel.tick_params(axis="y", length=0)
+    subs = (1.0, 2.0, 5.0)
+    lo, hi = panel.get_xlim()
+    if hi / lo < 6:
+        subs = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+    elif hi / lo > 200:
+        subs = (1.0,)
+    panel.xaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.grid(axis="x", which="major", color="#E4E4E4", linewidth=0.7)
+    panel.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+
+
+def _legend() -> list[Patch]:
+    reading = "bar: from the roof (line) to the median; whisker: 95 %; figures: us, share of roof"
+    return [
+        Patch(facecolor=RANKED, label="variant"),
+        Patch(facecolor=PEER, hatch="////", label="peer, unranked"),
+        Patch(facecolor=OTHER, hatch="....", label="from another run: not comparable"),
+        Patch(facecolor="white", label=reading),
+    ]
+
+
+def _margin(names: list[str]) -> float:
+    """Inches left of the first panel: the longest name at 9 points."""
+    return 0.25 + 0.078 * max(map(len, names))

@@ -1,0 +1,209 @@
+"""The leaderboard's command line: print, write or check the boards that the records give.
+
+    python leaderboard/report.py                              every board, in the terminal
+    python leaderboard/report.py nvfp4_gemv --format markdown
+    python leaderboard/report.py --out leaderboard/out        board.md, board.csv and a picture of each board
+    python leaderboard/report.py --readme README.md           fill in the README's table from machines.txt
+    python leaderboard/report.py --check                      exit 1 if that table is stale
+
+Nothing here is measured, and no date but the records' own appears: equal records give equal text.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
+
+from leaderboard import board, plot, tables  # noqa: E402
+from problems.common import load  # noqa: E402
+
+RESULTS = ROOT / "leaderboard" / "results"
+MACHINES = ROOT / "leaderboard" / "machines.txt"
+BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
+PLAIN_WIDTH = 200  # columns, where the output is no terminal
+DIFF_LINES = 20  # of a stale table, shown by --check
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0, 1 if --check finds the README stale, 2 for bad use or records that cannot be read."""
+    options = _options(arguments)
+    try:
+        return _readme(options) if options.readme else _report(options)
+    except (ValueError, OSError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 2
+
+
+def read(results: Path, machines: list[str], problems: list[str]) -> tuple[list[board.Board], list[str]]:
+    """-> (boards, complaints) of RESULTS/<machine>/<problem>.jsonl. problems: the names wanted; empty means all.
+
+    ValueError as board.parse and board.build say.
+    """
+    boards, complaints = [], []
+    for machine in machines:
+        records = []
+        for file in sorted((results / machine).glob("*.jsonl")):
+            # A killed writer may cut a character in two; the line is broken either way, and reported.
+            text = file.read_text(encoding="utf-8", errors="replace")
+            found, said = board.parse(text, f"{machine}/{file.name}")
+            records += [record for record in found if not problems or record["problem"] in problems]
+            complaints += said
+        kinds = {(record["problem"], record["target"]) for record in records}
+        boards += board.build(records, machine, {kind: cases for kind in sorted(kinds) if (cases := expected(*kind))})
+    return boards, complaints
+
+
+def expected(problem: str, target: str) -> list[dict] | None:
+    """The cases that a complete variant of one of our problems has; None for a problem that is no folder of ours."""
+    folder = load.PROBLEMS / problem
+    if not (folder / "task.py").is_file():
+        return None
+    task = load.module(folder, "task")
+    cases = vars(task).get("BENCHMARKS_CPU") if target == "cpu" else None
+    return [dataclasses.asdict(case) for case in cases or task.BENCHMARKS]
+
+
+def committed(machines: Path) -> list[str]:
+    """The slugs in machines.txt: one a line, # begins a comment."""
+    lines = (line.partition("#")[0].strip() for line in machines.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
+
+
+def readme_table(results: Path, machines: Path) -> tuple[str, list[str]]:
+    """-> (Markdown, complaints) for the README. ValueError if a listed machine has no records."""
+    slugs = committed(machines)
+    for slug in slugs:
+        if not any((results / slug).glob("*.jsonl")):
+            raise ValueError(f"{machines.name} lists {slug}, which has no records in {results}")
+    boards, complaints = read(results, slugs, [])
+    if not boards:
+        return "No machine's records are committed yet.\n", complaints
+    return tables.markdown(boards, complaints), complaints
+
+
+def spliced(text: str, table: str, name: str) -> str:
+    """`text` with what stands between the markers replaced. ValueError unless it has each marker once, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"{name} must hold the lines {BEGIN} and {END} once each, in this order")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def terminal(boards: list[board.Board], console: Console) -> None:
+    """Print the boards as tables."""
+    for one in boards:
+        console.rule(Text(tables.title(one), style="bold"), align="left")
+        for line in tables.facts(one):
+            console.print(Text(line, style="dim"))
+        header, rows = tables.standing(one)
+        styles = ["bold green" if row[0] == "1" else "yellow" if row[0] == "peer" else "" for row in rows]
+        _print(console, header, rows, styles)
+        header, rows = tables.pairs(one)
+        if rows:
+            console.print(Text("Interleaved pairs, variant / other:"))
+            _print(console, header, rows, [""] * len(rows))
+        for line in tables.notes(one):
+            console.print(Text(line, style="dim"))
+        console.print()
+
+
+def _print(console: Console, header: list[str], rows: list[list[str]], styles: list[str]) -> None:
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    words = {"variant", "state", "against", "verdict", "run"}
+    for name in header:
+        # Names and times stay whole on a narrow terminal; the state wraps.
+        grid.add_column(name, justify="left" if name in words else "right", no_wrap=name in ("variant", "geomean us"))
+    for row, style in zip(rows, styles, strict=True):
+        grid.add_row(*map(Text, row), style=style)
+    console.print(grid)
+
+
+def _report(options: argparse.Namespace) -> int:
+    for name in options.problems:
+        if not (load.PROBLEMS / name / "task.py").is_file() and not any(options.results.glob(f"*/{name}.jsonl")):
+            raise ValueError(f"no problem {name}: neither a folder of problems/ nor a file of records")
+    known = sorted(path.name for path in options.results.glob("*") if any(path.glob("*.jsonl")))
+    boards, complaints = read(options.results, [options.machine] if options.machine else known, options.problems)
+    for complaint in complaints:
+        print(f"warning: {complaint}", file=sys.stderr)
+    if not boards:
+        of = f" of {', '.join(options.problems)}" if options.problems else ""
+        where = f" on {options.machine} (there are some on: {', '.join(known) or 'none'})" if options.machine else ""
+        out = sys.stdout if options.format == "terminal" else sys.stderr
+        print(f"no records{of}{where}: run `python harness/run.py PROBLEM` first", file=out)
+    if options.format == "csv":
+        print(tables.csv(boards), end="")
+    elif options.format == "markdown" and boards:
+        print(tables.markdown(boards, complaints), end="")
+    elif boards:
+        console = Console(highlight=False)
+        terminal(boards, console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH))
+    if options.out and boards:
+        options.out.mkdir(parents=True, exist_ok=True)
+        _write(options.out / "board.md", tables.markdown(boards, complaints))
+        _write(options.out / "board.csv", tables.csv(boards))
+        pictures = [plot.write(one, options.out) for one in boards]
+        names = ["board.md", "board.csv", *(path.name for path in pictures if path)]
+        print(f"wrote {', '.join(names)} in {options.out}", file=sys.stderr)
+    return 0
+
+
+def _readme(options: argparse.Namespace) -> int:
+    file = options.readme
+    table, complaints = readme_table(options.results, options.machines)
+    for complaint in complaints:
+        print(f"warning: {complaint}", file=sys.stderr)
+    old = file.read_text(encoding="utf-8")
+    new = spliced(old, table, file.name)
+    if not options.check:
+        if new != old:
+            _write(file, new)
+        print(f"{file.name}: the board is " + ("unchanged" if new == old else "rewritten"))
+        return 0
+    if new == old:
+        print(f"{file.name}: the board is current")
+        return 0
+    print(f"{file.name}: the board is stale; run `python leaderboard/report.py --readme {file.name}`")
+    sides = (old.splitlines(), new.splitlines(), "as it stands", "from the records")
+    diff = difflib.unified_diff(*sides, lineterm="", n=0)
+    print("\n".join(list(diff)[:DIFF_LINES]))
+    return 1
+
+
+def _write(path: Path, text: str) -> None:
+    """Write all of it or nothing: a README cut short by a kill would lose its text."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(part, path)
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Show the leaderboard, from the records.")
+    parser.add_argument("problems", nargs="*", metavar="PROBLEM", help="name or folder; default: all that have records")
+    parser.add_argument("--machine", metavar="SLUG", help="a folder of leaderboard/results; default: all")
+    parser.add_argument("--format", choices=("terminal", "markdown", "csv"), default="terminal")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write board.md, board.csv and pictures there")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="render the table between FILE's board markers")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if that table is stale")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: leaderboard/results")
+    parser.add_argument("--machines", type=Path, default=MACHINES, metavar="FILE", help="default: machines.txt")
+    options = parser.parse_args(arguments)
+    options.problems = [Path(name).resolve().name for name in options.problems]
+    if options.check and not options.readme:
+        options.readme = ROOT / "README.md"
+    if options.readme and (options.problems or options.machine or options.out or options.format != "terminal"):
+        parser.error("--readme and --check show all that machines.txt lists: no PROBLEM, --machine, --out or --format")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""A board as text: what was measured where, one table for the terminal and for Markdown, and one long table for CSV."""
+
+import math
+import re
+
+import pandas as pd
+
+from leaderboard.board import Board
+
+REASON = 110  # characters of a reason that a table shows; the CSV has all of it
+CSV = [
+    *("machine", "problem", "target", "rank", "variant", "peer", "case", "run_id", "base", "status", "reason", "done"),
+    *("wanted", "time_us", "lo_us", "hi_us", "n", "roof_us", "roof_kind", "roof_share", "peer_ratio", "bytes", "flops"),
+    *("empty_call_us", "host_us", "untimed_us", "rel_error", "max_error", "tolerance", "registers", "spill_bytes"),
+]
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def title(board: Board) -> str:
+    return f"{board.problem}, {board.target}, on {board.machine}"
+
+
+def facts(board: Board) -> list[str]:
+    """Where, how and when the board's times were taken: one line each."""
+    run, environment, clock = board.run, dict(board.run["environment"]), board.run["clock"]
+    shown = ["cpu"] if board.target == "cpu" else ["gpu", "driver", "cuda"]
+    named = {"gpu": "", "cpu": "", "cuda": "CUDA "}
+    parts = [
+        f"{named.get(key, key + ' ')}{environment[key]}"
+        for key in (*shown, "torch", "python", "platform", "cutlass_dsl")
+        if environment.get(key)
+    ]
+    lines = ["Machine: " + (", ".join(parts) or "not recorded")]
+    if board.timed:
+        about = [f"{key} {_words(clock[key])}" for key in ("cold", "delivery") if clock.get(key) is not None]
+        about.append(f"downgrades: {_words(clock['downgrades'])}" if clock.get("downgrades") else "no downgrades")
+        lines.append("Clock: " + ", ".join([_words(clock.get("name")) or "not recorded", *about]))
+    commit = (run["commit"][:12] or "unknown") + (" with uncommitted changes" if run["dirty"] else "")
+    return lines + [f"Run: {run['run_id']}, {run['time']}, commit {commit}"]
+
+
+def standing(board: Board) -> Table:
+    """-> (header, rows). With times: a row per variant, the roof and the empty call. Without: what was compiled."""
+    if not board.timed:
+        return ["variant", "state", "registers", "spilled"], [
+            [row.variant, _state(row), *_compiled(row)] for row in board.standing.itertuples()
+        ]
+    with_peer = board.standing.peer_ratio.notna().any()
+    header = ["rank", "variant", "geomean us", "95 % interval", "of roof"] + ["peer / this"] * with_peer
+    header += [*board.cases, "cases", "error / tolerance", "state"]
+    cells = {(row.variant, row.case): row for row in board.times.itertuples()}
+    rows = []
+    for row in board.standing.itertuples():
+        rank = "peer" if row.peer else "-" if pd.isna(row.rank) else str(row.rank)
+        line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roof_share)]
+        line += [f"{row.peer_ratio:.2f}x" if row.peer_ratio > 0 else ""] * with_peer
+        line += [_cell(cells.get((row.variant, case))) for case in board.cases]
+        rows.append(line + [f"{row.done}/{row.wanted}", _error(board.times, row), _state(row)])
+    of_base = board.times[board.times.base]
+    for name, column in (("roof", "roof_us"), ("empty call", "empty_call_us")):
+        spans = [_span(of_base.loc[of_base.case == case, column]) for case in board.cases]
+        kinds = "/".join(sorted(set(of_base.roof_kind) - {""})) if name == "roof" else ""
+        rows.append(["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_peer + spans + [""] * 3)
+    return header, rows
+
+
+def pairs(board: Board) -> Table:
+    """-> (header, rows) of the paired runs; no rows where there are none."""
+    rows = []
+    for row in board.pairs.itertuples():
+        covers = row.lo <= 1 <= row.hi
+        verdict = "no difference seen" if covers else "faster" if row.ratio < 1 else "slower"
+        interval = f"[{row.lo:.4f}, {row.hi:.4f}]"
+        rows.append([row.variant, row.against, row.case, f"{row.ratio:.4f}", interval, verdict, row.run_id])
+    return ["variant", "against", "case", "time ratio", "95 % interval", "verdict", "run"], rows
+
+
+def notes(board: Board) -> list[str]:
+    """How to read the table, as far as this board needs it, and what is odd about its run."""
+    if not board.timed:
+        return board.notes
+    lines = [
+        "Times are medians in us of calls with cold caches; a case's share is roof / time, the roof being the least "
+        "time for the same bytes (read) or operations (flops) under the same clock in the same run.",
+        "The geomean is over all cases of the board; overlapping 95 % intervals share a rank (with the group's first).",
+        "Error: the largest, and what was admitted at that element; for peers relative (Frobenius) and its limit.",
+    ]
+    if board.standing.peer.any():
+        lines.append(
+            "Peers are public kernels, unranked; peer / this is the best peer's time over this one's, of the same run."
+        )
+    return lines + board.notes
+
+
+def markdown(boards: list[Board], complaints: list[str]) -> str:
+    """The boards as GitHub Markdown, a heading each; ends with a newline."""
+    parts = []
+    for board in boards:
+        header, rows = standing(board)
+        left = {"variant", "state"}
+        parts.append(f"### {escape(title(board))}")
+        parts.append("\n".join(f"- {escape(line)}" for line in facts(board)))
+        parts.append(_grid(header, rows, left))
+        header, rows = pairs(board)
+        if rows:
+            parts.append("Interleaved pairs, variant / other:")
+            parts.append(_grid(header, rows, {"variant", "against", "case", "verdict"}))
+        parts += [escape(line) for line in notes(board)]
+    parts += [f"Warning: {escape(line)}" for line in complaints]
+    return "\n\n".join(parts) + "\n"
+
+
+def frame(boards: list[Board]) -> pd.DataFrame:
+    """All boards in one long table, columns CSV: per variant one row for the geomean (case "geomean"), one per case."""
+    tables = []
+    for board in boards:
+        place = {"machine": board.machine, "problem": board.problem, "target": board.target}
+        total = board.standing.rename(columns={"geomean_us": "time_us"}).assign(case="geomean", **place)
+        total["reason"] = ["; ".join(filter(None, [r, *n])) for r, n in zip(total.reason, total.notes, strict=True)]
+        cases = board.times.rename(columns={"median_us": "time_us"}).assign(**place)
+        tables += [table.reindex(columns=CSV).astype(object) for table in (total, cases) if len(table)]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=CSV)
+
+
+def csv(boards: list[Board]) -> str:
+    table = frame(boards)
+    floats = table.map(lambda x: f"{x:.6g}" if isinstance(x, float) and math.isfinite(x) else x)
+    return floats.to_csv(index=False, lineterminator="\n")
+
+
+def us(value: float) -> str:
+    """Microseconds with about four digits, "" for NaN."""
+    if not math.isfinite(value):
+        return ""
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def percent(share: float) -> str:
+    """A share as a percentage, "" for NaN."""
+    if not math.isfinite(share):
+        return ""
+    return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def escape(text: str) -> str:
+    """Plain text for one line of Markdown, or one table cell."""
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))
+
+
+def _grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
+    rule = ["---" if name in left else "---:" for name in header]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [map(escape, header), rule, *(map(escape, r) for r in rows)])
+
+
+def _cell(time: tuple | None) -> str:
+    """A case's time with its share of the roof, or what there is instead of a time."""
+    if time is None or time.status == "MISSING":
+        return "-"
+    if time.status != "PASSED":
+        return time.status
+    return us(time.median_us) + (f" ({percent(time.roof_share)})" if time.roof_share > 0 else "")
+
+
+def _interval(row: tuple) -> str:
+    return f"[{us(row.lo_us)}, {us(row.hi_us)}]" if math.isfinite(row.lo_us) else ""
+
+
+def _error(times: pd.DataFrame, row: tuple) -> str:
+    """The error of the case that used most of its tolerance."""
+    measure = "rel_error" if row.peer else "max_error"
+    its = times[(times.variant == row.variant) & times[measure].notna() & (times.tolerance > 0)]
+    if its.empty:
+        return ""
+    worst = its.loc[(its[measure] / its.tolerance).idxmax()]
+    return f"{worst[measure]:.1e} / {worst.tolerance:.1e}"
+
+
+def _state(row: tuple) -> str:
+    """Status, why, and the notes of a row, on one line."""
+    reason = " ".join(row.reason.split())
+    reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
+    quiet = row.status in ("PASSED", "COMPILED")  # the notes say it, or it goes without saying
+    parts = [] if quiet else [": ".join(filter(None, [row.status, reason]))]
+    parts += row.notes
+    if row.status == "COMPILED" and row.kernels:
+        registers, spilled = _compiled(row)
+        parts.append(f"{registers} registers, {spilled} spilled")
+    elif row.spill_bytes > 0:
+        parts.append(f"spills {row.spill_bytes:.0f} B")
+    return "; ".join(parts) or "ok"
+
+
+def _compiled(row: tuple) -> list[str]:
+    return [
+        f"{row.registers:.0f}" if math.isfinite(row.registers) else "",
+        f"{row.spill_bytes:.0f} B" if math.isfinite(row.spill_bytes) else "",
+    ]
+
+
+def _span(values: pd.Series) -> str:
+    """ "18.30", or "18.30 to 18.52" where the run's variants had different ones."""
+    values = values.dropna()
+    if values.empty:
+        return "-"
+    lo, hi = us(values.min()), us(values.max())
+    return lo if lo == hi else f"{lo} to {hi}"
+
+
+def _words(value: object) -> str:
+    """A clock's entry as words: a list is joined, a truth value says yes or no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value))
+    return "" if value is None else str(value)

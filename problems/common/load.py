@@ -1,0 +1,117 @@
+"""Load the modules of a problem folder, each folder in a namespace of its own, so that several live in one process.
+
+A folder's modules become `problems.<folder>.<module>`; while one of them is executed, the bare names `task` (and,
+for GPU MODE folders, `utils`) mean that folder's own files. Submissions import them at module level only.
+"""
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+PROBLEMS = Path(__file__).resolve().parent.parent
+TARGETS = {9: "sm90", 10: "sm100"}  # by major compute capability
+_BARE = ("task", "utils", "reference")  # names that mean "this folder's"
+_lock = threading.RLock()  # binding bare names changes sys.modules for the whole process
+
+
+def module(folder: Path, stem: str, extra: dict[str, ModuleType] | None = None) -> ModuleType:
+    """Module `stem` ("task", "variants/sm90_plain", ...) of `folder`, loaded once. `extra`: further bare names bound
+    while it loads. FileNotFoundError if there is no such file; whatever the module raises comes through.
+    """
+    folder = folder.resolve()
+    return from_file(folder, folder / f"{stem}.py", extra)
+
+
+def from_file(folder: Path, file: Path, extra: dict[str, ModuleType] | None = None) -> ModuleType:
+    """`file`, which may lie outside `folder`, loaded once as a module of that folder's problem."""
+    folder, file = folder.resolve(), file.resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}")
+    name = _name(folder, file)
+    with _lock:
+        if name in sys.modules:
+            return sys.modules[name]
+        bare = dict(extra or {})
+        if file.stem not in ("task", "utils"):
+            bare["task"] = from_file(folder, folder / "task.py", extra)
+        spec = importlib.util.spec_from_file_location(name, file)
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[name] = loaded
+        try:
+            with _bound(bare):
+                spec.loader.exec_module(loaded)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return loaded
+
+
+def variant(problem: str, name: str) -> ModuleType:
+    """Variant `name` of one of our problems, for submission.py and the composition."""
+    return module(PROBLEMS / problem, f"variants/{name}")
+
+
+def constants(file: Path, *names: str) -> dict[str, object]:
+    """Literal module-level constants of `file`, read without running it; absent ones are left out.
+
+    ValueError if one is not a literal.
+    """
+    found = {}
+    for node in ast.parse(file.read_text(), str(file)).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in names and getattr(node, "value", None) is not None:
+                try:
+                    found[target.id] = ast.literal_eval(node.value)
+                except ValueError as error:
+                    raise ValueError(f"{file.name}:{node.lineno}: {target.id} must be a literal") from error
+    return found
+
+
+def summary(file: Path) -> str:
+    """The first line of the module docstring of `file`, or ""."""
+    return (ast.get_docstring(ast.parse(file.read_text(), str(file))) or "").partition("\n")[0]
+
+
+def device_target(device: object) -> str:
+    """"cpu", "sm90" or "sm100" for a torch device. ValueError for a GPU of another generation."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cpu":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in TARGETS:
+        raise ValueError(f"device must be a CPU or a GPU of sm_90 or sm_100, got sm_{major}{minor}")
+    return TARGETS[major]
+
+
+def _name(folder: Path, file: Path) -> str:
+    inside = folder.parent == PROBLEMS
+    root = f"problems.{folder.name}" if inside else f"problems._{folder.name}_{_digest(folder)}"
+    if file.is_relative_to(folder):
+        return ".".join((root, *file.relative_to(folder).with_suffix("").parts))
+    return f"{root}._{file.stem}_{_digest(file)}"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(str(path).encode()).hexdigest()[:8]
+
+
+@contextlib.contextmanager
+def _bound(modules: dict[str, ModuleType]) -> Iterator[None]:
+    """Within: each bare name means the given module, and the other bare names mean nothing."""
+    before = {name: sys.modules.pop(name, None) for name in _BARE}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in _BARE:
+            sys.modules.pop(name, None)
+        sys.modules.update({name: old for name, old in before.items() if old is not None})

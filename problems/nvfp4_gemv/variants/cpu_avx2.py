@@ -1,0 +1,27 @@
+"""cpu_avx2: blocks as exact integer dots in AVX2, two runs of rows side by side, all cores."""
+
+from ctypes import c_int64, c_void_p
+from pathlib import Path
+
+from task import input_t, output_t, unpack
+
+from problems.common import build
+
+TARGETS = ("cpu",)
+SOURCE = Path(__file__).with_suffix(".cpp")
+ERRORS = {1: "this CPU lacks AVX2, FMA or F16C", 2: "the system refused a thread"}  # by the launcher's status
+
+
+def compile_for(target: str) -> list[build.Artefact]:
+    """Machine code for `target`, "cpu"."""
+    return [build.cpp(SOURCE)]
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write A b into data.c and return it. ValueError as unpack says; RuntimeError where this CPU cannot run it."""
+    m, k, l = unpack(data)
+    launch = build.cpp(SOURCE).function("launch", *[c_void_p] * 5, *[c_int64] * 3)
+    tensors = (data.a, data.b, data.sfa, data.sfb, data.c)
+    if status := launch(*[tensor.data_ptr() for tensor in tensors], m, k, l):
+        raise RuntimeError(f"cpu_avx2: {ERRORS[status]}")
+    return data.c

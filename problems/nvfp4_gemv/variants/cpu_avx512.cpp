@@ -1,0 +1,156 @@
+// c = A b with AVX-512 and VNNI: 256 weights a step, every 16-block an exact integer dot product.
+//
+// Doubled and moved up by 12, a code of A is an unsigned byte 0..24; a doubled code of b is a signed byte -12..12; so
+// vpdpbusd adds four products to an int32 exactly. It starts at -12 * sum(b), which takes the move out again.
+#pragma GCC diagnostic ignored "-Wuninitialized"  // g++ 12's own AVX-512 header, wherever it means "any value"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+
+#include "cpu_rows.h"
+
+#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,f16c")))
+
+namespace {
+
+#ifndef AHEAD
+#define AHEAD 2048
+#endif
+#ifndef LANES
+#define LANES 2
+#endif
+
+constexpr int64_t kStep = 256;          // weights a step: 128 bytes of codes, 16 scales, one fp32 lane a block
+constexpr int64_t kAhead = AHEAD;       // bytes of codes
+constexpr int kTogether = LANES;
+
+// Codes of A and b are both doubled, and a half made of an e4m3 byte by a shift is 2^-8 of it, on both sides too.
+constexpr float kUnit = 65536.0f / 4.0f;
+
+// What a step needs of b. The lanes of a step hold blocks 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
+struct alignas(64) Chunk {
+    int8_t even[2][64], odd[2][64];  // doubled codes of the low and the high nibbles
+    int32_t start[2][16];            // -12 * the sum of the 8 codes that meet in one int32
+    float scale[16];                 // scale of each lane's block, times kUnit / 2^8
+};
+
+WIDE inline __m512i low_nibbles(__m512i codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
+WIDE inline __m512i high_nibbles(__m512i codes) { return low_nibbles(_mm512_srli_epi16(codes, 4)); }
+
+// 16 e4m3 bytes in the order of the lanes, as fp32 times 2^-8: the fields fall on those of fp16, whose bias is 8 more.
+WIDE inline __m512 scale_lanes(__m128i bytes) {
+    const __m256i to_words = _mm256_setr_epi8(0, -1, 1, -1, 8, -1, 9, -1, 2, -1, 3, -1, 10, -1, 11, -1,  //
+                                              4, -1, 5, -1, 12, -1, 13, -1, 6, -1, 7, -1, 14, -1, 15, -1);
+    const __m256i words = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), to_words);
+    return _mm512_cvtph_ps(_mm256_slli_epi16(words, 7));
+}
+
+WIDE inline __m512 step(__m512 sum, __m512i codes0, __m512i codes1, __m128i scales, const Chunk& b) {
+    const __m512i raised = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    __m512i d0 = _mm512_load_si512(b.start[0]), d1 = _mm512_load_si512(b.start[1]);
+    d0 = _mm512_dpbusd_epi32(d0, _mm512_shuffle_epi8(raised, low_nibbles(codes0)), _mm512_load_si512(b.even[0]));
+    d1 = _mm512_dpbusd_epi32(d1, _mm512_shuffle_epi8(raised, low_nibbles(codes1)), _mm512_load_si512(b.even[1]));
+    d0 = _mm512_dpbusd_epi32(d0, _mm512_shuffle_epi8(raised, high_nibbles(codes0)), _mm512_load_si512(b.odd[0]));
+    d1 = _mm512_dpbusd_epi32(d1, _mm512_shuffle_epi8(raised, high_nibbles(codes1)), _mm512_load_si512(b.odd[1]));
+    // A block is two neighbouring int32: add them, 16 blocks to one vector.
+    const __m512 f0 = _mm512_castsi512_ps(d0), f1 = _mm512_castsi512_ps(d1);
+    const __m512i dots = _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(f0, f1, 0x88)),
+                                          _mm512_castps_si512(_mm512_shuffle_ps(f0, f1, 0xDD)));
+    const __m512 scale = _mm512_mul_ps(scale_lanes(scales), _mm512_load_ps(b.scale));  // exact: 8 significant bits
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sum);
+}
+
+// The first `bytes` of a 64-byte vector, zeros behind them; nothing else is read.
+WIDE inline __m512i load_part(const uint8_t* p, int64_t bytes) {
+    const int64_t n = std::clamp<int64_t>(bytes, 0, 64);
+    return _mm512_maskz_loadu_epi8(n == 64 ? ~0ull : (1ull << n) - 1, p);
+}
+
+WIDE inline __m128i load_part_scales(const uint8_t* p, int64_t bytes) {
+    const int64_t n = std::clamp<int64_t>(bytes, 0, 16);
+    return _mm_maskz_loadu_epi8(static_cast<uint16_t>((1u << n) - 1), p);
+}
+
+class Worker {
+  public:
+    explicit Worker(const gemv::Problem& p) : p_(p), chunks_((p.k + kStep - 1) / kStep) {}
+
+    // Decode this batch's vector; zeros behind its end make the last step's missing codes count nothing.
+    WIDE void batch(int64_t i) {
+        const __m512i doubled = _mm512_broadcast_i32x4(
+            _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+        const uint8_t *codes = p_.vector(i), *scales = p_.vector_scales(i);
+        for (int64_t at = 0, left = p_.k / 2; left > 0; at++, left -= kStep / 2) {
+            Chunk& chunk = chunks_[at];
+            for (int half = 0; half < 2; half++) {
+                const __m512i pairs = load_part(codes + at * kStep / 2 + half * 64, left - half * 64);
+                const __m512i even = _mm512_shuffle_epi8(doubled, low_nibbles(pairs));
+                const __m512i odd = _mm512_shuffle_epi8(doubled, high_nibbles(pairs));
+                const __m512i twelve = _mm512_set1_epi8(12), zero = _mm512_setzero_si512();
+                const __m512i sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero, twelve, even), twelve, odd);
+                _mm512_store_si512(chunk.even[half], even);
+                _mm512_store_si512(chunk.odd[half], odd);
+                _mm512_store_si512(chunk.start[half], _mm512_sub_epi32(zero, sum));
+            }
+            const __m512 scale = scale_lanes(load_part_scales(scales + at * kStep / 16, left / 8));
+            _mm512_store_ps(chunk.scale, _mm512_mul_ps(scale, _mm512_set1_ps(kUnit)));
+        }
+    }
+
+    // The rows go in kTogether runs side by side, each from its start to its end in memory order.
+    WIDE void rows(const gemv::Rows& r) {
+        const int64_t run = r.count / kTogether;
+        for (int64_t i = 0; i < run; i++) some_rows<kTogether>(r, i, run);
+        for (int64_t i = run * kTogether; i < r.count; i++) some_rows<1>(r, i, 0);
+    }
+
+  private:
+    // Rows first, first + apart, ...: N of them.
+    template <int N>
+    WIDE void some_rows(const gemv::Rows& r, int64_t first, int64_t apart) {
+        const uint8_t *codes[N], *scales[N];
+        __m512 sum[N];
+        for (int n = 0; n < N; n++) {
+            codes[n] = r.codes + (first + n * apart) * (r.k / 2);
+            scales[n] = r.scales + (first + n * apart) * (r.k / 16);
+            sum[n] = _mm512_setzero_ps();
+        }
+        const int64_t full = r.k / kStep;
+        for (int64_t at = 0; at < full; at++) {
+            for (int n = 0; n < N; n++) {
+                const uint8_t* p = codes[n] + at * kStep / 2;
+                const uint8_t* s = scales[n] + at * kStep / 16;
+                _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + 64), _MM_HINT_T0);
+#ifdef SPF
+                _mm_prefetch(reinterpret_cast<const char*>(s + kAhead / 8), _MM_HINT_T0);
+#endif
+                sum[n] = step(sum[n], _mm512_loadu_si512(p), _mm512_loadu_si512(p + 64),
+                              _mm_loadu_si128(reinterpret_cast<const __m128i*>(s)), chunks_[at]);
+            }
+        }
+        if (const int64_t left = r.k / 2 - full * kStep / 2; left > 0) {
+            for (int n = 0; n < N; n++) {
+                const uint8_t* p = codes[n] + full * kStep / 2;
+                sum[n] = step(sum[n], load_part(p, left), load_part(p + 64, left - 64),
+                              load_part_scales(scales[n] + full * kStep / 16, left / 8), chunks_[full]);
+            }
+        }
+        for (int n = 0; n < N; n++)
+            r.c[first + n * apart] = _cvtss_sh(_mm512_reduce_add_ps(sum[n]), _MM_FROUND_TO_NEAREST_INT);
+    }
+
+    const gemv::Problem& p_;
+    std::vector<Chunk> chunks_;
+};
+
+}  // namespace
+
+extern "C" int launch(const uint8_t* a, const uint8_t* b, const uint8_t* sfa, const uint8_t* sfb, uint16_t* c,
+                      int64_t m, int64_t k, int64_t l) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512vnni"))
+        return gemv::kNoInstructions;
+    return gemv::on_all_cores<Worker>({a, b, sfa, sfb, c, m, k, l});
+}

@@ -1,0 +1,107 @@
+"""peer_humming: Humming's W4A16 GEMM, activations more precise than W4A4; left out of the time: repacking A, b to fp16.
+
+Left out too: choosing the plan and building the routing tables, which depend on shapes alone.
+
+Dense for l = 1, an indexed GEMM over l experts with one row each for l > 1, in fp16 with fp32 accumulation. The plan is
+the package's own tuned choice for the row count. Its kernels compile through NVRTC at the first call of a shape, in
+untimed; the folder that holds libnvrtc-builtins must be on LD_LIBRARY_PATH.
+"""
+
+import json
+from typing import NamedTuple
+
+import torch
+from humming.kernel.humming import HummingKernel
+from humming.layer import HummingLayer
+from humming.tune import get_heuristics_config
+from task import input_t, output_t, unpack
+
+from problems.common import nvfp4
+
+TARGETS = ("sm90",)
+REQUIRES = ("humming", "triton")
+
+TILE = 256  # rows and columns; the package wants n and k in whole tiles, of which this is the largest it plans with
+FEWEST_ROWS = 8  # of an indexed GEMM; the package's table of plans rounds smaller counts up to it
+
+
+class State(NamedTuple):
+    """What a call needs besides data.
+
+    layer   the repacked weights, (l,) n x k with n and k padded to TILE
+    x       fp16 (l, k padded to TILE), zero behind k
+    out     fp16 (l, n): data.c itself where m fills whole tiles, else a buffer
+    config  kind of GEMM and plan, as the package's JSON strings
+    routes  tables of the indexed GEMM by argument name, {} for the dense one
+    """
+
+    layer: HummingLayer
+    x: torch.Tensor
+    out: torch.Tensor
+    config: dict[str, str]
+    routes: dict[str, torch.Tensor]
+
+
+def untimed(data: input_t) -> State:
+    """Repack the weights of this call, dequantise its vector, choose and compile the kernel.
+
+    ValueError as unpack says; RuntimeError with the package's reason chained if it cannot compile.
+    """
+    m, k, l = unpack(data)
+    device = data.a.device
+    if device.type != "cuda":
+        raise RuntimeError(f"peer_humming needs an NVIDIA GPU, got data on {device}")
+    kind, experts = ("dense", None) if l == 1 else ("indexed", l)
+    pad_m, pad_k = -m % TILE, -k % TILE
+    with torch.device(device), torch.cuda.device(device):
+        layer = HummingLayer(
+            shape_n=m + pad_m,
+            shape_k=k + pad_k,
+            weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
+            num_experts=experts,
+            torch_dtype=torch.float16,
+        )
+        weight = _padded(data.a, pad_m, pad_k // 2)
+        scale = _padded(data.sfa, pad_m, pad_k // nvfp4.BLOCK).view(torch.float8_e4m3fn)
+        if experts is None:
+            weight, scale = weight[0], scale[0]
+        layer.load_from_tensors({"weight": weight, "weight_scale": scale, "weight_scale_2": torch.ones(l)})
+        try:  # the repacking and the GEMM both compile at first use
+            layer.transform()
+            rows = 1 if experts is None else max(l, FEWEST_ROWS)
+            plan = get_heuristics_config(layer.humming_config, shape_m=rows, gemm_type=kind)
+            config = {"compute_config": json.dumps({"gemm_type": kind}), "tuning_config": json.dumps(plan)}
+            HummingKernel.prepare_kernels(layer.humming_config.to_str(), *config.values(), device)
+        except Exception as error:
+            raise RuntimeError(
+                f"humming did not build its {kind} kernel for n={m + pad_m} k={k + pad_k} ({error}); "
+                "NVRTC needs the folder of libnvrtc-builtins on LD_LIBRARY_PATH"
+            ) from error
+        x = torch.zeros(l, k + pad_k, dtype=torch.float16)
+        x[:, :k] = nvfp4.dequantise(data.b[0].T, data.sfb[0].T, torch.float16)
+        out = torch.empty(l, m + pad_m, dtype=torch.float16) if pad_m else data.c[:, 0].T
+        return State(layer, x, out, config, {} if experts is None else _routes(l, plan["block_shape"][0]))
+
+
+def custom_kernel(data: input_t, state: State) -> output_t:
+    """Write A b into data.c, fp16 (m, 1, l), and return it; `state` is what untimed(data) gave."""
+    state.layer(state.x, outputs=state.out, top_k=1, **state.config, **state.routes)
+    if state.out.data_ptr() != data.c.data_ptr():
+        data.c[:, 0] = state.out[:, : len(data.c)].T
+    return data.c
+
+
+def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """tensor: one byte an element, (m, n, l) -> uint8 (l, m + rows, n + columns), contiguous, zero behind."""
+    return torch.nn.functional.pad(tensor.view(torch.uint8).permute(2, 0, 1), (0, columns, 0, rows)).contiguous()
+
+
+def _routes(l: int, block: int) -> dict[str, torch.Tensor]:
+    """Row i goes to expert i alone. sorted_ids lists the rows by expert, each padded to `block` with l, no row's id."""
+    sorted_ids = torch.full((l, block), l, dtype=torch.int32)
+    sorted_ids[:, 0] = torch.arange(l)
+    return {
+        "sorted_ids": sorted_ids.flatten(),
+        "expert_ids": torch.arange(l, dtype=torch.int32),
+        "num_tokens_padded": torch.tensor(l * block, dtype=torch.int32),
+    }

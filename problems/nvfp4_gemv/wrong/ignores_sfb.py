@@ -1,0 +1,20 @@
+"""Leaves the scales of b out, as if the vector were unscaled."""
+
+import torch
+from task import input_t, output_t, unpack
+
+from problems.common import nvfp4
+
+TARGETS = ("cpu", "sm90", "sm100")
+ROWS = 256  # rows dequantised at a time
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write the wrong product into data.c and return it."""
+    m, _, l = unpack(data)
+    for i in range(l):
+        x = torch.tensor(nvfp4.E2M1, device=data.b.device)[nvfp4.unpack(data.b[0, :, i]).int()]
+        for row in range(0, m, ROWS):
+            rows = slice(row, row + ROWS)
+            data.c[rows, 0, i] = nvfp4.dequantise(data.a[rows, :, i], data.sfa[rows, :, i]) @ x
+    return data.c

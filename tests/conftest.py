@@ -1,0 +1,22 @@
+"""What all tests share: a profile for hypothesis, and a clear skip where the GPU that a test is marked for is missing."""
+
+import pytest
+import torch
+
+try:
+    import hypothesis
+except ModuleNotFoundError:  # python3's own packages may lack it (tools/setup.py says so): only its tests fail then
+    hypothesis = None
+
+if hypothesis:
+    # Equal runs on every machine; no deadline, since a first call may compile.
+    hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("project")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test marked gpu is skipped, with the reason, where torch sees none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that torch sees"))

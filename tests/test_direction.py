@@ -1,0 +1,147 @@
+"""Imports go one way: problems/common <- problems/<p> <- (as folders) harness <- leaderboard <- tests."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from problems.common import load
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = {"problems", "harness", "leaderboard", "tests", "tools", "task", "reference", "submission", "utils"}
+KERNEL_LANGUAGES = {"torch", "triton", "cutlass"}
+COMPOSITION = "dsv4_forward"  # the one folder that may name other problems
+
+
+def imports(source: str) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import in `source`, those inside functions too; a relative one starts with a dot.
+
+    `from a import b` counts as a.b; importlib.import_module("a.b") as a.b.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            stem = "." * node.level + (node.module or "")
+            found += [(node.lineno, f"{stem}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            # A name that is put together at run time is shown as it is written.
+            argument = node.args[0] if node.args else None
+            constant = isinstance(argument, ast.Constant)
+            found.append((node.lineno, str(argument.value) if constant else ast.unparse(node)))
+    return found
+
+
+def admitted(path: str, source: str, name: str) -> bool:
+    """Whether the file at `path` (from the repository's root, / between) may import `name`."""
+    parts, root = path.split("/"), name.partition(".")[0]
+    common = name == "problems.common" or name.startswith("problems.common.")
+    if not root:  # relative: the loaders know no packages below a problem
+        return False
+    if parts[0] == "tests":
+        return True
+    if parts[0] == "tools":
+        return root in sys.stdlib_module_names
+    if parts[0] == "leaderboard":
+        return root not in OURS or root in ("leaderboard", "harness") or name.startswith("problems.common.load")
+    if parts[0] == "harness":
+        return root not in OURS or root == "harness" or common
+    if parts[:2] == ["problems", "common"]:
+        return root not in OURS
+    if parts[1] == COMPOSITION:
+        return root not in OURS or root == "problems" or name.startswith("task.")
+    if parts[2] in ("task.py", "reference.py"):
+        return root not in OURS or common or (parts[2] == "reference.py" and root == "task")
+    # A submission: the winner's selector, a variant, a wrong one.
+    required = ()
+    if parts[-1].startswith("peer_"):
+        required = literal(source, "REQUIRES")
+    return root in sys.stdlib_module_names or root in KERNEL_LANGUAGES or root == "task" or common or root in required
+
+
+def literal(source: str, name: str) -> tuple[str, ...]:
+    """The module-level tuple `name` of `source`, () if it has none."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return tuple(ast.literal_eval(node.value))
+    return ()
+
+
+def broken(path: str, source: str) -> list[str]:
+    """One line for each import of the file that goes the wrong way."""
+    return [
+        f"{path}:{line}: imports {name}" for line, name in imports(source) if not admitted(path, source, name)
+    ]
+
+
+def files() -> list[Path]:
+    return [f for area in ("problems", "harness", "leaderboard", "tools", "tests") for f in sorted((ROOT / area).rglob("*.py"))]
+
+
+def test_every_import_goes_one_way():
+    wrong = [line for f in files() for line in broken(str(f.relative_to(ROOT)), f.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_scan_reaches_every_area():
+    seen = {str(f.relative_to(ROOT).parent) for f in files()}
+    problems = {p.parent for p in load.PROBLEMS.glob("*/task.py")}
+    assert problems
+    wanted = {"problems/common", "harness", "leaderboard", "tools", "tests"}
+    wanted |= {str((p / part).relative_to(ROOT)) for p in problems for part in ("", "variants", "wrong")}
+    assert wanted <= seen, f"no Python file seen in {sorted(wanted - seen)}"
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("problems/common/build.py", "from problems.common import load"),
+        ("problems/common/nvfp4.py", "import problems.nvfp4_gemv.task"),
+        ("problems/common/load.py", "import task"),
+        ("problems/common/tma.py", "from .build import cuda"),
+        ("problems/nvfp4_gemv/task.py", "from harness import stats"),
+        ("problems/nvfp4_gemv/task.py", "import reference"),
+        ("problems/nvfp4_gemv/reference.py", "from problems.moe_gemm import task"),
+        ("problems/nvfp4_gemv/submission.py", "from problems.nvfp4_gemv.variants import cpu_avx2"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "import reference"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "from reference import ref_kernel"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "from problems.nvfp4_gemv import reference"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "from problems import nvfp4_gemv"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "def f():\n    import harness.clock"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "import numpy"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", 'REQUIRES = ("humming",)\nimport humming'),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "import importlib\nimportlib.import_module('refer' + 'ence')"),
+        ("problems/nvfp4_gemv/variants/peer_x.py", 'REQUIRES = ("humming",)\nimport flashinfer'),
+        ("problems/nvfp4_gemv/wrong/zeros.py", "from problems.nvfp4_gemv.variants import sm90_plain"),
+        ("harness/run.py", "from problems.nvfp4_gemv import task"),
+        ("harness/run.py", "import importlib\nimportlib.import_module('problems.nvfp4_gemv.task')"),
+        ("harness/stats.py", "from leaderboard import board"),
+        ("leaderboard/report.py", "from problems.common import nvfp4"),
+        ("leaderboard/report.py", "import problems.nvfp4_gemv.task"),
+        ("leaderboard/report.py", "from tests import fixtures"),
+        ("tools/setup.py", "import yaml"),
+        ("problems/dsv4_forward/model.py", "import harness.clock"),
+    ],
+)
+def test_a_wrong_import_is_seen(path, line):
+    assert len(broken(path, f"import math\n{line}\n")) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("problems/common/build.py", "import torch"),
+        ("problems/nvfp4_gemv/reference.py", "from task import RTOL\nfrom problems.common import nvfp4"),
+        ("problems/nvfp4_gemv/submission.py", "from problems.common import load"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "import torch\nimport triton.language as tl\nfrom task import unpack"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "from cutlass import cute\nfrom problems.common import build, tma"),
+        ("problems/nvfp4_gemv/variants/peer_x.py", 'REQUIRES = ("humming",)\nfrom humming.layer import HummingLayer'),
+        ("problems/dsv4_forward/model.py", "import problems.nvfp4_gemv"),
+        ("harness/run.py", "from problems.common import load\nimport yaml"),
+        ("leaderboard/report.py", "from harness import stats\nfrom problems.common import load\nimport pandas"),
+    ],
+)
+def test_a_right_import_passes(path, line):
+    assert broken(path, line) == []

@@ -1,0 +1,106 @@
+"""Medians, geometric means and two-level bootstrap intervals."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from harness import stats
+
+
+def test_median_is_that_of_the_standard_library():
+    for xs in ([3.0], [4, 1], [5.0, 1.0, 9.0], [2, 8, 4, 6]):
+        assert stats.median(xs) == statistics.median(xs)
+
+
+def test_geomean_is_in_log_space():
+    assert stats.geomean([1.0, 100.0]) == pytest.approx(10.0)
+    assert stats.geomean([1e-200, 1e200, 1e200, 1e-200]) == pytest.approx(1.0)  # the product would be 0 or inf
+    assert stats.geomean([7.0]) == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("bad", [[], [1.0, 0.0], [1.0, -2.0], [1.0, math.nan], [math.inf]])
+def test_geomean_refuses_what_is_not_a_time(bad):
+    with pytest.raises(ValueError):
+        stats.geomean(bad)
+
+
+@pytest.mark.parametrize("bad", [[], [[]], [[1.0], []], [[1.0, math.nan]], [[math.inf]]])
+def test_interval_refuses_empty_and_not_finite_groups(bad):
+    with pytest.raises(ValueError):
+        stats.bootstrap_interval(bad, 0)
+
+
+def test_interval_is_deterministic_and_depends_on_the_seed():
+    rng = np.random.default_rng(3)
+    groups = rng.normal(100, 5, (3, 40)).tolist()
+    assert stats.bootstrap_interval(groups, 1) == stats.bootstrap_interval(groups, 1)
+    assert len({stats.bootstrap_interval(groups, seed) for seed in range(5)}) > 1
+
+
+def test_equal_samples_give_a_point():
+    assert stats.bootstrap_interval([[5.0] * 4, [5.0] * 4], 0) == (5.0, 5.0)
+    assert stats.geomean_interval([[[2.0], [2.0]], [[8.0, 8.0]]], 0) == pytest.approx((4.0, 4.0))
+
+
+def test_interval_holds_the_median_and_lies_within_the_samples():
+    groups = [[10.0, 11.0, 12.0], [10.5, 11.5], [9.5, 10.0, 12.5, 13.0]]  # processes of unequal length
+    flat = sorted(x for group in groups for x in group)
+    lo, hi = stats.bootstrap_interval(groups, 0)
+    assert flat[0] <= lo < stats.median(flat) < hi <= flat[-1]
+
+
+def test_processes_that_disagree_widen_the_interval():
+    """Resampling all samples as one list would give about +-1 % here; between the processes lie 10 %."""
+    rng = np.random.default_rng(0)
+    groups = [(level + rng.normal(0, 0.5, 30)).tolist() for level in (95.0, 100.0, 105.0)]
+    lo, hi = stats.bootstrap_interval(groups, 0)
+    pooled = stats.bootstrap_interval([[x for group in groups for x in group]], 0)
+    assert lo < 96 and hi > 104
+    assert hi - lo > 1.5 * (pooled[1] - pooled[0])
+
+
+def test_interval_covers_the_true_median():
+    """One process, 30 samples: of 95 % intervals about 95 % hold the truth. 88 % of 200 is 4 sigma below."""
+    rng = np.random.default_rng(7)
+    hits = 0
+    for seed in range(200):
+        lo, hi = stats.bootstrap_interval([rng.normal(50, 2, 30).tolist()], seed)
+        hits += lo <= 50 <= hi
+    assert 176 <= hits < 200
+
+
+def test_ratio_of_pairs_cancels_drift():
+    """Both sides drift by 2x; the ratio of each pair stays 1.25."""
+    pairs = [[(1.25 * base, base) for base in np.linspace(10, 20, 10)] for _ in range(3)]
+    ratio, lo, hi = stats.ratio_interval(pairs, 0)
+    assert (ratio, lo, hi) == pytest.approx((1.25, 1.25, 1.25))
+    noisy = [[(10 + 0.1 * i, 10.0) for i in range(-4, 5)] for _ in range(3)]
+    ratio, lo, hi = stats.ratio_interval(noisy, 0)
+    assert ratio == pytest.approx(1.0) and lo < 1 < hi
+
+
+@pytest.mark.parametrize("bad", [[], [[]], [[(1.0, 0.0)]], [[(-1.0, 1.0)]], [[(1.0, math.nan)]]])
+def test_ratio_refuses_what_is_not_a_pair_of_times(bad):
+    with pytest.raises(ValueError):
+        stats.ratio_interval(bad, 0)
+
+
+def test_geomean_interval_of_one_case_is_the_interval_of_its_median():
+    groups = np.random.default_rng(1).normal(100, 5, (3, 10)).tolist()
+    assert stats.geomean_interval([groups], 5) == pytest.approx(stats.bootstrap_interval(groups, 5))
+
+
+def test_geomean_interval_keeps_what_a_process_adds_to_all_its_cases():
+    """A process 10 % slow in every case moves the geomean by 10 %; drawn case by case that would average out."""
+    common = [[[scale * level] * 5 for scale in (0.9, 1.0, 1.1)] for level in (10.0, 20.0, 40.0, 80.0)]
+    lo, hi = stats.geomean_interval(common, 0)
+    middle = stats.geomean([10.0, 20.0, 40.0, 80.0])
+    assert (lo / middle, hi / middle) == pytest.approx((0.9, 1.1))
+
+
+@pytest.mark.parametrize("bad", [[], [[]], [[[1.0]], [[0.0]]], [[[1.0]], [[math.nan]]]])
+def test_geomean_interval_refuses_missing_cases(bad):
+    with pytest.raises(ValueError):
+        stats.geomean_interval(bad, 0)

@@ -1,8 +1,9 @@
 """The two clocks. Each times one call on cold caches and captures its outputs directly behind it.
 
-CUDA: device sync; persisting L2 reset; a read (not a write) of 3x L2; a spin kernel of at least twice the call's own
-enqueue time, so that the device never waits for the host; start event; an empty kernel; the call; stop event; copy of
-the outputs on the same queue; device sync. CPU: a read of 3x the last-level cache, then the host clock around the call.
+CUDA: device sync; persisting L2 reset; a read (not a write) of 3x L2; one word of every 64 KiB of the slot, so that
+address translations are warm and data is cold; a spin kernel of at least twice the call's own enqueue time, so that the
+device never waits for the host; start event; an empty kernel; the call; stop event; copy of the outputs on the same
+queue; device sync. CPU: a read of 3x the last-level cache, then the host clock around the call.
 """
 
 import gc
@@ -38,7 +39,7 @@ class CpuClock:
     def __init__(self) -> None:
         self._flush = torch.zeros(FLUSH_FACTOR * last_level_cache(), dtype=torch.uint8)
 
-    def time(self, call: Callable[[], object], capture: Callable[[object], None]) -> Sample:
+    def time(self, call: Callable[[], object], capture: Callable[[object], None], slot: torch.Tensor | None) -> Sample:
         native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)
         gc.disable()
         try:
@@ -62,10 +63,13 @@ class CudaClock:
         self._stop.record()
         self.spin_us = FIRST_SPIN_US
 
-    def time(self, call: Callable[[], object], capture: Callable[[object], None]) -> Sample:
+    def time(self, call: Callable[[], object], capture: Callable[[object], None], slot: torch.Tensor | None) -> Sample:
+        """`slot`: the device buffer that the call reads, if any."""
         torch.cuda.synchronize()
         native.reset_persisting_l2()
         native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)
+        if slot is not None:
+            native.touch(slot)
         gc.disable()
         try:
             native.spin(int(self.spin_us * 1e3))

@@ -45,6 +45,12 @@ def read(buffer: torch.Tensor, nbytes: int, config: int) -> None:
     _check(device, reader(buffer.data_ptr(), nbytes, config, _multiprocessors(device), _sink(device).data_ptr()))
 
 
+def touch(buffer: torch.Tensor) -> None:
+    """Warm the address translations of `buffer`, uint8 on the GPU, from every SM; its data stays out of L2."""
+    toucher = library("cuda").function("judge_touch", c_void_p, c_size_t, c_int, c_void_p)
+    _check("cuda", toucher(buffer.data_ptr(), buffer.numel(), _multiprocessors("cuda"), _sink("cuda").data_ptr()))
+
+
 def spin(nanoseconds: int) -> None:
     """Occupy the default queue of the GPU for that long."""
     _check("cuda", library("cuda").function("judge_spin", c_uint64)(nanoseconds))

@@ -15,8 +15,9 @@ from harness.session import Entrant, Outcome, Session
 PROCESSES = 3
 SAMPLES = {"cuda": 20, "cpu": 3}  # timed calls a process: 60 and 9 in all
 PAIRS = {"cuda": 40, "cpu": 3}  # the same for a paired run
-WARMUPS = {"cuda": 2, "cpu": 1}  # calls that compile and show the enqueue time; checked like all others
 SLOTS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
+# Calls that compile, show the enqueue time and touch every slot once; checked like all others.
+WARMUPS = {"cuda": 3, "cpu": 1}
 # Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
 DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
 UNKNOWN_DEVICE = 1.1  # times the best rate measured in the run, where there is no datasheet rate

@@ -72,7 +72,7 @@ class Problem:
         if winners is None:
             return entry(self, file)
         if target not in winners:
-            raise UsageError(f"{self.name} has no winner for {target}, only for {', '.join(winners)}: name a --variant")
+            raise UsageError(f"{self.name} has no winner for {target}, only {', '.join(winners)}: name a --variant")
         return self.variant(winners[target])
 
     def variant(self, name: str) -> Entry:
@@ -111,9 +111,14 @@ def entry(problem: Problem, file: Path) -> Entry:
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
     peer = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-    return Entry(
-        file.stem, file.resolve(), targets, tuple(said.get("REQUIRES", ())), peer, summary, _directives(file.read_text())
-    )
+    requires, directives = tuple(said.get("REQUIRES", ())), _directives(file.read_text())
+    return Entry(file.stem, file.resolve(), targets, requires, peer, summary, directives)
+
+
+def utils_of(folder: Path, named: Path | None = None) -> Path | None:
+    """The utils.py that a GPU MODE folder imports by bare name: where task.yml says, in the folder, or beside it."""
+    places = (named, folder / "utils.py", folder.parent / "utils.py")
+    return next((path for path in places if path and path.is_file()), None)
 
 
 def _directives(text: str) -> tuple[tuple[str, str], ...]:
@@ -160,13 +165,16 @@ def _read_gpu_mode(folder: Path) -> Problem:
     ranking = spec.get("ranking_by", "last")
     if ranking not in ("last", "mean", "geom"):
         raise UsageError(f"{file}: ranking_by must be last, mean or geom, got {ranking!r}")
-    sources = {item["name"]: (folder / item["source"]).resolve() for item in spec.get("files", []) if "@" not in item["source"]}
+    files = [item for item in spec.get("files", []) if "@" not in item["source"]]
+    sources = {item["name"]: (folder / item["source"]).resolve() for item in files}
     for needed in ("task.py", "reference.py"):
-        if not sources.get(needed, folder / needed).is_file() or sources.get(needed, folder / needed).parent != folder:
-            raise UsageError(f"{file}: {needed} must stand in the folder, got {sources.get(needed)}")
-    utils = next((p for p in (sources.get("utils.py"), folder / "utils.py", folder.parent / "utils.py") if p and p.is_file()), None)
+        path = sources.get(needed, folder / needed)
+        if not path.is_file() or path.parent != folder:
+            raise UsageError(f"{file}: {needed} must stand in the folder, got {path}")
+    utils = utils_of(folder, sources.get("utils.py"))
     timeouts = {
-        "test": spec.get("test_timeout", DEFAULT_TIMEOUT_S), "benchmark": spec.get("benchmark_timeout", DEFAULT_TIMEOUT_S),
+        "test": spec.get("test_timeout", DEFAULT_TIMEOUT_S),
+        "benchmark": spec.get("benchmark_timeout", DEFAULT_TIMEOUT_S),
         "leaderboard": spec.get("ranked_timeout", DEFAULT_TIMEOUT_S),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Child processes that may crash, hang, eat memory or print for ever: each in a session of its own, watched, killable."""
+"""Child processes that may crash, hang, eat memory or print for ever: each in a session of its own, and watched."""
 
 import contextlib
 import os

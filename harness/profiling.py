@@ -17,11 +17,18 @@ from harness.process import ROOT
 
 OUT = ROOT / "leaderboard" / "out" / "profile"
 TOOL_LIMIT_S = 540
-NCU_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats")
+NCU_SECTIONS = (
+    "SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats",
+)  # fmt: skip
+_MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3, "msecond": 1e3}
+_TERABYTES = {
+    "byte/second": 1e-12, "byte/s": 1e-12, "Mbyte/second": 1e-6, "Mbyte/s": 1e-6, "Gbyte/second": 1e-3,
+    "Gbyte/s": 1e-3, "Tbyte/second": 1, "Tbyte/s": 1,
+}  # fmt: skip
 _STALL = "smsp__average_warps_issue_stalled_"
 _DIGEST = (
-    ("duration", "gpu__time_duration.sum", "us", {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3}),
-    ("DRAM read", "dram__bytes_read.sum.per_second", "TB/s", {"byte/second": 1e-12, "Gbyte/second": 1e-3, "Gbyte/s": 1e-3, "Tbyte/second": 1, "Tbyte/s": 1, "Mbyte/s": 1e-6}),
+    ("duration", "gpu__time_duration.sum", "us", _MICROSECONDS),
+    ("DRAM read", "dram__bytes_read.sum.per_second", "TB/s", _TERABYTES),
     ("DRAM of peak", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "%", {}),
     ("SM of peak", "sm__throughput.avg.pct_of_peak_sustained_elapsed", "%", {}),
     ("occupancy", "sm__warps_active.avg.pct_of_peak_sustained_active", "%", {}),
@@ -38,8 +45,9 @@ def ncu(problem: Problem, entry: Entry, case: Case) -> str:
     report = OUT / f"{problem.name}-{entry.name}-{'-'.join(map(str, case.params.values()))}.ncu-rep"
     sections = [argument for section in NCU_SECTIONS for argument in ("--section", section)]
     command = [
-        _tool("ncu"), "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "application-only",
-        "-f", "-o", str(report), *sections, "--metrics", "dram__bytes_read.sum.per_second",
+        _tool("ncu"), "--clock-control", "none", "--profile-from-start", "off",
+        "--target-processes", "application-only", "-f", "-o", str(report), *sections,
+        "--metrics", "dram__bytes_read.sum.per_second",
         *_solo(problem, entry, [case]),
     ]  # fmt: skip
     _run(command, "ncu", {})
@@ -84,9 +92,8 @@ def sanitize(problem: Problem, entry: Entry, cases: list[Case], tool: str) -> tu
         timeout=TOOL_LIMIT_S, errors="replace",
     )  # fmt: skip
     tail = "\n".join(result.stdout.strip().splitlines()[-12:])
-    return result.returncode == 0 and "ERROR SUMMARY: 0 errors" in result.stdout or (
-        result.returncode == 0 and "RACECHECK SUMMARY: 0 hazards" in result.stdout
-    ), tail
+    said_clean = any(word in result.stdout for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards"))
+    return result.returncode == 0 and said_clean, tail
 
 
 def _solo(problem: Problem, entry: Entry, cases: list[Case]) -> list[str]:

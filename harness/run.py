@@ -27,11 +27,11 @@ SANITIZE_TOOLS = ("memcheck", "racecheck")
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("harness/run.py", description="Check and time kernels of a problem.")
-    p.add_argument("problem", nargs="?", metavar="PROBLEM", help="a name in problems/, or a problem folder (GPU MODE's too)")
-    p.add_argument("--mode", choices=MODES, default="leaderboard", help="leaderboard (default) = test, benchmark, record")
+    p.add_argument("problem", nargs="?", metavar="PROBLEM", help="a name in problems/, or a folder (GPU MODE's too)")
+    p.add_argument("--mode", choices=MODES, default="leaderboard", help="leaderboard: test, benchmark, record")
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
     p.add_argument("--submission", metavar="FILE", help="a file of your own")
-    p.add_argument("--against", metavar="VARIANT_OR_FILE", help="interleaved pairs with another; ratio and 95 %% interval")
+    p.add_argument("--against", metavar="VARIANT_OR_FILE", help="interleaved pairs; ratio with its 95 %% interval")
     p.add_argument("--all", action="store_true", help="every variant that this machine can run, peers too, in one run")
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     p.add_argument("--case", metavar="TEXT", help="only cases whose text holds this, such as k=64 or 'm=7168 k=2048'")
@@ -170,7 +170,8 @@ class Run:
         chosen = [case for case in cases if not self.args.case or self.args.case in str(case)]
         if not chosen:
             known = "; ".join(map(str, cases)) or "none"
-            raise UsageError(f"--case must match a {what} case of {self.problem.name} ({known}), got {self.args.case!r}")
+            name = self.problem.name
+            raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}")
         return chosen
 
     def _judge(self, judged: list[Judged]) -> None:

@@ -73,7 +73,7 @@ class Runner:
                 self._capture_own(result, outputs, captures) if self.opened["own"] else _capture_any(result, captures)
             )
 
-        sample = self.clock.time(run, capture)
+        sample = self.clock.time(run, capture, slot.buffers.get("device"))
         return {**vars(sample), "untimed_us": untimed_us, "claims": claims}
 
     def profile(self, message: dict, _: list[int]) -> dict:
@@ -106,10 +106,11 @@ class Runner:
 
     def _judge_call(self, what: str, slot: MappedSlot) -> dict:
         if what == "empty":
-            return vars(self.clock.time(lambda: None, lambda _: None))
+            return vars(self.clock.time(lambda: None, lambda _: None, None))
         config, nbytes = self.opened["reads"][what], self.opened["bytes"]
         buffer = slot.buffers["device" if self.device == "cuda" else "host"]
-        return vars(self.clock.time(lambda: native.read(buffer, nbytes, config), lambda _: None))
+        device = slot.buffers.get("device")
+        return vars(self.clock.time(lambda: native.read(buffer, nbytes, config), lambda _: None, device))
 
     @staticmethod
     def _capture_own(result: object, outputs: list[torch.Tensor], captures: list[torch.Tensor]) -> list[dict]:

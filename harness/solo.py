@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from harness.problem import utils_of
 from problems.common import load
 
 
 def main() -> None:
     folder, file, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    utils = next((p for p in (folder / "utils.py", folder.parent / "utils.py") if p.is_file()), None)
+    utils = utils_of(folder)
     extra = {"utils": load.from_file(folder, utils)} if utils else {}
     reference = load.from_file(folder, folder / "reference.py", extra)
     module = load.from_file(folder, file, extra)

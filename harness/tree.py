@@ -33,7 +33,8 @@ def describe(value: object, layout: Layout) -> dict:
         nbytes = extent(value) * value.element_size()
         return {
             "kind": "tensor", "space": space, "offset": layout.place(space, nbytes), "nbytes": nbytes,
-            "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "stride": list(value.stride()),
+            "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape),
+            "stride": list(value.stride()),
         }  # fmt: skip
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         items = [describe(item, layout) for item in value]

@@ -46,7 +46,7 @@ def standing(board: Board) -> Table:
         return ["variant", "state", "registers", "spilled"], [
             [row.variant, _state(row), *_compiled(row)] for row in board.standing.itertuples()
         ]
-    with_peer = board.standing.peer_ratio.notna().any()
+    with_peer = bool(board.standing.peer_ratio.notna().any())
     header = ["rank", "variant", "geomean us", "95 % interval", "of roof"] + ["peer / this"] * with_peer
     header += [*board.cases, "cases", "error / tolerance", "state"]
     cells = {(row.variant, row.case): row for row in board.times.itertuples()}

@@ -1,4 +1,4 @@
-"""What all tests share: a profile for hypothesis, and a clear skip where the GPU that a test is marked for is missing."""
+"""What all tests share: a profile for hypothesis, and a clear skip of tests marked gpu where there is none."""
 
 import pytest
 import torch

@@ -44,7 +44,10 @@ def test_it_is_timed(capsys):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("tests: 3", "list of tests"), ("tests: []\nlang: cu", "Python problems"), ("tests: []\nranking_by: x", "ranking_by"), ("a: [", "YAML")],
+    [
+        ("tests: 3", "list of tests"), ("tests: []\nlang: cu", "Python problems"),
+        ("tests: []\nranking_by: x", "ranking_by"), ("a: [", "YAML"),
+    ],
 )  # fmt: skip
 def test_a_malformed_task_yml_is_refused(tmp_path, text, message):
     (tmp_path / "task.py").write_text("")

@@ -38,7 +38,7 @@ LEGAL = [
     but(swizzle="32B", box=(32, 8, 1)),
     but(swizzle="64B", box=(64, 8, 1)),
     but(swizzle="128B_atom_64B", target="sm100"),
-    but(interleave="16B", box=(5, 8, 1)),
+    but(interleave="16B", box=(256, 8, 1)),  # no limit by the span
     but(interleave="32B", swizzle="32B"),
     but(element_strides=(8, 8, 8), box=(128, 64, 1)),
     but(dtype="16u4_align8b", target="sm100", dims=(1024, 8, 2), box=(256, 8, 1)),
@@ -95,6 +95,7 @@ BROKEN = [
     (but(box=(128, 0, 1)), "box[1] must be an integer from 1 to 256, got 0"),
     (but(box=(128, 257, 1)), "box[1] must be an integer from 1 to 256, got 257"),
     (but(box=(120, 8, 1)), "box[0] must be a multiple of 16 bytes, got 120 of uint8 = 120 bytes"),
+    (but(box=(5, 8, 1), interleave="16B"), "box[0] must be a multiple of 16 bytes, got 5 of uint8 = 5 bytes"),
     (but(dtype="16u4_align8b", target="sm100", box=(16, 8, 1)),
      "box[0] must be a multiple of 16 bytes, got 16 of 16u4_align8b"),
     (but(box=(144, 8, 1)), "box[0] must be at most 128 bytes with swizzle 128B, got 144 of uint8 = 144 bytes"),
@@ -127,8 +128,33 @@ def test_broken_rule_is_named(change, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", LEGAL, ids=str)
 def test_the_driver_takes_what_the_check_takes(change):
+    """And refuses on sm_90 what the check says is sm_100's."""
     made = tma.check(**{**BASE, **change})
-    assert encode(made.at(made.address or ADDRESS)) == 0
+    served = made.target in ("sm90", load.device_target("cuda"))
+    assert (encode(made.at(made.address or ADDRESS)) == 0) == served
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        but(strides=(776, 8192)),
+        but(strides=(768, 2**40)),
+        but(box=(120, 8, 1)),
+        but(box=(5, 8, 1), interleave="16B"),
+        but(box=(128, 257, 1)),
+        but(box=(144, 8, 1)),
+        but(element_strides=(1, 9, 1)),
+        but(dims=(512, 0, 2)),
+        but(address=ADDRESS + 8),
+    ],
+    ids=str,
+)
+def test_the_driver_refuses_what_the_check_refuses(change, monkeypatch):
+    with pytest.raises(ValueError):
+        tma.check(**{**BASE, **change})
+    monkeypatch.setattr(tma.Descriptor, "__post_init__", lambda self: None)
+    assert encode(tma.Descriptor(**{**BASE, **change})) != 0
 
 
 def encode(d: tma.Descriptor) -> int:

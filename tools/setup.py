@@ -319,4 +319,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except subprocess.CalledProcessError as failed:
+        say(f"{' '.join(map(str, failed.cmd[:4]))} failed with status {failed.returncode}")
+        sys.exit(1)

@@ -11,8 +11,9 @@ SHOWN = 5  # mismatches printed
 class Result:
     """Verdict on one output.
 
-    rel is |got - want| / |want| in the Frobenius norm, worst_abs the largest |got - want|, worst_tol what was admitted
-    there (element checks) or the admitted `rel` (norm checks). They are NaN where shapes or dtypes differ.
+    rel is |got - want| / |want| in the Frobenius norm. Element checks: worst_abs is |got - want| and worst_tol what was
+    admitted, at the element where their ratio is largest. Norm checks: the largest |got - want| and the admitted `rel`.
+    All are NaN where shapes or dtypes differ.
     """
 
     ok: bool
@@ -41,8 +42,9 @@ def elementwise(got: torch.Tensor, want: torch.Tensor, tolerance: torch.Tensor, 
     got = got.double()
     error = (got - want).abs()
     good = error <= tolerance  # not ~(error > tolerance), which NaN would pass
-    excess = torch.where(good, error / tolerance, torch.inf).flatten()
-    worst = int(excess.argmax())
+    # tiny: where nothing is admitted and nothing is off, the ratio is 0 and not NaN
+    excess = error / tolerance.clamp_min(torch.finfo(torch.float64).tiny)
+    worst = int(excess.nan_to_num(torch.inf, torch.inf).argmax())
     numbers = (_relative(error, want), float(error.flatten()[worst]), float(tolerance.flatten()[worst]))
     if bool(good.all()):
         return Result(True, "", *numbers)
@@ -57,8 +59,10 @@ def norm(got: torch.Tensor, want: torch.Tensor, limit: float, dtype: torch.dtype
         return Result(False, problem)
     got = got.double()
     error = (got - want).abs()
-    rel = error.movedim(batch, 0).flatten(1).norm(dim=1) / want.movedim(batch, 0).flatten(1).norm(dim=1)
-    rel = torch.where(error.movedim(batch, 0).flatten(1).sum(1) == 0, torch.zeros_like(rel), rel)
+    slices = want.shape[batch]
+    error_by_slice = error.movedim(batch, 0).reshape(slices, -1)
+    rel = error_by_slice.norm(dim=1) / want.movedim(batch, 0).reshape(slices, -1).norm(dim=1)
+    rel = torch.where(error_by_slice.sum(1) == 0, torch.zeros_like(rel), rel)
     worst = float(rel.max()) if bool(torch.isfinite(rel).all()) else float("inf")
     if worst <= limit:
         return Result(True, "", worst, float(error.max()), limit)

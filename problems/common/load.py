@@ -107,11 +107,12 @@ def _digest(path: Path) -> str:
 @contextlib.contextmanager
 def _bound(modules: dict[str, ModuleType]) -> Iterator[None]:
     """Within: each bare name means the given module, and the other bare names mean nothing."""
-    before = {name: sys.modules.pop(name, None) for name in _BARE}
+    names = {*_BARE, *modules}
+    before = {name: sys.modules.pop(name, None) for name in names}
     sys.modules.update(modules)
     try:
         yield
     finally:
-        for name in _BARE:
+        for name in names:
             sys.modules.pop(name, None)
         sys.modules.update({name: old for name, old in before.items() if old is not None})

@@ -74,11 +74,18 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wanted = blocks.abs().amax(-1) / E2M1_MAX
     if wanted.numel() and float(wanted.max()) > 464:  # 464: the tie between 448 and the next step, which has no byte
         raise ValueError(f"x needs a block scale of {float(wanted.max()):.6g}, the largest is {E4M3_MAX:g}")
-    scales = wanted.float().to(torch.float8_e4m3fn)
+    scales = _round_e4m3(wanted)
     check_scales(scales)
     divisor = scales.to(x.dtype).unsqueeze(-1)
     scaled = torch.where(divisor > 0, blocks / divisor, torch.copysign(torch.zeros_like(blocks), blocks))
     return pack(round_e2m1(scaled).flatten(-2)), scales
+
+
+def _round_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x: fp32 or fp64 (...), 0 to 464 -> e4m3 (...), nearest, ties to even. A cast would round fp64 to fp32 first."""
+    _, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-5) - 4)  # 8 to each power of two, 2^-9 below 2^-6
+    return ((x / step).round() * step).to(torch.float8_e4m3fn)
 
 
 def check_scales(scales: torch.Tensor) -> None:

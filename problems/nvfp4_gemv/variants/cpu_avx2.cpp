@@ -13,16 +13,9 @@
 
 namespace {
 
-#ifndef AHEAD
-#define AHEAD 2048
-#endif
-#ifndef LANES
-#define LANES 2
-#endif
-
-constexpr int64_t kStep = 128;      // weights a step: 64 bytes of codes, 8 scales, one fp32 lane a block
-constexpr int64_t kAhead = AHEAD;   // bytes of codes
-constexpr int kTogether = LANES;
+constexpr int64_t kStep = 128;    // weights a step: 64 bytes of codes, 8 scales, one fp32 lane a block
+constexpr int64_t kAhead = 2048;  // bytes of codes to fetch ahead, half a page: the hardware stops at the end of each
+constexpr int kTogether = 2;      // runs of rows side by side: two sequences of misses in flight, one read of b
 
 // Codes of A and b are both doubled, and a half made of an e4m3 byte by a shift is 2^-8 of it, on both sides too.
 constexpr float kUnit = 65536.0f / 4.0f;
@@ -133,18 +126,19 @@ class Worker {
             scales[n] = r.scales + (first + n * apart) * (r.k / 16);
             sum[n] = _mm256_setzero_ps();
         }
-        const int64_t full = r.k / kStep;
-        for (int64_t at = 0; at < full; at++) {
+        const Chunk *chunk = chunks_.data(), *end = chunk + r.k / kStep;
+#pragma GCC unroll 2
+        for (; chunk != end; chunk++) {
             for (int n = 0; n < N; n++) {
-                const uint8_t* p = codes[n] + at * kStep / 2;
-                _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0);
-                sum[n] = step(sum[n], p, scales[n] + at * kStep / 16, chunks_[at]);
+                _mm_prefetch(reinterpret_cast<const char*>(codes[n] + kAhead), _MM_HINT_T0);
+                sum[n] = step(sum[n], codes[n], scales[n], *chunk);
+                codes[n] += kStep / 2, scales[n] += kStep / 16;
             }
         }
         for (int n = 0; n < N; n++) {
             if (r.k % kStep) {
-                const Tail tail(codes[n] + full * kStep / 2, scales[n] + full * kStep / 16);
-                sum[n] = step(sum[n], tail.codes, tail.scales, chunks_[full]);
+                const Tail tail(codes[n], scales[n]);
+                sum[n] = step(sum[n], tail.codes, tail.scales, *chunk);
             }
             r.c[first + n * apart] = _cvtss_sh(total(sum[n]), _MM_FROUND_TO_NEAREST_INT);
         }

@@ -12,16 +12,9 @@
 
 namespace {
 
-#ifndef AHEAD
-#define AHEAD 2048
-#endif
-#ifndef LANES
-#define LANES 2
-#endif
-
-constexpr int64_t kStep = 256;          // weights a step: 128 bytes of codes, 16 scales, one fp32 lane a block
-constexpr int64_t kAhead = AHEAD;       // bytes of codes
-constexpr int kTogether = LANES;
+constexpr int64_t kStep = 256;    // weights a step: 128 bytes of codes, 16 scales, one fp32 lane a block
+constexpr int64_t kAhead = 2048;  // bytes of codes to fetch ahead, half a page: the hardware stops at the end of each
+constexpr int kTogether = 2;      // runs of rows side by side: two sequences of misses in flight, one read of b
 
 // Codes of A and b are both doubled, and a half made of an e4m3 byte by a shift is 2^-8 of it, on both sides too.
 constexpr float kUnit = 65536.0f / 4.0f;
@@ -115,26 +108,20 @@ class Worker {
             scales[n] = r.scales + (first + n * apart) * (r.k / 16);
             sum[n] = _mm512_setzero_ps();
         }
-        const int64_t full = r.k / kStep;
-        for (int64_t at = 0; at < full; at++) {
+        const Chunk *chunk = chunks_.data(), *end = chunk + r.k / kStep;
+        for (; chunk != end; chunk++) {
             for (int n = 0; n < N; n++) {
-                const uint8_t* p = codes[n] + at * kStep / 2;
-                const uint8_t* s = scales[n] + at * kStep / 16;
-                _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0);
-                _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + 64), _MM_HINT_T0);
-#ifdef SPF
-                _mm_prefetch(reinterpret_cast<const char*>(s + kAhead / 8), _MM_HINT_T0);
-#endif
-                sum[n] = step(sum[n], _mm512_loadu_si512(p), _mm512_loadu_si512(p + 64),
-                              _mm_loadu_si128(reinterpret_cast<const __m128i*>(s)), chunks_[at]);
+                _mm_prefetch(reinterpret_cast<const char*>(codes[n] + kAhead), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char*>(codes[n] + kAhead + 64), _MM_HINT_T0);
+                sum[n] = step(sum[n], _mm512_loadu_si512(codes[n]), _mm512_loadu_si512(codes[n] + 64),
+                              _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales[n])), *chunk);
+                codes[n] += kStep / 2, scales[n] += kStep / 16;
             }
         }
-        if (const int64_t left = r.k / 2 - full * kStep / 2; left > 0) {
-            for (int n = 0; n < N; n++) {
-                const uint8_t* p = codes[n] + full * kStep / 2;
-                sum[n] = step(sum[n], load_part(p, left), load_part(p + 64, left - 64),
-                              load_part_scales(scales[n] + full * kStep / 16, left / 8), chunks_[full]);
-            }
+        if (const int64_t left = r.k % kStep / 2; left > 0) {
+            for (int n = 0; n < N; n++)
+                sum[n] = step(sum[n], load_part(codes[n], left), load_part(codes[n] + 64, left - 64),
+                              load_part_scales(scales[n], left / 8), *chunk);
         }
         for (int n = 0; n < N; n++)
             r.c[first + n * apart] = _cvtss_sh(_mm512_reduce_add_ps(sum[n]), _MM_FROUND_TO_NEAREST_INT);

@@ -37,8 +37,10 @@ struct Rows {
 // Status of a launcher, which Python turns into an error.
 enum Status : int { kOk = 0, kNoInstructions = 1, kNoThreads = 2 };
 
-constexpr int64_t kTaskBytes = 128 << 10;    // codes in one grab of rows: 10 us of one core's bandwidth, so the cores finish together
-constexpr int64_t kThreadBytes = 512 << 10;  // codes that pay for one more thread: about twice the cost of starting it
+// 10 us of one core's bandwidth, so that the cores finish together.
+constexpr int64_t kTaskBytes = 128 << 10;  // codes in one grab of rows
+// Twice the cost of starting a thread.
+constexpr int64_t kThreadBytes = 512 << 10;  // codes that pay for one more thread
 
 // Multiply all rows. Worker(problem) is made once in each thread; worker.batch(i) comes before rows of batch i, then
 // worker.rows(Rows). Batches come to a worker in increasing order.

@@ -31,6 +31,7 @@ constexpr int TILE_ROWS = 32;        // 4 quarters x 8 rows
 constexpr int STEP_K = 1024;         // elements of K in one step: 32 lanes x 32
 constexpr int SEGMENT_STEPS = 16;    // steps of b kept decoded
 constexpr int MAX_STAGES = 8;
+constexpr int AHEAD = 2;             // steps of A requested before b is there: more would queue up before a neighbour's b
 constexpr int BLOCKS_PER_SM = 2;
 
 constexpr int BOX_A_BYTES = 8 * STEP_K / 2;                 // one quarter
@@ -172,7 +173,7 @@ __device__ __forceinline__ void load_box_to_cluster(void* to, const CUtensorMap*
 constexpr uint32_t TABLE_LOW = 0x03020100u, TABLE_HIGH = 0x0C080604u;
 
 // Four codes, the low 16 bits of `codes`, to bytes: |2w| where the code is positive, else 0. prmt's selector bit 3 asks
-// for the sign of the table's byte, replicated, and no byte of the table has one. With sign bits flipped: the negatives.
+// for the sign of the table's byte, replicated, and no byte of the table has one. With signs flipped: the negatives.
 // Not __byte_perm, which clears that bit first.
 __device__ __forceinline__ uint32_t positive_bytes(uint32_t codes) {
     uint32_t bytes;
@@ -270,7 +271,8 @@ __device__ void produce(const Maps& maps, const Shape& s, const Shared& sh, int 
         const int block = tile / 4, row = tile % 4 * 8;  // block of 128 rows; first row in each quarter
         for (int segment = 0; segment < s.segments; ++segment) {
             const int first = segment * SEGMENT_STEPS, last = min(first + SEGMENT_STEPS, s.steps);
-            if (round == 0 || s.segments > 1) {
+            const bool new_vector = round == 0 || s.segments > 1;
+            if (new_vector) {
                 // Parity (vectors - 1) & 1: the previous b is read, in every CTA of the cluster; at once for the first.
                 barrier_wait(&sh.bars->b_empty, (vectors + 1) & 1, "b_empty");
                 ++vectors;
@@ -288,6 +290,9 @@ __device__ void produce(const Maps& maps, const Shape& s, const Shared& sh, int 
                 }
             }
             for (int step = first; step < last; ++step, ring.next(s.stages)) {
+                if (new_vector && step == first + AHEAD) {
+                    barrier_wait(&sh.bars->b_full, (vectors - 1) & 1, "b_full, ahead");
+                }
                 barrier_wait(&sh.bars->empty[ring.stage], ring.phase ^ 1, "empty");
                 uint64_t* full = &sh.bars->full[ring.stage];
                 uint8_t* a = sh.stages + ring.stage * STAGE_BYTES;

@@ -1,4 +1,4 @@
-"""sm90_cute: CuTe DSL; e2m1 to int8 with byte permutes, exact integer block dots, x decoded once per CTA and K pass."""
+"""sm90_cute: CuTe DSL; A through asynchronous copies to shared memory, prmt to int8, dp4a; x decoded once per CTA."""
 
 import contextlib
 import functools
@@ -26,7 +26,8 @@ LANES = 32
 BLOCK = 16  # elements that share a scale
 CHUNK = 2 * BLOCK  # elements of one 16-byte access: two blocks, so two neighbouring scale bytes
 ALIGN = 16  # bytes, of one access
-X_CHUNKS = 512  # chunks of x decoded at a time: 24 KiB of shared memory, and all of x up to k = 16384
+X_STEPS = 16  # steps of x decoded at a time: 24 KiB of shared memory, and all of x up to k = 16384
+X_CHUNKS = X_STEPS * LANES
 TABLE_LOW, TABLE_HIGH = 0x03020100, 0x0C080604  # |2 w| of the codes 0 to 7; bit 7 of no byte is set
 SIGNS = -0x77777778  # 0x88888888: the sign bit of each of the 8 codes of a word
 BIAS = 0x0C0C0C0C  # 12 in each byte: makes 2 w + 12 unsigned, 0 to 24
@@ -40,16 +41,18 @@ class Plan:
     """How the rows and columns of one batch are spread. Every field is a compile-time constant of the kernel."""
 
     warps: int  # a CTA
-    rows: int  # a warp works on at once, one access of each in flight
+    rows: int  # a warp works on at once
     split: int  # warps that share the columns of a row
-    prefetch: int  # steps of A that a warp asks L2 for while x is decoded
+    stages: int  # steps of a warp in shared memory, one of them in use; a step is 32 chunks of each of its rows
 
     def __post_init__(self) -> None:
         """ValueError where the kernel's indexing would not hold."""
         if not 1 <= self.warps <= 32 or self.warps % self.split:
             raise ValueError(f"warps must be 1 to 32 and a multiple of split, got {self}")
-        if not 1 <= self.rows <= LANES:  # lane r stores row r
-            raise ValueError(f"rows must be 1 to {LANES}, got {self}")
+        if self.rows not in (1, 2, 4, 8):  # a warp's scales of a step are whole rounds of 4-byte copies, or half a one
+            raise ValueError(f"rows must be 1, 2, 4 or 8, got {self}")
+        if X_STEPS % self.split or self.stages < 2:  # every pass over x starts with the same warp
+            raise ValueError(f"split must divide {X_STEPS} and stages be at least 2, got {self}")
 
     def tile(self) -> int:
         """Rows a CTA works on at once."""
@@ -58,16 +61,18 @@ class Plan:
 
 # (m, k, l) -> plan and CTAs a batch; measured on an H200.
 PLANS = {
-    (7168, 16384, 1): (Plan(warps=28, rows=4, split=2, prefetch=2), 128),
-    (4096, 7168, 8): (Plan(warps=32, rows=4, split=1, prefetch=2), 16),
-    (7168, 2048, 4): (Plan(warps=8, rows=2, split=1, prefetch=2), 132),
+    (7168, 16384, 1): (Plan(warps=28, rows=4, split=2, stages=3), 128),
+    (4096, 7168, 8): (Plan(warps=16, rows=4, split=1, stages=4), 16),
+    (7168, 2048, 4): (Plan(warps=16, rows=4, split=1, stages=4), 33),
 }
-DEFAULT = Plan(warps=8, rows=2, split=1, prefetch=2)  # one tile a CTA
+DEFAULT = Plan(warps=8, rows=2, split=1, stages=4)  # one tile a CTA
+FEW_ROWS = Plan(warps=8, rows=1, split=1, stages=4)  # likewise, where m is below DEFAULT.rows
 
 
 def plan_for(m: int, k: int, l: int) -> tuple[Plan, int]:
     """-> (plan, CTAs a batch) for a shape."""
-    return PLANS.get((m, k, l)) or (DEFAULT, -(-m // DEFAULT.tile()))
+    plan = DEFAULT if m >= DEFAULT.rows else FEW_ROWS
+    return PLANS.get((m, k, l)) or (plan, -(-m // plan.tile()))
 
 
 @dsl_user_op
@@ -115,13 +120,6 @@ def to_bits(value: Float32, *, loc=None, ip=None) -> Int32:
     return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
-@dsl_user_op
-def ask_l2(address: Int64, *, loc=None, ip=None) -> None:
-    """Ask L2 for the line at `address` in global memory; nothing waits for it."""
-    values = [Int64(address).ir_value(loc=loc, ip=ip)]
-    llvm.inline_asm(None, values, "prefetch.global.L2 [$0];", "l", has_side_effects=True, loc=loc, ip=ip)
-
-
 def four_codes(word: Int32, half: int, bias: int) -> Int32:
     """2 w of the 4 codes in the low (half 0) or high 16 bits of `word`, plus the byte that `bias` repeats, one a byte.
 
@@ -136,11 +134,51 @@ def vector(tensor: cute.Tensor, words: int, what: str) -> cute.Tensor:
     access of 4 * words bytes may use: a slice through the wrong mode, or a stride that breaks the alignment, is
     otherwise right on some shapes and slow or wrong on others.
     """
-    if tensor.shape != (words,) or tensor.stride != (1,):
+    if tensor.shape != (words,) or (words > 1 and tensor.stride != (1,)):
         raise ValueError(f"{what} must be a slice of {words} words of stride 1, got {tensor.shape}:{tensor.stride}")
     if tensor.iterator.alignment % (4 * words):
         raise ValueError(f"{what} must be aligned to {4 * words} bytes, got {tensor.iterator.alignment}")
     return tensor
+
+
+@cute.jit
+def fetch(
+    codes: cute.Tensor,
+    scales: cute.Tensor,
+    code_slot: cute.Tensor,
+    scale_slot: cute.Tensor,
+    row: Int32,
+    step: Int32,
+    lane: Int32,
+    plan: cutlass.Constexpr,
+):
+    """Start the copies of one step of a warp: its lane's chunk of each row, and the scales of all 32 chunks.
+
+    codes  int32 (4 words, chunks, m), scales int32 (words, m): one batch in global memory
+    code_slot  int32 (4, rows), this lane's; scale_slot  int32 (16 words, rows), the warp's
+    """
+    copy_16 = cute.make_copy_atom(
+        cute.nvgpu.cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL), Int32, num_bits_per_copy=128
+    )
+    copy_4 = cute.make_copy_atom(cute.nvgpu.cpasync.CopyG2SOp(), Int32, num_bits_per_copy=32)
+    at = cutlass.min(step * LANES + lane, codes.shape[1] - 1)
+    near = cute.domain_offset((0, at, row), codes)
+    for r in cutlass.range_constexpr(plan.rows):
+        source = vector(near[None, 0, r], 4, "a chunk of a")
+        cute.copy(copy_16, source, vector(code_slot[None, r], 4, "the slot of a chunk"))
+    # Two rows a copy: lanes 0 to 15 bring the 64 bytes of one, the others those of the next.
+    word, odd = lane % 16, lane // 16
+    at = cutlass.min(step * 16 + word, scales.shape[0] - 1)
+    if plan.rows > 1 or lane < 16:
+        for r in cutlass.range_constexpr(0, plan.rows, 2):
+            source = cute.domain_offset((at, row + r + odd), scales)
+            slot = cute.domain_offset((word, r + odd), scale_slot)
+            cute.copy(copy_4, vector(one(source), 1, "two scales of a"), vector(one(slot), 1, "their slot"))
+
+
+def one(tensor: cute.Tensor) -> cute.Tensor:
+    """The first element of `tensor`, as a vector of one."""
+    return cute.make_tensor(tensor.iterator, cute.make_layout((1,)))
 
 
 @cute.kernel
@@ -154,10 +192,11 @@ def gemv(
 ):
     """c = A b for one batch a grid row.  A warp takes `rows` rows, a lane one chunk of each in a step of 32 chunks.
 
-    a    int32 (4 words, chunks, m, l), 8 codes a word    sfa  int16 (chunks, m, l), 2 scales each
+    a    int32 (4 words, chunks, m, l), 8 codes a word    sfa  int32 (words, m, l), 4 scales each
     b    int32 (2 words, blocks, l)                       sfb  e4m3 (blocks, l)
-    c    fp16 (m, l)
-    Chunks past the end of a row read its last chunk and meet zeros of x, so no load is conditional.
+    c    fp16 (m, l); m is at least plan.rows
+    Chunks past the end of a row read its last chunk and meet zeros of x. Warps past the last row repeat the last
+    rows, and write the same bits there. So no copy but one past the last tile is conditional.
     """
     thread, _, _ = cute.arch.thread_idx()
     first_tile, batch, _ = cute.arch.block_idx()
@@ -165,9 +204,10 @@ def gemv(
     lane = cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     part, group = warp % plan.split, warp // plan.split
-    threads = plan.warps * LANES
+    groups, threads = plan.warps // plan.split, plan.warps * LANES
     chunks, m = a.shape[1], a.shape[2]
-    passes = cute.ceil_div(chunks, X_CHUNKS)
+    steps = cute.ceil_div(chunks, LANES)
+    passes = cute.ceil_div(steps, X_STEPS)
     tiles = cute.ceil_div(m, plan.tile())
 
     # x as int8 (2 x each), the two blocks of a chunk in planes of their own: neighbouring lanes then read
@@ -177,14 +217,15 @@ def gemv(
     x = smem.allocate_tensor(Int32, planes, byte_alignment=ALIGN)
     meta = smem.allocate_tensor(Int32, cute.make_layout((4, X_CHUNKS)), byte_alignment=ALIGN)
     partial = smem.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.warps)), byte_alignment=ALIGN)
+    # A's codes: word, row, stage, then lane and warp. A lane reads only what it copied itself.
+    ring = (4, plan.rows, plan.stages, LANES, plan.warps)
+    layout = cute.make_layout(ring, stride=(1, 4 * LANES, 4 * LANES * plan.rows, 4, 4 * LANES * plan.rows * plan.stages))
+    code_ring = smem.allocate_tensor(Int32, layout, byte_alignment=ALIGN)[None, None, None, lane, warp]
+    layout = cute.make_layout((16, plan.rows, plan.stages, plan.warps))
+    scale_ring = smem.allocate_tensor(Int32, layout, byte_alignment=ALIGN)[None, None, None, warp]
 
-    # A is read once: keep it out of L1.
-    no_l1 = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE
-    read_codes = cute.make_copy_atom(
-        cute.nvgpu.CopyG2ROp(), Int32, num_bits_per_copy=8 * ALIGN, l1c_evict_priority=no_l1
-    )
-    words = cute.make_rmem_tensor((4, plan.rows), Int32)
-    scales = cute.make_rmem_tensor((plan.rows,), Int16)
+    codes, scales = a[None, None, None, batch], sfa[None, None, batch]
+    words = cute.make_rmem_tensor((4,), Int32)
     x_words = cute.make_rmem_tensor((4, 2), Int32)
     x_meta = cute.make_rmem_tensor((4,), Int32)
     acc = cute.make_rmem_tensor((plan.rows,), Float32)
@@ -193,32 +234,38 @@ def gemv(
     raw_scale = cute.make_rmem_tensor((shares,), Float32)
     decoded = cute.make_rmem_tensor((4,), Int32)
 
+    # The step that is copied next, stages - 1 ahead of the one in use; it runs through the tiles without a break.
+    ahead_tile, ahead_step, slot = first_tile, part, Int32(0)
     for tile in cutlass.range(first_tile, tiles, tile_stride):
-        row = (tile * (plan.warps // plan.split) + group) * plan.rows
+        row = cutlass.min((tile * groups + group) * plan.rows, m - plan.rows)
         acc.fill(0.0)
         for k_pass in cutlass.range(passes):
-            base = k_pass * X_CHUNKS
-            here = cutlass.min(chunks - base, Int32(X_CHUNKS))  # chunks of this pass
-            steps = cute.ceil_div(here, LANES)
+            base = k_pass * X_STEPS
+            end = cutlass.min(base + X_STEPS, steps)
             if tile == first_tile or passes > 1:
-                cute.arch.sync_threads()  # the last pass has been read
-                # The loads of x first, then the prefetch of A, then the decoding: the longest wait starts soonest.
+                # The loads of x, then A's first copies, then the decoding: the longest wait starts soonest.
                 for i in cutlass.range_constexpr(shares):
-                    block = thread + i * threads
-                    if block < 2 * here:
-                        source = b[None, 2 * base + block, batch]
-                        cute.autovec_copy(vector(source, 2, "a block of b"), raw[None, i])
-                        raw_scale[i] = sfb[2 * base + block, batch].to(Float32)
+                    block = 2 * LANES * base + thread + i * threads
+                    if block < 2 * chunks:
+                        cute.autovec_copy(vector(b[None, block, batch], 2, "a block of b"), raw[None, i])
+                        raw_scale[i] = sfb[block, batch].to(Float32)
                     else:
                         raw[None, i].fill(0)
                         raw_scale[i] = Float32(0.0)
-                for i in cutlass.range_constexpr(plan.prefetch):
-                    at = base + cutlass.min((part + i * plan.split) * LANES + lane, here - 1)
-                    for r in cutlass.range_constexpr(plan.rows):
-                        ask_l2(a[None, at, cutlass.min(row + r, m - 1), batch].iterator.toint())
+                if tile == first_tile and k_pass == 0:
+                    for i in cutlass.range_constexpr(plan.stages - 1):
+                        if ahead_tile < tiles:
+                            ahead = cutlass.min((ahead_tile * groups + group) * plan.rows, m - plan.rows)
+                            fetch(codes, scales, code_ring[None, None, i], scale_ring[None, None, i], ahead, ahead_step, lane, plan)
+                        cute.arch.cp_async_commit_group()
+                        ahead_step += plan.split
+                        if ahead_step >= steps:
+                            ahead_tile, ahead_step = ahead_tile + tile_stride, part
+                else:
+                    cute.arch.sync_threads()  # the last pass has been read
                 for i in cutlass.range_constexpr(shares):
                     block = thread + i * threads
-                    if block < 2 * LANES * steps:
+                    if block < 2 * LANES * (end - base):
                         total = Int32(0)
                         for j in cutlass.range_constexpr(4):
                             decoded[j] = four_codes(raw[j // 2, i], j % 2, CENTRE) ^ CENTRE
@@ -230,43 +277,51 @@ def gemv(
                         meta[2 + half, chunk] = MAGIC_BITS - 12 * total
                 cute.arch.sync_threads()
 
-            for step in cutlass.range(part, steps, plan.split):
-                chunk = step * LANES + lane
-                at = base + cutlass.min(chunk, here - 1)
-                for r in cutlass.range_constexpr(plan.rows):
-                    line = cutlass.min(row + r, m - 1)
-                    cute.copy(read_codes, vector(a[None, at, line, batch], 4, "a chunk of a"), words[None, r])
-                    scales[r] = sfa[at, line, batch]
+            for step in cutlass.range(base + part, end, plan.split):
+                cute.arch.cp_async_wait_group(plan.stages - 2)
+                cute.arch.sync_warp()  # every lane's scales are here, and the slot of the step before has been read
+                last = slot + plan.stages - 1 if slot == 0 else slot - 1
+                if ahead_tile < tiles:
+                    ahead = cutlass.min((ahead_tile * groups + group) * plan.rows, m - plan.rows)
+                    fetch(codes, scales, code_ring[None, None, last], scale_ring[None, None, last], ahead, ahead_step, lane, plan)
+                cute.arch.cp_async_commit_group()
+                ahead_step += plan.split
+                if ahead_step >= steps:
+                    ahead_tile, ahead_step = ahead_tile + tile_stride, part
+
+                chunk = (step - base) * LANES + lane
                 for h in cutlass.range_constexpr(2):
                     cute.autovec_copy(vector(x[None, h, chunk], 4, "a block of x"), x_words[None, h])
                 cute.autovec_copy(vector(meta[None, chunk], 4, "the meta data of a chunk"), x_meta)
+                pairs = cute.recast_tensor(scale_ring[None, None, slot], Int16)
                 for r in cutlass.range_constexpr(plan.rows):
-                    sfa_values = two_scales(scales[r])
+                    cute.autovec_copy(vector(code_ring[None, r, slot], 4, "the slot of a chunk"), words)
+                    sfa_values = two_scales(pairs[lane, r])
                     for h in cutlass.range_constexpr(2):
                         dot = x_meta[2 + h]
                         for j in cutlass.range_constexpr(4):
-                            dot = dot4(four_codes(words[2 * h + j // 2, r], j % 2, BIAS), x_words[j, h], dot)
+                            dot = dot4(four_codes(words[2 * h + j // 2], j % 2, BIAS), x_words[j, h], dot)
                         acc[r] += (to_float(dot) - MAGIC) * (sfa_values[h] * to_float(x_meta[h]))
+                slot = slot + 1 if slot < plan.stages - 1 else Int32(0)
 
         for r in cutlass.range_constexpr(plan.rows):
             acc[r] = cute.arch.warp_reduction_sum(acc[r])
         if cutlass.const_expr(plan.split == 1):
             for r in cutlass.range_constexpr(plan.rows):
-                if lane == r and row + r < m:
+                if lane == r:
                     c[row + r, batch] = acc[r].to(Float16)
         else:
             if lane == 0:
                 for r in cutlass.range_constexpr(plan.rows):
                     partial[r, warp] = acc[r]
             cute.arch.sync_threads()
-            mine = tile * plan.tile() + thread
-            if thread < plan.tile() and mine < m:
-                first = thread // plan.rows * plan.split
-                total = partial[thread % plan.rows, first]
+            if part == 0 and lane < plan.rows:
+                total = partial[lane, warp]
                 for i in cutlass.range_constexpr(1, plan.split):  # a fixed order: the same bits every time
-                    total += partial[thread % plan.rows, first + i]
-                c[mine, batch] = total.to(Float16)
+                    total += partial[lane, warp + i]
+                c[row + lane, batch] = total.to(Float16)
             cute.arch.sync_threads()  # before the next tile writes its parts
+    cute.arch.cp_async_wait_group(0)
 
 
 @cute.jit
@@ -293,7 +348,8 @@ def launch(
     vectors = cute.make_tensor(
         b, cute.make_layout((2, blocks, l), stride=(1, 2, cute.assume(4 * 128 * wide, divby=4)))
     )
-    a_scales = cute.make_tensor(sfa, cute.make_layout((chunks, m, l), stride=(1, wide, wide * m)))
+    quads = k // (4 * BLOCK)  # words of 4 scales
+    a_scales = cute.make_tensor(sfa, cute.make_layout((quads, m, l), stride=(1, Int64(quads), Int64(quads) * m)))
     b_scales = cute.make_tensor(sfb, cute.make_layout((blocks, l), stride=(1, 2 * 128 * wide)))
     out = cute.make_tensor(c, cute.make_layout((m, l)))
     gemv(codes, vectors, a_scales, b_scales, out, plan).launch(grid=(ctas, l, 1), block=(plan.warps * LANES, 1, 1))
@@ -301,7 +357,7 @@ def launch(
 
 def pointers(*addresses: int) -> list[cute.Pointer]:
     """The arguments a, b, sfa, sfb, c of `launch`, at their device addresses."""
-    views = ((Int32, ALIGN), (Int32, ALIGN), (Int16, 2), (Float8E4M3FN, 1), (Float16, 2))
+    views = ((Int32, ALIGN), (Int32, ALIGN), (Int32, 4), (Float8E4M3FN, 1), (Float16, 2))
     memory = cute.AddressSpace.gmem
     return [make_ptr(dtype, at, memory, align) for (dtype, align), at in zip(views, addresses, strict=True)]
 
@@ -329,7 +385,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 def cubin(plan: Plan, target: str) -> build.Artefact:
     """The kernel for `plan` as a cubin under build.directory(), with what ptxas said of it."""
-    stem = f"{Path(__file__).stem}-{target}-w{plan.warps}r{plan.rows}s{plan.split}p{plan.prefetch}"
+    stem = f"{Path(__file__).stem}-{target}-w{plan.warps}r{plan.rows}s{plan.split}p{plan.stages}"
     build.directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
         report = io.StringIO()

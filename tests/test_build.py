@@ -1,0 +1,248 @@
+"""problems/common/build.py: what is compiled when, what an error says, and that no build blocks a later one."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from ctypes import c_int
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from problems.common import build
+
+ROOT = Path(build.__file__).resolve().parent.parent.parent
+SOURCE = '#include "value.h"\nextern "C" int value() { return VALUE; }\n'
+# Stands in for g++ on PATH: answers --version, else notes the call, waits as told and runs the real one.
+COMPILER = """\
+#!/bin/sh
+if [ "$1" = --version ]; then exec {real} --version; fi
+echo call >> {calls}
+if [ -e {slow} ]; then : > {started}; sleep 60; fi
+sleep {delay}
+exec {real} "$@"
+"""
+# One build in a process of its own; prints what the built function returns.
+BUILD = "import sys; from problems.common import build; print(build.cpp(sys.argv[1]).function('value')())"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a source, a counting compiler first on PATH, and a build directory; caches emptied around it."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "builds"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    use_compiler(tmp_path)
+    (tmp_path / "value.h").write_text("#define VALUE 1\n")
+    (tmp_path / "source.cpp").write_text(SOURCE)
+    forget()
+    yield tmp_path
+    forget()
+
+
+def use_compiler(place: Path, delay: float = 0) -> None:
+    real = [folder for folder in os.environ["PATH"].split(":") if folder != str(place / "bin")]
+    file = place / "bin/g++"
+    file.write_text(COMPILER.format(
+        real=shutil.which("g++", path=":".join(real)), calls=place / "calls", slow=place / "slow",
+        started=place / "started", delay=delay,
+    ))  # fmt: skip
+    file.chmod(0o755)
+
+
+def forget() -> None:
+    """Empty the caches of this process, as a new process would find them."""
+    build._build.cache_clear()
+    build._version.cache_clear()
+
+
+def calls(place: Path) -> int:
+    return len((place / "calls").read_text().splitlines()) if (place / "calls").exists() else 0
+
+
+def value(place: Path) -> int:
+    forget()
+    return build.cpp(place / "source.cpp").function("value")()
+
+
+def test_a_second_build_runs_no_compiler(place):
+    assert (value(place), calls(place)) == (1, 1)
+    assert (value(place), calls(place)) == (1, 1)
+    first = build.cpp(place / "source.cpp")
+    assert first is build.cpp(place / "source.cpp") and first.target == "cpu"
+
+
+def test_source_header_flags_and_compiler_are_all_part_of_the_key(place):
+    assert (value(place), calls(place)) == (1, 1)
+    (place / "value.h").write_text('#include "deeper.h"\n')
+    (place / "deeper.h").write_text("#define VALUE 2\n")
+    assert (value(place), calls(place)) == (2, 2)
+    (place / "deeper.h").write_text("#define VALUE 3\n")
+    assert (value(place), calls(place)) == (3, 3)
+    (place / "source.cpp").write_text(SOURCE.replace("VALUE;", "VALUE + 10;"))
+    assert (value(place), calls(place)) == (13, 4)
+    build.cpp(place / "source.cpp", flags=("-DOTHER",))
+    assert calls(place) == 5
+    (place / "source.cpp").write_text(SOURCE)
+    (place / "value.h").write_text("#define VALUE 1\n")
+    assert (value(place), calls(place)) == (1, 5), "the first build is still there"
+    compiler = place / "bin/g++"
+    compiler.write_text(compiler.read_text().replace("exec", 'echo "another compiler"; exec', 1))
+    assert (value(place), calls(place)) == (1, 6)
+
+
+def test_a_header_of_problems_common_needs_no_path_and_is_part_of_the_key(place, monkeypatch):
+    monkeypatch.setattr(build, "COMMON", place / "common")
+    (place / "common").mkdir()
+    (place / "value.h").rename(place / "common/value.h")
+    assert (value(place), calls(place)) == (1, 1)
+    (place / "common/value.h").write_text("#define VALUE 5\n")
+    assert (value(place), calls(place)) == (5, 2)
+
+
+def test_a_missing_header_is_named_before_anything_is_compiled(place):
+    (place / "source.cpp").write_text('#include "absent.h"\nextern "C" int value() { return 1; }\n')
+    with pytest.raises(build.BuildError, match=r'source\.cpp: #include "absent\.h" is neither beside it nor in'):
+        value(place)
+    assert calls(place) == 0
+
+
+def test_includes_of_includes_may_be_circular(place):
+    (place / "value.h").write_text('#pragma once\n#include "value.h"\n  #  include "other.h"\n')
+    (place / "other.h").write_text('#pragma once\n#include "value.h"\n#include <cstdint>\n#define VALUE 4\n')
+    assert value(place) == 4
+    closure = build.closure(place / "source.cpp")
+    assert sorted(path.name for path in closure) == ["other.h", "source.cpp", "value.h"]
+
+
+def test_a_compiler_error_reaches_the_user_whole(place):
+    body = "\n".join(f"int wrong_{i} = undeclared_{i};" for i in range(300))
+    (place / "source.cpp").write_text(body)
+    with pytest.raises(build.BuildError) as caught:
+        value(place)
+    message = str(caught.value)
+    assert message.startswith("g++ ") and "exit status 1" in message
+    assert all(f"undeclared_{i}" in message for i in range(300))
+    assert not list((place / "builds").glob("*/*.so"))
+    (place / "source.cpp").write_text(SOURCE)
+    assert value(place) == 1, "a failed build stands in the way"
+
+
+@pytest.mark.parametrize(("name", "hint"), [("g++", "install g++"), ("nvcc", "install the CUDA toolkit")])
+def test_a_missing_compiler_is_one_clear_line(place, monkeypatch, name, hint):
+    monkeypatch.setenv("PATH", str(place / "nowhere"))
+    with pytest.raises(build.BuildError) as caught:
+        build.cpp(place / "source.cpp") if name == "g++" else build.cuda(place / "source.cpp", "sm90")
+    assert str(caught.value) == f"{name} is not on PATH: {hint}"
+
+
+def test_an_unknown_target_is_named(place):
+    with pytest.raises(ValueError, match=r"target must be one of \['sm100', 'sm90'\], got 'sm80'"):
+        build.cuda(place / "source.cpp", "sm80")
+
+
+def test_a_missing_function_is_named(place):
+    with pytest.raises(AttributeError, match="absent"):
+        build.cpp(place / "source.cpp").function("absent")
+
+
+def test_arguments_are_those_declared(place):
+    (place / "source.cpp").write_text('extern "C" int add(int x, int y) { return x + y; }\n')
+    add = build.cpp(place / "source.cpp").function("add", c_int, c_int)
+    assert add(2, -5) == -3
+
+
+def test_a_killed_build_does_not_block_the_next(place):
+    (place / "slow").touch()
+    builder = subprocess.Popen([sys.executable, "-c", BUILD, place / "source.cpp"], cwd=ROOT, start_new_session=True)
+    try:
+        wait_for((place / "started").exists)
+        builder.send_signal(signal.SIGKILL)  # its compiler lives on: it must not hold the lock
+        builder.wait(10)
+        (place / "slow").unlink()
+        start = time.monotonic()
+        assert value(place) == 1
+        assert time.monotonic() - start < 20
+    finally:
+        os.killpg(builder.pid, signal.SIGKILL)
+
+
+def test_concurrent_builds_compile_once(place):
+    use_compiler(place, delay=1.5)
+    builders = [
+        subprocess.Popen([sys.executable, "-c", BUILD, place / "source.cpp"], cwd=ROOT, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    assert [builder.communicate(timeout=60)[0] for builder in builders] == [b"1\n"] * 3
+    assert calls(place) == 1
+    assert not list((place / "builds").glob("tmp-*"))
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the child did not come so far"
+        time.sleep(0.05)
+
+
+KERNEL = """\
+__device__ __noinline__ float helper(float x) { return x * x + 1; }
+__global__ void scale(float* x, float a) {
+    __shared__ float tile[64];
+    tile[threadIdx.x] = helper(x[threadIdx.x]);
+    __syncthreads();
+    x[threadIdx.x] = a * tile[63 - threadIdx.x];
+}
+__global__ void other(float* x) { x[0] = 1; }
+extern "C" int launch(float* x) { scale<<<1, 64>>>(x, 2); other<<<1, 1>>>(x); return cudaGetLastError(); }
+"""
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(("target", "arch"), [("sm90", "sm_90a"), ("sm100", "sm_100a")])
+def test_a_kernel_compiles_for_each_target_without_a_gpu(place, target, arch):
+    source = place / "kernel.cu"
+    source.write_text(KERNEL)
+    artefact = build.cuda(source, target)
+    assert artefact.path.is_file() and artefact.target == target and arch in artefact.log
+    kernels = {"scale" if "scale" in kernel.name else "other": kernel for kernel in artefact.kernels()}
+    assert set(kernels) == {"scale", "other"} and len(artefact.kernels()) == 2
+    assert all(kernel.registers > 0 and kernel.spill_bytes == 0 for kernel in kernels.values())
+    assert (kernels["scale"].shared_bytes, kernels["other"].shared_bytes) == (256, 0)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_an_error_of_nvcc_names_file_and_line(place):
+    (place / "kernel.cu").write_text("__global__ void f() {\n  nonsense;\n}\n")
+    with pytest.raises(build.BuildError, match=r"kernel\.cu\(2\): error: identifier \"nonsense\" is undefined"):
+        build.cuda(place / "kernel.cu", "sm90")
+
+
+PTXAS = textwrap.dedent("""\
+    ptxas info    : 0 bytes gmem
+    ptxas info    : Compiling entry function '_Z1av' for 'sm_90a'
+    ptxas info    : Function properties for _Z1av
+        0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+    ptxas info    : Used 24 registers, used 1 barriers, 1024 bytes smem
+    ptxas info    : Function properties for _Z6helperf
+        40 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+    ptxas info    : Compiling entry function '_Z1bv' for 'sm_90a'
+    ptxas info    : Function properties for _Z1bv
+        32 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+    ptxas info    : Used 168 registers, used 0 barriers, 32 bytes cumulative stack size
+    """)
+
+
+@given(st.integers(0, 10**5), st.integers(0, 10**5))
+def test_resources_are_read_from_the_report_of_ptxas(stores, loads):
+    artefact = build.Artefact(Path("x.so"), "sm90", PTXAS.format(stores=stores, loads=loads))
+    assert artefact.kernels() == [
+        build.Kernel("_Z1av", 24, 0, 0, 1024),
+        build.Kernel("_Z1bv", 168, 32, stores + loads, 0),
+    ]

@@ -1,0 +1,153 @@
+"""problems/common/load.py: folders side by side, their bare names, literals without running code, targets."""
+
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from problems.common import load
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two problem folders whose modules have the same names and different contents; forgotten afterwards."""
+    before = set(sys.modules)
+    made = []
+    for name, number in (("one", 1), ("two", 2)):
+        folder = tmp_path / name
+        (folder / "variants").mkdir(parents=True)
+        (folder / "task.py").write_text(f"NUMBER = {number}\n")
+        (folder / "reference.py").write_text("from task import NUMBER\nTWICE = 2 * NUMBER\n")
+        (folder / "variants/fast.py").write_text("import task\n\n\ndef answer():\n    return task.NUMBER\n")
+        made.append(folder)
+    yield made
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_two_folders_live_side_by_side(folders):
+    one, two = folders
+    assert load.module(one, "reference").TWICE == 2
+    assert load.module(two, "reference").TWICE == 4
+    first, second = load.module(one, "variants/fast"), load.module(two, "variants/fast")
+    assert first is not second and (first.answer(), second.answer()) == (1, 2)
+    assert first.task is load.module(one, "task")
+
+
+def test_bare_names_are_bound_only_while_a_module_loads(folders):
+    stranger = sys.modules["task"] = type(sys)("task")
+    try:
+        load.module(folders[0], "reference")
+        assert sys.modules["task"] is stranger
+    finally:
+        del sys.modules["task"]
+    load.module(folders[1], "reference")
+    assert not {"task", "utils", "reference"} & set(sys.modules)
+
+
+def test_a_submission_does_not_get_the_reference_by_its_bare_name(folders):
+    load.module(folders[0], "reference")
+    (folders[0] / "variants/peeks.py").write_text("import reference\n")
+    with pytest.raises(ModuleNotFoundError, match="reference"):
+        load.module(folders[0], "variants/peeks")
+
+
+def test_a_module_is_loaded_once(folders):
+    (folders[0] / "counts.py").write_text("import sys\nsys.loads = getattr(sys, 'loads', 0) + 1\n")
+    try:
+        assert load.module(folders[0], "counts") is load.from_file(folders[0], folders[0] / "counts.py")
+        assert sys.loads == 1
+    finally:
+        del sys.loads
+
+
+def test_a_file_outside_the_folders_gets_the_task_of_the_one_it_serves(folders, tmp_path):
+    (tmp_path / "mine.py").write_text("from task import NUMBER\n")
+    assert [load.from_file(folder, tmp_path / "mine.py").NUMBER for folder in folders] == [1, 2]
+
+
+def test_extra_bare_names_go_again(folders):
+    (folders[0] / "variants/uses.py").write_text("import helper\nimport utils\nVALUE = utils.VALUE + helper.VALUE\n")
+    utils, helper = type(sys)("utils"), type(sys)("helper")
+    utils.VALUE, helper.VALUE = 9, 1
+    assert load.module(folders[0], "variants/uses", extra={"utils": utils, "helper": helper}).VALUE == 10
+    assert not {"utils", "helper"} & set(sys.modules)
+
+
+def test_a_module_that_raises_leaves_nothing_behind(folders):
+    file = folders[0] / "variants/breaks.py"
+    file.write_text("raise OSError('half way')\n")
+    before = set(sys.modules)
+    with pytest.raises(OSError, match="half way"):
+        load.from_file(folders[0], file)
+    assert {name for name in set(sys.modules) - before if "breaks" in name} == set()
+    assert "task" not in sys.modules
+    file.write_text("VALUE = 3\n")
+    assert load.from_file(folders[0], file).VALUE == 3
+
+
+def test_a_missing_file_is_named(folders):
+    with pytest.raises(FileNotFoundError, match=r"no file .*variants/absent\.py"):
+        load.module(folders[0], "variants/absent")
+
+
+def test_our_problems_are_named_by_their_folder():
+    task = load.module(load.PROBLEMS / "nvfp4_gemv", "task")
+    assert task.__name__ == "problems.nvfp4_gemv.task" and sys.modules["problems.nvfp4_gemv.task"] is task
+
+
+CONSTANTS = '''
+"""A summary line.
+
+More of it.
+"""
+raise SystemExit("this file must not run")
+TARGETS = ("cpu", "sm90")
+REQUIRES: tuple[str, ...] = ("humming",)
+WINNERS = {"cpu": "a"}
+declared: int
+COMPUTED = len(TARGETS)
+if True:
+    HIDDEN = 1
+'''
+
+
+def test_constants_are_read_without_running_the_file(tmp_path):
+    file = tmp_path / "variant.py"
+    file.write_text(CONSTANTS.lstrip())
+    assert load.constants(file, "TARGETS", "REQUIRES", "WINNERS", "ABSENT", "HIDDEN", "declared") == {
+        "TARGETS": ("cpu", "sm90"), "REQUIRES": ("humming",), "WINNERS": {"cpu": "a"},
+    }  # fmt: skip
+    assert load.constants(file, "ABSENT") == {}
+    with pytest.raises(ValueError, match=r"variant\.py:10: COMPUTED must be a literal"):
+        load.constants(file, "COMPUTED")
+
+
+def test_summary_is_the_first_docstring_line(tmp_path):
+    file = tmp_path / "variant.py"
+    file.write_text(CONSTANTS.lstrip())
+    assert load.summary(file) == "A summary line."
+    file.write_text("X = 1\n")
+    assert load.summary(file) == ""
+
+
+def test_constants_of_a_file_with_a_syntax_error_name_it(tmp_path):
+    file = tmp_path / "variant.py"
+    file.write_text(textwrap.dedent("TARGETS = (\n"))
+    with pytest.raises(SyntaxError) as caught:
+        load.constants(file, "TARGETS")
+    assert caught.value.filename == str(file)
+
+
+@pytest.mark.parametrize(("capability", "target"), [((9, 0), "sm90"), ((10, 0), "sm100"), ((10, 3), "sm100")])
+def test_target_of_a_device(monkeypatch, capability, target):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert load.device_target("cuda") == load.device_target(torch.device("cuda:0")) == target
+
+
+def test_target_of_other_devices(monkeypatch):
+    assert load.device_target("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match="sm_90 or sm_100, got sm_80"):
+        load.device_target("cuda")

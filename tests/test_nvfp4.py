@@ -1,0 +1,402 @@
+"""problems/common/nvfp4.py and nvfp4.cuh, bit for bit, against the formats' definitions computed here anew."""
+
+import ctypes
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from problems.common import build, nvfp4
+
+SOURCE = Path(__file__).with_name("nvfp4_host.cpp")
+TABLES = np.dtype(
+    [
+        ("e2m1", "f4", 16), ("e4m3", "f4", 256), ("scaled", "f4", (16, 256)), ("scale_product", "f4", 65536),
+        ("e2m1x2_half2", "u4", 256), ("e4m3x2_half2", "u4", 65536), ("placed_scale2", "u4", 65536),
+        ("byte_perm", "u4", 65536), ("doubled8", "u4", (65536, 2)), ("placed8", "u4", (65536, 4)),
+        ("e2m1_half", "u2", 16), ("placed_scale", "u2", 256),
+        ("pack", "u1", 256), ("low_code", "u1", 256), ("high_code", "u1", 256), ("e2m1_doubled", "i1", 16),
+    ]
+)  # fmt: skip
+NAN_BYTES = (0x7F, 0xFF)
+
+
+def minifloat(code: int, exponent_bits: int, mantissa_bits: int) -> Fraction:
+    """Value of a sign, exponent, mantissa code without infinities; the sign of zero is lost. Bias 2^(e - 1) - 1."""
+    mantissa = code & (1 << mantissa_bits) - 1
+    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
+    bias = (1 << exponent_bits - 1) - 1
+    significand = mantissa + (1 << mantissa_bits if exponent else 0)
+    value = Fraction(significand, 1 << mantissa_bits) * Fraction(2) ** (max(exponent, 1) - bias)
+    return -value if code >> exponent_bits + mantissa_bits else value
+
+
+def floats(values: list[Fraction], negative: list[bool], dtype: type = np.float32) -> np.ndarray:
+    """The fractions in `dtype`, which must hold them exactly, with these signs (for zeros too)."""
+    out = np.array([float(value) for value in values], dtype)
+    assert all(Fraction(float(got)) == value for got, value in zip(out, values, strict=True))
+    return np.copysign(np.abs(out), np.where(negative, -1, 1).astype(dtype))
+
+
+E2M1 = floats([minifloat(code, 2, 1) for code in range(16)], [code >= 8 for code in range(16)])
+E4M3 = floats([minifloat(byte, 4, 3) for byte in range(256)], [byte >= 128 for byte in range(256)])
+E4M3[list(NAN_BYTES)] = np.nan
+SCALED = floats(
+    [minifloat(code, 2, 1) * minifloat(byte, 4, 3) for code in range(16) for byte in range(256)],
+    [(code >= 8) != (byte >= 128) for code in range(16) for byte in range(256)],
+).reshape(16, 256)
+SCALED[:, NAN_BYTES] = np.nan
+
+
+def same(got: np.ndarray, want: np.ndarray) -> None:
+    """Bits equal, any NaN taken for any other; the signs of zeros count."""
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert np.array_equal(np.isnan(got), np.isnan(want))
+    bits = f"u{got.dtype.itemsize}"
+    number = ~np.isnan(want)
+    assert np.array_equal(got[number].view(bits), want[number].view(bits))
+
+
+def scales_of(*raw: int) -> torch.Tensor:
+    return torch.tensor(raw, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+@pytest.fixture(scope="module")
+def host() -> build.Artefact:
+    return build.cpp(SOURCE)
+
+
+def fill(artefact: build.Artefact) -> np.ndarray:
+    out = np.zeros((), TABLES)
+    assert artefact.function("fill_tables", ctypes.c_void_p)(out.ctypes.data) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tables(host: build.Artefact) -> np.ndarray:
+    return fill(host)
+
+
+# ---- the device header, as the CPU runs it ----
+
+
+def test_every_code_and_scale(tables: np.ndarray) -> None:
+    same(tables["e2m1"], E2M1)
+    same(tables["e4m3"], E4M3)
+    same(tables["scaled"], SCALED)
+    assert np.array_equal(tables["e2m1_doubled"], (2 * E2M1).astype(np.int8))
+
+
+def test_every_pair_of_scales(tables: np.ndarray) -> None:
+    exact = np.outer(E4M3.astype(np.float64), E4M3.astype(np.float64)).flatten()
+    same(tables["scale_product"].astype(np.float64), exact)
+
+
+def test_every_packed_byte(tables: np.ndarray) -> None:
+    byte = np.arange(256, dtype=np.uint8)
+    assert np.array_equal(tables["low_code"], byte % 16)
+    assert np.array_equal(tables["high_code"], byte // 16)
+    assert np.array_equal(tables["pack"], byte)
+
+
+def test_halves(tables: np.ndarray) -> None:
+    byte, pair = np.arange(256), np.arange(65536)
+    half = E2M1.astype(np.float16).view(np.uint16)
+    assert np.array_equal(tables["e2m1_half"], half)
+    assert np.array_equal(tables["e2m1x2_half2"], half[byte % 16] | half[byte // 16].astype(np.uint32) << 16)
+    low = (tables["e4m3x2_half2"] & 0xFFFF).astype(np.uint16).view(np.float16)
+    high = (tables["e4m3x2_half2"] >> 16).astype(np.uint16).view(np.float16)
+    same(low, E4M3.astype(np.float16)[pair % 256])
+    same(high, E4M3.astype(np.float16)[pair // 256])
+
+
+def test_byte_perm(tables: np.ndarray) -> None:
+    nibble = np.arange(65536)[:, None] >> np.array([0, 4, 8, 12]) & 7  # byte i of the source is 0x11 * i
+    assert np.array_equal(tables["byte_perm"].view(np.uint8).reshape(-1, 4), (0x11 * nibble).astype(np.uint8))
+
+
+def test_eight_codes_at_once(tables: np.ndarray) -> None:
+    low = np.arange(65536, dtype=np.uint64)
+    words = (low | (low * 0x9E37 & 0xFFFF) << 16).astype(np.uint32)
+    assert len(np.unique(words >> 16)) == 65536  # every pattern occurs in the upper half too
+    codes = (words[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(int)
+    assert np.array_equal(tables["doubled8"].view(np.int8).reshape(-1, 8), (2 * E2M1).astype(np.int8)[codes])
+    placed = tables["placed8"].view(np.float16).reshape(-1, 4, 2)  # pair i: elements i, i + 4; value * 2^-14
+    same(placed.astype(np.float32) * np.float32(2**14), E2M1[codes.reshape(-1, 2, 4).transpose(0, 2, 1)])
+
+
+def test_placed_scales(tables: np.ndarray) -> None:
+    """Only bytes that are scales: 0x00 to 0x7E."""
+    scale = np.arange(nvfp4.SCALE_BYTE_MAX + 1)
+    same(tables["placed_scale"][scale].view(np.float16).astype(np.float32) * np.float32(256), E4M3[scale])
+    low, high = np.meshgrid(scale, scale)
+    pairs = tables["placed_scale2"][low | high << 8]
+    want = tables["placed_scale"][low] | tables["placed_scale"][high].astype(np.uint32) << 16
+    assert np.array_equal(pairs, want)
+
+
+def half_cases() -> np.ndarray:
+    """Every finite fp16, its midpoints with the next, their fp32 neighbours; fp32 specials; random bits."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middles = (halves[1:] + halves[:-1]) / 2
+    ends = np.array([65519.996, 65520, 65536, 1e30, np.inf, np.nan, 1e-45, 2**-25, 2**-26], np.float32)
+    random = np.random.default_rng(5).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    positive = np.concatenate([halves, middles, np.nextafter(middles, np.float32(0)), ends])
+    return np.concatenate([positive, np.nextafter(middles, np.float32(np.inf)), -positive, random])
+
+
+def to_half(artefact: build.Artefact, values: int, halves: int, n: int) -> None:
+    function = artefact.function("to_half", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    assert function(values, halves, n) == 0
+
+
+def test_float_to_half(host: build.Artefact) -> None:
+    values = half_cases()
+    got = np.zeros(len(values), np.uint16)
+    to_half(host, values.ctypes.data, got.ctypes.data, len(values))
+    with np.errstate(over="ignore", invalid="ignore"):
+        same(got.view(np.float16), values.astype(np.float16))
+
+
+@pytest.mark.parametrize("rows, blocks", [(1, 4), (129, 20), (300, 7)])
+def test_permuted_scale_offset(host: build.Artefact, rows: int, blocks: int) -> None:
+    offsets = np.zeros((rows, blocks), np.int64)
+    function = host.function("scale_offsets", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    assert function(offsets.ctypes.data, rows, blocks) == 0
+    raw = torch.randint(1, 127, (1, rows, blocks), dtype=torch.uint8).permute(1, 2, 0)
+    permuted = nvfp4.permute_scales(raw.view(torch.float8_e4m3fn)).view(torch.uint8)
+    memory = permuted.permute(5, 2, 4, 0, 1, 3).flatten()
+    assert torch.equal(memory[torch.from_numpy(offsets)], raw[..., 0])
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_header_compiles_for(target: str) -> None:
+    if not shutil.which("nvcc"):
+        pytest.skip("nvcc is not on PATH")
+    kernels = build.cuda(SOURCE, target, ("-x", "cu")).kernels()
+    assert len(kernels) == 2
+    assert all(kernel.spill_bytes == kernel.stack_bytes == 0 for kernel in kernels)
+
+
+@pytest.mark.gpu
+def test_device_equals_host(host: build.Artefact, tables: np.ndarray) -> None:
+    """The same tables, byte for byte; halves too, where only the bits of a NaN may differ."""
+    target = {9: "sm90", 10: "sm100"}[torch.cuda.get_device_capability()[0]]
+    device = build.cuda(SOURCE, target, ("-x", "cu"))
+    raw = torch.zeros(TABLES.itemsize, dtype=torch.uint8, device="cuda")
+    assert device.function("fill_tables", ctypes.c_void_p)(raw.data_ptr()) == 0
+    got = raw.cpu().numpy().view(TABLES)[0]
+    for name in TABLES.names:
+        if got[name].dtype.kind == "f":
+            same(got[name], tables[name])
+        else:
+            assert np.array_equal(got[name], tables[name]), name
+    values = half_cases()
+    want = np.zeros(len(values), np.uint16)
+    to_half(host, values.ctypes.data, want.ctypes.data, len(values))
+    on_device = torch.from_numpy(values).cuda()
+    halves = torch.zeros(len(values), dtype=torch.uint16, device="cuda")
+    to_half(device, on_device.data_ptr(), halves.data_ptr(), len(values))
+    same(halves.cpu().numpy().view(np.float16), want.view(np.float16))
+
+
+# ---- Python: packing and dequantising ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dequantise_every_code_and_scale(dtype: torch.dtype) -> None:
+    """All 256 bytes as scales: NaN makes NaN, a negative one flips the sign."""
+    packed = nvfp4.pack(torch.arange(16, dtype=torch.uint8).repeat(256))
+    values = nvfp4.dequantise(packed, scales_of(*range(256)), dtype)
+    assert values.dtype == dtype
+    same(values.double().numpy().reshape(256, 16).T.copy(), SCALED.astype(np.float64))
+
+
+def test_dequantise_takes_fp4_tensors() -> None:
+    packed = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    scales = scales_of(*range(0x30, 0x50)).view(2, 16)
+    fp4 = packed.view(torch.float4_e2m1fn_x2)
+    assert torch.equal(nvfp4.dequantise(fp4, scales), nvfp4.dequantise(packed, scales))
+
+
+def test_dequantise_refuses() -> None:
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        nvfp4.dequantise(torch.zeros(8, dtype=torch.uint8), torch.ones(1))
+    with pytest.raises(ValueError, match="16 values a row, scales cover 32"):
+        nvfp4.dequantise(torch.zeros(8, dtype=torch.uint8), scales_of(1, 1))
+
+
+def test_pack_puts_the_first_element_low() -> None:
+    assert nvfp4.pack(torch.tensor([1, 2, 15, 0], dtype=torch.uint8)).tolist() == [0x21, 0x0F]
+    assert nvfp4.unpack(torch.tensor([0x21, 0x0F], dtype=torch.uint8)).tolist() == [1, 2, 15, 0]
+
+
+def test_pack_and_unpack_are_inverse() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(2, 2, 64)
+    assert torch.equal(nvfp4.pack(nvfp4.unpack(every)), every)
+
+
+@pytest.mark.parametrize(
+    "codes", [torch.zeros(3, dtype=torch.uint8), torch.zeros(2), torch.tensor([1, 16], dtype=torch.uint8)]
+)
+def test_pack_refuses(codes: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="codes must be"):
+        nvfp4.pack(codes)
+
+
+# ---- Python: quantising ----
+
+
+def nearest_code(value: Fraction) -> int:
+    """The code of the nearest magnitude, the even one of two equally near; no sign."""
+    return min(range(8), key=lambda code: (abs(minifloat(code, 2, 1) - value), code % 2))
+
+
+def nearest_scale(value: Fraction) -> int:
+    """The e4m3 byte nearest to `value` >= 0, the even one of two equally near."""
+    return min(range(0x7F), key=lambda byte: (abs(minifloat(byte, 4, 3) - value), byte % 2))
+
+
+def quantise_block(block: list[float]) -> tuple[list[int], int]:
+    """One block of 16 by the definition, exactly: (codes, scale byte)."""
+    exact = [Fraction(value) for value in block]
+    byte = nearest_scale(max(map(abs, exact)) / 6)
+    scale = minifloat(byte, 4, 3)
+    codes = [nearest_code(min(abs(value) / scale, Fraction(6))) if scale else 0 for value in exact]
+    return [code | 8 * bool(np.signbit(value)) for code, value in zip(codes, block, strict=True)], byte
+
+
+def quantised(*blocks: list[float], dtype: torch.dtype = torch.float64) -> list[tuple[list[int], int]]:
+    packed, scales = nvfp4.quantise(torch.tensor(blocks, dtype=dtype))
+    return list(zip(nvfp4.unpack(packed).tolist(), scales.view(torch.uint8)[:, 0].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_round_e2m1_at_every_midpoint(dtype: torch.dtype, sign: float) -> None:
+    top = 8 if sign < 0 else 0
+    for code in range(7):
+        below, above = float(minifloat(code, 2, 1)), float(minifloat(code + 1, 2, 1))
+        middle = torch.tensor((below + above) / 2, dtype=dtype)
+        three = torch.stack([middle.nextafter(torch.zeros_like(middle)), middle, middle.nextafter(middle + 1)])
+        even = code if code % 2 == 0 else code + 1
+        assert nvfp4.round_e2m1(sign * three).tolist() == [top + code, top + even, top + code + 1]
+
+
+def test_round_e2m1_keeps_its_values_and_saturates() -> None:
+    assert nvfp4.round_e2m1(torch.from_numpy(E2M1)).tolist() == list(range(16))
+    assert nvfp4.round_e2m1(torch.tensor([6.5, 1e30, torch.inf, -7.0, -torch.inf])).tolist() == [7, 7, 7, 15, 15]
+    with pytest.raises(ValueError, match="NaN"):
+        nvfp4.round_e2m1(torch.tensor([0.0, torch.nan]))
+
+
+@pytest.mark.parametrize("byte", [0x01, 0x07, 0x08, 0x38, 0x3B, 0x7E])
+def test_quantise_inverts_dequantise(byte: int) -> None:
+    """Blocks that hold a 6 come back exactly, all 16 codes of them, at subnormal and largest scales too."""
+    block = SCALED[:, byte].astype(float).tolist()
+    assert quantised(block) == [(list(range(16)), byte)]
+
+
+@pytest.mark.parametrize(
+    "amax, byte",
+    [
+        (6 * 1.0625, 0x38),  # between 1 and 1.125, tie: down to the even byte
+        (6 * 1.1875, 0x3A),  # between 1.125 and 1.25, tie: up to the even byte
+        (6 * 1.09, 0x39),  # up
+        (6 * 1.15, 0x39),  # down
+    ],
+)
+def test_quantise_takes_codes_against_the_rounded_scale(amax: float, byte: int) -> None:
+    """Values that the raw scale would round otherwise: each midpoint of the rounded scale and of the raw one."""
+    middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    rounded = float(minifloat(byte, 4, 3))
+    block = [amax, -amax] + [m * rounded for m in middles] + [-m * amax / 6 for m in middles]
+    [(codes, got)] = quantised(block)
+    assert (codes, got) == quantise_block(block) and got == byte
+    assert codes[2:9] == [0, 2, 2, 4, 4, 6, 6]  # ties to even, which the raw scale would not see
+    raw = [nearest_code(Fraction(abs(value)) / Fraction(amax / 6)) for value in block]
+    assert [code & 7 for code in codes] != raw
+
+
+def test_quantise_blocks_of_zeros() -> None:
+    zeros = [0.0, -0.0] * 8
+    assert quantised(zeros, [0.0] * 16) == [([0, 8] * 8, 0), ([0] * 16, 0)]
+
+
+def test_quantise_tiny_blocks() -> None:
+    """Scales below half the smallest e4m3 step become 0, and so do the codes, with their signs."""
+    step = 2.0**-9
+    for amax, byte in ((6 * step, 1), (3 * step, 0), (3.1 * step, 1), (9 * step, 2), (0.5 * step, 0), (5e-324, 0)):
+        block = [amax, -amax] + [0.0] * 14
+        [got] = quantised(block)
+        assert got == quantise_block(block) and got[1] == byte
+    assert quantised([-1e-45] + [0.0] * 15, dtype=torch.float32) == [([8] + [0] * 15, 0)]
+
+
+def test_quantise_the_largest_values() -> None:
+    largest = 6.0 * 448
+    assert quantised([largest] * 8 + [-largest] * 8) == [([7] * 8 + [15] * 8, 0x7E)]
+    assert quantised([6.0 * 464] + [0.0] * 15) == [([7] + [0] * 15, 0x7E)]  # the tie with the step above 448
+    above = float(np.nextafter(6.0 * 464, np.inf)) + 1e-9
+    with pytest.raises(ValueError, match="the largest is 448"):
+        nvfp4.quantise(torch.tensor([above] + [0.0] * 15, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quantise_refuses_what_is_not_finite(bad: float, dtype: torch.dtype) -> None:
+    x = torch.ones(2, 32, dtype=dtype)
+    x[1, 17] = bad
+    with pytest.raises(ValueError, match="finite"):
+        nvfp4.quantise(x)
+
+
+def test_quantise_refuses_other_forms() -> None:
+    for x in (torch.ones(16, dtype=torch.float16), torch.ones(24)):
+        with pytest.raises(ValueError, match="fp32 or fp64"):
+            nvfp4.quantise(x)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.floats(-2688, 2688, width=32), min_size=16, max_size=16), st.integers(-14, 0))
+def test_quantise_any_block(block: list[float], exponent: int) -> None:
+    """Scaled over the binades; fp64 in, so that amax / 6 and the quotients are at most one fp64 rounding off."""
+    scaled = [float(np.float32(value) * np.float32(2.0**exponent)) for value in block]
+    assert quantised(scaled) == [quantise_block(scaled)]
+
+
+def test_quantise_rounds_the_scale_once() -> None:
+    """amax / 6 just above a tie of e4m3 must not become the tie on its way through fp32."""
+    for amax, byte in ((6 * (1.0625 + 2.0**-40), 0x39), (6 * (1.1875 - 2.0**-40), 0x39), (6 * 1.0625, 0x38)):
+        block = [amax] + [0.0] * 15
+        assert quantise_block(block)[1] == byte
+        assert quantised(block) == [quantise_block(block)]
+
+
+def test_check_scales() -> None:
+    nvfp4.check_scales(scales_of(*range(0x7F)))
+    for byte in range(0x7F, 0x100):
+        with pytest.raises(ValueError, match=rf"got 0x{byte:02X} at \(2,\)"):
+            nvfp4.check_scales(scales_of(0, 0x7E, byte, 0xFF))
+
+
+# ---- Python: the 128x4 layout ----
+
+
+@pytest.mark.parametrize("mn, blocks, l", [(1, 4, 1), (128, 4, 1), (130, 5, 2), (257, 3, 3), (300, 20, 1)])
+def test_permute_scales(mn: int, blocks: int, l: int) -> None:
+    raw = torch.randint(1, 0x7F, (l, mn, blocks), dtype=torch.uint8).permute(1, 2, 0)  # no zeros: padding shows
+    got = nvfp4.permute_scales(raw.view(torch.float8_e4m3fn)).view(torch.uint8)
+    rest_m, rest_k = (mn + 127) // 128, (blocks + 3) // 4
+    want = torch.zeros(32, 4, rest_m, 4, rest_k, l, dtype=torch.uint8)
+    for i in range(mn):
+        for j in range(blocks):
+            want[i % 32, i % 128 // 32, i // 128, j % 4, j // 4] = raw[i, j]
+    assert torch.equal(got, want)
+    wanted_strides = (16, 4, 512 * rest_k, 1, 512, 512 * rest_k * rest_m)
+    assert all(n == 1 or s == w for n, s, w in zip(got.shape, got.stride(), wanted_strides, strict=True))

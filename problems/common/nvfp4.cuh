@@ -174,15 +174,15 @@ NVFP4_FN uint32_t e2m1x2_to_half2_bits(uint32_t byte) {
 #endif
 }
 
-// Two e4m3 bytes, bits 0 to 15 of `bytes`, as a half2 of their values, exact; NaN becomes 0x7FFF. One cvt from sm_89 on.
+// Two e4m3 bytes, bits 0 to 15 of `bytes`, as a half2 of their values, exact; NaN stays NaN. One cvt from sm_89 on.
 NVFP4_FN uint32_t e4m3x2_to_half2_bits(uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     uint32_t pair;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(bytes)));
     return pair;
 #else
-    const uint32_t first = float_to_half_bits(e4m3_to_float(bytes)), second = float_to_half_bits(e4m3_to_float(bytes >> 8));
-    return first | second << 16;
+    const uint32_t first = float_to_half_bits(e4m3_to_float(bytes));
+    return first | static_cast<uint32_t>(float_to_half_bits(e4m3_to_float(bytes >> 8))) << 16;
 #endif
 }
 

@@ -1,7 +1,8 @@
 """NVFP4 on the host: e2m1 codes packed two per byte, one e4m3 scale per 16 along the last axis.
 
 value = E2M1[code] * scale.  Byte j of a row holds element 2j in its low nibble and 2j + 1 in its high nibble.
-Scales are the finite, non-negative e4m3 values (bytes 0x00 to 0x7E); a scale byte 0x7F or 0xFF is NaN, 0x80 to 0xFE negative.
+Scales are the finite, non-negative e4m3 values (bytes 0x00 to 0x7E); a scale byte 0x7F or 0xFF is NaN, 0x80 to 0xFE
+negative.
 Shapes below write ... for any leading axes. Format: OCP MX v1.0 (e2m1), OCP FP8 v1.0 (e4m3).
 """
 

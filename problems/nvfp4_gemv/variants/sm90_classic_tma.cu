@@ -30,8 +30,7 @@ constexpr int CLUSTER = 2;           // CTAs of the rank-3 kernel that share one
 constexpr int TILE_ROWS = 32;        // 4 quarters x 8 rows
 constexpr int STEP_K = 1024;         // elements of K in one step: 32 lanes x 32
 constexpr int SEGMENT_STEPS = 16;    // steps of b kept decoded
-constexpr int MAX_STAGES = 8;
-constexpr int AHEAD = 2;             // steps of A requested before b is there: more would queue up before a neighbour's b
+constexpr int MAX_STAGES = 2;        // of 18 KiB, 72 KiB in flight an SM; an H200 got slower with 3, 4 and 6
 constexpr int BLOCKS_PER_SM = 2;
 
 constexpr int BOX_A_BYTES = 8 * STEP_K / 2;                 // one quarter
@@ -271,8 +270,7 @@ __device__ void produce(const Maps& maps, const Shape& s, const Shared& sh, int 
         const int block = tile / 4, row = tile % 4 * 8;  // block of 128 rows; first row in each quarter
         for (int segment = 0; segment < s.segments; ++segment) {
             const int first = segment * SEGMENT_STEPS, last = min(first + SEGMENT_STEPS, s.steps);
-            const bool new_vector = round == 0 || s.segments > 1;
-            if (new_vector) {
+            if (round == 0 || s.segments > 1) {
                 // Parity (vectors - 1) & 1: the previous b is read, in every CTA of the cluster; at once for the first.
                 barrier_wait(&sh.bars->b_empty, (vectors + 1) & 1, "b_empty");
                 ++vectors;
@@ -290,9 +288,6 @@ __device__ void produce(const Maps& maps, const Shape& s, const Shared& sh, int 
                 }
             }
             for (int step = first; step < last; ++step, ring.next(s.stages)) {
-                if (new_vector && step == first + AHEAD) {
-                    barrier_wait(&sh.bars->b_full, (vectors - 1) & 1, "b_full, ahead");
-                }
                 barrier_wait(&sh.bars->empty[ring.stage], ring.phase ^ 1, "empty");
                 uint64_t* full = &sh.bars->full[ring.stage];
                 uint8_t* a = sh.stages + ring.stage * STAGE_BYTES;

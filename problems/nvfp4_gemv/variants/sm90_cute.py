@@ -26,8 +26,6 @@ LANES = 32
 BLOCK = 16  # elements that share a scale
 CHUNK = 2 * BLOCK  # elements of one 16-byte access: two blocks, so two neighbouring scale bytes
 ALIGN = 16  # bytes, of one access
-X_STEPS = 16  # steps of x decoded at a time: 24 KiB of shared memory, and all of x up to k = 16384
-X_CHUNKS = X_STEPS * LANES
 TABLE_LOW, TABLE_HIGH = 0x03020100, 0x0C080604  # |2 w| of the codes 0 to 7; bit 7 of no byte is set
 SIGNS = -0x77777778  # 0x88888888: the sign bit of each of the 8 codes of a word
 BIAS = 0x0C0C0C0C  # 12 in each byte: makes 2 w + 12 unsigned, 0 to 24
@@ -44,6 +42,7 @@ class Plan:
     rows: int  # a warp works on at once
     split: int  # warps that share the columns of a row
     stages: int  # steps of a warp in shared memory, one of them in use; a step is 32 chunks of each of its rows
+    x_steps: int  # steps of x decoded at a time, 1.5 KiB each; k / 1024 of them are all of x
 
     def __post_init__(self) -> None:
         """ValueError where the kernel's indexing would not hold."""
@@ -51,8 +50,8 @@ class Plan:
             raise ValueError(f"warps must be 1 to 32 and a multiple of split, got {self}")
         if self.rows not in (1, 2, 4, 8):  # a warp's scales of a step are whole rounds of 4-byte copies, or half a one
             raise ValueError(f"rows must be 1, 2, 4 or 8, got {self}")
-        if X_STEPS % self.split or self.stages < 2:  # every pass over x starts with the same warp
-            raise ValueError(f"split must divide {X_STEPS} and stages be at least 2, got {self}")
+        if self.x_steps % self.split or self.stages < 2:  # every pass over x starts with the same warp
+            raise ValueError(f"split must divide x_steps and stages be at least 2, got {self}")
 
     def tile(self) -> int:
         """Rows a CTA works on at once."""
@@ -61,12 +60,12 @@ class Plan:
 
 # (m, k, l) -> plan and CTAs a batch; measured on an H200.
 PLANS = {
-    (7168, 16384, 1): (Plan(warps=28, rows=4, split=2, stages=3), 128),
-    (4096, 7168, 8): (Plan(warps=16, rows=4, split=1, stages=4), 16),
-    (7168, 2048, 4): (Plan(warps=16, rows=4, split=1, stages=4), 33),
+    (7168, 16384, 1): (Plan(warps=28, rows=4, split=2, stages=2, x_steps=16), 128),
+    (4096, 7168, 8): (Plan(warps=8, rows=4, split=1, stages=3, x_steps=7), 64),
+    (7168, 2048, 4): (Plan(warps=8, rows=4, split=1, stages=3, x_steps=2), 66),
 }
-DEFAULT = Plan(warps=8, rows=2, split=1, stages=4)  # one tile a CTA
-FEW_ROWS = Plan(warps=8, rows=1, split=1, stages=4)  # likewise, where m is below DEFAULT.rows
+DEFAULT = Plan(warps=8, rows=2, split=1, stages=4, x_steps=8)  # one tile a CTA
+FEW_ROWS = Plan(warps=8, rows=1, split=1, stages=4, x_steps=8)  # likewise, where m is below DEFAULT.rows
 
 
 def plan_for(m: int, k: int, l: int) -> tuple[Plan, int]:
@@ -76,12 +75,12 @@ def plan_for(m: int, k: int, l: int) -> tuple[Plan, int]:
 
 
 @dsl_user_op
-def permute(selector: Int32, *, loc=None, ip=None) -> Int32:
+def permute(table_low: Int32, selector: Int32, *, loc=None, ip=None) -> Int32:
     """|2 w| of 4 codes, one a byte: the table's bytes that the low 4 nibbles of `selector` name.
 
     A nibble with bit 3 set brings the sign bit of the byte that it names, eight times: 0 for every entry here.
     """
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (TABLE_LOW, TABLE_HIGH, selector)]
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (table_low, TABLE_HIGH, selector)]
     return Int32(llvm.inline_asm(T.i32(), values, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip))
 
 
@@ -120,13 +119,13 @@ def to_bits(value: Float32, *, loc=None, ip=None) -> Int32:
     return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
-def four_codes(word: Int32, half: int, bias: int) -> Int32:
+def four_codes(table_low: Int32, word: Int32, half: int, bias: int) -> Int32:
     """2 w of the 4 codes in the low (half 0) or high 16 bits of `word`, plus the byte that `bias` repeats, one a byte.
 
     The first permute is nonzero only for positive codes, the second only for negative ones, and neither is above 12:
     no byte borrows from the next as long as the bias is at least 12.
     """
-    return permute(word >> (16 * half)) - permute((word ^ SIGNS) >> (16 * half)) + bias
+    return permute(table_low, word >> (16 * half)) - permute(table_low, (word ^ SIGNS) >> (16 * half)) + bias
 
 
 def vector(tensor: cute.Tensor, words: int, what: str) -> cute.Tensor:
@@ -170,10 +169,12 @@ def fetch(
     word, odd = lane % 16, lane // 16
     at = cutlass.min(step * 16 + word, scales.shape[0] - 1)
     if plan.rows > 1 or lane < 16:
+        near_scales = cute.domain_offset((at, row + odd), scales)
+        near_slots = cute.domain_offset((word, odd), scale_slot)
         for r in cutlass.range_constexpr(0, plan.rows, 2):
-            source = cute.domain_offset((at, row + r + odd), scales)
-            slot = cute.domain_offset((word, r + odd), scale_slot)
-            cute.copy(copy_4, vector(one(source), 1, "two scales of a"), vector(one(slot), 1, "their slot"))
+            four = one(cute.domain_offset((0, r), near_scales))
+            slot = one(cute.domain_offset((0, r), near_slots))
+            cute.copy(copy_4, vector(four, 1, "four scales of a"), vector(slot, 1, "the slot of four scales"))
 
 
 def one(tensor: cute.Tensor) -> cute.Tensor:
@@ -207,19 +208,24 @@ def gemv(
     groups, threads = plan.warps // plan.split, plan.warps * LANES
     chunks, m = a.shape[1], a.shape[2]
     steps = cute.ceil_div(chunks, LANES)
-    passes = cute.ceil_div(steps, X_STEPS)
+    passes = cute.ceil_div(steps, plan.x_steps)
+    x_chunks = plan.x_steps * LANES
     tiles = cute.ceil_div(m, plan.tile())
 
     # x as int8 (2 x each), the two blocks of a chunk in planes of their own: neighbouring lanes then read
     # neighbouring 16 bytes. meta: float bits of sfb / 4 for each block, then where the integer sum of each starts.
     smem = cutlass.utils.SmemAllocator()
-    planes = cute.make_layout((4, 2, X_CHUNKS), stride=(1, 4 * X_CHUNKS, 4))
+    planes = cute.make_layout((4, 2, x_chunks), stride=(1, 4 * x_chunks, 4))
     x = smem.allocate_tensor(Int32, planes, byte_alignment=ALIGN)
-    meta = smem.allocate_tensor(Int32, cute.make_layout((4, X_CHUNKS)), byte_alignment=ALIGN)
+    meta = smem.allocate_tensor(Int32, cute.make_layout((4, x_chunks)), byte_alignment=ALIGN)
     partial = smem.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.warps)), byte_alignment=ALIGN)
+    table = smem.allocate_tensor(Int32, cute.make_layout((1,)))
+    if thread == 0:
+        table[0] = Int32(TABLE_LOW)
     # A's codes: word, row, stage, then lane and warp. A lane reads only what it copied itself.
     ring = (4, plan.rows, plan.stages, LANES, plan.warps)
-    layout = cute.make_layout(ring, stride=(1, 4 * LANES, 4 * LANES * plan.rows, 4, 4 * LANES * plan.rows * plan.stages))
+    stage = 4 * LANES * plan.rows  # words
+    layout = cute.make_layout(ring, stride=(1, 4 * LANES, stage, 4, stage * plan.stages))
     code_ring = smem.allocate_tensor(Int32, layout, byte_alignment=ALIGN)[None, None, None, lane, warp]
     layout = cute.make_layout((16, plan.rows, plan.stages, plan.warps))
     scale_ring = smem.allocate_tensor(Int32, layout, byte_alignment=ALIGN)[None, None, None, warp]
@@ -229,7 +235,7 @@ def gemv(
     x_words = cute.make_rmem_tensor((4, 2), Int32)
     x_meta = cute.make_rmem_tensor((4,), Int32)
     acc = cute.make_rmem_tensor((plan.rows,), Float32)
-    shares = -(-2 * X_CHUNKS // threads)  # blocks of x that a thread decodes
+    shares = -(-2 * x_chunks // threads)  # blocks of x that a thread decodes
     raw = cute.make_rmem_tensor((2, shares), Int32)
     raw_scale = cute.make_rmem_tensor((shares,), Float32)
     decoded = cute.make_rmem_tensor((4,), Int32)
@@ -240,8 +246,8 @@ def gemv(
         row = cutlass.min((tile * groups + group) * plan.rows, m - plan.rows)
         acc.fill(0.0)
         for k_pass in cutlass.range(passes):
-            base = k_pass * X_STEPS
-            end = cutlass.min(base + X_STEPS, steps)
+            base = k_pass * plan.x_steps
+            end = cutlass.min(base + plan.x_steps, steps)
             if tile == first_tile or passes > 1:
                 # The loads of x, then A's first copies, then the decoding: the longest wait starts soonest.
                 for i in cutlass.range_constexpr(shares):
@@ -253,10 +259,11 @@ def gemv(
                         raw[None, i].fill(0)
                         raw_scale[i] = Float32(0.0)
                 if tile == first_tile and k_pass == 0:
-                    for i in cutlass.range_constexpr(plan.stages - 1):
+                    for i in cutlass.range(plan.stages - 1, unroll=1):
                         if ahead_tile < tiles:
                             ahead = cutlass.min((ahead_tile * groups + group) * plan.rows, m - plan.rows)
-                            fetch(codes, scales, code_ring[None, None, i], scale_ring[None, None, i], ahead, ahead_step, lane, plan)
+                            code_slot, scale_slot = code_ring[None, None, i], scale_ring[None, None, i]
+                            fetch(codes, scales, code_slot, scale_slot, ahead, ahead_step, lane, plan)
                         cute.arch.cp_async_commit_group()
                         ahead_step += plan.split
                         if ahead_step >= steps:
@@ -268,7 +275,7 @@ def gemv(
                     if block < 2 * LANES * (end - base):
                         total = Int32(0)
                         for j in cutlass.range_constexpr(4):
-                            decoded[j] = four_codes(raw[j // 2, i], j % 2, CENTRE) ^ CENTRE
+                            decoded[j] = four_codes(TABLE_LOW, raw[j // 2, i], j % 2, CENTRE) ^ CENTRE
                             total = dot4(0x01010101, decoded[j], total)
                         chunk, half = block // 2, block % 2
                         cute.autovec_copy(decoded, vector(x[None, half, chunk], 4, "a block of x"))
@@ -277,13 +284,16 @@ def gemv(
                         meta[2 + half, chunk] = MAGIC_BITS - 12 * total
                 cute.arch.sync_threads()
 
+            # From shared memory, so that ptxas keeps it in a register: a constant it moves there before every use.
+            table_low = table[0]
             for step in cutlass.range(base + part, end, plan.split):
                 cute.arch.cp_async_wait_group(plan.stages - 2)
                 cute.arch.sync_warp()  # every lane's scales are here, and the slot of the step before has been read
                 last = slot + plan.stages - 1 if slot == 0 else slot - 1
                 if ahead_tile < tiles:
                     ahead = cutlass.min((ahead_tile * groups + group) * plan.rows, m - plan.rows)
-                    fetch(codes, scales, code_ring[None, None, last], scale_ring[None, None, last], ahead, ahead_step, lane, plan)
+                    code_slot, scale_slot = code_ring[None, None, last], scale_ring[None, None, last]
+                    fetch(codes, scales, code_slot, scale_slot, ahead, ahead_step, lane, plan)
                 cute.arch.cp_async_commit_group()
                 ahead_step += plan.split
                 if ahead_step >= steps:
@@ -300,7 +310,7 @@ def gemv(
                     for h in cutlass.range_constexpr(2):
                         dot = x_meta[2 + h]
                         for j in cutlass.range_constexpr(4):
-                            dot = dot4(four_codes(words[2 * h + j // 2], j % 2, BIAS), x_words[j, h], dot)
+                            dot = dot4(four_codes(table_low, words[2 * h + j // 2], j % 2, BIAS), x_words[j, h], dot)
                         acc[r] += (to_float(dot) - MAGIC) * (sfa_values[h] * to_float(x_meta[h]))
                 slot = slot + 1 if slot < plan.stages - 1 else Int32(0)
 
@@ -385,7 +395,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 def cubin(plan: Plan, target: str) -> build.Artefact:
     """The kernel for `plan` as a cubin under build.directory(), with what ptxas said of it."""
-    stem = f"{Path(__file__).stem}-{target}-w{plan.warps}r{plan.rows}s{plan.split}p{plan.stages}"
+    stem = f"{Path(__file__).stem}-{target}-w{plan.warps}r{plan.rows}s{plan.split}t{plan.stages}x{plan.x_steps}"
     build.directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
         report = io.StringIO()

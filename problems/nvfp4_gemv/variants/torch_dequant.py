@@ -1,4 +1,4 @@
-"""torch_dequant: the whole matrix to fp32 with plain torch, then a matrix-vector product. The baseline of every ratio."""
+"""torch_dequant: the whole matrix to fp32 in plain torch, then a matrix-vector product. The baseline of the ratios."""
 
 import torch
 from task import input_t, output_t, unpack
@@ -13,7 +13,7 @@ def compile_for(target: str) -> list:
 
 
 def dequantise(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """packed: float4_e2m1fn_x2 (rows, k // 2), low nibble first; scales: e4m3 (rows, k // 16) -> fp32 (rows, k), exact."""
+    """packed: float4_e2m1fn_x2 (rows, k // 2), low nibble first; scales: e4m3 (rows, k // 16) -> fp32 (rows, k)."""
     table = torch.tensor(E2M1 + tuple(-value for value in E2M1), device=packed.device)
     raw = packed.view(torch.uint8)
     codes = torch.stack([raw & 15, raw >> 4], dim=-1).int()
@@ -22,7 +22,7 @@ def dequantise(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def custom_kernel(data: input_t) -> output_t:
     """Write A b into data.c and return it. ValueError as unpack says. Takes 14 bytes of memory a weight of a batch."""
-    m, k, l = unpack(data)
+    l = unpack(data)[2]
     for i in range(l):
         a = dequantise(data.a[:, :, i], data.sfa[:, :, i])
         b = dequantise(data.b[:1, :, i], data.sfb[:1, :, i])

@@ -1,0 +1,136 @@
+"""The command line: what it prints, records and returns."""
+
+import json
+
+import pytest
+
+from harness import problem, record, run, task_yml, verdict
+from problems.common import load
+
+SMALL = "m=16 k=64"
+RIGHT = '''"""right: plain torch."""
+from task import unpack
+from problems.common import nvfp4
+
+TARGETS = ("cpu",)
+
+
+def custom_kernel(data):
+    m, k, l = unpack(data)
+    for i in range(l):
+        w = nvfp4.dequantise(data.a[:, :, i], data.sfa[:, :, i])
+        data.c[:, 0, i] = (w @ nvfp4.dequantise(data.b[0, :, i], data.sfb[0, :, i])).half()
+    return data.c
+'''
+
+
+@pytest.fixture
+def right(tmp_path):
+    file = tmp_path / "right.py"
+    file.write_text(RIGHT)
+    return str(file)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """Records go to a folder of the test's own."""
+    append, folder = record.append, tmp_path / "results"
+    monkeypatch.setattr(record, "append", lambda machine, name, lines: append(machine, name, lines, folder))
+    return folder
+
+
+def lines_of(folder):
+    return [json.loads(line) for file in folder.rglob("*.jsonl") for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_problem"], "PROBLEM must be one of"),
+        (["nvfp4_gemv", "--variant", "nothing"], "variant must be one of"),
+        (["nvfp4_gemv", "--submission", "nothing.py"], "submission must be a Python file"),
+        (["nvfp4_gemv", "--all", "--variant", "cpu_avx2"], "one of --variant, --submission and --all"),
+        (["nvfp4_gemv", "--all", "--against", "cpu_avx2"], "--all goes with neither"),
+        (["nvfp4_gemv", "--timeout", "0"], "--timeout must be positive"),
+    ],
+)
+def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys):
+    assert run.main(arguments) == verdict.USAGE_EXIT
+    assert message in capsys.readouterr().err
+
+
+def test_a_case_that_matches_nothing_names_the_cases(right, capsys):
+    arguments = ["nvfp4_gemv", "--submission", right, "--mode", "test", "--device", "cpu", "--case", "m=3 "]
+    assert run.main(arguments) == verdict.USAGE_EXIT
+    assert "--case must match a test case" in capsys.readouterr().err
+
+
+def test_test_mode_prints_a_line_per_case_and_records_nothing(right, results, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ["nvfp4_gemv", "--submission", right, "--mode", "test", "--device", "cpu", "--case", SMALL]
+    assert run.main([*arguments, "--json", str(out), "--seed", "77"]) == 0
+    text = capsys.readouterr().out
+    for word in ("GPU:", "CPU:", "Runtime:", "Platform:", "Torch:", "m=16 k=64 l=1", "PASSED"):
+        assert word in text
+    (line,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert line["status"] == "PASSED" and line["kind"] == "test" and line["seeds"] == ["77"]
+    assert line["case"] == {"m": 16, "k": 64, "l": 1} and line["error"]["rel"] < 1e-3
+    assert not results.exists()
+
+
+def test_a_forbidden_word_is_rule_broken(tmp_path, results, capsys):
+    file = tmp_path / "side.py"
+    file.write_text(RIGHT + "\n# on a side str" + "eam\n")
+    assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 3
+    where = f"side.py:{RIGHT.count(chr(10)) + 2}: "
+    assert where in capsys.readouterr().out
+    (line,) = lines_of(results)
+    assert line["status"] == "RULE_BROKEN" and line["kind"] == "test" and where in line["reason"]
+
+
+def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
+    file = tmp_path / "needy.py"
+    file.write_text(RIGHT + '\nREQUIRES = ("no_such_package",)\n')
+    assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 7
+    assert "no_such_package" in capsys.readouterr().out
+    assert [line["status"] for line in lines_of(results)] == ["UNSUPPORTED"]
+
+
+def test_a_file_for_a_gpu_alone_is_compiled_and_not_run(tmp_path, results):
+    (tmp_path / "tiny.cu").write_text('extern "C" int launch() { return 0; }\n__global__ void k(int* p) { *p = 1; }\n')
+    (tmp_path / "tiny.py").write_text(
+        '"""tiny."""\nfrom pathlib import Path\nfrom problems.common import build\nTARGETS = ("sm90", "sm100")\n'
+        'def compile_for(target):\n    return [build.cuda(Path(__file__).with_suffix(".cu"), target)]\n'
+        "def custom_kernel(data):\n    raise RuntimeError\n"
+    )
+    assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / "tiny.py"), "--device", "cpu"]) == 0
+    (line,) = lines_of(results)
+    assert line["kind"] == "compile" and line["status"] == "COMPILED"
+    assert [a["target"] for a in line["resources"]] == ["sm90", "sm100"]
+    assert all(a["kernels"][0]["registers"] > 0 for a in line["resources"])
+
+
+def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, results, capsys):
+    (tmp_path / "broken.cu").write_text("__global__ void k( {}\n")
+    (tmp_path / "broken.py").write_text(
+        '"""broken."""\nfrom pathlib import Path\nfrom problems.common import build\nTARGETS = ("sm90",)\n'
+        'def compile_for(target):\n    return [build.cuda(Path(__file__).with_suffix(".cu"), target)]\n'
+    )
+    assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / "broken.py"), "--device", "cpu"]) == 4
+    assert "broken.cu(1): error" in capsys.readouterr().out
+    assert [line["status"] for line in lines_of(results)] == ["COMPILE_ERROR"]
+
+
+def test_the_gravest_verdict_is_the_exit_code():
+    entry = problem.find("nvfp4_gemv").variant("cpu_avx2")
+    judged = [verdict.Judged(entry, "cpu", status) for status in ("PASSED", "UNSUPPORTED", "COMPILED")]
+    assert verdict.exit_code(judged, everything=True) == 0
+    assert verdict.exit_code([verdict.Judged(entry, "cpu", "UNSUPPORTED")], everything=True) == 7
+    assert verdict.exit_code([*judged, verdict.Judged(entry, "cpu", "TIMEOUT")], everything=True) == 5
+
+
+def test_task_yml_is_what_task_py_says():
+    for name in problem.problem_names():
+        found = problem.find(name)
+        if found.own:
+            assert (load.PROBLEMS / name / "task.yml").read_text() == task_yml.render(found)

@@ -1,0 +1,49 @@
+"""The text side of the default-queue rule."""
+
+import pytest
+
+from harness import problem, scan
+
+WORD = "str" + "eam"  # this file is no submission, but is to be searchable for the word's uses
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"x = torch.cuda.{WORD.capitalize()}()", f"# in the up{WORD} direction", f'"""{WORD.upper()}ING loads."""',
+        f"launch(cuda_{WORD}=0)", "torch.cuda.CUDAGraph()", "torch.cuda.graph(g)", "exec('x = 1')", "eval('1')",
+        "getattr(torch.cuda, 'Str' + 'eam')", "import base64", "from codecs import decode", "__import__('torch')",
+    ],
+)  # fmt: skip
+def test_found_in_python(tmp_path, text):
+    file = tmp_path / "submission.py"
+    file.write_text(f'"""A submission."""\nimport torch\n\n{text}\n')
+    found = scan.findings([file])
+    assert found and found[0].line == 4
+    assert str(found[0]).startswith("submission.py:4: ")
+
+
+def test_found_in_the_sources_beside_it(tmp_path):
+    """The closure holds the CUDA file of the same name and the headers that it includes."""
+    (tmp_path / "v.py").write_text('"""v."""\n')
+    (tmp_path / "v.cu").write_text('#include "v_tools.cuh"\n')
+    (tmp_path / "v_tools.cuh").write_text(f"// an evict-first {WORD}ing load\n")
+    (tmp_path / "other.cu").write_text(f"cuda{WORD.capitalize()}_t s;\n")
+    files = scan.closure(tmp_path / "v.py")
+    assert sorted(file.name for file in files) == ["v.cu", "v.py", "v_tools.cuh"]
+    assert [str(f).partition(": ")[0] for f in scan.findings(files)] == ["v_tools.cuh:1"]
+
+
+def test_headers_of_problems_common_are_exempt(tmp_path):
+    (tmp_path / "v.py").write_text('"""v."""\n')
+    (tmp_path / "v.cu").write_text('#include "nvfp4.cuh"\n')
+    assert sorted(file.name for file in scan.closure(tmp_path / "v.py")) == ["v.cu", "v.py"]
+
+
+@pytest.mark.parametrize("name", problem.problem_names())
+def test_our_own_submissions_keep_the_rule(name):
+    found = problem.find(name)
+    files = [*(found.folder / "variants").glob("*.py"), *(found.folder / "wrong").glob("*.py"), found.folder / "task.py"]
+    assert len(files) > 3
+    for file in files:
+        assert scan.findings(scan.closure(file), peer=file.stem.startswith("peer_")) == []

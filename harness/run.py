@@ -85,7 +85,8 @@ class Run:
             self._judge(runnable)
         self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.entry.targets])
         for j in judged:
-            if j.times or j.tests or j.status:
+            # That a file is made for another machine is no result of this one.
+            if self.target in j.entry.targets or j.status != "UNSUPPORTED" or not args.all:
                 self._record(j)
         self._print(judged)
         return verdict.exit_code(judged, args.all)
@@ -248,7 +249,12 @@ class Run:
                         j.status, j.reason = "COMPILE_ERROR", reply.reason
                         console.say(f"{j.entry.name}: COMPILE_ERROR for {target}\n{reply.reason}")
                         break
-                    j.artefacts += [{**a, "target": target} for a in reply["artefacts"]]
+                    # One row a kernel; a compiler that reports no resources leaves the size alone.
+                    j.artefacts += [
+                        {"target": target, "bytes": a["bytes"], **kernel}
+                        for a in reply["artefacts"]
+                        for kernel in a["kernels"] or [{}]
+                    ]
                     j.status, j.reason = "COMPILED", f"compiled for {', '.join(j.entry.targets)}, not run here"
 
     def _record(self, j: Judged) -> None:

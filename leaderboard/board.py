@@ -7,11 +7,13 @@ run is shown from its own newest run and never ranked. Nothing is left out silen
 a row, and a row without a rank says why.
 
 A variant's state is that of its newest run: if that failed, in any test or benchmark case, so does its row, whatever an
-older run said. UNSUPPORTED is about the machine, so it counts only for a variant that never ran.
+older run said. A run in which it was UNSUPPORTED throughout is about the machine, so it counts only for a variant that
+has neither run nor been compiled. "NAME#2", the second side of a variant paired with itself, is no variant of its own.
 """
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -118,7 +120,7 @@ def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, st
         {key: record[key] for key in ("run_id", "problem", "target", "kind", "variant", "status")}
         | {"time": record["time"], "case": case_label(record["case"]), "paired": bool(record.get("against"))}
         | {"record": record, "position": position}
-        for position, record in enumerate(records)
+        for position, record in enumerate(split for record in records for split in _by_target(record))
     ]
     if not rows:
         return []
@@ -133,13 +135,14 @@ def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, st
 
 
 def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None) -> Board:
-    timed = lines[lines.kind == "benchmark"]
+    repeat = lines.variant.map(lambda name: bool(re.fullmatch(r".+#\d+", name)))
+    timed = lines[(lines.kind == "benchmark") & ~repeat]
     wanted = None if expected is None else [case_label(case) for case in expected]
     base = _base_run(timed, wanted)
     of_base = timed[timed.run_id == base]
     cases = wanted if wanted is not None else list(dict.fromkeys(of_base.case))
     standing, times = [], []
-    for variant, part in lines.groupby("variant", sort=True):
+    for variant, part in lines[~repeat].groupby("variant", sort=True):
         row, its_times = _row(variant, part, base, cases)
         standing.append(row)
         times += its_times
@@ -147,7 +150,7 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
     _against_peers(standing, times)
     standing = _ranked(standing)
     times = times.sort_values("variant", key=lambda names: names.map({n: i for i, n in enumerate(standing.variant)}))
-    ran = lines[lines.kind != "compile"]
+    ran = lines[(lines.kind != "compile") & (lines.status != "UNSUPPORTED")]
     told = of_base if len(of_base) else ran if len(ran) else lines
     notes = []
     if strange := [case for case in dict.fromkeys(of_base.case) if case not in cases]:
@@ -179,8 +182,10 @@ def _row(variant: str, lines: pd.DataFrame, base: str | None, cases: list[str]) 
     row |= {"peer": any(record.get("peer") for record in lines.record), "reason": ""} | _resources(lines)
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roof_share", "peer_ratio"), math.nan)
     ran = lines[lines.kind != "compile"]
+    ran = ran[(ran.status != "UNSUPPORTED").groupby(ran.run_id).transform("any")]
     if ran.empty:
-        last = lines.iloc[-1]
+        compiled = lines[lines.kind == "compile"]
+        last = (compiled if len(compiled) else lines).iloc[-1]
         row |= {"status": last.status, "run_id": last.run_id, "reason": _text(last.record.get("reason"))}
         row["notes"] = [COMPILED] if last.status == "COMPILED" else []
         return row, []
@@ -215,8 +220,6 @@ def _row(variant: str, lines: pd.DataFrame, base: str | None, cases: list[str]) 
 
 def _shown_run(ran: pd.DataFrame, base: str | None) -> str:
     """The run that a variant's row shows: its newest if that failed, else the base run, else its newest timed one."""
-    supported = ran[ran.status != "UNSUPPORTED"]
-    ran = supported if len(supported) else ran
     newest = ran[ran.run_id == ran.run_id.iloc[-1]].drop_duplicates(["kind", "case"], keep="last")
     if (newest.status != "PASSED").any():
         return newest.run_id.iloc[-1]
@@ -233,7 +236,8 @@ def _state(run: pd.DataFrame, times: list[dict], lines: pd.DataFrame) -> tuple[s
         first = failed.iloc[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         reason = _text(first.record.get("reason")) or "no reason given"
-        return first.status, f"{first.kind} {first.case}{more}: {reason}"
+        where = f"{first.kind} {first.case}" if first.case else "all cases"  # a verdict on the whole entry
+        return first.status, f"{where}{more}: {reason}"
     compiled = lines[(lines.kind == "compile") & (lines.newest >= run.newest.iloc[-1])]
     if len(compiled) and compiled.status.iloc[-1] not in ("COMPILED", "UNSUPPORTED"):
         return compiled.status.iloc[-1], _text(compiled.record.iloc[-1].get("reason"))
@@ -304,6 +308,21 @@ def _pairs(timed: pd.DataFrame) -> pd.DataFrame:
     pairs = pd.DataFrame(rows, columns=PAIRS)
     newest = pairs.groupby(["variant", "against"])["run_id"].transform("last")
     return pairs[pairs.run_id == newest].drop_duplicates(PAIRS[:3], keep="last").reset_index(drop=True)
+
+
+def _by_target(record: dict) -> list[dict]:
+    """A compile record as one record for each target that it holds machine code for; any other record as it is."""
+    named = {item.get("target") or record["target"] for item in record.get("resources") or []}
+    if record["kind"] != "compile" or named <= {record["target"]}:
+        return [record]
+    if record["status"] != "COMPILED":
+        named.add(record["target"])  # the target that failed has left nothing
+    return [
+        record
+        | {"target": name}
+        | {"resources": [item for item in record["resources"] if (item.get("target") or record["target"]) == name]}
+        for name in sorted(named)
+    ]
 
 
 def _resources(lines: pd.DataFrame) -> dict:

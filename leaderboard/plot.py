@@ -1,12 +1,13 @@
 """The picture of a board: each variant's time against the roof, case by case."""
 
+import math
 from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from leaderboard import tables
 from leaderboard.board import Board
@@ -15,6 +16,8 @@ from leaderboard.board import Board
 RANKED, PEER, OTHER, INK = "#0072B2", "#E69F00", "#B5B5B5", "#222222"
 STYLE = {"font.size": 9, "hatch.linewidth": 0.6, "hatch.color": "#FFFFFF", "axes.edgecolor": "#888888"}
 DPI = 150
+# Ticks at these multiples of powers of ten: the first choice that gives a panel three to six.
+SUBS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), tuple(1 + i / 10 for i in range(0, 90, 2)))
 LABEL_ROOM = 0.62  # share of a panel's log span added on the right, for the figures behind the bars
 
 
@@ -34,17 +37,17 @@ def draw(board: Board) -> Figure:
     """One panel per case. A bar runs from the roof, a line, to the time, so on the log axis its length is the factor
     between them; whiskers are 95 % intervals. Variants come in the board's order, fastest first."""
     shown = board.standing[board.standing.variant.isin(board.times.variant)]
-    height = 0.34 * len(shown) + 1.75
+    height = 0.34 * len(shown) + 2.0
     width = 2.1 + 3.3 * len(board.cases)
     figure = Figure(figsize=(width, height), facecolor="white")
     panels = figure.subplots(1, len(board.cases), sharey=True, squeeze=False)[0]
     for panel, case in zip(panels, board.cases, strict=True):
         _panel(panel, board, case, list(shown.variant))
     panels[0].set_yticks(range(len(shown)), shown.variant)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(shown) - 0.4, -0.6)  # the first on top
     # Inches to shares of the figure: the title and legend need the same room whatever the number of variants.
     figure.subplots_adjust(left=_margin(shown.variant) / width, right=1 - 0.15 / width, wspace=0.07)
-    figure.subplots_adjust(top=1 - 0.72 / height, bottom=0.78 / height)
+    figure.subplots_adjust(top=1 - 0.98 / height, bottom=0.78 / height)
     run = board.run
     gpu = run["environment"].get("cpu" if board.target == "cpu" else "gpu") or board.machine
     left = 0.12 / width
@@ -78,7 +81,7 @@ def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
             text = {"MISSING": "not timed"}.get(row.status, row.status)
             panel.text(start * span**0.03, position, text, va="center", size=8, color="#777777", style="italic")
             continue
-        colour, hatch = (PEER, "////") if row.peer else (RANKED, None) if row.base else (OTHER, "....")
+        colour, hatch = (OTHER, "....") if not row.base else (PEER, "////") if row.peer else (RANKED, None)
         ends = sorted((start, row.median_us))
         panel.barh(position, ends[1] - ends[0], left=ends[0], height=0.62, color=colour, hatch=hatch, linewidth=0)
         reach = row.median_us
@@ -100,19 +103,21 @@ def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
 def _axis(panel: Axes) -> None:
     panel.set_xlabel("us per call (log)")
     panel.tick_params(axis="y", length=0)
-    subs = (1.0, 2.0, 5.0)
     lo, hi = panel.get_xlim()
-    if hi / lo < 6:
-        subs = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
-    elif hi / lo > 200:
-        subs = (1.0,)
-    panel.xaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    panel.xaxis.set_minor_formatter(NullFormatter())
+    ticks = next(ticks for subs in SUBS if 3 <= len(ticks := _between(lo, hi, subs)) <= 6 or subs == SUBS[-1])
+    panel.xaxis.set_major_locator(FixedLocator(ticks))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
+    panel.xaxis.set_minor_locator(NullLocator())
     panel.grid(axis="x", which="major", color="#E4E4E4", linewidth=0.7)
     panel.set_axisbelow(True)
     for side in ("top", "right", "left"):
         panel.spines[side].set_visible(False)
+
+
+def _between(lo: float, hi: float, subs: tuple[float, ...]) -> list[float]:
+    """The values sub * 10^n within [lo, hi]."""
+    decades = range(math.floor(math.log10(lo)), math.ceil(math.log10(hi)) + 1)
+    return [sub * 10.0**n for n in decades for sub in subs if lo <= sub * 10.0**n <= hi]
 
 
 def _legend() -> list[Patch]:

@@ -46,9 +46,10 @@ def standing(board: Board) -> Table:
         return ["variant", "state", "registers", "spilled"], [
             [row.variant, _state(row), *_compiled(row)] for row in board.standing.itertuples()
         ]
+    with_run = not board.standing.base.all()
     with_peer = bool(board.standing.peer_ratio.notna().any())
     header = ["rank", "variant", "geomean us", "95 % interval", "of roof"] + ["peer / this"] * with_peer
-    header += [*board.cases, "cases", "error / tolerance", "state"]
+    header += [*board.cases, "cases", "error / tolerance"] + ["run"] * with_run + ["state"]
     cells = {(row.variant, row.case): row for row in board.times.itertuples()}
     rows = []
     for row in board.standing.itertuples():
@@ -56,12 +57,14 @@ def standing(board: Board) -> Table:
         line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roof_share)]
         line += [f"{row.peer_ratio:.2f}x" if row.peer_ratio > 0 else ""] * with_peer
         line += [_cell(cells.get((row.variant, case))) for case in board.cases]
-        rows.append(line + [f"{row.done}/{row.wanted}", _error(board.times, row), _state(row)])
+        line += [f"{row.done}/{row.wanted}", _error(board.times, row)]
+        rows.append(line + ["" if row.base else row.run_id] * with_run + [_state(row)])
     of_base = board.times[board.times.base]
     for name, column in (("roof", "roof_us"), ("empty call", "empty_call_us")):
         spans = [_span(of_base.loc[of_base.case == case, column]) for case in board.cases]
         kinds = "/".join(sorted(set(of_base.roof_kind) - {""})) if name == "roof" else ""
-        rows.append(["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_peer + spans + [""] * 3)
+        line = ["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_peer + spans
+        rows.append(line + [""] * (len(header) - len(line)))
     return header, rows
 
 
@@ -98,7 +101,7 @@ def markdown(boards: list[Board], complaints: list[str]) -> str:
     parts = []
     for board in boards:
         header, rows = standing(board)
-        left = {"variant", "state"}
+        left = {"variant", "run", "state"}
         parts.append(f"### {escape(title(board))}")
         parts.append("\n".join(f"- {escape(line)}" for line in facts(board)))
         parts.append(_grid(header, rows, left))

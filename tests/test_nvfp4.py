@@ -71,15 +71,11 @@ def host() -> build.Artefact:
     return build.cpp(SOURCE)
 
 
-def fill(artefact: build.Artefact) -> np.ndarray:
-    out = np.zeros((), TABLES)
-    assert artefact.function("fill_tables", ctypes.c_void_p)(out.ctypes.data) == 0
-    return out
-
-
 @pytest.fixture(scope="module")
 def tables(host: build.Artefact) -> np.ndarray:
-    return fill(host)
+    out = np.zeros((), TABLES)
+    assert host.function("fill_tables", ctypes.c_void_p)(out.ctypes.data) == 0
+    return out
 
 
 # ---- the device header, as the CPU runs it ----
@@ -99,9 +95,8 @@ def test_every_pair_of_scales(tables: np.ndarray) -> None:
 
 def test_every_packed_byte(tables: np.ndarray) -> None:
     byte = np.arange(256, dtype=np.uint8)
-    assert np.array_equal(tables["low_code"], byte % 16)
-    assert np.array_equal(tables["high_code"], byte // 16)
-    assert np.array_equal(tables["pack"], byte)
+    for name, want in (("low_code", byte % 16), ("high_code", byte // 16), ("pack", byte)):
+        assert np.array_equal(tables[name], want), name
 
 
 def test_halves(tables: np.ndarray) -> None:
@@ -326,8 +321,7 @@ def test_quantise_takes_codes_against_the_rounded_scale(amax: float, byte: int) 
 
 
 def test_quantise_blocks_of_zeros() -> None:
-    zeros = [0.0, -0.0] * 8
-    assert quantised(zeros, [0.0] * 16) == [([0, 8] * 8, 0), ([0] * 16, 0)]
+    assert quantised([0.0, -0.0] * 8, [0.0] * 16) == [([0, 8] * 8, 0), ([0] * 16, 0)]
 
 
 def test_quantise_tiny_blocks() -> None:

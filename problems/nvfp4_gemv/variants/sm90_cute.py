@@ -1,4 +1,4 @@
-"""sm90_cute: CuTe DSL; A through asynchronous copies to shared memory, prmt to int8, dp4a; x decoded once per CTA."""
+"""sm90_cute: CuTe DSL; e2m1 to int8 by byte permutes and dp4a, x decoded once per CTA. Within 1.2x of a plain read."""
 
 import contextlib
 import functools
@@ -26,6 +26,7 @@ LANES = 32
 BLOCK = 16  # elements that share a scale
 CHUNK = 2 * BLOCK  # elements of one 16-byte access: two blocks, so two neighbouring scale bytes
 ALIGN = 16  # bytes, of one access
+X_CHUNKS = 512  # chunks of x decoded at a time: 24 KiB of shared memory, and all of x up to k = 16384
 TABLE_LOW, TABLE_HIGH = 0x03020100, 0x0C080604  # |2 w| of the codes 0 to 7; bit 7 of no byte is set
 SIGNS = -0x77777778  # 0x88888888: the sign bit of each of the 8 codes of a word
 BIAS = 0x0C0C0C0C  # 12 in each byte: makes 2 w + 12 unsigned, 0 to 24
@@ -36,51 +37,45 @@ MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows and columns of one batch are spread. Every field is a compile-time constant of the kernel."""
+    """How the rows of one batch are spread. Every field is a compile-time constant of the kernel."""
 
     warps: int  # a CTA
-    rows: int  # a warp works on at once
-    split: int  # warps that share the columns of a row
-    stages: int  # steps of a warp in shared memory, one of them in use; a step is 32 chunks of each of its rows
-    x_steps: int  # steps of x decoded at a time, 1.5 KiB each; k / 1024 of them are all of x
+    rows: int  # a warp works on at once, one 16-byte access a lane of each in flight
+    prefetch: int  # steps of A (32 chunks of each row) that a warp asks L2 for while x is decoded
 
     def __post_init__(self) -> None:
         """ValueError where the kernel's indexing would not hold."""
-        if not 1 <= self.warps <= 32 or self.warps % self.split:
-            raise ValueError(f"warps must be 1 to 32 and a multiple of split, got {self}")
-        if self.rows not in (1, 2, 4, 8):  # a warp's scales of a step are whole rounds of 4-byte copies, or half a one
-            raise ValueError(f"rows must be 1, 2, 4 or 8, got {self}")
-        if self.x_steps % self.split or self.stages < 2:  # every pass over x starts with the same warp
-            raise ValueError(f"split must divide x_steps and stages be at least 2, got {self}")
+        if not 1 <= self.warps <= 32 or not 1 <= self.rows <= LANES:  # lane r stores row r
+            raise ValueError(f"warps must be 1 to 32 and rows 1 to {LANES}, got {self}")
 
     def tile(self) -> int:
         """Rows a CTA works on at once."""
-        return self.warps // self.split * self.rows
+        return self.warps * self.rows
 
 
-# (m, k, l) -> plan and CTAs a batch; measured on an H200.
+# (m, k, l) -> plan and CTAs a batch: one CTA for nearly every multiprocessor of an H200, many warps in each.
 PLANS = {
-    (7168, 16384, 1): (Plan(warps=28, rows=4, split=2, stages=2, x_steps=16), 128),
-    (4096, 7168, 8): (Plan(warps=8, rows=4, split=1, stages=3, x_steps=7), 64),
-    (7168, 2048, 4): (Plan(warps=8, rows=4, split=1, stages=3, x_steps=2), 66),
+    (7168, 16384, 1): (Plan(warps=28, rows=2, prefetch=4), 128),
+    (4096, 7168, 8): (Plan(warps=32, rows=4, prefetch=2), 16),
+    (7168, 2048, 4): (Plan(warps=28, rows=2, prefetch=4), 32),
 }
-DEFAULT = Plan(warps=8, rows=2, split=1, stages=4, x_steps=8)  # one tile a CTA
-FEW_ROWS = Plan(warps=8, rows=1, split=1, stages=4, x_steps=8)  # likewise, where m is below DEFAULT.rows
+DEFAULT = Plan(warps=8, rows=2, prefetch=2)  # one tile a CTA
+FEW_ROWS = Plan(warps=8, rows=1, prefetch=2)  # likewise, where m is below DEFAULT.rows
 
 
 def plan_for(m: int, k: int, l: int) -> tuple[Plan, int]:
-    """-> (plan, CTAs a batch) for a shape."""
+    """-> (plan, CTAs a batch) for a shape. The plan's rows are at most m."""
     plan = DEFAULT if m >= DEFAULT.rows else FEW_ROWS
     return PLANS.get((m, k, l)) or (plan, -(-m // plan.tile()))
 
 
 @dsl_user_op
-def permute(table_low: Int32, selector: Int32, *, loc=None, ip=None) -> Int32:
+def permute(selector: Int32, *, loc=None, ip=None) -> Int32:
     """|2 w| of 4 codes, one a byte: the table's bytes that the low 4 nibbles of `selector` name.
 
     A nibble with bit 3 set brings the sign bit of the byte that it names, eight times: 0 for every entry here.
     """
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (table_low, TABLE_HIGH, selector)]
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (TABLE_LOW, TABLE_HIGH, selector)]
     return Int32(llvm.inline_asm(T.i32(), values, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip))
 
 
@@ -119,13 +114,30 @@ def to_bits(value: Float32, *, loc=None, ip=None) -> Int32:
     return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
-def four_codes(table_low: Int32, word: Int32, half: int, bias: int) -> Int32:
+@dsl_user_op
+def read_once(address: Int64, *, loc=None, ip=None) -> tuple[Int32, ...]:
+    """The 4 words at `address` in global memory, kept out of L1: nothing reads them again."""
+    text = "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
+    result = llvm.StructType.get_literal([T.i32()] * 4)
+    values = [Int64(address).ir_value(loc=loc, ip=ip)]
+    words = llvm.inline_asm(result, values, text, "=r,=r,=r,=r,l", has_side_effects=True, loc=loc, ip=ip)
+    return tuple(Int32(llvm.extractvalue(T.i32(), words, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def ask_l2(address: Int64, *, loc=None, ip=None) -> None:
+    """Ask L2 for the line at `address` in global memory; nothing waits for it."""
+    values = [Int64(address).ir_value(loc=loc, ip=ip)]
+    llvm.inline_asm(None, values, "prefetch.global.L2 [$0];", "l", has_side_effects=True, loc=loc, ip=ip)
+
+
+def four_codes(word: Int32, half: int, bias: int) -> Int32:
     """2 w of the 4 codes in the low (half 0) or high 16 bits of `word`, plus the byte that `bias` repeats, one a byte.
 
     The first permute is nonzero only for positive codes, the second only for negative ones, and neither is above 12:
     no byte borrows from the next as long as the bias is at least 12.
     """
-    return permute(table_low, word >> (16 * half)) - permute(table_low, (word ^ SIGNS) >> (16 * half)) + bias
+    return permute(word >> (16 * half)) - permute((word ^ SIGNS) >> (16 * half)) + bias
 
 
 def vector(tensor: cute.Tensor, words: int, what: str) -> cute.Tensor:
@@ -133,53 +145,11 @@ def vector(tensor: cute.Tensor, words: int, what: str) -> cute.Tensor:
     access of 4 * words bytes may use: a slice through the wrong mode, or a stride that breaks the alignment, is
     otherwise right on some shapes and slow or wrong on others.
     """
-    if tensor.shape != (words,) or (words > 1 and tensor.stride != (1,)):
+    if tensor.shape != (words,) or tensor.stride != (1,):
         raise ValueError(f"{what} must be a slice of {words} words of stride 1, got {tensor.shape}:{tensor.stride}")
     if tensor.iterator.alignment % (4 * words):
         raise ValueError(f"{what} must be aligned to {4 * words} bytes, got {tensor.iterator.alignment}")
     return tensor
-
-
-@cute.jit
-def fetch(
-    codes: cute.Tensor,
-    scales: cute.Tensor,
-    code_slot: cute.Tensor,
-    scale_slot: cute.Tensor,
-    row: Int32,
-    step: Int32,
-    lane: Int32,
-    plan: cutlass.Constexpr,
-):
-    """Start the copies of one step of a warp: its lane's chunk of each row, and the scales of all 32 chunks.
-
-    codes  int32 (4 words, chunks, m), scales int32 (words, m): one batch in global memory
-    code_slot  int32 (4, rows), this lane's; scale_slot  int32 (16 words, rows), the warp's
-    """
-    copy_16 = cute.make_copy_atom(
-        cute.nvgpu.cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL), Int32, num_bits_per_copy=128
-    )
-    copy_4 = cute.make_copy_atom(cute.nvgpu.cpasync.CopyG2SOp(), Int32, num_bits_per_copy=32)
-    at = cutlass.min(step * LANES + lane, codes.shape[1] - 1)
-    near = cute.domain_offset((0, at, row), codes)
-    for r in cutlass.range_constexpr(plan.rows):
-        source = vector(near[None, 0, r], 4, "a chunk of a")
-        cute.copy(copy_16, source, vector(code_slot[None, r], 4, "the slot of a chunk"))
-    # Two rows a copy: lanes 0 to 15 bring the 64 bytes of one, the others those of the next.
-    word, odd = lane % 16, lane // 16
-    at = cutlass.min(step * 16 + word, scales.shape[0] - 1)
-    if plan.rows > 1 or lane < 16:
-        near_scales = cute.domain_offset((at, row + odd), scales)
-        near_slots = cute.domain_offset((word, odd), scale_slot)
-        for r in cutlass.range_constexpr(0, plan.rows, 2):
-            four = one(cute.domain_offset((0, r), near_scales))
-            slot = one(cute.domain_offset((0, r), near_slots))
-            cute.copy(copy_4, vector(four, 1, "four scales of a"), vector(slot, 1, "the slot of four scales"))
-
-
-def one(tensor: cute.Tensor) -> cute.Tensor:
-    """The first element of `tensor`, as a vector of one."""
-    return cute.make_tensor(tensor.iterator, cute.make_layout((1,)))
 
 
 @cute.kernel
@@ -193,89 +163,71 @@ def gemv(
 ):
     """c = A b for one batch a grid row.  A warp takes `rows` rows, a lane one chunk of each in a step of 32 chunks.
 
-    a    int32 (4 words, chunks, m, l), 8 codes a word    sfa  int32 (words, m, l), 4 scales each
+    a    int32 (4 words, chunks, m, l), 8 codes a word    sfa  int16 (chunks, m, l), 2 scales each
     b    int32 (2 words, blocks, l)                       sfb  e4m3 (blocks, l)
     c    fp16 (m, l); m is at least plan.rows
     Chunks past the end of a row read its last chunk and meet zeros of x. Warps past the last row repeat the last
-    rows, and write the same bits there. So no copy but one past the last tile is conditional.
+    rows, and write the same bits there. So no access to A is conditional.
     """
     thread, _, _ = cute.arch.thread_idx()
     first_tile, batch, _ = cute.arch.block_idx()
     tile_stride, _, _ = cute.arch.grid_dim()
     lane = cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    part, group = warp % plan.split, warp // plan.split
-    groups, threads = plan.warps // plan.split, plan.warps * LANES
+    threads = plan.warps * LANES
     chunks, m = a.shape[1], a.shape[2]
-    steps = cute.ceil_div(chunks, LANES)
-    passes = cute.ceil_div(steps, plan.x_steps)
-    x_chunks = plan.x_steps * LANES
+    passes = cute.ceil_div(chunks, X_CHUNKS)
     tiles = cute.ceil_div(m, plan.tile())
 
     # x as int8 (2 x each), the two blocks of a chunk in planes of their own: neighbouring lanes then read
     # neighbouring 16 bytes. meta: float bits of sfb / 4 for each block, then where the integer sum of each starts.
     smem = cutlass.utils.SmemAllocator()
-    planes = cute.make_layout((4, 2, x_chunks), stride=(1, 4 * x_chunks, 4))
+    planes = cute.make_layout((4, 2, X_CHUNKS), stride=(1, 4 * X_CHUNKS, 4))
     x = smem.allocate_tensor(Int32, planes, byte_alignment=ALIGN)
-    meta = smem.allocate_tensor(Int32, cute.make_layout((4, x_chunks)), byte_alignment=ALIGN)
-    partial = smem.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.warps)), byte_alignment=ALIGN)
-    table = smem.allocate_tensor(Int32, cute.make_layout((1,)))
-    if thread == 0:
-        table[0] = Int32(TABLE_LOW)
-    # A's codes: word, row, stage, then lane and warp. A lane reads only what it copied itself.
-    ring = (4, plan.rows, plan.stages, LANES, plan.warps)
-    stage = 4 * LANES * plan.rows  # words
-    layout = cute.make_layout(ring, stride=(1, 4 * LANES, stage, 4, stage * plan.stages))
-    code_ring = smem.allocate_tensor(Int32, layout, byte_alignment=ALIGN)[None, None, None, lane, warp]
-    layout = cute.make_layout((16, plan.rows, plan.stages, plan.warps))
-    scale_ring = smem.allocate_tensor(Int32, layout, byte_alignment=ALIGN)[None, None, None, warp]
+    meta = smem.allocate_tensor(Int32, cute.make_layout((4, X_CHUNKS)), byte_alignment=ALIGN)
 
-    codes, scales = a[None, None, None, batch], sfa[None, None, batch]
-    words = cute.make_rmem_tensor((4,), Int32)
+    words = cute.make_rmem_tensor((4, plan.rows), Int32)
+    scales = cute.make_rmem_tensor((plan.rows,), Int16)
     x_words = cute.make_rmem_tensor((4, 2), Int32)
     x_meta = cute.make_rmem_tensor((4,), Int32)
     acc = cute.make_rmem_tensor((plan.rows,), Float32)
-    shares = -(-2 * x_chunks // threads)  # blocks of x that a thread decodes
+    shares = -(-2 * X_CHUNKS // threads)  # blocks of x that a thread decodes
     raw = cute.make_rmem_tensor((2, shares), Int32)
     raw_scale = cute.make_rmem_tensor((shares,), Float32)
     decoded = cute.make_rmem_tensor((4,), Int32)
 
-    # The step that is copied next, stages - 1 ahead of the one in use; it runs through the tiles without a break.
-    ahead_tile, ahead_step, slot = first_tile, part, Int32(0)
     for tile in cutlass.range(first_tile, tiles, tile_stride):
-        row = cutlass.min((tile * groups + group) * plan.rows, m - plan.rows)
+        # The rows of a warp are one address and a uniform stride: an address each would cost 4 registers a row.
+        row = cutlass.min((tile * plan.warps + warp) * plan.rows, m - plan.rows)
+        codes = cute.domain_offset((0, 0, row), a[None, None, None, batch])
+        code_scales = cute.domain_offset((0, row), sfa[None, None, batch])
         acc.fill(0.0)
         for k_pass in cutlass.range(passes):
-            base = k_pass * plan.x_steps
-            end = cutlass.min(base + plan.x_steps, steps)
+            base = k_pass * X_CHUNKS
+            here = cutlass.min(chunks - base, Int32(X_CHUNKS))  # chunks of this pass
+            steps = cute.ceil_div(here, LANES)
             if tile == first_tile or passes > 1:
-                # The loads of x, then A's first copies, then the decoding: the longest wait starts soonest.
+                cute.arch.sync_threads()  # the last pass has been read
+                # The loads of x first, then the prefetch of A, then the decoding: the longest wait starts soonest.
                 for i in cutlass.range_constexpr(shares):
-                    block = 2 * LANES * base + thread + i * threads
-                    if block < 2 * chunks:
-                        cute.autovec_copy(vector(b[None, block, batch], 2, "a block of b"), raw[None, i])
-                        raw_scale[i] = sfb[block, batch].to(Float32)
+                    block = thread + i * threads
+                    if block < 2 * here:
+                        source = b[None, 2 * base + block, batch]
+                        cute.autovec_copy(vector(source, 2, "a block of b"), raw[None, i])
+                        raw_scale[i] = sfb[2 * base + block, batch].to(Float32)
                     else:
                         raw[None, i].fill(0)
                         raw_scale[i] = Float32(0.0)
-                if tile == first_tile and k_pass == 0:
-                    for i in cutlass.range(plan.stages - 1, unroll=1):
-                        if ahead_tile < tiles:
-                            ahead = cutlass.min((ahead_tile * groups + group) * plan.rows, m - plan.rows)
-                            code_slot, scale_slot = code_ring[None, None, i], scale_ring[None, None, i]
-                            fetch(codes, scales, code_slot, scale_slot, ahead, ahead_step, lane, plan)
-                        cute.arch.cp_async_commit_group()
-                        ahead_step += plan.split
-                        if ahead_step >= steps:
-                            ahead_tile, ahead_step = ahead_tile + tile_stride, part
-                else:
-                    cute.arch.sync_threads()  # the last pass has been read
+                for i in cutlass.range_constexpr(plan.prefetch):
+                    at = base + cutlass.min(i * LANES + lane, here - 1)
+                    for r in cutlass.range_constexpr(plan.rows):
+                        ask_l2(cute.domain_offset((0, at, 0), codes)[None, 0, r].iterator.toint())
                 for i in cutlass.range_constexpr(shares):
                     block = thread + i * threads
-                    if block < 2 * LANES * (end - base):
+                    if block < 2 * LANES * steps:
                         total = Int32(0)
                         for j in cutlass.range_constexpr(4):
-                            decoded[j] = four_codes(TABLE_LOW, raw[j // 2, i], j % 2, CENTRE) ^ CENTRE
+                            decoded[j] = four_codes(raw[j // 2, i], j % 2, CENTRE) ^ CENTRE
                             total = dot4(0x01010101, decoded[j], total)
                         chunk, half = block // 2, block % 2
                         cute.autovec_copy(decoded, vector(x[None, half, chunk], 4, "a block of x"))
@@ -284,54 +236,34 @@ def gemv(
                         meta[2 + half, chunk] = MAGIC_BITS - 12 * total
                 cute.arch.sync_threads()
 
-            # From shared memory, so that ptxas keeps it in a register: a constant it moves there before every use.
-            table_low = table[0]
-            for step in cutlass.range(base + part, end, plan.split):
-                cute.arch.cp_async_wait_group(plan.stages - 2)
-                cute.arch.sync_warp()  # every lane's scales are here, and the slot of the step before has been read
-                last = slot + plan.stages - 1 if slot == 0 else slot - 1
-                if ahead_tile < tiles:
-                    ahead = cutlass.min((ahead_tile * groups + group) * plan.rows, m - plan.rows)
-                    code_slot, scale_slot = code_ring[None, None, last], scale_ring[None, None, last]
-                    fetch(codes, scales, code_slot, scale_slot, ahead, ahead_step, lane, plan)
-                cute.arch.cp_async_commit_group()
-                ahead_step += plan.split
-                if ahead_step >= steps:
-                    ahead_tile, ahead_step = ahead_tile + tile_stride, part
-
-                chunk = (step - base) * LANES + lane
+            for step in cutlass.range(steps):
+                chunk = step * LANES + lane
+                at = base + cutlass.min(chunk, here - 1)
+                chunk_codes = cute.domain_offset((0, at, 0), codes)[None, 0, None]
+                chunk_scales = cute.domain_offset((at, 0), code_scales)[0, None]
+                for r in cutlass.range_constexpr(plan.rows):
+                    chunk_words = read_once(vector(chunk_codes[None, r], 4, "a chunk of a").iterator.toint())
+                    for i in cutlass.range_constexpr(4):
+                        words[i, r] = chunk_words[i]
+                for r in cutlass.range_constexpr(plan.rows):
+                    scales[r] = chunk_scales[r]
                 for h in cutlass.range_constexpr(2):
                     cute.autovec_copy(vector(x[None, h, chunk], 4, "a block of x"), x_words[None, h])
                 cute.autovec_copy(vector(meta[None, chunk], 4, "the meta data of a chunk"), x_meta)
-                pairs = cute.recast_tensor(scale_ring[None, None, slot], Int16)
+                cute.arch.sync_warp()  # orders nothing that we need: without it ptxas spills at 32 warps of 4 rows
                 for r in cutlass.range_constexpr(plan.rows):
-                    cute.autovec_copy(vector(code_ring[None, r, slot], 4, "the slot of a chunk"), words)
-                    sfa_values = two_scales(pairs[lane, r])
+                    sfa_values = two_scales(scales[r])
                     for h in cutlass.range_constexpr(2):
                         dot = x_meta[2 + h]
                         for j in cutlass.range_constexpr(4):
-                            dot = dot4(four_codes(table_low, words[2 * h + j // 2], j % 2, BIAS), x_words[j, h], dot)
+                            dot = dot4(four_codes(words[2 * h + j // 2, r], j % 2, BIAS), x_words[j, h], dot)
                         acc[r] += (to_float(dot) - MAGIC) * (sfa_values[h] * to_float(x_meta[h]))
-                slot = slot + 1 if slot < plan.stages - 1 else Int32(0)
 
         for r in cutlass.range_constexpr(plan.rows):
             acc[r] = cute.arch.warp_reduction_sum(acc[r])
-        if cutlass.const_expr(plan.split == 1):
-            for r in cutlass.range_constexpr(plan.rows):
-                if lane == r:
-                    c[row + r, batch] = acc[r].to(Float16)
-        else:
-            if lane == 0:
-                for r in cutlass.range_constexpr(plan.rows):
-                    partial[r, warp] = acc[r]
-            cute.arch.sync_threads()
-            if part == 0 and lane < plan.rows:
-                total = partial[lane, warp]
-                for i in cutlass.range_constexpr(1, plan.split):  # a fixed order: the same bits every time
-                    total += partial[lane, warp + i]
-                c[row + lane, batch] = total.to(Float16)
-            cute.arch.sync_threads()  # before the next tile writes its parts
-    cute.arch.cp_async_wait_group(0)
+        for r in cutlass.range_constexpr(plan.rows):
+            if lane == r:
+                c[row + r, batch] = acc[r].to(Float16)
 
 
 @cute.jit
@@ -358,8 +290,7 @@ def launch(
     vectors = cute.make_tensor(
         b, cute.make_layout((2, blocks, l), stride=(1, 2, cute.assume(4 * 128 * wide, divby=4)))
     )
-    quads = k // (4 * BLOCK)  # words of 4 scales
-    a_scales = cute.make_tensor(sfa, cute.make_layout((quads, m, l), stride=(1, Int64(quads), Int64(quads) * m)))
+    a_scales = cute.make_tensor(sfa, cute.make_layout((chunks, m, l), stride=(1, wide, wide * m)))
     b_scales = cute.make_tensor(sfb, cute.make_layout((blocks, l), stride=(1, 2 * 128 * wide)))
     out = cute.make_tensor(c, cute.make_layout((m, l)))
     gemv(codes, vectors, a_scales, b_scales, out, plan).launch(grid=(ctas, l, 1), block=(plan.warps * LANES, 1, 1))
@@ -367,7 +298,7 @@ def launch(
 
 def pointers(*addresses: int) -> list[cute.Pointer]:
     """The arguments a, b, sfa, sfb, c of `launch`, at their device addresses."""
-    views = ((Int32, ALIGN), (Int32, ALIGN), (Int32, 4), (Float8E4M3FN, 1), (Float16, 2))
+    views = ((Int32, ALIGN), (Int32, ALIGN), (Int16, 2), (Float8E4M3FN, 1), (Float16, 2))
     memory = cute.AddressSpace.gmem
     return [make_ptr(dtype, at, memory, align) for (dtype, align), at in zip(views, addresses, strict=True)]
 
@@ -395,20 +326,33 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 def cubin(plan: Plan, target: str) -> build.Artefact:
     """The kernel for `plan` as a cubin under build.directory(), with what ptxas said of it."""
-    stem = f"{Path(__file__).stem}-{target}-w{plan.warps}r{plan.rows}s{plan.split}t{plan.stages}x{plan.x_steps}"
+    stem = f"{Path(__file__).stem}-{target}-w{plan.warps}r{plan.rows}p{plan.prefetch}"
     build.directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
         report = io.StringIO()
         options = f"--keep-cubin --keep-ptx --dump-dir {shlex.quote(scratch)} --ptxas-options '-v' remarks{{ptx}}"
         with contextlib.redirect_stderr(report):
             artefacts = compiled(plan, options).artifacts
-        log = re.sub(r"\x1b\[[0-9;]*m", "", report.getvalue())
-        if "registers" not in log or not artefacts.CUBIN:
-            raise build.BuildError(f"{stem}: the DSL kept no cubin or no report of ptxas:\n{log}")
+        if not artefacts.CUBIN:
+            raise build.BuildError(f"{stem}: the DSL kept no cubin:\n{report.getvalue()}")
         Path(scratch, "cubin").write_bytes(artefacts.CUBIN)
         path = build.directory() / f"{stem}.cubin"
         os.replace(Path(scratch, "cubin"), path)
-    return build.Artefact(path, target, log)
+    return build.Artefact(path, target, ptxas_report(report.getvalue(), stem, build.ARCH[target]))
+
+
+def ptxas_report(text: str, name: str, arch: str) -> str:
+    """What ptxas -v said of the one kernel in `text`, in its form: the DSL wraps and colours it, and cuts long names.
+
+    BuildError if the numbers are not there.
+    """
+    flat = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    memory = re.search(r"\d+ bytes stack frame, \d+ bytes spill stores, \d+ bytes spill loads", flat)
+    registers = re.search(r"Used \d+ registers[^.]*?(?= ptxas| -->|$)", flat)
+    if not memory or not registers:
+        raise build.BuildError(f"{name}: no report of ptxas in\n{text}")
+    lines = (f"Compiling entry function '{name}' for '{arch}'", memory[0], registers[0])
+    return "".join(f"ptxas info    : {line}\n" for line in lines)
 
 
 def custom_kernel(data: input_t) -> output_t:

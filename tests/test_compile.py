@@ -1,0 +1,43 @@
+"""Every variant for a GPU compiles to machine code of its targets, here, without one; none spills registers."""
+
+import pytest
+
+from harness import problem
+from harness.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, Session
+
+
+def _jobs() -> list[tuple[str, str, str]]:
+    return list(_each())
+
+
+def _each():
+    for name in problem.problem_names():
+        for entry in problem.find(name).entries():
+            if not entry.peer and "cpu" not in entry.targets:
+                yield from ((name, entry.name, target) for target in entry.targets if target in ARCH)
+
+
+@pytest.mark.parametrize(("name", "variant", "target"), _jobs())
+def test_compiles_for(name, variant, target):
+    found = problem.find(name)
+    entrant = Entrant(variant, found.variant(variant), target)
+    with Session(found, "cpu") as session:
+        reply = session.ask_runner(entrant, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
+    assert not isinstance(reply, Outcome), reply
+    assert all(artefact["bytes"] > 1000 for artefact in reply["artefacts"])
+    kernels = [kernel for artefact in reply["artefacts"] for kernel in artefact["kernels"]]
+    assert kernels, "the compiler's resource report is missing"
+    for kernel in kernels:
+        assert 0 < kernel["registers"] <= 255 and kernel["spill_bytes"] == 0, kernel
+
+
+def test_every_gpu_target_has_a_variant_in_each_language():
+    """CUDA C++ (a .cu beside it) and CuTe DSL (imports cutlass), for both targets."""
+    files = {target: set() for target in ARCH}
+    for entry in problem.find("nvfp4_gemv").entries():
+        for target in set(entry.targets) & set(ARCH):
+            if entry.file.with_suffix(".cu").is_file():
+                files[target].add("CUDA")
+            elif "cutlass" in entry.requires:
+                files[target].add("CuTe DSL")
+    assert files == {target: {"CUDA", "CuTe DSL"} for target in ARCH}

@@ -71,9 +71,10 @@ class Problem:
         winners = load.constants(file, "WINNERS").get("WINNERS")
         if winners is None:
             return entry(self, file)
-        if target not in winners:
-            raise UsageError(f"{self.name} has no winner for {target}, only {', '.join(winners)}: name a --variant")
-        return self.variant(winners[target])
+        try:
+            return self.variant(load.winner(self.folder, winners, target))
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}: name a --variant") from None
 
     def variant(self, name: str) -> Entry:
         file = self.folder / "variants" / f"{name}.py"

@@ -156,6 +156,7 @@ class Run:
         """Whether an entry may and can run here; else its verdict is set."""
         findings = scan.findings(scan.closure(j.entry.file), j.entry.peer)
         missing = [name for name in j.entry.requires if importlib.util.find_spec(name) is None]
+        flags = load.missing_cpu_flags(j.entry.file)
         if findings:
             j.status, j.reason = "RULE_BROKEN", "\n".join(map(str, findings))
             console.say(f"{j.entry.name}: RULE_BROKEN\n{j.reason}")
@@ -163,6 +164,8 @@ class Run:
             j.status, j.reason = "UNSUPPORTED", f"made for {', '.join(j.entry.targets)}, this run is on {self.target}"
         elif missing:
             j.status, j.reason = "UNSUPPORTED", f"needs the Python package {', '.join(missing)}, which is not installed"
+        elif flags:
+            j.status, j.reason = "UNSUPPORTED", f"needs a CPU with {', '.join(flags)}"
         elif self.device == "cuda" and not shutil.which("nvcc"):
             raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
         return not j.status

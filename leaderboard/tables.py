@@ -74,7 +74,7 @@ def pairs(board: Board) -> Table:
     for row in board.pairs.itertuples():
         covers = row.lo <= 1 <= row.hi
         verdict = "no difference seen" if covers else "faster" if row.ratio < 1 else "slower"
-        interval = f"[{row.lo:.4f}, {row.hi:.4f}]"
+        interval = f"{row.lo:.4f} to {row.hi:.4f}"
         rows.append([row.variant, row.against, row.case, f"{row.ratio:.4f}", interval, verdict, row.run_id])
     return ["variant", "against", "case", "time ratio", "95 % interval", "verdict", "run"], rows
 
@@ -147,8 +147,8 @@ def percent(share: float) -> str:
 
 
 def escape(text: str) -> str:
-    """Plain text for one line of Markdown, or one table cell."""
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))
+    """Plain text for one line of Markdown, or one table cell. A submission may have written it: no markup."""
+    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", " ".join(text.split()))
 
 
 def _grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
@@ -166,7 +166,7 @@ def _cell(time: tuple | None) -> str:
 
 
 def _interval(row: tuple) -> str:
-    return f"[{us(row.lo_us)}, {us(row.hi_us)}]" if math.isfinite(row.lo_us) else ""
+    return f"{us(row.lo_us)} to {us(row.hi_us)}" if math.isfinite(row.lo_us) else ""
 
 
 def _error(times: pd.DataFrame, row: tuple) -> str:

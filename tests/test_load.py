@@ -151,3 +151,17 @@ def test_target_of_other_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="sm_90 or sm_100, got sm_80"):
         load.device_target("cuda")
+
+
+def test_the_winner_is_the_first_that_the_cpu_can_run(tmp_path, monkeypatch):
+    (tmp_path / "variants").mkdir()
+    (tmp_path / "variants" / "wide.py").write_text('CPU_FLAGS = ("avx9000",)\n')
+    (tmp_path / "variants" / "any.py").write_text("")
+    assert load.winner(tmp_path, {"cpu": ("wide", "any")}, "cpu") == "any"
+    monkeypatch.setattr(load, "_cpu_flags", lambda: frozenset({"avx9000"}))
+    assert load.winner(tmp_path, {"cpu": ("wide", "any")}, "cpu") == "wide"
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="can run none"):
+        load.winner(tmp_path, {"cpu": ("wide",)}, "cpu")
+    with pytest.raises(ValueError, match="target must be one of"):
+        load.winner(tmp_path, {"cpu": ("any",)}, "sm90")

@@ -6,6 +6,7 @@ for GPU MODE folders, `utils`) mean that folder's own files. Submissions import 
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import sys
@@ -77,6 +78,32 @@ def constants(file: Path, *names: str) -> dict[str, object]:
 def summary(file: Path) -> str:
     """The first line of the module docstring of `file`, or ""."""
     return (ast.get_docstring(ast.parse(file.read_text(), str(file))) or "").partition("\n")[0]
+
+
+def winner(folder: Path, winners: dict[str, tuple[str, ...]], target: str) -> str:
+    """The first of winners[target], variants of `folder` in order of preference, whose CPU_FLAGS this machine has.
+
+    ValueError: no winner for the target, or none that this CPU can run.
+    """
+    if target not in winners:
+        raise ValueError(f"target must be one of {sorted(winners)}, for which there is a winner, got {target!r}")
+    for name in winners[target]:
+        if not missing_cpu_flags(folder / "variants" / f"{name}.py"):
+            return name
+    raise ValueError(f"this CPU can run none of {winners[target]}")
+
+
+def missing_cpu_flags(file: Path) -> list[str]:
+    """What the literal CPU_FLAGS of `file` names and /proc/cpuinfo does not."""
+    return sorted(set(constants(file, "CPU_FLAGS").get("CPU_FLAGS", ())) - _cpu_flags())
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
 
 
 def device_target(device: object) -> str:

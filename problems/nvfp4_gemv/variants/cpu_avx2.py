@@ -10,6 +10,7 @@ from task import input_t, output_t, unpack
 from problems.common import build
 
 TARGETS = ("cpu",)
+CPU_FLAGS = ("avx2", "fma", "f16c")  # as /proc/cpuinfo spells them
 SOURCE = Path(__file__).with_suffix(".cpp")
 ERRORS = {1: "this CPU lacks AVX2, FMA or F16C", 2: "the system refused a thread"}  # by the launcher's status
 

@@ -10,6 +10,7 @@ from task import input_t, output_t, unpack
 from problems.common import build
 
 TARGETS = ("cpu",)
+CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "f16c")  # as /proc/cpuinfo spells them
 SOURCE = Path(__file__).with_suffix(".cpp")
 ERRORS = {1: "this CPU lacks AVX-512 (F, BW, VL) or VNNI", 2: "the system refused a thread"}  # by the launcher's status
 

@@ -49,9 +49,9 @@ class Plan:
 
 # (m, k, l) -> plan and CTAs a batch: one CTA for nearly each of 148 multiprocessors, many warps in each; not measured.
 PLANS = {
-    (7168, 16384, 1): (Plan(warps=25, rows=2, prefetch=4), 144),
-    (4096, 7168, 8): (Plan(warps=29, rows=2, prefetch=4), 18),
-    (7168, 2048, 4): (Plan(warps=25, rows=2, prefetch=4), 36),
+    (7168, 16384, 1): (Plan(warps=25, rows=2, prefetch=2), 144),
+    (4096, 7168, 8): (Plan(warps=29, rows=2, prefetch=2), 18),
+    (7168, 2048, 4): (Plan(warps=25, rows=2, prefetch=1), 36),
 }
 DEFAULT = Plan(warps=8, rows=2, prefetch=2)  # one tile a CTA
 FEW_ROWS = Plan(warps=8, rows=1, prefetch=2)  # likewise, where m is below DEFAULT.rows
@@ -138,7 +138,8 @@ def vector(tensor: cute.Tensor, words: int, what: str) -> cute.Tensor:
     access of 4 * words bytes may use: a slice through the wrong mode, or a stride that breaks the alignment, is
     otherwise right on some shapes and slow or wrong on others.
     """
-    if tensor.shape != (words,) or tensor.stride != (1,):
+    known = all(isinstance(extent, int) for extent in (*tensor.shape, *tensor.stride))
+    if not known or tensor.shape != (words,) or tensor.stride != (1,):
         raise ValueError(f"{what} must be a slice of {words} words of stride 1, got {tensor.shape}:{tensor.stride}")
     if tensor.iterator.alignment % (4 * words):
         raise ValueError(f"{what} must be aligned to {4 * words} bytes, got {tensor.iterator.alignment}")

@@ -1,4 +1,4 @@
-"""sm90_cute: CuTe DSL; e2m1 to int8 by byte permutes and dp4a, x decoded once per CTA. Within 1.2x of a plain read."""
+"""sm90_cute: CuTe DSL; e2m1 to int8 by byte permutes, dp4a, x decoded once per CTA. 1.17x to 1.26x of a plain read."""
 
 import contextlib
 import functools
@@ -55,9 +55,9 @@ class Plan:
 
 # (m, k, l) -> plan and CTAs a batch: one CTA for nearly every multiprocessor of an H200, many warps in each.
 PLANS = {
-    (7168, 16384, 1): (Plan(warps=28, rows=2, prefetch=4), 128),
-    (4096, 7168, 8): (Plan(warps=32, rows=4, prefetch=2), 16),
-    (7168, 2048, 4): (Plan(warps=28, rows=2, prefetch=4), 32),
+    (7168, 16384, 1): (Plan(warps=28, rows=2, prefetch=2), 128),
+    (4096, 7168, 8): (Plan(warps=32, rows=4, prefetch=1), 16),
+    (7168, 2048, 4): (Plan(warps=28, rows=2, prefetch=1), 32),
 }
 DEFAULT = Plan(warps=8, rows=2, prefetch=2)  # one tile a CTA
 FEW_ROWS = Plan(warps=8, rows=1, prefetch=2)  # likewise, where m is below DEFAULT.rows
@@ -145,7 +145,8 @@ def vector(tensor: cute.Tensor, words: int, what: str) -> cute.Tensor:
     access of 4 * words bytes may use: a slice through the wrong mode, or a stride that breaks the alignment, is
     otherwise right on some shapes and slow or wrong on others.
     """
-    if tensor.shape != (words,) or tensor.stride != (1,):
+    known = all(isinstance(extent, int) for extent in (*tensor.shape, *tensor.stride))
+    if not known or tensor.shape != (words,) or tensor.stride != (1,):
         raise ValueError(f"{what} must be a slice of {words} words of stride 1, got {tensor.shape}:{tensor.stride}")
     if tensor.iterator.alignment % (4 * words):
         raise ValueError(f"{what} must be aligned to {4 * words} bytes, got {tensor.iterator.alignment}")

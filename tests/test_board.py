@@ -1,0 +1,330 @@
+"""Records to ranked tables: what ranks, what does not and why, and that nothing is left out silently."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+
+from harness import stats
+from leaderboard import board
+from tests.fixtures.records import CASES, ROOFS, bench, full, line, samples
+
+EXPECTED = {("nvfp4_gemv", "sm90"): [{**case, "seed": 1111} for case in CASES]}
+
+
+def one(records: list[dict], expected: dict = EXPECTED) -> board.Board:
+    """The sm90 board of `records`."""
+    (found,) = [b for b in board.build(records, "box", expected) if b.target == "sm90"]
+    return found
+
+
+def rows(found: board.Board) -> dict[str, pd.Series]:
+    return {row.variant: row for _, row in found.standing.iterrows()}
+
+
+def unranked(row: pd.Series) -> bool:
+    return row["rank"] is pd.NA
+
+
+# --- reading
+
+
+def test_a_truncated_last_line_is_reported_and_skipped():
+    text = json.dumps(line("test", "a")) + "\n" + json.dumps(line("test", "b"))[:50]
+    records, complaints = board.parse(text, "box/p.jsonl")
+    assert [record["variant"] for record in records] == ["a"]
+    assert len(complaints) == 1 and "box/p.jsonl:2" in complaints[0]
+
+
+def test_a_broken_line_in_the_middle_costs_that_line_alone():
+    text = "\n".join([json.dumps(line("test", "a")), '{"schema": 1, "run', "17", json.dumps(line("test", "b"))]) + "\n"
+    records, complaints = board.parse(text, "f")
+    assert [record["variant"] for record in records] == ["a", "b"]
+    assert [complaint.split()[0] for complaint in complaints] == ["f:2:", "f:3:"]
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", None])
+def test_another_schema_is_a_clear_error(schema):
+    with pytest.raises(ValueError, match=r"f:1: schema must be 1, got"):
+        board.parse(json.dumps(line("test", "a", schema=schema)), "f")
+
+
+def test_a_record_without_a_required_key_or_of_another_kind_is_an_error():
+    record = line("test", "a")
+    del record["variant"]
+    with pytest.raises(ValueError, match="f:1: a record must have variant"):
+        board.parse(json.dumps(record), "f")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        board.parse(json.dumps(line("trial", "a")), "f")
+
+
+def test_unknown_keys_are_kept():
+    records, _ = board.parse(json.dumps(line("test", "a", novelty=[1])), "f")
+    assert records[0]["novelty"] == [1]
+
+
+def test_no_records_no_boards():
+    assert board.parse("\n\n", "f") == ([], [])
+    assert board.build([], "box", EXPECTED) == []
+
+
+def test_a_time_that_is_no_date_is_an_error():
+    with pytest.raises(ValueError):
+        one([line("test", "a", time="yesterday")])
+
+
+# --- ranks
+
+
+def test_overlapping_intervals_share_a_rank():
+    assert board.ranks([(1, 2), (1.9, 3), (3.5, 4)]) == [1, 1, 3]
+    assert board.ranks([(1, 2), (2, 3)]) == [1, 1]  # touching is overlapping
+    assert board.ranks([]) == []
+
+
+def test_ties_are_with_the_groups_leader_not_with_the_neighbour():
+    """a ~ b and b ~ c, but a and c are apart: c is third, and d is tied with c."""
+    assert board.ranks([(1, 2), (1.5, 3), (2.5, 4), (3.9, 5)]) == [1, 1, 3, 3]
+
+
+def test_board_ranks_by_geomean_and_shares_ranks():
+    records = full("slow", 2.0) + full("tied", 1.101, spread=0.02) + full("first", 1.1, spread=0.02)
+    found = rows(one(records))
+    assert list(found) == ["first", "tied", "slow"]
+    assert [int(row["rank"]) for row in found.values()] == [1, 1, 3]
+    assert found["slow"].geomean_us == pytest.approx(2 * stats.geomean(ROOFS))
+    assert found["slow"].roof_share == pytest.approx(0.5)
+    interval = stats.geomean_interval([samples(2 * roof) for roof in ROOFS])
+    assert (found["slow"].lo_us, found["slow"].hi_us) == interval
+
+
+def test_order_of_lines_within_a_run_does_not_matter():
+    records = full("a", 1.1) + full("b", 1.5) + full("peer_p", 2.0, peer=True)
+    pd.testing.assert_frame_equal(one(records).standing, one(records[::-1]).standing)
+
+
+# --- gaps and failures
+
+
+def test_a_missing_case_is_unranked_with_its_coverage():
+    row = rows(one(full("a", 1.1) + full("b", 1.05)[:2]))["b"]
+    assert unranked(row) and math.isnan(row.geomean_us)
+    assert (row.done, row.wanted, row.status) == (2, 3, "MISSING")
+    assert row.reason == "not timed: m=7168 k=2048 l=4"
+
+
+def test_a_case_that_nobody_timed_is_missing_from_all():
+    found = rows(one(full("a", 1.1)[:2] + full("b", 1.2)[:2]))
+    assert all(unranked(row) and (row.done, row.wanted) == (2, 3) for row in found.values())
+
+
+def test_without_a_set_of_cases_the_base_runs_cases_count():
+    found = rows(one(full("a", 1.1) + full("b", 1.05)[:2], {}))
+    assert found["a"]["rank"] == 1 and unranked(found["b"]) and found["b"].wanted == 3
+
+
+def test_a_failed_case_is_unranked_with_status_and_reason():
+    failed = full("b", 1.0)
+    failed[1] = line("benchmark", "b", case=1, status="TIMEOUT", reason="no answer in 60 s")
+    found = one(full("a", 1.1) + failed)
+    row = rows(found)["b"]
+    assert unranked(row) and (row.status, row.done) == ("TIMEOUT", 2) and "no answer in 60 s" in row.reason
+    assert list(found.times[found.times.variant == "b"].status) == ["PASSED", "TIMEOUT", "PASSED"]
+
+
+def test_a_failed_test_case_outweighs_good_times():
+    wrong = line("test", "b", case=2, status="INCORRECT", reason="mismatch found!")
+    row = rows(one([*full("a", 1.1), *full("b", 1.0), wrong]))["b"]
+    assert unranked(row) and row.status == "INCORRECT" and "mismatch found!" in row.reason
+    assert math.isnan(row.geomean_us)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -3.0, None, "18.0", True])
+def test_what_is_no_time_never_ranks(value):
+    bad = full("b", 1.0)
+    bad[0]["median_us"] = value
+    row = rows(one(full("a", 1.1) + bad))["b"]
+    assert unranked(row) and (row.status, row.done) == ("INVALID_MEASUREMENT", 2) and "no time" in row.reason
+
+
+@pytest.mark.parametrize("value", [None, [], [[]], [[1.0, math.nan]], [[-1.0]], "x"])
+def test_without_valid_samples_there_is_no_interval_and_no_rank(value):
+    bad = full("b", 1.0)
+    bad[0]["samples_us"] = value
+    row = rows(one(full("a", 1.1) + bad))["b"]
+    assert unranked(row) and row.status == "PASSED" and any("no interval" in note for note in row.notes)
+
+
+def test_a_later_failure_takes_the_rank_away():
+    again = line("test", "b", run="r2", minute=9, status="INCORRECT", reason="wrong on a new seed")
+    row = rows(one(full("a", 1.1) + full("b", 1.0) + [again]))["b"]
+    assert unranked(row) and (row.status, row.run_id) == ("INCORRECT", "r2")
+
+
+def test_an_earlier_failure_is_history():
+    before = line("test", "b", run="r0", minute=0, status="INCORRECT", reason="wrong")
+    row = rows(one([before, *full("a", 1.1, minute=5), *full("b", 1.0, minute=5)]))["b"]
+    assert row["rank"] == 1 and row.status == "PASSED"
+
+
+def test_unsupported_elsewhere_does_not_undo_a_result_but_shows_where_nothing_else_is_known():
+    later = line("test", "b", run="r2", minute=9, case=None, status="UNSUPPORTED", reason="no GPU")
+    row = rows(one(full("a", 1.1) + full("b", 1.0) + [later]))["b"]
+    assert row["rank"] == 1
+    row = rows(one([*full("a", 1.1), later]))["b"]
+    assert unranked(row) and (row.status, row.reason) == ("UNSUPPORTED", "no GPU")
+
+
+def test_an_unsupported_case_is_a_failure_of_that_variant():
+    part = full("b", 1.0)[:2] + [line("benchmark", "b", case=2, status="UNSUPPORTED", reason="k below 4096")]
+    row = rows(one(full("a", 1.1) + part))["b"]
+    assert unranked(row) and row.status == "UNSUPPORTED" and "k below 4096" in row.reason
+
+
+def test_a_verdict_on_the_whole_entry_has_a_row():
+    broken = line("test", "b", case=None, status="RULE_BROKEN", reason="b.py:3: the word")
+    row = rows(one([*full("a", 1.1), broken]))["b"]
+    assert (row.status, row.reason) == ("RULE_BROKEN", "all cases: b.py:3: the word")
+
+
+def test_the_last_attempt_of_a_case_counts():
+    first = line("benchmark", "b", case=0, status="INVALID_MEASUREMENT", reason="below the bound")
+    assert rows(one([*full("a", 1.1), first, *full("b", 1.0)]))["b"]["rank"] == 1
+
+
+def test_tested_but_not_timed():
+    row = rows(one([*full("a", 1.1), line("test", "b", run="r2", minute=5)]))["b"]
+    assert unranked(row) and row.reason == "tested, not timed"
+
+
+# --- runs
+
+
+def test_the_newest_run_of_several_variants_is_the_board():
+    old = full("a", 1.0) + full("b", 1.5)
+    new = full("a", 1.2, run="r2", minute=5) + full("b", 1.1, run="r2", minute=5)
+    found = one(old + new)
+    assert found.run["run_id"] == "r2" and found.run["time"] == "2026-01-02 03:05:00 UTC"
+    assert list(rows(found)) == ["b", "a"]
+
+
+def test_a_variant_from_another_run_is_shown_and_not_ranked():
+    alone = full("c", 0.9, run="r2", minute=5)
+    found = one(full("a", 1.1) + full("b", 1.2) + alone)
+    row = rows(found)["c"]
+    assert found.run["run_id"] == "r1"
+    assert unranked(row) and row.run_id == "r2" and not row.base and board.OTHER_RUN in row.notes
+    assert row.geomean_us == pytest.approx(0.9 * stats.geomean(ROOFS))  # shown, though
+    assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
+
+
+def test_a_newer_run_alone_neither_replaces_the_boards_time_nor_hides():
+    row = rows(one(full("a", 1.1) + full("b", 1.2) + full("a", 0.5, run="r2", minute=5, source_hash="new")))["a"]
+    assert row.run_id == "r1" and row["rank"] == 1
+    assert row.notes == ["newer run r2, not comparable: PASSED", "source changed since"]
+
+
+def test_a_paired_run_does_not_displace_the_field():
+    pair = {"variant": "b", "ratio": 0.9, "ci95": [0.89, 0.91]}
+    paired = full("a", 0.9, run="r2", minute=5, against=pair) + full("b", 1.0, run="r2", minute=5)
+    found = one(full("a", 1.1) + full("b", 1.2) + full("c", 1.3) + paired)
+    assert found.run["run_id"] == "r1" and list(found.pairs.case) == list(found.cases)
+    assert found.pairs.iloc[0].to_dict() == {
+        "variant": "a", "against": "b", "case": "m=7168 k=16384 l=1",
+        "ratio": 0.9, "lo": 0.89, "hi": 0.91, "run_id": "r2",
+    }  # fmt: skip
+
+
+def test_the_newest_pair_counts_and_a_repeat_is_no_variant():
+    def pair(run, minute, ratio):
+        against = {"variant": "a#2", "ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
+        return full("a", 1.1, run=run, minute=minute, against=against) + full("a#2", 1.1, run=run, minute=minute)
+
+    found = one(full("a", 1.1) + full("b", 1.2) + pair("r2", 5, 1.5) + pair("r3", 6, 1.001))
+    assert set(found.pairs.ratio) == {1.001} and set(found.pairs.run_id) == {"r3"}
+    assert list(rows(found)) == ["a", "b"]
+
+
+def test_a_single_newest_run_is_a_board_of_one():
+    found = rows(one(full("a", 1.0) + full("b", 1.1, run="r2", minute=5)))
+    assert found["b"]["rank"] == 1 and unranked(found["a"])
+
+
+def test_an_incomplete_run_of_several_does_not_displace_a_complete_one():
+    part = full("a", 0.9, run="r2", minute=5)[:1] + full("b", 0.8, run="r2", minute=5)[:1]
+    assert one(full("a", 1.1) + full("b", 1.2) + part).run["run_id"] == "r1"
+
+
+def test_runs_are_ordered_by_time_not_by_place_in_the_file():
+    new = full("a", 1.2, run="r2", minute=5) + full("b", 1.1, run="r2", minute=5)
+    assert one(new + full("a", 1.0) + full("b", 1.5)).run["run_id"] == "r2"
+
+
+def test_times_of_cases_outside_the_set_are_named():
+    extra = bench("a", 0, 5.0) | {"case": {"m": 1, "k": 64, "l": 1}}
+    found = one([*full("a", 1.1), extra])
+    assert any("m=1 k=64 l=1" in note for note in found.notes) and rows(found)["a"]["rank"] == 1
+
+
+# --- peers, compiled variants, targets
+
+
+def test_peers_are_unranked_and_measure_the_others():
+    records = full("a", 1.0) + full("b", 3.0) + full("peer_slow", 4.0, peer=True)
+    found = one(records + full("peer_fast", 2.0, peer=True, untimed_us=812.0))
+    peer = rows(found)["peer_fast"]
+    assert unranked(peer) and peer.notes == ["left out of the time: 812 us a call"]
+    assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
+    assert rows(found)["a"].peer_ratio == pytest.approx(2.0) and rows(found)["b"].peer_ratio == pytest.approx(2 / 3)
+    assert list(found.times[found.times.variant == "a"].peer_ratio) == pytest.approx([2.0] * 3)
+
+
+def test_a_peer_that_failed_or_is_from_another_run_is_no_measure():
+    wrong = [*full("peer_w", 0.5, peer=True), line("test", "peer_w", status="INCORRECT", peer=True)]
+    other = full("peer_o", 0.5, peer=True, run="r0", minute=0)
+    records = [record | {"time": "2026-01-02T04:00:00Z"} for record in full("a", 1.0) + full("b", 1.1) + wrong]
+    found = one(other + records)
+    assert found.standing.peer_ratio.isna().all() and found.times.peer_ratio.isna().all()
+    assert board.OTHER_RUN in rows(found)["peer_o"].notes
+
+
+def test_compile_records_alone_are_compiled_not_run():
+    kernels = [{"name": "k1", "registers": 40, "spill_bytes": 0}, {"name": "k2", "registers": 64, "spill_bytes": 8}]
+    records = [*full("a", 1.1), line("compile", "b", case=None, status="COMPILED", resources=kernels)]
+    row = rows(one(records))["b"]
+    assert unranked(row) and row.status == "COMPILED" and row.notes == [board.COMPILED]
+    assert (row.registers, row.spill_bytes, row.kernels) == (64, 8, 2)
+    assert list(rows(one(records))) == ["a", "b"]
+
+
+def test_a_board_of_compiled_variants_knows_that_nothing_ran():
+    found = one([line("compile", "b", case=None, status="COMPILED", resources=[])])
+    assert not found.timed and found.times.empty and rows(found)["b"].kernels == 0
+    skipped = line("test", "b", run="r2", minute=5, case=None, status="UNSUPPORTED")
+    assert not one([line("compile", "b", case=None, status="COMPILED"), skipped]).timed
+
+
+def test_a_later_compile_error_is_the_state():
+    failed = line("compile", "a", run="r2", minute=5, case=None, status="COMPILE_ERROR", reason="no such instruction")
+    row = rows(one([*full("a", 1.1), failed]))["a"]
+    assert unranked(row) and (row.status, row.reason) == ("COMPILE_ERROR", "no such instruction")
+
+
+def test_a_compile_record_for_two_targets_is_on_both_boards():
+    kernels = [{"target": target, "registers": n, "spill_bytes": 0} for target, n in (("sm90", 40), ("sm100", 50))]
+    boards = board.build([line("compile", "b", case=None, status="COMPILED", resources=kernels)], "box", {})
+    assert {b.target: b.standing.iloc[0].registers for b in boards} == {"sm90": 40, "sm100": 50}
+
+
+def test_targets_and_problems_have_boards_of_their_own():
+    records = full("a", 1.1) + full("a", 9.0, target="cpu") + full("a", 2.0, problem="other")
+    boards = board.build(records, "box", {})
+    assert [(b.problem, b.target) for b in boards] == [("nvfp4_gemv", "cpu"), ("nvfp4_gemv", "sm90"), ("other", "sm90")]
+    assert all(b.standing.iloc[0]["rank"] == 1 for b in boards)
+
+
+def test_the_runs_oddities_are_noted():
+    records = full("a", 1.1, throttle=["hot"]) + full("b", 1.2, environment={"gpu": "another"})
+    notes = " ".join(one(records).notes)
+    assert "throttled" in notes and "hot" in notes and "environment changed" in notes

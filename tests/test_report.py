@@ -1,0 +1,215 @@
+"""The leaderboard's command line: what it prints and writes, and that a stale README is found out."""
+
+import csv
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+
+from leaderboard import report, tables
+from tests.fixtures.records import full, line, write
+
+ROOT = Path(__file__).resolve().parent.parent
+README = f"# A title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n"
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A GPU machine with a ranked variant, a peer, a wrong one and compiled ones, and a CPU machine."""
+    folder = tmp_path / "results"
+    compiled = {"status": "COMPILED", "resources": [{"name": "k", "registers": 40, "spill_bytes": 16}], "case": None}
+    gpu = [
+        *full("sm90_v1", 1.1), *full("sm90_v2", 1.5), *full("peer_p", 2.2, peer=True, untimed_us=700.0),
+        line("test", "sm90_bad", case=1, status="INCORRECT", reason="mismatch found! 3 | 4\nERROR AT (0, 0, 0): 1 2"),
+        line("compile", "sm90_new", **compiled), line("compile", "sm100_v1", target="sm100", **compiled),
+        *full("sm90_old", 1.0, run="r0", time="2025-12-31T00:00:00Z"),
+    ]  # fmt: skip
+    write(folder, "gpu-box", gpu)
+    write(folder, "cpu-box", [record | {"target": "cpu"} for record in full("cpu_v1", 1.3) + full("cpu_v2", 4.0)])
+    return folder
+
+
+@pytest.fixture
+def readme(tmp_path: Path, results: Path) -> list[str]:
+    """The options for a README and a machines.txt of our own, in tmp_path."""
+    (tmp_path / "README.md").write_text(README)
+    (tmp_path / "machines.txt").write_text("# committed\ngpu-box  # the GPU\n\n")
+    where = ["--machines", str(tmp_path / "machines.txt"), "--results", str(results)]
+    return ["--readme", str(tmp_path / "README.md"), *where]
+
+
+def said(capsys, *arguments) -> tuple[int, str, str]:
+    code = report.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def test_terminal_names_machine_run_clock_roof_and_every_variant(capsys, results):
+    code, out, err = said(capsys, "--results", results)
+    assert (code, err) == (0, "")
+    for word in ("gpu-box", "cpu-box", "Imaginary GPU", "driver 1.2", "CUDA 13.0", "torch 2.13", "cuda events", "r1"):
+        assert word in out
+    for word in ("2026-01-02 03:00:00 UTC", "0123456789ab", "roof (read)", "empty call", "18.00", "2.10", "2.00x"):
+        assert word in out
+    for name in ("sm90_v1", "sm90_v2", "peer_p", "sm90_bad", "sm90_new", "sm90_old", "sm100_v1", "cpu_v1", "cpu_v2"):
+        assert name in out
+    for state in ("INCORRECT", "compiled, not run", "left out of the time: 700 us", "from another run: not comparable"):
+        assert state in out
+
+
+def test_machine_and_problem_choose(capsys, results):
+    write(results, "cpu-box", [record | {"problem": "other", "target": "cpu"} for record in full("x", 1.0)])
+    _, out, _ = said(capsys, "--results", results, "--machine", "cpu-box", "problems/nvfp4_gemv")
+    assert "cpu_v1" in out and "gpu-box" not in out and "other" not in out
+    code, _, err = said(capsys, "--results", results, "no_such_problem")
+    assert code == 2 and "no problem no_such_problem" in err
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown", "csv"])
+def test_no_records_is_one_line_and_no_failure(capsys, tmp_path, form):
+    code, out, err = said(capsys, "--results", tmp_path / "none", "--format", form)
+    assert code == 0 and "no records" in (out if form == "terminal" else err)
+    assert (out + err).count("no records") == 1 and len(out.splitlines()) <= 1
+
+
+def test_an_unknown_machine_is_told_which_there_are(capsys, results):
+    code, out, _ = said(capsys, "--results", results, "--machine", "nowhere")
+    assert code == 0 and out.count("\n") == 1 and "cpu-box, gpu-box" in out
+
+
+def test_a_truncated_line_is_reported_and_the_rest_is_shown(capsys, results):
+    write(results, "gpu-box", [], tail='{"schema": 1, "reas\u00f6')
+    file = results / "gpu-box" / "nvfp4_gemv.jsonl"
+    file.write_bytes(file.read_bytes()[:-1])  # cut within a character
+    code, out, err = said(capsys, "--results", results)
+    assert code == 0 and "sm90_v1" in out and "warning: gpu-box/nvfp4_gemv.jsonl:" in err and "broken line" in err
+
+
+def test_an_unknown_schema_is_an_error(capsys, results):
+    write(results, "gpu-box", [line("test", "a", schema=99)])
+    code, _, err = said(capsys, "--results", results)
+    assert code == 2 and "schema must be 1, got 99" in err and "Traceback" not in err
+
+
+def test_csv_has_a_row_per_variant_and_case(capsys, results):
+    code, out, _ = said(capsys, "--results", results, "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(out)))
+    mine = [row for row in lines if row["variant"] == "sm90_v1"]
+    assert code == 0 and [row["case"] for row in mine] == ["geomean", *sorted({row["case"] for row in mine} - {"geomean"},
+                                                           key=[row["case"] for row in mine].index)]  # fmt: skip
+    assert len(mine) == 4 and mine[0]["rank"] == "1" and float(mine[1]["time_us"]) == pytest.approx(19.8)
+    assert float(mine[1]["roof_share"]) == pytest.approx(1 / 1.1, rel=1e-4)
+    (wrong,) = [row for row in lines if row["variant"] == "sm90_bad" and row["case"] == "geomean"]
+    assert wrong["rank"] == wrong["time_us"] == "" and "ERROR AT (0, 0, 0): 1 2" in wrong["reason"]
+
+
+def test_markdown_tables_are_whole(capsys, results):
+    """A reason with | and a line break must not break its table."""
+    _, out, _ = said(capsys, "--results", results, "--format", "markdown")
+    rows = [text for text in out.splitlines() if text.startswith("|")]
+    blocks = [block.splitlines() for block in out.split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 3 and sum(map(len, blocks)) == len(rows)
+    for block in blocks:
+        assert {text.replace("\\|", "").count("|") for text in block} == {block[0].count("|")}
+    assert r"mismatch found! 3 \| 4 ERROR AT" in out
+
+
+def test_markup_in_a_reason_stays_text():
+    assert tables.escape("<b>*x*\n[a](b) `c`") == r"\<b\>\*x\* \[a\](b) \`c\`"
+
+
+def test_out_writes_tables_and_readable_pictures(capsys, results, tmp_path):
+    out = tmp_path / "new" / "out"
+    code, _, _ = said(capsys, "--results", results, "--out", out)
+    names = {"board.md", "board.csv", "gpu-box_nvfp4_gemv_sm90.png", "cpu-box_nvfp4_gemv_cpu.png"}
+    assert code == 0 and {path.name for path in out.iterdir()} == names  # nothing to draw of sm100
+    pixels = image.imread(out / "gpu-box_nvfp4_gemv_sm90.png")
+    assert min(pixels.shape[:2]) > 300 and pixels[..., :3].std() > 0.05
+    first = {path.name: path.read_bytes() for path in out.iterdir()}
+    said(capsys, "--results", results, "--out", out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == first
+
+
+def test_a_picture_with_nothing_but_odd_values(capsys, tmp_path):
+    """No roof, no interval, no time in one case, a time under its roof."""
+    odd = full("a", 0.9, roof_us=None, ci95_us=None) + full("b", 0.8)
+    odd[1] |= {"status": "TIMEOUT", "median_us": None}
+    write(tmp_path / "results", "box", [*odd, *full("c", 0.95)[:1]])
+    code, _, _ = said(capsys, "--results", tmp_path / "results", "--out", tmp_path / "out")
+    assert code == 0 and (tmp_path / "out" / "box_nvfp4_gemv_sm90.png").stat().st_size > 0
+
+
+# --- the README
+
+
+def test_readme_is_filled_in_between_its_markers(capsys, tmp_path, readme):
+    assert said(capsys, *readme)[0] == 0
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(f"# A title\n\n{report.BEGIN}\n") and text.endswith(f"{report.END}\n\nThe end.\n")
+    assert "sm90_v1" in text and "old\n" not in text and "cpu-box" not in text  # machines.txt does not list it
+    assert "rewritten" not in said(capsys, *readme)[1]
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_check_finds_a_readme_that_is_stale(capsys, tmp_path, results, readme):
+    """By its own text, by a new record, by a removed machine; and it writes nothing."""
+    file = tmp_path / "README.md"
+    code, out, _ = said(capsys, *readme, "--check")
+    assert code == 1 and "stale" in out and file.read_text() == README
+    said(capsys, *readme)
+    fresh = file.read_text()
+    assert said(capsys, *readme, "--check")[0] == 0
+    file.write_text(fresh.replace("sm90_v1", "sm90_v9"))
+    assert said(capsys, *readme, "--check")[0] == 1
+    file.write_text(fresh)
+    write(results, "gpu-box", full("sm90_v1", 1.05, run="r9", minute=9) + full("sm90_v2", 1.4, run="r9", minute=9))
+    code, out, _ = said(capsys, *readme, "--check")
+    assert code == 1 and "r9" in out and file.read_text() == fresh
+    said(capsys, *readme)
+    assert said(capsys, *readme, "--check")[0] == 0
+    (tmp_path / "machines.txt").write_text("# none\n")
+    assert said(capsys, *readme, "--check")[0] == 1
+
+
+def test_without_listed_machines_the_readme_says_so(capsys, tmp_path, readme):
+    (tmp_path / "machines.txt").write_text("# none yet\n")
+    said(capsys, *readme)
+    assert "No machine's records are committed yet." in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["# no markers\n", f"{report.END}\n{report.BEGIN}\n", README + report.BEGIN])
+def test_a_readme_without_its_markers_is_an_error_and_stays(capsys, tmp_path, readme, text):
+    (tmp_path / "README.md").write_text(text)
+    for more in ([], ["--check"]):
+        code, _, err = said(capsys, *readme, *more)
+        assert code == 2 and "README.md must hold the lines" in err
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_a_listed_machine_without_records_is_an_error(capsys, tmp_path, readme):
+    (tmp_path / "machines.txt").write_text("gpu-box\nghost\n")
+    code, _, err = said(capsys, *readme)
+    assert code == 2 and "ghost" in err
+
+
+def test_readme_takes_no_filter(readme):
+    with pytest.raises(SystemExit) as stop:
+        report.main([*readme, "--machine", "gpu-box"])
+    assert stop.value.code == 2
+
+
+def test_the_readme_of_this_project_is_current(capsys):
+    """`make board` renders it. That a stale one is found out is shown above, on a README of the test's own."""
+    file = ROOT / "README.md"
+    if not file.is_file() or report.BEGIN not in file.read_text(encoding="utf-8"):
+        pytest.skip("README.md has no board")
+    code, out, err = said(capsys, "--check")
+    assert code == 0, out + err
+
+
+def test_it_runs_as_a_script_from_anywhere(tmp_path, results):
+    command = [sys.executable, str(ROOT / "leaderboard" / "report.py"), "--results", str(results), "--machine", "cpu-box"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "cpu_v1" in done.stdout, done.stderr

@@ -18,7 +18,7 @@ from harness import native
 
 FLUSH_FACTOR = 3  # times the last-level cache
 FLUSH_CONFIG = 0  # any configuration of the reader will do
-SPIN_MARGIN_US = 40  # events, the mark and the capture are enqueued under the spin as well
+SPIN_MARGIN_US = 100  # events, the mark and the capture are enqueued under the spin as well
 FIRST_SPIN_US = 1000  # before the call's own enqueue time is known
 
 

@@ -80,7 +80,7 @@ class Run:
         judged = [Judged(entry, self._target_of(entry)) for entry in chosen]
         runnable = [j for j in judged if self._admit(j)]
         if args.sanitize:
-            return self._sanitize(runnable)
+            return self._sanitize([j for j in runnable if not j.entry.peer])
         if runnable:
             self._judge(runnable)
         self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.entry.targets])

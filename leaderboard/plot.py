@@ -106,12 +106,20 @@ def _axis(panel: Axes) -> None:
     lo, hi = panel.get_xlim()
     ticks = next(ticks for subs in SUBS if 3 <= len(ticks := _between(lo, hi, subs)) <= 6 or subs == SUBS[-1])
     panel.xaxis.set_major_locator(FixedLocator(ticks))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     panel.xaxis.set_minor_locator(NullLocator())
     panel.grid(axis="x", which="major", color="#E4E4E4", linewidth=0.7)
     panel.set_axisbelow(True)
     for side in ("top", "right", "left"):
         panel.spines[side].set_visible(False)
+
+
+def _short(value: float) -> str:
+    """A tick's label, short enough for six in a panel: 20, 1.5k, 3M."""
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
 
 
 def _between(lo: float, hi: float, subs: tuple[float, ...]) -> list[float]:

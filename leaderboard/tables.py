@@ -28,7 +28,7 @@ def facts(board: Board) -> list[str]:
     named = {"gpu": "", "cpu": "", "cuda": "CUDA "}
     parts = [
         f"{named.get(key, key + ' ')}{environment[key]}"
-        for key in (*shown, "torch", "python", "platform", "cutlass_dsl")
+        for key in (*shown, "torch", "python", "cutlass_dsl")
         if environment.get(key)
     ]
     lines = ["Machine: " + (", ".join(parts) or "not recorded")]
@@ -44,7 +44,7 @@ def standing(board: Board) -> Table:
     """-> (header, rows). With times: a row per variant, the roof and the empty call. Without: what was compiled."""
     if not board.timed:
         return ["variant", "state", "registers", "spilled"], [
-            [row.variant, _state(row), *_compiled(row)] for row in board.standing.itertuples()
+            [row.variant, _state(row, resources=False), *_compiled(row)] for row in board.standing.itertuples()
         ]
     with_run = not board.standing.base.all()
     with_peer = bool(board.standing.peer_ratio.notna().any())
@@ -179,17 +179,16 @@ def _error(times: pd.DataFrame, row: tuple) -> str:
     return f"{worst[measure]:.1e} / {worst.tolerance:.1e}"
 
 
-def _state(row: tuple) -> str:
-    """Status, why, and the notes of a row, on one line."""
+def _state(row: tuple, resources: bool = True) -> str:
+    """Status, why, the notes, and if wanted the registers and spills of a row, on one line."""
     reason = " ".join(row.reason.split())
     reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
     quiet = row.status in ("PASSED", "COMPILED")  # the notes say it, or it goes without saying
     parts = [] if quiet else [": ".join(filter(None, [row.status, reason]))]
     parts += row.notes
-    if row.status == "COMPILED" and row.kernels:
-        registers, spilled = _compiled(row)
-        parts.append(f"{registers} registers, {spilled} spilled")
-    elif row.spill_bytes > 0:
+    if resources and row.status == "COMPILED" and math.isfinite(row.registers):
+        parts.append(f"{row.registers:.0f} registers")
+    if resources and (row.spill_bytes > 0 or (row.status == "COMPILED" and row.spill_bytes == 0)):
         parts.append(f"spills {row.spill_bytes:.0f} B")
     return "; ".join(parts) or "ok"
 

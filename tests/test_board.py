@@ -80,6 +80,7 @@ def test_a_time_that_is_no_date_is_an_error():
 def test_overlapping_intervals_share_a_rank():
     assert board.ranks([(1, 2), (1.9, 3), (3.5, 4)]) == [1, 1, 3]
     assert board.ranks([(1, 2), (2, 3)]) == [1, 1]  # touching is overlapping
+    assert board.ranks([(3, 4), (1, 2)]) == [1, 2]  # an interval may lie off its own geomean
     assert board.ranks([]) == []
 
 
@@ -97,6 +98,13 @@ def test_board_ranks_by_geomean_and_shares_ranks():
     assert found["slow"].roof_share == pytest.approx(0.5)
     interval = stats.geomean_interval([samples(2 * roof) for roof in ROOFS])
     assert (found["slow"].lo_us, found["slow"].hi_us) == interval
+
+
+def test_times_follow_the_standing_and_the_boards_cases():
+    found = one([record for variant in "cbad" for record in full(variant, 1 + ord(variant) / 100)])
+    assert found.cases == [board.case_label(case) for case in CASES]
+    places = list(zip(found.times.variant, found.times.case, strict=True))
+    assert places == [(name, case) for name in "abcd" for case in found.cases]
 
 
 def test_order_of_lines_within_a_run_does_not_matter():
@@ -241,8 +249,10 @@ def test_the_newest_pair_counts_and_a_repeat_is_no_variant():
         against = {"variant": "a#2", "ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
         return full("a", 1.1, run=run, minute=minute, against=against) + full("a#2", 1.1, run=run, minute=minute)
 
-    found = one(full("a", 1.1) + full("b", 1.2) + pair("r2", 5, 1.5) + pair("r3", 6, 1.001))
-    assert set(found.pairs.ratio) == {1.001} and set(found.pairs.run_id) == {"r3"}
+    newest = [record for ratio in (1.4, 1.001) for record in pair("r3", 6, ratio) if record["case"] != CASES[2]]
+    found = one(full("a", 1.1) + full("b", 1.2) + pair("r2", 5, 1.5) + newest)
+    assert list(found.pairs.ratio) == [1.001] * 2  # nothing of r2's third case, nor of r3's first attempt
+    assert set(found.pairs.run_id) == {"r3"}
     assert list(rows(found)) == ["a", "b"]
 
 

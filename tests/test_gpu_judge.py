@@ -41,7 +41,8 @@ SUBMISSIONS = {
         "RUNTIME_ERROR", "",
     ),
     "hangs": (
-        "def custom_kernel(data):\n    torch.cuda._sleep(2**50)\n    torch.cuda.synchronize()\n    return data.c\n",
+        "def custom_kernel(data):\n"
+        "    torch.cuda._sleep(2**50)\n    torch.cuda.synchronize()\n    return data.c\n",
         "TIMEOUT", "no answer within",
     ),
     "returns_unwritten": ("def custom_kernel(data):\n    return data.c\n", "INCORRECT", "Number of mismatched elements"),

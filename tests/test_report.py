@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
-from leaderboard import report, tables
-from tests.fixtures.records import full, line, write
+from leaderboard import board, report, tables
+from tests.fixtures.records import CASES, full, line, write
 
 ROOT = Path(__file__).resolve().parent.parent
 README = f"# A title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n"
@@ -59,6 +59,17 @@ def test_terminal_names_machine_run_clock_roof_and_every_variant(capsys, results
         assert state in out
 
 
+@pytest.mark.parametrize("resources", [None, [], [{"bytes": 9}], [{"name": "k", "registers": 40, "spill_bytes": 16}]])
+def test_registers_and_spills_are_shown_where_they_are_known(capsys, tmp_path, resources):
+    compiled = line("compile", "new", case=None, status="COMPILED", resources=resources)
+    write(tmp_path, "box", [*full("a", 1.0), compiled, compiled | {"target": "sm100"}])
+    _, out, _ = said(capsys, "--results", tmp_path, "--format", "markdown")
+    known = bool(resources) and "registers" in resources[0]
+    assert ("compiled, not run; 40 registers; spills 16 B |" in out) == known  # among the timed
+    assert ("| new | compiled, not run | 40 | 16 B |" in out) == known
+    assert out.count("compiled, not run") == 2 and ("not run |" in out)
+
+
 def test_machine_and_problem_choose(capsys, results):
     write(results, "cpu-box", [record | {"problem": "other", "target": "cpu"} for record in full("x", 1.0)])
     _, out, _ = said(capsys, "--results", results, "--machine", "cpu-box", "problems/nvfp4_gemv")
@@ -97,9 +108,8 @@ def test_csv_has_a_row_per_variant_and_case(capsys, results):
     code, out, _ = said(capsys, "--results", results, "--format", "csv")
     lines = list(csv.DictReader(io.StringIO(out)))
     mine = [row for row in lines if row["variant"] == "sm90_v1"]
-    assert code == 0 and [row["case"] for row in mine] == ["geomean", *sorted({row["case"] for row in mine} - {"geomean"},
-                                                           key=[row["case"] for row in mine].index)]  # fmt: skip
-    assert len(mine) == 4 and mine[0]["rank"] == "1" and float(mine[1]["time_us"]) == pytest.approx(19.8)
+    assert code == 0 and [row["case"] for row in mine] == ["geomean", *map(board.case_label, CASES)]
+    assert mine[0]["rank"] == "1" and float(mine[1]["time_us"]) == pytest.approx(19.8)
     assert float(mine[1]["roof_share"]) == pytest.approx(1 / 1.1, rel=1e-4)
     (wrong,) = [row for row in lines if row["variant"] == "sm90_bad" and row["case"] == "geomean"]
     assert wrong["rank"] == wrong["time_us"] == "" and "ERROR AT (0, 0, 0): 1 2" in wrong["reason"]
@@ -210,6 +220,7 @@ def test_the_readme_of_this_project_is_current(capsys):
 
 
 def test_it_runs_as_a_script_from_anywhere(tmp_path, results):
-    command = [sys.executable, str(ROOT / "leaderboard" / "report.py"), "--results", str(results), "--machine", "cpu-box"]
+    script = str(ROOT / "leaderboard" / "report.py")
+    command = [sys.executable, script, "--results", str(results), "--machine", "cpu-box"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "cpu_v1" in done.stdout, done.stderr

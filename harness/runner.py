@@ -189,7 +189,10 @@ def main() -> None:
         wire.send(sock, _error("import", error))
         return
     wire.send(sock, {"ready": True, "clock": runner.clock.name})
-    handlers = {"open": runner.open, "warm": runner.warm, "call": runner.call, "profile": runner.profile, "compile": runner.compile}
+    handlers = {
+        "open": runner.open, "warm": runner.warm, "call": runner.call, "profile": runner.profile,
+        "compile": runner.compile,
+    }  # fmt: skip
     while True:
         try:
             message, fds = wire.receive(sock)

@@ -45,7 +45,9 @@ SUBMISSIONS = {
         "    torch.cuda._sleep(2**50)\n    torch.cuda.synchronize()\n    return data.c\n",
         "TIMEOUT", "no answer within",
     ),
-    "returns_unwritten": ("def custom_kernel(data):\n    return data.c\n", "INCORRECT", "Number of mismatched elements"),
+    "returns_unwritten": (
+        "def custom_kernel(data):\n    return data.c\n", "INCORRECT", "Number of mismatched elements",
+    ),
     "takes_too_much": (
         "def custom_kernel(data):\n    return torch.empty(2**40, dtype=torch.uint8, device='cuda')\n",
         "RUNTIME_ERROR", "out of memory",

@@ -69,11 +69,11 @@ BENCHMARKS_CPU = BENCHMARKS
 # One rounding of the sum to fp16 (half an ulp, 2^-11), and the 2^-10 of it that an inexact sum may shift.
 RTOL = 2**-11 * (1 + 2**-10)
 # fp32 summation, in any order, of block terms s_a s_b dot with |dot| <= 16 * 36: 8 units of 2^-24 of that bound.
-# A term is typically 1/17 of the bound, so 8 units cover 136 of its own: a lane of 1024 / 32 terms and its tree have 37.
+# A term is typically 1/17 of the bound, so 8 units cover 136 of its own; a lane of 32 terms and its tree have 37.
 SUM_UNITS = 8 * 2**-24 * 576
 # fp16 has no finer step below 2^-14 than 2^-24, so half of that is a rounding too.
 ATOL = 2**-25
-# Frobenius norm, per batch l. Humming's fp16 W4A16 GEMM rounds and splits K: 3.5e-3 was measured for bf16 on this shape.
+# Frobenius norm, per batch l. Humming's fp16 W4A16 GEMM rounds and splits K: 3.5e-3 was measured for bf16 here.
 PEER_TOL = 5e-3
 
 

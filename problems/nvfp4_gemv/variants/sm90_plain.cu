@@ -7,38 +7,31 @@
 #include <cstdint>
 #include <cuda_fp16.h>
 
+#include "nvfp4.cuh"
+
 constexpr int WARPS = 8;        // rows of a CTA: one a warp
 constexpr int X_TILE = 8192;    // values of x decoded into shared memory at a time: 16 KiB as fp16, 4 CTAs an SM fit
 constexpr int LANE_VALUES = 32; // values of one 128-bit load: two scale blocks
 
-// Two e2m1 codes in bits 31:28 and 15:12 of y (other bits ignored) -> their values * 2^-14 as half2, exactly:
-// e2m1's exponent and mantissa bits are the lowest exponent bits and the highest mantissa bit of a half.
-__device__ __forceinline__ __half2 place(uint32_t y) {
-    uint32_t bits = (y & 0x80008000u) | ((y >> 3) & 0x0E000E00u);
-    return *reinterpret_cast<__half2*>(&bits);
-}
-
-// Pair i = 0..3 of a word of eight codes: values (i, i + 4) * 2^-14.
-__device__ __forceinline__ __half2 pair(uint32_t word, int i) { return place(word << (12 - 4 * i)); }
+__device__ __forceinline__ __half2 half2_of(uint32_t bits) { return *reinterpret_cast<__half2*>(&bits); }
 
 // Two e4m3 bytes -> two floats.
 __device__ __forceinline__ float2 scales(uint16_t bytes) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bytes));
-    return __half22float2(*reinterpret_cast<__half2*>(&halves));
+    return __half22float2(half2_of(nvfp4::e4m3x2_to_half2_bits(bytes)));
 }
 
-// Sixteen values, words 0 and 1 of a block, against x (pairs as `pair` yields them, times 2^12).
+// Sixteen values, words 0 and 1 of a block, against x (pairs as placed8 has them, but values * 2^12).
 // Exact: products are multiples of 2^-4 up to 9, each half adds eight of them, and fp16 holds 8 * 9 * 2^4 = 1152 steps.
 // -> the dot product * 2^-2.
 __device__ __forceinline__ float block_dot(uint32_t word0, uint32_t word1, uint4 x0, uint4 x1) {
-    const __half2 *v0 = reinterpret_cast<const __half2*>(&x0), *v1 = reinterpret_cast<const __half2*>(&x1);
+    nvfp4::Half2x4 const w0 = nvfp4::placed8(word0), w1 = nvfp4::placed8(word1);
+    uint32_t const v0[4] = {x0.x, x0.y, x0.z, x0.w}, v1[4] = {x1.x, x1.y, x1.z, x1.w};
     __half2 sum = __float2half2_rn(0.f);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum = __hfma2(pair(word0, i), v0[i], sum);
+    for (int i = 0; i < 4; ++i) sum = __hfma2(half2_of(w0.pair[i]), half2_of(v0[i]), sum);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum = __hfma2(pair(word1, i), v1[i], sum);
-    float2 halves = __half22float2(sum);
+    for (int i = 0; i < 4; ++i) sum = __hfma2(half2_of(w1.pair[i]), half2_of(v1[i]), sum);
+    float2 const halves = __half22float2(sum);
     return halves.x + halves.y;
 }
 
@@ -48,7 +41,7 @@ __device__ __forceinline__ int at(int i, int j) { return 4 * i + (j ^ (i / 2 % 4
 __global__ void __launch_bounds__(32 * WARPS) gemv(const uint8_t* __restrict__ a, const uint8_t* __restrict__ b,
                                                    const uint8_t* __restrict__ sfa, const uint8_t* __restrict__ sfb,
                                                    __half* __restrict__ c, int m, int k) {
-    __shared__ uint4 x[X_TILE / 8];        // eight halves each: pairs (0, 4) (1, 5) (2, 6) (3, 7), times 2^12
+    __shared__ uint4 x[X_TILE / 8];        // eight halves each: pairs (0, 4) (1, 5) (2, 6) (3, 7) * 2^12
     __shared__ float2 xs[X_TILE / 32];     // scales of two blocks, times 2^2, which block_dot leaves out
     int const lane = threadIdx.x % 32;
     int64_t const batch = blockIdx.y;
@@ -63,11 +56,11 @@ __global__ void __launch_bounds__(32 * WARPS) gemv(const uint8_t* __restrict__ a
         int const values = min(X_TILE, k - k0);
         __syncthreads();  // the last tile is read by now
         for (int i = threadIdx.x; i < values / 8; i += 32 * WARPS) {
-            uint32_t word = x_codes[k0 / 8 + i];
-            __half2 wide[4];
+            nvfp4::Half2x4 const placed = nvfp4::placed8(x_codes[k0 / 8 + i]);
+            __half2 wide[4], twice13 = __float2half2_rn(8192.f);
 #pragma unroll
-            for (int j = 0; j < 4; ++j)  // 2^26 is past fp16: twice 2^13, both steps exact
-                wide[j] = __hmul2(__hmul2(pair(word, j), __float2half2_rn(8192.f)), __float2half2_rn(8192.f));
+            for (int j = 0; j < 4; ++j)  // 2^26 is past fp16: 2^13 twice, both steps exact
+                wide[j] = __hmul2(__hmul2(half2_of(placed.pair[j]), twice13), twice13);
             x[at(i / 4, i % 4)] = *reinterpret_cast<uint4*>(wide);
         }
         for (int i = threadIdx.x; i < values / 32; i += 32 * WARPS) {
@@ -90,8 +83,8 @@ __global__ void __launch_bounds__(32 * WARPS) gemv(const uint8_t* __restrict__ a
 }
 
 // Arrays as above, on the device; -> a cudaError_t. l is at most 65535, the second grid dimension.
-extern "C" int launch(const uint8_t* a, const uint8_t* b, const uint8_t* sfa, const uint8_t* sfb, __half* c, int m, int k,
-                      int l) {
+extern "C" int launch(const uint8_t* a, const uint8_t* b, const uint8_t* sfa, const uint8_t* sfb, __half* c, int m,
+                      int k, int l) {
     gemv<<<dim3((m + WARPS - 1) / WARPS, l), 32 * WARPS>>>(a, b, sfa, sfb, c, m, k);
     return cudaGetLastError();
 }

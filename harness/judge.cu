@@ -74,23 +74,6 @@ __global__ void touch(const char* data, size_t bytes, unsigned* sink) {
     if (sum == 0x9E3779B9u) atomicXor(sink, sum);
 }
 
-__device__ __forceinline__ unsigned long long mix(unsigned long long z) {  // splitmix64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
-
-// XOR with a keyed sequence: twice is nothing. A slot's contents stay unreadable in the runner until the key comes.
-__global__ void mask(ulonglong2* data, size_t n, unsigned long long key) {
-    const size_t step = size_t(gridDim.x) * blockDim.x;
-    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += step) {
-        ulonglong2 v = data[i];
-        v.x ^= mix(key + (2 * i + 1) * 0x9E3779B97F4A7C15ull);
-        v.y ^= mix(key + (2 * i + 2) * 0x9E3779B97F4A7C15ull);
-        data[i] = v;
-    }
-}
-
 struct Config {
     int blocks_per_sm;  // 0: as many blocks as give every thread one round of loads
     int threads, loads, pieces;
@@ -123,12 +106,6 @@ int judge_spin(unsigned long long nanoseconds) {
 
 int judge_mark() {
     mark<<<1, 32>>>();
-    return cudaGetLastError();
-}
-
-int judge_mask(void* data, size_t bytes, unsigned long long key, int sms) {
-    if (bytes % 16) return cudaErrorInvalidValue;
-    if (bytes) mask<<<8 * sms, 256>>>((ulonglong2*)data, bytes / 16, key);
     return cudaGetLastError();
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from harness.problem import Case, Entry, Problem
 from harness.process import ROOT
+from harness.session import ARCH
 
 OUT = ROOT / "leaderboard" / "out" / "profile"
 TOOL_LIMIT_S = 540
@@ -39,7 +40,7 @@ _DIGEST = (
 )  # fmt: skip
 
 
-def ncu(problem: Problem, entry: Entry, case: Case) -> str:
+def ncu(problem: Problem, entry: Entry, case: Case, target: str) -> str:
     """One call of `case` under ncu; the full report is kept. -> the digest. RuntimeError: ncu missing or failed."""
     OUT.mkdir(parents=True, exist_ok=True)
     report = OUT / f"{problem.name}-{entry.name}-{'-'.join(map(str, case.params.values()))}.ncu-rep"
@@ -50,7 +51,7 @@ def ncu(problem: Problem, entry: Entry, case: Case) -> str:
         "--metrics", "dram__bytes_read.sum.per_second",
         *_solo(problem, entry, [case]),
     ]  # fmt: skip
-    _run(command, "ncu", {})
+    _run(command, "ncu", _dsl(target))
     page = _run([_tool("ncu"), "--import", str(report), "--page", "raw", "--csv"], "ncu --import", {})
     return f"{digest(page)}\nfull report: {report.relative_to(ROOT)}"
 
@@ -79,14 +80,14 @@ def digest(page: str) -> str:
     return "\n".join(text)
 
 
-def sanitize(problem: Problem, entry: Entry, cases: list[Case], tool: str) -> tuple[bool, str]:
+def sanitize(problem: Problem, entry: Entry, cases: list[Case], tool: str, target: str) -> tuple[bool, str]:
     """`cases` under compute-sanitizer's `tool`. -> (clean, its last lines). RuntimeError if it is missing."""
     # Every tensor an allocation of its own, so that an access past one is seen.
     command = [
         _tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "66", "--launch-timeout", "120",
         *_solo(problem, entry, cases),
     ]  # fmt: skip
-    extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **_dsl(target)}
     result = subprocess.run(
         command, cwd=ROOT, env=_environment(extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=TOOL_LIMIT_S, errors="replace",
@@ -99,6 +100,11 @@ def sanitize(problem: Problem, entry: Entry, cases: list[Case], tool: str) -> tu
 def _solo(problem: Problem, entry: Entry, cases: list[Case]) -> list[str]:
     specs = json.dumps([{**case.params, "seed": case.seed} for case in cases])
     return [sys.executable, "-m", "harness.solo", str(problem.folder), str(entry.file), "cuda", specs]
+
+
+def _dsl(target: str) -> dict[str, str]:
+    """Told its target, the CuTe DSL does not probe the device, whose failing look-ups a sanitizer counts as errors."""
+    return {"CUTE_DSL_ARCH": ARCH[target]}
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:

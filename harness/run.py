@@ -305,7 +305,7 @@ class Run:
         if self.device == "cuda":
             for case in cases:
                 try:
-                    console.say(f"{case}\n{profiling.ncu(self.problem, entry, case)}")
+                    console.say(f"{case}\n{profiling.ncu(self.problem, entry, case, self.target)}")
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     console.say(f"no ncu report: {error}")
                     break
@@ -319,7 +319,7 @@ class Run:
         for j in judged:
             for tool in SANITIZE_TOOLS:
                 try:
-                    ok, tail = profiling.sanitize(self.problem, j.entry, cases, tool)
+                    ok, tail = profiling.sanitize(self.problem, j.entry, cases, tool, self.target)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     raise UsageError(f"--sanitize: {error}") from None
                 clean &= ok

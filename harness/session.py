@@ -47,8 +47,7 @@ class Entrant:
     lost: int = 0  # processes that died
     opened: tuple | None = None  # what its slots were allocated for
     calls: int = 0  # of the present process
-    turn: int = 0  # calls on the present slots
-    handles: list = field(default_factory=list)  # of the slots' device parts, given out call by call
+    turn: int = 0  # next slot
     last_loss: Outcome | None = None
     notes: set[str] = field(default_factory=set)
 
@@ -140,19 +139,20 @@ class Session:
             slot = entrant.turn % slots
             address = {"runner": entrant.name, "slot": slot}
             # With several slots on a GPU, the runner calls once more on the slot before, whose call is closed: the
-            # checker's kernels have driven out the submission's code. The new contents are out of its reach until
-            # their handle comes, with the call.
+            # checker's kernels and the flush have evicted the submission's code. Until the key comes, after that, the
+            # new contents are masked.
             warm = self.device == "cuda" and slots > 1 and entrant.entry is not None and entrant.turn > 0
+            key = secrets.randbits(64) if warm else None
             entrant.turn += 1
-            self._ask({"op": "fill", **address})
+            self._ask({"op": "fill", **address, "key": key})
             limit = self.call_limit_s if entrant.calls else self.first_call_limit_s
             entrant.calls += 1
             reply: dict = {}
             if warm:
-                reply, _ = entrant.child.request({"op": "warm", "peer": entrant.peer}, limit)
+                before = {"slot": (slot - 1) % slots, "peer": entrant.peer}
+                reply, _ = entrant.child.request({"op": "warm", **before}, limit)
             if "failed" not in reply:
-                handle = entrant.handles[slot]
-                message = {"op": "call", "slot": slot, "handle": handle, "what": what, "peer": entrant.peer}
+                message = {"op": "call", "slot": slot, "what": what, "peer": entrant.peer, "key": key}
                 reply, _ = entrant.child.request(message, limit)
         except Died as died:
             return self._lose(entrant, Outcome(died.status, died.reason))
@@ -182,8 +182,7 @@ class Session:
         try:
             if slots:
                 self._open(entrant, slots, None)
-                self._ask({"op": "fill", "runner": entrant.name, "slot": 0})
-                message = {**message, "handle": entrant.handles[0]}
+                self._ask({"op": "fill", "runner": entrant.name, "slot": 0, "key": None})
             reply, _ = entrant.child.request(message, limit_s)
         except Died as died:
             return self._lose(entrant, Outcome(died.status, died.reason))
@@ -212,7 +211,7 @@ class Session:
                 os.close(fd)
         if "failed" in reply:
             raise Died("RUNTIME_ERROR", f"could not map its slots: {reply['text']}")
-        entrant.opened, entrant.turn, entrant.handles = wanted, 0, made["handles"]
+        entrant.opened, entrant.turn = wanted, 0
 
     def _lose(self, entrant: Entrant, outcome: Outcome) -> Outcome:
         entrant.child.kill()

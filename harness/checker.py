@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from harness import native, tree, wire
+from harness import tree, wire
 from harness.slots import Slot
 from problems.common import load
 
@@ -31,7 +31,6 @@ class Checker:
         self.spec: dict = {}
         self.outputs: list[int] = []
         self.captures: list[dict] = []
-        self.masked = 0
 
     def content(self, message: dict, _: list[int]) -> dict:
         """Make the inputs of a case from a seed, and the answer to them."""
@@ -59,15 +58,10 @@ class Checker:
             found = [t.untyped_storage().data_ptr() for t in tree.tensors(answer)]
             self.outputs = [i for i, pointer in enumerate(pointers) if pointer in found]
             self.captures = [tree.describe(t.contiguous(), layout) for t in tree.tensors(answer)]
-        # What a runner may not read before its call: the data, not the places where it will put its answer.
-        self.masked = min((spec["offset"] for spec in self.captures if spec["space"] == "device"), default=0)
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
             "device": "cuda" if cuda else "cpu", "sizes": layout.used,
-            "open": {
-                "data": self.spec, "outputs": self.outputs, "captures": self.captures, "own": self.own,
-                "masked": self.masked,
-            },
+            "open": {"data": self.spec, "outputs": self.outputs, "captures": self.captures, "own": self.own},
         }  # fmt: skip
 
     def allocate(self, message: dict, _: list[int]) -> dict:
@@ -75,7 +69,10 @@ class Checker:
         self.release(message, _)
         self.slots[message["runner"]] = [Slot(message["sizes"]) for _ in range(message["count"])]
         parts = [slot.message() for slot in self.slots[message["runner"]]]
-        return {"slots": [part for part, _ in parts], "fds": [fd for _, fds in parts for fd in fds]}
+        return {
+            "slots": [sizes for sizes, _, _ in parts], "handles": [handle for _, handle, _ in parts],
+            "fds": [fd for _, _, fds in parts for fd in fds],
+        }  # fmt: skip
 
     def release(self, message: dict, _: list[int]) -> dict:
         for slot in self.slots.pop(message["runner"], []):
@@ -83,16 +80,12 @@ class Checker:
         return {}
 
     def fill(self, message: dict, _: list[int]) -> dict:
-        """The present content into a slot; its outputs and the captures poisoned. With a key, the device's part is
-        masked, and the runner gets the key with its call.
-        """
+        """The present content into a slot; its outputs and the captures poisoned."""
         slot = self.slots[message["runner"]][message["slot"]]
         for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self.pristine), strict=True):
             _region(leaf, slot).copy_(tree.raw(source))
         for spec in self.captures:
             _poison([tree.tensor(spec, slot.buffers[spec["space"]])], [0])
-        if message["key"] is not None:
-            native.mask(slot.buffers["device"][: self.masked], message["key"])
         self._sync()
         return {}
 

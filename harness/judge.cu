@@ -74,26 +74,6 @@ __global__ void touch(const char* data, size_t bytes, unsigned* sink) {
     if (sum == 0x9E3779B9u) atomicXor(sink, sum);
 }
 
-__device__ __forceinline__ unsigned long long mix(unsigned long long z) {  // splitmix64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
-
-// XOR one 16-byte word in every 4 KiB, at a place and with a value that the key gives; twice is nothing. Until the key
-// comes, nothing that is made of a slot's contents can be right. Few words, because lines that were just written stay in
-// L2 through any flush by reading.
-constexpr size_t MASK_GROUP = 256;  // 16-byte words
-
-__global__ void mask(ulonglong2* data, size_t n, unsigned long long key) {
-    const size_t group = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-    const unsigned long long place = mix(key + (3 * group + 1) * 0x9E3779B97F4A7C15ull) % MASK_GROUP;
-    const size_t i = group * MASK_GROUP + place;
-    if (i >= n) return;
-    data[i].x ^= mix(key + (3 * group + 2) * 0x9E3779B97F4A7C15ull);
-    data[i].y ^= mix(key + (3 * group + 3) * 0x9E3779B97F4A7C15ull);
-}
-
 struct Config {
     int blocks_per_sm;  // 0: as many blocks as give every thread one round of loads
     int threads, loads, pieces;
@@ -126,13 +106,6 @@ int judge_spin(unsigned long long nanoseconds) {
 
 int judge_mark() {
     mark<<<1, 32>>>();
-    return cudaGetLastError();
-}
-
-int judge_mask(void* data, size_t bytes, unsigned long long key) {
-    if (bytes % 16) return cudaErrorInvalidValue;
-    const size_t groups = (bytes / 16 + MASK_GROUP - 1) / MASK_GROUP;
-    if (bytes) mask<<<unsigned((groups + 255) / 256), 256>>>((ulonglong2*)data, bytes / 16, key);
     return cudaGetLastError();
 }
 

@@ -51,14 +51,6 @@ def touch(buffer: torch.Tensor) -> None:
     _check("cuda", toucher(buffer.data_ptr(), buffer.numel(), _multiprocessors("cuda"), _sink("cuda").data_ptr()))
 
 
-def mask(buffer: torch.Tensor, key: int) -> None:
-    """XOR a 16-byte word in every 4 KiB of `buffer`, uint8 on the GPU and a multiple of 16 bytes, where and with what a
-    64-bit key says; twice undoes it.
-    """
-    masker = library("cuda").function("judge_mask", c_void_p, c_size_t, c_uint64)
-    _check("cuda", masker(buffer.data_ptr(), buffer.numel(), key))
-
-
 def spin(nanoseconds: int) -> None:
     """Occupy the default queue of the GPU for that long."""
     _check("cuda", library("cuda").function("judge_spin", c_uint64)(nanoseconds))

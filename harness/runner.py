@@ -28,6 +28,7 @@ class Runner:
         self.folder = Path(start["folder"])
         self.task = self.module = None
         self.slots: list[MappedSlot] = []
+        self.attached: MappedSlot | None = None  # the one whose device part is mapped
         self.opened: dict = {}
         self.clock = clock.make(self.device)
         if start["file"]:
@@ -38,16 +39,15 @@ class Runner:
                 raise AttributeError(f"{Path(start['file']).name} defines no custom_kernel")
 
     def open(self, message: dict, fds: list[int]) -> dict:
-        """Map the slots of a case."""
-        for slot in self.slots:
-            slot.close()
+        """Map the host parts of a case's slots; a device part is mapped when its handle comes, with its call."""
+        self._attach(None, None)
         self.opened = message
         self.slots = [MappedSlot(slot, fds) for slot in message["slots"]]
         return {}
 
     def warm(self, message: dict, _: list[int]) -> dict:
-        """One call on a slot whose call is closed: code is fetched, and nobody looks at what it writes."""
-        data = tree.build(self.opened["data"], self.slots[message["slot"]].buffers, self.task)
+        """One call on the slot whose call was closed last: code is fetched, and nobody looks at what it writes."""
+        data = tree.build(self.opened["data"], self.attached.buffers, self.task)
         state = (self.module.untimed(data),) if message["peer"] and hasattr(self.module, "untimed") else ()
         self.module.custom_kernel(data, *state)
         self._sync()
@@ -56,8 +56,7 @@ class Runner:
     def call(self, message: dict, _: list[int]) -> dict:
         """One timed call on one slot."""
         slot = self.slots[message["slot"]]
-        if message["key"] is not None:
-            native.mask(slot.buffers["device"][: self.opened["masked"]], message["key"])
+        self._attach(slot, message["handle"])
         if self.module is None:
             return self._judge_call(message["what"], slot)
         data = tree.build(self.opened["data"], slot.buffers, self.task)
@@ -88,6 +87,7 @@ class Runner:
 
     def profile(self, message: dict, _: list[int]) -> dict:
         """The torch profiler's table of one call on slot 0."""
+        self._attach(self.slots[0], message["handle"])
         data = tree.build(self.opened["data"], self.slots[0].buffers, self.task)
         state = (self.module.untimed(data),) if message["peer"] and hasattr(self.module, "untimed") else ()
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -113,6 +113,14 @@ class Runner:
                 {"bytes": a.path.stat().st_size, "kernels": [vars(kernel) for kernel in a.kernels()]} for a in artefacts
             ]
         }
+
+    def _attach(self, slot: MappedSlot | None, handle: str | None) -> None:
+        """Let go of the device part of the slot before, and map that of `slot`."""
+        if self.attached is not None and self.attached is not slot:
+            self.attached.detach()
+        self.attached = slot
+        if slot is not None:
+            slot.attach(handle)
 
     def _judge_call(self, what: str, slot: MappedSlot) -> dict:
         if what == "empty":

@@ -47,7 +47,8 @@ class Entrant:
     lost: int = 0  # processes that died
     opened: tuple | None = None  # what its slots were allocated for
     calls: int = 0  # of the present process
-    turn: int = 0  # next slot
+    turn: int = 0  # calls on the present slots
+    handles: list = field(default_factory=list)  # of the slots' device parts, given out call by call
     last_loss: Outcome | None = None
     notes: set[str] = field(default_factory=set)
 
@@ -139,20 +140,19 @@ class Session:
             slot = entrant.turn % slots
             address = {"runner": entrant.name, "slot": slot}
             # With several slots on a GPU, the runner calls once more on the slot before, whose call is closed: the
-            # checker's kernels and the flush have evicted the submission's code. Until the key comes, after that, the
-            # new contents are masked.
+            # checker's kernels have driven out the submission's code. The new contents are out of its reach until
+            # their handle comes, with the call.
             warm = self.device == "cuda" and slots > 1 and entrant.entry is not None and entrant.turn > 0
-            key = secrets.randbits(64) if warm else None
             entrant.turn += 1
-            self._ask({"op": "fill", **address, "key": key})
+            self._ask({"op": "fill", **address})
             limit = self.call_limit_s if entrant.calls else self.first_call_limit_s
             entrant.calls += 1
             reply: dict = {}
             if warm:
-                before = {"slot": (slot - 1) % slots, "peer": entrant.peer}
-                reply, _ = entrant.child.request({"op": "warm", **before}, limit)
+                reply, _ = entrant.child.request({"op": "warm", "peer": entrant.peer}, limit)
             if "failed" not in reply:
-                message = {"op": "call", "slot": slot, "what": what, "peer": entrant.peer, "key": key}
+                handle = entrant.handles[slot]
+                message = {"op": "call", "slot": slot, "handle": handle, "what": what, "peer": entrant.peer}
                 reply, _ = entrant.child.request(message, limit)
         except Died as died:
             return self._lose(entrant, Outcome(died.status, died.reason))
@@ -182,7 +182,8 @@ class Session:
         try:
             if slots:
                 self._open(entrant, slots, None)
-                self._ask({"op": "fill", "runner": entrant.name, "slot": 0, "key": None})
+                self._ask({"op": "fill", "runner": entrant.name, "slot": 0})
+                message = {**message, "handle": entrant.handles[0]}
             reply, _ = entrant.child.request(message, limit_s)
         except Died as died:
             return self._lose(entrant, Outcome(died.status, died.reason))
@@ -211,7 +212,7 @@ class Session:
                 os.close(fd)
         if "failed" in reply:
             raise Died("RUNTIME_ERROR", f"could not map its slots: {reply['text']}")
-        entrant.opened, entrant.turn = wanted, 0
+        entrant.opened, entrant.turn, entrant.handles = wanted, 0, made["handles"]
 
     def _lose(self, entrant: Entrant, outcome: Outcome) -> Outcome:
         entrant.child.kill()

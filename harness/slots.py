@@ -28,10 +28,10 @@ class Slot:
             os.ftruncate(self._fd, sizes["host"])
             self.buffers["host"] = _map(self._fd, sizes["host"])
 
-    def message(self) -> tuple[dict, tuple[int, ...]]:
-        """What `MappedSlot` needs: JSON, and descriptors to send beside it."""
+    def message(self) -> tuple[dict, str | None, tuple[int, ...]]:
+        """What `MappedSlot` needs: its sizes, the handle of the device part, and descriptors to send beside them."""
         handle = base64.b64encode(self._device.handle).decode() if self._device else None
-        return {"sizes": self.sizes, "device": handle}, ((self._fd,) if self._fd >= 0 else ())
+        return {"sizes": self.sizes}, handle, ((self._fd,) if self._fd >= 0 else ())
 
     def close(self) -> None:
         self.buffers.clear()
@@ -42,24 +42,31 @@ class Slot:
 
 
 class MappedSlot:
-    """A slot as its runner sees it. `fds` holds the descriptors still to be taken."""
+    """A slot as its runner sees it. The host part is mapped from the first of `fds`, which is taken; the device part
+    comes and goes with `attach` and `detach`, so that its contents are out of reach until their call.
+    """
 
     def __init__(self, message: dict, fds: list[int]) -> None:
+        self.sizes: dict[str, int] = message["sizes"]
         self.buffers: dict[str, torch.Tensor] = {}
-        self._device = None
-        if message["device"]:
-            handle = base64.b64decode(message["device"])
-            self._device = native.DeviceBuffer(message["sizes"]["device"], handle)
-            self.buffers["device"] = self._device.bytes
-        if message["sizes"]["host"]:
+        self._device: native.DeviceBuffer | None = None
+        if self.sizes["host"]:
             fd = fds.pop(0)
-            self.buffers["host"] = _map(fd, message["sizes"]["host"])
+            self.buffers["host"] = _map(fd, self.sizes["host"])
             os.close(fd)
 
-    def close(self) -> None:
-        self.buffers.clear()
+    def attach(self, handle: str | None) -> None:
+        """Map the device part, if there is one and it is not mapped."""
+        if handle is not None and self._device is None:
+            self._device = native.DeviceBuffer(self.sizes["device"], base64.b64decode(handle))
+            self.buffers["device"] = self._device.bytes
+
+    def detach(self) -> None:
+        """Unmap the device part."""
         if self._device:
+            self.buffers.pop("device")
             self._device.close()
+            self._device = None
 
 
 def _map(fd: int, nbytes: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The command line: what it prints, records and returns."""
 
 import json
+import shutil
 
 import pytest
 
@@ -8,6 +9,7 @@ from harness import problem, record, run, task_yml, verdict
 from problems.common import load
 
 SMALL = "m=16 k=64"
+needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 RIGHT = '''"""right: plain torch."""
 from task import unpack
 from problems.common import nvfp4
@@ -96,6 +98,7 @@ def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
     assert [line["status"] for line in lines_of(results)] == ["UNSUPPORTED"]
 
 
+@needs_nvcc
 def test_a_file_for_a_gpu_alone_is_compiled_and_not_run(tmp_path, results):
     (tmp_path / "tiny.cu").write_text('extern "C" int launch() { return 0; }\n__global__ void k(int* p) { *p = 1; }\n')
     (tmp_path / "tiny.py").write_text(
@@ -110,6 +113,7 @@ def test_a_file_for_a_gpu_alone_is_compiled_and_not_run(tmp_path, results):
     assert all(a["registers"] > 0 and a["spill_bytes"] == 0 for a in line["resources"])
 
 
+@needs_nvcc
 def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, results, capsys):
     (tmp_path / "broken.cu").write_text("__global__ void k( {}\n")
     (tmp_path / "broken.py").write_text(

@@ -47,6 +47,14 @@ def machine(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name).strip("-")
 
 
+@functools.cache
+def gpu_uuid() -> str:
+    """The GPU's own name, the same in every process and container. RuntimeError: there is no GPU."""
+    if (uuid := _smi("uuid")) is None:
+        raise RuntimeError("nvidia-smi names no GPU")
+    return uuid
+
+
 def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
     """({"sm": MHz, "mem": MHz}, names of the active throttle reasons), or (None, None) without NVML's Python module."""
     try:

@@ -1,0 +1,128 @@
+"""The lock on a device: one at a time, told once who has it, gone with its holder; and who else is on a GPU."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from harness import device_lock
+from harness.process import ROOT
+
+HOLD = (
+    "import sys, time, subprocess\nfrom harness import device_lock\n"
+    "with device_lock.hold({device!r}):\n    {then}\n    print('held', flush=True)\n    sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def device(tmp_path, monkeypatch):
+    """A device of this test's own, its lock in a folder of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return "GPU-0000"
+
+
+def holder(device: str, then: str = "pass") -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD.format(device=device, then=then)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen) -> None:
+    process.stdin.close()
+    process.stdout.close()
+    process.wait(timeout=60)
+
+
+def test_a_second_one_waits_and_is_told_once_for_whom(device):
+    first = holder(device)
+    said = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        first.stdin.close()  # it ends now: whoever waits goes on
+
+    with device_lock.hold(device, say):
+        assert first.wait(timeout=60) == 0
+    first.stdout.close()
+    assert said == [f"waiting for process {first.pid}, which is timing on {device}"]
+
+
+def test_other_devices_are_free(device):
+    first = holder(device)
+    said = []
+    with device_lock.hold("cpu", said.append):
+        pass
+    end(first)
+    assert said == []
+
+
+def test_it_goes_with_its_holder_however_that_ends(device):
+    first = holder(device)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    end(first)
+    said = []
+    with device_lock.hold(device, said.append):
+        pass
+    assert said == []
+
+
+def test_children_do_not_inherit_it(device):
+    """One that outlives the holder would keep the device locked."""
+    first = holder(device, "subprocess.Popen(['sleep', '5'], close_fds=False)")
+    end(first)
+    said = []
+    with device_lock.hold(device, said.append):
+        pass
+    assert said == []
+
+
+def test_it_is_free_again_after_an_exception(device):
+    with pytest.raises(KeyError), device_lock.hold(device):
+        raise KeyError
+    said = []
+    with device_lock.hold(device, said.append):
+        pass
+    assert said == []
+
+
+def test_a_folder_of_somebody_elses_is_refused(device, tmp_path):
+    """In a temporary folder that all may write, another user could have made it first."""
+    folder = tmp_path / f"kernel-locks-{os.geteuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(RuntimeError, match="not this user's own"), device_lock.hold(device):
+        pass
+
+
+SMI = """\
+GPU-aaaa, 4242, /usr/bin/python3, 512
+GPU-aaaa, 4243, /opt/a, strange, name, [N/A]
+GPU-bbbb, 4244, train, 1024
+No running processes found
+"""
+
+
+def test_the_table_of_nvidia_smi_is_read():
+    assert device_lock.parse_smi(SMI, "GPU-aaaa") == [
+        (4242, "/usr/bin/python3", 512 * 2**20), (4243, "/opt/a,strange,name", None),
+    ]  # fmt: skip
+
+
+def test_other_users_of_a_gpu_are_named_but_not_the_judges_own(monkeypatch):
+    monkeypatch.setattr(device_lock, "_from_nvml", lambda gpu: None)
+    monkeypatch.setattr(device_lock, "_from_smi", lambda gpu: device_lock.parse_smi(SMI, gpu))
+    assert device_lock.users("GPU-aaaa", ignore=[4243]) == ["process 4242 (/usr/bin/python3), 512 MiB"]
+    assert device_lock.users("GPU-cccc") == []
+
+
+def test_where_nothing_can_be_asked_it_says_so(monkeypatch):
+    monkeypatch.setattr(device_lock, "_from_nvml", lambda gpu: None)
+    monkeypatch.setattr(device_lock.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="nvidia-smi"):
+        device_lock.users("GPU-aaaa")

@@ -1,0 +1,756 @@
+"""A jailed child can reach nothing but what it was given, and nothing of a child outlives it, or the judge."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import confine, process, sandbox
+from harness.process import Child, Died
+from harness.sandbox import Jail
+
+ROOT = process.ROOT
+SECRET = "held by the judge"
+LIMIT_S = 60
+REFUSED = (errno.EPERM, errno.EACCES)
+MAKEFILE = str(ROOT / "Makefile")
+PLAIN_PATH = {"PATH": "/usr/bin:/bin"}
+SYSTEM_PYTHON = "/usr/bin/python3"
+
+
+def jail_in(place: Path, **options: object) -> Jail:
+    """A jail with folders in `place`, and the module `jailed` (tests/fixtures/jailed.py) as its code."""
+    folders = [place / name for name in ("code", "home", "tmp", "cache")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    (folders[0] / "harness").mkdir()
+    for name in ("harness/__init__.py", "harness/wire.py"):
+        shutil.copy(ROOT / name, folders[0] / name)
+    shutil.copy(Path(__file__).parent / "fixtures" / "jailed.py", folders[0])
+    return Jail(*folders, **options)
+
+
+def ask(child: Child, code: str, limit_s: float = LIMIT_S) -> dict:
+    return child.request({"code": textwrap.dedent(code)}, limit_s)[0]
+
+
+def answer(child: Child, code: str) -> object:
+    reply = ask(child, code)
+    assert "answer" in reply, reply
+    return reply["answer"]
+
+
+@pytest.fixture(scope="module")
+def jailed(tmp_path_factory):
+    child = Child("jailed", jail=jail_in(tmp_path_factory.mktemp("jail")))
+    yield child
+    child.close()
+
+
+@pytest.fixture(scope="module")
+def open_child():
+    """A child of the judge's own, without a jail: it stands for the checker."""
+    child = Child("tests.fixtures.jailed")
+    yield child
+    child.close()
+
+
+def needs(*measures: str) -> None:
+    for name in measures:
+        if why := sandbox.offered()[name]:
+            pytest.skip(f"{name} is not to be had here: {why}")
+
+
+# What a submission could try, by what stops it. {parent}, {checker}: their pids.
+ATTEMPTS = {
+    "list the checkout": ("landlock", f"import os; os.listdir({str(ROOT)!r})"),
+    "read the judge": ("landlock", f"open({str(ROOT / 'harness' / 'run.py')!r}).read()"),
+    "read a reference": ("landlock", f"open({str(ROOT / 'problems/nvfp4_gemv/reference.py')!r}).read()"),
+    "write into the checkout": ("landlock", f"open({str(ROOT / 'planted')!r}, 'w')"),
+    "append to a record": ("landlock", f"open({str(ROOT / 'README.md')!r}, 'a')"),
+    "write beside its folder": ("landlock", "open({home!r} + '/../planted', 'w')"),
+    "write in the common temporary folder": ("landlock", "open('/tmp/planted-by-a-test', 'w')"),
+    "leave shared memory": ("landlock", "open('/dev/shm/planted-by-a-test', 'w')"),
+    "change its own code": ("landlock", "open({code!r} + '/harness/wire.py', 'a')"),
+    "replace its own code": ("landlock", "import os; os.rename({code!r} + '/harness', {tmp!r} + '/harness')"),
+    "read root's password file": ("landlock", "open('/etc/shadow').read()"),
+    "read the parent's memory": ("landlock", "open('/proc/{parent}/mem', 'rb').read(1)"),
+    "read the parent's environment": ("landlock", "open('/proc/{parent}/environ', 'rb').read()"),
+    "look at the parent's files": ("landlock", "import os; os.readlink('/proc/{parent}/fd/0')"),
+    "read the checker's memory": ("landlock", "open('/proc/{checker}/mem', 'rb').read(1)"),
+    "read the checker's environment": ("landlock", "open('/proc/{checker}/environ', 'rb').read()"),
+    "map the checker": ("landlock", "open('/proc/{checker}/maps').read()"),
+    "enter by the parent's root": ("landlock", "import os; os.listdir('/proc/{parent}/root/')"),
+    "signal the parent": ("", "import os; os.kill({parent}, 0)"),
+    "signal its guard": ("", "import os; os.kill(os.getppid(), 0)"),
+    "signal everybody": ("", "import os; os.kill(-1, 0)"),
+    "signal the checker": ("scope", "import os; os.kill({checker}, 0)"),
+    "signal the checker by descriptor": (
+        "scope", "import os, signal; signal.pidfd_send_signal(os.pidfd_open({checker}), 0)"),
+    "trace the parent": ("seccomp", "syscall(101, 16, {parent}, 0, 0)"),
+    "be traced": ("seccomp", "syscall(101, 0, 0, 0, 0)"),
+    "read memory across": ("seccomp", "syscall(310, {checker}, 0, 0, 0, 0, 0)"),
+    "take a descriptor across": ("seccomp", "import os; syscall(438, os.pidfd_open({checker}), 0, 0)"),
+    "open an internet socket": ("network", "import socket; socket.socket()"),
+    "open an internet socket of the sixth version": (
+        "network", "import socket; socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)"),
+    "open a packet socket": ("network", "import socket; socket.socket(17, socket.SOCK_RAW)"),
+    "open a socket to the host": ("network", "import socket; socket.socket(40, socket.SOCK_STREAM)"),
+    "connect to a service by its path": (
+        "network", "import socket; socket.socket(socket.AF_UNIX).connect({listening!r})"),
+    "connect to a service by its name": (
+        "network", "import socket; socket.socket(socket.AF_UNIX).connect('\\0kernel-judge-test')"),
+    "hold memory that nobody counts": ("memfd", "import os; os.memfd_create('x')"),
+    "take System V shared memory": ("seccomp", "syscall(29, 0, 4096, 0o1600)"),
+    "open a message queue": ("seccomp", "syscall(240, b'/x', 0o102, 0o600, 0)"),
+    "set up a ring of calls": ("seccomp", "syscall(425, 8, bytes(120))"),
+    "count events": ("seccomp", "syscall(298, bytes(128), 0, -1, -1, 0)"),
+    "load a program into the kernel": ("seccomp", "syscall(321, 0, bytes(128), 128)"),
+    "use the kernel's keys": ("seccomp", "syscall(250, 0, -3, 0, 0, 0)"),
+    "catch page faults": ("seccomp", "syscall(323, 1)"),
+    "leave its namespaces": ("seccomp", "syscall(272, 0x10000000)"),
+    "fork into another namespace": ("seccomp", "syscall(56, 0x10000011, 0, 0, 0, 0)"),
+    "mount": ("seccomp", "syscall(165, b'none', b'/tmp', b'tmpfs', 0, 0)"),
+    "change its root": ("seccomp", "import os; os.chroot('/')"),
+    "set the parent's limits": ("seccomp", "syscall(302, {parent}, 7, 0, bytes(16))"),
+    "set the checker's priority": ("seccomp", "import os; os.setpriority(os.PRIO_PROCESS, {checker}, 19)"),
+    "make the checker a background process": ("seccomp", "syscall(144, {checker}, 5, bytes(4))"),
+    "change who may read a file of the checkout": ("seccomp", f"import os; os.chmod({MAKEFILE!r}, 0o644)"),
+    "change a time in the checkout": ("seccomp", f"import os; os.utime({MAKEFILE!r})"),
+    "give a file away": ("seccomp", f"import os; os.chown({MAKEFILE!r}, 1, 1)"),
+    "mark a file": ("seccomp", f"import os; os.setxattr({MAKEFILE!r}, 'user.x', b'1')"),
+    "become root": ("", "import os; os.setgroups([0])"),
+    "set the clock": ("", "import time; time.clock_settime(time.CLOCK_REALTIME, time.time())"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ATTEMPTS)
+def test_a_jailed_child_cannot(jailed, open_child, tmp_path, what):
+    """Each attempt is refused by the kernel, not by luck: never by a name that was not found."""
+    measure, code = ATTEMPTS[what]
+    if measure:
+        needs(measure)
+    path = str(tmp_path / "listening")
+    with socket.socket(socket.AF_UNIX) as by_path, socket.socket(socket.AF_UNIX) as by_name:
+        by_path.bind(path)
+        by_path.listen()
+        by_name.bind("\0kernel-judge-test")
+        by_name.listen()
+        place = Path(answer(jailed, "import os; answer = os.environ['HOME']")).parent
+        code = code.format(
+            parent=os.getpid(), checker=open_child.pid, listening=path, home=str(place / "home"),
+            tmp=str(place / "tmp"), code=str(place / "code"),
+        )  # fmt: skip
+        reply = ask(jailed, code)
+    assert reply.get("errno") in REFUSED, reply
+
+
+OPEN_TOO = (
+    "list the checkout", "read the judge", "open an internet socket", "connect to a service by its path",
+    "hold memory that nobody counts", "signal the parent", "change a time in the checkout",
+    "set the checker's priority",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OPEN_TOO)
+def test_an_unjailed_child_can(open_child, tmp_path, what):
+    """So that the refusals above are the jail's."""
+    path = str(tmp_path / "listening")
+    with socket.socket(socket.AF_UNIX) as by_path:
+        by_path.bind(path)
+        by_path.listen()
+        other = subprocess.Popen(["sleep", "60"])
+        try:
+            reply = ask(open_child, ATTEMPTS[what][1].format(parent=os.getpid(), checker=other.pid, listening=path))
+        finally:
+            other.kill()
+            other.wait()
+    assert "answer" in reply, reply
+
+
+def test_what_a_kernel_author_needs_is_there(jailed):
+    seen = answer(
+        jailed,
+        """
+        import os, socket, subprocess, threading
+        for variable in ("HOME", "TMPDIR", "KERNEL_BUILD_DIR", "TRITON_CACHE_DIR"):
+            os.makedirs(os.environ[variable], exist_ok=True)
+            place = os.environ[variable] + "/file"
+            with open(place, "w") as file: file.write("mine")
+            os.rename(place, place + "2"); os.truncate(place + "2", 2); os.symlink(place + "2", place)
+            assert open(place).read() == "mi"
+            os.unlink(place)
+        os.rename(os.environ["TMPDIR"] + "/file2", os.environ["HOME"] + "/moved")
+        open("/dev/null", "w").write("x")
+        open("/proc/self/comm", "w").write("renamed")
+        assert len(open("/dev/urandom", "rb").read(8)) == 8
+        left, right = socket.socketpair(); left.send(b"x"); assert right.recv(1) == b"x"
+        thread = threading.Thread(target=print); thread.start(); thread.join()
+        assert os.path.exists("/proc/self/maps") and open("/proc/cpuinfo").read()
+        os.sched_setaffinity(0, os.sched_getaffinity(0)); os.nice(0)
+        child = subprocess.Popen(["sleep", "60"]); child.kill(); child.wait()
+        answer = [subprocess.run(["sh", "-c", "echo out"], capture_output=True, text=True).stdout, os.getcwd()]
+        """,
+    )
+    assert seen == ["out\n", answer(jailed, "import os; answer = os.environ['HOME']")]
+
+
+def test_privileges_are_gone(jailed):
+    needs("capabilities", "seccomp")
+    status = dict(
+        line.split(":\t", 1) for line in Path(f"/proc/{jailed.pid}/status").read_text().splitlines() if ":\t" in line
+    )
+    assert status["NoNewPrivs"] == "1" and status["Seccomp"] == "2"
+    assert all(int(status[f"Cap{kind}"], 16) == 0 for kind in ("Inh", "Prm", "Eff", "Amb"))
+    if os.geteuid() == 0:
+        assert int(status["CapBnd"], 16) == 0 and status["Groups"].strip() == ""
+    assert "vulnerable" in status.get("Speculation_Store_Bypass", "vulnerable")  # the filter costs no speed
+    assert Path(f"/proc/{jailed.pid}/oom_score_adj").read_text().strip() == confine.OOM_SCORE
+    assert answer(jailed, "import resource; answer = resource.getrlimit(resource.RLIMIT_CORE)") == [0, 0]
+    assert os.getsid(jailed.pid) == jailed.pid
+
+
+def test_the_environment_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_TOKEN", SECRET)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_CACHE_PATH", "/elsewhere")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT.parent), "/"]))
+    jail = jail_in(tmp_path / "jail")
+    child = Child("jailed", {"ADDED": "yes"}, jail)
+    seen = answer(child, "import os, sys; answer = [dict(os.environ), sys.path]")
+    child.close()
+    environment, path = seen
+    assert SECRET not in str(environment) and "OMP_NUM_THREADS" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0" and environment["ADDED"] == "yes"
+    assert environment["PYTHONPATH"] == os.pathsep.join([str(jail.code), str(tmp_path)])
+    private = [key for key, value in environment.items() if value.startswith(str(tmp_path / "jail"))]
+    assert {"HOME", "TMPDIR", "KERNEL_BUILD_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME"} < set(private)
+    assert str(ROOT) not in path and "" not in path
+
+
+def test_no_other_descriptor_is_inherited(tmp_path):
+    """Standard input, output and error, and its socket; the lowest free one is the one that lists them."""
+    child = Child("jailed", jail=jail_in(tmp_path))
+    seen = answer(child, "import os; answer = [sorted(map(int, os.listdir('/proc/self/fd'))), sock.fileno()]")
+    child.close()
+    assert seen == [[0, 1, 2, *sorted([3, seen[1]])], seen[1]]
+
+
+@pytest.mark.parametrize("measure", sandbox.MEASURES)
+def test_each_measure_can_be_left_out_alone(tmp_path, measure):
+    jail = jail_in(tmp_path, without=frozenset({measure}))
+    assert measure not in jail.measures()
+    child = Child("jailed", jail=jail)
+    assert answer(child, "answer = 6 * 7") == 42
+    child.close()
+
+
+@pytest.mark.parametrize(
+    ("left_out", "lifts"),
+    [("landlock", "read the judge"), ("seccomp", "open an internet socket"), ("network", "open an internet socket"),
+     ("memfd", "hold memory that nobody counts")],
+)  # fmt: skip
+def test_a_measure_left_out_lifts_what_it_stopped(tmp_path, left_out, lifts):
+    needs(left_out)
+    jail = jail_in(tmp_path, without=frozenset({left_out}))
+    assert jail.measures_text()[left_out] == "off: left out for this process"
+    child = Child("jailed", jail=jail)
+    reply = ask(child, ATTEMPTS[lifts][1])
+    child.close()
+    assert "answer" in reply, reply
+
+
+@pytest.mark.parametrize("target", ["parent", "guard"])
+@pytest.mark.parametrize("call", ["os.kill(pid, 0)", "os.kill(-os.getpgid(pid), 0)", "syscall(234, pid, pid, 0)"])
+def test_without_scopes_the_judge_is_protected_by_name(tmp_path, target, call):
+    """As on a kernel whose Landlock does not govern signals."""
+    needs("seccomp")
+    child = Child("jailed", jail=jail_in(tmp_path, without=frozenset({"scope"})))
+    pid = os.getpid() if target == "parent" else child._process.pid
+    reply = ask(child, f"import os; pid = {pid}; {call}")
+    child.close()
+    assert reply.get("errno") in REFUSED, reply
+
+
+def test_a_jail_that_cannot_be_made_is_the_judges_fault(tmp_path):
+    """Not a verdict on the submission, and nothing runs half confined."""
+    jail = jail_in(tmp_path)
+    shutil.rmtree(jail.home)
+    child = Child("jailed", jail=jail)
+    with pytest.raises(sandbox.SandboxError, match="home"):
+        child.request({"code": "answer = 1"}, LIMIT_S)
+    child.kill()
+
+
+def test_the_probe_says_on_or_why_not():
+    found = sandbox.probe()
+    assert set(sandbox.MEASURES) < set(found) and all(isinstance(value, str) for value in found.values())
+    assert all(found[name].startswith(("on", "off: ")) and found[name] != "off: " for name in sandbox.MEASURES)
+    shown = subprocess.run(
+        [sys.executable, "-m", "harness.sandbox", "--probe"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(json.loads(shown.stdout)) == set(found)
+
+
+def test_the_probe_without_landlock_and_filter(monkeypatch):
+    def missing() -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(confine, "landlock_abi", missing)
+    monkeypatch.setattr(confine, "seccomp_available", missing)
+    sandbox.offered.cache_clear()
+    try:
+        found = sandbox.probe()
+    finally:
+        sandbox.offered.cache_clear()
+    assert all(found[name].startswith("off: ") for name in ("landlock", "tcp", "scope", "seccomp", "network", "memfd"))
+    assert "can signal" in found["guard"] or found["uid"].startswith("on")
+
+
+def test_the_checkout_is_cut_out_of_what_may_be_read(monkeypatch):
+    for entry in (ROOT, ROOT.parent, ROOT / "harness", Path("/")):
+        monkeypatch.setattr(sys, "path", [str(entry), *sys.path])
+    monkeypatch.setenv("PATH", os.pathsep.join([str(ROOT), str(ROOT.parent), os.environ["PATH"]]))
+    paths = [Path(path) for path in sandbox.read_paths()]
+    inside = [path for path in paths if ROOT in path.parents]
+    assert not [path for path in paths if path == ROOT or path in ROOT.parents]
+    assert not [path for path in inside if path.relative_to(ROOT).parts[0] in sandbox.SECRET]
+    assert [path for path in paths if Path(sys.prefix) == path or path in Path(sys.prefix).parents]
+
+
+# ---- users of their own
+
+def other_user() -> list[str]:
+    """A Python that any user may run, to try what the tests' own may not allow."""
+    if os.geteuid() != 0 or not os.access(SYSTEM_PYTHON, os.X_OK):
+        pytest.skip("needs root and a system-wide Python")
+    command = [SYSTEM_PYTHON, "-m", "harness.sandbox"]
+    result = subprocess.run([*command, "--probe"], cwd=ROOT, capture_output=True, text=True, env=PLAIN_PATH)
+    if result.returncode or not json.loads(result.stdout)["uid"].startswith("on"):
+        pytest.skip(f"no user of its own here: {result.stdout}{result.stderr}")
+    return command
+
+
+def test_started_as_root_each_runner_is_a_user_of_its_own():
+    command = other_user()
+    # Both are alive at once, for long enough that neither could have had the other's.
+    code = (
+        "import os, time; print(*os.getresuid(), *os.getresgid(), os.getgroups(), flush=True); "
+        "place = os.environ['TMPDIR'] + '/x'; open(place, 'w').close(); os.chmod(place, 0o755); time.sleep(2)"
+    )
+    runs = [
+        subprocess.Popen(
+            [*command, "--try", SYSTEM_PYTHON, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=PLAIN_PATH
+        )
+        for _ in range(2)
+    ]
+    seen = [run.communicate(timeout=LIMIT_S)[0].split() for run in runs]
+    uids = [int(words[0]) for words in seen]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert all(words[:6] == [words[0]] * 6 and words[6] == "[]" for words in seen)
+    assert uids[0] != uids[1] and set(uids) <= set(sandbox.UIDS)
+
+
+def test_two_leases_are_two_uids(monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    monkeypatch.setattr(sandbox, "offered", lambda: dict.fromkeys(sandbox.MEASURES, ""))
+    monkeypatch.setattr(sandbox, "UIDS", sandbox.UIDS[:2])
+    with sandbox.user() as first, sandbox.user() as second:
+        assert {first, second} == set(sandbox.UIDS)
+        with pytest.raises(sandbox.SandboxError, match="in use"), sandbox.user():
+            pass
+    with sandbox.user() as again:
+        assert again in sandbox.UIDS
+
+
+# ---- nothing is left
+
+DAEMON = """
+import os, time
+told, tell = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setsid()
+        os.write(tell, str(os.getpid()).encode())
+        os.closerange(0, 64)
+        while True:
+            time.sleep(1)
+    os._exit(0)
+os.wait()
+answer = int(os.read(told, 32))
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def gone(pids: list[int], limit_s: float = 10) -> bool:
+    deadline = time.monotonic() + limit_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("jail", [True, False], ids=["jailed", "unjailed"])
+@pytest.mark.parametrize("how", ["close", "kill", "exit", "crash", "hang"])
+def test_a_daemon_dies_with_its_child(tmp_path, how, jail):
+    """It has forked twice and leads a session of its own; the child ends in each of the ways there are."""
+    child = Child("jailed" if jail else "tests.fixtures.jailed", jail=jail_in(tmp_path) if jail else None)
+    daemon = answer(child, DAEMON)
+    pids = [daemon, child.pid, child._process.pid]
+    assert all(map(alive, pids)) and os.getsid(daemon) not in (os.getsid(child.pid), os.getsid(0))
+    if how == "close":
+        child.close()
+    elif how == "kill":
+        child.kill()
+    elif how == "hang":
+        with pytest.raises(Died) as died:
+            ask(child, "import time; time.sleep(600)", limit_s=0.2)
+        assert died.value.status == "TIMEOUT"
+    else:
+        code, said = ("os._exit(3)", "status 3") if how == "exit" else ("os.kill(os.getpid(), 11)", "SIGSEGV")
+        with pytest.raises(Died, match=said) as died:
+            ask(child, code)
+        assert died.value.status == "RUNTIME_ERROR"
+    assert not any(map(alive, pids)), "it is over when the call returns"
+
+
+def test_what_forks_on_and_on_is_ended(tmp_path):
+    child = Child("jailed", jail=jail_in(tmp_path))
+    marker = str(tmp_path / "home")
+    answer(child, FORKS)
+    beat = Path(marker, "beat")
+    deadline = time.monotonic() + 10
+    while (not beat.exists() or beat.stat().st_size < 50) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.kill()
+    size = beat.stat().st_size
+    assert size >= 50, "it did fork on and on"
+    assert not _with_environment(marker.encode())
+    time.sleep(0.1)
+    assert beat.stat().st_size == size, "not even a successor lives"
+
+
+FORKS = """
+import os, time
+if os.fork() == 0:
+    sock.close()
+    os.setsid()
+    end = time.monotonic() + 30
+    while time.monotonic() < end:  # each makes its successor and ends: nobody's list of them is ever complete
+        if os.fork():
+            os._exit(0)
+        with open("beat", "a") as file: file.write("x")
+        time.sleep(0.002)
+"""
+
+PARENT = """
+import os, sys, time
+sys.path[:0] = [{root!r}]
+from pathlib import Path
+from harness import process
+from tests.test_sandbox import DAEMON, answer, jail_in
+child = process.Child("jailed", jail=jail_in(Path({place!r})))
+print(answer(child, DAEMON), child.pid, child._process.pid, flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    "then", ["time.sleep(600)", "os._exit(1)", "os.kill(os.getpid(), 15)", "os.kill(os.getpid(), 11)"]
+)
+def test_nothing_outlives_the_judge(tmp_path, then):
+    """kill -9, a plain exit without clearing up, a signal that ends it, a crash."""
+    script = PARENT.format(root=str(ROOT), place=str(tmp_path / "jail"), then=then)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    pids = list(map(int, parent.stdout.readline().split()))
+    assert len(pids) == 3
+    if "sleep" in then:
+        assert all(map(alive, pids))
+        parent.kill()
+    parent.wait(timeout=LIMIT_S)
+    parent.stdout.close()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("moment_s", [0, 0.01, 0.02, 0.05])
+def test_a_judge_killed_while_it_starts_a_child_leaves_nothing(tmp_path, moment_s):
+    """The guard learns what to start from the judge, and ends if that ends first."""
+    script = PARENT.format(root=str(ROOT), place=str(tmp_path / "jail"), then="")
+    timer = f"import threading; threading.Timer({moment_s}, os.kill, (os.getpid(), 9)).start()"
+    start = "child = process.Child"
+    script = script.replace(start, f"print(os.getpid(), flush=True); {timer}\n{start}")
+    script = script.replace("print(answer", "time.sleep(60); print(answer")
+    # LANG is what judge, guard and child have in common.
+    marker = f"C.UTF-8@{os.getpid()}-{time.monotonic_ns()}"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "LANG": marker}
+    )
+    assert int(parent.stdout.readline()) == parent.pid
+    assert parent.wait(timeout=LIMIT_S) == -signal.SIGKILL
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while _with_environment(marker.encode()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _with_environment(marker.encode())
+
+
+def _with_environment(text: bytes) -> list[int]:
+    """The living processes in whose environment `text` stands."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text in (entry / "environ").read_bytes() and alive(int(entry.name)):
+                found.append(int(entry.name))
+    return found
+
+
+def test_the_guard_cannot_be_talked_out_of_it(tmp_path):
+    """Polite signals do not end it, and when it is killed its child dies with it."""
+    child = Child("jailed", jail=jail_in(tmp_path))
+    pids = [child._process.pid, child.pid]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pids[0], number)
+    assert answer(child, "answer = 1") == 1 and alive(pids[0])
+    os.kill(pids[0], signal.SIGKILL)
+    assert gone(pids[1:])
+    child.kill()
+
+
+def test_closing_is_quick(tmp_path):
+    jail = jail_in(tmp_path)
+    times = []
+    for _ in range(5):
+        child = Child("jailed", jail=jail)
+        answer(child, "answer = 1")
+        start = time.monotonic()
+        child.close()
+        times.append(time.monotonic() - start)
+    assert min(times) < 0.2
+
+
+def test_memory_of_everything_it_started_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "MEMORY_SHARE", 2**28 / process.available_memory())
+    child = Child("jailed", jail=jail_in(tmp_path))
+    hoard = "import time; x = bytearray(b'1') * 2**29; time.sleep(60)"
+    with pytest.raises(Died, match="out of memory") as died:
+        ask(child, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hoard!r}])")
+    assert died.value.status == "RUNTIME_ERROR"
+
+
+def test_a_child_cannot_fill_the_judge_with_descriptors(tmp_path):
+    child = Child("jailed", jail=jail_in(tmp_path))
+    answer(child, "answer = 1")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Died, match="40 descriptors"):
+        ask(child, "wire.send(sock, {}, (0,) * 40)")
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_child_that_reads_nothing_does_not_hold_the_judge_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "SEND_LIMIT_S", 0.3)
+    child = Child("jailed", jail=jail_in(tmp_path))
+    child.send({"code": "import time; time.sleep(600)"})
+    with pytest.raises(Died, match="broke its connection"):
+        for _ in range(100):
+            child.send({"code": "#" * 2**16})
+    assert not alive(child.pid)
+
+
+# ---- what the kernel says of a child
+
+BUSY = "import threading, time\nstop = False\ndef work():\n    while not stop: pass\n"
+
+
+def test_an_audit_sees_what_still_runs(jailed):
+    quiet = jailed.audit(0.05)
+    assert not quiet.running and not quiet.main_running and not quiet.processes
+    tid = answer(jailed, BUSY + "thread = threading.Thread(target=work); thread.start(); answer = thread.native_id")
+    seen = [jailed.audit(0.05) for _ in range(3)]
+    answer(jailed, "stop = True; thread.join()")
+    assert all(audit.threads == quiet.threads + 1 for audit in seen)
+    assert any(audit.running == (tid,) for audit in seen) and not any(audit.main_running for audit in seen)
+    assert jailed.audit(0.05) == quiet
+
+
+def test_an_audit_sees_parked_threads_and_processes_but_does_not_call_them_running(jailed):
+    before = jailed.audit()
+    pid = answer(jailed, "import threading, subprocess\nevent = threading.Event()\n"
+                 "thread = threading.Thread(target=event.wait); thread.start()\n"
+                 "other = subprocess.Popen(['sleep', '60']); answer = other.pid")  # fmt: skip
+    seen = jailed.audit(0.05)
+    answer(jailed, "event.set(); thread.join(); other.kill(); other.wait()")
+    assert seen.threads == before.threads + 1 and seen.running == () and seen.processes == (pid,)
+
+
+def test_an_audit_sees_a_daemon_and_a_main_thread_that_works_on(tmp_path):
+    child = Child("jailed", jail=jail_in(tmp_path))
+    daemon = answer(child, DAEMON)
+    assert child.audit().processes == (daemon,)
+    child.send({"code": "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"})
+    deadline = time.monotonic() + 10
+    while not (seen := child.audit(0.05)).main_running and time.monotonic() < deadline:
+        pass
+    child.kill()
+    assert seen.main_running and seen.running == ()
+
+
+@pytest.mark.parametrize(
+    "take",
+    ["kept = bytearray(b'1') * 2**26", "import mmap; kept = mmap.mmap(-1, 2**26); kept.write(bytes(2**26))",
+     "import os; kept = open(os.environ['TMPDIR'] + '/f', 'wb'); kept.write(b'1' * 2**26); kept.flush(); "
+     "os.unlink(kept.name)"],
+    ids=["memory", "shared memory", "a nameless file"],
+)  # fmt: skip
+def test_private_bytes_count_what_a_child_keeps(tmp_path, take):
+    child = Child("jailed", jail=jail_in(tmp_path))
+    answer(child, "answer = 1")
+    before = child.private_bytes()
+    answer(child, take)
+    grown = child.private_bytes() - before
+    child.close()
+    assert 2**26 <= grown < 2**26 + 2**23
+
+
+def test_private_bytes_leave_out_what_the_judge_shares(tmp_path):
+    fd = os.memfd_create("slot")
+    os.ftruncate(fd, 2**26)
+    child = Child("jailed", jail=jail_in(tmp_path))
+    answer(child, "answer = 1")
+    before = child.private_bytes()
+    code = "import mmap, os; kept = mmap.mmap(fds[0], 2**26); os.close(fds[0]); kept.write(bytes(2**26))"
+    child.send({"code": code}, (fd,))
+    reply, _ = child.receive(LIMIT_S)
+    assert "answer" in reply, reply
+    grown = child.private_bytes() - before
+    child.close()
+    os.close(fd)
+    assert grown < 2**23
+
+
+def test_a_hardened_process_is_closed_to_its_own_user(tmp_path):
+    """Two processes with equal rights and no other fence between them: one reads the other until that hardens."""
+    options = {"without": frozenset({"landlock", "seccomp"})}
+    reader, holder = (Child("jailed", jail=jail_in(tmp_path / name, **options)) for name in ("reader", "holder"))
+    shutil.copy(ROOT / "harness" / "confine.py", tmp_path / "holder" / "code" / "harness")
+    attempt = f"answer = len(open('/proc/{holder.pid}/environ', 'rb').read())"
+    assert answer(reader, attempt) > 0
+    answer(holder, "from harness import confine; confine.prctl('dumpable', 0)")
+    reply = ask(reader, attempt)
+    reader.close()
+    holder.close()
+    assert reply.get("errno") in REFUSED, reply
+
+
+def test_harden_is_that():
+    code = "import ctypes; from harness import process; process.harden(); print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "0\n"
+
+
+# ---- the filter's program
+
+def run_program(program: bytes, number: int, arguments: tuple[int, ...], arch: int = 0xC000003E) -> int:
+    """What a seccomp program returns for a system call, by the kernel's definition of its few instructions."""
+    data = struct.pack("=iIQ6Q", number, arch, 0, *arguments)
+    code = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+    at = accumulator = 0
+    while True:
+        op, yes, no, k = code[at]
+        at += 1
+        if op == 0x20:
+            accumulator = struct.unpack_from("=I", data, k)[0]
+        elif op == 0x54:
+            accumulator &= k
+        elif op == 0x06:
+            return k
+        else:
+            test = {0x15: accumulator == k, 0x35: accumulator >= k, 0x45: bool(accumulator & k)}[op]
+            at += yes if test else no
+
+
+def refused(rules: list, number: int, arguments: tuple[int, ...]) -> int:
+    """The error that the first rule which holds gives, 0 if none does: the meaning of a rule, once more."""
+    for wanted, error, conditions in rules:
+        if wanted == number and all(_holds(test, arguments[i] & 0xFFFFFFFF, value) for i, test, value in conditions):
+            return error
+    return 0
+
+
+def _holds(test: str, low: int, value: int | tuple[int, int]) -> bool:
+    if test == "masked":
+        return low & value[0] == value[1]
+    return {"is": low == value, "not": low != value, "any": low & value != 0}[test]
+
+
+PARENT_PID = os.getppid()
+ORDERS = [
+    {"measures": list(sandbox.MEASURES), "uid": None, "abi": 7, "parent": PARENT_PID},
+    {"measures": list(sandbox.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID},
+    {"measures": ["seccomp"], "uid": None, "abi": 2, "parent": PARENT_PID},
+]
+VALUES = st.one_of(
+    st.integers(0, 2**64 - 1), st.integers(0, 2000),
+    st.sampled_from([0, 1, 2, 16, 2**32 - 1, 2**32 - os.getpgid(0), 0x10000011, os.O_TRUNC, os.O_TRUNC | os.O_RDWR]),
+    st.sampled_from([os.getpid(), PARENT_PID]),
+)  # fmt: skip
+
+
+@given(st.sampled_from(ORDERS), st.integers(0, 480), st.tuples(*[VALUES] * 6))
+def test_the_program_does_what_the_rules_say(orders, number, arguments):
+    rules = confine._rules(orders, os.getpid())
+    result = run_program(confine.assemble(rules), number, arguments)
+    error = refused(rules, number, arguments)
+    assert result == (0x00050000 | error if error else 0x7FFF0000)
+
+
+@pytest.mark.parametrize(("number", "arch"), [(0x40000000 | 1, 0xC000003E), (0, 0x40000003), (0, 0xC00000B7)])
+def test_other_kinds_of_calls_are_refused(number, arch):
+    """The x32 and the 32-bit numbers of the same calls would pass by the list."""
+    program = confine.assemble(confine._rules(ORDERS[0], os.getpid()))
+    assert run_program(program, number, (0,) * 6, arch) == 0x00050000 | errno.ENOSYS
+
+
+def test_what_an_old_landlock_lets_through_is_filtered():
+    """Before its third version Landlock does not know truncation, before its sixth not signals."""
+    rules = confine._rules({**ORDERS[0], "measures": ["seccomp", "landlock"], "abi": 2}, os.getpid())
+    program = confine.assemble(rules)
+    refuse, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
+    everybody = 2**32 - 1  # -1, as an int
+    assert run_program(program, 76, (0,) * 6) == refuse  # truncate
+    assert run_program(program, 257, (0, 0, os.O_TRUNC, 0, 0, 0)) == refuse  # open to read, and truncate
+    assert run_program(program, 257, (0, 0, os.O_TRUNC | os.O_WRONLY, 0, 0, 0)) == allow  # Landlock sees this one
+    assert run_program(program, 257, (0, 0, os.O_RDONLY, 0, 0, 0)) == allow
+    assert run_program(program, 62, (PARENT_PID, 9, 0, 0, 0, 0)) == refuse
+    assert run_program(program, 62, (everybody, 9, 0, 0, 0, 0)) == refuse
+    assert run_program(program, 62, (os.getpid() + PARENT_PID, 9, 0, 0, 0, 0)) == allow
+
+
+def test_the_guard_and_the_jail_start_without_a_heavy_import():
+    """They run once for every child; torch would take seconds, and json a third of a guard's time."""
+    code = (
+        "import sys; sys.path.append('harness'); import guard, confine; "
+        "print(sorted({'json', 'subprocess', 're', 'enum', 'torch', 'dataclasses'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"

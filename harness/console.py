@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
-from harness import stats
+from harness import ranking, stats
 from harness.phases import Progress
 from harness.problem import Case
 from harness.session import Outcome
@@ -91,15 +91,19 @@ def ground(judged: list[Judged]) -> None:
 
 def summary(judged: list[Judged], baseline: str | None = None) -> None:
     """The geomean line of each variant, and for what has no time why."""
-    base = next((j.geomean for j in judged if j.entry.name == baseline and j.geomean), None)
+    base = next((j.figure for j in judged if j.entry.name == baseline and j.figure), None)
     for j in sorted(judged, key=_order):
         kind = " (peer, unranked)" if j.entry.peer else ""
-        if j.geomean:
-            mean, lo, hi = j.geomean
+        if j.figure:
+            value, lo, hi = j.figure
             roof = stats.geomean([t.ground.roof_us / t.median for t in j.times])
-            ratio = f"   {base[0] / mean:.1f}x {baseline}" if base and j.entry.name != baseline else ""
-            said = f"geomean {mean:.2f} us ({lo:.2f}..{hi:.2f}) over {len(j.times)} cases   {roof:.0%} of roof{ratio}"
-            say(f"{j.entry.name:<20} {j.verdict:<14} {said}{kind}")
+            ratio = f"   {base[0] / value:.1f}x {baseline}" if base and j.entry.name != baseline else ""
+            name, tried = ranking.name(j.ranking_by), f"   attempt {j.attempt}" if j.attempt else ""
+            said = f"{name} {value:.2f} us ({lo:.2f}..{hi:.2f}) over {len(j.times)} cases   {roof:.0%} of roof{ratio}"
+            say(f"{j.entry.name:<20} {j.verdict:<14} {said}{tried}{kind}")
+            for earlier in j.before:
+                said = f"{earlier.figure[0]:.2f} us" if earlier.figure else earlier.verdict
+                say(f"{'':<20} measured again to confirm a first place; superseded: {said}")
         elif j.verdict == "PASSED":
             say(f"{j.entry.name:<20} PASSED         {len(j.tests)} test cases right; not timed in this mode{kind}")
         else:
@@ -115,8 +119,7 @@ def against(j: Judged) -> None:
 
 def _ratio(j: Judged, pair: dict) -> str:
     lo, hi = pair["ci95"]
-    word = "SAME" if lo <= 1 <= hi else ("FASTER" if hi < 1 else "SLOWER")
-    return f"{j.entry.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {word}"
+    return f"{j.entry.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
 
 
 def _why(j: Judged) -> str:
@@ -131,4 +134,4 @@ def _why(j: Judged) -> str:
 
 
 def _order(j: Judged) -> tuple:
-    return (j.geomean is None, j.entry.peer, j.geomean[0] if j.geomean else 0.0, j.entry.name)
+    return (j.figure is None, j.entry.peer, j.figure[0] if j.figure else 0.0, j.entry.name)

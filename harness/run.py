@@ -13,16 +13,31 @@ from pathlib import Path
 # The repository, not harness/, is where imports start.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from harness import console, environment, phases, problem, profiling, scan, stats, verdict  # noqa: E402
+from harness import (  # noqa: E402
+    beside,
+    console,
+    device_lock,
+    environment,
+    journal,
+    plan,
+    problem,
+    process,
+    ranking,
+    record,
+    scan,
+    verdict,
+)
+from harness.journal import Journal  # noqa: E402
+from harness.judging import Judging  # noqa: E402
 from harness.problem import Case, Entry, Problem, UsageError  # noqa: E402
-from harness.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, ProblemError, Session  # noqa: E402
+from harness.sandbox import SandboxError  # noqa: E402
+from harness.session import DeviceError, ProblemError  # noqa: E402
 from harness.verdict import Judged, Recorder  # noqa: E402
 from problems.common import load  # noqa: E402
 
 MODES = ("test", "benchmark", "leaderboard", "profile")
+INTERRUPTED_EXIT = 130  # as shells say it
 BASELINE = "torch_dequant"  # shown as a ratio where it takes part
-SANITIZE_WEIGHTS = 2**20  # bytes that a case may move to be run under a sanitizer
-SANITIZE_TOOLS = ("memcheck", "racecheck")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +53,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, help="seed of the test cases (timed calls have secret seeds)")
     p.add_argument("--timeout", type=float, metavar="S", help="seconds a call may take (default 30, the first 120)")
     p.add_argument("--json", metavar="FILE", help="write the records of this run to FILE as well")
+    p.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN_ID",
+        help="go on with a run that was killed, by default the newest unfinished one, with its options",
+    )  # fmt: skip
+    p.add_argument("--lint", action="store_true", help="check the problem itself: what must fail fails, then stop")
     p.add_argument("--sanitize", action="store_true", help="run small cases under compute-sanitizer, then stop")
     p.add_argument("--list", action="store_true", help="list problems, or the variants of PROBLEM")
     return p
@@ -53,6 +73,12 @@ def main(argv: list[str] | None = None) -> int:
     except ProblemError as error:
         print(f"harness/run.py: the problem itself failed, nothing was judged: {error}", file=sys.stderr)
         return verdict.USAGE_EXIT
+    except (DeviceError, SandboxError) as error:
+        print(f"harness/run.py: {error}; a run that is recorded goes on with --resume", file=sys.stderr)
+        return verdict.EXIT_CODES["RUNTIME_ERROR"]
+    except KeyboardInterrupt:
+        print("harness/run.py: interrupted; a run that is recorded goes on with --resume", file=sys.stderr)
+        return INTERRUPTED_EXIT
 
 
 class Run:
@@ -61,6 +87,8 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.args = arguments
         self.lines: list[dict] = []
+        self.journal: Journal | None = None
+        self.opponents: list[Judged] = []  # leaders that took part in a confirmation alone
 
     def main(self) -> int:
         args = self.args
@@ -70,26 +98,83 @@ class Run:
         if args.timeout is not None and args.timeout <= 0:
             raise UsageError(f"--timeout must be positive, got {args.timeout}")
         self.device = self._device()
+        self.machine = environment.machine(self.device)
+        if args.lint:
+            return self._lint()
+        if (completed := self._settle()) is not None:
+            return completed
+        with contextlib.ExitStack() as stack:
+            if args.resume is not None:
+                self.journal = Journal.resume(self.machine, self.problem.name, args.resume or None)
+                stack.callback(self.journal.close)
+                plan.adopt(self.journal.plan, args, parser().parse_args([]))
+            return self._run(stack)
+
+    def _run(self, stack: contextlib.ExitStack) -> int:
+        args = self.args
         self.target = self._target()
         chosen = self._chosen()
         console.say(environment.block())
         console.say()
         if args.mode == "profile" and not args.sanitize:
             return self._profile(chosen[0])
-        self.recorder = Recorder(self.problem, self.device)
-        judged = [Judged(entry, self._target_of(entry)) for entry in chosen]
+        self.recorder = Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)
+        self.recorded = args.mode == "leaderboard" and not args.case and not args.sanitize
+        judged = [self._judged(entry) for entry in chosen]
         runnable = [j for j in judged if self._admit(j)]
         if args.sanitize:
             return self._sanitize([j for j in runnable if not j.entry.peer])
+        if self.recorded:
+            self._plan(judged)
+            stack.callback(self.journal.close)
         if runnable:
             self._judge(runnable)
         self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.entry.targets])
-        for j in judged:
-            # That a file is made for another machine is no result of this one.
-            if self.target in j.entry.targets or j.status != "UNSUPPORTED" or not args.all:
-                self._record(j)
+        self._see_unchanged(judged)
+        self._record(judged)
         self._print(judged)
         return verdict.exit_code(judged, args.all)
+
+    def _settle(self) -> int | None:
+        """Complete the records of killed runs, and say which are unfinished.
+
+        -> the exit code, where --resume asked for nothing else.
+        """
+        args, name = self.args, self.problem.name
+        if args.mode != "leaderboard" or args.case or args.sanitize:
+            if args.resume is not None:
+                raise UsageError("--resume goes with no --case, --sanitize or other --mode: these record nothing")
+            return None
+        completed, unfinished = journal.settle(self.machine, name)
+        for run_id in completed:
+            console.say(f"run {run_id} was killed while it wrote its records: they are complete now")
+        if args.resume is None:
+            for run_id in unfinished:
+                console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
+        elif completed and (args.resume in completed or not (args.resume or unfinished)):
+            run_id = args.resume or completed[-1]
+            records = [r for r in record.read(self.machine, name) if r.get("run_id") == run_id]
+            return verdict.code_of([r["status"] for r in records if not r.get("superseded")], everything=True)
+        return None
+
+    def _plan(self, judged: list[Judged]) -> None:
+        """Begin the journal, or see that what the resumed run depends on is unchanged."""
+        tests, benchmarks = self._tests(), list(self.problem.benchmarks[self.device])
+        now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
+        if self.journal is None:
+            self.journal = Journal.create(self.machine, self.problem.name, now)
+            return
+        plan.compare(self.journal.plan, now, self.journal.path)
+        times = self.journal.resumptions
+        self.recorder.downgrades.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
+        console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
+
+    def _lint(self) -> int:
+        from harness import lint
+
+        with self._held(timed=False):
+            right = lint.run(self.problem, self.device, console.say)
+        return 0 if right else verdict.EXIT_CODES["INCORRECT"]
 
     def _list(self) -> int:
         if not self.args.problem:
@@ -149,8 +234,23 @@ class Run:
             second = dataclasses.replace(second, name=f"{second.name}#2")
         return [first, second]
 
+    def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
+        """The lock on the device: whenever a GPU is used, and on the CPU where something is timed."""
+        if self.device == "cuda":
+            return device_lock.hold(environment.gpu_uuid(), console.say)
+        return device_lock.hold("cpu", console.say) if timed else contextlib.nullcontext()
+
     def _target_of(self, entry: Entry) -> str:
         return self.target if self.target in entry.targets else entry.targets[0]
+
+    def _judged(self, entry: Entry) -> Judged:
+        judged = Judged(entry, self._target_of(entry), ranking_by=self.problem.ranking_by)
+        if self.recorded:
+            name = self.problem.name
+            runs = ranking.attempts(record.read(self.machine, name), entry.name)
+            runs |= journal.attempts(self.machine, name, entry.name)
+            judged.attempt = len(runs | {self.recorder.run_id})
+        return judged
 
     def _admit(self, j: Judged) -> bool:
         """Whether an entry may and can run here; else its verdict is set."""
@@ -178,107 +278,73 @@ class Run:
             raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}")
         return chosen
 
+    def _tests(self) -> list[Case]:
+        args = self.args
+        tests = self._cases(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
+        if args.case and args.mode == "leaderboard":
+            tests = [c for c in tests if args.case in str(c)] or tests
+        return tests if args.seed is None else [dataclasses.replace(case, seed=args.seed) for case in tests]
+
     def _judge(self, judged: list[Judged]) -> None:
-        args, paired = self.args, bool(self.args.against)
-        by_name = {j.entry.name: j for j in judged}
-        entrants = {name: Entrant(name, j.entry, self.target) for name, j in by_name.items()}
-        with Session(self.problem, self.device, args.timeout) as session, console.progress() as progress:
-            if args.mode != "benchmark":
-                tests = self._cases(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
-                if args.case and args.mode == "leaderboard":
-                    tests = [c for c in tests if args.case in str(c)] or tests
-                if args.seed is not None:
-                    tests = [dataclasses.replace(case, seed=args.seed) for case in tests]
+        args, timed = self.args, self.args.mode != "test"
+        cases = self._cases(self.problem.benchmarks[self.device], "benchmark") if timed else []
+        judging = Judging(self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter)
+        with self._held(timed):
+            judging.run(judged, self._tests(), cases)
+        self.opponents = judging.opponents
 
-                def done(entrant: Entrant, case: Case, outcome: Outcome) -> None:
-                    by_name[entrant.name].tests.append((case, outcome))
-                    if len(judged) == 1 or outcome.status != "PASSED":
-                        console.test_line(entrant.name, case, outcome)
-
-                phases.run_tests(session, list(entrants.values()), tests, done, progress)
-                if len(judged) > 1:
-                    for j in judged:
-                        passed = sum(o.status == "PASSED" for _, o in j.tests)
-                        console.say(f"{j.entry.name:<20} {passed}/{len(j.tests)} test cases right")
-            if args.mode != "test":
-                cases = self._cases(self.problem.benchmarks[self.device], "benchmark")
-                right = [entrants[n] for n, j in by_name.items() if all(o.status == "PASSED" for _, o in j.tests)]
-                if right and (len(right) == 2 or not paired):
-                    timings, grounds = phases.run_benchmarks(session, right, cases, progress, paired)
-                    for name, of_cases in timings.items():
-                        by_name[name].times = [
-                            verdict.weigh(t, g) for t, g in zip(of_cases, grounds, strict=True)
-                        ]
-                    if paired:
-                        self._pair(judged)
-            self.recorder.clock_name = session.clock_name
-
-    @staticmethod
-    def _pair(judged: list[Judged]) -> None:
-        """The ratio of the first entry's times to the second's, on equal contents."""
-        first, second = judged
-        if any(t.failure for j in judged for t in j.times):
-            return
-        logs = []
-        for mine, theirs in zip(first.times, second.times, strict=True):
-            pairs = phases.ratios(mine.timing, theirs.timing)
-            ratio, lo, hi = stats.ratio_interval(pairs)
-            first.against.append({"variant": second.entry.name, "ratio": ratio, "ci95": [lo, hi]})
-            logs.append([[a / b for a, b in group] for group in pairs])
-        mean = stats.geomean([pair["ratio"] for pair in first.against])
-        first.against_all = {
-            "variant": second.entry.name, "ratio": mean, "ci95": list(stats.geomean_interval(logs)),
-        }  # fmt: skip
+    def _enter(self, entry: Entry) -> Judged | None:
+        """An entry that nobody named; None where it may not, or cannot, run here."""
+        judged = self._judged(entry)
+        return judged if self._admit(judged) else None
 
     def _compile(self, judged: list[Judged]) -> None:
         """Entries for other targets are compiled here, without their device, where their compiler is installed."""
-        todo = [j for j in judged if j.target in ARCH and not j.entry.peer]
-        if not todo or self.args.mode != "leaderboard":
+        if self.args.mode != "leaderboard":
             return
-        if not shutil.which("nvcc"):
-            console.say("nvcc is not on PATH: variants for other targets are not compiled")
-            return
-        with Session(self.problem, self.device) as session, console.progress() as progress:
-            for j in todo:
-                if any(importlib.util.find_spec(name) is None for name in j.entry.requires):
-                    continue
-                for target in (t for t in j.entry.targets if t in ARCH):
-                    progress(f"compile {j.entry.name} for {target}")
-                    entrant = Entrant(f"{j.entry.name}@{target}", j.entry, target)
-                    message = {"op": "compile", "target": target}
-                    reply = session.ask_runner(entrant, message, 2 * COMPILE_LIMIT_S)
-                    session.stop(entrant)
-                    if isinstance(reply, Outcome):
-                        j.status, j.reason = "COMPILE_ERROR", reply.reason
-                        console.say(f"{j.entry.name}: COMPILE_ERROR for {target}\n{reply.reason}")
-                        break
-                    # One row a kernel; a compiler that reports no resources leaves the size alone.
-                    j.artefacts += [
-                        {"target": target, "bytes": a["bytes"], **kernel}
-                        for a in reply["artefacts"]
-                        for kernel in a["kernels"] or [{}]
-                    ]
-                    j.status, j.reason = "COMPILED", f"compiled for {', '.join(j.entry.targets)}, not run here"
+        settled = {line["entry"]: line for line in self.journal.noted("compiled")} if self.journal else {}
+        todo = []
+        for j in judged:
+            if line := settled.get(j.entry.name):
+                j.status, j.reason, j.artefacts = line["status"], line["reason"], line["artefacts"]
+            else:
+                todo.append(j)
+        with console.progress() as progress:
+            for j in beside.compile_only(self.problem, self.device, todo, progress):
+                if self.journal:
+                    facts = {"status": j.status, "reason": j.reason, "artefacts": j.artefacts}
+                    self.journal.note("compiled", entry=j.entry.name, **facts)
 
-    def _record(self, j: Judged) -> None:
-        # A run of selected cases is no result of the problem; --mode leaderboard alone records.
-        lines = self.recorder.write(j) if self.args.mode == "leaderboard" and not self.args.case else []
-        self.lines += lines
+    def _see_unchanged(self, judged: list[Judged]) -> None:
+        """Every process takes a copy of its submission when it starts, so all must have found the same."""
+        for j in (*judged, *self.opponents):
+            if (j.tests or j.times) and verdict.source_hash(j.entry) != j.source_hash:
+                j.status, j.reason = "INVALID_MEASUREMENT", "its files were changed during the run"
+
+    def _record(self, judged: list[Judged]) -> None:
+        """All records of the run at once; --mode leaderboard without --case alone has any."""
+        if not self.journal:
+            return
+        for j in (*judged, *self.opponents):
+            # That a file is made for another machine is no result of this one.
+            if self.target in j.entry.targets or j.status != "UNSUPPORTED" or not self.args.all:
+                self.lines += self.recorder.lines(j)
+        self.journal.finish(self.lines)
 
     def _print(self, judged: list[Judged]) -> None:
         args = self.args
         console.say()
-        timed = [j for j in judged if j.times]
+        timed = [j for j in (*judged, *self.opponents) if j.times]
         if timed:
             console.times(timed)
             console.ground(timed)
-        if judged[0].against_all:
+        for one in (one for j in judged for one in (*j.before, j) if one.against_all):
             console.say()
-            console.against(judged[0])
+            console.against(one)
         console.say()
-        console.summary(judged, BASELINE)
+        console.summary([*judged, *self.opponents], BASELINE)
         if self.lines:
-            console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {environment.machine(self.device)}")
+            console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
         elif args.mode == "leaderboard":
             console.say("selected cases only: nothing recorded")
         if args.json:
@@ -293,41 +359,19 @@ class Run:
             console.say(f"{entry.name}: {j.status}: {j.reason}")
             return verdict.EXIT_CODES[j.status]
         cases = self._cases(self.problem.benchmarks[self.device], "benchmark")
-        with Session(self.problem, self.device, self.args.timeout) as session:
-            entrant = Entrant(entry.name, entry, self.target)
-            for case in cases:
-                session.content(case)
-                reply = session.ask_runner(entrant, {"op": "profile", "peer": entry.peer}, 2 * COMPILE_LIMIT_S, slots=1)
-                if isinstance(reply, Outcome):
-                    console.say(f"{entry.name}: {reply.status}: {reply.reason}")
-                    return verdict.EXIT_CODES[reply.status]
-                console.say(f"{case}\n{reply['table']}")
-        if self.device == "cuda":
-            for case in cases:
-                try:
-                    console.say(f"{case}\n{profiling.ncu(self.problem, entry, case, self.target)}")
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    console.say(f"no ncu report: {error}")
-                    break
-        return 0
+        with self._held():
+            said = beside.profile(self.problem, self.device, self.target, entry, cases, self.args.timeout)
+        return verdict.EXIT_CODES[said]
 
     def _sanitize(self, judged: list[Judged]) -> int:
         if self.device != "cuda":
             raise UsageError("--sanitize needs a GPU")
-        cases = [c for c in self._cases(self.problem.tests, "test") if (c.bytes or 0) <= SANITIZE_WEIGHTS]
-        clean = True
-        for j in judged:
-            for tool in SANITIZE_TOOLS:
-                try:
-                    ok, tail = profiling.sanitize(self.problem, j.entry, cases, tool, self.target)
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    raise UsageError(f"--sanitize: {error}") from None
-                clean &= ok
-                console.say(f"{j.entry.name:<20} {tool:<10} {'clean' if ok else 'ERRORS'} on {len(cases)} cases")
-                if not ok:
-                    console.say(tail)
+        cases = self._cases(self.problem.tests, "test")
+        with self._held():
+            clean = beside.sanitize(self.problem, judged, cases, self.target)
         return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]
 
 
 if __name__ == "__main__":
+    process.harden()
     sys.exit(main())

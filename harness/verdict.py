@@ -1,8 +1,10 @@
 """Verdicts: their words, exit codes, and the records that they become."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
-from harness import clock, environment, phases, record, scan, stats
+from harness import clock, environment, phases, ranking, record, sandbox, scan, stats
 from harness.problem import Case, Entry, Problem
 from harness.session import Outcome
 
@@ -32,7 +34,14 @@ class CaseTime:
 
 @dataclass
 class Judged:
-    """All that came out for one entry. reason: of a verdict that concerns the entry as a whole."""
+    """All that came out for one entry. reason: of a verdict that concerns the entry as a whole. source_hash: of its
+    closure when it was chosen.
+
+    ranking_by: the problem's. attempt: how many runs timed a variant of this name on this machine, this one included;
+    None for a run that does not count. confirms: of times that confirm a first place, the leader that they were taken
+    against. before: the entry as it stood at each earlier measurement of this run; those times are superseded.
+    audit: the session's, as in the record.
+    """
 
     entry: Entry
     target: str
@@ -43,6 +52,15 @@ class Judged:
     artefacts: list[dict] = field(default_factory=list)
     against: list[dict] = field(default_factory=list)  # by case; {variant, ratio, ci95}
     against_all: dict | None = None  # the geomean over the cases
+    source_hash: str = ""
+    ranking_by: str = "geom"
+    attempt: int | None = None
+    confirms: dict | None = None  # {variant, run_id, source_hash, paired}
+    before: list[Judged] = field(default_factory=list)
+    audit: dict | None = None
+
+    def __post_init__(self) -> None:
+        self.source_hash = self.source_hash or source_hash(self.entry)
 
     @property
     def verdict(self) -> str:
@@ -52,17 +70,26 @@ class Judged:
         return min(statuses, key=_GRAVEST.index) if statuses else "UNSUPPORTED"
 
     @property
-    def geomean(self) -> tuple[float, float, float] | None:
-        """(geomean, lo, hi) in us over all benchmark cases; None unless every one was timed."""
+    def figure(self) -> tuple[float, float, float] | None:
+        """(what the problem ranks by, lo, hi) in us over all benchmark cases; None unless every one was timed."""
         if not self.times or any(t.failure for t in self.times):
             return None
-        lo, hi = stats.geomean_interval([t.timing.samples for t in self.times])
-        return stats.geomean([t.median for t in self.times]), lo, hi
+        lo, hi = ranking.interval(self.ranking_by, [t.timing.samples for t in self.times])
+        return ranking.figure(self.ranking_by, [t.median for t in self.times]), lo, hi
+
+
+def source_hash(entry: Entry) -> str:
+    """Of the submission and what it is made of, as it stands now."""
+    return record.source_hash(scan.closure(entry.file))
 
 
 def exit_code(judged: list[Judged], everything: bool) -> int:
     """The single entry's code; for --all, that of the gravest verdict, variants of other machines aside."""
-    verdicts = [j.verdict for j in judged]
+    return code_of([j.verdict for j in judged], everything)
+
+
+def code_of(verdicts: list[str], everything: bool) -> int:
+    """The same, of verdicts."""
     if everything:
         verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]
     return EXIT_CODES[min(verdicts, key=_GRAVEST.index)]
@@ -80,22 +107,44 @@ def weigh(timing: phases.Timing, ground: phases.Ground) -> CaseTime:
     return CaseTime(timing.case, timing, ground, None, median, stats.bootstrap_interval(timing.samples))
 
 
+def pair(first: Judged, second: Judged) -> None:
+    """Give `first` the ratios of its times to the second's, on equal contents; none where one of them failed."""
+    if any(t.failure for j in (first, second) for t in j.times):
+        return
+    cases = [
+        phases.ratios(mine.timing, theirs.timing) for mine, theirs in zip(first.times, second.times, strict=True)
+    ]
+    first.against = [_against(second, stats.compare([case])) for case in cases]
+    first.against_all = _against(second, stats.compare(cases))
+
+
+def _against(other: Judged, found: stats.Ratio) -> dict:
+    return {
+        "variant": other.entry.name, "ratio": found.ratio, "ci95": list(found.ci95), "ci99": list(found.ci99),
+        "word": found.word,
+    }  # fmt: skip
+
+
 class Recorder:
-    """Writes the records of one run. `run_id` is common to all of them."""
+    """Makes the records of one run. `run_id` is common to all of them.
 
-    def __init__(self, problem: Problem, device: str) -> None:
+    downgrades: what was less than it should be for all of its times, in words.
+    """
+
+    def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
         self.problem, self.device, self.clock_name = problem, device, ""
-        self.run_id = record.new_run_id()
-
-    def write(self, judged: Judged) -> list[dict]:
-        """Append every record of `judged`. -> the records."""
-        lines = self.lines(judged)
-        record.append(environment.machine(self.device), self.problem.name, lines)
-        return lines
+        self.run_id = run_id or record.new_run_id()
+        self.downgrades: list[str] = []
+        self.sandbox = sandbox.probe()
 
     def lines(self, judged: Judged) -> list[dict]:
-        """The records of `judged`: one per case, and one for a verdict on the whole entry."""
+        """The records of `judged`: one per case, and one for a verdict on the whole entry.
+
+        Benchmark records that a confirmation superseded stand before those of the confirmation.
+        """
         lines = [self._test(judged, case, outcome) for case, outcome in judged.tests]
+        for earlier in judged.before:
+            lines += [self._benchmark(earlier, i) | {"superseded": True} for i in range(len(earlier.times))]
         lines += [self._benchmark(judged, i) for i in range(len(judged.times))]
         if judged.status:  # a verdict on the whole entry: a rule broken, unsupported here, compiled
             kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
@@ -110,9 +159,9 @@ class Recorder:
         return {
             "schema": record.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
             "case": case, "kind": kind, "variant": judged.entry.name, "target": judged.target,
-            "peer": judged.entry.peer, "source_hash": record.source_hash(scan.closure(judged.entry.file)),
+            "peer": judged.entry.peer, "source_hash": judged.source_hash,
             "environment": environment.describe(), "commit": commit, "dirty": dirty,
-            "harness_hash": record.harness_hash(), "sandbox": "own process group, scrubbed environment",
+            "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
         }  # fmt: skip
 
     def _test(self, judged: Judged, case: Case, outcome: Outcome) -> dict:
@@ -131,28 +180,35 @@ class Recorder:
             "roof_us": ground.roof_us, "roof_kind": "read", "roof_config": ground.roof_config,
             "empty_call_us": ground.empty_us, "bytes": ground.bytes, "flops": time.case.flops, "seeds": ground.seeds,
             "clocks_mhz": ground.clocks_mhz, "throttle": ground.throttle, "error": _error(timing.worst_error),
-            "clock": self._clock(timing),
+            "clock": self._clock(timing), "ranking_by": judged.ranking_by, "attempt": judged.attempt,
+            "audit": judged.audit,
         }  # fmt: skip
-        if time.failure is None:
+        if judged.confirms:
+            line["confirms"] = judged.confirms
+        if timing.samples:  # of a failed case too: they are the evidence
             untimed = timing.flat("untimed_us")
             line |= {
-                "n": len(timing.flat("us")), "median_us": time.median, "ci95_us": list(time.interval),
+                "n": len(timing.flat("us")),
                 "samples_us": [[round(us, 4) for us in group] for group in timing.samples],
                 "host_us": stats.median(timing.flat("host_us")),
                 "untimed_us": stats.median(untimed) if untimed else None,
             }  # fmt: skip
+        if time.failure is None:
+            line |= {"median_us": time.median, "ci95_us": list(time.interval)}
         if judged.against:
             line["against"] = judged.against[index]
         return line
 
     def _clock(self, timing: phases.Timing) -> dict:
-        downgrades = []
+        downgrades = list(self.downgrades)
         if bound := sum(timing.flat("host_bound")):
             downgrades.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
         if self.device == "cuda" and environment.clocks()[0] is None:
             downgrades.append("no NVML: clocks and throttle reasons unknown")
-        delivery = "slots shared by CUDA IPC" if self.device == "cuda" else "slots shared as memory files"
-        cold = f"read of {clock.FLUSH_FACTOR}x the last-level cache before each call"
+        delivery, cold = "slots shared as memory files", f"read of {clock.FLUSH_FACTOR}x the last-level cache"
+        if self.device == "cuda":
+            delivery = "slots shared by CUDA IPC, masked until the call"
+            cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {clock.FLUSH_FACTOR}x L2"
         return {"name": self.clock_name, "cold": cold, "delivery": delivery, "downgrades": downgrades}
 
 

@@ -1,10 +1,9 @@
 """From records to ranked tables. Pure: reads no file, imports no problem, prints nothing.
 
-A board is one (machine, problem, target). Absolute times compare only within one run, so a board has a base run: the
-newest that timed at least two variants on every case of the board, else the newest that timed one on every case, else
-the newest. (A paired run of two variants does not displace one of the whole field.) A variant that is not in the base
-run is shown from its own newest run and never ranked. Nothing is left out silently: each variant with any record has
-a row, and a row without a rank says why.
+A board is one (machine, problem, target). Absolute times compare only within one run, so a board has a base run, which
+`harness/ranking.py` chooses. A variant that is not in the base run is shown from its own newest run and not ranked,
+unless it took the lead by the pairs of its confirmation. Nothing is left out silently: each variant with any record has
+a row, and a row without a rank says why. A measurement that a confirmation superseded is told in a note.
 
 A variant's state is that of its newest run: if that failed, in any test or benchmark case, so does its row, whatever an
 older run said. A run in which it was UNSUPPORTED throughout is about the machine, so it counts only for a variant that
@@ -13,13 +12,13 @@ has neither run nor been compiled. "NAME#2", the second side of a variant paired
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import pandas as pd
 
-from harness import stats
+from harness import ranking, stats
+from harness.ranking import case_label
 
 SCHEMA = 1
 KINDS = ("test", "benchmark", "compile")
@@ -29,14 +28,14 @@ COMPILED = "compiled, not run"
 
 STANDING = [
     *("rank", "variant", "peer", "geomean_us", "lo_us", "hi_us", "roof_share", "peer_ratio", "done", "wanted"),
-    *("status", "reason", "notes", "run_id", "base", "registers", "spill_bytes", "kernels"),
+    *("status", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes", "kernels"),
 ]
 TIMES = [
     *("variant", "case", "peer", "run_id", "base", "status", "reason", "median_us", "lo_us", "hi_us", "n"),
     *("roof_us", "roof_kind", "roof_share", "peer_ratio", "bytes", "flops", "empty_call_us", "host_us", "untimed_us"),
     *("rel_error", "max_error", "tolerance"),
 ]
-PAIRS = ["variant", "against", "case", "ratio", "lo", "hi", "run_id"]
+PAIRS = ["variant", "against", "case", "ratio", "lo", "hi", "word", "run_id"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Board:
     pairs     one row per case of each two variants' newest paired run, columns PAIRS; ratio < 1: variant is faster
     run       the base run's facts: run_id, time, commit, environment, clock; where nothing was timed, the newest run's
     timed     whether any variant was timed or tested here, rather than compiled alone
+    figure    what stands in geomean_us: "geomean" over the cases, or "mean" where the problem ranks by that
     """
 
     machine: str
@@ -56,6 +56,7 @@ class Board:
     cases: list[str]
     run: dict
     timed: bool
+    figure: str
     standing: pd.DataFrame
     times: pd.DataFrame
     pairs: pd.DataFrame
@@ -87,11 +88,6 @@ def parse(text: str, source: str) -> tuple[list[dict], list[str]]:
             raise ValueError(f"{source}:{number}: kind must be one of {', '.join(KINDS)}, got {record['kind']!r}")
         records.append(record)
     return records, complaints
-
-
-def case_label(case: Mapping | None) -> str:
-    """A case's name, "m=7168 k=16384 l=1". The seed is no part of it: each run draws its own."""
-    return " ".join(f"{key}={value}" for key, value in (case or {}).items() if key != "seed")
 
 
 def ranks(intervals: list[tuple[float, float]]) -> list[int]:
@@ -135,20 +131,28 @@ def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, st
 
 
 def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None) -> Board:
-    repeat = lines.variant.map(lambda name: bool(re.fullmatch(r".+#\d+", name)))
+    superseded = lines.record.map(lambda record: bool(record.get("superseded"))).astype(bool)
+    everything, lines, first_tries = lines, lines[~superseded], lines[superseded]
+    repeat = lines.variant.map(ranking.is_repeat).astype(bool)
     timed = lines[(lines.kind == "benchmark") & ~repeat]
     wanted = None if expected is None else [case_label(case) for case in expected]
-    base = _base_run(timed, wanted)
+    base = ranking.base_run(lines.record, wanted)
     of_base = timed[timed.run_id == base]
     cases = wanted if wanted is not None else list(dict.fromkeys(of_base.case))
+    ranking_by = (_text(of_base.record.iloc[-1].get("ranking_by")) if len(of_base) else "") or "geom"
+    promoted = {one.variant: one for one in ranking.leaders(lines.record, cases, ranking_by) if one.over}
     standing, times = [], []
     for variant, part in lines[~repeat].groupby("variant", sort=True):
-        row, its_times = _row(variant, part, base, cases)
+        row, its_times = _row(variant, part, base, cases, ranking_by, promoted.get(variant))
+        before = first_tries[(first_tries.variant == variant) & (first_tries.run_id == row["run_id"])]
+        if len(before):
+            row["notes"].append(f"confirmation; it supersedes a first measurement{_first(before, cases, ranking_by)}")
+        row["attempts"] = ranking.attempt(everything.record, variant)
         standing.append(row)
         times += its_times
     standing, times = pd.DataFrame(standing, columns=STANDING), pd.DataFrame(times, columns=TIMES)
     _against_peers(standing, times)
-    standing = _ranked(standing)
+    standing = _ranked(standing, list(promoted))
     order = {name: place for place, name in enumerate(standing.variant)}
     times = times.sort_values("variant", key=lambda names: names.map(order), kind="stable", ignore_index=True)
     ran = lines[(lines.kind != "compile") & (lines.status != "UNSUPPORTED")]
@@ -161,24 +165,19 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
     if throttled := sorted({_text(record["throttle"]) for record in of_base.record if record.get("throttle")}):
         notes.append(f"clocks were throttled in run {base}: {', '.join(throttled)}")
     run, ever_ran = _facts(told), not ran.empty
-    return Board(machine, problem, target, cases, run, ever_ran, standing, times, _pairs(timed), notes)
+    pairs = _pairs(everything[everything.kind == "benchmark"])
+    figure = ranking.name(ranking_by)
+    return Board(machine, problem, target, cases, run, ever_ran, figure, standing, times, pairs, notes)
 
 
-def _base_run(timed: pd.DataFrame, wanted: list[str] | None) -> str | None:
-    """The run whose times the board compares (see the module's docstring). timed is sorted by run, newest last."""
-    best, best_grade = None, -1
-    for run_id, run in timed.groupby("run_id", sort=False):
-        labels = set(run.case if wanted is None else wanted)
-        complete = sum(labels <= set(part.case) for _, part in run.groupby("variant"))
-        of_two = run.paired.any() and run.variant.nunique() <= 2
-        grade = 2 if complete >= 2 and not of_two else int(complete >= 1)
-        if grade >= best_grade:
-            best, best_grade = run_id, grade
-    return best
+def _row(
+    variant: str, lines: pd.DataFrame, base: str | None, cases: list[str], ranking_by: str,
+    lead: ranking.Leader | None,
+) -> tuple[dict, list[dict]]:  # fmt: skip
+    """-> (row of standing, rows of times) of one variant; rank, attempts and peer_ratio are filled in by the caller.
 
-
-def _row(variant: str, lines: pd.DataFrame, base: str | None, cases: list[str]) -> tuple[dict, list[dict]]:
-    """-> (row of standing, rows of times) of one variant; rank and peer_ratio are filled in by the caller."""
+    lead: how it took the lead after the base run, if it did.
+    """
     row = dict.fromkeys(STANDING) | {"variant": variant, "done": 0, "wanted": len(cases), "notes": [], "base": False}
     row |= {"peer": any(record.get("peer") for record in lines.record), "reason": ""} | _resources(lines)
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roof_share", "peer_ratio"), math.nan)
@@ -190,10 +189,13 @@ def _row(variant: str, lines: pd.DataFrame, base: str | None, cases: list[str]) 
         row |= {"status": last.status, "run_id": last.run_id, "reason": _text(last.record.get("reason"))}
         row["notes"] = [COMPILED] if last.status == "COMPILED" else []
         return row, []
-    run_id = _shown_run(ran, base)
+    run_id = _shown_run(ran, lead.run_id if lead else base)
     run = ran[ran.run_id == run_id].drop_duplicates(["kind", "case"], keep="last")  # an attempt replaces the one before
     row |= {"run_id": run_id, "base": run_id == base}
-    if not row["base"] and base is not None:
+    if lead:
+        ratio, lo, hi = lead.ratio
+        row["notes"].append(f"first by its pairs with {lead.over}: {ratio:.4f} ({lo:.4f} to {hi:.4f}) of its time")
+    elif not row["base"] and base is not None:
         row["notes"].append(OTHER_RUN)
     newer = ran.iloc[-1]
     if newer.newest > run.newest.iloc[-1]:
@@ -207,16 +209,26 @@ def _row(variant: str, lines: pd.DataFrame, base: str | None, cases: list[str]) 
     row["done"] = len(done)
     row["status"], row["reason"] = _state(run, times, lines)
     if row["status"] == "PASSED" and done:  # PASSED means that all cases are
-        row["geomean_us"] = stats.geomean([time["median_us"] for time in done])
+        row["geomean_us"] = ranking.figure(ranking_by, [time["median_us"] for time in done])
         if all(time["roof_share"] > 0 for time in done):
             row["roof_share"] = stats.geomean([time["roof_share"] for time in done])
         try:
-            row["lo_us"], row["hi_us"] = stats.geomean_interval([bench[case].get("samples_us") or [] for case in cases])
+            samples = [bench[case].get("samples_us") or [] for case in cases]
+            row["lo_us"], row["hi_us"] = ranking.interval(ranking_by, samples)
         except (TypeError, ValueError) as error:
             row["notes"].append(f"no interval, hence no rank: samples_us: {error}")
     if left_out := [time["untimed_us"] for time in done if time["untimed_us"] > 0]:
         row["notes"].append(f"left out of the time: {_span(left_out)} us a call")
     return row, times
+
+
+def _first(before: pd.DataFrame, cases: list[str], ranking_by: str) -> str:
+    """" of 22.10 us", the figure of superseded records, as far as they give one."""
+    medians = {line.case: line.record.get("median_us") for line in before.itertuples()}
+    try:
+        return f" of {ranking.figure(ranking_by, [medians[case] for case in cases]):.2f} us"
+    except (KeyError, TypeError, ValueError):
+        return ""
 
 
 def _shown_run(ran: pd.DataFrame, base: str | None) -> str:
@@ -282,19 +294,27 @@ def _against_peers(standing: pd.DataFrame, times: pd.DataFrame) -> None:
     times["peer_ratio"] = (times.case.map(peers).astype(float) / times.median_us).where(times.base)
 
 
-def _ranked(standing: pd.DataFrame) -> pd.DataFrame:
-    """`standing` in the board's order, with ranks (Int64, NA where unranked)."""
+def _ranked(standing: pd.DataFrame, promoted: list[str]) -> pd.DataFrame:
+    """`standing` in the board's order, with ranks (Int64, NA where unranked).
+
+    promoted: who took the lead after the base run, the last being first now.
+    """
     passed = (standing.status == "PASSED") & standing.geomean_us.notna()
-    eligible = passed & standing.base & ~standing.peer.astype(bool) & standing.lo_us.notna()
+    ahead = passed & standing.variant.isin(promoted)
+    eligible = passed & standing.base & ~standing.peer.astype(bool) & standing.lo_us.notna() & ~ahead
     section = pd.Series(3, index=standing.index)  # failures and gaps
     section[standing.status == "COMPILED"] = 4
     section[passed] = 2
     section[passed & standing.base & standing.peer] = 1
     section[eligible] = 0
+    for place, name in enumerate(promoted, 1):
+        section[ahead & (standing.variant == name)] = -place
     order = standing.assign(section=section).sort_values(["section", "geomean_us", "variant"])
-    chosen = order[order.section == 0]
+    first, chosen = order[order.section < 0], order[order.section == 0]
     order["rank"] = pd.Series(pd.NA, index=order.index, dtype="Int64")
-    order.loc[chosen.index, "rank"] = ranks(list(zip(chosen.lo_us, chosen.hi_us, strict=True)))
+    order.loc[first.index, "rank"] = range(1, len(first) + 1)
+    behind = [len(first) + rank for rank in ranks(list(zip(chosen.lo_us, chosen.hi_us, strict=True)))]
+    order.loc[chosen.index, "rank"] = behind
     return order.drop(columns="section").reset_index(drop=True)
 
 
@@ -304,7 +324,9 @@ def _pairs(timed: pd.DataFrame) -> pd.DataFrame:
     for line in timed[timed.paired & (timed.status == "PASSED")].itertuples():
         against = line.record["against"]
         lo, hi = (_number(bound) for bound in against.get("ci95") or (math.nan, math.nan))
-        row = (line.variant, _text(against.get("variant")), line.case, _number(against.get("ratio")), lo, hi)
+        # Records of before there was a word are read by their 95 % interval.
+        word = _text(against.get("word")) or ("FASTER" if hi < 1 else "SLOWER" if lo > 1 else "SAME")
+        row = (line.variant, _text(against.get("variant")), line.case, _number(against.get("ratio")), lo, hi, word)
         rows.append(dict(zip(PAIRS, (*row, line.run_id), strict=True)))
     pairs = pd.DataFrame(rows, columns=PAIRS)
     newest = pairs.groupby(["variant", "against"])["run_id"].transform("last")

@@ -23,6 +23,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
+from harness import record  # noqa: E402
 from leaderboard import board, plot, tables  # noqa: E402
 from problems.common import load  # noqa: E402
 
@@ -51,7 +52,7 @@ def read(results: Path, machines: list[str], problems: list[str]) -> tuple[list[
     boards, complaints = [], []
     for machine in machines:
         records = []
-        for file in sorted((results / machine).glob("*.jsonl")):
+        for file in record_files(results / machine):
             # A killed writer may cut a character in two; the line is broken either way, and reported.
             text = file.read_text(encoding="utf-8", errors="replace")
             found, said = board.parse(text, f"{machine}/{file.name}")
@@ -60,6 +61,11 @@ def read(results: Path, machines: list[str], problems: list[str]) -> tuple[list[
         kinds = {(record["problem"], record["target"]) for record in records}
         boards += board.build(records, machine, {kind: cases for kind in sorted(kinds) if (cases := expected(*kind))})
     return boards, complaints
+
+
+def record_files(folder: Path) -> list[Path]:
+    """The files of records in a machine's folder; what an unfinished run has written beside them is none."""
+    return sorted(path for path in folder.glob("*.jsonl") if not path.name.endswith(record.PARTIAL))
 
 
 def expected(problem: str, target: str) -> list[dict] | None:
@@ -82,7 +88,7 @@ def readme_table(results: Path, machines: Path) -> tuple[str, list[str]]:
     """-> (Markdown, complaints) for the README. ValueError if a listed machine has no records."""
     slugs = committed(machines)
     for slug in slugs:
-        if not any((results / slug).glob("*.jsonl")):
+        if not record_files(results / slug):
             raise ValueError(f"{machines.name} lists {slug}, which has no records in {results}")
     boards, complaints = read(results, slugs, [])
     if not boards:
@@ -118,10 +124,10 @@ def terminal(boards: list[board.Board], console: Console) -> None:
 
 def _print(console: Console, header: list[str], rows: list[list[str]], styles: list[str]) -> None:
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    words = {"variant", "state", "against", "verdict", "run"}
+    words, whole = {"variant", "state", "against", "verdict", "run"}, {"variant", "geomean us", "mean us"}
     for name in header:
         # Names and times stay whole on a narrow terminal; the state wraps.
-        grid.add_column(name, justify="left" if name in words else "right", no_wrap=name in ("variant", "geomean us"))
+        grid.add_column(name, justify="left" if name in words else "right", no_wrap=name in whole)
     for row, style in zip(rows, styles, strict=True):
         grid.add_row(*map(Text, row), style=style)
     console.print(grid)
@@ -131,7 +137,7 @@ def _report(options: argparse.Namespace) -> int:
     for name in options.problems:
         if not (load.PROBLEMS / name / "task.py").is_file() and not any(options.results.glob(f"*/{name}.jsonl")):
             raise ValueError(f"no problem {name}: neither a folder of problems/ nor a file of records")
-    known = sorted(path.name for path in options.results.glob("*") if any(path.glob("*.jsonl")))
+    known = sorted(path.name for path in options.results.glob("*") if record_files(path))
     boards, complaints = read(options.results, [options.machine] if options.machine else known, options.problems)
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)

@@ -11,7 +11,8 @@ REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 CSV = [
     *("machine", "problem", "target", "rank", "variant", "peer", "case", "run_id", "base", "status", "reason", "done"),
     *("wanted", "time_us", "lo_us", "hi_us", "n", "roof_us", "roof_kind", "roof_share", "peer_ratio", "bytes", "flops"),
-    *("empty_call_us", "host_us", "untimed_us", "rel_error", "max_error", "tolerance", "registers", "spill_bytes"),
+    *("empty_call_us", "host_us", "untimed_us", "rel_error", "max_error", "tolerance", "attempts"),
+    *("registers", "spill_bytes"),
 ]
 
 Table = tuple[list[str], list[list[str]]]
@@ -48,8 +49,8 @@ def standing(board: Board) -> Table:
         ]
     with_run = not board.standing.base.all()
     with_peer = bool(board.standing.peer_ratio.notna().any())
-    header = ["rank", "variant", "geomean us", "95 % interval", "of roof"] + ["peer / this"] * with_peer
-    header += [*board.cases, "cases", "error / tolerance"] + ["run"] * with_run + ["state"]
+    header = ["rank", "variant", f"{board.figure} us", "95 % interval", "of roof"] + ["peer / this"] * with_peer
+    header += [*board.cases, "cases", "error / tolerance", "attempts"] + ["run"] * with_run + ["state"]
     cells = {(row.variant, row.case): row for row in board.times.itertuples()}
     rows = []
     for row in board.standing.itertuples():
@@ -57,7 +58,7 @@ def standing(board: Board) -> Table:
         line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roof_share)]
         line += [f"{row.peer_ratio:.2f}x" if row.peer_ratio > 0 else ""] * with_peer
         line += [_cell(cells.get((row.variant, case))) for case in board.cases]
-        line += [f"{row.done}/{row.wanted}", _error(board.times, row)]
+        line += [f"{row.done}/{row.wanted}", _error(board.times, row), str(row.attempts or "")]
         rows.append(line + ["" if row.base else row.run_id] * with_run + [_state(row)])
     of_base = board.times[board.times.base]
     for name, column in (("roof", "roof_us"), ("empty call", "empty_call_us")):
@@ -72,10 +73,8 @@ def pairs(board: Board) -> Table:
     """-> (header, rows) of the paired runs; no rows where there are none."""
     rows = []
     for row in board.pairs.itertuples():
-        covers = row.lo <= 1 <= row.hi
-        verdict = "no difference seen" if covers else "faster" if row.ratio < 1 else "slower"
         interval = f"{row.lo:.4f} to {row.hi:.4f}"
-        rows.append([row.variant, row.against, row.case, f"{row.ratio:.4f}", interval, verdict, row.run_id])
+        rows.append([row.variant, row.against, row.case, f"{row.ratio:.4f}", interval, row.word, row.run_id])
     return ["variant", "against", "case", "time ratio", "95 % interval", "verdict", "run"], rows
 
 
@@ -86,7 +85,8 @@ def notes(board: Board) -> list[str]:
     lines = [
         "Times are medians in us of calls with cold caches; a case's share is roof / time, the roof being the least "
         "time for the same bytes (read) or operations (flops) under the same clock in the same run.",
-        "The geomean is over all cases of the board; overlapping 95 % intervals share a rank (with the group's first).",
+        f"The {board.figure} is over all cases of the board; overlapping 95 % intervals share a rank (with the group's "
+        "first). Attempts: the runs that timed a variant of this name here.",
         "Error: the largest, and what was admitted at that element; for peers relative (Frobenius) and its limit.",
     ]
     if board.standing.peer.any():
@@ -115,11 +115,12 @@ def markdown(boards: list[Board], complaints: list[str]) -> str:
 
 
 def frame(boards: list[Board]) -> pd.DataFrame:
-    """All boards in one long table, columns CSV: per variant one row for the geomean (case "geomean"), one per case."""
+    """All boards in one long table, columns CSV: per variant one row for its figure (case "geomean", or "mean" where
+    the problem ranks by that), then one per case."""
     tables = []
     for board in boards:
         place = {"machine": board.machine, "problem": board.problem, "target": board.target}
-        total = board.standing.rename(columns={"geomean_us": "time_us"}).assign(case="geomean", **place)
+        total = board.standing.rename(columns={"geomean_us": "time_us"}).assign(case=board.figure, **place)
         total["reason"] = ["; ".join(filter(None, [r, *n])) for r, n in zip(total.reason, total.notes, strict=True)]
         cases = board.times.rename(columns={"median_us": "time_us"}).assign(**place)
         tables += [table.reindex(columns=CSV).astype(object) for table in (total, cases) if len(table)]
@@ -127,9 +128,12 @@ def frame(boards: list[Board]) -> pd.DataFrame:
 
 
 def csv(boards: list[Board]) -> str:
-    table = frame(boards)
-    floats = table.map(lambda x: f"{x:.6g}" if isinstance(x, float) and math.isfinite(x) else x)
-    return floats.to_csv(index=False, lineterminator="\n")
+    def text(value: object) -> object:
+        if isinstance(value, float) and math.isfinite(value):
+            return f"{value:.6g}"
+        return str(value) if isinstance(value, int) else value  # or a column with gaps would be one of floats
+
+    return frame(boards).map(text).to_csv(index=False, lineterminator="\n")
 
 
 def us(value: float) -> str:

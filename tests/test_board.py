@@ -6,7 +6,7 @@ import math
 import pandas as pd
 import pytest
 
-from harness import stats
+from harness import ranking, stats
 from leaderboard import board
 from tests.fixtures.records import CASES, ROOFS, bench, full, line, samples
 
@@ -240,8 +240,27 @@ def test_a_paired_run_does_not_displace_the_field():
     assert found.run["run_id"] == "r1" and list(found.pairs.case) == list(found.cases)
     assert found.pairs.iloc[0].to_dict() == {
         "variant": "a", "against": "b", "case": "m=7168 k=16384 l=1",
-        "ratio": 0.9, "lo": 0.89, "hi": 0.91, "run_id": "r2",
+        "ratio": 0.9, "lo": 0.89, "hi": 0.91, "word": "FASTER", "run_id": "r2",
     }  # fmt: skip
+
+
+def test_a_run_that_failed_does_not_become_the_board():
+    """Even where it is the newest, and no run has more than one variant."""
+    failed = full("b", 1.0, run="r2", minute=5)
+    failed[2] |= {"status": "INVALID_MEASUREMENT", "median_us": None}
+    for expected in (EXPECTED, {}):
+        found = one(full("a", 1.1) + failed, expected)
+        assert found.run["run_id"] == "r1" and rows(found)["a"]["rank"] == 1
+        assert rows(found)["b"].status == "INVALID_MEASUREMENT" and unranked(rows(found)["b"])
+
+
+def test_a_pair_is_called_what_its_record_calls_it():
+    """By its 99 % interval, which the record knows; one without a word is read by the interval that it has."""
+    words = []
+    for word in ({"word": "SAME"}, {}):
+        pair = {"variant": "b", "ratio": 0.9, "ci95": [0.89, 0.91], **word}
+        words.append(one(full("a", 0.9, against=pair) + full("b", 1.0)).pairs.word.iloc[0])
+    assert words == ["SAME", "FASTER"]
 
 
 def test_the_newest_pair_counts_and_a_repeat_is_no_variant():
@@ -338,3 +357,100 @@ def test_the_runs_oddities_are_noted():
     records = full("a", 1.1, throttle=["hot"]) + full("b", 1.2, environment={"gpu": "another"})
     notes = " ".join(one(records).notes)
     assert "throttled" in notes and "hot" in notes and "environment changed" in notes
+
+
+# --- confirmations, attempts, and other figures than the geomean
+
+CONFIRMS = {"variant": "a", "run_id": "r1", "source_hash": "abc", "paired": True}
+
+
+def confirmed(factor: float, of_leader: float = 1.1, **more) -> list[dict]:
+    """Run r2: `b` first seemed to take 0.9 times the roof; its confirmation, in pairs with `a`, gave `factor`."""
+    where = {"run": "r2", "minute": 9}
+    ratio = factor / of_leader
+    against = {"variant": "a", "ratio": ratio, "ci95": [ratio * 0.99, ratio * 1.01]}
+    first = [record | {"superseded": True} for record in full("b", 0.9, **where)]
+    second = full("b", factor, confirms=CONFIRMS | more, against=against, **where)
+    return first + second + full("a", of_leader, **where)
+
+
+FIELD = full("a", 1.1) + full("c", 1.5) + full("d", 2.0)
+
+
+def test_a_confirmed_variant_takes_the_lead_without_displacing_the_field():
+    found = one(FIELD + confirmed(1.0))
+    assert list(found.standing.variant) == ["b", "a", "c", "d"] and found.run["run_id"] == "r1"
+    assert list(found.standing["rank"]) == [1, 2, 3, 4]
+    row = rows(found)["b"]
+    assert row.geomean_us == pytest.approx(stats.geomean(ROOFS)) and row.run_id == "r2"
+    assert "first by its pairs with a: 0.9091 (" in row.notes[0]
+    assert any("supersedes a first measurement of 16.13 us" in note for note in row.notes)
+
+
+@pytest.mark.parametrize(
+    ("records", "why"),
+    [
+        (confirmed(1.1), "no faster in the pairs"), (confirmed(1.0, paired=False), "not paired with the leader"),
+        (confirmed(1.0, variant="c"), "paired with one who does not lead"),
+        (confirmed(1.0)[:3], "nothing but the first measurement"),
+        (confirmed(1.0)[:5] + confirmed(1.0)[6:], "a case of the confirmation is missing"),
+        ([*confirmed(1.0), line("test", "b", run="r3", minute=10, status="INCORRECT")], "wrong since"),
+    ],
+)  # fmt: skip
+def test_what_is_not_confirmed_does_not_lead(records, why):
+    found = one(FIELD + records)
+    assert list(found.standing.variant[:3]) == ["a", "c", "d"], why
+    assert list(found.standing["rank"][:3]) == [1, 2, 3]
+    assert unranked(rows(found)["b"]) if "b" in rows(found) else len(records) == 3
+
+
+def test_each_confirmation_counts_against_who_leads_then():
+    """b beats a, then a beats b, then c claims to have beaten a, who does lead."""
+    back = full("a", 0.9, run="r3", minute=10, confirms=CONFIRMS | {"variant": "b"}, against={"variant": "b"})
+    back += full("b", 1.0, run="r3", minute=10)
+    assert list(one(FIELD + confirmed(1.0) + back).standing.variant) == ["a", "b", "c", "d"]
+    third = full("c", 0.8, run="r4", minute=11, confirms=CONFIRMS, against={"variant": "a"})
+    third += full("a", 0.9, run="r4", minute=11)
+    found = one(FIELD + confirmed(1.0) + back + third)
+    assert list(found.standing.variant) == ["c", "a", "b", "d"] and list(found.standing["rank"]) == [1, 2, 3, 4]
+
+
+def test_a_newer_run_of_the_field_decides_anew():
+    newer = full("a", 1.1, run="r9", minute=30) + full("b", 1.2, run="r9", minute=30)
+    found = rows(one(FIELD + confirmed(1.0) + newer))
+    assert (found["a"]["rank"], found["b"]["rank"]) == (1, 2)
+
+
+def test_the_judge_and_the_board_agree_on_the_leader():
+    wanted = [board.case_label(case) for case in CASES]
+    failed = line("test", "a", run="r5", minute=20, status="INCORRECT", reason="wrong")
+    for records in (
+        FIELD, FIELD + confirmed(1.0), FIELD + confirmed(1.1), [*FIELD, failed], full("a", 1.1)[:2], [],
+        FIELD + full("peer_p", 0.9, peer=True), FIELD + full("e", 0.5, run="r6", minute=21), confirmed(1.0),
+        [*FIELD, *confirmed(1.0), failed], full("a", 1.1) + full("a#2", 1.0),
+    ):  # fmt: skip
+        chain = ranking.leaders(records, wanted)
+        boards = [b for b in board.build(records, "box", EXPECTED) if b.target == "sm90"]
+        first = boards[0].standing.iloc[0] if boards else None
+        assert bool(chain) == (first is not None and first["rank"] is not pd.NA)
+        if chain:
+            told = (chain[-1].variant, chain[-1].run_id, chain[-1].value, chain[-1].lo, chain[-1].hi)
+            assert told == (first.variant, first.run_id, first.geomean_us, first.lo_us, first.hi_us)
+
+
+def test_attempts_are_the_runs_that_timed_it_and_no_fewer_than_a_record_says():
+    again = full("a", 1.1, run="r2", minute=5, attempt=7)
+    found = rows(one(full("a", 1.2) + again + full("b", 2.0) + [line("test", "c", run="r3")]))
+    assert (found["a"].attempts, found["b"].attempts, found["c"].attempts) == (7, 1, 0)
+
+
+def test_a_problem_that_ranks_by_the_mean_is_ranked_by_the_mean():
+    """`a` is better by the geomean, `b` by the mean."""
+    by = {"ranking_by": "mean"}
+    a = [bench("a", case, us, **by) for case, us in enumerate((10.0, 100.0, 1.0))]
+    b = [bench("b", case, us, **by) for case, us in enumerate((20.0, 50.0, 9.0))]
+    found = one(a + b)
+    assert found.figure == "mean" and list(found.standing.variant) == ["b", "a"]
+    assert list(found.standing.geomean_us) == pytest.approx([79 / 3, 37.0])
+    without = [{key: value for key, value in record.items() if key != "ranking_by"} for record in a + b]
+    assert one(without).figure == "geomean" and list(one(without).standing.variant) == ["a", "b"]

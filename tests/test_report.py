@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
+from harness import record
 from leaderboard import board, report, tables
 from tests.fixtures.records import CASES, full, line, write
 
@@ -113,6 +114,30 @@ def test_csv_has_a_row_per_variant_and_case(capsys, results):
     assert float(mine[1]["roof_share"]) == pytest.approx(1 / 1.1, rel=1e-4)
     (wrong,) = [row for row in lines if row["variant"] == "sm90_bad" and row["case"] == "geomean"]
     assert wrong["rank"] == wrong["time_us"] == "" and "ERROR AT (0, 0, 0): 1 2" in wrong["reason"]
+
+
+def test_attempts_superseded_times_and_the_mean_are_shown(capsys, tmp_path):
+    again = [record | {"superseded": True} for record in full("b", 0.8)] + full("b", 1.0, attempt=3)
+    write(tmp_path, "box", full("a", 1.1) + again)
+    write(tmp_path, "mean-box", [record | {"ranking_by": "mean"} for record in full("a", 1.0)])
+    _, out, _ = said(capsys, "--results", tmp_path, "--format", "markdown")
+    assert "| geomean us |" in out and "| mean us |" in out and "| 20.00 |" in out  # (18 + 32 + 10) / 3
+    header, first, second = [text for text in out.splitlines() if text.startswith(("| rank", "| 1 | b", "| 2 | a"))][:3]
+    place = header.split(" | ").index("attempts")
+    assert (first.split(" | ")[place], second.split(" | ")[place]) == ("3", "1")
+    assert "supersedes a first measurement of 14.34 us" in first
+    _, out, _ = said(capsys, "--results", tmp_path, "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(out)))
+    assert [row["attempts"] for row in lines if row["case"] in ("geomean", "mean")] == ["3", "1", "1"]
+
+
+def test_an_unfinished_run_is_no_record(capsys, tmp_path):
+    write(tmp_path, "box", full("a", 1.1))
+    (tmp_path / "box" / f"nvfp4_gemv.r7{record.PARTIAL}").write_text('{"kind": "plan"}\n')
+    (tmp_path / "bare-box").mkdir()
+    (tmp_path / "bare-box" / f"nvfp4_gemv.r7{record.PARTIAL}").write_text('{"kind": "plan"}\n')
+    code, out, err = said(capsys, "--results", tmp_path)
+    assert (code, err) == (0, "") and "bare-box" not in out
 
 
 def test_markdown_tables_are_whole(capsys, results):

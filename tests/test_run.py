@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from harness import problem, record, run, task_yml, verdict
+from harness import lint, problem, record, run, task_yml, verdict
 from problems.common import load
 
 SMALL = "m=16 k=64"
@@ -36,9 +36,8 @@ def right(tmp_path):
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """Records go to a folder of the test's own."""
-    append, folder = record.append, tmp_path / "results"
-    monkeypatch.setattr(record, "append", lambda machine, name, lines: append(machine, name, lines, folder))
-    return folder
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
 
 
 def lines_of(folder):
@@ -54,9 +53,12 @@ def lines_of(folder):
         (["nvfp4_gemv", "--all", "--variant", "cpu_avx2"], "one of --variant, --submission and --all"),
         (["nvfp4_gemv", "--all", "--against", "cpu_avx2"], "--all goes with neither"),
         (["nvfp4_gemv", "--timeout", "0"], "--timeout must be positive"),
+        (["nvfp4_gemv", "--device", "cpu", "--resume", "x"], "no run x of nvfp4_gemv"),
+        (["nvfp4_gemv", "--device", "cpu", "--resume"], "no unfinished run of nvfp4_gemv"),
+        (["nvfp4_gemv", "--device", "cpu", "--resume", "--mode", "test"], "--resume goes with no"),
     ],
 )
-def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys):
+def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys, results):
     assert run.main(arguments) == verdict.USAGE_EXIT
     assert message in capsys.readouterr().err
 
@@ -123,6 +125,24 @@ def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, res
     assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / "broken.py"), "--device", "cpu"]) == 4
     assert "broken.cu(1): error" in capsys.readouterr().out
     assert [line["status"] for line in lines_of(results)] == ["COMPILE_ERROR"]
+
+
+def test_an_interruption_is_one_line(monkeypatch, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.Run, "main", interrupt)
+    assert run.main(["nvfp4_gemv"]) == run.INTERRUPTED_EXIT
+    assert "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])
+def test_lint_is_passed_on(monkeypatch, right, status):
+    asked = []
+    monkeypatch.setattr(lint, "run", lambda *arguments: asked.append(arguments) or right)
+    assert run.main(["nvfp4_gemv", "--lint", "--device", "cpu"]) == status
+    ((found, device, _),) = asked
+    assert (found.name, device) == ("nvfp4_gemv", "cpu")
 
 
 def test_the_gravest_verdict_is_the_exit_code():

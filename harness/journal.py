@@ -1,0 +1,286 @@
+"""What an unfinished run has found so far, on disk: a killed one loses nothing, and --resume goes on from there.
+
+results/<machine>/<problem>.<run_id>.partial.jsonl, one JSON object a line, each synced before the next: first the plan,
+then every finished test outcome, every finished group of timed calls (one process, one case, all entrants), decisions,
+and, when all is done, the final records. These are then appended to <problem>.jsonl, and the journal is removed. The
+process that writes it holds a flock on it, which ends with the process.
+
+A journal is read as a killed writer leaves it: a torn line is work that is done again. A run that was killed while it
+appended its records is completed by the next run, without judging anything (`settle`).
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from harness import record
+from harness.problem import UsageError
+from harness.session import Outcome
+
+_RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
+
+GroupDone = Callable[[int, int, dict[str, list[Outcome]], dict[str, list[float]], list[str], tuple], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one process of each entrant did on one benchmark case.
+
+    outcomes: by entrant name its scored calls, in order; where it failed in this group, warm-ups included, what failed
+    it comes last. An entrant that failed before has no entry. own: by judge's call its times in us. seeds: of every
+    content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown.
+    """
+
+    process: int
+    case: int
+    outcomes: dict[str, list[Outcome]]
+    own: dict[str, list[float]]
+    seeds: list[str]
+    state: tuple = (None, None)
+
+
+@dataclass(frozen=True)
+class Have:
+    """What of one phase need not be run again."""
+
+    tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
+    groups: dict[tuple[int, int], Group] = field(default_factory=dict)
+
+    def test(self, entrant: str, case: int) -> Outcome | None:
+        """The outcome of `entrant` (its name) on test case number `case`."""
+        return self.tests.get((entrant, case))
+
+    def group(self, process: int, case: int) -> Group | None:
+        return self.groups.get((process, case))
+
+
+NOTHING = Have()
+
+
+class Journal:
+    """The journal of one run, held by this process until `finish` or `close`."""
+
+    def __init__(self, path: Path, file: BinaryIO, lines: list[dict]) -> None:
+        self.path, self._file = path, file
+        self.problem, self.run_id = _split(path)
+        self.lines = lines
+
+    @classmethod
+    def create(cls, machine: str, problem: str, plan: dict) -> "Journal":
+        """A new one. plan: JSON; its run_id names the file, the rest is compared when the run is resumed."""
+        path = record.RESULTS / machine / f"{problem}.{plan['run_id']}{record.PARTIAL}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _hold(path, create=True)
+        journal = cls(path, file, [])
+        journal._write({"kind": "plan", "time": record.now(), **plan})
+        _sync_folder(path.parent)
+        return journal
+
+    @classmethod
+    def resume(cls, machine: str, problem: str, run_id: str | None = None) -> "Journal":
+        """The unfinished run `run_id`, by default the newest of the problem that no process holds.
+
+        UsageError: there is none, or a process that still lives holds it.
+        """
+        found = unfinished(machine, problem)
+        if run_id is not None:
+            found = [path for path in found if _split(path)[1] == run_id]
+        held = []
+        for path in reversed(found):
+            try:
+                file = _hold(path)
+            except BlockingIOError:
+                held.append(_split(path)[1])
+                continue
+            except FileNotFoundError:
+                continue  # its process has just finished
+            lines = _parse(file.read())
+            if not lines or lines[0].get("kind") != "plan":
+                file.close()  # killed before it had begun; `settle` removes it
+                continue
+            journal = cls(path, file, lines)
+            journal._write({"kind": "resumed", "time": record.now()})
+            return journal
+        which = f"run {run_id}" if run_id else "unfinished run"
+        if held:
+            raise UsageError(f"--resume: {', '.join(held)} of {problem} is being run by another process")
+        known = ", ".join(_split(path)[1] for path in unfinished(machine, problem)) or "none"
+        raise UsageError(f"--resume: no {which} of {problem} on {machine} (unfinished: {known})")
+
+    @property
+    def plan(self) -> dict:
+        return self.lines[0]
+
+    @property
+    def resumptions(self) -> int:
+        return len(self.noted("resumed"))
+
+    def summary(self) -> str:
+        """What it knows, in words."""
+        return f"{len(self.noted('test'))} test outcomes and {len(self.noted('group'))} groups of timed calls are known"
+
+    def have(self, phase: str = "benchmark") -> Have:
+        """What is known: every test, and the groups of `phase`."""
+        tests = {(at["entrant"], at["case"]): _outcome(at["outcome"]) for at in self.noted("test")}
+        groups = {}
+        for at in self.noted("group"):
+            if at["phase"] == phase:
+                outcomes = {name: [_outcome(one) for one in listed] for name, listed in at["outcomes"].items()}
+                group = Group(at["process"], at["case"], outcomes, at["own"], at["seeds"], tuple(at["state"]))
+                groups[group.process, group.case] = group
+        return Have(tests, groups)
+
+    def test(self, entrant: str, case: int, outcome: Outcome) -> None:
+        """A test case is done."""
+        self._write({"kind": "test", "entrant": entrant, "case": case, "outcome": dataclasses.asdict(outcome)})
+
+    def group(self, phase: str = "benchmark") -> GroupDone:
+        """The function to call when a group of `phase` is done, with the fields of a Group."""
+
+        def done(process: int, case: int, outcomes: dict, own: dict, seeds: list[str], state: tuple) -> None:
+            listed = {name: [dataclasses.asdict(one) for one in calls] for name, calls in outcomes.items()}
+            line = {"kind": "group", "phase": phase, "process": process, "case": case, "outcomes": listed}
+            self._write({**line, "own": own, "seeds": list(seeds), "state": list(state)})
+
+        return done
+
+    def note(self, kind: str, **facts: object) -> None:
+        """Another thing that is settled, such as a compile result or the choice of whom to confirm against."""
+        self._write({"kind": kind, **facts})
+
+    def noted(self, kind: str) -> list[dict]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def finish(self, records: list[dict]) -> None:
+        """Append the final records to the truth, each exactly once even if this is killed half way, and end.
+
+        ValueError if a record holds what JSON cannot (NaN, infinity); then nothing is written.
+        """
+        json.dumps(records, allow_nan=False)
+        self._write({"kind": "final", "records": records})
+        self._settle()
+
+    def close(self) -> None:
+        """Let go of it. It stays for --resume, unless nothing but its plan is known."""
+        if not self._file.closed and all(line["kind"] in ("plan", "resumed") for line in self.lines):
+            self.path.unlink()
+        self._file.close()
+
+    def _settle(self) -> None:
+        # One process writes the records of a run, in order: what is there is a prefix of what is due.
+        (machine, problem), due = (self.path.parent.name, self.problem), self.noted("final")[-1]["records"]
+        there = [line for line in record.read(machine, problem) if line.get("run_id") == self.run_id]
+        record.append(machine, problem, due[len(there) :])
+        self.path.unlink()
+        _sync_folder(self.path.parent)
+        self._file.close()
+
+    def _write(self, line: dict) -> None:
+        # NaN and infinity pass: a hostile claim is kept as it came, and Python reads them back.
+        text = json.dumps(line)
+        self._file.write(text.encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.lines.append(json.loads(text))
+
+
+def unfinished(machine: str, problem: str) -> list[Path]:
+    """The journals of `problem` on `machine`, oldest first; held ones too."""
+    return sorted(
+        path
+        for path in (record.RESULTS / machine).glob(f"{problem}.*{record.PARTIAL}")
+        if _split(path)[0] == problem and _RUN_ID.fullmatch(_split(path)[1])
+    )
+
+
+def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
+    """Complete what killed runs had left to append, and drop journals that hold no plan.
+
+    -> (run ids whose records were completed, run ids that --resume can go on with). Those that a process holds are
+    left alone and not named.
+    """
+    completed, open_ones = [], []
+    for path in unfinished(machine, problem):
+        try:
+            file = _hold(path)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        journal = Journal(path, file, _parse(file.read()))
+        if journal.noted("final"):
+            journal._settle()
+            completed.append(journal.run_id)
+            continue
+        if journal.lines and journal.lines[0]["kind"] == "plan":
+            open_ones.append(journal.run_id)
+        else:
+            path.unlink()
+        file.close()
+    return completed, open_ones
+
+
+def attempts(machine: str, problem: str, variant: str) -> set[str]:
+    """The unfinished runs that have timed a variant of this name: giving a run up does not undo the attempt."""
+    found = set()
+    for path in unfinished(machine, problem):
+        with contextlib.suppress(FileNotFoundError):
+            lines = _parse(path.read_bytes())
+            if any(variant in line["outcomes"] for line in lines if line["kind"] == "group"):
+                found.add(_split(path)[1])
+    return found
+
+
+def _hold(path: Path, create: bool = False) -> BinaryIO:
+    """`path` open for reading from its start and for appending, locked; a torn last line is closed.
+
+    BlockingIOError: another process holds it. FileNotFoundError: it is gone. With `create` neither happens: it is made
+    anew until it is ours, since `settle` of another process may look at, and remove, what has no plan yet.
+    """
+    while True:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        file = os.fdopen(os.open(path, flags, 0o644), "ab+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if create else fcntl.LOCK_NB))
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                record.close_line(file)
+                file.seek(0)
+                return file
+        except OSError:
+            file.close()
+            if not create:
+                raise
+        file.close()  # removed between opening and locking, and there again
+
+
+def _parse(text: bytes) -> list[dict]:
+    """The whole lines; a torn one is left out."""
+    lines = []
+    for line in text.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict) and "kind" in found:
+                lines.append(found)
+    return lines
+
+
+def _outcome(line: dict) -> Outcome:
+    return Outcome(**line)
+
+
+def _split(path: Path) -> tuple[str, str]:
+    """-> (problem, run id) of a journal's path."""
+    problem, _, run_id = path.name.removesuffix(record.PARTIAL).rpartition(".")
+    return problem, run_id
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

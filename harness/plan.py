@@ -1,0 +1,64 @@
+"""The plan of a recorded run: what it was asked and what it depends on. A resumed run must find all of it unchanged."""
+
+import argparse
+from pathlib import Path
+
+from harness import environment, record
+from harness.problem import Case, Problem, UsageError
+from harness.verdict import Judged
+
+# Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
+OPTIONS = ("mode", "variant", "submission", "against", "all", "seed", "timeout")
+_WORDS = {
+    "arguments": "its arguments", "entries": "the submissions", "tests": "the test cases", "target": "the target",
+    "benchmarks": "the benchmark cases", "problem_hash": "the problem's own files", "environment": "the environment",
+    "harness_hash": "the judge", "schema": "the records' schema",
+}  # fmt: skip
+
+
+def make(
+    run_id: str, problem: Problem, target: str, arguments: argparse.Namespace, entries: list[Judged],
+    tests: list[Case], benchmarks: list[Case],
+) -> dict:  # fmt: skip
+    """The plan as JSON: what a record names, and a hash of everything that an outcome depends on."""
+    files = [problem.folder / name for name in ("task.py", "reference.py", "task.yml")]
+    files += [problem.utils] if problem.utils else []
+    return {
+        "run_id": run_id, "schema": record.SCHEMA, "target": target,
+        "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},
+        "entries": {one.entry.name: one.source_hash for one in entries},
+        "tests": [_case(case) for case in tests], "benchmarks": [_case(case) for case in benchmarks],
+        "problem_hash": record.source_hash(file for file in files if file.is_file()),
+        "harness_hash": record.harness_hash(), "environment": environment.describe(),
+    }  # fmt: skip
+
+
+def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespace) -> None:
+    """Give `arguments` the plan's options. UsageError if one was given that the run did not have."""
+    for name in OPTIONS:
+        given, planned = _absolute(getattr(arguments, name)), plan["arguments"][name]
+        if given != getattr(defaults, name) and given != planned:
+            raise UsageError(f"--resume goes on with the options of that run: --{name} was {planned!r}, got {given!r}")
+        setattr(arguments, name, planned)
+
+
+def compare(was: dict, now: dict, path: Path) -> None:
+    """UsageError, saying what changed, unless the two plans are equal but for their run ids."""
+    changed = [words for key, words in _WORDS.items() if was.get(key) != now[key]]
+    if was.get("entries") != now["entries"]:
+        names = {**was.get("entries", {}), **now["entries"]}
+        changed += [name for name in names if was.get("entries", {}).get(name) != now["entries"].get(name)]
+    if changed:
+        raise UsageError(
+            f"--resume: run {was['run_id']} cannot go on, since it began {', '.join(changed)} changed; "
+            f"start a new run (to forget this one, remove {path})"
+        )
+
+
+def _absolute(value: object) -> object:
+    """A path as one that means the same from any folder; the name of a variant, and any other value, as it is."""
+    return str(Path(value).resolve()) if isinstance(value, str) and value.endswith(".py") else value
+
+
+def _case(case: Case) -> dict:
+    return {"params": case.params, "seed": case.seed, "bytes": case.bytes, "flops": case.flops}

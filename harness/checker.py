@@ -11,9 +11,11 @@ from types import ModuleType
 
 import torch
 
-from harness import tree, wire
+from harness import native, process, tree, wire
 from harness.slots import Slot
 from problems.common import load
+
+CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
 
 
 class Checker:
@@ -24,32 +26,70 @@ class Checker:
         extra = {"utils": load.from_file(self.folder, Path(start["utils"]))} if start["utils"] else {}
         self.task: ModuleType = load.from_file(self.folder, self.folder / "task.py", extra)
         self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py", extra)
+        self.split: bool = self.own and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
         self.slots: dict[str, list[Slot]] = {}
+        self.held: dict[str, Slot] = {}  # the weights' memory, by runner
+        self.weights: object = None
+        self.weights_spec: dict = {}
         self.pristine: object = None
         self.want: object = None
         self.spec: dict = {}
         self.outputs: list[int] = []
         self.captures: list[dict] = []
+        canary = torch.frombuffer(bytearray(CANARY), dtype=torch.uint8)
+        self.canaries = [canary.to(device) for device in {"cpu", self.device}]
+
+    def new_weights(self, message: dict, _: list[int]) -> dict:
+        """Make the weights of a case from a seed. -> {"split": whether the problem has weights apart from inputs}."""
+        self.weights = self.pristine = self.want = None
+        if self.split:
+            case = {**message["case"], "seed": message["seed"], "device": self.device}
+            self.weights = self.reference.generate_weights(**case)
+            layout = tree.Layout()
+            self.weights_spec = tree.describe(self.weights, layout)
+            self.weights_sizes = layout.used
+        return {"split": self.split}
+
+    def hold(self, message: dict, _: list[int]) -> dict:
+        """The present weights in memory for one runner; what it held before goes."""
+        if old := self.held.pop(message["runner"], None):
+            old.close()
+        slot = self.held[message["runner"]] = Slot(self.weights_sizes)
+        for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
+            _region(leaf, slot).copy_(tree.raw(source))
+        self._sync()
+        part, fds = slot.message()
+        nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
+        return {"slot": part, "spec": self.weights_spec, "bytes": nbytes, "fds": list(fds)}
+
+    def free_memory(self, message: dict, _: list[int]) -> dict:
+        """Bytes of device memory that nobody holds; None on a CPU."""
+        return {"free": native.free_memory() if self.device == "cuda" else None}
+
+    def canary(self, message: dict, _: list[int]) -> dict:
+        """Whether the device still computes: a small sum with a known result, through memory and back."""
+        values = torch.arange(1 << 16, device=self.device, dtype=torch.int64)
+        return {"well": int(values.sum()) == (1 << 15) * ((1 << 16) - 1)}
 
     def content(self, message: dict, _: list[int]) -> dict:
         """Make the inputs of a case from a seed, and the answer to them."""
         self.pristine = self.want = None  # before the next ones are made: they may be large
         case = {**message["case"], "seed": message["seed"]}
-        if self.own:
-            case["device"] = self.device
-        self.pristine = self.reference.generate_input(**case)
+        self.pristine = make(self.reference, self.task, case, self.device, self.own, self.weights)
         layout = tree.Layout()
-        self.spec = tree.describe(self.pristine, layout)
+        self.spec = tree.describe(self._delivered(), layout)
         if self.own:
             self.want = self.reference.ref_kernel(self.pristine)
-            names = self.spec.get("fields", [])
+            outputs = self.spec["items"][2] if self.split else self.spec
+            names = outputs.get("fields", [])
             if not self.outputs_named or not set(self.outputs_named) <= set(names):
-                raise ValueError(f"OUTPUTS must name fields of the NamedTuple that generate_input returns, {names}")
-            self.outputs = [names.index(name) for name in self.outputs_named]
+                raise ValueError(f"OUTPUTS must name fields of the NamedTuple of outputs, which has {names}")
             leaves = tree.leaves(self.spec)
+            first = len(leaves) - len(tree.leaves(outputs))
+            self.outputs = [first + names.index(name) for name in self.outputs_named]
             self.captures = [_capture_spec(leaves[i], layout) for i in self.outputs]
-            _poison(tree.tensors(self.pristine), self.outputs)
+            _poison(tree.tensors(self._delivered()), self.outputs)
         else:
             # The reference may write into its argument and return an element of it: that element is the output.
             scratch = tree.clone(self.pristine)
@@ -61,7 +101,10 @@ class Checker:
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
             "device": "cuda" if cuda else "cpu", "sizes": layout.used,
-            "open": {"data": self.spec, "outputs": self.outputs, "captures": self.captures, "own": self.own},
+            "open": {
+                "data": self.spec, "outputs": self.outputs, "captures": self.captures, "own": self.own,
+                "split": self.split,
+            },
         }  # fmt: skip
 
     def allocate(self, message: dict, _: list[int]) -> dict:
@@ -69,23 +112,25 @@ class Checker:
         self.release(message, _)
         self.slots[message["runner"]] = [Slot(message["sizes"]) for _ in range(message["count"])]
         parts = [slot.message() for slot in self.slots[message["runner"]]]
-        return {
-            "slots": [sizes for sizes, _, _ in parts], "handles": [handle for _, handle, _ in parts],
-            "fds": [fd for _, _, fds in parts for fd in fds],
-        }  # fmt: skip
+        return {"slots": [part for part, _ in parts], "fds": [fd for _, fds in parts for fd in fds]}
 
     def release(self, message: dict, _: list[int]) -> dict:
+        """Free the slots of a runner, and what it held of weights if it is gone."""
         for slot in self.slots.pop(message["runner"], []):
             slot.close()
+        if message["op"] == "release" and message["runner"] in self.held:
+            self.held.pop(message["runner"]).close()
         return {}
 
     def fill(self, message: dict, _: list[int]) -> dict:
-        """The present content into a slot; its outputs and the captures poisoned."""
+        """The present content into a slot; its outputs and the captures poisoned; masked if there is a `key`."""
         slot = self.slots[message["runner"]][message["slot"]]
-        for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self.pristine), strict=True):
+        for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self._delivered()), strict=True):
             _region(leaf, slot).copy_(tree.raw(source))
         for spec in self.captures:
             _poison([tree.tensor(spec, slot.buffers[spec["space"]])], [0])
+        if message["key"]:
+            native.mask(slot.buffers["device"], bytes.fromhex(message["key"]))
         self._sync()
         return {}
 
@@ -93,10 +138,14 @@ class Checker:
         """The verdict on the output in a slot. `claims`: what the runner says that the submission returned."""
         slot = self.slots[message["runner"]][message["slot"]]
         self._sync()
-        leaves, names = tree.leaves(self.spec), self.spec.get("fields")
-        for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self.pristine), strict=True)):
+        leaves, names = tree.leaves(self.spec), _names(self.spec)
+        for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i not in self.outputs and not torch.equal(_region(leaf, slot), tree.raw(source)):
-                return _verdict("INCORRECT", f"input {names[i] if names else i} was changed by the call")
+                return _verdict("INCORRECT", f"input {names[i]} was changed by the call")
+        if held := self.held.get(message["runner"]):
+            pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
+            if not all(torch.equal(_region(leaf, held), tree.raw(source)) for leaf, source in pairs):
+                return _verdict("INCORRECT", "the weights were changed by the call")
         got = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.captures]
         if self.own:
             for i, captured in zip(self.outputs, got, strict=True):
@@ -127,9 +176,42 @@ class Checker:
                 return f"custom_kernel must return the output tensor it was given ({form}), got another one"
         return ""
 
+    def _delivered(self) -> object:
+        """The data without its weights, which have memory of their own."""
+        return self.pristine._replace(weights=None) if self.split else self.pristine
+
     def _sync(self) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+
+def make(
+    reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: object = None
+) -> object:
+    """The data of a call: `case` holds generate_input's arguments, the seed among them. Where the reference splits
+    weights from inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
+    """
+    if not own:
+        return reference.generate_input(**case)
+    if not hasattr(reference, "generate_weights"):
+        return reference.generate_input(**case, device=device)
+    if weights is None:
+        raise ValueError("weights must be made before the inputs of a problem that splits them, got None")
+    inputs, outputs = reference.generate_input(**case, device=device)
+    return task.Data(weights, inputs, outputs)
+
+
+def _names(spec: dict) -> list[str]:
+    """A name for each tensor of a specification: its field where it stands in a NamedTuple, else its number."""
+    if "items" not in spec:
+        return ["0"] if spec["kind"] == "tensor" else []
+    if spec["kind"] != "named":
+        return [str(i) for i in range(len(tree.leaves(spec)))]
+    found = []
+    for name, item in zip(spec["fields"], spec["items"], strict=True):
+        inner = _names(item)
+        found += [name] if item["kind"] == "tensor" else inner
+    return found
 
 
 def _region(leaf: dict, slot: Slot) -> torch.Tensor:
@@ -151,6 +233,7 @@ def _verdict(status: str, reason: str, error: dict | None = None) -> dict:
 
 
 def main() -> None:
+    process.harden()
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, _ = wire.receive(sock)
     checker = None

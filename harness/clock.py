@@ -1,25 +1,25 @@
 """The two clocks. Each times one call on cold caches and captures its outputs directly behind it.
 
-CUDA: device sync; persisting L2 reset; a read (not a write) of 3x L2; one word of every 64 KiB of the slot, so that
-address translations are warm and data is cold; a spin kernel of at least twice the call's own enqueue time, so that the
-device never waits for the host; start event; an empty kernel; the call; stop event; copy of the outputs on the same
-queue; device sync. CPU: a read of 3x the last-level cache, then the host clock around the call.
+CUDA: device sync; persisting L2 reset; contents unmasked; L2 cleaned of every written line, then a read of 3x L2; one
+word of every 64 KiB of the slot, so that address translations are warm and data is cold; a spin kernel over all SMs, of
+at least twice the call's own enqueue time, so that the device never waits for the host; start event; an empty kernel;
+the call; stop event; copy of the outputs on the same queue; device sync. CPU: a read of 3x the last-level cache, then
+the host clock around the call.
 """
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter_ns  # bound here: a submission that replaces time.perf_counter_ns does not reach it
 
 import torch
 
 from harness import native
 
 FLUSH_FACTOR = 3  # times the last-level cache
-FLUSH_CONFIG = 0  # any configuration of the reader will do
-SPIN_MARGIN_US = 100  # events, the mark and the capture are enqueued under the spin as well
-FIRST_SPIN_US = 1000  # before the call's own enqueue time is known
+JUNK_FACTOR = 4  # times L2: written and discarded before the flush
+FLUSH_CONFIG = 4  # of the reader
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,32 @@ class Sample:
     host_bound: bool
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """What a call is timed on. slot: the device buffer that it reads, if any. key: what unmasks it, if it is masked.
+    spin_us: how long the device is kept busy while the call is enqueued.
+    """
+
+    slot: torch.Tensor | None = None
+    key: bytes | None = None
+    spin_us: float = 0.0
+    ready: Callable[[], None] = lambda: None  # called when caches are cold; returns when the call is to be made
+
+
 class CpuClock:
     name = "host clock around the call"
 
     def __init__(self) -> None:
         self._flush = torch.zeros(FLUSH_FACTOR * last_level_cache(), dtype=torch.uint8)
 
-    def time(self, call: Callable[[], object], capture: Callable[[object], None], slot: torch.Tensor | None) -> Sample:
+    def time(self, call: Callable[[], object], capture: Callable[[object], None], delivery: Delivery) -> Sample:
         native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)
         gc.disable()
         try:
-            start = time.perf_counter_ns()
+            delivery.ready()
+            start = perf_counter_ns()
             result = call()
-            us = (time.perf_counter_ns() - start) / 1e3
+            us = (perf_counter_ns() - start) / 1e3
             capture(result)
         finally:
             gc.enable()
@@ -56,37 +69,35 @@ class CudaClock:
     name = "event pair behind a spin"
 
     def __init__(self) -> None:
-        nbytes = FLUSH_FACTOR * torch.cuda.get_device_properties("cuda").L2_cache_size
-        self._flush = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-        self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._start.record()  # both exist on the device from here on
-        self._stop.record()
-        self.spin_us = FIRST_SPIN_US
+        l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
+        self._flush = torch.zeros(FLUSH_FACTOR * l2, dtype=torch.uint8, device="cuda")
+        self._junk = torch.zeros(JUNK_FACTOR * l2, dtype=torch.uint8, device="cuda")
+        self._timer = native.Timer()
 
-    def time(self, call: Callable[[], object], capture: Callable[[object], None], slot: torch.Tensor | None) -> Sample:
-        """`slot`: the device buffer that the call reads, if any."""
+    def time(self, call: Callable[[], object], capture: Callable[[object], None], delivery: Delivery) -> Sample:
         torch.cuda.synchronize()
         native.reset_persisting_l2()
+        if delivery.key is not None:
+            native.mask(delivery.slot, delivery.key)
+        native.clean_l2(self._junk)
         native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)
-        if slot is not None:
-            native.touch(slot)
+        if delivery.slot is not None:
+            native.touch(delivery.slot)
+        torch.cuda.synchronize()
         gc.disable()
         try:
-            native.spin(int(self.spin_us * 1e3))
-            self._start.record()
-            native.mark()
-            before = time.perf_counter_ns()
+            delivery.ready()
+            self._timer.begin(int(delivery.spin_us * 1e3))
+            before = perf_counter_ns()
             result = call()
-            host_us = (time.perf_counter_ns() - before) / 1e3
-            self._stop.record()
+            host_us = (perf_counter_ns() - before) / 1e3
+            self._timer.end()
             capture(result)
-            host_bound = self._start.query()  # the spin was over before the last command was enqueued
+            host_bound = self._timer.started()  # the spin was over before the last command was enqueued
         finally:
             gc.enable()
         torch.cuda.synchronize()
-        # A first call compiles; it must not make every later spin last for seconds.
-        self.spin_us = max(min(2 * host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, 0.9 * self.spin_us)
-        return Sample(self._start.elapsed_time(self._stop) * 1e3, host_us, host_bound)
+        return Sample(self._timer.elapsed_us(), host_us, host_bound)
 
 
 def last_level_cache() -> int:

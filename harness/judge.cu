@@ -5,12 +5,18 @@
 
 namespace {
 
-__global__ void spin(unsigned long long nanoseconds) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    } while (now - start < nanoseconds);
+// Fills every SM to its last thread (two CTAs of 1024 each), so that nothing on another queue can run before the start
+// event. One thread of each CTA looks at the clock; the others wait.
+__global__ void __launch_bounds__(1024, 2) spin(unsigned long long nanoseconds) {
+    if (threadIdx.x == 0) {
+        unsigned long long start, now;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+        do {
+            __nanosleep(200);
+            asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        } while (now - start < nanoseconds);
+    }
+    __syncthreads();
 }
 
 // Stands between the start event and the call: an early programmatic launch in the call reaches back to this kernel at
@@ -74,6 +80,60 @@ __global__ void touch(const char* data, size_t bytes, unsigned* sink) {
     if (sum == 0x9E3779B9u) atomicXor(sink, sum);
 }
 
+// A secret that the runner holds before it is due travels masked: XOR with the ChaCha keystream (8 rounds, 256-bit key,
+// the counter is the index of the 64-byte line). Masking twice restores.
+struct Key {
+    unsigned word[8];
+};
+
+__device__ __forceinline__ void quarter(unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
+    a += b; d = __funnelshift_l(d ^ a, d ^ a, 16);
+    c += d; b = __funnelshift_l(b ^ c, b ^ c, 12);
+    a += b; d = __funnelshift_l(d ^ a, d ^ a, 8);
+    c += d; b = __funnelshift_l(b ^ c, b ^ c, 7);
+}
+
+__global__ void mask(uint4* data, size_t lines, Key key) {
+    for (size_t line = blockIdx.x * size_t(blockDim.x) + threadIdx.x; line < lines;
+         line += size_t(gridDim.x) * blockDim.x) {
+        unsigned init[16] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574};  // the constants of the cipher
+#pragma unroll
+        for (int i = 0; i < 8; ++i) init[4 + i] = key.word[i];
+        init[12] = unsigned(line), init[13] = unsigned(line >> 32), init[14] = init[15] = 0;
+        unsigned x[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x[i] = init[i];
+#pragma unroll
+        for (int round = 0; round < 4; ++round) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) quarter(x[i], x[4 + i], x[8 + i], x[12 + i]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) quarter(x[i], x[4 + (i + 1) % 4], x[8 + (i + 2) % 4], x[12 + (i + 3) % 4]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint4 v = data[4 * line + i];
+            v.x ^= x[4 * i] + init[4 * i], v.y ^= x[4 * i + 1] + init[4 * i + 1];
+            v.z ^= x[4 * i + 2] + init[4 * i + 2], v.w ^= x[4 * i + 3] + init[4 * i + 3];
+            data[4 * line + i] = v;
+        }
+    }
+}
+
+__global__ void write_junk(uint4* data, size_t n) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x)
+        data[i] = make_uint4(unsigned(i), 0, 0, 0);
+}
+
+// Drops the lines of a buffer from L2 without writing them back; what the buffer holds is undefined afterwards.
+__global__ void discard(char* data, size_t bytes) {
+    const size_t step = size_t(gridDim.x) * blockDim.x * 128;
+    for (size_t i = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 128; i + 128 <= bytes; i += step)
+        asm volatile("discard.global.L2 [%0], 128;" ::"l"(data + i) : "memory");
+}
+
+cudaEvent_t start_event, stop_event;
+
 struct Config {
     int blocks_per_sm;  // 0: as many blocks as give every thread one round of loads
     int threads, loads, pieces;
@@ -99,15 +159,47 @@ int judge_import(const void* handle, void** pointer) {
 int judge_close(void* pointer) { return cudaIpcCloseMemHandle(pointer); }
 int judge_reset_l2() { return cudaCtxResetPersistingL2Cache(); }
 
-int judge_spin(unsigned long long nanoseconds) {
-    spin<<<1, 1>>>(nanoseconds);
+// Mask `bytes` (a multiple of 64) of `data` with the 32 bytes at `key`; a second time unmasks.
+int judge_mask(void* data, size_t bytes, const void* key, int sms) {
+    if (bytes % 64) return cudaErrorInvalidValue;
+    mask<<<8 * sms, 256>>>((uint4*)data, bytes / 64, *(const Key*)key);
     return cudaGetLastError();
 }
 
-int judge_mark() {
-    mark<<<1, 32>>>();
+// Leave no line in L2 that was written before, dirty ones neither: lines written last outlive any flush by reading, so
+// they are driven out by writing `bytes` of junk, and the junk is dropped without being written back.
+int judge_clean(void* junk, size_t bytes, int sms) {
+    write_junk<<<8 * sms, 512>>>((uint4*)junk, bytes / 16);
+    discard<<<8 * sms, 512>>>((char*)junk, bytes);
     return cudaGetLastError();
 }
+
+int judge_spin(unsigned long long nanoseconds, int sms) {
+    spin<<<2 * sms, 1024>>>(nanoseconds);
+    return cudaGetLastError();
+}
+
+// The clock: spin, begin, the call, end, (copies of its outputs), a device sync, read.
+int judge_begin() {
+    cudaError_t error = cudaSuccess;
+    if (!start_event) {
+        error = cudaEventCreate(&start_event);
+        if (!error) error = cudaEventCreate(&stop_event);
+    }
+    if (error) return error;
+    error = cudaEventRecord(start_event, 0);
+    mark<<<1, 32>>>();
+    return error ? error : cudaGetLastError();
+}
+int judge_end() { return cudaEventRecord(stop_event, 0); }
+// 0: the spin is over, 600 (cudaErrorNotReady): not yet.
+int judge_started() { return cudaEventQuery(start_event); }
+int judge_elapsed(float* us) {
+    const cudaError_t error = cudaEventElapsedTime(us, start_event, stop_event);
+    *us *= 1e3f;
+    return error;
+}
+int judge_memory(size_t* free_bytes, size_t* total_bytes) { return cudaMemGetInfo(free_bytes, total_bytes); }
 
 int judge_touch(const void* data, size_t bytes, int sms, unsigned* sink) {
     touch<<<2 * sms, 256>>>((const char*)data, bytes, sink);

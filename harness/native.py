@@ -51,14 +51,55 @@ def touch(buffer: torch.Tensor) -> None:
     _check("cuda", toucher(buffer.data_ptr(), buffer.numel(), _multiprocessors("cuda"), _sink("cuda").data_ptr()))
 
 
-def spin(nanoseconds: int) -> None:
-    """Occupy the default queue of the GPU for that long."""
-    _check("cuda", library("cuda").function("judge_spin", c_uint64)(nanoseconds))
+def mask(buffer: torch.Tensor, key: bytes) -> None:
+    """XOR `buffer`, uint8 on the GPU (bytes a multiple of 64), with the keystream of the 32-byte `key`, in place."""
+    masker = library("cuda").function("judge_mask", c_void_p, c_size_t, c_char_p, c_int)
+    _check("cuda", masker(buffer.data_ptr(), buffer.numel(), key, _multiprocessors("cuda")))
 
 
-def mark() -> None:
-    """One empty kernel on the default queue."""
-    _check("cuda", library("cuda").function("judge_mark")())
+def clean_l2(junk: torch.Tensor) -> None:
+    """Leave no line in L2 that was written before. `junk`: uint8 on the GPU, larger than L2; its contents are lost."""
+    cleaner = library("cuda").function("judge_clean", c_void_p, c_size_t, c_int)
+    _check("cuda", cleaner(junk.data_ptr(), junk.numel(), _multiprocessors("cuda")))
+
+
+class Timer:
+    """The event pair, in native code: nothing that Python code can replace takes part in a reading."""
+
+    def __init__(self) -> None:
+        code = library("cuda")
+        self._sms = _multiprocessors("cuda")
+        self._spin = code.function("judge_spin", c_uint64, c_int)
+        self._begin = code.function("judge_begin")
+        self._end = code.function("judge_end")
+        self._started = code.function("judge_started")
+        self._elapsed = code.function("judge_elapsed", c_void_p)
+
+    def begin(self, spin_ns: int) -> None:
+        """Occupy the whole GPU for `spin_ns`, then the start event, then one empty kernel."""
+        _check("cuda", self._spin(spin_ns, self._sms) or self._begin())
+
+    def end(self) -> None:
+        """The stop event."""
+        _check("cuda", self._end())
+
+    def started(self) -> bool:
+        """Whether the start event has come to pass: then the device may have waited for the host."""
+        return self._started() == 0
+
+    def elapsed_us(self) -> float:
+        """From start to stop, in us; both must have come to pass. RuntimeError if anything on the queue failed."""
+        us = ctypes.c_float()
+        _check("cuda", self._elapsed(ctypes.addressof(us)))
+        return us.value
+
+
+def free_memory() -> int:
+    """Bytes of device memory that nobody holds."""
+    free, total = c_size_t(), c_size_t()
+    reader = library("cuda").function("judge_memory", c_void_p, c_void_p)
+    _check("cuda", reader(ctypes.addressof(free), ctypes.addressof(total)))
+    return free.value
 
 
 def reset_persisting_l2() -> None:

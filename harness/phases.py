@@ -4,27 +4,65 @@ All entrants get equal contents, one after the other in a random order, so what 
 timed call is checked; its seed is drawn after the call before it was closed.
 """
 
+import dataclasses
+import math
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness import environment, native, stats
+from harness.journal import NOTHING, Group, GroupDone, Have
 from harness.problem import Case
 from harness.session import Entrant, Outcome, Session
 
-PROCESSES = 3
-SAMPLES = {"cuda": 20, "cpu": 3}  # timed calls a process: 60 and 9 in all
-PAIRS = {"cuda": 40, "cpu": 3}  # the same for a paired run
+# Processes of each entrant, and in a paired run: a process has a level of its own, which only more of them average out.
+PROCESSES = {"cuda": 6, "cpu": 3}
+PAIRED_PROCESSES = {"cuda": 40, "cpu": 3}
+TOGETHER = {"cuda": 3, "cpu": 1}  # of them alive at once, taking turns, so that starting them costs less
+PAIRED_TOGETHER = {"cuda": 8, "cpu": 1}
+SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
+PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
 SLOTS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
 # Calls that compile, show the enqueue time and touch every slot once; checked like all others.
 WARMUPS = {"cuda": 3, "cpu": 1}
+AUDITS = {"cuda": 3, "cpu": 1}  # unscored calls of a case in one process, at random places
+# The parent's clock against the claimed time: allowed is OUTSIDE_FACTOR times it and this many us more.
+OUTSIDE_FACTOR = 1.25
+OUTSIDE_SLACK_US = {"cuda": 300, "cpu": 5000}
 # Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
 DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
 UNKNOWN_DEVICE = 1.1  # times the best rate measured in the run, where there is no datasheet rate
 FLOOR_SHARE = 0.95  # of the physical bound: a time below it is no measurement
 JUDGE = "(judge)"
 
+# Keys of what the parent's clock reads of the judge's own calls, among their times: the empty ones from "go" to the
+# reply, and the readers until they are ready.
+OUTSIDE, READY = "outside", "ready"
+
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many of what, in a benchmark. processes: fresh ones of each entrant, `together` of them at once; samples,
+    warmups, audits: calls a process and case.
+    """
+
+    processes: int
+    samples: int
+    warmups: int
+    slots: int
+    audits: int
+    together: int = 1
+
+
+def plan(device: str, paired: bool = False) -> Plan:
+    """What a run on `device` does; nothing that a submission does changes it."""
+    count, together, samples = (
+        (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
+    )  # fmt: skip
+    return Plan(count[device], samples[device], WARMUPS[device], SLOTS[device], AUDITS[device], together[device])
 
 
 @dataclass
@@ -57,6 +95,7 @@ class Ground:
     """What the judge measured beside the entrants on one case, under the same clock, in us."""
 
     roof_us: float
+    fastest_us: float  # of all single readings of the roof
     roof_config: str
     empty_us: float
     bytes: int
@@ -67,16 +106,28 @@ class Ground:
 
 def run_tests(
     session: Session, entrants: list[Entrant], cases: list[Case], done: Callable[[Entrant, Case, Outcome], None],
-    progress: Progress,
+    progress: Progress, have: Have = NOTHING, limit_s: float | None = None,
 ) -> dict[str, list[Outcome]]:  # fmt: skip
-    """Every entrant on every case, once. -> outcomes by entrant, in the order of the cases."""
+    """Every entrant on every case, once. -> outcomes by entrant, in the order of the cases.
+
+    What `have` holds is not run again, but is told to `done` too. limit_s: for all calls of an entrant together.
+    """
     results: dict[str, list[Outcome]] = {entrant.name: [] for entrant in entrants}
-    session.start(*entrants)
-    for number, case in enumerate(cases, 1):
-        session.content(case, case.seed)
+    budget = _Budget(limit_s)
+    missing = [[e for e in entrants if have.test(e.name, number) is None] for number in range(len(cases))]
+    session.start(*(e for e in entrants if any(e in part for part in missing)))
+    audited = {entrant.name: random.randrange(len(cases)) for entrant in entrants} if cases else {}
+    for number, case in enumerate(cases):
+        if missing[number]:
+            session.weights(case, case.seed)
+            session.content(case, case.seed)
         for entrant in entrants:
-            progress(f"test {number}/{len(cases)}  {case}  {entrant.name}")
-            outcome = session.call(entrant, 1)
+            outcome = have.test(entrant.name, number)
+            if outcome is None:
+                progress(f"test {number + 1}/{len(cases)}  {case}  {entrant.name}")
+                outcome = budget.call(session, entrant, 1, audit=audited[entrant.name] == number)
+                if outcome.status == "PASSED" and number == len(cases) - 1:
+                    outcome = session.look(entrant) or outcome
             results[entrant.name].append(outcome)
             done(entrant, case, outcome)
     session.stop(*entrants)
@@ -84,60 +135,197 @@ def run_tests(
 
 
 def run_benchmarks(
-    session: Session, entrants: list[Entrant], cases: list[Case], progress: Progress, paired: bool = False
-) -> tuple[dict[str, list[Timing]], list[Ground]]:
-    """Timed calls of every entrant on every case. -> (timings by entrant, the judge's own readings by case)."""
-    device = session.device
-    samples = (PAIRS if paired else SAMPLES)[device]
-    judge = Entrant(JUDGE, None, device)
-    reads = {f"read {i}": i for i in range(native.read_configs(device))}
-    timings = {entrant.name: [Timing(case) for case in cases] for entrant in entrants}
-    own: list[dict[str, list[float]]] = [{} for _ in cases]
-    seeds: list[list[str]] = [[] for _ in cases]
-    states: list[tuple] = [(None, None)] * len(cases)
-    for entrant in entrants:
-        entrant.lost = 0
-    for process in range(PROCESSES):
-        session.start(judge, *entrants)
-        for number, case in enumerate(cases):
-            for entrant in entrants:
-                timings[entrant.name][number].outcomes.append([])
-            for sample in range(-WARMUPS[device], samples):
-                progress(f"process {process + 1}/{PROCESSES}  {case}  call {max(sample + 1, 0)}/{samples}")
-                seeds[number].append(session.content(case))
-                for entrant in _order(entrants, sample, paired):
-                    timing = timings[entrant.name][number]
-                    if timing.failure:
-                        continue
-                    outcome = session.call(entrant, SLOTS[device])
-                    if outcome.status != "PASSED":
-                        timing.failure = outcome
-                    elif sample >= 0:
-                        timing.outcomes[-1].append(outcome)
-                for what in ("empty", *reads):
-                    outcome = session.call(judge, SLOTS[device], what, reads)
-                    if outcome.status != "PASSED":
-                        raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
-                    if sample >= 0:
-                        own[number].setdefault(what, []).append(outcome.us)
-            if device == "cuda":
-                states[number] = environment.clocks()
-        session.stop(judge, *entrants)
-    grounds = []
-    for number, case in enumerate(cases):
-        medians = {what: stats.median(times) for what, times in own[number].items()}
-        empty = medians.pop("empty")
+    session: Session, entrants: list[Entrant], cases: list[Case], progress: Progress, paired: bool = False,
+    group: GroupDone | None = None, have: Have = NOTHING, limit_s: float | None = None, how: Plan | None = None,
+) -> tuple[dict[str, list[Timing]], list[Ground]]:  # fmt: skip
+    """Timed calls of every entrant on every case. -> (timings by entrant, the judge's own readings by case).
+
+    `group` is told each finished group of calls (one process, one case); those that `have` holds are not run again.
+    limit_s: for all calls of an entrant together.
+    """
+    return _Benchmark(session, entrants, cases, progress, paired, group, have, limit_s, how).run()
+
+
+@dataclass
+class _Group:
+    """The calls of one process of each entrant on one case, as they come in. audits: samples at which one is due."""
+
+    process: int
+    entrants: list[Entrant]
+    outcomes: dict[str, list[Outcome]]
+    audits: dict[str, list[int]]
+    seeds: list[str] = field(default_factory=list)
+    own: dict[str, list[float]] = field(default_factory=dict)
+
+
+class _Benchmark:
+    def __init__(
+        self, session: Session, entrants: list[Entrant], cases: list[Case], progress: Progress, paired: bool,
+        done: GroupDone | None, have: Have, limit_s: float | None, how: Plan | None,
+    ) -> None:  # fmt: skip
+        self.session, self.entrants, self.cases = session, entrants, cases
+        self.progress, self.paired, self.done, self.have = progress, paired, done, have
+        self.how = how or plan(session.device, paired)
+        self.budget = _Budget(limit_s)
+        self.judge = Entrant(JUDGE, None, session.device)
+        self.reads = {f"read {i}": i for i in range(native.read_configs(session.device))}
+        count = self.how.processes
+        self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in cases] for e in entrants}
+        self.own: list[dict[str, list[float]]] = [{} for _ in cases]
+        self.bytes = [case.bytes for case in cases]
+        self.seeds: list[list[str]] = [[] for _ in cases]
+        self.states: list[tuple] = [(None, None)] * len(cases)
+        # Each entrant's audited calls come at random places of one process, between scored ones.
+        self.watched = {entrant.name: random.randrange(count) for entrant in entrants}
+
+    def run(self) -> tuple[dict[str, list[Timing]], list[Ground]]:
+        for entrant in self.entrants:
+            entrant.lost = 0
+        for first in range(0, self.how.processes, self.how.together):
+            self._wave(range(first, min(first + self.how.together, self.how.processes)))
+        return self.timings, [self._ground(number) for number in range(len(self.cases))]
+
+    def _wave(self, processes: range) -> None:
+        """Some processes of every entrant, which live at the same time and take turns."""
+        todo = [p for p in processes if any(self.have.group(p, n) is None for n in range(len(self.cases)))]
+        self.session.build(*self.entrants)
+        living = {p: [_replica(entrant, p) for entrant in self.entrants] for p in todo}
+        everybody = [entrant for entrants in living.values() for entrant in entrants]
+        if todo:
+            self.session.start(self.judge, *everybody)
+            self._shake_down(everybody)
+        for number in range(len(self.cases)):
+            groups = []
+            for process in processes:
+                if known := self.have.group(process, number):
+                    self._take(known)
+                else:
+                    groups.append(self._group(process, number, living[process]))
+            if groups:
+                self._case(number, groups)
+        self.session.stop(self.judge, *everybody)
+
+    def _take(self, known: Group) -> None:
+        """A group that an interrupted run had finished."""
+        for name, outcomes in known.outcomes.items():
+            timing = self.timings[name][known.case]
+            timing.outcomes[known.process] += [o for o in outcomes if o.status == "PASSED"]
+            timing.failure = timing.failure or next((o for o in outcomes if o.status != "PASSED"), None)
+        self._add(known.case, known.own, known.seeds)
+        self.states[known.case] = known.state
+
+    def _add(self, number: int, own: dict[str, list[float]], seeds: list[str]) -> None:
+        for what, times in own.items():
+            self.own[number].setdefault(what, []).extend(times)
+        self.seeds[number] += seeds
+
+    def _group(self, process: int, number: int, entrants: list[Entrant]) -> _Group:
+        names = [_name(entrant) for entrant in entrants]
+        audits = {
+            name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
+            for name in names
+            if self.watched[name] == process
+        }
+        return _Group(process, entrants, {n: [] for n in names if not self.timings[n][number].failure}, audits)
+
+    def _case(self, number: int, groups: list[_Group]) -> None:
+        """The calls of one case in the processes that are alive."""
+        session, case, device = self.session, self.cases[number], self.session.device
+        of_weights = [session.weights(case)]
+        for sample in range(-self.how.warmups, self.how.samples):
+            if sample == 0 and of_weights[0]:  # others, for which every answer and everything prepared is new
+                of_weights.append(session.weights(case))
+            for group in groups:
+                count = f"{group.process + 1}/{self.how.processes}"
+                self.progress(f"process {count}  {case}  call {max(sample + 1, 0)}/{self.how.samples}")
+                group.seeds.append(session.content(case))
+                for entrant in _order(group.entrants, sample, self.paired):
+                    self._turn(number, group, entrant, sample)
+            self._own_calls(groups[0], sample)
+        groups[0].seeds += [f"weights {seed}" for seed in of_weights if seed]
+        if device == "cuda":
+            self.states[number] = environment.clocks()
+        self.bytes[number] = self.bytes[number] or session.default_bytes()
+        for group in groups:
+            for entrant in group.entrants:
+                timing = self.timings[_name(entrant)][number]
+                if not timing.failure and (found := session.look(entrant)):
+                    timing.failure = found
+                    group.outcomes[_name(entrant)].append(found)
+            self._add(number, group.own, group.seeds)
+            if self.done:
+                self.done(group.process, number, group.outcomes, group.own, group.seeds, self.states[number])
+
+    def _turn(self, number: int, group: _Group, entrant: Entrant, sample: int) -> None:
+        """One scored call of an entrant, and before it the audited ones that are due."""
+        name = _name(entrant)
+        timing = self.timings[name][number]
+        due = group.audits.get(name, []).count(sample)
+        for turn in range(due + 1):
+            if timing.failure:
+                return
+            audit, measure = turn < due, sample < 0 or sample == self.how.samples - 1
+            outcome = self.budget.call(self.session, entrant, self.how.slots, audit=audit, measure=measure)
+            if outcome.status != "PASSED":
+                timing.failure = outcome
+                group.outcomes.setdefault(name, []).append(outcome)
+            elif sample >= 0 and not audit:
+                timing.outcomes[group.process].append(outcome)
+                group.outcomes[name].append(outcome)
+
+    def _own_calls(self, group: _Group, sample: int) -> None:
+        """The judge's own: the empty call and the readers, beside one process of the entrants."""
+        for what in ("empty", *self.reads):
+            outcome = self.session.call(self.judge, self.how.slots, what, self.reads)
+            if outcome.status != "PASSED":
+                raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
+            if sample >= 0:
+                group.own.setdefault(what, []).append(outcome.us)
+                key, us = (OUTSIDE, outcome.outside_us) if what == "empty" else (READY, outcome.ready_us)
+                group.own.setdefault(key, []).append(us)
+
+    def _shake_down(self, everybody: list[Entrant]) -> None:
+        """Where weights are prepared, what a process keeps is counted from a point where its code is loaded: one call
+        on the first test case. Its outcome is not judged here; run_tests did that.
+        """
+        tests = self.session.problem.tests
+        if not tests or self.session.weights(tests[0]) is None:
+            return
+        self.session.content(tests[0])
+        for entrant in everybody:
+            # Where calls are going to be audited, the profiler's memory is there before anything is counted.
+            audit = entrant.name == f"{_name(entrant)} {self.watched[_name(entrant)]}"
+            self.session.call(entrant, self.how.slots, audit=audit)
+            self.session.baseline(entrant)
+
+    def _ground(self, number: int) -> Ground:
+        medians = {what: stats.median(times) for what, times in self.own[number].items()}
+        empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
+        for of_entrant in self.timings.values():
+            timing = of_entrant[number]
+            timing.failure = timing.failure or _contradicted(timing, outside, ready, self.session.device)
         best = min(medians, key=medians.get)
-        nbytes = case.bytes or session.default_bytes()
-        grounds.append(Ground(medians[best], best, empty, nbytes, seeds[number], *states[number]))
-    return timings, grounds
+        fastest = min(min(self.own[number][what]) for what in medians)
+        if self.bytes[number] is None:  # a folder that does not say, and no group was run now
+            self.session.content(self.cases[number])
+            self.bytes[number] = self.session.default_bytes()
+        return Ground(medians[best], fastest, best, empty, self.bytes[number], self.seeds[number], *self.states[number])
+
+
+def _replica(entrant: Entrant, process: int) -> Entrant:
+    """The entrant's process of that number, with the same audit."""
+    return dataclasses.replace(entrant, name=f"{entrant.name} {process}", child=None, private=None)
+
+
+def _name(replica: Entrant) -> str:
+    return replica.name.rpartition(" ")[0]
 
 
 def floor_us(case: Case, ground: Ground, gpu: str | None) -> float:
     """What no call can undercut, in us: bytes or flops at the datasheet's rate, or the empty call; of that, 95 %."""
     known = next((rates for name, rates in DATASHEET.items() if gpu and name in gpu), None)
     if known is None:
-        return FLOOR_SHARE * max(ground.roof_us / UNKNOWN_DEVICE, ground.empty_us)
+        return FLOOR_SHARE * max(ground.fastest_us / UNKNOWN_DEVICE, ground.empty_us)
     flops_us = (case.flops or 0) / known[1] * 1e6
     return FLOOR_SHARE * max(ground.bytes / known[0] * 1e6, flops_us, ground.empty_us)
 
@@ -148,6 +336,58 @@ def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
         [(a.us, b.us) for a, b in zip(mine, theirs, strict=True)]
         for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
     ]
+
+
+def _contradicted(timing: Timing, empty_us: float, ready_us: float, device: str) -> Outcome | None:
+    """Whether the parent's own clock contradicts the claimed times: on it an empty call takes `empty_us`, and the
+    judge's own readers are ready after `ready_us`.
+    """
+    calls = [o for group in timing.outcomes for o in group]
+    if not calls:
+        return None
+    # A busy machine makes some calls look longer from outside; a false claim does that to every one of them.
+    slack = OUTSIDE_SLACK_US[device]
+    nearest = min(calls, key=lambda o: o.outside_us - OUTSIDE_FACTOR * o.us)
+    allowed = OUTSIDE_FACTOR * nearest.us + slack + empty_us
+    if nearest.outside_us > allowed:
+        return Outcome(
+            "CHEAT_SUSPECTED",
+            f"the outside clock saw {nearest.outside_us:.0f} us where {nearest.us:.2f} us are claimed and allows "
+            f"{allowed:.0f} us; no call of {len(calls)} is nearer to its claim",
+        )
+    earliest = min(o.ready_us for o in calls if o.ready_us is not None)
+    allowed = OUTSIDE_FACTOR * ready_us + slack
+    if earliest > allowed and not timing.flat("untimed_us"):
+        return Outcome(
+            "CHEAT_SUSPECTED",
+            f"the outside clock saw {earliest:.0f} us before any of {len(calls)} calls was ready, and allows "
+            f"{allowed:.0f} us: the judge's own are ready after {ready_us:.0f} us",
+        )
+    return None
+
+
+class _Budget:
+    """The seconds that the calls of each entrant may take together in one phase, None for no such limit.
+
+    GPU MODE's test_timeout, benchmark_timeout and ranked_timeout. Every call has its own limit besides.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = math.inf if limit_s is None else limit_s
+        self.spent_s: dict[str, float] = {}
+
+    def call(
+        self, session: Session, entrant: Entrant, slots: int, audit: bool = False, measure: bool = False
+    ) -> Outcome:
+        name = entrant.entry.name  # of all its processes
+        spent_s = self.spent_s.get(name, 0.0)
+        left_s = self.limit_s - spent_s
+        if left_s <= 0:
+            return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
+        before = time.monotonic()
+        outcome = session.call(entrant, slots, within_s=left_s, audit=audit, measure=measure)
+        self.spent_s[name] = spent_s + time.monotonic() - before
+        return outcome
 
 
 def _order(entrants: list[Entrant], sample: int, paired: bool) -> list[Entrant]:

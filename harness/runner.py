@@ -6,15 +6,17 @@ calls (the empty one and the plain readers) under the same clock.
 Started as `python -m harness.runner FD`, FD a connected socket; talks as harness/wire.py says.
 """
 
+import gc
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from harness import clock, native, tree, wire
+from harness import clock, native, queues, tamper, tree, wire
 from harness.slots import MappedSlot
 from problems.common import build, load
 
@@ -28,9 +30,12 @@ class Runner:
         self.folder = Path(start["folder"])
         self.task = self.module = None
         self.slots: list[MappedSlot] = []
-        self.attached: MappedSlot | None = None  # the one whose device part is mapped
         self.opened: dict = {}
+        self.held: MappedSlot | None = None  # the weights' memory
+        self.weights: object = None  # what stands for the weights in the data of a call: they, or what prepare made
+        native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
         self.clock = clock.make(self.device)
+        self.seal = tamper.Seal()
         if start["file"]:
             extra = {"utils": load.from_file(self.folder, Path(start["utils"]))} if start["utils"] else {}
             self.task = load.from_file(self.folder, self.folder / "task.py", extra)
@@ -39,57 +44,88 @@ class Runner:
                 raise AttributeError(f"{Path(start['file']).name} defines no custom_kernel")
 
     def open(self, message: dict, fds: list[int]) -> dict:
-        """Map the host parts of a case's slots; a device part is mapped when its handle comes, with its call."""
-        self._attach(None, None)
+        """Map a case's slots."""
+        for slot in self.slots:
+            slot.close()
         self.opened = message
         self.slots = [MappedSlot(slot, fds) for slot in message["slots"]]
         return {}
 
+    def hold(self, message: dict, fds: list[int]) -> dict:
+        """Map a case's weights, and let the submission prepare them, if it does that. -> {"prepare_us"}."""
+        self.weights = None  # what was made of the weights before goes first
+        if self.held is not None:
+            self.held.close()
+        self.held = MappedSlot(message["slot"], fds)
+        self.weights = tree.build(message["spec"], self.held.buffers, self.task)
+        if not hasattr(self.module, "prepare"):
+            return {"prepare_us": None}
+        before = time.perf_counter_ns()
+        self.weights = self.module.prepare(self.weights)
+        self._sync()
+        return {"prepare_us": (time.perf_counter_ns() - before) / 1e3}
+
+    def trim(self, message: dict, _: list[int]) -> dict:
+        """Give back what no tensor holds, before somebody looks at how much this process takes."""
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        return {}
+
     def warm(self, message: dict, _: list[int]) -> dict:
-        """One call on the slot whose call was closed last: code is fetched, and nobody looks at what it writes."""
-        data = tree.build(self.opened["data"], self.attached.buffers, self.task)
-        state = (self.module.untimed(data),) if message["peer"] and hasattr(self.module, "untimed") else ()
-        self.module.custom_kernel(data, *state)
+        """One call on a slot whose call is closed: code is fetched, and nobody looks at what it writes."""
+        data = self._data(self.slots[message["slot"]])
+        self.module.custom_kernel(data, *self._untimed(data, message))
         self._sync()
         return {}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        """One timed call on one slot."""
+        """One timed call on one slot; `audit`: with a look at which queues its work ran on."""
         slot = self.slots[message["slot"]]
-        self._attach(slot, message["handle"])
+        key = bytes.fromhex(message["key"]) if message["key"] else None
         if self.module is None:
-            return self._judge_call(message["what"], slot)
-        data = tree.build(self.opened["data"], slot.buffers, self.task)
-        outputs = [tree.tensors(data)[i] for i in self.opened["outputs"]]
+            return self._judge_call(message, slot, key)
+        data = self._data(slot)
+        outputs = [self._output(data, i) for i in self.opened["outputs"]]
+        # Views of the judge's own, made before the call: what comes back may have been given other methods.
+        sources = [tree.raw(output) for output in outputs]
         captures = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.opened["captures"]]
         claims: list[dict] = []
-        untimed_us = None
+        untimed_us, state = None, ()
         if message["peer"] and hasattr(self.module, "untimed"):
+            if key is not None:  # a peer's preparations see the contents; peers are not adversaries
+                native.mask(slot.buffers["device"], key)
+                key = None
             before = time.perf_counter_ns()
-            state = self.module.untimed(data)
+            state = self._untimed(data, message)
             self._sync()
             untimed_us = (time.perf_counter_ns() - before) / 1e3
+        kernel = self.module.custom_kernel
 
-            def run() -> object:
-                return self.module.custom_kernel(data, state)
-        else:
-
-            def run() -> object:
-                return self.module.custom_kernel(data)
+        def run() -> object:
+            return kernel(data, *state)
 
         def capture(result: object) -> None:
-            claims.extend(
-                self._capture_own(result, outputs, captures) if self.opened["own"] else _capture_any(result, captures)
-            )
+            if self.opened["own"]:
+                claims.extend(_capture_own(result, outputs, sources, captures))
+            else:
+                claims.extend(_capture_any(result, captures))
 
-        sample = self.clock.time(run, capture, slot.buffers.get("device"))
-        return {**vars(sample), "untimed_us": untimed_us, "claims": claims}
+        timed = self._timed(run, capture, self._delivery(slot, key, message), message["audit"])
+        return {**timed, "untimed_us": untimed_us, "claims": claims}
+
+    def sealed(self, message: dict, _: list[int]) -> dict:
+        """What was replaced in this process since it began."""
+        return {"tamper": self.seal.broken()}
 
     def profile(self, message: dict, _: list[int]) -> dict:
         """The torch profiler's table of one call on slot 0."""
-        self._attach(self.slots[0], message["handle"])
-        data = tree.build(self.opened["data"], self.slots[0].buffers, self.task)
-        state = (self.module.untimed(data),) if message["peer"] and hasattr(self.module, "untimed") else ()
+        slot = self.slots[0]
+        if message["key"]:
+            native.mask(slot.buffers["device"], bytes.fromhex(message["key"]))
+        data = self._data(slot)
+        state = self._untimed(data, message)
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self.device == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -106,42 +142,66 @@ class Runner:
         if not callable(getattr(self.module, "compile_for", None)):
             raise AttributeError(f"{self.module.__name__.rpartition('.')[2]} defines no compile_for(target)")
         artefacts = self.module.compile_for(message["target"])
-        if not artefacts:
-            raise RuntimeError("compile_for returned no artefact")
         return {
             "artefacts": [
                 {"bytes": a.path.stat().st_size, "kernels": [vars(kernel) for kernel in a.kernels()]} for a in artefacts
             ]
         }
 
-    def _attach(self, slot: MappedSlot | None, handle: str | None) -> None:
-        """Let go of the device part of the slot before, and map that of `slot`."""
-        if self.attached is not None and self.attached is not slot:
-            self.attached.detach()
-        self.attached = slot
-        if slot is not None:
-            slot.attach(handle)
+    def _data(self, slot: MappedSlot) -> object:
+        """A call's data over a slot, with the weights, where the problem has such, in their place."""
+        data = tree.build(self.opened["data"], slot.buffers, self.task)
+        return data._replace(weights=self.weights) if self.opened["split"] else data
 
-    def _judge_call(self, what: str, slot: MappedSlot) -> dict:
+    def _output(self, data: object, index: int) -> torch.Tensor:
+        """The output tensor that is leaf `index` of the slot."""
+        return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
+
+    def _untimed(self, data: object, message: dict) -> tuple:
+        return (self.module.untimed(data),) if message["peer"] and hasattr(self.module, "untimed") else ()
+
+    def _delivery(self, slot: MappedSlot | None, key: bytes | None, message: dict) -> clock.Delivery:
+        """The parent is told when caches are cold, and says go: it has a clock of its own."""
+
+        def ready() -> None:
+            wire.send(self.sock, {"ready": True})
+            wire.receive(self.sock)
+
+        return clock.Delivery(slot and slot.buffers.get("device"), key, message["spin_us"], ready)
+
+    def _timed(
+        self, run: Callable[[], object], capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
+    ) -> dict:
+        """The clock's reading, and of an audited call on a GPU the queues that its work ran on."""
+        if not audit or self.device != "cuda":
+            return vars(self.clock.time(run, capture, delivery))
+        with queues.Watch() as watch:
+            sample = self.clock.time(run, capture, delivery)
+        return {**vars(sample), "queues": watch.seen()}
+
+    def _judge_call(self, message: dict, slot: MappedSlot, key: bytes | None) -> dict:
+        what = message["what"]
         if what == "empty":
-            return vars(self.clock.time(lambda: None, lambda _: None, None))
+            return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
         config, nbytes = self.opened["reads"][what], self.opened["bytes"]
         buffer = slot.buffers["device" if self.device == "cuda" else "host"]
         native.read(buffer, nbytes, config)  # its code is fetched, as a submission's is
-        device = slot.buffers.get("device")
-        return vars(self.clock.time(lambda: native.read(buffer, nbytes, config), lambda _: None, device))
-
-    @staticmethod
-    def _capture_own(result: object, outputs: list[torch.Tensor], captures: list[torch.Tensor]) -> list[dict]:
-        """Copy the judge's output tensors; say whether they are what came back."""
-        for source, target in zip(outputs, captures, strict=True):
-            tree.raw(target).copy_(tree.raw(source))
-        returned = list(result) if isinstance(result, tuple | list) else [result]
-        return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned)]
+        delivery = self._delivery(slot, key, message)
+        return vars(self.clock.time(lambda: native.read(buffer, nbytes, config), lambda _: None, delivery))
 
     def _sync(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _capture_own(
+    result: object, outputs: list[torch.Tensor], sources: list[torch.Tensor], captures: list[torch.Tensor]
+) -> list[dict]:
+    """Copy the judge's output tensors (`sources`: their bytes); say whether they are what came back."""
+    for source, target in zip(sources, captures, strict=True):
+        tree.raw(target).copy_(source)
+    returned = list(result) if isinstance(result, tuple | list) else [result]
+    return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned)]
 
 
 def _capture_any(result: object, captures: list[torch.Tensor]) -> list[dict]:
@@ -164,8 +224,8 @@ def _flatten(value: object, found: list[object]) -> None:
 
 def _form(item: object, own: torch.Tensor | None) -> dict:
     """What one returned object is; `same`: the very tensor that the judge handed out."""
-    if type(item) is not torch.Tensor:
-        return {"type": type(item).__name__}
+    if type(item) is not torch.Tensor or vars(item):
+        return {"type": f"{type(item).__name__}{' with attributes of its own' if type(item) is torch.Tensor else ''}"}
     same = (
         own is not None
         and (item is own or item.data_ptr() == own.data_ptr())
@@ -196,10 +256,10 @@ def main() -> None:
     except Exception as error:  # whatever a submission raises on import is its verdict, not ours
         wire.send(sock, _error("import", error))
         return
-    wire.send(sock, {"ready": True, "clock": runner.clock.name})
-    handlers = {
-        "open": runner.open, "warm": runner.warm, "call": runner.call, "profile": runner.profile,
-        "compile": runner.compile,
+    wire.send(sock, {"ready": True, "clock": runner.clock.name, "tamper": runner.seal.broken()})
+    handlers: dict[str, Callable] = {
+        "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
+        "profile": runner.profile, "compile": runner.compile, "sealed": runner.sealed,
     }  # fmt: skip
     while True:
         try:

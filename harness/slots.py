@@ -1,10 +1,11 @@
 """Slots: memory that the checker owns and a runner maps, one call's data in each.
 
 The device part is one cudaMalloc shared by CUDA IPC; the host part is an anonymous memory file. Nothing is copied
-through a pipe.
+through a pipe. What a runner is not to read yet lies there masked (harness/native.py).
 """
 
 import base64
+import fcntl
 import mmap
 import os
 
@@ -24,14 +25,16 @@ class Slot:
         if self._device:
             self.buffers["device"] = self._device.bytes
         if sizes["host"]:
-            self._fd = os.memfd_create("slot", os.MFD_CLOEXEC)
+            self._fd = os.memfd_create("slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._fd, sizes["host"])
+            # A runner that shrank the file would have the checker killed at its next look.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.buffers["host"] = _map(self._fd, sizes["host"])
 
-    def message(self) -> tuple[dict, str | None, tuple[int, ...]]:
-        """What `MappedSlot` needs: its sizes, the handle of the device part, and descriptors to send beside them."""
+    def message(self) -> tuple[dict, tuple[int, ...]]:
+        """What `MappedSlot` needs: sizes and the handle of the device part; and descriptors to send beside them."""
         handle = base64.b64encode(self._device.handle).decode() if self._device else None
-        return {"sizes": self.sizes}, handle, ((self._fd,) if self._fd >= 0 else ())
+        return {"sizes": self.sizes, "handle": handle}, ((self._fd,) if self._fd >= 0 else ())
 
     def close(self) -> None:
         self.buffers.clear()
@@ -42,29 +45,24 @@ class Slot:
 
 
 class MappedSlot:
-    """A slot as its runner sees it. The host part is mapped from the first of `fds`, which is taken; the device part
-    comes and goes with `attach` and `detach`, so that its contents are out of reach until their call.
-    """
+    """A slot as its runner sees it. The host part is mapped from the first of `fds`, which is taken."""
 
     def __init__(self, message: dict, fds: list[int]) -> None:
-        self.sizes: dict[str, int] = message["sizes"]
+        sizes = message["sizes"]
         self.buffers: dict[str, torch.Tensor] = {}
         self._device: native.DeviceBuffer | None = None
-        if self.sizes["host"]:
+        if sizes["host"]:
             fd = fds.pop(0)
-            self.buffers["host"] = _map(fd, self.sizes["host"])
+            self.buffers["host"] = _map(fd, sizes["host"])
             os.close(fd)
-
-    def attach(self, handle: str | None) -> None:
-        """Map the device part, if there is one and it is not mapped."""
-        if handle is not None and self._device is None:
-            self._device = native.DeviceBuffer(self.sizes["device"], base64.b64decode(handle))
+        if sizes["device"]:
+            self._device = native.DeviceBuffer(sizes["device"], base64.b64decode(message["handle"]))
             self.buffers["device"] = self._device.bytes
 
-    def detach(self) -> None:
-        """Unmap the device part."""
+    def close(self) -> None:
+        """Unmap the device part; the host part goes with the last tensor over it."""
+        self.buffers.clear()
         if self._device:
-            self.buffers.pop("device")
             self._device.close()
             self._device = None
 

@@ -5,6 +5,7 @@ Never pickle: reading one would run the writer's code, and one of the processes 
 
 import json
 import math
+import os
 import select
 import socket
 import struct
@@ -36,17 +37,29 @@ def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
 def receive(sock: socket.socket, timeout_s: float = math.inf) -> tuple[dict, list[int]]:
     """-> (message, descriptors). TimeoutError after timeout_s; WireError as described above."""
     deadline = time.monotonic() + timeout_s
-    header, fds = b"", []
-    while len(header) < _HEADER.size:
-        _wait(sock, deadline)
-        part, more, _, _ = socket.recv_fds(sock, _HEADER.size - len(header), _MAX_FDS)
-        fds += more
-        if not part:
-            raise WireError("the other process closed the connection")
-        header += part
-    length, count = _HEADER.unpack(header)
-    if length > LIMIT or count != len(fds):
-        raise WireError(f"not a message: {length} bytes, {count} fds announced, {len(fds)} came")
+    fds: list[int] = []
+    try:
+        header = b""
+        while len(header) < _HEADER.size:
+            _wait(sock, deadline)
+            part, more, _, _ = socket.recv_fds(sock, _HEADER.size - len(header), _MAX_FDS)
+            fds += more
+            if not part:
+                raise WireError("the other process closed the connection")
+            header += part
+        length, count = _HEADER.unpack(header)
+        if length > LIMIT or count != len(fds):
+            raise WireError(f"not a message: {length} bytes, {count} fds announced, {len(fds)} came")
+        return _parse(_body(sock, length, deadline)), fds
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+            raise WireError(f"the connection broke: {error}") from error
+        raise
+
+
+def _body(sock: socket.socket, length: int, deadline: float) -> bytes:
     body = bytearray()
     while len(body) < length:
         _wait(sock, deadline)
@@ -54,13 +67,17 @@ def receive(sock: socket.socket, timeout_s: float = math.inf) -> tuple[dict, lis
         if not part:
             raise WireError("the other process closed the connection within a message")
         body += part
+    return bytes(body)
+
+
+def _parse(body: bytes) -> dict:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise WireError(f"not a message: {error}") from error
     if not isinstance(message, dict):
         raise WireError(f"a message must be an object, got {type(message).__name__}")
-    return message, fds
+    return message
 
 
 def _wait(sock: socket.socket, deadline: float) -> None:

@@ -1,9 +1,12 @@
 """The judge on a GPU: shared slots, the clock, and submissions that fault, hang or write late there."""
 
+import ctypes
 import os
 import socket
+import struct
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -63,17 +66,17 @@ def test_a_slot_is_one_memory_for_two_processes():
     code = (
         "import socket, sys, torch\nfrom harness import slots, wire\n"
         "sock = socket.socket(fileno=int(sys.argv[1]))\nmessage, fds = wire.receive(sock)\n"
-        "mapped = slots.MappedSlot(message, fds)\nmapped.attach(message['handle'])\n"
+        "mapped = slots.MappedSlot(message, fds)\n"
         "mapped.buffers['device'][100:104] = 7\nmapped.buffers['host'][200] = 9\ntorch.cuda.synchronize()\n"
-        "mapped.detach()\nassert 'device' not in mapped.buffers\nwire.send(sock, {})\n"
+        "mapped.close()\nassert 'device' not in mapped.buffers\nwire.send(sock, {})\n"
     )
     ours, theirs = socket.socketpair()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=environment
     )
-    sizes, handle, fds = slot.message()
-    wire.send(ours, {**sizes, "handle": handle}, fds)
+    message, fds = slot.message()
+    wire.send(ours, message, fds)
     wire.receive(ours, 120)
     assert child.wait(30) == 0
     device = slot.buffers["device"].cpu()
@@ -85,17 +88,89 @@ def test_a_slot_is_one_memory_for_two_processes():
 def test_the_clock_reads_what_a_kernel_takes():
     """A kernel that spins for 300 us on the device's own timer reads as 300 us and the cost of an empty call."""
     ticking = clock.CudaClock()
+    delivery = clock.Delivery(spin_us=1000)
     for _ in range(3):
-        empty = ticking.time(lambda: None, lambda _: None, None)
+        empty = ticking.time(lambda: None, lambda _: None, delivery)
     assert 0 < empty.us < 30
-    sample = ticking.time(lambda: native.spin(300_000), lambda _: None, None)
+    spin = native.library("cuda").function("judge_spin", ctypes.c_uint64, ctypes.c_int)
+    sample = ticking.time(lambda: spin(300_000, 1), lambda _: None, delivery)
     assert 300 <= sample.us <= 300 + 30 and not sample.host_bound
 
 
 def test_a_call_that_waits_for_the_device_is_host_bound():
     ticking = clock.CudaClock()
-    ticking.time(lambda: None, lambda _: None, None)
-    assert ticking.time(torch.cuda.synchronize, lambda _: None, None).host_bound
+    assert ticking.time(torch.cuda.synchronize, lambda _: None, clock.Delivery(spin_us=1000)).host_bound
+
+
+def test_nothing_else_runs_during_the_spin():
+    """Work that a submission puts on a queue of its own during the spin does not get an SM before the start event."""
+    ticking = clock.CudaClock()
+    values = torch.ones(2**20, device="cuda")
+    side = torch.cuda.Stream()
+    done = torch.cuda.Event()
+    with torch.cuda.stream(side):
+        values.mul_(1)  # loaded
+    torch.cuda.synchronize()
+
+    def call() -> None:
+        with torch.cuda.stream(side):
+            values.mul_(2)
+            done.record()
+        time.sleep(0.002)
+        early.append(done.query())
+
+    early: list[bool] = []
+    ticking.time(call, lambda _: None, clock.Delivery(spin_us=10_000))
+    assert early == [False]
+    torch.cuda.synchronize()
+    assert done.query()
+
+
+def _chacha8(key: bytes, line: int) -> bytes:
+    """64 bytes of the keystream, as RFC 8439 defines it but with 8 rounds, a 64-bit counter and no nonce."""
+    state = list(struct.unpack("<4I", b"expand 32-byte k")) + list(struct.unpack("<8I", key))
+    state += [line & 0xFFFFFFFF, line >> 32, 0, 0]
+    x = list(state)
+
+    def quarter(a: int, b: int, c: int, d: int) -> None:
+        for i, j, k, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            x[i] = (x[i] + x[j]) & 0xFFFFFFFF
+            x[k] ^= x[i]
+            x[k] = (x[k] << bits | x[k] >> (32 - bits)) & 0xFFFFFFFF
+
+    for _ in range(4):
+        for i in range(4):
+            quarter(i, 4 + i, 8 + i, 12 + i)
+        for i in range(4):
+            quarter(i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4)
+    return struct.pack("<16I", *((a + b) & 0xFFFFFFFF for a, b in zip(x, state, strict=True)))
+
+
+def test_the_mask_is_the_cipher_and_masking_twice_restores():
+    key = bytes(range(32))
+    lines = 5 * 132 * 8 * 256 // 4 + 3  # more than one round of the grid
+    buffer = torch.zeros(64 * lines, dtype=torch.uint8, device="cuda")
+    native.mask(buffer, key)
+    got = buffer.cpu().numpy().tobytes()
+    for line in (0, 1, 77, lines - 1):
+        assert got[64 * line : 64 * line + 64] == _chacha8(key, line)
+    native.mask(buffer, key)
+    assert not buffer.any()
+    with pytest.raises(RuntimeError):
+        native.mask(buffer[:-1], key)
+
+
+def test_cleaning_leaves_nothing_of_what_was_written():
+    """A buffer that was just written reads as slowly as one that was not: none of it is left in L2."""
+    ticking = clock.CudaClock()
+    buffer = torch.zeros(2**24, dtype=torch.uint8, device="cuda")
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(60):
+        delivery = clock.Delivery(buffer, bytes(32) if turn % 2 else None, 300)
+        sample = ticking.time(lambda: native.read(buffer, buffer.numel(), 4), lambda _: None, delivery)
+        times[turn % 2 == 1].append(sample.us)
+    written, resting = (sorted(times[kind])[15] for kind in (True, False))
+    assert written > 0.9 * resting
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,112 @@
+"""Messages between the judge's processes, read from whoever writes there."""
+
+import json
+import os
+import socket
+import struct
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import wire
+from harness.entrant import Outcome, elsewhere_in, outcome_of, tampering_in
+from harness.process import Died
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def read(data: bytes) -> dict:
+    """What receive makes of `data` from a writer that then closes."""
+    ours, theirs = socket.socketpair()
+    writer = threading.Thread(target=lambda: (theirs.sendall(data), theirs.close()))
+    with ours:
+        writer.start()
+        try:
+            return wire.receive(ours, 5)[0]
+        finally:
+            ours.close()
+            writer.join()
+
+
+@given(st.dictionaries(st.text(max_size=8), JSON, max_size=4))
+def test_what_is_sent_arrives(message):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wire.send(ours, message)
+        got, fds = wire.receive(theirs, 5)
+    assert fds == [] and json.dumps(got) == json.dumps(message)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_wire_error(data):
+    """Nothing else comes out of the reader, and nothing is read past the announced length."""
+    try:
+        message = read(data)
+    except wire.WireError:
+        return
+    assert isinstance(message, dict)
+    length, count = struct.unpack("<II", data[:8])
+    assert count == 0 and json.dumps(message) == json.dumps(json.loads(data[8 : 8 + length]))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=100), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_a_false_header_is_a_wire_error_or_its_body(body, length, count):
+    try:
+        message = read(struct.pack("<II", length, count) + body)
+    except wire.WireError:
+        return
+    assert count == 0 and json.dumps(message) == json.dumps(json.loads(body[:length]))
+
+
+@given(st.dictionaries(st.sampled_from(["us", "host_us", "host_bound", "untimed_us", "claims", "x"]), JSON))
+def test_any_reply_is_an_outcome_with_finite_times_or_a_death(reply):
+    try:
+        outcome = outcome_of(reply, 1.0, 1.0)
+    except Died as died:
+        assert died.status == "RUNTIME_ERROR" and "malformed" in died.reason
+        return
+    assert isinstance(outcome, Outcome) and 0 <= outcome.us < float("inf") and 0 <= outcome.host_us < float("inf")
+
+
+@given(JSON, JSON | st.fixed_dictionaries({"elsewhere": JSON | st.dictionaries(st.text(), JSON), "records": JSON}))
+def test_any_audit_is_read(tamper, queues):
+    """What a runner says of itself cannot break the parent."""
+    reply = {"tamper": tamper, "queues": queues}
+    found = tampering_in(reply)
+    assert found is None or found.status == "CHEAT_SUSPECTED"
+    records, elsewhere = elsewhere_in(reply)
+    assert records >= 0 and isinstance(elsewhere, str)
+
+
+def test_nesting_beyond_the_parser_is_a_wire_error():
+    body = b"[" * 100_000
+    with pytest.raises(wire.WireError):
+        read(struct.pack("<II", len(body), 0) + body)
+
+
+def test_descriptors_that_came_with_a_false_message_are_closed():
+    ours, theirs = socket.socketpair()
+    before = len(os.listdir("/proc/self/fd"))
+    with ours, theirs:
+        held = os.open("/dev/null", os.O_RDONLY)
+        socket.send_fds(ours, [struct.pack("<II", 2, 7)], [held])
+        os.close(held)
+        with pytest.raises(wire.WireError, match="7 fds announced, 1 came"):
+            wire.receive(theirs, 5)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_writer_that_stops_is_a_timeout():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(struct.pack("<II", 100, 0) + b"{")
+        with pytest.raises(TimeoutError):
+            wire.receive(theirs, 0.2)

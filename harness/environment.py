@@ -79,15 +79,17 @@ def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
 
 @functools.cache
 def commit() -> tuple[str | None, bool | None]:
-    """(commit of the checkout, whether it has uncommitted changes). Outside git $GIT_COMMIT, where whoever copied the
-    tree set it, and an unknown second; else (None, None).
+    """(commit of the checkout, whether it has uncommitted changes). Where whoever copied the tree set $GIT_COMMIT that
+    one, and an unknown second; outside git without it (None, None).
     """
+    if os.environ.get("GIT_COMMIT"):
+        return os.environ["GIT_COMMIT"], None
     root = Path(__file__).resolve().parent.parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
         status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT"), None
+        return None, None
     return head.stdout.strip(), bool(status.stdout.strip())
 
 

@@ -30,6 +30,7 @@ GIVE_UP_AFTER = 3  # processes that an entrant may lose in one phase
 SETTLE_S = 0.02  # threads that still run so long after a call are at work
 SPIN_MARGIN_US = 100  # events, the mark and the capture are enqueued under the spin as well
 PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
+CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kernels and workspaces as shapes ask for them
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
 ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 
@@ -404,13 +405,14 @@ class Session:
         entrant.device_grown += before[0] - after[0]
         grown = max(0, entrant.device_grown) + max(0, after[1] - entrant.host_base)
         entrant.audit.kept_bytes = max(grown, entrant.audit.kept_bytes or 0)
-        allowed = int(PREPARED_FACTOR * self._weights_bytes) + PREPARED_SLACK
+        slack = PREPARED_SLACK + CODE_SLACK[self.device]
+        allowed = int(PREPARED_FACTOR * self._weights_bytes) + slack
         if grown <= allowed:
             return None
         return Outcome(
             "RULE_BROKEN",
             f"prepare: {grown / 2**20:.0f} MiB more are held than before, {allowed / 2**20:.0f} MiB are allowed "
-            f"({PREPARED_FACTOR} x the weights and {PREPARED_SLACK // 2**20} MiB)",
+            f"({PREPARED_FACTOR} x the weights and {slack // 2**20} MiB)",
         )
 
     def _hand_over(self, entrant: Entrant, message: dict, fds: list[int], what: str, limit_s: float = 0.0) -> dict:

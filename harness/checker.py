@@ -64,7 +64,9 @@ class Checker:
         return {"slot": part, "spec": self.weights_spec, "bytes": nbytes, "fds": list(fds)}
 
     def free_memory(self, message: dict, _: list[int]) -> dict:
-        """Bytes of device memory that nobody holds; None on a CPU."""
+        """Bytes of device memory that nobody holds, this process's own caches given back; None on a CPU."""
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
         return {"free": native.free_memory() if self.device == "cuda" else None}
 
     def canary(self, message: dict, _: list[int]) -> dict:

@@ -4,16 +4,14 @@ The parent decides; a runner only says what happened in it, and is believed in n
 as far as the parent's own clock and what /proc says of its process do not contradict.
 """
 
-import ast
 import contextlib
 import math
 import os
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from harness import private, process, sandbox
+from harness import compiling, private, process, sandbox
 from harness.entrant import FIRST_SPIN_US, Entrant, Outcome, elsewhere_in, outcome_of, tampering_in
 from harness.private import Private
 from harness.problem import Case, Problem
@@ -31,7 +29,6 @@ SETTLE_S = 0.02  # threads that still run so long after a call are at work
 SPIN_MARGIN_US = 100  # events, the mark and the capture are enqueued under the spin as well
 PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
 CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kernels and workspaces as shapes ask for them
-COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
 ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 
 
@@ -141,8 +138,8 @@ class Session:
         for entrant in living:
             entrant.child = None
             self._ask({"op": "release", "runner": entrant.name})
-            if entrant.keep:
-                self._publish(entrant)
+            if entrant.keep and (why := compiling.keep(self.problem, entrant)):
+                self.notes.append(why)
         for entrant in entrants:
             self._remove(entrant)
 
@@ -271,26 +268,14 @@ class Session:
         return sum(self._content["sizes"].values())
 
     def build(self, *entrants: Entrant) -> None:
-        """The compile step of those that have not been compiled: a process of its own, whose caches are kept for their
-        runners, which start from a copy. It sees no contents but those of public seeds. One that fails is `broken`.
-        """
-        todo = []
-        for entrant in entrants:
-            if entrant.built or entrant.entry is None:
-                continue
-            entrant.built = True
-            kind = _compiles(entrant.entry.file)
-            if kind and private.build_folder(entrant.entry.file, self.problem, entrant.target) is None:
-                todo.append((kind, entrant, Entrant(f"{entrant.name} (compile step)", entrant.entry, entrant.target)))
-        for _, _, helper in todo:
-            helper.built = True
-        self.start(*(helper for kind, _, helper in todo if kind == "compile_for"), compile_only=True)
-        for kind, entrant, helper in todo:
-            if kind == "compile_for":
+        """The compile step of those that had none (harness/compiling.py). One that fails is `broken`."""
+        todo = compiling.todo(self.problem, entrants)
+        self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
+        for how, entrant, helper in todo:
+            if how == "compile_for":
                 message = {"op": "compile", "target": entrant.target}
                 result = self.ask_runner(helper, message, 2 * COMPILE_LIMIT_S)
-                if isinstance(result, Outcome):
-                    entrant.broken = result
+                entrant.broken = result if isinstance(result, Outcome) else None
             else:
                 self._try_out(helper)
             self.stop(helper)
@@ -304,13 +289,6 @@ class Session:
             if helper.lost:
                 return  # its verdict is found in the run itself
         helper.keep = True
-
-    def _publish(self, entrant: Entrant) -> None:
-        key = private.key(entrant.entry.file, self.problem, entrant.target)
-        try:
-            entrant.private.publish(key)
-        except private.CacheError as error:  # its runners compile for themselves
-            self.notes.append(f"what {entrant.name} compiled is not kept: {error}")
 
     def _timed(self, entrant: Entrant, message: dict, limit_s: float) -> tuple[dict, float, float]:
         """A call. -> (reply, us until it was ready, us from "go" to the reply), on the parent's own clock."""
@@ -467,19 +445,3 @@ class Session:
     @staticmethod
     def _own_paths(entrant: Entrant, text: str) -> str:
         return entrant.private.restore(text) if entrant.private else text
-
-
-def _compiles(file: Path) -> str:
-    """How the submission `file` is compiled beforehand: by "compile_for", which it defines, by a "call", or "" where
-    nothing in it asks for a compiler.
-    """
-    tree = ast.parse(file.read_text(), str(file))
-    if any(isinstance(node, ast.FunctionDef) and node.name == "compile_for" for node in tree.body):
-        return "compile_for"
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return "call" if any(name.startswith(COMPILING) for name in names) else ""

@@ -47,6 +47,7 @@ class Stop(Exception):
 
 class FakeSession(contextlib.AbstractContextManager):
     clock_name = "made-up clock"
+    notes: tuple[str, ...] = ()
 
     def __init__(self, *_: object) -> None:
         pass

@@ -48,7 +48,7 @@ class Audit:
 
 @dataclass
 class Entrant:
-    """A submission in this session, or (entry None) the judge's own calls."""
+    """A submission that is judged, or (entry None) the judge's own calls."""
 
     name: str
     entry: Entry | None

@@ -65,14 +65,6 @@ class Jail:
         left_out |= {"network", "memfd"} if "seccomp" in left_out else set()
         return [name for name, why_not in offered().items() if not why_not and name not in left_out]
 
-    def measures_text(self) -> dict[str, str]:
-        """`probe`, with what this very jail leaves out."""
-        found, in_force = probe(), self.measures()
-        for name in MEASURES:
-            if name not in in_force and found[name].startswith("on"):
-                found[name] = "off: left out for this process"
-        return found
-
     def orders(self) -> dict:
         """What harness/confine.py carries out, in types that marshal knows."""
         measures = self.measures()

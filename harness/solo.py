@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from harness import checker
 from harness.problem import utils_of
 from problems.common import load
 
@@ -20,9 +21,14 @@ def main() -> None:
     extra = {"utils": load.from_file(folder, utils)} if utils else {}
     reference = load.from_file(folder, folder / "reference.py", extra)
     module = load.from_file(folder, file, extra)
-    own = hasattr(load.from_file(folder, folder / "task.py", extra), "OUTPUTS")
+    task = load.from_file(folder, folder / "task.py", extra)
+    own = hasattr(task, "OUTPUTS")
     for case in cases:
-        data = reference.generate_input(**case, **({"device": device} if own else {}))
+        split = own and hasattr(reference, "generate_weights")
+        weights = reference.generate_weights(**case, device=device) if split else None
+        data = checker.make(reference, task, case, device, own, weights)
+        if split and hasattr(module, "prepare"):
+            data = data._replace(weights=module.prepare(weights))
         state = (module.untimed(data),) if hasattr(module, "untimed") else ()
         if device == "cuda":
             torch.cuda.synchronize()

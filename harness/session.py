@@ -26,6 +26,7 @@ CANARY_LIMIT_S = 60  # for the device to answer after a runner was lost; the ker
 CLOSED_AT_ONCE = 16  # processes
 GIVE_UP_AFTER = 3  # processes that an entrant may lose in one phase
 SETTLE_S = 0.02  # threads that still run so long after a call are at work
+SETTLES = 4  # more such looks before a thread counts as at work
 SPIN_MARGIN_US = 100  # events, the mark and the capture are enqueued under the spin as well
 PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
 CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kernels and workspaces as shapes ask for them
@@ -221,6 +222,11 @@ class Session:
         if entrant.child is None or entrant.peer:
             return None
         seen = entrant.child.audit(SETTLE_S)
+        for _ in range(SETTLES):
+            if not (seen.running or seen.main_running):
+                break
+            # On a busy machine a pool's thread may learn only now that the work is done; one at work stays at work.
+            seen = entrant.child.audit(SETTLE_S)
         entrant.audit.threads = max(entrant.audit.threads, seen.threads)
         if seen.running or seen.main_running:
             count = len(seen.running) + seen.main_running

@@ -1,6 +1,7 @@
 """problems/common/nvfp4.py and nvfp4.cuh, bit for bit, against the formats' definitions computed here anew."""
 
 import ctypes
+import itertools
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -396,3 +397,123 @@ def test_permute_scales(mn: int, blocks: int, l: int) -> None:
     assert torch.equal(got, want)
     wanted_strides = (16, 4, 512 * rest_k, 1, 512, 512 * rest_k * rest_m)
     assert all(n == 1 or s == w for n, s, w in zip(got.shape, got.stride(), wanted_strides, strict=True))
+
+
+# ---- Python: activations, unchecked ----
+
+
+def test_decode_every_byte() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    wanted = np.stack([E2M1[np.arange(256) % 16], E2M1[np.arange(256) // 16]], axis=1)
+    same(nvfp4.decode(every.view(256, 1)).numpy(), wanted)
+    same(nvfp4.decode(every.view(4, 2, 32)).numpy(), wanted.reshape(4, 2, 64))
+    same(nvfp4.decode(every.view(16, 16).T).numpy(), wanted.reshape(16, 16, 2).transpose(1, 0, 2).reshape(16, 32))
+    same(nvfp4.decode(every.view(torch.float4_e2m1fn_x2)[:0]).numpy(), wanted[:0].reshape(0))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nearest_e2m1_and_its_codes_at_every_midpoint(sign: float) -> None:
+    """The values of the checked quantiser's codes, at all values, midpoints, their fp32 neighbours and beyond."""
+    magnitudes = [float(minifloat(code, 2, 1)) for code in range(8)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(magnitudes)]
+    at = torch.tensor(magnitudes + middles)
+    x = sign * torch.cat([at, at.nextafter(at - 1), at.nextafter(at + 1), torch.tensor([1e-45, 7.0, 1e38, torch.inf])])
+    x = torch.nn.functional.pad(x, (0, x.numel() % 2))
+    before = x.clone()
+    got = nvfp4.nearest_e2m1(x)
+    codes = nvfp4.round_e2m1(x)
+    assert torch.equal(x, before)
+    same(got.numpy(), E2M1[codes.numpy()])
+    assert torch.equal(nvfp4.pack_nearest(got), nvfp4.pack(codes))
+    assert torch.isnan(nvfp4.nearest_e2m1(torch.tensor(torch.nan)))
+
+
+def encoded(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """encode's (codes, scale bytes), after checking that round_trip gives exactly what they stand for."""
+    packed, scales = nvfp4.encode(x, input_scale)
+    wanted = nvfp4.dequantise(packed, scales) * input_scale.unsqueeze(-1)
+    same(nvfp4.round_trip(x, input_scale).numpy(), wanted.numpy())
+    return nvfp4.unpack(packed), scales.view(torch.uint8)
+
+
+@pytest.mark.parametrize("input_scale", [1.0, 2.0**-9, 0.0123, 3.7])
+def test_encode_gives_the_bits_of_quantise(input_scale: float) -> None:
+    """Rows over ten binades, five blocks each, with zeros, denormals and blocks whose scale rounds to 0."""
+    x = torch.randn(2, 40, 80, generator=torch.Generator().manual_seed(1)) * torch.exp2(torch.arange(-30, 10))[:, None]
+    x *= min(input_scale, 1.0)  # keeps the scales at or below 448
+    x[0, :, 16:32] = 0.0
+    x[0, :, 20] = -0.0
+    x[1, :, 32:48] = 1e-40
+    scale = torch.tensor(input_scale)
+    wanted, want_scales = nvfp4.quantise(x / scale)
+    before = x.clone()
+    codes, scales = encoded(x, scale)
+    assert torch.equal(codes, nvfp4.unpack(wanted)) and torch.equal(scales, want_scales.view(torch.uint8))
+    assert torch.equal(x, before) and 0 in scales and scales.max() > 0x30
+
+
+def test_encode_takes_a_scale_a_row() -> None:
+    x = torch.randn(5, 3, 32, generator=torch.Generator().manual_seed(2))
+    scale = torch.tensor([0.01, 1.0, 7.0])  # one for each of the three
+    codes, scales = encoded(x, scale)
+    for row in range(3):
+        one = encoded(x[:, row], scale[row])
+        assert torch.equal(codes[:, row], one[0]) and torch.equal(scales[:, row], one[1])
+
+
+@pytest.mark.parametrize("byte", [0x01, 0x07, 0x08, 0x38, 0x3B, 0x7E])
+def test_encode_inverts_decoding(byte: int) -> None:
+    codes, scales = encoded(torch.from_numpy(SCALED[:, byte].copy())[None], torch.tensor(1.0))
+    assert codes.tolist() == [list(range(16))] and scales.tolist() == [[byte]]
+
+
+@pytest.mark.parametrize("amax, byte", [(6 * 1.0625, 0x38), (6 * 1.1875, 0x3A), (6 * 1.09, 0x39), (6 * 1.15, 0x39)])
+def test_encode_takes_codes_against_the_rounded_scale(amax: float, byte: int) -> None:
+    """Scale ties to even, up and down; then each midpoint of the scale that the reader uses, a tie to even there."""
+    rounded = float(minifloat(byte, 4, 3))
+    block = [amax, -amax] + [m * rounded for m in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)] * 2
+    codes, scales = encoded(torch.tensor([block]), torch.tensor(1.0))
+    assert scales.item() == byte and codes[0, 2:9].tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert (codes[0].tolist(), byte) == quantise_block([float(np.float32(v)) for v in block])
+
+
+def test_encode_saturates() -> None:
+    """Past the largest scale: 448 and 6, with signs, also for infinity; quantise refuses these."""
+    largest = float(np.finfo(np.float32).max)
+    for top in (6 * 449.0, 6 * 464.0, 6 * 480.0, 1e5, largest, float("inf")):
+        codes, scales = encoded(torch.tensor([[top, -top, 6 * 448.0, 448.0] + [0.0] * 12]), torch.tensor(1.0))
+        assert codes[0, :5].tolist() == [7, 15, 7, 2, 0] and scales.item() == 0x7E
+    codes, scales = encoded(torch.full((1, 16), largest), torch.tensor(1e-3))  # the quotient overflows
+    assert codes.tolist() == [[7] * 16] and scales.item() == 0x7E
+
+
+def test_encode_shows_nan_in_its_block_alone() -> None:
+    x = torch.ones(2, 48)
+    x[1, 16] = torch.nan
+    got = nvfp4.round_trip(x, torch.tensor(0.5))
+    assert torch.isnan(got[1, 16:32]).all() and int(torch.isnan(got).sum()) == 16
+    assert nvfp4.encode(x, torch.tensor(0.5))[1].view(torch.uint8)[1, 1] & 0x7F == 0x7F
+
+
+def test_encode_scales_end_with_their_block() -> None:
+    plain = nvfp4.encode(torch.ones(64), torch.tensor(1.0))[1].view(torch.uint8)
+    for at in (0, 15, 16, 31, 32, 63):
+        x = torch.ones(64)
+        x[at] = 100.0
+        got = nvfp4.encode(x, torch.tensor(1.0))[1].view(torch.uint8)
+        assert [j for j in range(4) if got[j] != plain[j]] == [at // 16]
+
+
+def test_encode_refuses_other_forms() -> None:
+    one = torch.tensor(1.0)
+    for x, scale in ((torch.ones(24), one), (torch.ones(16).bfloat16(), one), (torch.ones(16), one.double())):
+        with pytest.raises(ValueError, match="x and input_scale must be fp32"):
+            nvfp4.encode(x, scale)
+
+
+def test_activations_do_not_wait_for_a_device() -> None:
+    """Tensors without data: whatever reads a value on the host raises."""
+    x, scale = torch.empty(3, 32, device="meta"), torch.empty((), device="meta")
+    packed, scales = nvfp4.encode(x, scale)
+    assert packed.shape == (3, 16) and scales.shape == (3, 2)
+    assert nvfp4.round_trip(x, scale).shape == nvfp4.decode(packed).shape == (3, 32)

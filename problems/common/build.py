@@ -5,6 +5,7 @@ A build holds a lock that the kernel drops with the process, so a killed build n
 Plain nvcc takes a second or two; no header of torch is involved. Compiling for a GPU needs no GPU.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -14,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,9 @@ CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", "-shared", "-Xc
 CPP_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall")
 # FMA contraction is left to the source: it says std::fma where it means it.
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+_more_flags: list[str] = []  # of every CUDA build, while capturable() is in force
 
 
 class BuildError(RuntimeError):
@@ -66,7 +71,19 @@ def cuda(source: str | Path, target: str, flags: tuple[str, ...] = ()) -> Artefa
         raise ValueError(f"target must be one of {sorted(ARCH)}, got {target!r}")
     arch = ARCH[target].removeprefix("sm_")
     gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    return _build(Path(source).resolve(), target, "nvcc", (*CUDA_FLAGS, gencode, *flags))
+    return _build(Path(source).resolve(), target, "nvcc", (*CUDA_FLAGS, gencode, *_more_flags, *flags))
+
+
+@contextlib.contextmanager
+def capturable() -> Iterator[None]:
+    """Within: the default queue of CUDA code that is built is the thread's own, the one that a graph can record. Code
+    built without it is missing from a graph, or spoils it.
+    """
+    _more_flags.append("-default-stream=per-thread")
+    try:
+        yield
+    finally:
+        _more_flags.pop()
 
 
 def cpp(source: str | Path, flags: tuple[str, ...] = ()) -> Artefact:

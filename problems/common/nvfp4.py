@@ -111,3 +111,69 @@ def permute_scales(scales: torch.Tensor) -> torch.Tensor:
     # (l, rest_m, 4, 32, rest_k, 4) -> memory order (l, rest_m, rest_k, 32, 4, 4)
     memory = padded.view(l, rest_m, 4, 32, rest_k, 4).permute(0, 1, 4, 3, 2, 5).contiguous()
     return memory.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
+
+
+# ---- unchecked, for activations: nothing below reads a device's data on the host ----
+
+
+def encode(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: fp32 (..., k), k a multiple of 16; input_scale: fp32, one a row, broadcast to (...) ->
+    (packed uint8 (..., k // 2), scales e4m3 (..., k // 16)), with x close to dequantise(packed, scales) * input_scale.
+
+    Same bits as quantise(x / input_scale) where that accepts its input; beyond it scales and codes saturate, at 448 and
+    6. A block with NaN gets scale NaN.
+    """
+    values, scales = _nearest_blocks(x, input_scale)
+    return pack_nearest(values.flatten(-2)), scales
+
+
+def round_trip(x: torch.Tensor, input_scale: torch.Tensor) -> torch.Tensor:
+    """x, input_scale: as encode -> fp32 (..., k), the values that encode stands for: (code * scale) * input_scale."""
+    values, scales = _nearest_blocks(x, input_scale)
+    return values.mul_(scales.float().unsqueeze(-1)).flatten(-2).mul_(input_scale.unsqueeze(-1))
+
+
+def decode(packed: torch.Tensor) -> torch.Tensor:
+    """packed: uint8 or float4_e2m1fn_x2 (..., k // 2) -> fp32 (..., k), the codes' values without a scale.
+
+    Looks up both values of a byte at once, in a table made on the device: dequantise's costs a copy from the host.
+    """
+    byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    codes = torch.stack([byte & 15, byte >> 4], dim=-1)
+    # A code is an e4m3 with three bits of exponent too few and two of mantissa, so 2^-6 of its value.
+    table = ((codes & 8) << 4 | (codes & 7) << 2).view(torch.float8_e4m3fn).float().mul_(64)
+    index = packed.view(torch.uint8).to(torch.int32).reshape(-1)
+    pairs = table.view(torch.int64).view(-1).index_select(0, index)  # a pair of fp32 moves as one word
+    return pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """x: fp32 (...) -> fp32 (...), the nearest e2m1 value, ties to the even code, saturating at 6. NaN stays."""
+    x = x.clamp(-E2M1_MAX, E2M1_MAX)
+    # The power of two at or below |x|, at least 1: values are half of it apart, and even codes a whole of it.
+    power = x.abs().clamp_(min=1).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
+    return x.mul_(2).div_(power).round_().mul_(power).mul_(0.5)
+
+
+def pack_nearest(values: torch.Tensor) -> torch.Tensor:
+    """values: fp32 (..., k), each an e2m1 value, k even -> packed uint8 (..., k // 2). NaN becomes a 6."""
+    byte = (values / 64).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = (byte >> 2 & 7).bitwise_or_(byte >> 4 & 8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def _nearest_blocks(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> (e2m1 values fp32 (..., k // 16, 16), scales e4m3 (..., k // 16)) of x / input_scale."""
+    if x.dtype != torch.float32 or input_scale.dtype != torch.float32 or x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"x and input_scale must be fp32, x with a last axis in 16s, got {x.dtype} {tuple(x.shape)} "
+            f"and {input_scale.dtype}"
+        )
+    blocks = (x / input_scale.unsqueeze(-1)).unflatten(-1, (-1, BLOCK))
+    amax = blocks.abs().amax(-1)
+    # A tensor as the divisor: by a number, torch multiplies with its rounded inverse on CUDA. The clamp: whether the
+    # cast saturates or gives NaN depends on torch's version.
+    scales = amax.div_(amax.new_full((), E2M1_MAX)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    divisor = scales.float()
+    divisor.masked_fill_(divisor == 0, torch.inf)  # scale 0: codes of 0 with the signs
+    return nearest_e2m1(blocks.div_(divisor.unsqueeze(-1))), scales

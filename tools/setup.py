@@ -35,6 +35,8 @@ WITHOUT = {  # what is lost without the others
     "nvidia-cutlass-dsl": "CuTe DSL variants neither compile nor run",
     "hypothesis": "the tests that draw their own cases do not run",
     "ruff": "make lint does not run",
+    "safetensors": "checkpoints of the DSV4 model are neither read nor written",
+    "transformers": "the tests that compare the DSV4 model with it do not run",
     "humming-kernels": "peer_humming is UNSUPPORTED",
     "cuda-bindings": "variants and peers that call the driver through it are UNSUPPORTED",
 }

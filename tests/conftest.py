@@ -20,3 +20,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that torch sees"))
+
+
+@pytest.fixture(autouse=True)
+def few_threads(request):
+    """The small models' operations are too short to share between threads; waiting for each other costs more."""
+    if not request.module.__name__.rpartition(".")[2].startswith("test_dsv4"):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,293 @@
+"""The end-to-end check: does the model still say the same with these kernels in it, and if not, where does it begin?
+
+    python harness/run.py dsv4_forward [--kernels winners] [--attribute]
+    python -m problems.dsv4_forward.check --config tiny --format nvfp4
+
+Three passes over the same tokens, a ragged prefill and greedy decode steps, on the same weights: the oracle (reference
+kernels, activations in fp32), the reference kernels in the model's own dtype, and the composition. Then:
+
+* each kernel call of the oracle's pass is repeated with the composed kernel and with the reference, on equal inputs:
+  the first one past its budget (trace.SLOTS) is named with its layer;
+* what each layer alone makes of the oracle's lanes, the lanes after each layer of a free pass, and the logits may be
+  off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of one size add
+  up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later layers that
+  into more: no tighter bound holds end to end;
+* greedy tokens are equal, but for ties, which are listed: closer in the oracle's logits than six times the size of the
+  reference kernels' error;
+* decisions (experts of a token, entries of the indexer) follow the oracle's; each that would have been another is
+  listed with the oracle's margin.
+
+Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import config, kernels, weights
+from problems.dsv4_forward.config import Config
+from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.state import State
+from problems.dsv4_forward.trace import SLOTS, Follower, Recorder
+from problems.dsv4_forward.weights import ModelWeights
+
+OPTIONS = ("--kernels", "--attribute", "--config", "--format", "--steps")  # what harness/run.py passes on
+CASES = {  # what is checked where nothing is named
+    "cpu": (("tiny", "fp32"), ("tiny", "bf16"), ("tiny", "released"), ("tiny", "nvfp4_experts"), ("tiny", "nvfp4")),
+    "cuda": (("tiny-k", "bf16"), ("tiny-k", "nvfp4"), ("flash-4l32e", "bf16"), ("flash-4l32e", "nvfp4")),
+}
+PROMPTS = (150, 37)  # tokens: past the window and a block of 128; a second sequence of another length
+STEPS = 8  # greedy tokens of each sequence
+FACTOR = 1.5
+TIE = 6.0  # a difference of two logits is off by sqrt(2) of one, and the worst of hundreds by four times that
+FLOOR = 1e-5  # relative: fp32 sums in another order
+
+
+@dataclass
+class Pass:
+    """logits fp32 (calls, B, V): after the prompt and after each step; lanes: (layer, fp32 (N, n, d)) in call order;
+    step_s: seconds of the fastest step.
+    """
+
+    logits: torch.Tensor
+    lanes: list[tuple[str, torch.Tensor]]
+    step_s: float
+
+
+@dataclass
+class Case:
+    """What one configuration is checked with."""
+
+    cfg: Config
+    fmt: str
+    weights: ModelWeights
+    prompts: list[list[int]]
+    steps: int
+    device: str
+
+    def run(self, table: Kernels, dtype: torch.dtype | None, probe: object, forced: torch.Tensor | None) -> Pass:
+        """Prefill, then steps. forced: int64 (steps, B), the tokens to feed; None: the pass's own greedy ones."""
+        blocks = sum(-(-(len(p) + self.steps) // config.BLOCK_TOKENS) for p in self.prompts)
+        state = State(self.cfg, self.fmt, sequences=len(self.prompts), blocks=blocks, device=self.device)
+        model = Model(self.weights, table, dtype, probe)
+        slots = [state.open()[0] for _ in self.prompts]
+        rows = [feed(model, state, dict(zip(slots, self.prompts, strict=True)))]
+        fastest = float("inf")
+        for step in range(self.steps):
+            tokens = rows[-1].argmax(-1) if forced is None else forced[step]
+            given = dict(zip(slots, tokens.view(-1, 1).cpu(), strict=True))
+            self._wait()
+            start = time.perf_counter()
+            rows.append(feed(model, state, given))
+            self._wait()
+            fastest = min(fastest, time.perf_counter() - start)
+        return Pass(torch.stack(rows), probe.lanes if probe else [], fastest)
+
+    def _wait(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    try:
+        cases = _cases(args)
+        target = load.device_target(args.device)
+        right = [check(case, args.kernels, target, args.attribute) for case in cases]
+    except ValueError as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 2
+    print(f"end-to-end check: {sum(right)} of {len(right)} configurations right")
+    return 0 if all(right) else 1
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,... (slot or problem)")
+    p.add_argument("--attribute", action="store_true", help="the effect of each kernel alone: error and time")
+    p.add_argument("--config", help="one configuration instead of the device's list, such as tiny or flash-4l32e")
+    p.add_argument("--format", choices=config.FORMATS, help="one number format")
+    p.add_argument("--steps", type=int, default=STEPS, help="greedy tokens of each sequence")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return p.parse_args(argv)
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    known = CASES[torch.device(args.device).type]
+    if args.config:
+        known = tuple((args.config, fmt) for fmt in ([args.format] if args.format else ("bf16", "nvfp4")))
+    elif args.format:
+        known = tuple(case for case in known if case[1] == args.format)
+    return [make(name, fmt, args.device, args.steps) for name, fmt in known]
+
+
+def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) -> Case:
+    """A case with random weights and prompts."""
+    cfg = config.find(name)
+    gen = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(cfg.vocab_size, (length,), generator=gen).tolist() for length in PROMPTS]
+    return Case(cfg, fmt, weights.random(cfg, fmt, seed=seed, device=device), prompts, steps, device)
+
+
+@torch.inference_mode()
+def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
+    """Check one configuration with the kernels that `text` names, print the report. -> whether all of it holds."""
+    print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
+    chosen = kernels.choose(text, target, case.weights)
+    for line in chosen.report:
+        print(f"  {line}")
+    working = torch.float32 if case.fmt == "fp32" else torch.bfloat16
+    recorder = Recorder(chosen.kernels, working)
+    oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
+    forced = oracle.logits.argmax(-1)
+    tables = (kernels.REFERENCE, chosen.kernels)
+    alone = [_follow(case, Follower(table, recorder.decisions, recorder.lanes), forced) for table in tables]
+    plain, composed = (Follower(table, recorder.decisions) for table in tables)
+    free = [_follow(case, follower, forced) for follower in (plain, composed)]
+    faults = _say_kernels(recorder)
+    faults += _say_layers(oracle, alone, free)
+    faults += _say_logits(oracle, *free)
+    _say_decisions(composed)
+    if case.device != "cpu":
+        faults += _say_waits(case, chosen.kernels)
+    if attribute:
+        _say_effects(case, chosen.kernels, recorder, free[0], forced)
+    for fault in faults:
+        print(f"  FAULT: {fault}")
+    print(f"  {'right' if not faults else 'WRONG'}")
+    return not faults
+
+
+def _say_kernels(recorder: Recorder) -> list[str]:
+    """A line a slot: its worst call. -> what is past its budget, in the order of the pass."""
+    print(f"  {'kernel':<16}{'calls':>7}{'error':>11}{'budget':>11}{'cosine':>10}  worst in")
+    for slot in SLOTS:
+        seen = [worst for (_, name), worst in recorder.worst.items() if name == slot]
+        if not seen:
+            continue
+        worst = max(seen, key=lambda w: float("inf") if w.error != w.error else w.error)
+        calls = sum(w.calls for w in seen)
+        print(
+            f"  {slot:<16}{calls:>7}{worst.error:>11.2e}{worst.budget:>11.2e}{worst.cosine:>10.6f}  {worst.layer}"
+        )
+    return [
+        f"{w.layer} {w.slot}: {w.output} is off by {w.error:.3g} of its row, budget {w.budget:.3g} "
+        f"(cosine {w.cosine:.4f}), on the oracle's inputs"
+        for w in recorder.worst.values() if not w.ok
+    ]  # fmt: skip
+
+
+def _say_layers(oracle: Pass, alone: Sequence[Pass], free: Sequence[Pass]) -> list[str]:
+    """A line a layer: what it alone does to the oracle's lanes, and how far a free pass has drifted after it; both of
+    (reference kernels, composition). -> the first layer past either budget.
+    """
+    columns = ("norm", "growth", "alone", "budget", "drift", "budget", "cosine")
+    print(f"  {'after':<12}" + "".join(f"{name:>11}" for name in columns))
+    found, before = [], None
+    names = list(dict.fromkeys(name for name, _ in oracle.lanes))
+    for layer, reached in zip(["embedding", *names], names, strict=False):
+        want = _lanes(oracle, reached)
+        size = float(want.norm() / want.shape[0] ** 0.5)
+        line = f"  {layer:<12}{size:>11.3g}{size / (before or size):>11.2f}"
+        for kind, (base, got) in (("alone", alone), ("drift", free)):
+            error, own = (_relative(_lanes(one, reached), want) for one in (got, base))
+            budget = FACTOR * own + FLOOR
+            line += f"{error:>11.2e}{budget:>11.2e}"
+            if not error <= budget:
+                found.append(f"{kind}: lanes after {layer} are off by {error:.3g}, budget {budget:.3g}")
+        drifted = _lanes(free[1], reached).flatten()
+        print(f"{line}{float(torch.nn.functional.cosine_similarity(drifted, want.flatten(), dim=0)):>11.6f}")
+        before = size
+    return found[:1]
+
+
+def _lanes(one: Pass, layer: str) -> torch.Tensor:
+    """All tokens' lanes before `layer`, fp32 (N, n, d)."""
+    return torch.cat([lanes for name, lanes in one.lanes if name == layer])
+
+
+def _say_logits(oracle: Pass, plain: Pass, composed: Pass) -> list[str]:
+    scale = float(oracle.logits.std())
+    error, own = (_relative(p.logits, oracle.logits) for p in (composed, plain))
+    budget = FACTOR * own + FLOOR
+    print(f"  logits: std {scale:.3g}, relative error {error:.2e} (reference kernels {own:.2e}, budget {budget:.2e})")
+    faults = [] if error <= budget else [f"logits are off by {error:.3g}, budget {budget:.3g}"]
+    want, got = oracle.logits.argmax(-1), composed.logits.argmax(-1)
+    near = TIE * scale * (own + FLOOR)
+    ties = 0
+    for step, row in (want != got).nonzero().tolist():
+        line = oracle.logits[step, row]
+        margin = float(line[want[step, row]] - line[got[step, row]])
+        where = f"sequence {row}, token {step}: {int(got[step, row])} instead of {int(want[step, row])}"
+        if margin <= near:
+            ties += 1
+            print(f"  tie: {where}, the oracle's margin is {margin:.3g}")
+        else:
+            faults.append(f"greedy token differs: {where}, the oracle's margin is {margin:.3g}")
+    print(f"  greedy tokens: {want.numel() - int((want != got).sum())} of {want.numel()} equal, {ties} ties")
+    return faults
+
+
+def _say_decisions(composed: Follower) -> None:
+    for slot in ("route", "select"):
+        made = [d for d in composed.decisions if d.slot == slot]
+        other = [margin for _, name, margin in composed.other if name == slot]
+        largest = f", margin up to {max(other):.2g} of the largest score" if other else ""
+        print(f"  {slot}: {len(other)} of {len(made)} calls would have decided otherwise{largest}")
+
+
+def _say_waits(case: Case, table: Kernels) -> list[str]:
+    """One decode step during which torch refuses to wait for the GPU. -> the wait, if there was one."""
+    state = State(case.cfg, case.fmt, sequences=1, blocks=1, device=case.device)
+    model = Model(case.weights, table)
+    slot, _ = state.open()
+    feed(model, state, {slot: [1]})
+    state.reserve({slot: 1})
+    tokens = torch.tensor([1], device=case.device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.forward(state.step((slot,), tokens, static=True), state)
+    except RuntimeError as error:
+        return [f"a decode step waits for the GPU: {error}"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    print("  host synchronisations in a decode step: 0")
+    return []
+
+
+def _say_effects(case: Case, table: Kernels, recorder: Recorder, plain: Pass, forced: torch.Tensor) -> None:
+    """Each kernel that is not the reference's alone in the reference's place: what it changes and what it costs."""
+    own = kernels.REFERENCE
+    changed = [name for name in SLOTS if vars(table)[name] is not vars(own)[name]]
+    timed = min(_follow(case, Follower(own, recorder.decisions), forced).step_s for _ in range(2))
+    print(f"  effect of each kernel alone, against the reference kernels ({1e3 * timed:.2f} ms a step)")
+    for name in changed:
+        swapped = dataclasses.replace(own, **{name: vars(table)[name]})
+        one = _follow(case, Follower(swapped, recorder.decisions), forced)
+        error = float((one.logits - plain.logits).abs().max())
+        print(f"  {name:<16} logits {error:.3g}, step {1e3 * one.step_s:.2f} ms ({timed / one.step_s:.2f}x)")
+    if not changed:
+        print("  every slot holds the reference")
+
+
+def _follow(case: Case, follower: Follower, forced: torch.Tensor) -> Pass:
+    """A pass in the model's own dtype that decides as the oracle did, over the oracle's tokens."""
+    return case.run(follower.kernels(), None, follower, forced)
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())

@@ -1,0 +1,56 @@
+"""Winners as operators of torch (torch.ops.dsv4.*), with what tracing and torch.compile need to know of them.
+
+An operator takes the tensors of its problem's task.Data, writes the outputs in place and returns nothing.
+"""
+
+import functools
+from types import ModuleType
+
+import torch
+
+from problems.common import load
+
+
+@functools.cache
+def _winner(problem: str, device: torch.device) -> ModuleType:
+    """The variant that submission.py would choose. ValueError: none for the device."""
+    folder = load.PROBLEMS / problem
+    winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
+    return load.variant(problem, load.winner(folder, winners, load.device_target(device)))
+
+
+@functools.cache
+def _task(problem: str) -> ModuleType:
+    return load.module(load.PROBLEMS / problem, "task")
+
+
+def _gemv_data(*tensors: torch.Tensor) -> tuple:
+    """The operator's tensors as task.Data."""
+    data = _task("nvfp4_gemv").Data
+    *inputs, c = tensors
+    for name, tensor in zip(data._fields, inputs, strict=False):
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"{name} must be uint8, the bytes of its codes or scales, got {tensor.dtype}")
+    codes = (tensor.view(torch.float4_e2m1fn_x2) for tensor in inputs[:2])
+    scales = (tensor.view(torch.float8_e4m3fn) for tensor in inputs[2:])
+    return data(*codes, *scales, c)
+
+
+@torch.library.custom_op("dsv4::nvfp4_gemv", mutates_args=("c",))
+def nvfp4_gemv(
+    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
+    sfb_permuted: torch.Tensor, c: torch.Tensor,
+) -> None:  # fmt: skip
+    """c = A b by the winner for the device. Tensors as task.Data of nvfp4_gemv has them, but codes and scales as uint8,
+    since torch's checks of an operator copy and compare its inputs, which it cannot for fp4 and fp8.
+    ValueError as task.unpack says, or where the device has no winner.
+    """
+    _winner("nvfp4_gemv", a.device).custom_kernel(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
+
+
+@nvfp4_gemv.register_fake
+def _(
+    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
+    sfb_permuted: torch.Tensor, c: torch.Tensor,
+) -> None:  # fmt: skip
+    _task("nvfp4_gemv").unpack(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))

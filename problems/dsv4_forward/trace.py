@@ -1,0 +1,277 @@
+"""Watch a forward pass kernel by kernel: compare each with the reference on the same inputs, record what it decided,
+and make another pass decide the same.
+
+Two kinds of step are discontinuous: which experts a token goes to, and which entries the indexer selects. A rounding
+error there changes everything after it without being wrong, so the composed pass follows the oracle's decisions, and
+where it would have decided otherwise the oracle's margin between the two must be small.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from problems.dsv4_forward import kernels as table
+from problems.dsv4_forward import router
+from problems.dsv4_forward.kernels import Kernels
+
+
+@dataclass(frozen=True)
+class Slot:
+    """How a kernel is compared. activations, outputs: names of its arguments; working: outputs of the model's dtype.
+
+    budget: admitted relative error of a row (its last axis). A row is measured against its own norm, but not below a
+    thousandth of the call's typical row.
+    """
+
+    activations: tuple[str, ...]
+    outputs: tuple[str, ...]
+    working: tuple[str, ...]
+    budget: float
+
+
+# bf16 rounds by at most 2^-9 of a value, so a kernel that computes in fp32 and rounds once is off by at most that.
+ONE = 2.0**-8  # one rounding at the end and one of a product's terms that were rounded before
+SUM = 1e-5  # fp32 sums in another order
+ATTENTION = 6e-3  # bf16 probabilities and one rounding of the output, as fmha_decode admits
+MOE = 1e-2  # bf16 intermediate and output, a row, as moe_gemm admits
+SLOTS = {
+    "rms_norm": Slot(("x",), ("out",), ("out",), ONE),
+    "mhc_pre": Slot(("lanes",), ("out", "post", "comb"), ("out",), ONE),
+    "mhc_post": Slot(("y", "lanes"), ("out",), ("out",), ONE),
+    "mhc_head": Slot(("lanes",), ("out",), ("out",), ONE),
+    "matmul": Slot(("x",), ("out",), (), SUM),
+    "linear": Slot(("x",), ("out",), ("out",), ONE),
+    "grouped_linear": Slot(("x",), ("out",), ("out",), ONE),
+    "rotate": Slot(("x",), ("out",), ("out",), ONE),
+    "compress": Slot((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
+    "index_scores": Slot(("q",), ("out",), (), 1e-4),
+    "select": Slot((), ("out",), (), 0.0),
+    "fmha": Slot(("q",), ("out", "lse"), ("out",), ATTENTION),
+    "route": Slot(("u",), ("out_ids", "out_weights"), (), 1e-4),
+    "experts": Slot(("x",), ("out",), ("out",), MOE),
+    "shared": Slot(("x",), ("out",), ("out",), MOE),
+}
+MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
+
+
+@dataclass
+class Worst:
+    """The worst comparison of one kernel in one layer. error, cosine: of its worst row; calls: how many there were."""
+
+    layer: str
+    slot: str
+    budget: float
+    error: float = 0.0
+    cosine: float = 1.0
+    calls: int = 0
+    output: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget  # NaN is not
+
+    def take(self, error: float, cosine: float, output: str) -> None:
+        self.calls += 1
+        if not error <= self.error:
+            self.error, self.cosine, self.output = error, cosine, output
+
+
+@dataclass
+class Decision:
+    """ids int32: what was chosen, rows of k. scores: fp32, what it was chosen by, rows of candidates."""
+
+    layer: str
+    slot: str
+    ids: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclass
+class Recorder:
+    """Wraps a table: the oracle's pass runs through it. `composed`: compared with the reference at every call, on the
+    oracle's inputs rounded to `dtype`; None: nothing is compared.
+    """
+
+    composed: Kernels | None
+    dtype: torch.dtype
+    layer: str = ""
+    lanes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    worst: dict[tuple[str, str], Worst] = field(default_factory=dict)
+
+    def enter(self, layer: str, lanes: torch.Tensor) -> None:
+        self.layer = layer
+        self.lanes.append((layer, lanes.float().clone()))
+
+    def kernels(self) -> Kernels:
+        return Kernels(**{name: self._wrapped(name) for name in SLOTS})
+
+    def _wrapped(self, name: str) -> Callable:
+        reference, signature = _slot(table.REFERENCE, name), inspect.signature(_slot(table.REFERENCE, name))
+
+        def call(*args: object, **named: object) -> None:
+            given = signature.bind(*args, **named).arguments
+            if self.composed is not None:
+                self._compare(name, given)
+            reference(**given)
+            if name in ("route", "select"):
+                ids = given["out_ids"] if name == "route" else given["out"]
+                self.decisions.append(Decision(self.layer, name, ids.clone(), _decided_by(name, given)))
+
+        return call
+
+    def _compare(self, name: str, given: dict) -> None:
+        slot = SLOTS[name]
+        key = (self.layer, name)
+        worst = self.worst.setdefault(key, Worst(self.layer, name, slot.budget))
+        want = _rerun(_slot(table.REFERENCE, name), slot, given, self.dtype, torch.float32)
+        got = _rerun(_slot(self.composed, name), slot, given, self.dtype, self.dtype)
+        if name in ("route", "select"):
+            ids = "out_ids" if name == "route" else "out"
+            margin = margins(want[ids], got[ids], _decided_by(name, given))
+            worst.take(float(margin > MARGIN) if margin == margin else margin, 1.0, ids)
+            same = want[ids] == got[ids]
+            want, got = ({k: v.where(same, 0) for k, v in each.items() if k != ids} for each in (want, got))
+        for output, value in want.items():
+            worst.take(*_apart(got[output], value), output)
+
+
+@dataclass
+class Follower:
+    """Wraps a composed table so that its decisions are those that a Recorder saw; keeps its own lanes.
+
+    again: what the Recorder has of lanes; given, each layer starts from these, so that lanes show what one layer alone
+    has made of them. Without it errors go on from layer to layer.
+    """
+
+    composed: Kernels
+    decisions: list[Decision]
+    again: list[tuple[str, torch.Tensor]] | None = None
+    layer: str = ""
+    lanes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    other: list[tuple[str, str, float]] = field(default_factory=list)  # layer, slot, margin of another choice
+    done: int = 0
+
+    def enter(self, layer: str, lanes: torch.Tensor) -> None:
+        self.layer = layer
+        self.lanes.append((layer, lanes.float().clone()))
+        if self.again is not None:
+            lanes.copy_(self.again[len(self.lanes) - 1][1])
+
+    def kernels(self) -> Kernels:
+        return dataclasses.replace(self.composed, route=self._route, select=self._select)
+
+    def _next(self, slot: str) -> Decision:
+        decision = self.decisions[self.done]
+        if (decision.layer, decision.slot) != (self.layer, slot):
+            raise ValueError(f"the pass decides {slot} in {self.layer}, the oracle {decision.slot} in {decision.layer}")
+        self.done += 1
+        return decision
+
+    def _select(self, *args: object, **named: object) -> None:
+        given = inspect.signature(table.REFERENCE.select).bind(*args, **named).arguments
+        self.composed.select(**given)
+        decision = self._next("select")
+        self._note("select", decision, given["out"])
+        given["out"].copy_(decision.ids)
+
+    def _route(self, *args: object, **named: object) -> None:
+        given = inspect.signature(table.REFERENCE.route).bind(*args, **named).arguments
+        self.composed.route(**given)
+        decision = self._next("route")
+        ids, gates = given["out_ids"], given["out_weights"]
+        self._note("route", decision, ids)
+        score = router.scores(given["u"], given["weight"]).gather(1, decision.ids.long())
+        # Where the choice is the same the kernel's own weights stay.
+        same = (ids == decision.ids).all(1, keepdim=True)
+        forced = score / score.sum(1, keepdim=True) * given["cfg"].routed_scaling_factor
+        gates.copy_(torch.where(same, gates, forced))
+        ids.copy_(decision.ids)
+
+    def _note(self, slot: str, decision: Decision, ids: torch.Tensor) -> None:
+        margin = margins(decision.ids, ids, decision.scores)
+        if margin:
+            self.other.append((self.layer, slot, margin))
+
+
+def margins(want: torch.Tensor, got: torch.Tensor, scores: torch.Tensor) -> float:
+    """By how much of the largest score the worst id in `got` falls short of the worst in `want`; 0.0: the same sets.
+
+    want, got: int32 (..., k), -1 for none; scores: fp32 (..., candidates), by which `want` was chosen. inf: an id that
+    is no candidate, one that stands twice, or another number of them.
+    """
+    want, got = want.flatten(0, -2).long(), got.flatten(0, -2).long()
+    scores = scores.flatten(0, -2)
+    a, b = want.sort(1).values, got.sort(1).values
+    if torch.equal(a, b):
+        return 0.0
+    if bool((b >= scores.shape[1]).any()) or bool(((b[:, 1:] == b[:, :-1]) & (b[:, 1:] >= 0)).any()):
+        return float("inf")
+    if not torch.equal((a >= 0).sum(1), (b >= 0).sum(1)):
+        return float("inf")
+    worst = 0.0
+    for row in (a != b).any(1).nonzero().flatten().tolist():
+        line = scores[row]
+        mine, theirs = ({i for i in part[row].tolist() if i >= 0} for part in (a, b))
+        kept = min(float(line[i]) for i in mine - theirs)
+        chosen = min(float(line[i]) for i in theirs - mine)
+        finite = line[torch.isfinite(line)]
+        worst = max(worst, (kept - chosen) / max(float(finite.abs().max()), 1e-30))
+    return max(worst, 1e-30)
+
+
+def _decided_by(name: str, given: dict) -> torch.Tensor:
+    """What decides, larger wins: fp32 (..., candidates). A hash layer has no choice, nothing is near."""
+    if name == "select":
+        scores = given["scores"]
+        hidden = torch.arange(scores.shape[-1], device=scores.device) >= given["visible"].unsqueeze(-1)
+        return scores.masked_fill(hidden, -torch.inf)
+    if given["bias"] is None:
+        chosen = given["table"][given["tokens"]]
+        score = torch.full((len(chosen), len(given["weight"])), -1.0, device=chosen.device)
+        return score.scatter(1, chosen, 1.0)
+    return router.scores(given["u"], given["weight"]) + given["bias"]
+
+
+def _rerun(kernel: Callable, slot: Slot, given: dict, dtype: torch.dtype, out_dtype: torch.dtype) -> dict:
+    """Run a kernel on copies: activations rounded to `dtype`, fresh outputs. The reference's are fp32: it rounds where
+    the format does, in between, but not at the end.
+    """
+    mine = dict(given)
+    for name in slot.activations:
+        mine[name] = given[name].to(dtype)
+    for name in slot.outputs:
+        kind = out_dtype if name in slot.working else given[name].dtype
+        mine[name] = torch.full_like(given[name], float("nan") if kind.is_floating_point else -7, dtype=kind)
+    if "tail" in mine:
+        mine["tail"] = given["tail"].clone()
+        mine["dtype"] = out_dtype
+    kernel(**mine)
+    return {name: mine[name] for name in slot.outputs}
+
+
+def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    """(relative error, cosine) of the worst row. NaN and infinities that are not in both are errors of inf."""
+    if not want.numel():
+        return 0.0, 1.0
+    got, want = got.float(), want.float()
+    got, want = (x.reshape(-1, x.shape[-1]) for x in (got, want))
+    same = (got == want) | (got.isnan() & want.isnan())
+    if not bool((torch.isfinite(got) | same).all()):
+        return float("inf"), 0.0
+    got, want = got.where(~same | want.isfinite(), 0), want.where(torch.isfinite(want), 0)
+    size = want.norm(dim=1)
+    floor = 1e-3 * size.square().mean().sqrt() + 1e-30
+    error = (got - want).norm(dim=1) / size.clamp(min=floor)
+    row = int(error.argmax())
+    cosine = torch.nn.functional.cosine_similarity(got[row], want[row], dim=0)
+    return float(error[row]), float(cosine)
+
+
+def _slot(kernels: Kernels, name: str) -> Callable:
+    return dict(vars(kernels))[name]
+
+

@@ -1,0 +1,149 @@
+"""Hugging Face transformers' DeepSeek-V4 as an independent oracle: the same random weights in both, all in fp32."""
+
+import dataclasses
+import functools
+
+import torch
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
+
+from problems.dsv4_forward import weights
+from problems.dsv4_forward.config import CSA, HCA, SWA, TINY, Config
+from problems.dsv4_forward.weights import ModelWeights
+
+# Other head counts, ratios, top-k, groups and hash layers than TINY; no two sizes alike.
+OTHER = dataclasses.replace(
+    TINY, name="other", hidden_size=320, num_attention_heads=6, q_lora_rank=192, o_groups=3, o_lora_rank=64,
+    n_routed_experts=5, num_experts_per_tok=3, moe_intermediate_size=192, num_hash_layers=1,
+    compress_ratios=(CSA, SWA, HCA, CSA), index_n_heads=24, index_topk=9, routed_scaling_factor=2.5,
+    vocab_size=383, rope_original=128,
+)  # fmt: skip
+WIDE = dataclasses.replace(
+    TINY, name="wide", hidden_size=192, num_attention_heads=8, head_dim=192, q_lora_rank=64, o_groups=4,
+    n_routed_experts=12, num_experts_per_tok=4, num_hash_layers=0, compress_ratios=(HCA, CSA, CSA),
+    index_n_heads=48, index_topk=21, swiglu_limit=0.7, vocab_size=257,
+)  # fmt: skip
+CONFIGS = {config.name: config for config in (TINY, OTHER, WIDE)}
+
+
+def hf_config(cfg: Config) -> DeepseekV4Config:
+    """The same model in transformers' words."""
+    same = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups",
+        "o_lora_rank", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor",
+        "swiglu_limit", "num_hash_layers", "index_n_heads", "index_head_dim", "index_topk", "sliding_window",
+        "rope_theta", "compress_rope_theta", "qk_rope_head_dim", "max_position_embeddings", "hc_mult",
+        "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps",
+    )  # fmt: skip
+    return DeepseekV4Config(
+        **{name: getattr(cfg, name) for name in same},
+        compress_ratios=list(cfg.ratios), num_nextn_predict_layers=0, attn_implementation="eager",
+        rope_parameters={
+            "rope_type": "yarn", "factor": cfg.rope_factor, "beta_fast": cfg.rope_beta_fast,
+            "beta_slow": cfg.rope_beta_slow, "original_max_position_embeddings": cfg.rope_original,
+            "rope_theta": cfg.rope_theta,
+        },
+    )  # fmt: skip
+
+
+@functools.cache
+def hf_model(name: str, seed: int = 1) -> DeepseekV4ForCausalLM:
+    """A model in which nothing is constant; logits have a standard deviation of about 1."""
+    cfg = CONFIGS[name]
+    model = DeepseekV4ForCausalLM(hf_config(cfg)).eval()
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
+        return mean + std * torch.randn(shape, generator=gen)
+
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            shape = tuple(value.shape)
+            if key.endswith("tid2eid"):
+                value.copy_(torch.rand(shape[0], cfg.n_routed_experts, generator=gen).argsort(1)[:, : shape[1]])
+            elif key.endswith(("norm.weight", "layernorm.weight")):
+                value.copy_(normal(shape, 0.1, 1.0))
+            elif key.endswith("e_score_correction_bias"):
+                value.copy_(normal(shape, 0.3))
+            elif key.endswith("scale"):
+                value.copy_(normal(shape, 0.2, 1.0))
+            elif key.endswith(("sinks", "base")):
+                value.copy_(normal(shape, 0.7))
+            elif key.endswith("position_bias"):
+                value.copy_(normal(shape, 0.5))
+            elif key.endswith("embed_tokens.weight"):
+                value.copy_(normal(shape, 1.0))
+            else:  # (..., out, in)
+                value.copy_(normal(shape, shape[-1] ** -0.5))
+    return model
+
+
+def weights_of(name: str, seed: int = 1) -> ModelWeights:
+    """The weights of hf_model(name, seed) in our form, sharing its memory where the form allows."""
+    cfg, sd = CONFIGS[name], hf_model(name, seed).state_dict()
+    ours = {"embed.weight": sd["model.embed_tokens.weight"], "norm.weight": sd["model.norm.weight"]}
+    ours["head.weight"] = sd["lm_head.weight"]
+    ours |= {f"hc_head_{part}": sd[f"model.hc_head.hc_{part}"] for part in ("fn", "base", "scale")}
+    for number, ratio in enumerate(cfg.ratios):
+        layer = _block(sd, f"model.layers.{number}", ratio, cfg)
+        ours |= {f"layers.{number}.{key}": value for key, value in layer.items()}
+    return weights.assemble(cfg, "fp32", ours)
+
+
+def _block(sd: dict, at: str, ratio: int, cfg: Config) -> dict[str, torch.Tensor]:
+    attn, mlp = f"{at}.self_attn", f"{at}.mlp"
+    ours = {
+        "attn_norm.weight": sd[f"{at}.input_layernorm.weight"],
+        "ffn_norm.weight": sd[f"{at}.post_attention_layernorm.weight"],
+        "attn.attn_sink": sd[f"{attn}.sinks"],
+        "attn.wo_a.weight": sd[f"{attn}.o_a_proj.weight"].unflatten(0, (cfg.o_groups, -1)),
+        "ffn.gate.weight": sd[f"{mlp}.gate.weight"],
+        "ffn.experts.w13.weight": sd[f"{mlp}.experts.gate_up_proj"],
+        "ffn.experts.w2.weight": sd[f"{mlp}.experts.down_proj"],
+    }
+    for site in ("attn", "ffn"):
+        ours |= {f"hc_{site}_{part}": sd[f"{at}.{site}_hc.{part}"] for part in ("fn", "base", "scale")}
+    for mine, theirs in (("wq_a", "q_a_proj"), ("wq_b", "q_b_proj"), ("wkv", "kv_proj"), ("wo_b", "o_b_proj"),
+                         ("q_norm", "q_a_norm"), ("kv_norm", "kv_norm")):  # fmt: skip
+        ours[f"attn.{mine}.weight"] = sd[f"{attn}.{theirs}.weight"]
+    for mine, theirs in (("bias", "e_score_correction_bias"), ("tid2eid", "tid2eid")):
+        if f"{mlp}.gate.{theirs}" in sd:
+            ours[f"ffn.gate.{mine}"] = sd[f"{mlp}.gate.{theirs}"]
+    gate, up, down = (sd[f"{mlp}.shared_experts.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    ours |= {"ffn.shared_experts.w13.weight": torch.cat([gate, up])[None], "ffn.shared_experts.w2.weight": down[None]}
+    if ratio:
+        ours |= _compressor(sd, f"{attn}.compressor", "attn.compressor")
+    if ratio == CSA:
+        inner, indexer = f"{attn}.compressor.indexer", "attn.indexer"
+        ours |= _compressor(sd, inner, f"{indexer}.compressor")
+        ours[f"{indexer}.wq_b.weight"] = sd[f"{inner}.q_b_proj.weight"]
+        ours[f"{indexer}.weights_proj.weight"] = sd[f"{inner}.scorer.weights_proj.weight"]
+    return ours
+
+
+def _compressor(sd: dict, theirs: str, mine: str) -> dict[str, torch.Tensor]:
+    return {
+        f"{mine}.project": torch.cat([sd[f"{theirs}.kv_proj.weight"], sd[f"{theirs}.gate_proj.weight"]]),
+        f"{mine}.ape": sd[f"{theirs}.position_bias"],
+        f"{mine}.norm.weight": sd[f"{theirs}.kv_norm.weight"],
+    }
+
+
+@torch.no_grad()
+def hf_logits(name: str, ids: torch.Tensor, seed: int = 1) -> torch.Tensor:
+    """ids int64 (B, T) -> fp32 (B, T, vocab), one uncached pass."""
+    return hf_model(name, seed)(input_ids=ids, use_cache=False).logits
+
+
+def hf_decoder(name: str, seed: int = 1):
+    """A function (ids (B, S)) -> logits (B, S, vocab) that feeds transformers' own cache."""
+    model = hf_model(name, seed)
+    cache, done = DynamicCache(config=model.config), 0
+
+    @torch.no_grad()
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal done
+        position = torch.arange(done, done + ids.shape[1]).expand(len(ids), -1)
+        done += ids.shape[1]
+        return model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True).logits
+
+    return step

@@ -1,0 +1,188 @@
+"""problems/dsv4_forward/indexer.py: scores against fp64 loops, the selection against a sorted list."""
+
+import pytest
+import torch
+
+from problems.dsv4_forward import indexer
+from problems.dsv4_forward.pages import Pages
+
+WIDTH, PAGE = 128, 32
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def filled(kind: str, tables: torch.Tensor, n_pages: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Pages:
+    """Pages of which those in `tables` hold normal keys, and the others values far away."""
+    shape, kept = Pages.shape(kind, n_pages, PAGE, WIDTH, 64)
+    data = torch.zeros(shape, dtype=dtype if kind == "plain" else kept)
+    pages = Pages(data, PAGE, kind, WIDTH, 64)
+    pages.write(torch.arange(n_pages * PAGE), torch.full((n_pages * PAGE, WIDTH), 1e4))
+    index = (tables.long().flatten().unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
+    pages.write(index, torch.randn(len(index), WIDTH, generator=generator(seed)))
+    return pages
+
+
+def wanted(q, weights, keys, table, entries) -> torch.Tensor:
+    """Entry by entry and head by head, fp64; each key is read on its own."""
+    batch, tokens, heads, _ = q.shape
+    want = torch.zeros(batch, tokens, entries, dtype=torch.float64)
+    for b in range(batch):
+        for i in range(entries):
+            key = keys.read(torch.tensor([int(table[b, i // PAGE]) * PAGE + i % PAGE]))[0].double()
+            for s in range(tokens):
+                for h in range(heads):
+                    want[b, s, i] += float(weights[b, s, h]) * max(0.0, float(q[b, s, h].double() @ key))
+    return want
+
+
+def problem(batch: int, tokens: int, heads: int, entries: int, kind="plain", dtype=torch.float32, spare=0):
+    """Distinct heads, weights of both signs, shuffled pages, a table with `spare` blocks more than needed."""
+    gen = generator(batch * 1000 + entries)
+    q = torch.randn(batch, tokens, heads, WIDTH, generator=gen)
+    q = (q * (1 + torch.arange(heads).unsqueeze(1))).to(dtype)
+    weights = torch.randn(batch, tokens, heads, generator=gen)
+    blocks = -(-entries // PAGE)
+    n_pages = batch * blocks + 3
+    table = torch.randperm(n_pages, generator=gen)[: batch * blocks].view(batch, blocks)
+    keys = filled(kind, table, n_pages, dtype)
+    table = torch.cat((table, torch.full((batch, spare), -1)), 1).to(torch.int32)
+    return q, weights, keys, table
+
+
+def scored(q, weights, keys, table, entries) -> torch.Tensor:
+    out = torch.full((*q.shape[:2], entries), torch.nan)
+    indexer.index_scores(q, weights, keys, table, entries, out)
+    return out
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """fp32 sums of 128 products, then of the heads: within 1e-5 of the largest score of the row."""
+    assert got.shape == want.shape
+    assert ((got - want).abs() <= 1e-5 * want.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("entries", [1, PAGE - 1, PAGE, PAGE + 1, 61, 97])
+@pytest.mark.parametrize("batch, tokens, heads", [(1, 1, 5), (3, 2, 4), (2, 3, 7)])
+def test_scores(batch, tokens, heads, entries):
+    args = problem(batch, tokens, heads, entries)
+    close(scored(*args, entries), wanted(*args, entries))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["plain", "index"])
+def test_scores_of_other_kinds_of_pages(kind, dtype):
+    """The scores are those of the values that the pages hold: FP4 keys are read, not rounded again."""
+    args = problem(2, 3, 5, 61, kind, dtype)
+    close(scored(*args, 61), wanted(*args, 61))
+
+
+@pytest.mark.parametrize("tile", [1, 2 * 3 * 5 * PAGE, 2 * 3 * 5 * PAGE * 2 + 1])
+def test_scores_in_tiles_of_entries(monkeypatch, tile):
+    args = problem(2, 3, 5, 97, spare=2)
+    whole = scored(*args, 97)
+    monkeypatch.setattr(indexer, "TILE", tile)
+    close(scored(*args, 97), whole.double())
+
+
+def test_a_table_may_be_wider_than_the_entries_and_hold_holes_there():
+    args = problem(2, 1, 3, 40, spare=5)
+    close(scored(*args, 40), wanted(*args, 40))
+
+
+def test_all_heads_share_a_key_and_each_has_its_own_query():
+    """One-hot queries pick one component of the key, doubled head by head: relu and weights act a head."""
+    q, weights, keys, table = problem(1, 1, 3, 33)
+    q = torch.zeros_like(q)
+    for head, at in enumerate((5, 77, 126)):
+        q[0, 0, head, at] = 2.0**head
+    got = scored(q, weights, keys, table, 33)[0, 0]
+    for i in range(33):
+        key = keys.read(torch.tensor([int(table[0, i // PAGE]) * PAGE + i % PAGE]))[0]
+        want = sum(float(weights[0, 0, h]) * 2**h * max(0.0, float(key[at])) for h, at in enumerate((5, 77, 126)))
+        assert abs(float(got[i]) - want) < 1e-5
+
+
+def test_no_entries_is_a_score_of_nothing():
+    q, weights, keys, table = problem(2, 1, 3, 1)
+    assert scored(q, weights, keys, table[:, :0], 0).shape == (2, 1, 0)
+
+
+def test_wrong_arguments_of_index_scores_are_named():
+    q, weights, keys, table = problem(2, 1, 3, 33)
+    out = torch.empty(2, 1, 33)
+    for name, args in {
+        "weights": (q, weights[..., :2], keys, table, 33, out),
+        "weights must be fp32": (q, weights.bfloat16(), keys, table, 33, out),
+        "table": (q, weights, keys, table[:, :1], 33, out),
+        "out": (q, weights, keys, table, 33, out[..., :32]),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            indexer.index_scores(*args)
+
+
+def selected(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    out = torch.full((*scores.shape[:2], k), -7, dtype=torch.int32)
+    indexer.select(scores, visible, out)
+    return out
+
+
+def listed(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """By sorting (score falling, id rising) with Python's own comparison, where -0.0 == 0.0."""
+    rows = []
+    for row, seen in zip(scores.flatten(0, 1).tolist(), visible.flatten().tolist(), strict=True):
+        best = sorted(range(seen), key=lambda i: (-row[i], i))[:k]
+        rows.append(best + [-1] * (k - len(best)))
+    return torch.tensor(rows, dtype=torch.int32).view(*scores.shape[:2], k)
+
+
+@pytest.mark.parametrize("entries", [1, 15, 16, 17, 101, 1009])
+@pytest.mark.parametrize("k", [1, 16, 37])
+def test_selection_with_ragged_visibility(entries, k):
+    scores = torch.randn(3, 5, entries, generator=generator(entries)) * 100
+    visible = torch.randint(0, entries + 1, (3, 5), generator=generator(k))
+    visible[0, 0], visible[1, 1], visible[2, 2] = 0, entries, min(k, entries)
+    assert torch.equal(selected(scores, visible, k), listed(scores, visible, k))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_of_equal_scores_the_lower_id_wins(levels):
+    scores = torch.randint(0, levels, (2, 3, 257), generator=generator(levels)).float() - levels // 2
+    visible = torch.tensor([[257, 256, 40], [17, 16, 3]])
+    assert torch.equal(selected(scores, visible, 16), listed(scores, visible, 16))
+
+
+def test_order_over_the_whole_range_of_floats():
+    """Both zeros are one score; subnormals, infinities and the largest finite values are in order."""
+    tiny, big = 2.0**-149, 3.4028234663852886e38
+    values = [0.0, -0.0, tiny, -tiny, 2**-126, -(2**-126), 1.0, -1.0, big, -big, torch.inf, -torch.inf, -0.0, 0.0, 1.0]
+    for seed in range(20):
+        row = torch.tensor(values)[torch.randperm(len(values), generator=generator(seed))].view(1, 1, -1)
+        assert torch.equal(selected(row, torch.tensor([[13]]), 9), listed(row, torch.tensor([[13]]), 9))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("nan"), 3e38])
+def test_what_is_not_visible_is_never_selected(value):
+    scores = torch.randn(2, 2, 50, generator=generator(1)) - 1e4
+    visible = torch.tensor([[0, 7], [16, 49]])
+    want = listed(scores, visible, 16)
+    hidden = torch.arange(50) >= visible.unsqueeze(2)
+    assert torch.equal(selected(scores.masked_fill(hidden, value), visible, 16), want)
+
+
+def test_no_entries_selects_nothing():
+    assert (selected(torch.empty(2, 3, 0), torch.zeros(2, 3, dtype=torch.int64), 4) == -1).all()
+
+
+def test_scores_are_left_as_they_were():
+    scores = torch.randn(1, 2, 40, generator=generator(2))
+    before = scores.clone()
+    selected(scores, torch.tensor([[3, 40]]), 8)
+    assert torch.equal(scores, before)
+
+
+def test_wrong_types_of_select_are_named():
+    for scores, out in ((torch.zeros(1, 1, 4).double(), torch.int32), (torch.zeros(1, 1, 4), torch.int64)):
+        with pytest.raises(ValueError, match="scores must be fp32 and out int32"):
+            indexer.select(scores, torch.ones(1, 1, dtype=torch.int64), torch.empty(1, 1, 2, dtype=out))

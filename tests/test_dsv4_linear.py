@@ -1,0 +1,428 @@
+"""problems/dsv4_forward/linear.py and pages.py against loops over the formats' definitions, in fp64."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from problems.common import fp8, kv_pages, nvfp4
+from problems.dsv4_forward import formats
+from problems.dsv4_forward.linear import Linear, grouped_linear, input_values, linear, matmul
+from problems.dsv4_forward.pages import Pages
+
+KINDS = ("plain", "fp8", "mxfp4", "nvfp4")
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uneven(*shape: int, seed: int) -> torch.Tensor:
+    """Random rows whose magnitudes differ, up to 2^6 between first and last."""
+    return random(*shape, seed=seed) * torch.exp2(torch.linspace(-3, 3, shape[-2]))[:, None]
+
+
+def weight_of(kind: str, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Linear:
+    """A random Linear (..., n, k): its matrices have second and input scales of their own."""
+    w = uneven(*shape, seed=seed)
+    lead = shape[:-2]
+    if kind == "plain":
+        return Linear(kind, w.to(dtype), name="w")
+    if kind == "fp8":
+        return Linear(kind, *fp8.quantise_blocks(w), name="w")
+    if kind == "mxfp4":
+        return Linear(kind, *formats.quantise_mxfp4(w), name="w")
+    scale_2 = 0.02 + 0.003 * torch.arange(math.prod(lead)).float().view(lead)
+    packed, scale = nvfp4.quantise(w / scale_2[..., None, None])
+    return Linear(kind, packed, scale, scale_2, scale_2 * 0.7, name="w")
+
+
+def values_of(w: Linear) -> torch.Tensor:
+    """fp64 (n, k) of a Linear without leading axes, element by element."""
+    out = torch.empty(w.n, w.k, dtype=torch.float64)
+    stored = w.weight.tolist() if w.kind in ("mxfp4", "nvfp4") else w.weight.double().tolist()
+    byte = w.scale.view(torch.uint8).tolist() if w.scale is not None else []
+    e4m3 = w.scale.double().tolist() if w.kind == "nvfp4" else []
+    second = float(w.scale_2) if w.kind == "nvfp4" else 1.0
+    for i in range(w.n):
+        for j in range(w.k):
+            if w.kind == "plain":
+                out[i, j] = stored[i][j]
+            elif w.kind == "fp8":
+                out[i, j] = stored[i][j] * 2.0 ** (byte[i // 128][j // 128] - 127)
+            else:
+                code = stored[i][j // 2] >> 4 * (j % 2) & 15
+                if w.kind == "mxfp4":
+                    out[i, j] = E2M1[code] * 2.0 ** (byte[i][j // 32] - 127)
+                else:
+                    out[i, j] = E2M1[code] * e4m3[i][j // 16] * second
+    return out
+
+
+def one_rounding(got: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor) -> None:
+    """got: within half a step of its dtype of `wanted`, plus what an fp32 sum of terms of total size `size` adds."""
+    half = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}[got.dtype]
+    assert ((got.double() - wanted).abs() <= half * wanted.abs() + 2.0**-20 * size).all()
+
+
+# ---- Linear ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k", [(5, 96), (150, 160)])
+def test_dequantise_element_by_element(kind: str, n: int, k: int) -> None:
+    """n, k not square; of the 128x128 blocks the last are partial."""
+    w = weight_of(kind, n, k)
+    assert (w.n, w.k) == (n, k)
+    wanted = values_of(w)
+    got = w.dequantise()
+    assert got.shape == (n, k) and got.dtype == torch.float32 and torch.equal(got, wanted.float())
+    half = w.dequantise(torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and torch.equal(half, wanted.float().bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_leading_axes_are_matrices_of_their_own(kind: str) -> None:
+    w = weight_of(kind, 3, 130, 160)
+    assert (w.n, w.k) == (130, 160)
+    whole = w.dequantise()
+    assert whole.shape == (3, 130, 160)
+    for e in range(3):
+        one = w.select(e)
+        assert one.weight.dim() == 2 and one.name == "w"
+        assert one.weight.data_ptr() == w.weight[e].data_ptr()  # a view
+        assert torch.equal(one.dequantise(), whole[e])
+    picked = w.select(torch.tensor([2, 0, 2, 1]))
+    assert torch.equal(picked.dequantise(), whole[[2, 0, 2, 1]])
+    assert w.select(torch.tensor([[1], [0]])).dequantise().shape == (2, 1, 130, 160)
+    assert torch.equal(w.select(-1).dequantise(), whole[2])
+
+
+def test_select_keeps_the_rest_and_refuses_a_scalar_tensor() -> None:
+    w = dataclasses.replace(weight_of("nvfp4", 3, 8, 32), quantise_input=False)
+    one = w.select(1)
+    assert not one.quantise_input and one.input_scale == w.input_scale[1] and one.scale_2 == w.scale_2[1]
+    with pytest.raises(ValueError, match="0-d tensor would be read on the host"):
+        w.select(torch.tensor(1))
+
+
+def test_scales_may_be_e8m0() -> None:
+    for kind in ("fp8", "mxfp4"):
+        w = weight_of(kind, 4, 130, 160)
+        other = dataclasses.replace(w, scale=w.scale.view(torch.float8_e8m0fnu))
+        assert torch.equal(other.dequantise(), w.dequantise())
+        assert torch.equal(other.select(2).dequantise(), w.select(2).dequantise())
+
+
+def test_linear_refuses_what_does_not_fit() -> None:
+    good = {kind: weight_of(kind, 2, 130, 160) for kind in KINDS}
+    byte = torch.zeros(1, dtype=torch.uint8)
+    wrong = [
+        ("plain", {"kind": "fp4"}, "kind must be one of"),
+        ("plain", {"weight": torch.ones(5)}, r"weight must be \(\.\.\., n, k\)"),
+        ("plain", {"weight": torch.ones(5, 6, dtype=torch.float16)}, "weight must be torch.float32 or torch.bfloat16"),
+        ("plain", {"scale": byte}, "plain has no scale"),
+        ("fp8", {"scale": None}, r"scale must be torch.uint8 or torch.float8_e8m0fnu \(2, 2, 2\), got None"),
+        ("fp8", {"scale": byte.expand(2, 1, 2)}, r"scale must be .* \(2, 2, 2\), got torch.uint8 \(2, 1, 2\)"),
+        ("fp8", {"weight": byte.expand(2, 130, 160)}, "weight must be torch.float8_e4m3fn"),
+        ("mxfp4", {"weight": byte.expand(2, 130, 40)}, "k must be a multiple of 32|scale must be"),
+        ("mxfp4", {"weight": byte.expand(2, 130, 72)}, "k must be a multiple of 32 for mxfp4, got 144"),
+        ("mxfp4", {"scale": byte.expand(2, 130, 10)}, r"scale must be .* \(2, 130, 5\)"),
+        ("mxfp4", {"scale_2": torch.ones(2)}, "mxfp4 has no scale_2"),
+        ("nvfp4", {"scale": byte.expand(2, 130, 10)}, "scale must be torch.float8_e4m3fn"),
+        ("nvfp4", {"scale_2": torch.ones(())}, r"scale_2 must be torch.float32 \(2,\), got torch.float32 \(\)"),
+        ("nvfp4", {"input_scale": None}, r"input_scale must be torch.float32 \(2,\), got None"),
+    ]
+    for kind, change, message in wrong:
+        with pytest.raises(ValueError, match=message) as caught:
+            dataclasses.replace(good[kind], **{"name": "layers.1.wkv", **change})
+        assert str(caught.value).startswith("layers.1.wkv: ")
+    assert dataclasses.replace(good["nvfp4"], input_scale=None, quantise_input=False).input_scale is None
+
+
+# ---- inputs ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_fp8_inputs(kind: str, dtype: torch.dtype) -> None:
+    """A scale a token and 128 values, the last group partial; by search over e4m3's values, in fp64."""
+    w = weight_of(kind, 5, 160)
+    x = uneven(7, 160, seed=2).to(dtype)
+    x[:, :64] *= 2.0**-13  # subnormal under the scale of the next 64, not under one of their own
+    x[3, :128] = 0.0
+    got = input_values(x, w)
+    assert got.dtype == torch.float32
+    grid = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    grid = torch.cat([-grid, grid])
+    for t in range(7):
+        for part in (slice(0, 128), slice(128, 160)):
+            amax = max(float(x[t, part].abs().max()), 1e-4)
+            unit = next(2.0**e for e in range(-40, 40) if 448 * 2.0**e >= amax)
+            distance = (x[t, part].double()[:, None] / unit - grid).abs()
+            error = (got[t, part].double() / unit - x[t, part].double() / unit).abs()
+            assert torch.equal(error, distance.amin(1))
+            assert torch.isin(got[t, part].double() / unit, grid).all()
+
+
+def test_nvfp4_inputs_use_the_input_scale() -> None:
+    w = weight_of("nvfp4", 5, 96)
+    x = uneven(7, 96, seed=3)
+    packed, scales = nvfp4.quantise(x / w.input_scale)
+    wanted = nvfp4.dequantise(packed, scales) * w.input_scale
+    assert torch.equal(input_values(x, w), wanted)
+    half = x.bfloat16()
+    assert torch.equal(input_values(half, w), input_values(half.float(), w))
+    assert 0.05 < float((wanted - x).norm() / x.norm()) < 0.15
+
+
+def test_nvfp4_inputs_of_groups_have_a_scale_each() -> None:
+    w = weight_of("nvfp4", 3, 5, 96)
+    x = random(7, 3, 96, seed=4)
+    got = input_values(x, w)
+    for g in range(3):
+        assert torch.equal(got[:, g], input_values(x[:, g], w.select(g)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_stay_where_they_are_not_quantised(kind: str) -> None:
+    w = dataclasses.replace(weight_of(kind, 5, 96), quantise_input=kind == "plain")
+    x = random(3, 96, seed=5)
+    assert input_values(x, w) is x
+
+
+# ---- products ----
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "nvfp4"])
+def test_linear_of_quantised_weights(kind: str, quantised: bool, out_dtype: torch.dtype) -> None:
+    """Rounded once: a product of bf16 operands, or one rounded twice, is off by more."""
+    w = dataclasses.replace(weight_of(kind, 150, 160), quantise_input=quantised)
+    x = uneven(7, 160, seed=6).to(out_dtype)
+    a, b = input_values(x, w).double(), values_of(w)
+    out = torch.full((7, 150), torch.nan, dtype=out_dtype)
+    assert linear(x, w, out) is None
+    one_rounding(out, a @ b.T, a.abs() @ b.abs().T)
+    if quantised:
+        plain = x.double() @ b.T
+        assert float((out.double() - plain).norm() / plain.norm()) > 0.01  # inputs were quantised
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_products_of_plain_weights(x_dtype: torch.dtype, w_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    w = weight_of("plain", 65, 300, dtype=w_dtype)
+    x = uneven(7, 300, seed=7).to(x_dtype)
+    out = torch.full((7, 65), torch.nan, dtype=out_dtype)
+    assert matmul(x, w.weight, out) is None
+    a, b = x.double(), w.weight.double()
+    if out_dtype == torch.bfloat16:
+        a = x.to(w_dtype).double()
+    one_rounding(out, a @ b.T, a.abs() @ b.abs().T)
+    again = torch.full_like(out, torch.nan)
+    linear(x, w, again)
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_linear_is_a_linear_a_group(kind: str, out_dtype: torch.dtype) -> None:
+    w = weight_of(kind, 3, 40, 160, dtype=out_dtype)
+    x = uneven(5, 3, 160, seed=8).to(out_dtype)
+    out = torch.full((5, 3, 40), torch.nan, dtype=out_dtype)
+    assert grouped_linear(x, w, out) is None
+    for g in range(3):
+        one = w.select(g)
+        a, b = input_values(x[:, g], one).double(), values_of(one)
+        one_rounding(out[:, g], a @ b.T, a.abs() @ b.abs().T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_write_the_callers_memory(kind: str) -> None:
+    """out may be a slice, x too; what lies beside stays; no token gives no rows."""
+    w, grouped = weight_of(kind, 33, 160), weight_of(kind, 3, 33, 160)
+    x = random(4, 3, 200, seed=9)[..., :160]
+    wide = torch.full((4, 40), 9.0)
+    plain = torch.empty(4, 33)
+    linear(x[:, 1], w, wide[:, :33])
+    linear(x[:, 1].contiguous(), w, plain)
+    assert torch.allclose(wide[:, :33], plain, rtol=1e-5, atol=1e-5) and (wide[:, 33:] == 9).all()
+    wide, plain = torch.full((4, 3, 40), 9.0), torch.empty(4, 3, 33)
+    grouped_linear(x, grouped, wide[..., :33])
+    grouped_linear(x.contiguous(), grouped, plain)
+    assert torch.allclose(wide[..., :33], plain, rtol=1e-5, atol=1e-5) and (wide[..., 33:] == 9).all()
+    linear(x[:0, 1], w, plain[:0, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_does_not_see_the_others(kind: str) -> None:
+    """Scales are a token's own: a huge neighbour changes nothing."""
+    w = weight_of(kind, 33, 160)
+    x = random(3, 160, seed=10)
+    before, after = torch.empty(3, 33), torch.empty(3, 33)
+    linear(x, w, before)
+    x[1] *= 2.0**20
+    linear(x, w, after)
+    assert torch.equal(before[[0, 2]], after[[0, 2]]) and not torch.equal(before[1], after[1])
+
+
+def test_products_refuse() -> None:
+    w, grouped = weight_of("fp8", 33, 160), weight_of("plain", 3, 33, 160)
+    with pytest.raises(ValueError, match=r"w: x must be \(N, 160\), got \(2, 96\)"):
+        linear(torch.ones(2, 96), w, torch.ones(2, 33))
+    with pytest.raises(ValueError, match=r"w: out must be \(2, 33\), got \(3, 33\)"):
+        linear(torch.ones(2, 160), w, torch.ones(3, 33))
+    with pytest.raises(ValueError, match=r"w: x must be \(N, 3, 160\), got \(2, 2, 160\)"):
+        grouped_linear(torch.ones(2, 2, 160), grouped, torch.ones(2, 3, 33))
+    with pytest.raises(ValueError, match="w: weight must have 3 axes here"):
+        grouped_linear(torch.ones(2, 3, 160), w, torch.ones(2, 3, 33))
+    for bad in (grouped, weight_of("fp8", 3, 33, 160)):
+        with pytest.raises(ValueError, match="weight must have 2 axes here"):
+            linear(torch.ones(2, 160), bad, torch.ones(2, 33))
+    with pytest.raises(ValueError, match=r"out must be \(2, 3\), got \(2, 4\)"):
+        matmul(torch.ones(2, 5), torch.ones(3, 5), torch.ones(2, 4))
+
+
+# ---- Pages ----
+
+FORMS = [("plain", 12, 0), ("entry", 192, 64), ("entry", 512, 64), ("index", 128, 0), ("index", 64, 0)]
+
+
+def pages_of(kind: str, n_pages: int, per_page: int, width: int, rope: int, fill: int = 0) -> Pages:
+    shape, dtype = Pages.shape(kind, n_pages, per_page, width, rope)
+    return Pages(torch.full(shape, fill, dtype=dtype), per_page, kind, width, rope)
+
+
+def stored(kind: str, rows: torch.Tensor, rope: int) -> torch.Tensor:
+    """What a kind keeps of the rows, in fp32; the quantisers are tested by themselves."""
+    if kind == "plain":
+        return rows.bfloat16().float()
+    if kind == "index":
+        return formats.dequantise_mxfp4(*formats.quantise_mxfp4(rows))
+    nope = rows.shape[-1] - rope
+    return torch.cat([fp8.round_trip(rows[:, :nope].float(), 64), rows[:, nope:].bfloat16().float()], dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind, width, rope", FORMS)
+@pytest.mark.parametrize("per_page", [1, 3, 32])
+def test_pages_read_what_was_written(kind: str, width: int, rope: int, per_page: int, dtype: torch.dtype) -> None:
+    """Several pages of rows of different magnitude, written in any order and twice; others stay zero."""
+    n_pages = 5
+    pages = pages_of(kind, n_pages, per_page, width, rope)
+    order = torch.randperm(n_pages * per_page, generator=torch.Generator().manual_seed(11))
+    index, rest = order[: n_pages * per_page * 3 // 4], order[n_pages * per_page * 3 // 4 :]
+    rows = uneven(len(index), width, seed=12).to(dtype)
+    pages.write(index, -7 * rows)
+    pages.write(index, rows)
+    got = pages.read(index)
+    assert got.dtype == torch.float32 and torch.equal(got, stored(kind, rows, rope))
+    assert not pages.read(rest).any()
+
+
+@pytest.mark.parametrize("kind, width, rope", FORMS)
+def test_pages_read_any_shape_and_masked_indices(kind: str, width: int, rope: int) -> None:
+    pages = pages_of(kind, 4, 8, width, rope)
+    pages.write(torch.arange(32), random(32, width, seed=13))
+    rows = pages.read(torch.arange(32))
+    index = torch.tensor([[[0, -1, 31], [8, 7, -9]]], dtype=torch.int32)
+    assert torch.equal(pages.read(index), rows[index.clamp(min=0).long()])
+    assert pages.read(index[..., :0]).shape == (1, 2, 0, width)
+    pages.write(torch.arange(0), rows[:0])
+    assert torch.equal(pages.read(torch.arange(32)), rows)
+
+
+def test_plain_pages_of_fp32_keep_every_bit() -> None:
+    shape, dtype = Pages.shape("plain", 3, 4, 7, dtype=torch.float32)
+    pages = Pages(torch.zeros(shape, dtype=dtype), 4, "plain", 7)
+    rows = random(12, 7, seed=14)
+    pages.write(torch.arange(12).flip(0), rows)
+    assert torch.equal(pages.data.view(12, 7), rows.flip(0))
+    assert torch.equal(pages.read(torch.arange(12)), rows.flip(0))
+
+
+def test_entries_have_flashmlas_layout() -> None:
+    pages = pages_of("entry", 3, 64, 512, 64, fill=0xA5)
+    assert pages.data.shape == (3, 37440)
+    rows = uneven(100, 512, seed=15)
+    index = torch.randperm(192, generator=torch.Generator().manual_seed(16))[:100]
+    pages.write(index, rows)
+    wanted = torch.full_like(pages.data, 0xA5)
+    codes, scales = fp8.quantise_groups(rows[:, :448], 64)
+    kv_pages.write(wanted, 64, index, codes, scales, rows[:, 448:].bfloat16())
+    assert torch.equal(pages.data, wanted)
+
+
+@pytest.mark.parametrize("per_page", [3, 32])
+def test_index_keys_are_where_the_layout_says(per_page: int) -> None:
+    """68 bytes a key: the codes of all keys of a page, then all their scales."""
+    pages = pages_of("index", 3, per_page, 128, 64, fill=0xA5)
+    assert pages.data.shape == (3, per_page * 68)
+    index = torch.tensor([2 * per_page + 1, 0, per_page + 2])
+    rows = uneven(3, 128, seed=17)
+    pages.write(index, rows)
+    packed, scales = formats.quantise_mxfp4(rows)
+    wanted = bytearray(b"\xa5" * pages.data.numel())
+    for e, i in enumerate(index.tolist()):
+        page, slot = i // per_page * per_page * 68, i % per_page
+        wanted[page + slot * 64 : page + slot * 64 + 64] = bytes(packed[e].tolist())
+        at = page + per_page * 64 + slot * 4
+        wanted[at : at + 4] = bytes(scales[e].tolist())
+    assert bytes(pages.data.flatten().tolist()) == bytes(wanted)
+
+
+def test_pages_write_the_callers_memory() -> None:
+    """Pages are views of a buffer, at any offset of whole values."""
+    buffer = torch.zeros(8 + 2 * 3 * 68, dtype=torch.uint8)
+    pages = Pages(buffer[8:].view(2, 3 * 68), 3, "index", 128)
+    pages.write(torch.tensor([0, 5]), random(2, 128, seed=18))
+    assert not buffer[:8].any() and buffer[8:].any()
+    entry = pages_of("entry", 2, 3, 192, 64)
+    copy = torch.zeros(entry.data.numel() + 3, dtype=torch.uint8)[3:].view_as(entry.data)  # 3: no alignment is needed
+    for data in (entry.data, copy):
+        Pages(data, 3, "entry", 192, 64).write(torch.tensor([1, 4]), random(2, 192, seed=19))
+    other = Pages(copy, 3, "entry", 192, 64)
+    assert torch.equal(copy, entry.data) and torch.equal(other.read(torch.arange(6)), entry.read(torch.arange(6)))
+
+
+def test_pages_refuse() -> None:
+    data = torch.zeros(2, 4, 8)
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Pages(data, 4, "paged", 8)
+    with pytest.raises(ValueError, match=r"data of plain pages must be torch.float32 \(2, 3, 8\)"):
+        Pages(data, 3, "plain", 8)
+    with pytest.raises(ValueError, match=r"contiguous, got .* with strides \(32, 1, 4\)"):
+        Pages(torch.zeros(2, 8, 4).mT, 4, "plain", 8)
+    with pytest.raises(ValueError, match="plain pages must be float32 or bfloat16"):
+        Pages(data.half(), 4, "plain", 8)
+    with pytest.raises(ValueError, match=r"data of index pages must be torch.uint8 \(2, 272\), contiguous"):
+        Pages(data, 4, "index", 128)
+    with pytest.raises(ValueError, match="width of index pages must be a multiple of 32, got 100"):
+        Pages.shape("index", 2, 4, 100)
+    with pytest.raises(ValueError, match="nope must be a multiple of 64"):
+        Pages.shape("entry", 2, 4, 100, 64)
+    with pytest.raises(ValueError, match=r"rows must be \(3, 8\), got \(2, 8\)"):
+        Pages(data, 4, "plain", 8).write(torch.arange(3), torch.ones(2, 8))
+
+
+def test_nothing_waits_for_a_device() -> None:
+    """Tensors without data: whatever reads a value on the host raises."""
+    ids = torch.empty(4, dtype=torch.int64, device="meta")
+    for kind in KINDS:
+        full = weight_of(kind, 3, 33, 160)
+        fields = {f: getattr(full, f) for f in ("weight", "scale", "scale_2", "input_scale")}
+        w = dataclasses.replace(full, **{f: t.to("meta") for f, t in fields.items() if t is not None})
+        x = torch.empty(2, 3, 160, device="meta")
+        grouped_linear(x, w, torch.empty(2, 3, 33, device="meta"))
+        linear(x[:, 1], w.select(1), torch.empty(2, 33, dtype=torch.bfloat16, device="meta"))
+        assert input_values(torch.empty(4, 160, device="meta"), w.select(ids)).shape == (4, 160)
+    for kind, width, rope in FORMS:
+        shape, dtype = Pages.shape(kind, 3, 4, width, rope)
+        pages = Pages(torch.empty(shape, dtype=dtype, device="meta"), 4, kind, width, rope)
+        pages.write(ids, torch.empty(4, width, device="meta"))
+        assert pages.read(ids).shape == (4, width)

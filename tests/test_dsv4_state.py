@@ -1,0 +1,524 @@
+"""problems/dsv4_forward/state.py, slab.py and batch.py: indices against slow loops, limits, what an error leaves."""
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from problems.dsv4_forward.batch import Planner
+from problems.dsv4_forward.config import CSA, FLASH, HCA, SWA, TINY, TINY_K, Config
+from problems.dsv4_forward.pages import Pages
+from problems.dsv4_forward.state import OutOfBlocks, State
+
+MOST = 1000  # tokens of a sequence; not a multiple of 128
+SMALL = dataclasses.replace(
+    TINY, name="small", compress_ratios=(CSA, SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
+    max_position_embeddings=MOST,
+)  # fmt: skip
+
+
+def make(chunk: int = 128, sequences: int = 3, blocks: int = 24, cfg: Config = SMALL, **more: object) -> State:
+    return State(cfg, "fp32", sequences, blocks, chunk, **more)
+
+
+def grow(state: State, slot: int, length: int) -> None:
+    """Bring a sequence to that length; nothing is written but the bookkeeping."""
+    while count := min(length - state.lengths[slot], state.chunk):
+        state.commit(state.plan({slot: [7] * count}))
+
+
+def opened(state: State, *lengths: int) -> list[int]:
+    """New sequences of these lengths, opened so that slots are not in order of use."""
+    slots = [state.open()[0] for _ in lengths][::-1]
+    for slot, length in zip(slots, lengths, strict=True):
+        grow(state, slot, length)
+    return slots
+
+
+def host(state: State) -> object:
+    """All that the host knows, comparable."""
+    return (
+        list(state.lengths), [list(blocks) for blocks in state.owned], list(state.written), list(state.anchor),
+        list(state._open), list(state._stamps), list(state.pool.references), state.pool.free, state.pool.prefixes,
+    )  # fmt: skip
+
+
+def check_counts(state: State) -> None:
+    """References are those of sequences and prefixes; what nobody holds is free; the device has the same tables."""
+    held = Counter(block for blocks in state.owned for block in blocks)
+    held.update(block for prefix in state.pool.prefixes for block in prefix.blocks)
+    assert state.pool.references == [held[block] for block in range(state.blocks)]
+    assert sorted(state.pool._free) == [block for block in range(state.blocks) if not held[block]]
+    table = state.table.tolist()
+    for slot, blocks in enumerate(state.owned):
+        assert table[slot] == blocks + [state.blocks] * (len(table[slot]) - len(blocks))
+    assert state.length.tolist() == state.lengths
+    snapshots = [prefix.snapshot for prefix in state.pool.prefixes]
+    assert sorted(snapshots + state.pool._spare) == list(range(state.pool.snapshots))
+
+
+# Indices.
+
+
+def slow_indices(state: State, batch, ring: int) -> None:
+    """Every field of a planned batch, a token at a time."""
+    n = 0
+    bound = max(state.lengths[slot] + count for _, count, slot in batch.segments)
+    assert batch.bound == bound and batch.entries == {4: bound // 4, 128: bound // 128}
+    assert batch.rows.shape == (len(batch.slots), -(-bound // 128)) and batch.rows.dtype == torch.int32
+    emit, target = {4: [], 128: []}, {4: [], 128: []}
+    assert batch.window_index.dtype == batch.hca_index.dtype == torch.int32 and batch.hca_index.is_contiguous()
+    fields = (batch.sequence, batch.owner, batch.position, batch.window_slot, *batch.visible.values(), batch.last)
+    assert {field.dtype for field in (*fields, *batch.emit.values(), *batch.target.values())} == {torch.int64}
+    ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(batch.position), 1)
+    located = batch.locate(ids).tolist()
+    for row, (first, count, slot) in enumerate(batch.segments):
+        assert first == n and batch.slots[row] == slot and batch.last[row] == n + count - 1
+        owned = state.owned[slot]
+        assert batch.rows[row].tolist()[: len(owned)] == owned[: batch.rows.shape[1]]
+        for position in range(state.lengths[slot], state.lengths[slot] + count):
+            assert (int(batch.sequence[n]), int(batch.owner[n]), int(batch.position[n])) == (slot, row, position)
+            assert int(batch.window_slot[n]) == slot * ring + position % ring
+            seen = [slot * ring + p % ring if p >= 0 else -1 for p in range(position - 127, position + 1)]
+            assert batch.window_index[n].tolist() == seen
+            for ratio in (4, 128):
+                assert int(batch.visible[ratio][n]) == (position + 1) // ratio
+                if (position + 1) % ratio == 0:
+                    entry, per_page = position // ratio, 128 // ratio
+                    emit[ratio].append(n)
+                    target[ratio].append(owned[entry // per_page] * per_page + entry % per_page)
+            seen = owned[: (position + 1) // 128]
+            assert batch.hca_index[n].tolist() == seen + [-1] * (bound // 128 - len(seen))
+            seen = [owned[entry // 32] * 32 + entry % 32 for entry in range((position + 1) // 4)]
+            assert located[n][: 1 + len(seen)] == [-1, *seen]
+            n += 1
+    assert {ratio: part.tolist() for ratio, part in batch.emit.items()} == emit
+    assert {ratio: part.tolist() for ratio, part in batch.target.items()} == target
+
+
+EDGES = (0, 1, 2, 3, 4, 5, 126, 127, 128, 129, 131, 191, 192, 193, 255, 256, 257, 319, 320, 321, 383, 384, 500)
+
+
+@pytest.mark.parametrize(("chunk", "ring"), [(1, 192), (5, 192), (64, 192), (65, 256), (128, 256), (200, 384)])
+def test_indices_of_ragged_batches(chunk, ring):
+    state = make(chunk)
+    assert state.ring == ring
+    counts = [count for count in (1, 2, 3, 4, 5, 127, 128, 129, 200) if count <= chunk]
+    opened(state, 0, 0, 0)
+    for number, edge in enumerate(EDGES if chunk > 1 else EDGES[::4]):
+        lengths = (edge, EDGES[(3 * number + 5) % len(EDGES)], EDGES[(7 * number + 2) % len(EDGES)])
+        for slot, length in zip((2, 0, 1), lengths, strict=True):
+            state.rewind(slot, 0)
+            grow(state, slot, length)
+        for each in range(2):
+            some = [counts[(number + each * 4 + k) % len(counts)] for k in range(3)]
+            batch = state.plan({slot: [9] * count for slot, count in zip((2, 0, 1), some, strict=True)})
+            slow_indices(state, batch, ring)
+        slow_indices(state, state.plan({1: torch.arange(counts[number % len(counts)])}), ring)
+        slow_indices(state, state.step((1,), torch.tensor([3])), ring)
+        slow_indices(state, state.step((1, 2, 0), torch.tensor([3, 4, 5])), ring)
+    check_counts(state)
+
+
+def test_tokens_arrive_in_order_whatever_they_come_in():
+    state = make()
+    a, b = opened(state, 3, 130)
+    want = [1, 2, 3, 9, 8]
+    assert state.plan({b: [1, 2, 3], a: [9, 8]}).tokens.tolist() == want
+    assert state.plan({b: torch.tensor([1, 2, 3]), a: torch.tensor([9, 8])}).tokens.tolist() == want
+    assert state.plan({b: (1, 2, 3), a: torch.tensor([9, 8])}).tokens.tolist() == want
+    tokens = torch.tensor([5, 6])
+    assert state.step((b, a), tokens).tokens is tokens
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2), (2, 0), (1,)])
+def test_a_replayable_step_agrees_with_a_planned_one(order):
+    state = make(64, blocks=30)
+    slots = opened(state, 0, 0, 0)
+    for number in range(0, 300, 7):
+        for slot in slots:
+            grow(state, slot, (0, 125, 250)[slot] + number)
+        tokens = torch.arange(len(order))
+        planned = state.step(order, tokens)
+        replayed = state.step(order, tokens, static=True)
+        assert replayed.bound == state.capacity == MOST and replayed.stamps is None
+        same = ["tokens", "sequence", "owner", "position", "last", "window_slot", "window_index", "slot", "advance"]
+        for name in same:
+            assert torch.equal(getattr(planned, name), getattr(replayed, name)), name
+            assert getattr(planned, name).dtype == getattr(replayed, name).dtype, name
+        assert planned.segments == replayed.segments and planned.slots == replayed.slots
+        assert torch.equal(replayed.rows[:, : planned.rows.shape[1]], planned.rows)
+        assert replayed.rows.shape[1] == 8
+        seen = planned.entries[128]
+        assert torch.equal(replayed.hca_index[:, :seen], planned.hca_index)
+        assert replayed.hca_index.shape[1] == MOST // 128 and bool((replayed.hca_index[:, seen:] == -1).all())
+        ids = torch.arange(-1, planned.entries[4], dtype=torch.int32).repeat(len(order), 1)
+        for row, slot in enumerate(order):
+            count = 1 + (state.lengths[slot] + 1) // 4
+            assert torch.equal(replayed.locate(ids)[row, :count], planned.locate(ids)[row, :count])
+        for ratio in (4, 128):
+            assert torch.equal(planned.visible[ratio], replayed.visible[ratio])
+            assert replayed.emit[ratio].tolist() == list(range(len(order)))
+            want = [state.blocks * (128 // ratio)] * len(order)
+            for n, place in zip(planned.emit[ratio].tolist(), planned.target[ratio].tolist(), strict=True):
+                want[n] = place
+            assert replayed.target[ratio].tolist() == want
+
+
+def test_a_replay_sees_what_changed_since_it_was_recorded():
+    """The recorded operations read the device alone: the same tensors, other lengths."""
+    state = make(64)
+    slots = opened(state, 126, 126)
+    first = state.step(slots, torch.tensor([1, 2]), static=True, bound=300)
+    assert first.bound == 300 and first.hca_index.tolist() == [[-1, -1], [-1, -1]]
+    for _ in range(3):
+        state.reserve(dict.fromkeys(slots, 1))
+        batch = state.step(slots, torch.tensor([1, 2]), static=True, bound=300)
+        state.commit(batch)
+    assert batch.hca_index.tolist() == [[state.owned[slot][0], -1] for slot in slots]
+    assert state.lengths[slots[0]] == 129 and state.length.tolist()[slots[0]] == 129
+    check_counts(state)
+
+
+def test_closed_sequences_in_a_replay_stay_empty():
+    state = make(64)
+    a, b, c = opened(state, 200, 130, 131)
+    batch = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
+    state.close(b)
+    state.commit(batch)
+    assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 132)
+    later = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
+    assert later.position.tolist() == [201, 0, 132]
+    assert [later.target[ratio][1] for ratio in (4, 128)] == [24 * 32, 24], "the page that nobody reads"
+    state.commit(later, slots=[c])
+    assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 133)
+    with pytest.raises(ValueError, match=f"open sequence, got {b}"):
+        state.commit(later, slots=[b])
+    check_counts(state)
+
+
+def test_what_a_replay_may_not_write_goes_to_the_unread_page():
+    """Without reserve() a block is missing: nobody else's is written."""
+    state = make(64, blocks=4)
+    a, b = opened(state, 126, 255)
+    for _ in range(2):
+        state.commit(state.step((a, b), torch.tensor([1, 2]), static=True))
+    state.length[a] = 131
+    batch = state.step((a, b), torch.tensor([1, 2]), static=True, bound=300)
+    assert batch.target[4].tolist()[0] == 4 * 32
+
+
+def test_forms_of_batches_are_kept_but_not_without_end():
+    state = make(8, sequences=5)
+    slots = opened(state, 1, 2, 3, 4, 5)
+    for order in itertools.permutations(slots, 3):
+        state.step(order, torch.tensor([1, 2, 3]))
+    assert len(state._planner._kept) == Planner.KEPT
+    assert state.step(slots, torch.arange(5)).sequence.tolist() == slots
+
+
+# Memory.
+
+
+FORMATS = ("fp32", "bf16", "released", "nvfp4_experts", "nvfp4")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("ratios", [SMALL.compress_ratios, (*TINY.ratios, 0), (SWA, SWA), (HCA, 0), (CSA, 0)])
+def test_views_cover_the_buffer_once(ratios, fmt):
+    cfg = dataclasses.replace(SMALL, compress_ratios=ratios)
+    sizes = {"sequences": 3, "blocks": 5, "chunk": 9, "snapshots": 2}
+    size = State.nbytes(cfg, fmt, **sizes)
+    buffer = torch.full((size,), 255, dtype=torch.uint8)
+    state = State(cfg, fmt, **sizes, buffer=buffer)
+    assert state.buffer is buffer and state.lengths == state.length.tolist() == [0, 0, 0]
+    assert bool((state.table == 5).all())
+    buffer.zero_()
+    total = 0
+    for view in state._regions.values():
+        view.view(torch.uint8).add_(1)
+        total += view.numel() * view.itemsize
+        assert (view.data_ptr() - buffer.data_ptr()) % 256 == 0
+    assert int(buffer.max()) == 1 and int(buffer.sum()) == total
+    assert size - total < 256 * len(state._regions), "padding only"
+    buffer.zero_()
+    for layer in (*state.layers, *([state.mtp] if state.mtp else [])):
+        for part in (layer.window, layer.cache, layer.index_keys, layer.tail, layer.index_tail):
+            if part is not None:
+                data = part.data if isinstance(part, Pages) else part
+                assert data.is_contiguous()
+                data.view(torch.uint8).add_(1)
+    assert int(buffer.max()) == 1
+    rest = [view for name, view in state._regions.items() if name in ("length", "active", "table") or "saved" in name]
+    assert int(buffer.sum()) == total - sum(view.numel() * view.itemsize for view in rest)
+
+
+def test_shapes_of_the_layers():
+    state = State(SMALL, "released", sequences=3, blocks=5, chunk=70)
+    assert len(state.layers) == 4 and state.mtp.ratio == 0 and state.mtp.cache is None
+    assert [layer.ratio for layer in state.layers] == [4, 0, 128, 4]
+    csa, swa, hca = state.layers[:3]
+    assert csa.tail.shape == (3, 78, 2, 256) and csa.index_tail.shape == (3, 78, 2, 256)
+    assert hca.tail.shape == (3, 198, 2, 128) and hca.index_tail is hca.index_keys is None
+    assert swa.tail is swa.cache is swa.index_tail is swa.index_keys is None
+    assert {layer.window.per_page for layer in state.layers} == {64} and len(csa.window.data) == 3 * 256 // 64
+    assert (csa.cache.per_page, csa.index_keys.per_page, hca.cache.per_page) == (32, 32, 1)
+    assert len(csa.cache.data) == len(csa.index_keys.data) == len(hca.cache.data) == 6
+    assert (csa.cache.kind, csa.index_keys.kind, csa.window.kind) == ("entry", "index", "entry")
+    plain = State(SMALL, "bf16", 1, 1).layers[0]
+    assert plain.cache.data.dtype == plain.index_keys.data.dtype == plain.window.data.dtype == torch.bfloat16
+    assert State(SMALL, "fp32", 1, 1).layers[0].index_keys.data.dtype == torch.float32
+
+
+def test_a_long_context_of_the_real_model_takes_what_it_says():
+    """Flash at 1,048,576 tokens: entries of 584 bytes and keys of 68 a block, in 21 CSA and 20 HCA layers."""
+    size = State.nbytes(FLASH, "released", 1, 8192, 128, snapshots=0)
+    paged = 8193 * (21 * (32 * 584 + 32 * 68) + 20 * 584)
+    assert paged < size < 1.05 * paged
+    assert State.nbytes(TINY_K, "nvfp4", 1, 9) > State.nbytes(TINY_K, "nvfp4", 1, 8)
+
+
+def test_a_buffer_of_another_kind_is_refused():
+    size = State.nbytes(SMALL, "fp32", 1, 1)
+    for wrong in (torch.zeros(size - 1, dtype=torch.uint8), torch.zeros(size, dtype=torch.int8)):
+        with pytest.raises(ValueError, match=f"contiguous uint8 \\({size},\\)"):
+            State(SMALL, "fp32", 1, 1, buffer=wrong)
+
+
+@pytest.mark.parametrize("name", ["sequences", "blocks", "chunk", "snapshots"])
+def test_sizes_are_checked(name):
+    sizes = {"sequences": 1, "blocks": 1, "chunk": 1, "snapshots": 0}
+    State(SMALL, "fp32", **sizes)
+    with pytest.raises(ValueError, match=f"{name} must be {sizes[name]} or more, got {sizes[name] - 1}"):
+        State(SMALL, "fp32", **{**sizes, name: sizes[name] - 1})
+    with pytest.raises(ValueError, match="sliding_window must be 128"):
+        State(dataclasses.replace(SMALL, sliding_window=64), "fp32", 1, 1)
+
+
+# Errors leave everything as it was.
+
+
+def unchanged(state: State, error: type[Exception], match: str, act) -> None:
+    """`act` fails, and neither the host's side nor a byte of the buffer is another."""
+    known, data = host(state), state.buffer.clone()
+    with pytest.raises(error, match=match):
+        act()
+    assert host(state) == known and torch.equal(state.buffer, data)
+
+
+def test_running_out_of_blocks_changes_nothing():
+    state = make(200, blocks=4)
+    state.buffer.view(-1)[1000:].random_(generator=torch.Generator().manual_seed(1))
+    state = make(200, blocks=4, buffer=state.buffer)
+    a, b = opened(state, 127, 130)
+    both = {a: [1] * 5, b: [1] * 127}
+    unchanged(state, OutOfBlocks, "^1 blocks missing: 2 wanted, 1 of 4 available", lambda: state.plan(both))
+    unchanged(state, OutOfBlocks, "^4 blocks missing: 5 wanted, 1 of 4 available", lambda: state.reserve({a: 600}))
+    state.reserve({a: 100})
+    grow(state, b, 256)
+    unchanged(state, OutOfBlocks, "^1 blocks missing: 1 ", lambda: state.step((a, b), torch.tensor([1, 2])))
+    with pytest.raises(OutOfBlocks) as caught:
+        state.plan({b: [1] * 130})
+    assert caught.value.missing == 2
+    state.plan({a: [1] * 5})
+    state.close(a)
+    state.plan({b: [1] * 130})
+    check_counts(state)
+
+
+def test_arguments_are_checked_before_anything_is_written():
+    state = make(8, blocks=9)
+    (a,) = opened(state, 5)
+    closed = 1 - a
+    cases = [
+        (lambda: state.plan({}), "name a sequence or more"),
+        (lambda: state.plan({a: []}), f"1 to 8 tokens of a sequence, got 0 for {a}"),
+        (lambda: state.plan({a: [1] * 9}), f"1 to 8 tokens of a sequence, got 9 for {a}"),
+        (lambda: state.plan({a: [1], closed: [1]}), f"open sequence, got {closed}"),
+        (lambda: state.plan({a: torch.tensor([1.0])}), "int64 and 1-D, got torch.float32"),
+        (lambda: state.plan({a: torch.tensor([[1]])}), "int64 and 1-D"),
+        (lambda: state.reserve({a: MOST - 4}), f"would have {MOST + 1} tokens, more than the model's {MOST}"),
+        (lambda: state.step((a, a), torch.tensor([1, 2])), "slots must be distinct"),
+        (lambda: state.step((), torch.tensor([])), "slots must be distinct"),
+        (lambda: state.step((a, 3), torch.tensor([1, 2]), static=True), "from 0 to 2"),
+        (lambda: state.step((a,), torch.tensor([1, 2])), r"int64 \(1,\)"),
+        (lambda: state.step((a,), torch.tensor([1], dtype=torch.int32)), r"int64 \(1,\)"),
+        (lambda: state.step((closed,), torch.tensor([1])), f"open sequence, got {closed}"),
+        (lambda: state.rewind(a, 6), "length must be 0 to 5"),
+        (lambda: state.rewind(a, -1), "length must be 0 to 5"),
+        (lambda: state.rewind(-1, 0), "open sequence, got -1"),
+        (lambda: state.close(closed), f"open sequence, got {closed}"),
+        (lambda: state.publish(closed, []), f"open sequence, got {closed}"),
+    ]
+    for act, match in cases:
+        unchanged(state, ValueError, match, act)
+
+
+def test_a_model_ends_at_its_last_position():
+    state = make(128)
+    (a,) = opened(state, MOST - 1)
+    state.commit(state.step((a,), torch.tensor([1])))
+    unchanged(state, ValueError, f"more than the model's {MOST}", lambda: state.step((a,), torch.tensor([1])))
+
+
+def test_a_stale_batch_is_refused():
+    state = make()
+    a, b = opened(state, 5, 6)
+    for change in (
+        state.commit, lambda _: state.rewind(b, 3), lambda _: (state.close(b), state.open()),
+        lambda _: state.commit(state.plan({b: [1]})),
+    ):  # fmt: skip
+        batch = state.plan({a: [1, 2], b: [1]})
+        change(batch)
+        with pytest.raises(ValueError, match="stale"):
+            state.commit(batch)
+    check_counts(state)
+
+
+def test_a_batch_that_is_given_up_is_planned_again():
+    state = make()
+    (a,) = opened(state, 100)
+    first, again = state.plan({a: [1] * 60}), state.plan({a: [1] * 30})
+    assert torch.equal(first.position[:30], again.position)
+    state.commit(again)
+    assert state.lengths[a] == 130
+    check_counts(state)
+
+
+# Sequences come and go.
+
+
+def test_slots_and_blocks_are_used_again():
+    state = make(128, sequences=2, blocks=6)
+    for turn in range(8):
+        slots = opened(state, 100 + turn, 300)
+        with pytest.raises(RuntimeError, match="all 2 sequences are open"):
+            state.open()
+        check_counts(state)
+        assert state.pool.free == 6 - 1 - 3
+        for slot in slots if turn % 2 else slots[::-1]:
+            state.close(slot)
+        assert state.pool.free == 6 and state.lengths == [0, 0]
+        check_counts(state)
+
+
+def test_a_longer_reservation_is_given_back_by_going_back():
+    state = make(128, blocks=9)
+    (a,) = opened(state, 130)
+    state.reserve({a: 700})
+    assert state.pool.free == 2
+    state.reserve({a: 1})
+    assert state.pool.free == 2
+    state.rewind(a, 128)
+    assert state.pool.free == 8 and state.lengths[a] == 128
+    check_counts(state)
+
+
+def test_the_host_side_is_found_in_a_restored_buffer():
+    state = make(64, blocks=9)
+    slots = opened(state, 300, 5)
+    state.publish(slots[0], [7] * 300)
+    saved, lengths, owned = state.buffer.clone(), list(state.lengths), [list(blocks) for blocks in state.owned]
+    for slot in slots:
+        state.commit(state.plan({slot: [1] * 64}))
+    other = make(64, blocks=9, buffer=saved.clone())
+    for each in (state, other):
+        each.buffer.copy_(saved)
+        each.reload()
+        assert each.lengths == lengths and each.owned == owned and not each.pool.prefixes
+        check_counts(each)
+        slow_indices(each, each.plan({slot: [1] * 9 for slot in slots}), 192)
+        with pytest.raises(ValueError, match="can go back to 300 or more"):
+            each.rewind(slots[0], 299)
+
+
+# Going back.
+
+
+class Rings:
+    """Which position each place of a sequence's rings holds, and what the next token reads: a slow model."""
+
+    def __init__(self, chunk: int) -> None:
+        window = (128 + chunk + 63) // 64 * 64
+        self.held: dict[str, dict[int, int]] = {"window": {}, "csa": {}, "hca": {}}
+        self.sizes = {"window": window, "csa": chunk + 8, "hca": chunk + 128}
+
+    def write(self, first: int, count: int) -> None:
+        for name, size in self.sizes.items():
+            self.held[name] |= {position % size: position for position in range(first, first + count)}
+
+    def forget(self) -> None:
+        self.held = {name: {} for name in self.held}
+
+    def resume(self, length: int) -> None:
+        """What a snapshot holds."""
+        self.forget()
+        for name, count in (("window", 128), ("csa", 4)):
+            self.held[name] = {p % self.sizes[name]: p for p in range(length - count, length)}
+
+    def holds(self, length: int) -> bool:
+        needs = {"window": length - 127, "csa": length // 4 * 4 - 4, "hca": length // 128 * 128}
+        return all(
+            self.held[name].get(position % self.sizes[name]) == position
+            for name, first in needs.items() for position in range(max(first, 0), length)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 60, 61, 64, 128, 200])
+def test_how_far_one_may_go_back(chunk):
+    """Exactly as far as every ring holds what is read; by `chunk` tokens at least, and the error says how far."""
+    gen = torch.Generator().manual_seed(chunk)
+    state, rings = make(chunk), Rings(chunk)
+    (slot,) = opened(state, 0)
+    for _ in range(60):
+        length = state.lengths[slot]
+        count = min(int(torch.randint(1, chunk + 1, (), generator=gen)), MOST - length)
+        while count and state.lengths[slot] < MOST and int(torch.randint(4, (), generator=gen)):
+            batch = state.plan({slot: [1] * count})
+            rings.write(state.lengths[slot], count)
+            if int(torch.randint(5, (), generator=gen)):  # else it is given up, though written
+                state.commit(batch)
+            count = min(count, MOST - state.lengths[slot])
+        length = state.lengths[slot]
+        can = [back for back in range(length + 1) if rings.holds(back)]
+        assert [back for back in range(length + 1) if state._holds(slot, back)] == can
+        assert length in can
+        floor = next((n for n in range(length, 0, -1) if n - 1 not in can), 0)
+        assert state.floor(slot) == floor
+        if bad := [back for back in range(length) if back not in can]:
+            unchanged(state, ValueError, f"go back to {floor} or more tokens, or 0, got {bad[-1]}",
+                      lambda bad=bad: state.rewind(slot, bad[-1]))  # fmt: skip
+        back = can[int(torch.randint(len(can), (), generator=gen))]
+        state.rewind(slot, back)
+        if not back:
+            rings.forget()
+        check_counts(state)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64, 130])
+def test_a_chunk_can_always_be_taken_back(chunk):
+    state = make(chunk, sequences=1)
+    (slot,) = opened(state, 0)
+    for length in range(0, 600, 13):
+        grow(state, slot, length)
+        assert state.floor(slot) <= max(0, length - chunk)
+
+
+def test_a_resumed_prefix_is_as_far_back_as_one_may_go():
+    state = make(64)
+    (a,) = opened(state, 300)
+    rings = Rings(64)
+    state.publish(a, [7] * 300)
+    b, matched = state.open([7] * 300)
+    rings.resume(256)
+    assert matched == 256 and state.floor(b) == 256
+    assert [back for back in range(257) if state._holds(b, back)] == [0, 256]
+    assert [back for back in range(1, 257) if rings.holds(back)] == [256]
+    grow(state, b, 310)
+    state.rewind(b, 256)
+    state.rewind(b, 0)
+    grow(state, b, 40)
+    state.rewind(b, 3)
+    check_counts(state)

@@ -1,0 +1,286 @@
+"""Layout, tree and random weights: sizes as published, every tensor where it should be, nothing constant."""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+
+from problems.dsv4_forward import initial, layout, weights
+from problems.dsv4_forward.config import CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY, TINY_K, Config
+from problems.dsv4_forward.model import Model
+from problems.dsv4_forward.state import State
+
+# No two sizes alike, k not in whole FP8 blocks, with a prediction layer.
+SMALL = dataclasses.replace(
+    TINY, name="small", hidden_size=320, num_attention_heads=6, q_lora_rank=160, o_groups=3, n_routed_experts=5,
+    num_experts_per_tok=3, num_hash_layers=1, compress_ratios=(SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
+    vocab_size=130, index_n_heads=8,
+)  # fmt: skip
+RELATIVE = {"fp8": 0.04, "mxfp4": 0.16, "nvfp4": 0.12}  # rms error of normal values: 3 bits; 1 bit, steps of 2 or 1.1
+
+
+@functools.cache
+def made(fmt: str, seed: int = 3, cfg: Config = SMALL) -> weights.ModelWeights:
+    return weights.random(cfg, fmt, seed)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: FP8 has no comparisons of its own."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose bits are equal in both."""
+    return [name for name in one if torch.equal(raw(one[name]), raw(other[name]))]
+
+
+# Layout.
+
+
+@pytest.mark.parametrize(("cfg", "gibibytes"), [(FLASH, 148.66), (PRO, 805.33)])
+def test_the_released_models_are_as_large_as_published(cfg, gibibytes):
+    assert layout.nbytes(layout.layout(cfg, "released")) / 2**30 == pytest.approx(gibibytes, abs=0.02)
+
+
+def test_views_are_aligned_disjoint_and_in_order():
+    specs = layout.layout(SMALL, "nvfp4")
+    buffer = torch.zeros(layout.nbytes(specs), dtype=torch.uint8)
+    end = 0
+    for name, view in layout.views(buffer, specs).items():
+        start = view.data_ptr() - buffer.data_ptr()
+        assert start % 256 == 0 and start >= end, name
+        assert (tuple(view.shape), view.dtype) == (specs[name].shape, specs[name].dtype)
+        end = start + view.numel() * view.element_size()
+    assert end <= len(buffer) < end + 256
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda b: b[:-1], lambda b: b.view(torch.int8), lambda b: b.view(2, -1), lambda b: b.repeat(2)[::2]],
+    ids=["short", "int8", "2-d", "strided"],
+)
+def test_a_buffer_that_does_not_fit_is_refused(spoil):
+    specs = layout.layout(TINY, "released")
+    with pytest.raises(ValueError, match=f"buffer must be uint8 \\({layout.nbytes(specs)},\\)"):
+        layout.views(spoil(torch.zeros(layout.nbytes(specs), dtype=torch.uint8)), specs)
+
+
+@pytest.mark.parametrize(
+    ("change", "fmt", "message"),
+    [
+        ({"o_lora_rank": 64}, "released", "attn.wo_a: rows of a part must be a multiple of 128"),
+        ({"moe_intermediate_size": 192}, "released", "shared_experts.w13: rows of a part must be a multiple of 128"),
+        ({"moe_intermediate_size": 144}, "nvfp4_experts", "must be a multiple of 128"),
+        ({"hidden_size": 264}, "nvfp4", "k must be a multiple of 16 in nvfp4, got 264"),
+        ({"hidden_size": 272}, "released", "k must be a multiple of 32 in mxfp4, got 272"),
+        ({}, "int4", "format must be one of"),
+    ],
+)
+def test_sizes_that_a_format_cannot_hold_are_refused(change, fmt, message):
+    with pytest.raises(ValueError, match=message):
+        layout.layout(dataclasses.replace(SMALL, **change), fmt)
+    if change:
+        layout.layout(dataclasses.replace(SMALL, **change), "bf16")
+
+
+# The tree.
+
+
+def test_parts_follow_the_kind_of_layer():
+    tree = made("released")
+    for layer, ratio in zip(tree.layers, SMALL.ratios, strict=True):
+        assert (layer.attn.compressor is None) == (ratio == SWA)
+        assert (layer.attn.indexer is None) == (ratio != CSA)
+    assert tree.layers[0].ffn.router.bias is None and tree.layers[0].ffn.router.table.shape == (130, 3)
+    assert tree.layers[1].ffn.router.table is None and tree.layers[1].ffn.router.bias.shape == (5,)
+    assert tree.mtp.block.attn.compressor is None and tree.mtp.block.ffn.router.bias is not None
+    assert tree.layers[2].attn.compressor.project.shape == (2 * 2 * 128, 320)
+    assert tree.layers[1].attn.compressor.project.shape == (2 * 128, 320)
+    assert tree.layers[2].attn.indexer.compressor.ape.shape == (4, 2 * 128)
+    assert made("bf16", cfg=TINY).mtp is None
+
+
+def test_linear_layers_know_their_checkpoint_names_and_shapes():
+    tree = made("nvfp4")
+    attn, ffn = tree.layers[2].attn, tree.layers[2].ffn
+    assert attn.wq_b.name == "layers.2.attn.wq_b" and attn.indexer.wq_b.name == "layers.2.attn.indexer.wq_b"
+    assert ffn.w13.name == "layers.2.ffn.experts.w13" and tree.mtp.e_proj.name == "mtp.0.e_proj"
+    assert (attn.wq_a.n, attn.wq_a.k) == (160, 320)
+    assert attn.wo_a.weight.shape == (3, 128, 256 // 2) and attn.wo_a.scale_2.shape == (3,)
+    assert ffn.w13.weight.shape == (5, 256, 160) and ffn.w2.input_scale.shape == (5,)
+    assert ffn.shared_w13.weight.shape == (1, 256, 160) and ffn.shared_w2.weight.shape == (1, 320, 64)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "linear", "experts", "mtp_experts"),
+    [
+        ("fp32", "plain", "plain", "plain"),
+        ("bf16", "plain", "plain", "plain"),
+        ("released", "fp8", "mxfp4", "mxfp4"),
+        ("nvfp4_experts", "fp8", "nvfp4", "mxfp4"),
+        ("nvfp4", "nvfp4", "nvfp4", "nvfp4"),
+    ],
+)
+def test_kinds_by_format(fmt, linear, experts, mtp_experts):
+    tree = made(fmt)
+    attn, ffn, mtp = tree.layers[2].attn, tree.layers[2].ffn, tree.mtp
+    whole = (attn.wq_a, attn.wq_b, attn.wkv, attn.wo_a, attn.wo_b, attn.indexer.wq_b, ffn.shared_w13, ffn.shared_w2)
+    assert {w.kind for w in (*whole, mtp.e_proj, mtp.h_proj, mtp.block.ffn.shared_w13)} == {linear}
+    assert (ffn.w13.kind, ffn.w2.kind) == (experts, experts)
+    assert (mtp.block.ffn.w13.kind, mtp.block.ffn.w2.kind) == (mtp_experts, mtp_experts)
+    assert attn.wo_a.quantise_input == (fmt not in ("released", "nvfp4_experts"))
+    assert all(w.quantise_input for w in whole if w is not attn.wo_a)
+    working = torch.float32 if fmt == "fp32" else torch.bfloat16
+    compressor = attn.compressor
+    assert {t.dtype for t in (tree.embed, tree.head, tree.norm, compressor.project, compressor.norm)} == {working}
+    assert {t.dtype for t in (attn.sink, compressor.ape, tree.layers[2].hc_attn.fn)} == {torch.float32}
+
+
+def test_the_tree_shares_the_tensors_memory():
+    tree = made("released")
+    assert tree.layers[1].ffn.w2.scale.data_ptr() == tree.tensors["layers.1.ffn.experts.w2.scale"].data_ptr()
+    held = {t.untyped_storage().data_ptr() for t in tree.tensors.values()}
+    assert len(held) == 1, "one buffer holds every tensor"
+
+
+def test_a_layer_without_weights_raises_and_every_fault_is_named():
+    tensors = dict(made("released").tensors)
+    for name in [name for name in tensors if name.startswith("layers.1.attn.wkv")]:
+        del tensors[name]
+    tensors["layers.4.attn.wkv.weight"] = torch.zeros(1)
+    tensors["layers.2.attn.attn_sink"] = torch.zeros(7)
+    tensors["norm.weight"] = tensors["norm.weight"].float()
+    with pytest.raises(ValueError) as caught:
+        weights.assemble(SMALL, "released", tensors)
+    for fault in (
+        "missing layers.1.attn.wkv.weight", "missing layers.1.attn.wkv.scale", "unknown layers.4.attn.wkv.weight",
+        "layers.2.attn.attn_sink must be torch.float32 (6,), got torch.float32 (7,)",
+        "norm.weight must be torch.bfloat16 (320,), got torch.float32 (320,)",
+    ):  # fmt: skip
+        assert fault in str(caught.value)
+
+
+# Random weights.
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_nothing_is_constant(fmt):
+    for name, tensor in made(fmt).tensors.items():
+        if tensor.numel() == 1:
+            continue
+        width = tensor.element_size()
+        held = raw(tensor).numpy().tobytes()
+        assert held != held[:width] * tensor.numel(), name
+        if tensor.dim() > 1 and tensor[0].numel() > 8:
+            rows = {row.tobytes() for row in raw(tensor).view(len(tensor), -1).numpy()}
+            assert len(rows) == len(tensor), f"{name}: equal rows"
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_value_is_written_and_finite(fmt):
+    specs = layout.layout(SMALL, fmt)
+    buffer = torch.full((layout.nbytes(specs),), 0xFF, dtype=torch.uint8)  # NaN in every float, -1 in int64
+    tensors = layout.views(buffer, specs)
+    tree = weights.random(SMALL, fmt, 3, tensors=tensors)
+    assert all(tree.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            assert bool(tensor.float().isfinite().all()), name
+    assert len(same(tensors, made(fmt).tensors)) == len(tensors), "same seed, same bits"
+
+
+def test_another_seed_gives_another_model():
+    one, other = made("nvfp4").tensors, made("nvfp4", seed=4).tensors
+    assert same(one, other) == []
+
+
+@pytest.mark.parametrize("fmt", FORMATS[1:])
+def test_formats_hold_the_same_matrices(fmt):
+    exact, rounded = made("fp32"), made(fmt)
+    for name, unit in layout.units(SMALL, fmt).items():
+        if isinstance(unit, layout.Spec):
+            assert torch.equal(rounded.tensors[name], exact.tensors[name].to(unit.dtype)), name
+    pairs = [
+        (getattr(part[1], field), getattr(part[0], field))
+        for part in zip((exact.layers[2].attn, exact.layers[2].ffn, exact.mtp.block.ffn),
+                        (rounded.layers[2].attn, rounded.layers[2].ffn, rounded.mtp.block.ffn), strict=True)
+        for field in ("wq_a", "wo_a", "wo_b", "w13", "w2", "shared_w13", "shared_w2") if hasattr(part[0], field)
+    ]  # fmt: skip
+    assert len(pairs) == 3 + 4 + 4
+    for got, want in pairs:
+        matrix = want.dequantise(torch.float64)
+        error = (got.dequantise(torch.float64) - matrix).square().mean().sqrt() / matrix.square().mean().sqrt()
+        assert error < RELATIVE.get(got.kind, 2**-8), got.name
+
+
+def test_matrices_have_the_size_that_keeps_activations_near_one():
+    tree = made("fp32")
+    for unit in (tree.layers[1].attn.wo_a, tree.layers[1].ffn.w13, tree.layers[2].attn.indexer.wq_b, tree.mtp.e_proj):
+        rms = float(unit.weight.square().mean().sqrt()) * math.sqrt(unit.k)
+        assert rms == pytest.approx(initial.gain(SMALL, unit.name), rel=0.1), unit.name
+
+
+@pytest.mark.parametrize("limit", [1.0, 10.0])
+def test_a_gated_products_rms_is_what_w2_is_scaled_by(limit):
+    cfg = dataclasses.replace(SMALL, swiglu_limit=limit)
+    gen = torch.Generator().manual_seed(1)
+    gate, up = torch.randn(2, 400_000, generator=gen, dtype=torch.float64) * max(1.0, limit / 4)
+    assert (gate > limit).any() and (up.abs() > limit).any(), "the clamp acts"
+    gate = gate.clamp(max=limit)
+    rms = (gate / (1 + torch.exp(-gate)) * up.clamp(-limit, limit)).square().mean().sqrt()
+    routed = cfg.routed_scaling_factor**2 / cfg.num_experts_per_tok
+    sublayers = 2 * len(cfg.compress_ratios)
+    added = initial.gain(cfg, "layers.0.ffn.experts.w2") * rms * math.sqrt(1 + routed)  # of one sublayer
+    assert float(added) == pytest.approx(math.sqrt(4 / sublayers), rel=0.02)
+
+
+def test_tables_name_distinct_experts():
+    table = made("released").layers[0].ffn.router.table
+    assert table.min() == 0 and table.max() == SMALL.n_routed_experts - 1
+    assert all(len(set(row)) == SMALL.num_experts_per_tok for row in table.tolist())
+
+
+def test_nvfp4_experts_share_one_second_scale_and_use_the_whole_range():
+    w13 = made("nvfp4").layers[1].ffn.w13
+    assert len(w13.scale_2.unique()) == SMALL.n_routed_experts
+    top = w13.scale.float().flatten(1).amax(1)
+    assert top.tolist() == [448.0] * SMALL.n_routed_experts, "the largest value of gate and up together is 2688"
+
+
+def test_nvfp4_input_scales_are_calibrated_and_of_each_expert():
+    tree = made("nvfp4")
+    normed = tree.layers[1].ffn.w13.input_scale * 6 * 448
+    assert len(normed.unique()) == SMALL.n_routed_experts and bool(((normed >= 8) & (normed <= 9.6)).all())
+    product = tree.layers[1].ffn.w2.input_scale * 6 * 448  # at most limit^2 times a routing weight of up to 1.5
+    assert bool(((product >= 1.5) & (product <= 1.8)).all())
+    every = [t.view(-1) for name, t in tree.tensors.items() if name.endswith("input_scale")]
+    assert len(torch.cat(every).unique()) == sum(len(t) for t in every)
+
+
+class Lanes:
+    """Records the rms of the residual before each block."""
+
+    def __init__(self) -> None:
+        self.rms: list[float] = []
+
+    def enter(self, layer: str, lanes: torch.Tensor) -> None:
+        self.rms.append(float(lanes.float().square().mean().sqrt()))
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "released", "nvfp4"])
+def test_a_random_model_has_logits_and_activations_near_one(fmt):
+    lanes = Lanes()
+    model, state = Model(made(fmt, cfg=TINY), probe=lanes), State(TINY, fmt, sequences=1, blocks=2)
+    slot, _ = state.open()
+    tokens = torch.randint(TINY.vocab_size, (120,), generator=torch.Generator().manual_seed(2))
+    logits = model.forward(state.plan({slot: tokens}), state, every=True).logits
+    assert float(logits.std()) == pytest.approx(1, abs=0.15)
+    assert len(logits.argmax(-1).unique()) > 40, "a model that says the same everywhere shows nothing"
+    assert lanes.rms[0] == pytest.approx(1, abs=0.05) and max(lanes.rms) < 3
+    assert all(1 < later / earlier < 1.6 for earlier, later in zip(lanes.rms, lanes.rms[1:], strict=False))
+
+
+def test_tiny_k_has_a_layout_in_every_format():
+    assert all(layout.nbytes(layout.layout(TINY_K, fmt)) < 1.1e9 for fmt in FORMATS)

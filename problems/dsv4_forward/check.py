@@ -9,9 +9,9 @@ kernels, activations in fp32), the reference kernels in the model's own dtype, a
 * each kernel call of the oracle's pass is repeated with the composed kernel and with the reference, on equal inputs:
   the first one past its budget (trace.SLOTS) is named with its layer;
 * what each layer alone makes of the oracle's lanes, the lanes after each layer of a free pass, and the logits may be
-  off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of one size add
-  up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later layers that
-  into more: no tighter bound holds end to end;
+  off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of one size
+  add up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later layers
+  that into more: no tighter bound holds end to end;
 * greedy tokens are equal, but for ties, which are listed: closer in the oracle's logits than six times the size of the
   reference kernels' error;
 * decisions (experts of a token, entries of the indexer) follow the oracle's; each that would have been another is

@@ -15,6 +15,7 @@ from problems.dsv4_forward import (
     compressor,
     experts,
     fmha,
+    fused,
     gemv,
     indexer,
     layout,
@@ -178,6 +179,8 @@ def _unserved(row: Row, model: _Model) -> str:
 
 def _winner(slot: str, model: _Model) -> Pick:
     row = _row(slot)
+    if row is None and slot in fused.SLOTS and model.target in fused.TARGETS:
+        return Pick(slot, "this folder's own", "dsv4_forward/fused", function=fused.slots(model.target)[slot])
     if row is None:
         return Pick(slot, "no problem for it")
     if reason := _unserved(row, model):

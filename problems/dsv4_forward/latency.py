@@ -203,11 +203,12 @@ def _waits(step: Step) -> str:
 
 def _launches(call: Callable[[], None]) -> list[str]:
     """Names of the kernels, copies and fills that one call runs on the GPU."""
-    torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with contextlib.redirect_stdout(sys.stderr), torch.profiler.profile(activities=activities) as profile:
-        call()
+    for _ in range(2):  # the first profile of a process may miss records
         torch.cuda.synchronize()
+        with contextlib.redirect_stdout(sys.stderr), torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
     device = torch.autograd.DeviceType.CUDA
     return [event.name for event in profile.events() if event.device_type == device]
 

@@ -143,6 +143,9 @@ def grouped_linear(x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
     _check_form(w.weight, 3, w.name)
     groups = len(w.weight)
     _check(x, (groups, w.k), out, (groups, w.n), w.name)
+    if w.kind == "plain" and x.is_cuda and out.dtype == torch.float32 and x.dtype == w.weight.dtype == torch.bfloat16:
+        out.transpose(0, 1).copy_(torch.bmm(x.transpose(0, 1), w.weight.mT, out_dtype=torch.float32))
+        return
     if w.kind == "plain":
         a, b = _operands(x, w.weight, out.dtype)
     else:

@@ -260,9 +260,10 @@ def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
     got, want = got.float(), want.float()
     got, want = (x.reshape(-1, x.shape[-1]) for x in (got, want))
     same = (got == want) | (got.isnan() & want.isnan())
-    if not bool((torch.isfinite(got) | same).all()):
+    finite = got.isfinite() & want.isfinite()
+    if not bool((finite | same).all()):
         return float("inf"), 0.0
-    got, want = got.where(~same | want.isfinite(), 0), want.where(torch.isfinite(want), 0)
+    got, want = got.where(finite, 0), want.where(finite, 0)
     size = want.norm(dim=1)
     floor = 1e-3 * size.square().mean().sqrt() + 1e-30
     error = (got - want).norm(dim=1) / size.clamp(min=floor)

@@ -1,0 +1,144 @@
+"""The end-to-end check: it passes what is right, names layer and kernel of what is wrong, and follows decisions."""
+
+import ast
+import dataclasses
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import check, kernels, trace
+from problems.dsv4_forward.config import CSA, TINY
+from problems.dsv4_forward.trace import SLOTS, Follower, Recorder, margins
+
+WRONG = load.PROBLEMS / "dsv4_forward" / "wrong"
+
+
+def wrong_for(slot: str) -> list[str]:
+    """Files of wrong/ that define a function of the slot's name."""
+    found = []
+    for file in sorted(WRONG.glob("*.py")):
+        names = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+        found += [str(file)] if slot in names else []
+    return found
+
+
+@pytest.fixture(scope="module")
+def case() -> check.Case:
+    """TINY in bf16, two steps: every slot is called, the indexer has to select, each compressor has emitted."""
+    return check.make("tiny", "bf16", "cpu", steps=2)
+
+
+def test_every_slot_has_a_budget_and_a_wrong_kernel():
+    assert tuple(SLOTS) == kernels.SLOTS
+    assert all(wrong_for(slot) for slot in SLOTS)
+
+
+def test_every_wrong_kernel_is_named_with_its_layer(case, capsys):
+    """Each is compared on the oracle's inputs, so one pass shows them all, none hidden by another."""
+    names = ",".join(f"{slot}={wrong_for(slot)[0]}" for slot in SLOTS)
+    with torch.inference_mode():
+        table = kernels.choose(names, "cpu", case.weights).kernels
+        recorder = Recorder(table, torch.bfloat16)
+        case.run(recorder.kernels(), torch.float32, recorder, None)
+    faults = check._say_kernels(recorder)
+    for slot in SLOTS:
+        first = "head" if slot == "mhc_head" else next(
+            layer for (layer, name) in recorder.worst if name == slot
+        )
+        named = [fault for fault in faults if f" {slot}: " in fault]
+        assert named, f"{slot} passes"
+        assert named[0].startswith(f"{first} {slot}: "), named[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", SLOTS)
+def test_a_wrong_kernel_alone_fails_the_check(case, slot, capsys):
+    for file in wrong_for(slot):
+        assert not check.check(case, f"{slot}={file}", "cpu")
+        said = capsys.readouterr().out
+        assert f" {slot}: " in said.partition("FAULT: ")[2].partition("\n")[0], said[-2000:]
+
+
+def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
+    monkeypatch.setattr(check, "PROMPTS", (9, 5))
+    options = ["--device", "cpu", "--config", "tiny", "--format", "nvfp4", "--steps", "1"]
+    assert check.main([*options, "--kernels", "nvfp4_gemv=high_nibble_first"]) == 1
+    said = capsys.readouterr().out
+    assert "FAULT: layers.0 linear: out is off by" in said and "0 of 1 configurations right" in said
+    assert check.main([*options, "--kernels", "winners", "--attribute"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 configurations right" in said and "linear           logits" in said
+    assert check.main([*options, "--kernels", "nonsense"]) == 2
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "released"])
+def test_the_reference_is_right(fmt, capsys, monkeypatch):
+    monkeypatch.setattr(check, "PROMPTS", (70, 9))
+    assert check.check(check.make("tiny", fmt, "cpu", steps=2), "reference", "cpu")
+    said = capsys.readouterr().out
+    if fmt == "fp32":
+        assert "greedy tokens: 6 of 6 equal, 0 ties" in said and "relative error 0.00e+00" in said
+
+
+def test_drift_is_named_where_it_begins(case, capsys):
+    """A kernel within its own budget whose errors all point one way is found by what a layer makes of its lanes."""
+
+    def biased(x, weight, eps, out):
+        kernels.REFERENCE.rms_norm(x, weight, eps, out)
+        out.mul_(1.5)
+
+    table = dataclasses.replace(kernels.REFERENCE, rms_norm=biased)
+    with torch.inference_mode():
+        recorder = Recorder(None, torch.bfloat16)
+        oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
+        forced = oracle.logits.argmax(-1)
+        tables = (kernels.REFERENCE, table)
+        free = [check._follow(case, Follower(t, recorder.decisions), forced) for t in tables]
+        alone = [check._follow(case, Follower(t, recorder.decisions, recorder.lanes), forced) for t in tables]
+    faults = check._say_layers(oracle, alone, free)
+    assert faults and faults[0].startswith("alone: lanes after layers.0 are off")
+    assert check._say_logits(oracle, *free)
+
+
+def test_a_follower_decides_as_the_oracle(case):
+    with torch.inference_mode():
+        recorder = Recorder(None, torch.bfloat16)
+        oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
+        follower = Follower(kernels.REFERENCE, recorder.decisions)
+        case.run(follower.kernels(), None, follower, oracle.logits.argmax(-1))
+    assert follower.done == len(recorder.decisions) > 0
+    assert {d.slot for d in recorder.decisions} == {"route", "select"}
+    assert sum(d.slot == "route" for d in recorder.decisions) % TINY.num_hidden_layers == 0
+    assert {d.layer for d in recorder.decisions if d.slot == "select"} == {
+        f"layers.{i}" for i, ratio in enumerate(TINY.ratios) if ratio == CSA
+    }
+    follower.done = 0
+    follower.layer = "layers.5"
+    with pytest.raises(ValueError, match=r"decides route in layers\.5, the oracle route in layers\.0"):
+        follower._next("route")
+
+
+def test_margins():
+    scores = torch.tensor([[5.0, 4.0, 3.999, 1.0], [1.0, 2.0, 3.0, -torch.inf]])
+    same = torch.tensor([[0, 1], [2, 1]], dtype=torch.int32)
+    assert margins(same, same.flip(1), scores) == 0.0, "order does not matter"
+    for other, margin in (([[0, 2], [1, 2]], 0.001 / 5), ([[0, 3], [1, 2]], 3 / 5)):
+        assert margins(same, torch.tensor(other, dtype=torch.int32), scores) == pytest.approx(margin, rel=1e-2)
+    assert margins(same, torch.tensor([[0, 1], [1, 3]], dtype=torch.int32), scores) == float("inf"), "not visible"
+    for bad in ([[0, 0], [2, 1]], [[0, 4], [2, 1]], [[0, -1], [2, 1]]):
+        assert margins(same, torch.tensor(bad, dtype=torch.int32), scores) == float("inf")
+
+
+def test_errors_are_measured_by_row():
+    want = torch.ones(3, 64)
+    got = want.clone()
+    got[1] *= 1.01
+    error, _ = trace._apart(got, want)
+    assert error == pytest.approx(0.01, rel=1e-3)
+    got[2, 5] = float("nan")
+    assert trace._apart(got, want)[0] == float("inf")
+    assert trace._apart(want, got)[0] == float("inf")
+    assert trace._apart(torch.full((2, 3), torch.inf), torch.full((2, 3), torch.inf))[0] == 0.0
+    tiny = torch.cat([want, torch.full((1, 64), 1e-9)])
+    assert trace._apart(torch.cat([want, torch.zeros(1, 64)]), tiny)[0] < 1e-3, "rows of nothing do not count"

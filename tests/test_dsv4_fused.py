@@ -1,0 +1,118 @@
+"""problems/dsv4_forward/fused.cu on a GPU against the torch components in fp64 or fp32, and that it compiles."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from problems.common import build, load
+from problems.dsv4_forward import fused, mhc, norm, rope
+from problems.dsv4_forward.config import FLASH, TINY, Config
+
+SHAPES = ((1, 256), (3, 192), (130, 4096), (2, 7168), (5, 250))  # tokens, d: not multiples of 256, several blocks
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """One rounding of bf16, or fp32 sums in another order; every element, against its row where terms cancel."""
+    step = 2.0**-8 if got.dtype == torch.bfloat16 else 2e-5
+    want = want.double()
+    error = (got.double() - want).abs()
+    assert bool((error <= step * (want.abs() + 0.05 * want.abs().amax(-1, keepdim=True))).all()), float(error.max())
+
+
+@pytest.fixture(scope="module")
+def slots():
+    return fused.slots(load.device_target("cuda"))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("target", fused.TARGETS)
+def test_it_compiles_without_spills(target):
+    kernels = [kernel for artefact in fused.compile_for(target) for kernel in artefact.kernels()]
+    assert len(kernels) == 10 and not any(kernel.spill_bytes for kernel in kernels)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_a_build_for_graphs_is_another_one():
+    plain = build.cuda(fused.SOURCE, "sm90").path
+    with build.capturable():
+        assert build.cuda(fused.SOURCE, "sm90").path != plain
+    assert build.cuda(fused.SOURCE, "sm90").path == plain
+
+
+def test_mixed_dtypes_and_views_are_refused():
+    bf16, fp32 = torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="all be bf16 or all fp32"):
+        fused._bf16(bf16, fp32)
+    with pytest.raises(ValueError, match="all be bf16 or all fp32"):
+        fused._bf16(fp32.half())
+    with pytest.raises(ValueError, match="contiguous"):
+        fused._bf16(fp32.t())
+    with pytest.raises(ValueError, match="lanes must be"):
+        fused._lanes(torch.zeros(2, 3, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "d"), SHAPES)
+def test_rms_norm(slots, tokens, d, dtype):
+    x, weight = draw(tokens, 3, d, dtype=dtype) * 7, draw(d, dtype=dtype, seed=1)
+    x *= torch.logspace(-3, 3, tokens, device="cuda").view(-1, 1, 1).to(dtype)  # rows of very different size
+    for w in (weight, None):
+        want, got = torch.empty_like(x, dtype=torch.float32), torch.full_like(x, float("nan"))
+        norm.rms_norm(x.float(), None if w is None else w.float(), 1e-6, want)
+        slots["rms_norm"](x, w, 1e-6, got)
+        close(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("shape", [(1, 128), (3, 128), (130, 5, 192), (2, 64, 512)])
+def test_rotate(slots, shape, dtype, inverse):
+    x = draw(*shape, dtype=dtype)
+    position = torch.arange(shape[0], device="cuda") * 977 + 5
+    cos, sin = rope.angles(position, rope.frequencies(TINY, 4, "cuda"))
+    want, got = torch.empty_like(x, dtype=torch.float32), torch.full_like(x, float("nan"))
+    rope.rotate(x.float(), cos, sin, want, inverse)
+    slots["rotate"](x, cos, sin, got, inverse)
+    close(got, want)
+    slots["rotate"](x, cos, sin, x, inverse)
+    assert torch.equal(x, got)
+
+
+def site(cfg: Config, rows: int, scales: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    width = cfg.hc_mult * cfg.hidden_size
+    return draw(rows, width, seed=2) * width**-0.5 * 3, draw(rows, seed=3), draw(scales, seed=4).abs() + 0.3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "d"), SHAPES)
+def test_mixing_the_lanes(slots, tokens, d, dtype):
+    cfg = dataclasses.replace(FLASH, hidden_size=d)
+    lanes = draw(tokens, 4, d, dtype=dtype) * torch.logspace(-1, 2, tokens, device="cuda").view(-1, 1, 1).to(dtype)
+    fn, base, scale = site(cfg, cfg.hc_rows, 3)
+    shapes = ((tokens, d), (tokens, 4), (tokens, 4, 4))
+    want = [torch.empty(shape, device="cuda") for shape in shapes]
+    kinds = (dtype, torch.float32, torch.float32)
+    got = [torch.full(shape, float("nan"), device="cuda", dtype=k) for shape, k in zip(shapes, kinds, strict=True)]
+    mhc.pre(lanes.float(), fn, base, scale, cfg, *want)
+    slots["mhc_pre"](lanes, fn, base, scale, cfg, *got)
+    for mine, theirs in zip(got, want, strict=True):
+        close(mine, theirs)
+    y = draw(tokens, d, dtype=dtype, seed=5)
+    spread, mine = torch.empty(tokens, 4, d, device="cuda"), torch.full_like(lanes, float("nan"))
+    mhc.post(y.float(), lanes.float(), want[1], want[2], spread)
+    slots["mhc_post"](y, lanes, want[1], want[2], mine)
+    close(mine, spread)
+    fn, base, scale = site(cfg, 4, 1)
+    one, mine = torch.empty(tokens, d, device="cuda"), torch.full((tokens, d), float("nan"), device="cuda", dtype=dtype)
+    mhc.head(lanes.float(), fn, base, scale, cfg, one)
+    slots["mhc_head"](lanes, fn, base, scale, cfg, mine)
+    close(mine, one)

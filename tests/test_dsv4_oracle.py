@@ -70,17 +70,22 @@ def test_chunked_prefill(name):
     assert worst(name, run(name, CHUNKS, chunk=130)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+LONG = ["tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "tiny")]
+
+
+@pytest.mark.parametrize("name", LONG)
 def test_prefill_then_a_hundred_steps(name):
     assert worst(name, run(name, (128, 72, *[1] * 100))) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_decode_from_nothing(name):
-    assert worst(name, run(name, (1,) * LONGEST, chunk=1)) <= TOLERANCE
+@pytest.mark.parametrize(
+    ("name", "length"), [("tiny", 132), *(pytest.param(name, LONGEST, marks=pytest.mark.slow) for name in CONFIGS)]
+)
+def test_decode_from_nothing(name, length):
+    assert worst(name, run(name, (1,) * length, chunk=1)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", LONG)
 def test_cached_transformers_agree_as_well(name):
     step = dsv4_oracle.hf_decoder(name)
     got = torch.cat([step(ids(name)[None, :200])[0], *(step(ids(name)[None, [t]])[0] for t in range(200, 230))])

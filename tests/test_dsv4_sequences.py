@@ -135,7 +135,7 @@ def drafting() -> Model:
     return Model(weights.random(cfg, "fp32", seed=5))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [1, 6, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 2, 3, 4, 5, 7, 8, 9))])
 def test_drafting_gives_the_tokens_of_greedy_decoding(drafting, seed):
     cfg, tokens = drafting.config, prompt(20 + 37 * seed, 80 + seed)
     state = State(cfg, "fp32", sequences=1, blocks=8)

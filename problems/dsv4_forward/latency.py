@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from problems.common import build, load
-from problems.dsv4_forward import config, kernels, weights
+from problems.dsv4_forward import config, kernels, traffic, weights
 from problems.dsv4_forward.config import BLOCK_TOKENS
 from problems.dsv4_forward.kernels import Kernels
 from problems.dsv4_forward.model import Model, feed
@@ -137,9 +137,8 @@ def measure(made: ModelWeights, batch: int, context: int, text: str) -> dict:
 
 
 def bytes_moved(made: ModelWeights, batch: int, context: int) -> int:
-    """Least memory traffic of one decode step, in bytes (task.Case says what counts)."""
-    task = load.module(Path(__file__).parent, "task")
-    return task.Case(made.config.name, made.format, batch, context, "decode", 0).bytes_moved()
+    """Least memory traffic of one decode step, in bytes (traffic.py says what counts)."""
+    return traffic.Step(made.config, made.format, (context,) * batch, 1).bytes_moved()
 
 
 def _prefilled(made: ModelWeights, batch: int, context: int) -> tuple[State, tuple[int, ...], torch.Tensor]:

@@ -201,7 +201,8 @@ def _named(slot: str, variant: str, model: _Model) -> Pick:
         return _winner(slot, model)
     row, what = _row(slot), f"{slot}={variant}"
     file = _file(row, variant, what)
-    if file.parent.name not in ("variants", "wrong") and slot in _functions(file):
+    others = row is not None and load.PROBLEMS / row.problem in file.parents  # there the interface is the problem's
+    if not others and slot in _functions(file):
         return Pick(slot, "the slot's own interface", str(file), function=_function(file, slot))
     if row is None:
         raise ValueError(f"{what}: {file.name} must define {slot}, with the slot's interface: no problem is for it")
@@ -212,10 +213,11 @@ def _named(slot: str, variant: str, model: _Model) -> Pick:
 
 def _file(row: Row | None, variant: str, what: str) -> Path:
     folders = [load.PROBLEMS / row.problem / part for part in ("variants", "wrong")] if row else []
+    folders.append(Path(__file__).parent / "wrong")
     for file in (*(folder / f"{variant}.py" for folder in folders), Path(variant)):
         if file.suffix == ".py" and file.is_file():
             return file.resolve()
-    known = [file.stem for folder in folders for file in sorted(folder.glob("*.py"))]
+    known = [file.stem for folder in folders[:-1] for file in sorted(folder.glob("*.py"))]
     also = f", nor one of {row.problem}'s {', '.join(known)}" if known else ""
     raise ValueError(f"{what}: no file {variant}{also}")
 

@@ -1,0 +1,12 @@
+"""Wrong: rotates halves of the trailing values (Llama's pairs) instead of neighbours."""
+
+import torch
+
+
+def rotate(x, cos, sin, out, inverse=False):
+    r = 2 * cos.shape[-1]
+    a, b = x[..., -r:].float().chunk(2, -1)
+    c, s = (t.view(len(x), *[1] * (x.dim() - 2), -1) for t in (cos, -sin if inverse else sin))
+    turned = torch.cat([a * c - b * s, a * s + b * c], -1)
+    out[..., :-r] = x[..., :-r].clone()
+    out[..., -r:] = turned

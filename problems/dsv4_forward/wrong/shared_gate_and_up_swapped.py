@@ -1,0 +1,14 @@
+"""Wrong: the shared expert takes the up rows for the gate's."""
+
+import dataclasses
+
+import torch
+
+from problems.dsv4_forward import experts
+
+
+def shared(x, w13, w2, limit, out):
+    half = w13.n // 2
+    order = torch.cat([torch.arange(half, 2 * half), torch.arange(half)]).to(x.device)
+    swapped = dataclasses.replace(w13, kind="plain", weight=w13.dequantise()[:, order], scale=None, scale_2=None)
+    experts.shared(x, swapped, w2, limit, out)

@@ -7,26 +7,24 @@ public seeds. What a runner writes is never kept.
 import ast
 from pathlib import Path
 
-from harness import private
+from harness import private, scan, sources
 from harness.entrant import Entrant
 from harness.problem import Problem
 
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
 
 
-def kind(file: Path) -> str:
-    """How the submission `file` is compiled beforehand: by "compile_for", which it defines, by a "call", or "" where
-    nothing in it asks for a compiler.
+def kind(file: Path, folder: Path | None = None) -> str:
+    """How the submission `file` to the problem `folder` is compiled beforehand: by "compile_for", which it defines, by
+    a "call", or "" where nothing in it, or in what it brings along, asks for a compiler.
     """
     tree = ast.parse(file.read_text(), str(file))
     if any(isinstance(node, ast.FunctionDef) and node.name == "compile_for" for node in tree.body):
         return "compile_for"
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for path in scan.closure(file, folder):
+        if path.suffix == ".py":
+            names |= {name for _, name in sources.imports(ast.parse(path.read_text(), str(path)))}
     return "call" if any(name.startswith(COMPILING) for name in names) else ""
 
 
@@ -38,7 +36,7 @@ def todo(problem: Problem, entrants: tuple[Entrant, ...]) -> list[tuple[str, Ent
             continue
         entrant.built = True
         file, target = entrant.entry.file, entrant.target
-        how = kind(file)
+        how = kind(file, problem.folder)
         if how and private.build_folder(file, problem, target) is None:
             found.append((how, entrant, Entrant(f"{entrant.name} (compile step)", entrant.entry, target, built=True)))
     return found

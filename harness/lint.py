@@ -350,7 +350,7 @@ def _fit(entries: list[Entry], device: str, target: str) -> tuple[list[Entry], l
         raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
     fit, others = [], []
     for e in entries:
-        if findings := scan.findings(scan.closure(e.file), e.peer):
+        if findings := scan.findings(scan.closure(e.file, e.folder), e.peer):
             others.append((e, f"RULE_BROKEN     {findings[0]}"))
         elif target not in e.targets:
             others.append((e, f"made for {', '.join(e.targets)}"))

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from harness import environment, record
+from harness import environment, record, sources
 from harness.problem import Case, Problem, UsageError
 from harness.verdict import Judged
 
@@ -23,6 +23,8 @@ def make(
     """The plan as JSON: what a record names, and a hash of everything that an outcome depends on."""
     files = [problem.folder / name for name in ("task.py", "reference.py", "task.yml")]
     files += [problem.utils] if problem.utils else []
+    if problem.composition:  # whose reference is made of the folder's modules
+        files += sources.modules(problem.folder / "reference.py", problem.folder)
     return {
         "run_id": run_id, "schema": record.SCHEMA, "target": target,
         "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},

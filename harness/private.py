@@ -3,7 +3,8 @@
 Everything lies in one folder a judge process, kept by a small process (harness/guard.py --folder) that removes it when
 the judge is gone, so that nothing is left behind even by kill -9.
 
-    code/    harness modules of the runner, problems/common, problems/NAME with task.py and the submission's closure
+    code/    harness modules of the runner, problems/common, problems/NAME with task.py and the submission's closure;
+             of a composition also problems/OTHER with task.py, submission.py and the winners
     home/ tmp/ cache/    writable; cache/ starts as what an earlier compile step of the same closure made, and the
                          judge's own machine code
 
@@ -26,9 +27,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import guard, native, sandbox, scan
+from harness import guard, native, sandbox, scan, sources
 from harness.problem import Problem
-from problems.common import build
+from problems.common import build, load
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE_LIMIT = 2 * 2**30  # bytes of one compile step's caches
@@ -146,7 +147,7 @@ def key(file: Path, problem: Problem, target: str) -> str:
     """Of everything that a compile step of the submission `file` for `target` depends on. BuildError: as for make."""
     digest = hashlib.sha256(repr((target, _versions(target))).encode())
     common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
-    files = [*scan.closure(file), problem.folder / "task.py", *([problem.utils] if problem.utils else []), *common]
+    files = [*scan.closure(file, problem.folder), problem.folder / "task.py", *filter(None, [problem.utils]), *common]
     for path in files:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:32]
@@ -207,15 +208,21 @@ def _copy_code(code: Path) -> dict[Path, Path]:
 
 
 def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, Path]:
-    """task.py and the closure, which keeps its places: from the problem's folder, or else from its own common one."""
+    """task.py and the closure, which keeps its places: from the problem's folder, or else from its own common one.
+
+    What a composition brings along lies as in problems/, where `folder` is.
+    """
     copied = _copy(problem.folder / "task.py", folder / "task.py")
-    files = scan.closure(file)
+    files = sources.own(file)
     if all(problem.folder in path.parents for path in files):
         top, place = problem.folder, folder
     else:
         top, place = Path(os.path.commonpath([path.parent for path in files])), folder / "submission"
-    for path in files:
-        target = place / path.relative_to(top)
+    targets = [(path, place / path.relative_to(top)) for path in files]
+    targets += [
+        (path, folder.parent / path.relative_to(load.PROBLEMS)) for path in sources.brought(file, problem.folder)
+    ]
+    for path, target in targets:
         if target in copied and copied[target] != path:
             raise ValueError(f"{path} would take the place of {copied[target]} in the runner's folder")
         copied |= _copy(path, target)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from harness import sources
 from problems.common import load
 
 TARGETS = ("cpu", "sm90", "sm100")
@@ -37,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Entry:
-    """A submission file and what it says of itself, read without running it."""
+    """A submission file and what it says of itself, read without running it. folder: its problem's."""
 
     name: str
     file: Path
@@ -46,6 +47,7 @@ class Entry:
     peer: bool = False
     summary: str = ""
     directives: tuple[tuple[str, str], ...] = ()
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Problem:
     utils: Path | None = None
     ranking_by: str = "geom"
     timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
+    composition: bool = False  # see harness/sources.py
 
     def entries(self) -> list[Entry]:
         """Every file in variants/, by name."""
@@ -104,8 +107,9 @@ def entry(problem: Problem, file: Path) -> Entry:
     try:
         said = load.constants(file, "TARGETS", "REQUIRES")
         summary = load.summary(file)
+        sources.brought(file, problem.folder)
     except SyntaxError as error:
-        raise UsageError(f"{file.name}:{error.lineno}: not Python: {error.msg}") from error
+        raise UsageError(f"{Path(error.filename).name}:{error.lineno}: not Python: {error.msg}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
     targets = tuple(said.get("TARGETS", TARGETS))
@@ -113,7 +117,7 @@ def entry(problem: Problem, file: Path) -> Entry:
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
     peer = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
     requires, directives = tuple(said.get("REQUIRES", ())), _directives(file.read_text())
-    return Entry(file.stem, file.resolve(), targets, requires, peer, summary, directives)
+    return Entry(file.stem, file.resolve(), targets, requires, peer, summary, directives, problem.folder)
 
 
 def utils_of(folder: Path, named: Path | None = None) -> Path | None:
@@ -147,7 +151,10 @@ def _read(folder: Path) -> Problem:
             )  # fmt: skip
 
         benchmarks = {"cuda": cases(task.BENCHMARKS), "cpu": cases(task.BENCHMARKS_CPU)}
-        return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks)
+        composition = sources.is_composition(folder)
+        if composition and folder.parent != load.PROBLEMS:
+            raise UsageError(f"{folder} is a composition: it must stand in {load.PROBLEMS}, as its imports say")
+        return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks, composition=composition)
     return _read_gpu_mode(folder)
 
 

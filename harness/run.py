@@ -254,7 +254,7 @@ class Run:
 
     def _admit(self, j: Judged) -> bool:
         """Whether an entry may and can run here; else its verdict is set."""
-        findings = scan.findings(scan.closure(j.entry.file), j.entry.peer)
+        findings = scan.findings(scan.closure(j.entry.file, j.entry.folder), j.entry.peer)
         missing = [name for name in j.entry.requires if importlib.util.find_spec(name) is None]
         flags = load.missing_cpu_flags(j.entry.file)
         if findings:

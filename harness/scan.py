@@ -1,7 +1,8 @@
 """The text side of the default-queue rule: the forbidden word, and the plain ways around writing it.
 
-Every file of a submission's closure is read, comments and docstrings too. problems/common is exempt: it is the
-judge's. What really ran where is for the run-time audit; this is only what a text can show.
+Every file of a submission's closure is read, comments and docstrings too: of a composition's also the modules and the
+winners that it brings along. problems/common is exempt: it is the judge's. What really ran where is for the run-time
+audit; this is only what a text can show.
 """
 
 import ast
@@ -9,12 +10,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from problems.common import build
+from harness import sources
 
 WORD = re.compile("stream", re.IGNORECASE)
 _CALLS = {"exec", "eval", "__import__", "compile"}  # builtins that make code out of text
 _MODULES = {"base64", "codecs", "marshal", "pickle", "zlib", "ctypes.util"}
-_SOURCES = {".py", ".cu", ".cuh", ".cpp", ".h", ".hpp"}
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,11 @@ class Finding:
         return f"{self.file.name}:{self.line}: {self.what}"
 
 
-def closure(file: Path) -> list[Path]:
-    """The submission's file, the sources beside it that share its stem, and the local headers these include."""
-    files = {file.resolve(): None}
-    for sibling in sorted(file.resolve().parent.glob(f"{file.stem}.*")):
-        if sibling.suffix in _SOURCES - {".py"}:
-            files |= dict.fromkeys(path for path in build.closure(sibling) if path.parent != build.COMMON)
-    return list(files)
+def closure(file: Path, folder: Path | None = None) -> list[Path]:
+    """All that the submission `file` to the problem `folder` is made of (harness/sources.py); without a folder its own
+    sources alone. ValueError, SyntaxError: of what a composition brings along.
+    """
+    return sources.own(file) + (sources.brought(file, folder) if folder else [])
 
 
 def findings(files: list[Path], peer: bool = False) -> list[Finding]:
@@ -50,8 +48,13 @@ def findings(files: list[Path], peer: bool = False) -> list[Finding]:
 
 
 def _ways_around(file: Path, text: str) -> list[Finding]:
-    found = []
-    for node in ast.walk(ast.parse(text, str(file))):
+    tree = ast.parse(text, str(file))
+    found = [
+        Finding(file, line, f"imports {name}, which no submission gets to see")
+        for line, name in sources.imports(tree)
+        if sources.hidden(name)
+    ]
+    for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in _CALLS:

@@ -1,4 +1,5 @@
 """task.yml of our problems, generated from task.py, so that a competition in GPU MODE's format can be run on them.
+Compositions have none: that format knows no modules of a folder, and no other problems.
 
 `python -m harness.task_yml` writes every problem's; `--check` says which are stale, exit status 1.
 """
@@ -34,7 +35,7 @@ def main() -> int:
     for name in problem_names():
         problem = find(name)
         file: Path = problem.folder / "task.yml"
-        if not problem.own or (file.is_file() and file.read_text() == render(problem)):
+        if not problem.own or problem.composition or (file.is_file() and file.read_text() == render(problem)):
             continue
         stale.append(name)
         if "--check" not in sys.argv:

@@ -80,7 +80,7 @@ class Judged:
 
 def source_hash(entry: Entry) -> str:
     """Of the submission and what it is made of, as it stands now."""
-    return record.source_hash(scan.closure(entry.file))
+    return record.source_hash(scan.closure(entry.file, entry.folder))
 
 
 def exit_code(judged: list[Judged], everything: bool) -> int:

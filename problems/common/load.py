@@ -54,7 +54,9 @@ def from_file(folder: Path, file: Path, extra: dict[str, ModuleType] | None = No
 
 
 def variant(problem: str, name: str) -> ModuleType:
-    """Variant `name` of one of our problems, for submission.py and the composition."""
+    """Variant `name` of one of our problems, for submission.py and the composition. FileNotFoundError: see module."""
+    if not (PROBLEMS / problem / "task.py").is_file():
+        raise FileNotFoundError(f"no problem {problem} here: a submission that calls its winner names it in COMPOSES")
     return module(PROBLEMS / problem, f"variants/{name}")
 
 

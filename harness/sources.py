@@ -1,0 +1,123 @@
+"""What a submission is made of: its own sources, and what a composition's submissions bring along.
+
+A composition is a problem folder in problems/ whose task.py says `COMPOSITION = True`. Its submissions alone may import
+modules of their folder (`from problems.<folder> import model`), and name in a literal, `COMPOSES = ("nvfp4_gemv",)`,
+the problems whose winners they call through problems/common/load.py. Everything is found by reading, nothing is run.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from problems.common import build, load
+
+SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}  # of sources beside a Python file
+# Of a problem folder, what no runner gets to see. A winner's variant is loaded, not imported.
+HIDDEN = ("reference", "check", "wrong", "variants")
+
+
+def own(file: Path) -> list[Path]:
+    """`file`, the sources beside it that share its stem, and the local headers these include."""
+    files = {file.resolve(): None}
+    for sibling in sorted(file.resolve().parent.glob(f"{file.stem}.*")):
+        if sibling.suffix in SUFFIXES:
+            files |= dict.fromkeys(path for path in build.closure(sibling) if path.parent != build.COMMON)
+    return list(files)
+
+
+def brought(file: Path, folder: Path) -> list[Path]:
+    """Beyond that, for the runner of a submission to the composition `folder`: modules of the folder that `file`
+    imports, at any distance, and of each problem that it composes task.py, submission.py and the variants that WINNERS
+    names, all with their sources. [] for any other problem.
+
+    ValueError: COMPOSES in another problem, or not as above. SyntaxError: a module is not Python.
+    """
+    composed = composes(file, folder)
+    if not is_composition(folder):
+        return []
+    found = dict.fromkeys(path for module in modules(file, folder) for path in own(module))
+    for name in composed:
+        found |= dict.fromkeys(_winners(name))
+    return [path for path in found if path not in own(file)]
+
+
+def is_composition(folder: Path) -> bool:
+    return load.constants(folder / "task.py", "COMPOSITION").get("COMPOSITION") is True
+
+
+def composes(file: Path, folder: Path) -> tuple[str, ...]:
+    """Names of the problems that the submission `file` to `folder` composes. ValueError: it may not, or not these."""
+    names = load.constants(file, "COMPOSES").get("COMPOSES", ())
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file.name}: COMPOSES must be a tuple of problems' names, got {names!r}")
+    if names and not is_composition(folder):
+        raise ValueError(
+            f"{file.name}: COMPOSES is for compositions, but {folder.name}/task.py does not say COMPOSITION = True"
+        )
+    for name in names:
+        other = load.PROBLEMS / name
+        needed = (other / "task.py", other / "submission.py")
+        if not name.isidentifier() or not all(path.is_file() for path in needed) or is_composition(other):
+            raise ValueError(
+                f"{file.name}: COMPOSES must name problems with a task.py and a submission.py that are no "
+                f"compositions, got {name!r}"
+            )
+    return names
+
+
+def modules(file: Path, folder: Path) -> list[Path]:
+    """The modules of the problem `folder` that `file` imports as `problems.<folder>.<module>`, at any distance."""
+    found: dict[Path, None] = {}
+    todo = [file.resolve()]
+    while todo:
+        path = todo.pop(0)
+        for _, name in imports(ast.parse(path.read_text(), str(path))):
+            module = _module(name, folder)
+            if module and module not in found and module != file.resolve():
+                found[module] = None
+                todo.append(module)
+    return list(found)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every absolute import, those in functions too; `from a import b` counts as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def hidden(name: str) -> bool:
+    """Whether the module of that dotted name is one of a problem's that no runner gets to see."""
+    parts = name.split(".")
+    return len(parts) > 2 and parts[0] == "problems" and parts[1] != "common" and parts[2] in HIDDEN
+
+
+def _module(name: str, folder: Path) -> Path | None:
+    """The file of the module of that dotted name, or of the module that the name stands in; None: not in `folder`."""
+    parts = name.split(".")
+    if parts[:2] != ["problems", folder.name] or hidden(name):
+        return None
+    path = folder
+    for part in parts[2:]:
+        if (path / f"{part}.py").is_file():
+            return (path / f"{part}.py").resolve()
+        path = path / part
+    return None
+
+
+def _winners(name: str) -> list[Path]:
+    """Sources of the problem `name` with which load.variant can serve every target. ValueError: a winner is missing."""
+    folder = load.PROBLEMS / name
+    submission = folder / "submission.py"
+    winners = load.constants(submission, "WINNERS").get("WINNERS", {})
+    files = [folder / "task.py", *own(submission)]
+    for variant in dict.fromkeys(v for variants in winners.values() for v in variants):
+        file = folder / "variants" / f"{variant}.py"
+        if not file.is_file():
+            raise ValueError(f"{name}/submission.py: WINNERS names {variant!r}, but there is no {file.name}")
+        files += own(file)
+    return [path.resolve() for path in files]

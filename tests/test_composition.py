@@ -1,0 +1,271 @@
+"""A composition: what its submissions bring along, and what stays away from the runner.
+
+tests/fixtures/problems/composed stands in for one; each test has its own copy of the folders that it needs.
+"""
+
+import dataclasses
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import compiling, guard, plan, private, problem, run, scan, sources, verdict
+from harness.private import Private
+from harness.problem import UsageError
+from harness.process import Child
+from problems.common import load
+
+FIXTURE = Path(__file__).parent / "fixtures" / "problems" / "composed"
+WORD = "str" + "eam"
+LIMIT_S = 120
+# Of the submission of `composed`, from problems/.
+OWN = {"composed/submission.py"}
+MODULES = {"composed/model.py", "composed/kernels.py", "composed/state.py"}
+GEMV = load.PROBLEMS / "nvfp4_gemv"
+NAMED = {
+    name for named in load.constants(GEMV / "submission.py", "WINNERS")["WINNERS"].values() for name in named
+}  # fmt: skip
+SOURCES = [path for path in (GEMV / "variants").iterdir() if path.stem in NAMED]
+INCLUDED = {word for path in SOURCES for word in re.findall(r'#include "(.+)"', path.read_text())}
+WINNERS = {"nvfp4_gemv/task.py", "nvfp4_gemv/submission.py"} | {
+    f"nvfp4_gemv/variants/{path.name}"
+    for path in (GEMV / "variants").iterdir()
+    if path in SOURCES or path.name in INCLUDED
+}
+
+
+@pytest.fixture
+def problems(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A problems/ of this test's own, with composed and nvfp4_gemv."""
+    before = set(sys.modules)
+    folder = tmp_path / "problems"
+    for source in (FIXTURE, load.PROBLEMS / "nvfp4_gemv"):
+        shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(load, "PROBLEMS", folder)
+    yield folder
+    for name in set(sys.modules) - before:
+        if name.startswith("problems."):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that other users may pass through, as pytest's may not be: a runner may be one."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o711)
+    yield folder
+    guard.remove_tree(str(folder))
+
+
+def submission(name: str = "composed") -> problem.Entry:
+    found = problem.find(name)
+    return problem.entry(found, found.folder / "submission.py")
+
+
+def names(files: list[Path], top: Path) -> set[str]:
+    return {str(file.relative_to(top)) for file in files}
+
+
+def add(file: Path, text: str) -> None:
+    file.write_text(file.read_text() + text)
+
+
+# What it is made of.
+
+
+def test_a_composition_brings_modules_and_winners(problems):
+    entry = submission()
+    files = scan.closure(entry.file, entry.folder)
+    assert names(files, problems) == OWN | MODULES | WINNERS
+    assert len(files) == len(set(files)) and files[0] == entry.file
+    assert scan.closure(entry.file) == [entry.file], "without its folder, a file is what stands beside it"
+
+
+def test_modules_are_found_at_any_distance_and_however_they_are_imported(problems):
+    folder = problems / "composed"
+    for name, text in {
+        "a": "import problems.composed.b", "b": "def f():\n    from problems.composed.c import X", "e": "", "f": "",
+        "c": "import importlib\nX = importlib.import_module('problems.composed.d')", "lonely": "",
+        "d": "from problems.composed import e, f\nfrom problems.composed import a\nimport problems.other.lonely",
+    }.items():  # fmt: skip
+        (folder / f"{name}.py").write_text(text + "\n")
+    (folder / "e.cpp").write_text('#include "e_tools.h"\n')
+    (folder / "e_tools.h").write_text("\n")
+    (folder / "submission.py").write_text("from problems.composed import a\n")
+    files = names(scan.closure(folder / "submission.py", folder), folder)
+    assert files == {"submission.py", *(f"{name}.py" for name in "abcdef"), "e.cpp", "e_tools.h"}
+
+
+def test_another_problem_brings_nothing(problems):
+    """Also where a file imports what only a composition may: then it is not there when it runs."""
+    add(problems / "composed" / "task.py", "\nCOMPOSITION = False\n")
+    (problems / "composed" / "submission.py").write_text("from problems.composed import model\n")
+    entry = submission()
+    assert scan.closure(entry.file, entry.folder) == [entry.file]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('COMPOSES = ("no_such",)', "got 'no_such'"), ('COMPOSES = ("composed",)', "no compositions, got 'composed'"),
+        ('COMPOSES = ("../problems/nvfp4_gemv",)', "got '../problems/nvfp4_gemv'"),
+        ('COMPOSES = "nvfp4_gemv"', "must be a tuple"), ("COMPOSES = tuple(names)", "COMPOSES must be a literal"),
+        ("from problems.composed import broken", r"broken\.py:1: not Python"),
+    ],
+)  # fmt: skip
+def test_a_bad_declaration_is_named(problems, line, message):
+    (problems / "composed" / "broken.py").write_text("x = (\n")
+    (problems / "composed" / "submission.py").write_text(line + "\n")
+    with pytest.raises(UsageError, match=message):
+        submission()
+
+
+def test_only_a_composition_may_compose(problems):
+    (problems / "nvfp4_gemv" / "variants" / "mine.py").write_text('COMPOSES = ("nvfp4_gemv",)\n')
+    with pytest.raises(UsageError, match=r"mine\.py: COMPOSES is for compositions, but nvfp4_gemv/task\.py"):
+        problem.find("nvfp4_gemv").variant("mine")
+
+
+def test_a_winner_that_is_missing_is_named(problems):
+    name = min(NAMED)
+    (problems / "nvfp4_gemv" / "variants" / f"{name}.py").unlink()
+    with pytest.raises(UsageError, match=rf"nvfp4_gemv/submission\.py: WINNERS names '{name}'"):
+        submission()
+
+
+def test_a_composition_stands_in_problems():
+    with pytest.raises(UsageError, match=r"composed is a composition: it must stand in"):
+        problem.find(str(FIXTURE))
+
+
+def test_one_folder_of_ours_at_most_is_a_composition():
+    """The one that may name other problems: test_direction.py."""
+    assert {name for name in problem.problem_names() if problem.find(name).composition} <= {"dsv4_forward"}
+
+
+# What is read, and what it is known by.
+
+
+@pytest.mark.parametrize("name", sorted(OWN | MODULES | WINNERS))
+def test_the_scan_reads_all_of_it(problems, name):
+    entry = submission()
+    assert scan.findings(scan.closure(entry.file, entry.folder)) == []
+    lines = len((problems / name).read_text().splitlines())
+    add(problems / name, f"# up{WORD}\n" if name.endswith(".py") else f"// up{WORD}\n")
+    (found,) = scan.findings(scan.closure(entry.file, entry.folder))
+    assert (found.file, found.line) == (problems / name, lines + 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from problems.composed import reference", "import problems.nvfp4_gemv.reference as r",
+        "from problems.composed.reference import ref_kernel", "from problems.composed import check",
+        "from problems.composed.wrong import forgets_the_state",
+        "from problems.nvfp4_gemv.variants import torch_dequant",
+    ],
+)  # fmt: skip
+def test_what_nobody_gets_to_see_is_not_imported(problems, line):
+    file = problems / "composed" / "model.py"
+    add(file, line + "\n")
+    entry = submission()
+    files = scan.closure(entry.file, entry.folder)
+    (found,) = scan.findings(files)
+    assert found.file == file and "which no submission gets to see" in found.what
+    assert names(files, problems) == OWN | MODULES | WINNERS
+
+
+def test_hash_and_key_are_of_all_of_it(problems):
+    entry = submission()
+    found = problem.find("composed")
+
+    def known_by() -> tuple[str, str]:
+        return verdict.source_hash(entry), private.key(entry.file, found, "cpu")
+
+    start = known_by()
+    others = ("composed/reference.py", "composed/check.py", "composed/wrong/forgets_the_state.py",
+              "nvfp4_gemv/reference.py", "nvfp4_gemv/variants/torch_dequant.py")  # fmt: skip
+    for name in others:
+        add(problems / name, "\n# a change\n")
+        assert known_by() == start, name
+    seen = [start]
+    for name in sorted(OWN | MODULES | WINNERS):
+        add(problems / name, "\n# a change\n" if name.endswith(".py") else "\n// a change\n")
+        seen.append(known_by())
+    assert all(len(set(part)) == len(seen) for part in zip(*seen, strict=True))
+
+
+def test_it_is_compiled_as_what_it_brings_asks_for(problems):
+    """A winner that builds makes the composition one that is compiled by a call, or by its own compile_for."""
+    entry = submission()
+    assert compiling.kind(entry.file) == "" and compiling.kind(entry.file, entry.folder) == "call"
+    add(entry.file, "\n\ndef compile_for(target):\n    return []\n")
+    assert compiling.kind(entry.file, entry.folder) == "compile_for"
+
+
+# What the runner gets.
+
+
+def test_the_runner_gets_the_closure_in_its_places(problems, place):
+    entry = submission()
+    box = Private.make(entry.file, problem.find("composed"), base=place)
+    try:
+        top = box.jail.code / "problems"
+        seen = names([path for path in top.rglob("*") if path.is_file()], top)
+        seen = {name for name in seen if name.partition("/")[0] not in ("common", "__init__.py")}
+        assert seen == OWN | MODULES | WINNERS | {"composed/task.py"}
+        assert box.restore(f"{top}/nvfp4_gemv/submission.py:3") == f"{problems}/nvfp4_gemv/submission.py:3"
+        child = Child("harness.runner", None, box.jail)
+        start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
+        reply, _ = child.request(start, LIMIT_S)
+        child.close()
+        assert reply.get("ready"), reply
+    finally:
+        box.remove()
+
+
+def test_a_submission_from_elsewhere_gets_it_too(problems, place, tmp_path):
+    """Its own file has a place of its own; what it brings along lies as in problems/."""
+    file = tmp_path / "mine.py"
+    file.write_text('from problems.composed import state\nCOMPOSES = ("nvfp4_gemv",)\n')
+    entry = problem.entry(problem.find("composed"), file)
+    box = Private.make(entry.file, problem.find("composed"), base=place)
+    try:
+        assert box.file == box.folder / "submission" / "mine.py" and (box.folder / "state.py").is_file()
+        assert not (box.folder / "model.py").exists() and not (box.folder / "submission.py").exists()
+        other = box.folder.parent / "nvfp4_gemv"
+        assert names([path for path in other.rglob("*") if path.is_file()], other.parent) == WINNERS
+    finally:
+        box.remove()
+
+
+def test_a_problem_that_is_not_composed_is_named(problems):
+    with pytest.raises(FileNotFoundError, match=r"no problem moe_gemm here: .* names it in COMPOSES"):
+        load.variant("moe_gemm", "cpu_plain")
+
+
+def test_an_entry_knows_its_problem(problems):
+    entry = submission()
+    assert entry.folder == problems / "composed"
+    assert dataclasses.replace(entry, name="again").folder == entry.folder
+    assert sources.is_composition(entry.folder) and not sources.is_composition(problems / "nvfp4_gemv")
+
+
+def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
+    """state.py alone is what composed's reference.py imports."""
+    entry = submission()
+    found = problem.find("composed")
+    arguments = run.parser().parse_args(["composed"])
+
+    def planned() -> str:
+        return plan.make("id", found, "cpu", arguments, [verdict.Judged(entry, "cpu")], [], [])["problem_hash"]
+
+    start = planned()
+    add(problems / "composed" / "model.py", "\n# a change\n")
+    assert planned() == start
+    add(problems / "composed" / "state.py", "\n# a change\n")
+    assert planned() != start

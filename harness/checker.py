@@ -28,6 +28,7 @@ class Checker:
         self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py", extra)
         self.split: bool = self.own and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
+        self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.own else ()
         self.slots: dict[str, list[Slot]] = {}
         self.held: dict[str, Slot] = {}  # the weights' memory, by runner
         self.weights: object = None
@@ -36,6 +37,7 @@ class Checker:
         self.want: object = None
         self.spec: dict = {}
         self.outputs: list[int] = []
+        self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
         self.captures: list[dict] = []
         canary = torch.frombuffer(bytearray(CANARY), dtype=torch.uint8)
         self.canaries = [canary.to(device) for device in {"cpu", self.device}]
@@ -82,14 +84,18 @@ class Checker:
         layout = tree.Layout()
         self.spec = tree.describe(self._delivered(), layout)
         if self.own:
-            self.want = self.reference.ref_kernel(self.pristine)
+            self.inout = self._inout()
+            self.want = self.reference.ref_kernel(self._for_reference())
             outputs = self.spec["items"][2] if self.split else self.spec
             names = outputs.get("fields", [])
             if not self.outputs_named or not set(self.outputs_named) <= set(names):
                 raise ValueError(f"OUTPUTS must name fields of the NamedTuple of outputs, which has {names}")
             leaves = tree.leaves(self.spec)
             first = len(leaves) - len(tree.leaves(outputs))
-            self.outputs = [first + names.index(name) for name in self.outputs_named]
+            found = [tree.within(outputs, (name,)) for name in self.outputs_named]
+            if any(len(part) != 1 for part in found):
+                raise ValueError(f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}")
+            self.outputs = [first + part[0] for part in found]
             self.captures = [_capture_spec(leaves[i], layout) for i in self.outputs]
             _poison(tree.tensors(self._delivered()), self.outputs)
         else:
@@ -104,8 +110,8 @@ class Checker:
         return {
             "device": "cuda" if cuda else "cpu", "sizes": layout.used,
             "open": {
-                "data": self.spec, "outputs": self.outputs, "captures": self.captures, "own": self.own,
-                "split": self.split,
+                "data": self.spec, "outputs": self.outputs, "inout": self.inout, "captures": self.captures,
+                "own": self.own, "split": self.split,
             },
         }  # fmt: skip
 
@@ -142,7 +148,9 @@ class Checker:
         self._sync()
         leaves, names = tree.leaves(self.spec), _names(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
-            if i not in self.outputs and not torch.equal(_region(leaf, slot), tree.raw(source)):
+            if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
+                _region(leaf, slot).copy_(tree.raw(source))
+            elif i not in self.outputs and not torch.equal(_region(leaf, slot), tree.raw(source)):
                 return _verdict("INCORRECT", f"input {names[i]} was changed by the call")
         if held := self.held.get(message["runner"]):
             pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
@@ -177,6 +185,26 @@ class Checker:
             if self.own and not claim["same"]:
                 return f"custom_kernel must return the output tensor it was given ({form}), got another one"
         return ""
+
+    def _inout(self) -> list[int]:
+        """Which of the delivered tensors are those of INOUT. ValueError: it names what is no input."""
+        # The weights are not delivered, so inputs come first.
+        inputs = self.spec["items"][1] if self.split else self.spec
+        names = [name for name in inputs.get("fields", []) if self.split or name not in self.outputs_named]
+        if not set(self.inout_named) <= set(names):
+            raise ValueError(
+                f"INOUT must name fields of the NamedTuple of inputs that are no outputs, {names}, "
+                f"got {list(self.inout_named)}"
+            )
+        return tree.within(inputs, self.inout_named)
+
+    def _for_reference(self) -> object:
+        """The data, in which the reference may overwrite what a call may."""
+        if not self.inout_named:
+            return self.pristine
+        inputs = self.pristine.inputs if self.split else self.pristine
+        inputs = inputs._replace(**{name: tree.clone(getattr(inputs, name)) for name in self.inout_named})
+        return self.pristine._replace(inputs=inputs) if self.split else inputs
 
     def _delivered(self) -> object:
         """The data without its weights, which have memory of their own."""

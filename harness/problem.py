@@ -139,6 +139,7 @@ def _directives(text: str) -> tuple[tuple[str, str], ...]:
 
 def _read(folder: Path) -> Problem:
     if "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
+        _see_names(folder / "task.py", "INOUT")
         task = load.module(folder, "task")
 
         def cases(specs: list) -> tuple[Case, ...]:
@@ -156,6 +157,17 @@ def _read(folder: Path) -> Problem:
             raise UsageError(f"{folder} is a composition: it must stand in {load.PROBLEMS}, as its imports say")
         return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks, composition=composition)
     return _read_gpu_mode(folder)
+
+
+def _see_names(file: Path, *literals: str) -> None:
+    """UsageError unless each of these literals of task.py, where it is there, is a tuple of names."""
+    for literal in literals:
+        try:
+            said = load.constants(file, literal).get(literal, ())
+        except ValueError as error:
+            raise UsageError(f"{file.parent.name}: {error}") from None
+        if not isinstance(said, tuple) or not all(isinstance(name, str) for name in said):
+            raise UsageError(f"{file.parent.name}/task.py: {literal} must be a tuple of fields' names, got {said!r}")
 
 
 def _read_gpu_mode(folder: Path) -> Problem:

@@ -87,7 +87,7 @@ class Runner:
         if self.module is None:
             return self._judge_call(message, slot, key)
         data = self._data(slot)
-        outputs = [self._output(data, i) for i in self.opened["outputs"]]
+        outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
         # Views of the judge's own, made before the call: what comes back may have been given other methods.
         sources = [tree.raw(output) for output in outputs]
         captures = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.opened["captures"]]
@@ -129,7 +129,11 @@ class Runner:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self.device == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        overwritten = [tree.raw(self._leaf(data, i)) for i in self.opened["inout"]]
+        before = [tensor.clone() for tensor in overwritten]
         self.module.custom_kernel(data, *state)
+        for tensor, content in zip(overwritten, before, strict=True):
+            tensor.copy_(content)
         self._sync()
         with torch.profiler.profile(activities=kinds) as profiler:
             self.module.custom_kernel(data, *state)
@@ -153,8 +157,8 @@ class Runner:
         data = tree.build(self.opened["data"], slot.buffers, self.task)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
-    def _output(self, data: object, index: int) -> torch.Tensor:
-        """The output tensor that is leaf `index` of the slot."""
+    def _leaf(self, data: object, index: int) -> torch.Tensor:
+        """The tensor that is leaf `index` of the slot."""
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
 
     def _untimed(self, data: object, message: dict) -> tuple:

@@ -78,6 +78,15 @@ def leaves(spec: dict) -> list[dict]:
     return [leaf for item in spec.get("items", ()) for leaf in leaves(item)]
 
 
+def within(spec: dict, names: tuple[str, ...]) -> list[int]:
+    """Which of the leaves of a specification stand in the fields `names` of a NamedTuple, or under such keys of a dict;
+    of anything else none do.
+    """
+    parts = spec.get("fields") or spec.get("keys") or ()
+    of_leaves = [part for part, item in zip(parts, spec["items"] if parts else (), strict=True) for _ in leaves(item)]
+    return [i for i, part in enumerate(of_leaves) if part in names]
+
+
 def tensors(value: object) -> list[torch.Tensor]:
     """The tensors within `value`, in the order of `leaves`."""
     found: list[torch.Tensor] = []

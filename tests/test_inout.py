@@ -1,0 +1,246 @@
+"""Inputs that a call may overwrite (task.py: INOUT): they may change, others may not, and each call gets them fresh."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import phases, problem, tree
+from harness.checker import Checker
+from harness.problem import UsageError
+from harness.session import Entrant, Outcome, ProblemError, Session
+
+# y = x + sums, and afterwards sums = y and the count is one more. A full state has a count that is not 0.
+TASK = '''"""running: y = x + sums."""
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class State(NamedTuple):
+    sums: torch.Tensor
+    count: torch.Tensor
+
+
+{classes}
+
+OUTPUTS = ("y",)
+INOUT = ("state",)
+
+
+@dataclass(frozen=True)
+class Case:
+    n: int
+    seed: int
+
+    def bytes_moved(self) -> int:
+        return 12 * self.n
+
+
+TESTS = [Case(64, 1), Case(129, 2)]
+BENCHMARKS = BENCHMARKS_CPU = [Case(50_000, 3)]
+'''
+FLAT = '''class Data(NamedTuple):
+    x: torch.Tensor
+    state: State
+    y: torch.Tensor
+'''
+SPLIT = '''class Weights(NamedTuple):
+    ones: torch.Tensor
+
+
+class Inputs(NamedTuple):
+    x: torch.Tensor
+    state: State
+
+
+class Outputs(NamedTuple):
+    y: torch.Tensor
+
+
+class Data(NamedTuple):
+    weights: Weights
+    inputs: Inputs
+    outputs: Outputs
+'''
+REFERENCE = '''"""Inputs, oracle and checker for running."""
+import torch
+import task
+
+from problems.common import check
+
+
+def parts(data):
+    return data if hasattr(data, "x") else data.inputs
+
+
+{generators}
+
+
+def made(n, seed, device):
+    gen = torch.Generator(device).manual_seed(seed)
+    x, sums = torch.randn(2, n, generator=gen, device=device).unbind()
+    state = task.State(sums.clone(), torch.zeros(1, dtype=torch.int64, device=device))
+    return x.clone(), state, torch.full_like(x, float("nan"))
+
+
+def ref_kernel(data):
+    x, state = parts(data)[:2]
+    state.sums.add_(x)  # as a kernel does: the judge hands it a copy
+    state.count.add_(1)
+    return state.sums.double()
+
+
+def check_implementation(data, output):
+    result = compare(data, ref_kernel(data), output)
+    return result.ok, result.message
+
+
+def compare(data, want, output, peer=False):
+    assert int(parts(data).state.count) == 0, "the state as it was before the call"
+    return check.elementwise(output, want, 2**-22 * want.abs() + 2**-40, torch.float32)
+'''
+GENERATORS = {
+    FLAT: "def generate_input(n, seed, device):\n    return task.Data(*made(n, seed, device))\n",
+    SPLIT: "def generate_weights(n, seed, device):\n    return task.Weights(torch.ones(n, device=device))\n\n\n"
+           "def generate_input(n, seed, device):\n    x, state, y = made(n, seed, device)\n"
+           "    return task.Inputs(x, state), task.Outputs(y)\n",
+}  # fmt: skip
+KERNEL = '''"""{name}."""
+import torch
+
+
+def custom_kernel(data):
+    x, state = (data if hasattr(data, "x") else data.inputs)[:2]
+    y = data.y if hasattr(data, "y") else data.outputs.y
+    if int(state.count):
+        raise ValueError("the state is full")
+    torch.add(x, state.sums, out=y)
+    {then}
+    return y
+'''
+CHANGED = "was changed by the call"
+# name -> (what it does after y is written, verdict, piece of the reason); some where there are weights alone
+SUBMISSIONS = {
+    "advances": ("state.sums.copy_(y), state.count.add_(1)", "PASSED", ""),
+    "scribbles": ("state.sums.fill_(float('nan')), state.count.fill_(7)", "PASSED", ""),
+    "leaves_it": ("pass", "PASSED", ""),
+    "changes_x": ("state.sums.copy_(y), x.add_(1)", "INCORRECT", f"input x {CHANGED}"),
+}
+SPLIT_ONLY = {"changes_weights": ("data.weights.ones.zero_()", "INCORRECT", "the weights were changed")}
+ONE_PROCESS = phases.Plan(processes=1, samples=4, warmups=1, slots=2, audits=1)
+
+
+def folder(path: Path, classes: str, *changes: tuple[str, str]) -> Path:
+    """The problem in `path`, with (text, replacement) pairs applied to task.py."""
+    path.mkdir()
+    text = TASK.format(classes=classes)
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (path / "task.py").write_text(text)
+    (path / "reference.py").write_text(REFERENCE.format(generators=GENERATORS[classes]))
+    return path
+
+
+def checker(path: Path) -> Checker:
+    return Checker({"folder": str(path), "own": True, "device": "cpu", "utils": None})
+
+
+def content(made: Checker, n: int = 64) -> dict:
+    made.new_weights({"case": {"n": n}, "seed": 5}, [])
+    return made.content({"case": {"n": n}, "seed": 5}, [])
+
+
+@pytest.mark.parametrize("classes", [SPLIT, pytest.param(FLAT, marks=pytest.mark.slow)], ids=["split", "flat"])
+def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
+    """On test cases and in calls of one process: each call finds the state as it was made."""
+    found = problem.find(str(folder(tmp_path / "running", classes)))
+    submissions = SUBMISSIONS | (SPLIT_ONLY if classes == SPLIT else {})
+    entrants = []
+    for name, (then, *_) in submissions.items():
+        file = tmp_path / f"{name}.py"
+        file.write_text(KERNEL.format(name=name, then=then))
+        entrants.append(Entrant(name, problem.entry(found, file), "cpu"))
+    with Session(found, "cpu") as session:
+        results = phases.run_tests(session, entrants, list(found.tests), lambda *_: None, lambda _: None)
+        for name, (_, status, reason) in submissions.items():
+            for outcome in results[name]:
+                assert (outcome.status, reason in outcome.reason) == (status, True), (name, outcome)
+        cases = list(found.benchmarks["cpu"])
+        timings, _ = phases.run_benchmarks(session, entrants[:1], cases, lambda _: None, how=ONE_PROCESS)
+        (timing,) = timings["advances"]
+        assert timing.failure is None and len(timing.flat("us")) == ONE_PROCESS.samples, timing.failure
+        session.start(entrants[0])
+        session.weights(cases[0], 1)
+        session.content(cases[0], 1)
+        reply = session.ask_runner(entrants[0], {"op": "profile", "peer": False}, 60, slots=1)
+        assert not isinstance(reply, Outcome) and "add" in reply["table"], reply
+
+
+@pytest.mark.parametrize("classes", [FLAT, SPLIT], ids=["flat", "split"])
+def test_after_a_call_the_slot_holds_them_as_before(tmp_path, classes):
+    """A GPU's runner makes a call on a slot that was judged, to fetch code: it finds no state that is full."""
+    made = checker(folder(tmp_path / "running", classes))
+    said = content(made)
+    assert len(said["open"]["inout"]) == 2
+    made.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1}, [])
+    made.fill({"runner": "r", "slot": 0, "key": None}, [])
+    (slot,) = made.slots["r"]
+    leaves = tree.leaves(made.spec)
+    regions = [tree.tensor(leaves[i], slot.buffers["host"]) for i in said["open"]["inout"]]
+    before = [region.clone() for region in regions]
+    for region in regions:
+        region.fill_(3)
+    made.judge({"runner": "r", "slot": 0, "claims": [], "peer": False}, [])
+    assert all(torch.equal(*pair) for pair in zip(regions, before, strict=True))
+    made.release({"op": "release", "runner": "r"}, [])
+
+
+def test_the_reference_gets_a_copy_of_these_alone(tmp_path):
+    made = checker(folder(tmp_path / "running", SPLIT))
+    content(made)
+    pristine, handed = made.pristine, made._for_reference()
+    assert int(pristine.inputs.state.count) == 0
+    assert handed.inputs.x is pristine.inputs.x and handed.weights is pristine.weights
+    assert handed.inputs.state.sums.data_ptr() != pristine.inputs.state.sums.data_ptr()
+
+
+@pytest.mark.parametrize("classes", [FLAT, SPLIT], ids=["flat", "split"])
+@pytest.mark.parametrize("names", ['("stat",)', '("y",)', '("state", "ones")'])
+def test_a_name_that_is_no_input_is_named(tmp_path, classes, names):
+    """An output, the weights' fields, a slip of the pen."""
+    path = folder(tmp_path / "running", classes, ('INOUT = ("state",)', f"INOUT = {names}"))
+    with pytest.raises(ValueError, match=r"INOUT must name fields .* \['x', 'state'\], got \["):
+        content(checker(path))
+
+
+def test_a_bad_name_is_the_problems_failure_and_no_verdict(tmp_path):
+    path = folder(tmp_path / "running", FLAT, ('INOUT = ("state",)', 'INOUT = ("sums",)'))
+    found = problem.find(str(path))
+    with (
+        Session(found, "cpu") as session,
+        pytest.raises(ProblemError, match=r"INOUT must name fields .*, got \['sums'\]"),
+    ):
+        session.content(found.tests[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('INOUT = "state"', r"running/task\.py: INOUT must be a tuple of fields' names, got 'state'"),
+        ("INOUT = (1,)", "must be a tuple of fields' names"), ("INOUT = tuple(['state'])", "INOUT must be a literal"),
+    ],
+)  # fmt: skip
+def test_a_literal_of_another_form_is_bad_use(tmp_path, line, message):
+    path = folder(tmp_path / "running", FLAT, ('INOUT = ("state",)', line))
+    with pytest.raises(UsageError, match=message):
+        problem.find(str(path))
+
+
+def test_leaves_are_found_by_field_and_key():
+    value = {"a": [torch.ones(1), torch.ones(2)], "b": torch.ones(3), "c": (torch.ones(4), 5)}
+    spec = tree.describe(value, tree.Layout())
+    assert tree.within(spec, ("a", "c")) == [0, 1, 3] and tree.within(spec, ()) == []
+    assert tree.within(tree.describe((torch.ones(1),), tree.Layout()), ("a",)) == []

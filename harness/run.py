@@ -17,6 +17,7 @@ from harness import (  # noqa: E402
     beside,
     console,
     device_lock,
+    endtoend,
     environment,
     journal,
     plan,
@@ -41,7 +42,8 @@ BASELINE = "torch_dequant"  # shown as a ratio where it takes part
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("harness/run.py", description="Check and time kernels of a problem.")
+    about = "Check and time kernels of a problem."
+    p = argparse.ArgumentParser("harness/run.py", description=about, epilog=endtoend.HELP)
     p.add_argument("problem", nargs="?", metavar="PROBLEM", help="a name in problems/, or a folder (GPU MODE's too)")
     p.add_argument("--mode", choices=MODES, default="leaderboard", help="leaderboard: test, benchmark, record")
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
@@ -57,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "--resume", nargs="?", const="", metavar="RUN_ID",
         help="go on with a run that was killed, by default the newest unfinished one, with its options",
     )  # fmt: skip
+    p.add_argument("--check-only", action="store_true", help="the problem's own end-to-end check (check.py), then stop")
     p.add_argument("--lint", action="store_true", help="check the problem itself: what must fail fails, then stop")
     p.add_argument("--sanitize", action="store_true", help="run small cases under compute-sanitizer, then stop")
     p.add_argument("--list", action="store_true", help="list problems, or the variants of PROBLEM")
@@ -64,9 +67,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    arguments, further = parser().parse_known_args(argv)
     try:
-        return Run(arguments).main()
+        return Run(arguments, further).main()
     except UsageError as error:
         print(f"harness/run.py: {error}", file=sys.stderr)
         return verdict.USAGE_EXIT
@@ -82,10 +85,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Run:
-    """One invocation."""
+    """One invocation. further: arguments that are not harness/run.py's own."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.args = arguments
+    def __init__(self, arguments: argparse.Namespace, further: list[str]) -> None:
+        self.args, self.further = arguments, further
         self.lines: list[dict] = []
         self.journal: Journal | None = None
         self.opponents: list[Judged] = []  # leaders that took part in a confirmation alone
@@ -93,14 +96,21 @@ class Run:
     def main(self) -> int:
         args = self.args
         if args.list or not args.problem:
+            if self.further:
+                raise UsageError(f"unrecognized arguments: {' '.join(self.further)}")
             return self._list()
         self.problem: Problem = problem.find(args.problem)
         if args.timeout is not None and args.timeout <= 0:
             raise UsageError(f"--timeout must be positive, got {args.timeout}")
         self.device = self._device()
         self.machine = environment.machine(self.device)
+        own = {option for action in parser()._actions for option in action.option_strings}
+        checked = endtoend.wanted(self.problem, args, self.further, own)
         if args.lint:
             return self._lint()
+        if args.check_only:
+            console.say(environment.block() + "\n")
+            return self._check()
         if (completed := self._settle()) is not None:
             return completed
         with contextlib.ExitStack() as stack:
@@ -108,14 +118,27 @@ class Run:
                 self.journal = Journal.resume(self.machine, self.problem.name, args.resume or None)
                 stack.callback(self.journal.close)
                 plan.adopt(self.journal.plan, args, parser().parse_args([]))
-            return self._run(stack)
+            return self._run(stack, checked)
 
-    def _run(self, stack: contextlib.ExitStack) -> int:
+    def _check(self) -> int:
+        """The problem's own check. -> exit code."""
+        with self._held(timed=False):
+            status = endtoend.run(self.problem, self.device, self.further)
+        if status == verdict.USAGE_EXIT:
+            return verdict.USAGE_EXIT
+        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        said = f"INCORRECT ({how}); nothing else is judged" if status else "PASSED"
+        console.say(f"{self.problem.name}, end to end: {said}")
+        console.say()
+        return verdict.EXIT_CODES["INCORRECT" if status else "PASSED"]
+
+    def _run(self, stack: contextlib.ExitStack, checked: bool) -> int:
         args = self.args
         self.target = self._target()
         chosen = self._chosen()
-        console.say(environment.block())
-        console.say()
+        console.say(environment.block() + "\n")
+        if checked and (code := self._check()):
+            return code
         if args.mode == "profile" and not args.sanitize:
             return self._profile(chosen[0])
         self.recorder = Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)

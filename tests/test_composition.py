@@ -4,8 +4,11 @@ tests/fixtures/problems/composed stands in for one; each test has its own copy o
 """
 
 import dataclasses
+import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import compiling, guard, plan, private, problem, run, scan, sources, verdict
+from harness import compiling, guard, plan, private, problem, process, run, scan, sources, verdict
 from harness.private import Private
 from harness.problem import UsageError
 from harness.process import Child
-from problems.common import load
+from problems.common import build, load
 
 FIXTURE = Path(__file__).parent / "fixtures" / "problems" / "composed"
 WORD = "str" + "eam"
@@ -269,3 +272,46 @@ def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
     assert planned() == start
     add(problems / "composed" / "state.py", "\n# a change\n")
     assert planned() != start
+
+
+# As a user sees it.
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The judge, and composed in its problems/. What compiles is shared with this checkout."""
+    made = tmp_path / "checkout"
+    for name in ("harness", "problems/common", "problems/nvfp4_gemv"):
+        shutil.copytree(process.ROOT / name, made / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(process.ROOT / "problems" / "__init__.py", made / "problems")
+    shutil.copytree(FIXTURE, made / "problems" / "composed", ignore=shutil.ignore_patterns("__pycache__"))
+    (made / "tests" / "fixtures").mkdir(parents=True)
+    shutil.copy(FIXTURE.parent.parent / "short_run.py", made / "tests" / "fixtures")
+    return made
+
+
+def run_in(checkout: Path, *command: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "KERNEL_BUILD_DIR": str(build.directory()), "PYTHONPATH": ""}
+    return subprocess.run(
+        [sys.executable, *command, "--device", "cpu"], cwd=checkout, env=environment, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+
+
+def test_it_is_checked_end_to_end_and_then_judged(checkout):
+    done = run_in(checkout, "harness/run.py", "composed", "--mode", "test", "--calls", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, _, then = done.stdout.partition("composed, end to end: PASSED")
+    assert first.count("winners and reference differ") == 2 and then.count("PASSED  rel") == 3
+    done = run_in(checkout, "harness/run.py", "composed", "--mode", "test", "--kernels", "zeros")
+    assert done.returncode == 1 and "composed, end to end: INCORRECT" in done.stdout and "rel" not in done.stdout
+
+
+@pytest.mark.slow
+def test_it_is_timed_and_recorded(checkout, tmp_path):
+    """The state that each call overwrites is fresh in every timed one."""
+    done = run_in(checkout, "tests/fixtures/short_run.py", str(tmp_path / "results"), "1", "composed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (tmp_path / "results").glob("*/composed.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {r["status"] for r in records} == {"PASSED"} and [r["kind"] for r in records].count("benchmark") == 1

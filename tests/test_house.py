@@ -293,18 +293,20 @@ def flags(source: str) -> set[str]:
 
 
 def test_the_readme_names_every_option_of_the_command_line():
-    rows = re.findall(r"^\| `(--[a-z]+|PROBLEM)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(--[a-z-]+|PROBLEM)", (ROOT / "README.md").read_text(), re.MULTILINE)
     defined = flags((ROOT / "harness/run.py").read_text())
     assert sorted(rows) == sorted({"PROBLEM" if name == "problem" else name for name in defined})
 
 
 def test_the_options_that_the_pages_use_exist():
     defined = flags((ROOT / "harness/run.py").read_text())
+    for check in load.PROBLEMS.glob("*/check.py"):
+        defined |= set(load.constants(check, "OPTIONS").get("OPTIONS", ()))
     used = {
         word
         for page in PAGES
         for line in re.findall(r"harness/run\.py .*", page.read_text())
-        for word in re.findall(r"(?<!\S)--[a-z]+", line)
+        for word in re.findall(r"(?<!\S)--[a-z-]+", line)
     }
     assert used and used <= defined, f"unknown: {used - defined}"
 

@@ -1,0 +1,197 @@
+"""A problem's own check: when harness/run.py runs it, with what, and what follows from how it ends."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import process, run, verdict
+from harness.problem import UsageError
+from problems.common import load
+
+TASK = '''"""gated: nothing of it is ever called."""
+from dataclasses import dataclass
+
+OUTPUTS = ("c",)
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+
+    def bytes_moved(self) -> int:
+        return 1
+
+
+TESTS = BENCHMARKS = BENCHMARKS_CPU = [Case(1)]
+'''
+# It says what it got in a file, so that a test need not look through what it prints.
+CHECK = '''"""A check."""
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+OPTIONS = ("--end", "--word")
+
+
+def main(argv):
+    Path(__file__).with_suffix(".json").write_text(json.dumps(argv))
+    print("checking end to end")
+    end = argv[argv.index("--end") + 1] if "--end" in argv else "0"
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return int(end)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+'''
+SUBMISSION = '"""gated."""\n\n\ndef custom_kernel(data):\n    return data\n'
+ON = "went on"  # what a run says here that judges, or profiles
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A checkout with one problem, gated, that has a check; nothing is judged in it."""
+    before = set(sys.modules)
+    made = tmp_path / "problems" / "gated"
+    made.mkdir(parents=True)
+    for name, text in {
+        "../__init__.py": "", "task.py": TASK, "check.py": CHECK, "submission.py": SUBMISSION, "reference.py": "",
+    }.items():  # fmt: skip
+        (made / name).write_text(text)
+    monkeypatch.setattr(load, "PROBLEMS", made.parent)
+    monkeypatch.setattr(process, "ROOT", tmp_path)
+
+    def stop(*_: object) -> None:
+        raise UsageError(ON)
+
+    monkeypatch.setattr(run, "Recorder", stop)
+    monkeypatch.setattr(run.Run, "_profile", stop)
+    monkeypatch.setattr(run.Run, "_lint", stop)
+    monkeypatch.setattr(run.Run, "_settle", lambda _: None)
+    yield made
+    for name in set(sys.modules) - before:
+        if name.startswith("problems."):
+            del sys.modules[name]
+
+
+def got(folder: Path) -> list[str] | None:
+    """The arguments of the check, None where it did not run."""
+    file = folder / "check.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
+    assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == verdict.USAGE_EXIT
+    said = capfd.readouterr()
+    assert said.out.index("CPU:") < said.out.index("checking end to end") < said.out.index("gated, end to end: PASSED")
+    assert ON in said.err and got(folder) == ["--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        ([], True), (["--mode", "leaderboard"], True), (["--mode", "test", "--case", "x"], True),
+        (["--mode", "benchmark"], False), (["--mode", "profile"], False), (["--sanitize"], False), (["--lint"], False),
+    ],
+)  # fmt: skip
+def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
+    assert run.main(["gated", "--device", "cpu", *arguments]) == verdict.USAGE_EXIT
+    assert ON in capfd.readouterr().err
+    assert (got(folder) is not None) == runs
+
+
+def test_a_file_from_elsewhere_is_not_its_business(folder, tmp_path, capfd):
+    (tmp_path / "mine.py").write_text(SUBMISSION)
+    assert run.main(["gated", "--device", "cpu", "--submission", str(tmp_path / "mine.py")]) == verdict.USAGE_EXIT
+    said = capfd.readouterr()
+    assert "note: check.py says nothing of files from elsewhere" in said.out and ON in said.err
+    assert got(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("1", 1, "INCORRECT (exit status 1); nothing else is judged"), ("3", 1, "INCORRECT (exit status 3)"),
+        ("killed", 1, "INCORRECT (killed by signal 9)"), ("2", 2, "checking end to end"),
+    ],
+)  # fmt: skip
+def test_a_check_that_does_not_pass_ends_the_run(folder, capfd, end, code, said):
+    assert run.main(["gated", "--mode", "test", "--device", "cpu", "--end", end]) == code
+    out, err = capfd.readouterr()
+    assert said in out and ON not in err
+
+
+def test_an_exception_in_it_is_shown(folder, capfd):
+    (folder / "check.py").write_text("import math\n\nmath.no_such_name\n")
+    assert run.main(["gated", "--check-only", "--device", "cpu"]) == 1
+    out, err = capfd.readouterr()
+    assert "no_such_name" in err and "end to end: INCORRECT" in out
+
+
+def test_check_only_stops_after_it(folder, capfd):
+    assert run.main(["gated", "--check-only", "--device", "cpu"]) == 0
+    assert ON not in capfd.readouterr().err and got(folder) == ["--device", "cpu"]
+    (folder / "submission.py").unlink()  # it is not asked for
+    assert run.main(["gated", "--check-only", "--device", "cpu", "--end", "1"]) == 1
+
+
+def test_its_options_reach_it_as_they_are(folder, capfd):
+    words = ["--word=a b", "--end", "0", "--word", "-1"]
+    assert run.main(["gated", "--check-only", *words[:3], "--device", "cpu", *words[3:]]) == 0
+    assert got(folder) == [*words, "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gated", "--wrod", "x"], "unrecognized arguments: --wrod; gated/check.py takes --end, --word"),
+        (["gated", "x"], "unrecognized arguments: x; gated"),
+        (["gated", "--wor", "x"], "unrecognized arguments: --wor;"),
+        (["gated", "--word", "x", "--other=3"], "unrecognized arguments: --other=3"),
+        (["gated", "--mode", "benchmark", "--word", "x"], "--word x goes with no --mode benchmark"),
+        (["gated", "--lint", "--word", "x"], "--word x goes with no --lint"),
+        (["gated", "--check-only", "--mode", "profile"], "--check-only goes with no --mode profile"),
+        (["gated", "--check-only", "--resume"], "--check-only goes with no --resume"),
+        (["gated", "--check-only", "--submission", "x.py"], "--check-only goes with no --submission"),
+        (["plain", "--check-only"], "--check-only: plain has no check.py"),
+        (["plain", "--word", "x"], "unrecognized arguments: --word"), (["--list", "--word"], "unrecognized arguments"),
+    ],
+)  # fmt: skip
+def test_bad_use_is_one_line_and_status_2(folder, capfd, arguments, message):
+    plain = folder.parent / "plain"
+    plain.mkdir()
+    (plain / "task.py").write_text(TASK)
+    assert run.main([*arguments, "--device", "cpu"]) == verdict.USAGE_EXIT
+    said = capfd.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert got(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('OPTIONS = ("--case",)', "must not be harness/run.py's own, got --case"),
+        ('OPTIONS = ("--dev", "--x")', "must not be harness/run.py's own, got --dev"),
+        ('OPTIONS = ("word",)', "must be a tuple of options"), ('OPTIONS = "--word"', "must be a tuple of options"),
+        ("OPTIONS = tuple(words)", "OPTIONS must be a literal"),
+    ],
+)  # fmt: skip
+def test_options_of_another_form_are_named(folder, capfd, line, message):
+    file = folder / "check.py"
+    file.write_text(file.read_text().replace('OPTIONS = ("--end", "--word")', line))
+    assert run.main(["gated", "--check-only", "--device", "cpu"]) == verdict.USAGE_EXIT
+    said = capfd.readouterr().err
+    assert "gated/check.py: " in said and message in said
+
+
+def test_a_folder_elsewhere_cannot_have_one(folder, tmp_path, capfd):
+    os.rename(folder, tmp_path / "gated")
+    assert run.main([str(tmp_path / "gated"), "--device", "cpu"]) == verdict.USAGE_EXIT
+    assert "runs as problems.gated.check: its folder must stand in" in capfd.readouterr().err

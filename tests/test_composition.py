@@ -247,8 +247,9 @@ def test_a_submission_from_elsewhere_gets_it_too(problems, place, tmp_path):
 
 
 def test_a_problem_that_is_not_composed_is_named(problems):
-    with pytest.raises(FileNotFoundError, match=r"no problem moe_gemm here: .* names it in COMPOSES"):
-        load.variant("moe_gemm", "cpu_plain")
+    for made in (lambda: load.variant("moe_gemm", "cpu_plain"), lambda: load.module(problems / "moe_gemm", "task")):
+        with pytest.raises(FileNotFoundError, match=r"no file .*moe_gemm.*: a submission .* names it in COMPOSES"):
+            made()
 
 
 def test_an_entry_knows_its_problem(problems):

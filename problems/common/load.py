@@ -33,7 +33,9 @@ def from_file(folder: Path, file: Path, extra: dict[str, ModuleType] | None = No
     """`file`, which may lie outside `folder`, loaded once as a module of that folder's problem."""
     folder, file = folder.resolve(), file.resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"no file {file}")
+        # In a runner a problem is there if the submission composes it; a path there is shown as that of the checkout.
+        hint = "" if folder.is_dir() else f": a submission that composes {folder.name} names it in COMPOSES"
+        raise FileNotFoundError(f"no file {file}{hint}")
     name = _name(folder, file)
     with _lock:
         if name in sys.modules:
@@ -54,9 +56,7 @@ def from_file(folder: Path, file: Path, extra: dict[str, ModuleType] | None = No
 
 
 def variant(problem: str, name: str) -> ModuleType:
-    """Variant `name` of one of our problems, for submission.py and the composition. FileNotFoundError: see module."""
-    if not (PROBLEMS / problem / "task.py").is_file():
-        raise FileNotFoundError(f"no problem {problem} here: a submission that calls its winner names it in COMPOSES")
+    """Variant `name` of one of our problems, for submission.py and the composition."""
     return module(PROBLEMS / problem, f"variants/{name}")
 
 

@@ -6,8 +6,17 @@ answer is refused, each wrong file gets a failing verdict in some case and each 
 answer that is the right one in some case (the mean of a single element), or is accepted by the luck of a seed (one
 element that happens to need no more bits), is named with the case.
 
-task.py may say `PRECISION = "bf16"` (or another of trivial.LADDER): the narrowest format that a kernel may compute
-in, where that is not the type of its data. An answer in the next narrower one must be refused.
+What task.py may say of itself, as literals:
+
+    PRECISION = "bf16"  (or another of trivial.LADDER) the narrowest format that a kernel may compute in, where that is
+                        not the type of its data. An answer in the next narrower one must be refused.
+    INOUT = ("state",)  inputs that a call may overwrite. They are inputs here like others: the answer depends on them.
+    OPAQUE = ("state",) inputs or weights of integers and bytes that mean something only as a whole, such as a buffer
+                        with a layout or a table of offsets: they are not zeroed or shifted. A tensor of floating-point
+                        values cannot be OPAQUE.
+
+Integers and packed values are never scaled or rounded, but moved on by one element where floating-point ones are
+shifted, so token ids stay such. An answer that cannot be made for a case is shown as not applicable, with the reason.
 """
 
 import importlib.util
@@ -111,6 +120,8 @@ def run(problem: Problem, device: str, say: Say, short: bool = False) -> bool:
             ask.close()
         size = f"one input at a time only where data has up to {trivial.SMALL_BYTES // 2**20} MiB"
         say(f"{problem.name} on {device}: {len(rows)} trivial answers, {len(cases)} cases ({size})")
+        if opaque := load.constants(problem.folder / "task.py", "OPAQUE").get("OPAQUE") if problem.own else None:
+            say(f"left as they are, since task.py calls them OPAQUE: {', '.join(opaque)}")
         show(rows, say)
         holes += faults + [f"{row.name}: {hole}" for row in rows if (hole := row.hole())] + left_out(rows)
         with Session(problem, device) as session:
@@ -254,7 +265,7 @@ def _note(row: Row) -> str:
         notes.append(f"fits by luck in {_cases(row.luck)}")
     for reason, names in row.absent.items():
         # A candidate that the folder's outputs cannot have at all is said once, without its cases.
-        notes.append(f"none{f' in {_cases(names)}' if row.formed else ''}: {reason}")
+        notes.append(f"not applicable{f' in {_cases(names)}' if row.formed else ''}: {reason}")
     return "; ".join(notes)
 
 
@@ -326,9 +337,9 @@ def variants(session: Session, target: str, say: Say, progress: Progress, short:
 
 
 def honest(problem: Problem) -> list[Entry]:
-    """The folder's variants; of GPU MODE's its correct solutions, or the submission that comes with it."""
-    if problem.own:
-        return problem.entries()
+    """The folder's variants; of GPU MODE's its correct solutions; without such the submission that comes with it."""
+    if problem.own and (entries := problem.entries()):
+        return entries
     files = sorted(problem.folder.glob("solutions/correct/*.py")) or [problem.folder / "submission.py"]
     return [entry(problem, file) for file in files if file.is_file()]
 

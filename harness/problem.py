@@ -139,7 +139,7 @@ def _directives(text: str) -> tuple[tuple[str, str], ...]:
 
 def _read(folder: Path) -> Problem:
     if "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
-        _see_names(folder / "task.py", "INOUT")
+        _see_names(folder / "task.py", "INOUT", "OPAQUE")
         task = load.module(folder, "task")
 
         def cases(specs: list) -> tuple[Case, ...]:

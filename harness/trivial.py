@@ -44,7 +44,7 @@ NARROWER_ANSWER = {**NARROWER_INPUT, 3: 1, 2: 0}
 
 
 class AbsentError(Exception):
-    """A candidate that this case does not have; the message says why."""
+    """A candidate that does not apply to this case; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Trivial(Checker):
         if made:
             fault = self._differs(*made)
         self.seed, self.derived = seed, ("", [])
+        self.opaque = self._opaque()
         self.candidates = self._candidates(small)
         return {"candidates": {name: made.kind for name, made in self.candidates.items()}, "fault": fault}
 
@@ -124,6 +125,25 @@ class Trivial(Checker):
                 f"{[tuple(t.shape) for t in forms]}, got {[tuple(t.shape) for t in self.truth]}"
             )
         self.exact = [values.like(form, values.converted(t, form)) for form, t in zip(forms, self.truth, strict=True)]
+
+    def _opaque(self) -> set[int]:
+        """Which tensors of the data stand in the fields that OPAQUE names. ValueError: no inputs, or floating point."""
+        named = tuple(getattr(self.task, "OPAQUE", ())) if self.own else ()
+        spec = tree.describe(self.pristine, tree.Layout())
+        parts = spec["items"][:2] if self.split else [spec]
+        fields = [name for part in parts for name in part.get("fields") or part.get("keys") or ()]
+        fields = [name for name in fields if self.split or name not in self.outputs_named]
+        if not set(named) <= set(fields):
+            raise ValueError(f"OPAQUE must name fields of weights or inputs, {fields}, got {list(named)}")
+        first, found = 0, set()
+        for part in parts:
+            found |= {first + i for i in tree.within(part, named)}
+            first += len(tree.leaves(part))
+        for i in sorted(found):
+            dtype = tree.tensors(self.pristine)[i].dtype
+            if dtype in values.BITS or dtype == values.FP4:
+                raise ValueError(f"OPAQUE is for integers and bytes, but {self.names[i]} is of {dtype}")
+        return found
 
     def _solve(self, data: object) -> object:
         """The reference's answer to `data`, which it may overwrite."""
@@ -263,16 +283,17 @@ class Trivial(Checker):
     def _copy(self, i: int, j: int) -> torch.Tensor:
         """Input i in the form of output j."""
         form, content = self.exact[j], tree.tensors(self.pristine)[i]
-        if content.dtype == values.FP4:  # no more of it than is needed: as fp64 it is 16 times as large
-            content = content.view(torch.uint8).flatten()[: form.numel()].view(values.FP4)
+        if content.numel() > form.numel() or content.dtype == values.FP4:
+            # No more of it than is needed: as fp64 bytes are 8 times as large, packed values 16 times.
+            content = values.bits(content).flatten()[: form.numel()].view(content.dtype)
         content = values.numbers(content)
         return values.like(form, values.cast(values.fitted(_filled(content), form.shape), form.dtype))
 
     def _changed(
         self, what: str, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> list[torch.Tensor]:  # fmt: skip
-        """The answer to the inputs of which those in `which` went through `change`, which gives None for no change.
-        Kept until the next `what`: each output takes its part.
+        """The answer to the inputs of which those in `which` went through `change`, which gives None where it means
+        nothing. What is OPAQUE stays as it is. Kept until the next `what`: each output takes its part.
         """
         if self.derived[0] != what:
             self.derived = what, self._derive(which, change)
@@ -283,13 +304,18 @@ class Trivial(Checker):
     def _derive(
         self, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> list[torch.Tensor] | AbsentError:  # fmt: skip
-        data, changed = tree.clone(self.pristine), False
+        if which and self.opaque.issuperset(which):
+            return AbsentError(f"task.py says that {', '.join(self.names[i] for i in which)} is OPAQUE")
+        data, changed, apt = tree.clone(self.pristine), False, False
         tensors = tree.tensors(data)
         for i in which:
-            new = change(values.plain(tensors[i]))
+            new = None if i in self.opaque else change(values.plain(tensors[i]))
+            apt |= new is not None
             if new is not None and not torch.equal(values.bits(new), values.bits(tensors[i])):
                 values.bits(tensors[i]).copy_(values.bits(new))
                 changed = True
+        if not apt:
+            return AbsentError("no input is of a floating-point type, and no others are scaled or rounded")
         if not changed:
             return AbsentError("the inputs stay as they are")
         try:

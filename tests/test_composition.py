@@ -309,6 +309,17 @@ def test_it_is_checked_end_to_end_and_then_judged(checkout):
 
 
 @pytest.mark.slow
+def test_it_is_linted(checkout):
+    """Tokens, a state of bytes, weights, and no variants: its submission has to pass."""
+    done = run_in(checkout, "harness/run.py", "composed", "--lint")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left as they are, since task.py calls them OPAQUE: state" in done.stdout
+    assert re.search(r"inputs\.state shifted \[outputs\.next\] .* not applicable: task\.py says", done.stdout)
+    assert re.search(r"^submission .* 3/3 cases right", done.stdout, re.MULTILINE)
+    assert re.search(r"^forgets_the_state .* INCORRECT", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
 def test_it_is_timed_and_recorded(checkout, tmp_path):
     """The state that each call overwrites is fresh in every timed one."""
     done = run_in(checkout, "tests/fixtures/short_run.py", str(tmp_path / "results"), "1", "composed")

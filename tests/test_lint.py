@@ -143,7 +143,7 @@ def test_a_sound_problem_is_left_alone(tmp_path):
     unmoved |= {"answer to inputs x10 [top]"}
     for name, row in rows.items():
         if name in integers:
-            assert not row.formed and lint._note(row) == "none: not of a floating-point type", row
+            assert not row.formed and lint._note(row) == "not applicable: not of a floating-point type", row
             continue
         # In both test cases and one benchmark case, each output for itself.
         assert row.formed == 3 and not row.absent, row
@@ -266,7 +266,7 @@ def test_what_is_right_or_has_no_meaning_is_named(tmp_path):
     assert holes == []
     assert lint._note(rows["zeros [top]"]) == "is the answer in m=50 k=1"
     assert rows["mean of the answer [y]"].refused == rows["mean of the answer [y]"].formed == 4
-    assert lint._note(rows["mean of the answer [y]"]) == "none in m=1 k=7: one element is its own mean"
+    assert lint._note(rows["mean of the answer [y]"]) == "not applicable in m=1 k=7: one element is its own mean"
 
 
 def test_luck_is_told_from_a_hole_by_other_seeds():
@@ -402,6 +402,158 @@ def test_bytes_fp8_and_integers_are_linted_like_floats(tmp_path):
     assert "the reference refuses such inputs: ValueError: x needs a block scale" in lint._note(
         rows["answer to inputs x10 [codes]"]
     )
+
+
+# Token ids look rows up in packed codes, and a byte buffer with a head of its own is added; nothing is of a
+# floating-point type.
+BAG = (
+    '''"""bag: the sum of the rows of e2m1 codes that the tokens name, and a value from the state."""
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Data(NamedTuple):
+    """tokens: int64 (n,), below 32; codes: uint8 (32, k // 2); state: uint8 (8 + 4 k,); y: fp32 (k,)."""
+
+    tokens: torch.Tensor
+    codes: torch.Tensor
+    state: torch.Tensor
+    y: torch.Tensor
+
+
+OUTPUTS = ("y",)
+INOUT = ("state",)
+OPAQUE = ("state",)
+
+
+@dataclass(frozen=True)
+class Case:
+    n: int
+    k: int
+    seed: int
+
+    def bytes_moved(self) -> int:
+        return self.n * self.k
+
+
+TESTS = [Case(3, 16, 1), Case(50, 64, 2)]
+BENCHMARKS = BENCHMARKS_CPU = []
+''',
+    '''"""Inputs, oracle and checker for bag."""
+import torch
+from task import Data
+
+from problems.common import check, nvfp4
+
+HEAD = 0x5AFE
+
+
+def generate_input(n, k, seed, device):
+    gen = torch.Generator(device).manual_seed(seed)
+    tokens = torch.randint(0, 32, (n,), generator=gen, device=device)
+    codes = torch.randint(0, 256, (32, k // 2), dtype=torch.uint8, generator=gen, device=device)
+    state = torch.empty(8 + 4 * k, dtype=torch.uint8, device=device)
+    state[:8].view(torch.int64).fill_(HEAD)
+    state[8:].view(torch.float32).copy_(torch.randn(k, generator=gen, device=device))
+    return Data(tokens, codes, state, torch.full((k,), float("nan"), device=device))
+
+
+def ref_kernel(data):
+    if int(data.state[:8].view(torch.int64)) != HEAD:
+        raise ValueError("this is no state")
+    table = torch.tensor(nvfp4.E2M1, dtype=torch.float64, device=data.y.device)
+    rows = table[nvfp4.unpack(data.codes).int()][data.tokens]
+    weights = 0.5 ** torch.arange(len(rows), dtype=torch.float64, device=data.y.device)
+    sums = data.state[8:].view(torch.float32)
+    sums += (weights @ rows).float()
+    return sums.double()
+
+
+def check_implementation(data, output):
+    result = compare(data, ref_kernel(data), output)
+    return result.ok, result.message
+
+
+def compare(data, want, output, peer=False):
+    return check.elementwise(output, want, 2**-21 * want.abs() + 2**-22, torch.float32)
+''',
+)
+SCALED = "no input is of a floating-point type, and no others are scaled or rounded"
+
+
+def bag(path: Path, *changes: tuple[str, str]) -> Path:
+    path.mkdir()
+    for name, text in zip(("task.py", "reference.py"), BAG, strict=True):
+        for old, new in changes:
+            text = text.replace(old, new)
+        (path / name).write_text(text)
+    return path
+
+
+def test_token_ids_and_byte_buffers_are_linted_and_what_does_not_apply_is_said(tmp_path):
+    rows, holes = surveyed(bag(tmp_path / "bag"))
+    assert holes == []
+    not_applicable = {
+        "answer to inputs x10": SCALED, "inputs in less precision": SCALED,
+        "state zero": "task.py says that state is OPAQUE", "state shifted": "task.py says that state is OPAQUE",
+    }  # fmt: skip
+    for name, row in rows.items():
+        if name in not_applicable:
+            assert not row.formed and lint._note(row) == f"not applicable: {not_applicable[name]}", row
+        else:
+            assert row.formed == 2 and not row.absent, row
+            assert row.refused == (0 if row.kind == trivial.EXACT else 2), row
+    # Other tokens are tokens, and the reference takes the state that stayed as it is.
+    assert {"tokens zero", "tokens shifted", "codes shifted", "answer to inputs shifted", "copy of state"} <= set(rows)
+
+
+def test_bytes_that_are_not_called_opaque_are_changed(tmp_path):
+    rows, _ = surveyed(bag(tmp_path / "bag", ('OPAQUE = ("state",)\n', "")))
+    assert lint._note(rows["state zero"]) == (
+        "not applicable: the reference refuses such inputs: ValueError: this is no state"
+    )
+
+
+def test_ordinary_inputs_are_not_skipped(tmp_path):
+    """Whatever is of a floating-point type is scaled, shifted and zeroed, alone and with the others."""
+    rows, _ = surveyed(folder(tmp_path / "affine"))
+    derived = [row for row in rows.values() if row.kind in (trivial.DERIVED, trivial.COARSE, trivial.ALONE)]
+    assert len(derived) == 2 * (2 + 1 + 2 * 3)  # outputs; x10 and shifted, less precision, three inputs alone
+    assert all(row.formed == 3 and not row.absent for row in derived)
+    assert not [row for row in rows.values() for reason in row.absent if "OPAQUE" in reason or reason == SCALED]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ('("w",)', "OPAQUE is for integers and bytes, but w is of torch.float32"),
+        ('("y",)', r"OPAQUE must name fields of weights or inputs, \['w', 'x', 'bias'\], got \['y'\]"),
+        ('("wide",)', r"OPAQUE must name fields .*, got \['wide'\]"),
+    ],
+)  # fmt: skip
+def test_opaque_cannot_hide_an_ordinary_input(tmp_path, names, message):
+    with pytest.raises(ValueError, match=message):
+        surveyed(folder(tmp_path / "affine", ("OUTPUTS =", f"OPAQUE = {names}\nOUTPUTS =")))
+
+
+def test_opaque_of_another_form_is_bad_use(tmp_path):
+    with pytest.raises(problem.UsageError, match=r"task\.py: OPAQUE must be a tuple of fields' names, got 'state'"):
+        problem.find(str(bag(tmp_path / "bag", ('OPAQUE = ("state",)', 'OPAQUE = "state"'))))
+
+
+def test_a_copy_takes_no_more_of_an_input_than_it_needs():
+    """As fp64 a buffer of bytes is 8 times as large."""
+    content = torch.arange(1, 1001, dtype=torch.uint8).view(10, 100)
+    form, made = torch.zeros(7), object.__new__(Trivial)
+    made.exact, made.pristine = [form], (content,)
+    with pytest.MonkeyPatch.context() as patch:
+        taken = []
+        numbers = values.numbers
+        patch.setattr(values, "numbers", lambda tensor: taken.append(tensor.numel()) or numbers(tensor))
+        assert made._copy(0, 0).tolist() == [1, 2, 3, 4, 5, 6, 7]
+        assert taken == [7]
 
 
 def test_a_gpu_mode_folder_is_linted_too(tmp_path):

@@ -156,6 +156,34 @@ def test_a_sequence_begins_as_the_longest_published_prefix_that_leaves_a_token(c
     check_counts(state)
 
 
+def test_each_prefix_has_its_own_rings():
+    """Two prefixes from other places in the rings; what is written there later is not in what they saved."""
+    state, gen = make(64, blocks=12, sequences=4), torch.Generator().manual_seed(3)
+    live = {name: state._regions[name] for name in ("window", "csa_tail", "index_tail")}
+    pages, rows = state.ring // 64, state.slab.tail_rows[CSA]
+    wanted = {}
+    for number, length in enumerate((130, 260, 384)):
+        tokens = numbers(length, 1000 * number)
+        slot, end = fed(state, tokens), length // 128 * 128
+        for data in live.values():
+            data.copy_(torch.rand(data.shape, generator=gen))
+        assert state.publish(slot, tokens) == end
+        last = [slot * pages + page % pages for page in (end // 64 - 2, end // 64 - 1)]
+        tail = [token % rows for token in range(end - 4, end)]
+        wanted[number] = live["window"][:, last], live["csa_tail"][:, slot, tail], live["index_tail"][:, slot, tail]
+        state.close(slot)
+    for number in (1, 0, 2):
+        for data in live.values():
+            data.fill_(-1)
+        slot, end = state.open(numbers(500, 1000 * number))
+        assert end == (128, 256, 384)[number]
+        last = [slot * pages + page % pages for page in (end // 64 - 2, end // 64 - 1)]
+        tail = [token % rows for token in range(end - 4, end)]
+        got = live["window"][:, last], live["csa_tail"][:, slot, tail], live["index_tail"][:, slot, tail]
+        assert all(torch.equal(one, other) for one, other in zip(got, wanted[number], strict=True))
+        assert int((live["window"] != -1).sum()) == wanted[number][0].numel(), "nobody else's window is touched"
+
+
 def test_shared_blocks_outlive_their_first_sequence():
     state, tokens = make(blocks=8), numbers(300)
     a = fed(state, tokens)
@@ -244,17 +272,21 @@ def test_without_room_for_a_copy_the_prefix_is_withdrawn():
     state.close(b)
 
 
-def test_without_room_for_a_copy_beside_another_sequence_nothing_happens():
-    state, tokens = make(blocks=3, sequences=3), numbers(384)
+@pytest.mark.parametrize("blocks", [3, 4])
+def test_without_room_for_a_copy_beside_another_sequence_nothing_happens(blocks):
+    """With four blocks there is room for the copy, but not for what another sequence of the same call needs."""
+    state, tokens = make(blocks=blocks, sequences=3), numbers(384)
     a = fed(state, tokens[:256])
     state.publish(a, tokens)
     grow(state, a, 256 + 100)
     b, matched = state.open(tokens)
     assert matched == 256
     state.rewind(a, 250)
-    fed(state, numbers(100, 5000))
-    assert state.pool.free == 0
-    unchanged(state, OutOfBlocks, "^1 blocks missing: 1 wanted, 0 of 3", lambda: state.plan({a: [1, 2, 3]}))
+    c = fed(state, numbers(100, 5000))
+    assert state.pool.free == blocks - 3
+    more = {a: [1, 2, 3], c: [4] * (29 if blocks == 4 else 1)}
+    match = f"^1 blocks missing: {blocks - 2} wanted, {blocks - 3} of {blocks}"
+    unchanged(state, OutOfBlocks, match, lambda: state.plan(more))
     state.close(b)
     state.plan({a: [1, 2, 3]})
     check_counts(state)

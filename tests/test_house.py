@@ -63,7 +63,9 @@ def test_peers_are_for_machines_with_a_gpu():
 def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
     plan = setup.decide(gpu_facts(), GPU_NEEDS, PINS)
     assert (plan.stop, plan.torch) == ("", "python3")
-    assert sorted(names(plan.requirements)) == ["humming-kernels", "nvidia-cutlass-dsl", "ruff"]
+    assert sorted(names(plan.requirements)) == [
+        "humming-kernels", "nvidia-cutlass-dsl", "ruff", "safetensors", "transformers"
+    ]  # fmt: skip
     assert plan.pins["torch"] == "2.11.0+cu130" and plan.pins["numpy"] == "2.5.2"
     assert plan.pins["nvidia-cutlass-dsl"] == PINS["nvidia-cutlass-dsl"]
     assert any(r.startswith("nvidia-cutlass-dsl[cu13]==") for r in plan.requirements)

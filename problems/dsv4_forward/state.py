@@ -241,7 +241,7 @@ class State:
         needs = [(length - WINDOW + 1, self.ring)]
         if CSA in ratios:
             needs.append((length - length % CSA - CSA, rows[CSA]))
-        if HCA in ratios and length % HCA:
+        if HCA in ratios:
             needs.append((length - length % HCA, rows[HCA]))
         return length >= self.anchor[slot] and all(
             max(0, first) >= self.written[slot] - size for first, size in needs

@@ -1,7 +1,20 @@
 """Wrong: each group of wo_a is multiplied with its neighbour's heads."""
 
-from problems.dsv4_forward import linear
+from problems.dsv4_forward import entry, linear
+
+TARGETS = ("cpu", "sm90", "sm100")
 
 
 def grouped_linear(x, w, out):
     linear.grouped_linear(x.roll(1, 1), w, out)
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference", grouped_linear=grouped_linear)
+
+
+custom_kernel = entry.run

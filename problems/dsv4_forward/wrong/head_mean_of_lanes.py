@@ -1,5 +1,20 @@
 """Wrong: the head averages the lanes instead of weighing them."""
 
+from problems.dsv4_forward import entry
+
+TARGETS = ("cpu", "sm90", "sm100")
+
 
 def mhc_head(lanes, fn, base, scale, cfg, out):
     out.copy_(lanes.float().mean(1))
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference", mhc_head=mhc_head)
+
+
+custom_kernel = entry.run

@@ -2,9 +2,23 @@
 
 import torch
 
+from problems.dsv4_forward import entry
 from problems.dsv4_forward import linear as reference
+
+TARGETS = ("cpu", "sm90", "sm100")
 
 
 def linear(x, w, out):
     values = reference.input_values(x, w).float()
     out.copy_(torch.matmul(values[:, :-16], w.dequantise()[:, :-16].T))
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference", linear=linear)
+
+
+custom_kernel = entry.run

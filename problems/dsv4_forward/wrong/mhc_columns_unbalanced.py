@@ -2,9 +2,22 @@
 
 import torch
 
-from problems.dsv4_forward import mhc
+from problems.dsv4_forward import entry, mhc
+
+TARGETS = ("cpu", "sm90", "sm100")
 
 
 def mhc_pre(lanes, fn, base, scale, cfg, out, post, comb):
     mhc.pre(lanes, fn, base, scale, cfg, out, post, comb)
     comb.copy_(torch.softmax(comb.log() * 1.5, -1))
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference", mhc_pre=mhc_pre)
+
+
+custom_kernel = entry.run

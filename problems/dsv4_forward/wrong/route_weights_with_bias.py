@@ -1,6 +1,8 @@
 """Wrong: routing weights are taken from the scores with the bias that is for selection only."""
 
-from problems.dsv4_forward import router
+from problems.dsv4_forward import entry, router
+
+TARGETS = ("cpu", "sm90", "sm100")
 
 
 def route(u, weight, bias, table, tokens, cfg, out_ids, out_weights):
@@ -9,3 +11,14 @@ def route(u, weight, bias, table, tokens, cfg, out_ids, out_weights):
     shifted = score + (0.1 if bias is None else bias)
     gates = shifted.gather(1, out_ids.long())
     out_weights.copy_(gates / gates.sum(1, keepdim=True) * cfg.routed_scaling_factor)
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference", route=route)
+
+
+custom_kernel = entry.run

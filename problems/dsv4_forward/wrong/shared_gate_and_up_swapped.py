@@ -4,7 +4,9 @@ import dataclasses
 
 import torch
 
-from problems.dsv4_forward import experts
+from problems.dsv4_forward import entry, experts
+
+TARGETS = ("cpu", "sm90", "sm100")
 
 
 def shared(x, w13, w2, limit, out):
@@ -12,3 +14,14 @@ def shared(x, w13, w2, limit, out):
     order = torch.cat([torch.arange(half, 2 * half), torch.arange(half)]).to(x.device)
     swapped = dataclasses.replace(w13, kind="plain", weight=w13.dequantise()[:, order], scale=None, scale_2=None)
     experts.shared(x, swapped, w2, limit, out)
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference", shared=shared)
+
+
+custom_kernel = entry.run

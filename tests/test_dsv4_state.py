@@ -1,223 +1,14 @@
-"""problems/dsv4_forward/state.py, slab.py and batch.py: indices against slow loops, limits, what an error leaves."""
+"""problems/dsv4_forward/state.py and slab.py: memory, what an error leaves, sequences that come, go and go back."""
 
 import dataclasses
-import itertools
-from collections import Counter
 
 import pytest
 import torch
 
-from problems.dsv4_forward.batch import Planner
-from problems.dsv4_forward.config import CSA, FLASH, HCA, SWA, TINY, TINY_K, Config
+from problems.dsv4_forward.config import CSA, FLASH, HCA, SWA, TINY, TINY_K
 from problems.dsv4_forward.pages import Pages
 from problems.dsv4_forward.state import OutOfBlocks, State
-
-MOST = 1000  # tokens of a sequence; not a multiple of 128
-SMALL = dataclasses.replace(
-    TINY, name="small", compress_ratios=(CSA, SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
-    max_position_embeddings=MOST,
-)  # fmt: skip
-
-
-def make(chunk: int = 128, sequences: int = 3, blocks: int = 24, cfg: Config = SMALL, **more: object) -> State:
-    return State(cfg, "fp32", sequences, blocks, chunk, **more)
-
-
-def grow(state: State, slot: int, length: int) -> None:
-    """Bring a sequence to that length; nothing is written but the bookkeeping."""
-    while count := min(length - state.lengths[slot], state.chunk):
-        state.commit(state.plan({slot: [7] * count}))
-
-
-def opened(state: State, *lengths: int) -> list[int]:
-    """New sequences of these lengths, opened so that slots are not in order of use."""
-    slots = [state.open()[0] for _ in lengths][::-1]
-    for slot, length in zip(slots, lengths, strict=True):
-        grow(state, slot, length)
-    return slots
-
-
-def host(state: State) -> object:
-    """All that the host knows, comparable."""
-    return (
-        list(state.lengths), [list(blocks) for blocks in state.owned], list(state.written), list(state.anchor),
-        list(state._open), list(state._stamps), list(state.pool.references), state.pool.free, state.pool.prefixes,
-    )  # fmt: skip
-
-
-def check_counts(state: State) -> None:
-    """References are those of sequences and prefixes; what nobody holds is free; the device has the same tables."""
-    held = Counter(block for blocks in state.owned for block in blocks)
-    held.update(block for prefix in state.pool.prefixes for block in prefix.blocks)
-    assert state.pool.references == [held[block] for block in range(state.blocks)]
-    assert sorted(state.pool._free) == [block for block in range(state.blocks) if not held[block]]
-    table = state.table.tolist()
-    for slot, blocks in enumerate(state.owned):
-        assert table[slot] == blocks + [state.blocks] * (len(table[slot]) - len(blocks))
-    assert state.length.tolist() == state.lengths
-    snapshots = [prefix.snapshot for prefix in state.pool.prefixes]
-    assert sorted(snapshots + state.pool._spare) == list(range(state.pool.snapshots))
-
-
-# Indices.
-
-
-def slow_indices(state: State, batch, ring: int) -> None:
-    """Every field of a planned batch, a token at a time."""
-    n = 0
-    bound = max(state.lengths[slot] + count for _, count, slot in batch.segments)
-    assert batch.bound == bound and batch.entries == {4: bound // 4, 128: bound // 128}
-    assert batch.rows.shape == (len(batch.slots), -(-bound // 128)) and batch.rows.dtype == torch.int32
-    emit, target = {4: [], 128: []}, {4: [], 128: []}
-    assert batch.window_index.dtype == batch.hca_index.dtype == torch.int32 and batch.hca_index.is_contiguous()
-    fields = (batch.sequence, batch.owner, batch.position, batch.window_slot, *batch.visible.values(), batch.last)
-    assert {field.dtype for field in (*fields, *batch.emit.values(), *batch.target.values())} == {torch.int64}
-    ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(batch.position), 1)
-    located = batch.locate(ids).tolist()
-    for row, (first, count, slot) in enumerate(batch.segments):
-        assert first == n and batch.slots[row] == slot and batch.last[row] == n + count - 1
-        owned = state.owned[slot]
-        assert batch.rows[row].tolist()[: len(owned)] == owned[: batch.rows.shape[1]]
-        for position in range(state.lengths[slot], state.lengths[slot] + count):
-            assert (int(batch.sequence[n]), int(batch.owner[n]), int(batch.position[n])) == (slot, row, position)
-            assert int(batch.window_slot[n]) == slot * ring + position % ring
-            seen = [slot * ring + p % ring if p >= 0 else -1 for p in range(position - 127, position + 1)]
-            assert batch.window_index[n].tolist() == seen
-            for ratio in (4, 128):
-                assert int(batch.visible[ratio][n]) == (position + 1) // ratio
-                if (position + 1) % ratio == 0:
-                    entry, per_page = position // ratio, 128 // ratio
-                    emit[ratio].append(n)
-                    target[ratio].append(owned[entry // per_page] * per_page + entry % per_page)
-            seen = owned[: (position + 1) // 128]
-            assert batch.hca_index[n].tolist() == seen + [-1] * (bound // 128 - len(seen))
-            seen = [owned[entry // 32] * 32 + entry % 32 for entry in range((position + 1) // 4)]
-            assert located[n][: 1 + len(seen)] == [-1, *seen]
-            n += 1
-    assert {ratio: part.tolist() for ratio, part in batch.emit.items()} == emit
-    assert {ratio: part.tolist() for ratio, part in batch.target.items()} == target
-
-
-EDGES = (0, 1, 2, 3, 4, 5, 126, 127, 128, 129, 131, 191, 192, 193, 255, 256, 257, 319, 320, 321, 383, 384, 500)
-
-
-@pytest.mark.parametrize(("chunk", "ring"), [(1, 192), (5, 192), (64, 192), (65, 256), (128, 256), (200, 384)])
-def test_indices_of_ragged_batches(chunk, ring):
-    state = make(chunk)
-    assert state.ring == ring
-    counts = [count for count in (1, 2, 3, 4, 5, 127, 128, 129, 200) if count <= chunk]
-    opened(state, 0, 0, 0)
-    for number, edge in enumerate(EDGES if chunk > 1 else EDGES[::4]):
-        lengths = (edge, EDGES[(3 * number + 5) % len(EDGES)], EDGES[(7 * number + 2) % len(EDGES)])
-        for slot, length in zip((2, 0, 1), lengths, strict=True):
-            state.rewind(slot, 0)
-            grow(state, slot, length)
-        for each in range(2):
-            some = [counts[(number + each * 4 + k) % len(counts)] for k in range(3)]
-            batch = state.plan({slot: [9] * count for slot, count in zip((2, 0, 1), some, strict=True)})
-            slow_indices(state, batch, ring)
-        slow_indices(state, state.plan({1: torch.arange(counts[number % len(counts)])}), ring)
-        slow_indices(state, state.step((1,), torch.tensor([3])), ring)
-        slow_indices(state, state.step((1, 2, 0), torch.tensor([3, 4, 5])), ring)
-    check_counts(state)
-
-
-def test_tokens_arrive_in_order_whatever_they_come_in():
-    state = make()
-    a, b = opened(state, 3, 130)
-    want = [1, 2, 3, 9, 8]
-    assert state.plan({b: [1, 2, 3], a: [9, 8]}).tokens.tolist() == want
-    assert state.plan({b: torch.tensor([1, 2, 3]), a: torch.tensor([9, 8])}).tokens.tolist() == want
-    assert state.plan({b: (1, 2, 3), a: torch.tensor([9, 8])}).tokens.tolist() == want
-    tokens = torch.tensor([5, 6])
-    assert state.step((b, a), tokens).tokens is tokens
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2), (2, 0), (1,)])
-def test_a_replayable_step_agrees_with_a_planned_one(order):
-    state = make(64, blocks=30)
-    slots = opened(state, 0, 0, 0)
-    for number in range(0, 300, 7):
-        for slot in slots:
-            grow(state, slot, (0, 125, 250)[slot] + number)
-        tokens = torch.arange(len(order))
-        planned = state.step(order, tokens)
-        replayed = state.step(order, tokens, static=True)
-        assert replayed.bound == state.capacity == MOST and replayed.stamps is None
-        same = ["tokens", "sequence", "owner", "position", "last", "window_slot", "window_index", "slot", "advance"]
-        for name in same:
-            assert torch.equal(getattr(planned, name), getattr(replayed, name)), name
-            assert getattr(planned, name).dtype == getattr(replayed, name).dtype, name
-        assert planned.segments == replayed.segments and planned.slots == replayed.slots
-        assert torch.equal(replayed.rows[:, : planned.rows.shape[1]], planned.rows)
-        assert replayed.rows.shape[1] == 8
-        seen = planned.entries[128]
-        assert torch.equal(replayed.hca_index[:, :seen], planned.hca_index)
-        assert replayed.hca_index.shape[1] == MOST // 128 and bool((replayed.hca_index[:, seen:] == -1).all())
-        ids = torch.arange(-1, planned.entries[4], dtype=torch.int32).repeat(len(order), 1)
-        for row, slot in enumerate(order):
-            count = 1 + (state.lengths[slot] + 1) // 4
-            assert torch.equal(replayed.locate(ids)[row, :count], planned.locate(ids)[row, :count])
-        for ratio in (4, 128):
-            assert torch.equal(planned.visible[ratio], replayed.visible[ratio])
-            assert replayed.emit[ratio].tolist() == list(range(len(order)))
-            want = [state.blocks * (128 // ratio)] * len(order)
-            for n, place in zip(planned.emit[ratio].tolist(), planned.target[ratio].tolist(), strict=True):
-                want[n] = place
-            assert replayed.target[ratio].tolist() == want
-
-
-def test_a_replay_sees_what_changed_since_it_was_recorded():
-    """The recorded operations read the device alone: the same tensors, other lengths."""
-    state = make(64)
-    slots = opened(state, 126, 126)
-    first = state.step(slots, torch.tensor([1, 2]), static=True, bound=300)
-    assert first.bound == 300 and first.hca_index.tolist() == [[-1, -1], [-1, -1]]
-    for _ in range(3):
-        state.reserve(dict.fromkeys(slots, 1))
-        batch = state.step(slots, torch.tensor([1, 2]), static=True, bound=300)
-        state.commit(batch)
-    assert batch.hca_index.tolist() == [[state.owned[slot][0], -1] for slot in slots]
-    assert state.lengths[slots[0]] == 129 and state.length.tolist()[slots[0]] == 129
-    check_counts(state)
-
-
-def test_closed_sequences_in_a_replay_stay_empty():
-    state = make(64)
-    a, b, c = opened(state, 200, 130, 131)
-    batch = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
-    state.close(b)
-    state.commit(batch)
-    assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 132)
-    later = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
-    assert later.position.tolist() == [201, 0, 132]
-    assert [later.target[ratio][1] for ratio in (4, 128)] == [24 * 32, 24], "the page that nobody reads"
-    state.commit(later, slots=[c])
-    assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 133)
-    with pytest.raises(ValueError, match=f"open sequence, got {b}"):
-        state.commit(later, slots=[b])
-    check_counts(state)
-
-
-def test_what_a_replay_may_not_write_goes_to_the_unread_page():
-    """Without reserve() a block is missing: nobody else's is written."""
-    state = make(64, blocks=4)
-    a, b = opened(state, 126, 255)
-    for _ in range(2):
-        state.commit(state.step((a, b), torch.tensor([1, 2]), static=True))
-    state.length[a] = 131
-    batch = state.step((a, b), torch.tensor([1, 2]), static=True, bound=300)
-    assert batch.target[4].tolist()[0] == 4 * 32
-
-
-def test_forms_of_batches_are_kept_but_not_without_end():
-    state = make(8, sequences=5)
-    slots = opened(state, 1, 2, 3, 4, 5)
-    for order in itertools.permutations(slots, 3):
-        state.step(order, torch.tensor([1, 2, 3]))
-    assert len(state._planner._kept) == Planner.KEPT
-    assert state.step(slots, torch.arange(5)).sequence.tolist() == slots
-
+from tests.dsv4_states import MOST, SMALL, check_counts, check_indices, grow, make, opened, unchanged
 
 # Memory.
 
@@ -298,14 +89,6 @@ def test_sizes_are_checked(name):
 
 
 # Errors leave everything as it was.
-
-
-def unchanged(state: State, error: type[Exception], match: str, act) -> None:
-    """`act` fails, and neither the host's side nor a byte of the buffer is another."""
-    known, data = host(state), state.buffer.clone()
-    with pytest.raises(error, match=match):
-        act()
-    assert host(state) == known and torch.equal(state.buffer, data)
 
 
 def test_running_out_of_blocks_changes_nothing():
@@ -423,15 +206,17 @@ def test_the_host_side_is_found_in_a_restored_buffer():
     saved, lengths, owned = state.buffer.clone(), list(state.lengths), [list(blocks) for blocks in state.owned]
     for slot in slots:
         state.commit(state.plan({slot: [1] * 64}))
-    other = make(64, blocks=9, buffer=saved.clone())
+    other, old = make(64, blocks=9, buffer=saved.clone()), state.plan({slots[0]: [1]})
     for each in (state, other):
         each.buffer.copy_(saved)
         each.reload()
         assert each.lengths == lengths and each.owned == owned and not each.pool.prefixes
         check_counts(each)
-        slow_indices(each, each.plan({slot: [1] * 9 for slot in slots}), 192)
+        check_indices(each, each.plan({slot: [1] * 9 for slot in slots}), 192)
         with pytest.raises(ValueError, match="can go back to 300 or more"):
             each.rewind(slots[0], 299)
+    with pytest.raises(ValueError, match="stale"):
+        state.commit(old)
 
 
 # Going back.
@@ -501,6 +286,20 @@ def test_how_far_one_may_go_back(chunk, ratios):
         if not back:
             rings.forget()
         check_counts(state)
+
+
+@pytest.mark.parametrize("ratios", [(CSA, SWA, HCA), (SWA,), (CSA,), (HCA,)])
+@pytest.mark.parametrize("chunk", [1, 60])
+def test_the_limit_is_exact_at_every_length(chunk, ratios):
+    state = make(chunk, cfg=dataclasses.replace(SMALL, compress_ratios=(*ratios, 0)))
+    rings = Rings(chunk, ratios)
+    (slot,) = opened(state, 0)
+    while (length := state.lengths[slot]) < 330:
+        tokens = 1 if length % 128 > chunk else chunk
+        state.commit(state.plan({slot: [1] * tokens}))
+        rings.write(length, tokens)
+        for back in range(max(0, length - chunk - 70), min(length, length - chunk + 9)):
+            assert state._holds(slot, back) == rings.holds(back), (length + tokens, back)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64, 130])

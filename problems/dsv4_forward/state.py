@@ -2,8 +2,8 @@
 
 A sequence has a fixed-size part of its own (a ring of the last tokens' window entries, and rings of the tokens that its
 compressors have yet to pool) and a row of the block table, which names the blocks of its compressed entries in every
-layer. Positions decide what is read: nothing is cleared when a sequence ends, goes back or begins. Source: sections 3.5
-of the technical report (the two caches), and vLLM's state cache (rings addressed by position, so going back is free).
+layer. Positions decide what is read: nothing is cleared when a sequence ends, goes back or begins. Source: section 3.5
+of the technical report (the two caches) and vLLM's state cache (rings addressed by position, so going back is free).
 """
 
 from array import array
@@ -201,7 +201,9 @@ class State:
         Published prefixes are forgotten, and a sequence can not go back beyond where it stands.
         """
         lengths, active, table = self.length.tolist(), self._active.tolist(), self.table.tolist()
+        stamps = [stamp + 1 for stamp in self._stamps]
         self._blank()
+        self._stamps = stamps  # batches of before are stale
         for slot, is_open in enumerate(active):
             self._open[slot] = bool(is_open)
             self.owned[slot] = [block for block in table[slot] if block != self.blocks]
@@ -243,9 +245,7 @@ class State:
             needs.append((length - length % CSA - CSA, rows[CSA]))
         if HCA in ratios:
             needs.append((length - length % HCA, rows[HCA]))
-        return length >= self.anchor[slot] and all(
-            max(0, first) >= self.written[slot] - size for first, size in needs
-        )  # fmt: skip
+        return length >= self.anchor[slot] and all(max(0, first) >= self.written[slot] - size for first, size in needs)
 
     def _plan(self, slots: tuple[int, ...], counts: list[int], tokens: torch.Tensor | list[int]) -> Batch:
         wanted = dict(zip(slots, counts, strict=True))

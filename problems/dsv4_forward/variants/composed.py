@@ -1,0 +1,23 @@
+"""composed: the problems' winners in every slot that they can fill, the reference kernels in the others."""
+
+from task import Weights, input_t, output_t
+
+from problems.dsv4_forward import entry
+
+TARGETS = ("cpu", "sm90", "sm100")
+COMPOSES = ("nvfp4_gemv",)
+
+
+def compile_for(target: str) -> list:
+    """Machine code of the winners for `target`."""
+    return entry.compile_for(COMPOSES, target)
+
+
+def prepare(weights: Weights) -> entry.Prepared:
+    """The model over the weights; NVFP4 scales once more in the winners' layout. ValueError as kernels.choose."""
+    return entry.prepare(weights, "winners")
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Run the model on data.inputs.tokens and the state; write data.outputs and return them."""
+    return entry.run(data)

@@ -1,0 +1,22 @@
+"""torch_reference: every slot holds the reference kernel, plain torch. The baseline of the ratios."""
+
+from task import Weights, input_t, output_t
+
+from problems.dsv4_forward import entry
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def compile_for(target: str) -> list:
+    """Nothing to compile."""
+    return []
+
+
+def prepare(weights: Weights) -> entry.Prepared:
+    """The model over the weights where they are."""
+    return entry.prepare(weights, "reference")
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Run the model on data.inputs.tokens and the state; write data.outputs and return them."""
+    return entry.run(data)

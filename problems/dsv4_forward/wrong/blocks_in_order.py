@@ -1,0 +1,23 @@
+"""Wrong: takes the blocks of a sequence to lie in order, whatever the table says."""
+
+import torch
+
+from problems.dsv4_forward import entry
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference")
+
+
+def custom_kernel(data):
+    inputs = data.inputs
+    table = entry.state_sizes(data.weights, inputs).views(inputs.state)["table"]
+    count, width = inputs.blocks.shape
+    table[:, :width] = torch.arange(count * width, dtype=table.dtype, device=table.device).view(count, width)
+    return entry.run(data)

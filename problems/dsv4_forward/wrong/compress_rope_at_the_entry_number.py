@@ -1,0 +1,24 @@
+"""Wrong: entry i is rotated as token i, not as token i * ratio, the first of its window."""
+
+from problems.dsv4_forward import compressor, entry
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def compress(
+    projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype, out
+):  # fmt: skip
+    compressor.compress(
+        projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs / ratio, eps, dtype, out
+    )
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference", compress=compress)
+
+
+custom_kernel = entry.run

@@ -1,0 +1,18 @@
+"""Wrong: takes all sequences to be as long as the first."""
+
+from problems.dsv4_forward import entry
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return entry.prepare(weights, "reference")
+
+
+def custom_kernel(data):
+    lengths = data.inputs.lengths[:1].expand(len(data.inputs.lengths))
+    return entry.run(data._replace(inputs=data.inputs._replace(lengths=lengths)))

@@ -1,0 +1,101 @@
+"""Small states for tests, and slow checks of what a state and its batches say."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from problems.dsv4_forward.config import CSA, HCA, SWA, TINY, Config
+from problems.dsv4_forward.state import Batch, State
+
+MOST = 1000  # tokens of a sequence; not a multiple of 128
+SMALL = dataclasses.replace(
+    TINY, name="small", compress_ratios=(CSA, SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
+    max_position_embeddings=MOST,
+)  # fmt: skip
+
+
+def make(chunk: int = 128, sequences: int = 3, blocks: int = 24, cfg: Config = SMALL, **more: object) -> State:
+    return State(cfg, "fp32", sequences, blocks, chunk, **more)
+
+
+def grow(state: State, slot: int, length: int) -> None:
+    """Bring a sequence to that length; nothing is written but the bookkeeping."""
+    while count := min(length - state.lengths[slot], state.chunk):
+        state.commit(state.plan({slot: [7] * count}))
+
+
+def opened(state: State, *lengths: int) -> list[int]:
+    """New sequences of these lengths, opened so that slots are not in order of use."""
+    slots = [state.open()[0] for _ in lengths][::-1]
+    for slot, length in zip(slots, lengths, strict=True):
+        grow(state, slot, length)
+    return slots
+
+
+def host(state: State) -> object:
+    """All that the host knows, comparable."""
+    return (
+        list(state.lengths), [list(blocks) for blocks in state.owned], list(state.written), list(state.anchor),
+        list(state._open), list(state._stamps), list(state.pool.references), state.pool.free, state.pool.prefixes,
+    )  # fmt: skip
+
+
+def check_counts(state: State) -> None:
+    """References are those of sequences and prefixes; what nobody holds is free; the device has the same tables."""
+    held = Counter(block for blocks in state.owned for block in blocks)
+    held.update(block for prefix in state.pool.prefixes for block in prefix.blocks)
+    assert state.pool.references == [held[block] for block in range(state.blocks)]
+    assert sorted(state.pool._free) == [block for block in range(state.blocks) if not held[block]]
+    table = state.table.tolist()
+    for slot, blocks in enumerate(state.owned):
+        assert table[slot] == blocks + [state.blocks] * (len(table[slot]) - len(blocks))
+    assert state.length.tolist() == state.lengths
+    snapshots = [prefix.snapshot for prefix in state.pool.prefixes]
+    assert sorted(snapshots + state.pool._spare) == list(range(state.pool.snapshots))
+
+
+def unchanged(state: State, error: type[Exception], match: str, act: Callable) -> None:
+    """`act` fails, and neither the host's side nor a byte of the buffer is another."""
+    known, data = host(state), state.buffer.clone()
+    with pytest.raises(error, match=match):
+        act()
+    assert host(state) == known and torch.equal(state.buffer, data)
+
+
+def check_indices(state: State, batch: Batch, ring: int) -> None:
+    """Every field of a planned batch, a token at a time."""
+    n = 0
+    bound = max(state.lengths[slot] + count for _, count, slot in batch.segments)
+    assert batch.bound == bound and batch.entries == {4: bound // 4, 128: bound // 128}
+    assert batch.rows.shape == (len(batch.slots), -(-bound // 128)) and batch.rows.dtype == torch.int32
+    emit, target = {4: [], 128: []}, {4: [], 128: []}
+    assert batch.window_index.dtype == batch.hca_index.dtype == torch.int32 and batch.hca_index.is_contiguous()
+    fields = (batch.sequence, batch.owner, batch.position, batch.window_slot, *batch.visible.values(), batch.last)
+    assert {field.dtype for field in (*fields, *batch.emit.values(), *batch.target.values())} == {torch.int64}
+    ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(batch.position), 1)
+    located = batch.locate(ids).tolist()
+    for row, (first, count, slot) in enumerate(batch.segments):
+        assert first == n and batch.slots[row] == slot and batch.last[row] == n + count - 1
+        owned = state.owned[slot]
+        assert batch.rows[row].tolist()[: len(owned)] == owned[: batch.rows.shape[1]]
+        for position in range(state.lengths[slot], state.lengths[slot] + count):
+            assert (int(batch.sequence[n]), int(batch.owner[n]), int(batch.position[n])) == (slot, row, position)
+            assert int(batch.window_slot[n]) == slot * ring + position % ring
+            seen = [slot * ring + p % ring if p >= 0 else -1 for p in range(position - 127, position + 1)]
+            assert batch.window_index[n].tolist() == seen
+            for ratio in (4, 128):
+                assert int(batch.visible[ratio][n]) == (position + 1) // ratio
+                if (position + 1) % ratio == 0:
+                    entry, per_page = position // ratio, 128 // ratio
+                    emit[ratio].append(n)
+                    target[ratio].append(owned[entry // per_page] * per_page + entry % per_page)
+            seen = owned[: (position + 1) // 128]
+            assert batch.hca_index[n].tolist() == seen + [-1] * (bound // 128 - len(seen))
+            seen = [owned[entry // 32] * 32 + entry % 32 for entry in range((position + 1) // 4)]
+            assert located[n][: 1 + len(seen)] == [-1, *seen]
+            n += 1
+    assert {ratio: part.tolist() for ratio, part in batch.emit.items()} == emit
+    assert {ratio: part.tolist() for ratio, part in batch.target.items()} == target

@@ -32,6 +32,7 @@ class Runner:
         self.slots: list[MappedSlot] = []
         self.opened: dict = {}
         self.held: MappedSlot | None = None  # the weights' memory
+        self.room: torch.Tensor | None = None  # what plain readers read where the slot is smaller
         self.weights: object = None  # what stands for the weights in the data of a call: they, or what prepare made
         native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
         self.clock = clock.make(self.device)
@@ -189,9 +190,18 @@ class Runner:
             return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
         config, nbytes = self.opened["reads"][what], self.opened["bytes"]
         buffer = slot.buffers["device" if self.device == "cuda" else "host"]
+        if buffer.numel() < nbytes:  # weights are not in the slot
+            buffer = self._stand_in(nbytes)
         native.read(buffer, nbytes, config)  # its code is fetched, as a submission's is
         delivery = self._delivery(slot, key, message)
         return vars(self.clock.time(lambda: native.read(buffer, nbytes, config), lambda _: None, delivery))
+
+    def _stand_in(self, nbytes: int) -> torch.Tensor:
+        """As many bytes as a call moves, zeros, for the plain readers of a problem whose weights lie elsewhere."""
+        if self.room is None or self.room.numel() < nbytes:
+            self.room = None  # before the next one is made
+            self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
+        return self.room
 
     def _sync(self) -> None:
         if self.device == "cuda":

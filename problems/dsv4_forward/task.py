@@ -151,6 +151,8 @@ BENCHMARKS = _cases(
 )
 BENCHMARKS_CPU = _cases(("tiny", "bf16", 1, 200, 1), ("tiny", "nvfp4", 1, 200, 1), ("tiny", "nvfp4", 1, 200, 128))
 
-LOGITS_RTOL = {"fp32": 1e-4, "bf16": 0.03, "released": 0.3, "nvfp4_experts": 0.5, "nvfp4": 0.85}
+# Relative, of a sequence's logits. Honest kernels were seen to be off by 1.2e-6 (fp32), 0.11 (bf16: another expert near
+# a tie), 0.20, 0.46 and 0.66, since quantised activations are discontinuous; under 1, so that zeros fail.
+LOGITS_RTOL = {"fp32": 1e-4, "bf16": 0.25, "released": 0.4, "nvfp4_experts": 0.7, "nvfp4": 0.85}
 HEAD_RTOL = 1e-4
 NORM_TOL = 1e-2

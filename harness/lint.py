@@ -33,7 +33,7 @@ from problems.common import load
 
 AT_ONCE = 4  # submissions judged side by side, each a process with torch in it
 SMALL_BYTES = 2**20  # of a case: these come first, and the short form has no others
-FEW_CASES = 3  # taken for small where the folder does not say how large a case is
+FEW_CASES = 2  # of a problem with large test cases only, or that does not say how large they are
 FEW_FILES = 4  # of wrong/ in the short form
 LUCK_SEEDS = 8  # further seeds of a case in which an answer got through; if it does in half of them, it is a hole
 # Verdicts on what a wrong file did. COMPILE_ERROR and UNSUPPORTED mean that it was not judged.

@@ -223,7 +223,7 @@ def test_every_variant_is_right(case):
         assert output[0] is given.outputs.logits and output[1] is given.outputs.next
         result = REFERENCE.compare(data, want, output)
         assert result.ok, f"{variant}: {result.message}"
-        assert result.rel <= TASK.LOGITS_RTOL[case.format]
+        assert result.rel <= TASK.logits_rtol(case.config, case.format)
     after = tree.tensors((data.weights, data.inputs))
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
@@ -307,24 +307,24 @@ def test_next_is_where_the_returned_logits_are_largest():
     assert not ok and "next must be where the logits are largest" in text
 
 
-def test_the_other_honest_answer_counts_for_each_sequence():
+def test_the_other_honest_answer_counts_for_each_sequence(monkeypatch):
     """One sequence as with exact activations, the others as with rounded ones: each is near one of the two."""
     data, want = made(WIDE)
     rounded = REFERENCE._logits(data, torch.bfloat16)
     mixed = torch.cat([want[0][:1], rounded[1:]])
     far = REFERENCE.check.norm(mixed, want[0], 1.0, torch.float32, batch=0).rel
-    limits = {**TASK.LOGITS_RTOL, WIDE.format: far / 2}
-    before, REFERENCE.LOGITS_RTOL = REFERENCE.LOGITS_RTOL, limits
-    try:
-        assert REFERENCE.compare(data, want, (mixed, mixed.argmax(1))).ok
-        assert not REFERENCE.compare(data, want, (2 * mixed, mixed.argmax(1))).ok
-    finally:
-        REFERENCE.LOGITS_RTOL = before
+    monkeypatch.setattr(REFERENCE, "logits_rtol", lambda *_: far / 2)
+    assert REFERENCE.compare(data, want, (mixed, mixed.argmax(1))).ok
+    assert not REFERENCE.compare(data, want, (2 * mixed, mixed.argmax(1))).ok
 
 
-def test_no_bound_admits_zeros():
+def test_no_bound_admits_zeros_and_wider_models_have_narrower_ones():
     assert set(TASK.LOGITS_RTOL) == set(config.FORMATS)
     assert all(0 < limit < 0.9 for limit in TASK.LOGITS_RTOL.values())
+    for (_, fmt), limit in TASK.NARROWER_RTOL.items():
+        assert limit < TASK.LOGITS_RTOL[fmt]
+    cases = (*TASK.TESTS, *TASK.BENCHMARKS)
+    assert {(c.config, c.format) for c in cases if c.config != "tiny"} <= set(TASK.NARROWER_RTOL)
 
 
 # ---------------------------------------------------------------- the call

@@ -8,7 +8,6 @@ import torch
 from task import (
     CHUNK,
     HEAD_RTOL,
-    LOGITS_RTOL,
     NORM_TOL,
     Inputs,
     Outputs,
@@ -16,6 +15,7 @@ from task import (
     blocks,
     input_t,
     lengths,
+    logits_rtol,
     output_t,
 )
 
@@ -129,7 +129,7 @@ def compare(data: input_t, want: output_t, output: output_t, peer: bool = False)
 
 def _near(data: input_t, want: torch.Tensor, logits: torch.Tensor) -> check.Result:
     """Whether each sequence's logits are near either answer; the second is only made where it can matter."""
-    limit = LOGITS_RTOL[data.weights.format]
+    limit = logits_rtol(data.weights.config, data.weights.format)
     result = check.norm(logits, want, limit, torch.float32, batch=0)
     if data.weights.format == "fp32" or not limit < result.rel < float("inf"):
         return result

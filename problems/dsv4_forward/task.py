@@ -151,8 +151,22 @@ BENCHMARKS = _cases(
 )
 BENCHMARKS_CPU = _cases(("tiny", "bf16", 1, 200, 1), ("tiny", "nvfp4", 1, 200, 1), ("tiny", "nvfp4", 1, 200, 128))
 
-# Relative, of a sequence's logits. Honest kernels were seen to be off by 1.2e-6 (fp32), 0.11 (bf16: another expert near
-# a tie), 0.20, 0.46 and 0.66, since quantised activations are discontinuous; under 1, so that zeros fail.
-LOGITS_RTOL = {"fp32": 1e-4, "bf16": 0.25, "released": 0.4, "nvfp4_experts": 0.7, "nvfp4": 0.85}
+# Admitted relative error of a sequence's logits, in the norm, to the nearer of reference.py's two honest answers. fp32:
+# sums in another order, which nothing enlarges. Else 1.5 times the worst of many single steps between honest kernels
+# that differ in last bits, at most 0.88, so that zeros (1) and answers to other inputs (1.3) fail: where activations
+# are quantised a last bit becomes a step, and near a tie another expert or entry is chosen. Seen in tiny: 0.49 (bf16),
+# 0.70, 0.70 and 0.75 (nvfp4), over 3,840 to 11,520 sequences. Wider models average more out.
+LOGITS_RTOL = {"fp32": 1e-4, "bf16": 0.75, "released": 0.88, "nvfp4_experts": 0.88, "nvfp4": 0.88}
+# Seen: 0.20 and 0.53 over 240 and 1,440 sequences; in four layers of Flash 0.08 (another expert; else 0.01) and 0.34.
+NARROWER_RTOL = {
+    ("tiny-k", "bf16"): 0.3, ("tiny-k", "nvfp4"): 0.8, ("flash-4l32e", "bf16"): 0.2, ("flash-4l32e", "nvfp4"): 0.5
+}  # fmt: skip
+# Of logits that are the product of the bf16 head and a vector, added in fp32; rounding them to bf16 is 5 times that.
 HEAD_RTOL = 1e-4
+# Of the mean square of that vector over its norm weights, which is 1: each value is rounded to bf16, by at most 2^-9.
 NORM_TOL = 1e-2
+
+
+def logits_rtol(config: str, format: str) -> float:
+    """The bound for a case's configuration and format."""
+    return NARROWER_RTOL.get((config, format), LOGITS_RTOL[format])

@@ -72,6 +72,17 @@ def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
     assert check.main([*options, "--kernels", "nonsense"]) == 2
 
 
+def test_a_kernel_that_raises_is_no_bad_argument(tmp_path):
+    """Exit status 2 is for arguments; what a kernel raises ends the check with a traceback, status 1."""
+    file = tmp_path / "raises.py"
+    file.write_text("def rms_norm(*args, **named):\n    raise ValueError('rows must be even')\n")
+    options = ["--device", "cpu", "--config", "tiny", "--format", "bf16", "--steps", "1"]
+    with pytest.raises(ValueError, match="rows must be even") as caught:
+        check.main([*options, "--kernels", f"rms_norm={file}"])
+    assert not isinstance(caught.value, check.Refused)
+    assert check.main(["--device", "cpu", "--config", "huge"]) == 2
+
+
 @pytest.mark.parametrize("fmt", ["fp32", "released"])
 def test_the_reference_is_right(fmt, capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (70, 9))

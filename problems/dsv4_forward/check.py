@@ -96,13 +96,20 @@ class Case:
             torch.cuda.synchronize()
 
 
+class Refused(ValueError):
+    """Arguments that name no configuration or no kernel. A ValueError of a kernel is none of these: it is a fault."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
-        cases = _cases(args)
         target = load.device_target(args.device)
-        right = [check(case, args.kernels, target, args.attribute) for case in cases]
-    except ValueError as error:
+        # One configuration after the other: their weights need not fit the device together.
+        right = [
+            check(make(name, fmt, args.device, args.steps), args.kernels, target, args.attribute)
+            for name, fmt in _cases(args)
+        ]
+    except Refused as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
     print(f"end-to-end check: {sum(right)} of {len(right)} configurations right")
@@ -120,13 +127,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def _cases(args: argparse.Namespace) -> list[Case]:
+def _cases(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """(configuration, format) of each. Refused: no such configuration."""
     known = CASES[torch.device(args.device).type]
     if args.config:
-        known = tuple((args.config, fmt) for fmt in ([args.format] if args.format else ("bf16", "nvfp4")))
-    elif args.format:
-        known = tuple(case for case in known if case[1] == args.format)
-    return [make(name, fmt, args.device, args.steps) for name, fmt in known]
+        try:
+            config.find(args.config)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return tuple((args.config, fmt) for fmt in ([args.format] if args.format else ("bf16", "nvfp4")))
+    return tuple(case for case in known if args.format in (None, case[1]))
 
 
 def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) -> Case:
@@ -139,9 +149,15 @@ def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) ->
 
 @torch.inference_mode()
 def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
-    """Check one configuration with the kernels that `text` names, print the report. -> whether all of it holds."""
+    """Check one configuration with the kernels that `text` names, print the report. -> whether all of it holds.
+
+    Refused: `text`. What a kernel raises comes through.
+    """
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
-    chosen = kernels.choose(text, target, case.weights)
+    try:
+        chosen = kernels.choose(text, target, case.weights)
+    except ValueError as error:
+        raise Refused(str(error)) from error
     for line in chosen.report:
         print(f"  {line}")
     working = torch.float32 if case.fmt == "fp32" else torch.bfloat16

@@ -110,7 +110,7 @@ class Recorder:
         return Kernels(**{name: self._wrapped(name) for name in SLOTS})
 
     def _wrapped(self, name: str) -> Callable:
-        reference, signature = _slot(table.REFERENCE, name), inspect.signature(_slot(table.REFERENCE, name))
+        reference, signature = vars(table.REFERENCE)[name], inspect.signature(vars(table.REFERENCE)[name])
 
         def call(*args: object, **named: object) -> None:
             given = signature.bind(*args, **named).arguments
@@ -127,8 +127,8 @@ class Recorder:
         slot = SLOTS[name]
         key = (self.layer, name)
         worst = self.worst.setdefault(key, Worst(self.layer, name, slot.budget))
-        want = _rerun(_slot(table.REFERENCE, name), slot, given, self.dtype, torch.float32)
-        got = _rerun(_slot(self.composed, name), slot, given, self.dtype, self.dtype)
+        want = _rerun(vars(table.REFERENCE)[name], slot, given, self.dtype, torch.float32)
+        got = _rerun(vars(self.composed)[name], slot, given, self.dtype, self.dtype)
         if name in ("route", "select"):
             ids = "out_ids" if name == "route" else "out"
             margin = margins(want[ids], got[ids], _decided_by(name, given))
@@ -270,9 +270,3 @@ def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
     row = int(error.argmax())
     cosine = torch.nn.functional.cosine_similarity(got[row], want[row], dim=0)
     return float(error[row]), float(cosine)
-
-
-def _slot(kernels: Kernels, name: str) -> Callable:
-    return dict(vars(kernels))[name]
-
-

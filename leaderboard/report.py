@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from harness import record  # noqa: E402
-from leaderboard import board, plot, tables  # noqa: E402
+from leaderboard import board, latency, plot, tables  # noqa: E402
 from problems.common import load  # noqa: E402
 
 RESULTS = ROOT / "leaderboard" / "results"
@@ -91,9 +91,20 @@ def readme_table(results: Path, machines: Path) -> tuple[str, list[str]]:
         if not record_files(results / slug):
             raise ValueError(f"{machines.name} lists {slug}, which has no records in {results}")
     boards, complaints = read(results, slugs, [])
-    if not boards:
-        return "No machine's records are committed yet.\n", complaints
-    return tables.markdown(boards, complaints), complaints
+    steps, said = latency.read(results, slugs, [])
+    if not boards and not steps:
+        return "No machine's records are committed yet.\n", complaints + said
+    return markdown(boards, steps, complaints + said), complaints + said
+
+
+def markdown(boards: list[board.Board], steps: dict[str, list[dict]], complaints: list[str]) -> str:
+    """Boards, then the latencies of whole models."""
+    words = {"config", "format", "state"}
+    parts = [
+        tables.section(f"{name}: time per decode token", latency.table(records), latency.notes(records), words)
+        for name, records in steps.items()
+    ]
+    return "\n".join([*([tables.markdown(boards, complaints)] if boards or complaints else []), *parts])
 
 
 def spliced(text: str, table: str, name: str) -> str:
@@ -104,8 +115,8 @@ def spliced(text: str, table: str, name: str) -> str:
     return f"{before}{BEGIN}\n\n{table}\n{END}{rest.partition(END)[2]}"
 
 
-def terminal(boards: list[board.Board], console: Console) -> None:
-    """Print the boards as tables."""
+def terminal(boards: list[board.Board], steps: dict[str, list[dict]], console: Console) -> None:
+    """Print the boards, then the latencies of whole models, as tables."""
     for one in boards:
         console.rule(Text(tables.title(one), style="bold"), align="left")
         for line in tables.facts(one):
@@ -118,6 +129,13 @@ def terminal(boards: list[board.Board], console: Console) -> None:
             console.print(Text("Interleaved pairs, variant / other:"))
             _print(console, header, rows, [""] * len(rows))
         for line in tables.notes(one):
+            console.print(Text(line, style="dim"))
+        console.print()
+    for name, records in steps.items():
+        console.rule(Text(f"{name}: time per decode token", style="bold"), align="left")
+        header, rows = latency.table(records)
+        _print(console, header, rows, [""] * len(rows))
+        for line in latency.notes(records):
             console.print(Text(line, style="dim"))
         console.print()
 
@@ -138,24 +156,27 @@ def _report(options: argparse.Namespace) -> int:
         if not (load.PROBLEMS / name / "task.py").is_file() and not any(options.results.glob(f"*/{name}.jsonl")):
             raise ValueError(f"no problem {name}: neither a folder of problems/ nor a file of records")
     known = sorted(path.name for path in options.results.glob("*") if record_files(path))
-    boards, complaints = read(options.results, [options.machine] if options.machine else known, options.problems)
+    machines = [options.machine] if options.machine else known
+    boards, complaints = read(options.results, machines, options.problems)
+    steps, said = latency.read(options.results, machines, options.problems)
+    complaints += said
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
-    if not boards:
+    if not boards and not steps:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
         where = f" on {options.machine} (there are some on: {', '.join(known) or 'none'})" if options.machine else ""
         out = sys.stdout if options.format == "terminal" else sys.stderr
         print(f"no records{of}{where}: run `python harness/run.py PROBLEM` first", file=out)
     if options.format == "csv":
         print(tables.csv(boards), end="")
-    elif options.format == "markdown" and boards:
-        print(tables.markdown(boards, complaints), end="")
-    elif boards:
+    elif options.format == "markdown" and (boards or steps):
+        print(markdown(boards, steps, complaints), end="")
+    elif boards or steps:
         console = Console(highlight=False)
-        terminal(boards, console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH))
+        terminal(boards, steps, console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH))
     if options.out and boards:
         options.out.mkdir(parents=True, exist_ok=True)
-        _write(options.out / "board.md", tables.markdown(boards, complaints))
+        _write(options.out / "board.md", markdown(boards, steps, complaints))
         _write(options.out / "board.csv", tables.csv(boards))
         pictures = [plot.write(one, options.out) for one in boards]
         names = ["board.md", "board.csv", *(path.name for path in pictures if path)]

@@ -114,6 +114,11 @@ def markdown(boards: list[Board], complaints: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def section(title: str, table: Table, notes: list[str], left: set[str]) -> str:
+    """One more table as GitHub Markdown; `left`: columns of words. Ends with a newline."""
+    return "\n\n".join([f"### {escape(title)}", _grid(*table, left), *map(escape, notes)]) + "\n"
+
+
 def frame(boards: list[Board]) -> pd.DataFrame:
     """All boards in one long table, columns CSV: per variant one row for its figure (case "geomean", or "mean" where
     the problem ranks by that), then one per case."""

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +250,25 @@ def test_it_runs_as_a_script_from_anywhere(tmp_path, results):
     command = [sys.executable, script, "--results", str(results), "--machine", "cpu-box"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "cpu_v1" in done.stdout, done.stderr
+
+
+def test_the_newest_latency_of_each_configuration_is_shown(capsys, results):
+    """Beside the boards, and with the check that failed; a broken line is said and the rest shown."""
+    good = {"host_synchronisations": "", "replay_equals_eager": True, "missing_in_graph": {}, "not_captured": []}
+    one = {
+        "config": "small", "format": "bf16", "batch": 1, "context": 512, "kernels": {"fmha": "reference"},
+        "eager_ms": 9.0, "graph_ms": 4.0, "floor_ms": 1.0, "graph_launches": 77, "checks": good, "ok": True,
+        "commit": "0123456789abcdef",
+    }  # fmt: skip
+    bad = one | {"format": "nvfp4", "ok": False, "checks": good | {"replay_equals_eager": False}}
+    lines = [one | {"graph_ms": 8.0}, one, bad]
+    file = results / "gpu-box" / "model" / "latency.jsonl"
+    file.parent.mkdir()
+    file.write_text("\n".join([*map(json.dumps, lines), '{"config":']))
+    code, out, err = said(capsys, "--results", results, "--format", "markdown")
+    assert code == 0 and "gpu-box/model/latency.jsonl:4 is no latency record" in err
+    assert "### model on gpu-box: time per decode token" in out and "### " in out.partition("### model")[0]
+    assert "| small | bf16 | 1 | 512 | 9 | 4 | 1 | 25.0 % | 77 | ok |" in out
+    assert "| small | nvfp4 | 1 | 512 | 9 | 4 | 1 | 25.0 % | 77 | replay_equals_eager |" in out
+    code, out, _ = said(capsys, "--results", results)
+    assert code == 0 and "model on gpu-box: time per decode token" in out and "replay_equals_eager" in out

@@ -23,7 +23,7 @@ board: setup
 	$(VENV_PYTHON) leaderboard/report.py --readme README.md
 
 test: setup
-	$(VENV_PYTHON) -m pytest -q
+	$(VENV_PYTHON) -m pytest -q $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist loadgroup")
 
 test-slow: setup
 	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu"

@@ -215,9 +215,7 @@ class Checker:
             torch.cuda.synchronize()
 
 
-def make(
-    reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: object = None
-) -> object:
+def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: object = None) -> object:
     """The data of a call: `case` holds generate_input's arguments, the seed among them. Where the reference splits
     weights from inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
     """

@@ -152,7 +152,7 @@ class Trivial(Checker):
         return answer
 
     def _differs(self, data: object, truth: list[torch.Tensor]) -> str:
-        """"" if the present data and answer are `data` and `truth`, else what is different."""
+        """What is different in the present data and answer from `data` and `truth`, "" for nothing."""
         # GPU MODE's data may hold an output that nobody has filled.
         for i, (one, two) in enumerate(zip(tree.tensors(data), tree.tensors(self.pristine), strict=True)):
             if self.own and i in self.inputs and not torch.equal(tree.raw(one), tree.raw(two)):

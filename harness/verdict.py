@@ -111,9 +111,7 @@ def pair(first: Judged, second: Judged) -> None:
     """Give `first` the ratios of its times to the second's, on equal contents; none where one of them failed."""
     if any(t.failure for j in (first, second) for t in j.times):
         return
-    cases = [
-        phases.ratios(mine.timing, theirs.timing) for mine, theirs in zip(first.times, second.times, strict=True)
-    ]
+    cases = [phases.ratios(mine.timing, theirs.timing) for mine, theirs in zip(first.times, second.times, strict=True)]
     first.against = [_against(second, stats.compare([case])) for case in cases]
     first.against_all = _against(second, stats.compare(cases))
 

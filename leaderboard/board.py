@@ -223,7 +223,7 @@ def _row(
 
 
 def _first(before: pd.DataFrame, cases: list[str], ranking_by: str) -> str:
-    """" of 22.10 us", the figure of superseded records, as far as they give one."""
+    """As " of 22.10 us": the figure of superseded records, as far as they give one."""
     medians = {line.case: line.record.get("median_us") for line in before.itertuples()}
     try:
         return f" of {ranking.figure(ranking_by, [medians[case] for case in cases]):.2f} us"

@@ -1,5 +1,6 @@
 """Every variant for a GPU compiles to machine code of its targets, here, without one; none spills registers."""
 
+import importlib.util
 import shutil
 
 import pytest
@@ -24,6 +25,8 @@ def test_compiles_for(name, variant, target):
     found = problem.find(name)
     if found.variant(variant).file.with_suffix(".cu").is_file() and not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
+    if missing := [p for p in found.variant(variant).requires if importlib.util.find_spec(p) is None]:
+        pytest.skip(f"needs the Python package {', '.join(missing)}")
     entrant = Entrant(variant, found.variant(variant), target)
     with Session(found, "cpu") as session:
         reply = session.ask_runner(entrant, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)

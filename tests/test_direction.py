@@ -71,9 +71,7 @@ def literal(source: str, name: str) -> tuple[str, ...]:
 
 def broken(path: str, source: str) -> list[str]:
     """One line for each import of the file that goes the wrong way."""
-    return [
-        f"{path}:{line}: imports {name}" for line, name in imports(source) if not admitted(path, source, name)
-    ]
+    return [f"{path}:{line}: imports {name}" for line, name in imports(source) if not admitted(path, source, name)]
 
 
 def files() -> list[Path]:

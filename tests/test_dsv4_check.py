@@ -43,9 +43,7 @@ def test_every_wrong_kernel_is_named_with_its_layer(case, capsys):
         case.run(recorder.kernels(), torch.float32, recorder, None)
     faults = check._say_kernels(recorder)
     for slot in SLOTS:
-        first = "head" if slot == "mhc_head" else next(
-            layer for (layer, name) in recorder.worst if name == slot
-        )
+        first = "head" if slot == "mhc_head" else next(layer for (layer, name) in recorder.worst if name == slot)
         named = [fault for fault in faults if f" {slot}: " in fault]
         assert named, f"{slot} passes"
         assert named[0].startswith(f"{first} {slot}: "), named[0]

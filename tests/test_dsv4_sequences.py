@@ -163,6 +163,7 @@ def test_a_right_guess_is_accepted(drafting):
     for _ in range(40):
         wanted.append(int(feed(drafting, state, {slot: [wanted[-1]]})[0].argmax()))
     for shift, count in ((0, 2), (1, 1)):
+
         def oracle(self, batch, lanes, following, row, shift=shift):
             known = wanted.index(following[row]) if wanted.count(following[row]) == 1 else None
             done = int(batch.position[row]) + 1 - len(tokens)

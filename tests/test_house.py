@@ -57,14 +57,16 @@ def test_without_a_gpu_cpu_torch_is_installed_at_its_exact_pin():
 
 
 def test_peers_are_for_machines_with_a_gpu():
-    assert "humming-kernels" in names(GPU_NEEDS) and "humming-kernels" not in names(CPU_NEEDS)
+    peers = {"humming-kernels", "tokenspeed-flashmla"}
+    assert peers <= set(names(GPU_NEEDS)) and not peers & set(names(CPU_NEEDS))
 
 
 def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
     plan = setup.decide(gpu_facts(), GPU_NEEDS, PINS)
     assert (plan.stop, plan.torch) == ("", "python3")
     assert sorted(names(plan.requirements)) == [
-        "humming-kernels", "nvidia-cutlass-dsl", "ruff", "safetensors", "transformers"
+        "humming-kernels", "nvidia-cutlass-dsl", "pytest-xdist", "ruff", "safetensors", "tokenspeed-flashmla",
+        "transformers",
     ]  # fmt: skip
     assert plan.pins["torch"] == "2.11.0+cu130" and plan.pins["numpy"] == "2.5.2"
     assert plan.pins["nvidia-cutlass-dsl"] == PINS["nvidia-cutlass-dsl"]
@@ -134,6 +136,8 @@ def test_what_is_lost_without_a_package_is_said():
     [
         ("pkg>=1.10", "1.9", False), ("pkg>=1.10", "1.10.0", True), ("pkg>=2.10", "2.13.0+cpu", True),
         ("pkg==1.2", "1.2.0", True), ("pkg==1.2", "1.2.1", False), ("pkg[extra]>=1", "0.9", False), ("pkg", "1", True),
+        ("pkg==1.0.post2", "1.0.0.post2", True), ("pkg==1.0.post2", "1.0.post3", False),
+        ("pkg==1.0", "1.0.post2", False), ("pkg>=1.0.1", "1.0.post2", False), ("pkg>=1.0.post2", "1.1", True),
     ],
 )  # fmt: skip
 def test_bounds(requirement, version, expected):
@@ -249,6 +253,17 @@ def test_every_job_sets_itself_up():
         assert targets()[name].split()[0] == "setup", name
     assert "tools/setup.py" in targets()["setup"]
     assert "report.py" in targets()["run"] and "--all" in targets()["run"]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("there", [True, False])
+def test_the_tests_run_also_without_the_package_that_spreads_them(tmp_path, there):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exit {0 if there else 1}\necho "called $*"\n')
+    python.chmod(0o755)
+    command = ["make", "-C", str(ROOT), "test", "PYTHON=true", f"VENV_PYTHON={python}"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search("^called (.*)", said, re.MULTILINE)[1] == "-m pytest -q" + " -n 2 --dist loadgroup" * there
 
 
 def test_ci_runs_the_tests_and_lint_and_fails_with_either(tmp_path):

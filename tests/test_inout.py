@@ -41,12 +41,12 @@ class Case:
 TESTS = [Case(64, 1), Case(129, 2)]
 BENCHMARKS = BENCHMARKS_CPU = [Case(50_000, 3)]
 '''
-FLAT = '''class Data(NamedTuple):
+FLAT = """class Data(NamedTuple):
     x: torch.Tensor
     state: State
     y: torch.Tensor
-'''
-SPLIT = '''class Weights(NamedTuple):
+"""
+SPLIT = """class Weights(NamedTuple):
     ones: torch.Tensor
 
 
@@ -63,7 +63,7 @@ class Data(NamedTuple):
     weights: Weights
     inputs: Inputs
     outputs: Outputs
-'''
+"""
 REFERENCE = '''"""Inputs, oracle and checker for running."""
 import torch
 import task

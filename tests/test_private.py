@@ -138,7 +138,8 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
     """A tensor operation on threads, g++ through problems.common.build, and what was built is loaded and called."""
     file = tmp_path / "sub.py"
     (tmp_path / "sub.cpp").write_text('extern "C" int seven() { return 7; }\n')
-    file.write_text(textwrap.dedent("""
+    file.write_text(
+        textwrap.dedent("""
         import os
         from pathlib import Path
         import torch
@@ -151,7 +152,8 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
             assert str(made.path).startswith(os.environ["KERNEL_BUILD_DIR"])
             native.read_configs("cpu")
             return [made]
-    """))
+    """)
+    )
     box = Private.make(file, GEMV, base=place)
     try:
         child = runner(box, compile=True)
@@ -180,6 +182,7 @@ def test_a_gpu_variant_compiles_in_it(name, place):
 
 
 # ---- what is kept
+
 
 def test_what_a_compile_step_made_serves_the_next_runner(builds, place):
     assert private.build_folder(CPU, GEMV, "cpu") is None
@@ -299,6 +302,7 @@ def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
 
 
 # ---- what is left
+
 
 def test_removal_leaves_nothing_however_a_runner_left_it(tmp_path, place):
     box = Private.make(CPU, GEMV, base=place)

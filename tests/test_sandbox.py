@@ -334,6 +334,7 @@ def test_the_checkout_is_cut_out_of_what_may_be_read(monkeypatch):
 
 # ---- users of their own
 
+
 def other_user() -> list[str]:
     """A Python that any user may run, to try what the tests' own may not allow."""
     if os.geteuid() != 0 or not os.access(SYSTEM_PYTHON, os.X_OK):
@@ -669,6 +670,7 @@ def test_harden_is_that():
 
 
 # ---- the filter's program
+
 
 def run_program(program: bytes, number: int, arguments: tuple[int, ...], arch: int = 0xC000003E) -> int:
     """What a seccomp program returns for a system call, by the kernel's definition of its few instructions."""

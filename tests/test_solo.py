@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.process import ROOT
 
 LINEAR = Path(__file__).parent / "fixtures" / "problems" / "linear"
-SUBMISSION = '''
+SUBMISSION = """
 import torch
 from task import Data, Weights
 
@@ -22,7 +22,7 @@ def custom_kernel(data):
     torch.mv(data.weights.t(), data.inputs.x, out=data.outputs.y)
     print("called", *data.weights.shape)
     return data.outputs.y
-'''
+"""
 
 
 def test_a_problem_with_weights_is_called_on_what_prepare_made(tmp_path):

@@ -33,11 +33,13 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # the public home of torch's
 ESSENTIAL = ("torch", "pytest", "pandas", "matplotlib", "rich", "pyyaml")  # nothing works without them
 WITHOUT = {  # what is lost without the others
     "nvidia-cutlass-dsl": "CuTe DSL variants neither compile nor run",
+    "pytest-xdist": "make test runs in one process and takes longer",
     "hypothesis": "the tests that draw their own cases do not run",
     "ruff": "make lint does not run",
     "safetensors": "checkpoints of the DSV4 model are neither read nor written",
     "transformers": "the tests that compare the DSV4 model with it do not run",
     "humming-kernels": "peer_humming is UNSUPPORTED",
+    "tokenspeed-flashmla": "peer_flashmla is UNSUPPORTED",
     "cuda-bindings": "variants and peers that call the driver through it are UNSUPPORTED",
 }
 
@@ -70,7 +72,7 @@ def normal(name: str) -> str:
 
 
 def split(requirement: str) -> tuple[str, str, str]:
-    """"Name[extra]>=1.2" -> (normalised name, "[extra]", ">=1.2"). ValueError for anything but ==, >= or no bound."""
+    """As "Name[extra]>=1.2" -> (normalised name, "[extra]", ">=1.2"). ValueError: another bound than ==, >= or none."""
     found = re.fullmatch(r"\s*([\w.-]+?)\s*(\[[\w, -]+\])?\s*((?:==|>=)\s*[\w.+!]+)?\s*", requirement)
     if not found:
         raise ValueError(f"requirement must be NAME[EXTRA] with == or >= and a version, got {requirement!r}")
@@ -78,11 +80,17 @@ def split(requirement: str) -> tuple[str, str, str]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """"2.13.0+cpu" -> (2, 13): the leading numbers, without trailing zeros, for comparing."""
+    """As "2.13.0+cpu" -> (2, 13): the leading numbers, without trailing zeros."""
     numbers = [int(n) for n in re.match(r"\d+(\.\d+)*", version)[0].split(".")] if version[:1].isdigit() else []
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
+
+
+def order(version: str) -> tuple[tuple[int, ...], int]:
+    """As "1.0.0.post2" -> ((1,), 2): release and post-release, -1 for none, for comparing."""
+    post = re.match(r"[\d.]+\.post(\d+)", version)
+    return release(version), int(post[1]) if post else -1
 
 
 def satisfied(requirement: str, installed: Mapping[str, str]) -> bool:
@@ -90,7 +98,7 @@ def satisfied(requirement: str, installed: Mapping[str, str]) -> bool:
     name, _, bound = split(requirement)
     if name not in installed:
         return False
-    have, want = release(installed[name]), release(bound[2:])
+    have, want = order(installed[name]), order(bound[2:])
     return have == want if bound.startswith("==") else have >= want
 
 
@@ -211,7 +219,7 @@ def usable(plan: Plan) -> bool:
 def up_to_date(requirements: Sequence[str], pins: Mapping[str, str], have: Mapping[str, str]) -> bool:
     """Whether every requirement is there, and everything that has a pin is at it."""
     there = all(satisfied(r, have) for r in requirements)
-    return there and all(release(have[name]) == release(version) for name, version in pins.items() if name in have)
+    return there and all(order(have[name]) == order(version) for name, version in pins.items() if name in have)
 
 
 def make_venv(plan: Plan) -> None:

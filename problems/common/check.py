@@ -24,7 +24,7 @@ class Result:
 
 
 def form_error(got: object, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """"" if `got` is a plain tensor of that shape and dtype, else one line saying what was wanted and what came."""
+    """One line saying what was wanted and what came, "" if `got` is a plain tensor of that shape and dtype."""
     if type(got) is not torch.Tensor:
         return f"mismatch found! want a torch.Tensor, got {type(got).__name__}"
     if got.dtype != dtype or tuple(got.shape) != tuple(shape):

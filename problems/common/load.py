@@ -109,7 +109,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def device_target(device: object) -> str:
-    """"cpu", "sm90" or "sm100" for a torch device. ValueError for a GPU of another generation."""
+    """The target of a torch device: "cpu", "sm90" or "sm100". ValueError for a GPU of another generation."""
     import torch
 
     device = torch.device(device)

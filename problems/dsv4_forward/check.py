@@ -191,9 +191,7 @@ def _say_kernels(recorder: Recorder) -> list[str]:
             continue
         worst = max(seen, key=lambda w: float("inf") if w.error != w.error else w.error)
         calls = sum(w.calls for w in seen)
-        print(
-            f"  {slot:<16}{calls:>7}{worst.error:>11.2e}{worst.budget:>11.2e}{worst.cosine:>10.6f}  {worst.layer}"
-        )
+        print(f"  {slot:<16}{calls:>7}{worst.error:>11.2e}{worst.budget:>11.2e}{worst.cosine:>10.6f}  {worst.layer}")
     return [
         f"{w.layer} {w.slot}: {w.output} is off by {w.error:.3g} of its row, budget {w.budget:.3g} "
         f"(cosine {w.cosine:.4f}), on the oracle's inputs"

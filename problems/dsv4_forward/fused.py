@@ -102,9 +102,7 @@ class Fused:
         tokens, n, d = _lanes(lanes)
         mixed = torch.empty(tokens, len(fn) + 1, dtype=torch.float32, device=lanes.device)
         pointers = (t.data_ptr() for t in (lanes, fn, base, scale, mixed, out))
-        code = self._read(
-            *pointers, post, comb, tokens, d, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters, bf16
-        )
+        code = self._read(*pointers, post, comb, tokens, d, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters, bf16)
         build.check(code, "mhc_pre" if post else "mhc_head")
 
 

@@ -139,7 +139,7 @@ def _near(data: input_t, want: torch.Tensor, logits: torch.Tensor) -> check.Resu
 
 
 def _head_fault(weights: Weights, logits: torch.Tensor) -> str:
-    """"" if logits, fp64 (B, vocab), are head @ h with h = norm.weight * x, x of mean square 1; else what is wrong.
+    """What is wrong unless logits, fp64 (B, vocab), are head @ h with h = norm.weight * x, x of mean square 1; else "".
 
     h is the least-squares solution. What the model does before its last norm spreads rounding errors far, so that the
     bound on the logits is wide; this part is not, whatever h is.

@@ -60,8 +60,7 @@ _EDGE_SHAPES = (
     (16, 64, 1), (1, 64, 1), (33, 64, 3), (127, 192, 2), (129, 320, 3), (257, 1088, 1), (1031, 832, 5), (7, 16384, 2),
 )  # fmt: skip
 TESTS = [
-    Case(m, k, l, seed=1000 + i)
-    for i, (m, k, l) in enumerate(_EDGE_SHAPES + _GPU_MODE_SHAPES + _BENCHMARK_SHAPES)
+    Case(m, k, l, seed=1000 + i) for i, (m, k, l) in enumerate(_EDGE_SHAPES + _GPU_MODE_SHAPES + _BENCHMARK_SHAPES)
 ]
 BENCHMARKS = [Case(m, k, l, seed=1111) for m, k, l in _BENCHMARK_SHAPES]
 BENCHMARKS_CPU = BENCHMARKS
@@ -103,4 +102,3 @@ def unpack(data: Data) -> tuple[int, int, int]:
                 f"got {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
             )
     return m, k, l
-

@@ -1,0 +1,444 @@
+// fmha_decode with wgmma: warpgroups that gather and decode entries, score them, and sum values, side by side.
+//
+// A block of 640 threads has one query, 64 of its heads (rows of wgmma) and a share of its entries, tile by tile:
+//   warpgroups 0 and 1  ask for entries, and decode ROWS of them into a tile in shared memory as bf16 (sm90_gather.cuh)
+//   warpgroup 2         scores: S = Q K^T, softmax along the list with a running maximum, P as bf16 to shared memory
+//   warpgroups 3 and 4  O += P V, dims 0 to 255 and 256 to 511, V being the same tile as K, read by rows
+// A tile has two parts with barriers of their own, so that scores begin before all of it is decoded, and decoding of
+// the tile after next before all of its values are added.
+// The running maximum moves only if it grows by more than LAZY, so O is hardly ever rescaled. Where blocks are few, a
+// query's entries are split over several, and combine.cuh joins what these leave: a row in fp16 with a scale, and its
+// denominator. Sums have a fixed order, so results repeat bit by bit.
+//
+// q, out  bf16 (B, S, H, 512)      lse  fp32 (B, S, H)      sink  fp32 (H,)
+// caches  uint8 (pages, stride), lists  int32 (B, S, n), lengths  int32 (B,), as task.py describes them
+#include "combine.cuh"
+#include "launch.cuh"
+#include "sm90_gather.cuh"
+
+namespace fmha {
+
+constexpr int HEADS = 64;  // of a block
+constexpr int THREADS = 640, SCORES = 256;  // the first that scores: before it those that gather, 128 on those that add
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
+constexpr float LAZY = 8.f;     // P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1
+constexpr int SHARED_LIMIT = 227 * 1024;
+static_assert(PARTS == 2, "a part is half of what each warpgroup of values adds");
+
+// Registers a thread of each warpgroup while it works.
+constexpr int GATHER_REGISTERS = 48, SCORE_REGISTERS = 64, VALUE_REGISTERS = 160, LAUNCH_REGISTERS = 96;
+static_assert(2 * GATHER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= LAUNCH_REGISTERS * THREADS / 128);
+
+struct Problem {
+    const __nv_bfloat16* q;
+    Cache window, compressed;
+    const int *window_index, *window_length, *compressed_index, *compressed_length;
+    const float* sink;
+    __nv_bfloat16* out;
+    float* lse;
+    __half* partial;  // of splits: (splits, B S H, 512)
+    float4* stats;    // of splits: (splits, B S H), see combine.cuh
+    int rows, heads, nw, nc;        // rows: B S H
+    Divisor queries, tiles, splits;  // S; tiles of HEADS heads
+};
+
+// Shared memory in bytes from a multiple of 1024.
+template <int ROWS>
+struct Layout {
+    static constexpr uint32_t BUFFERS = Shape<ROWS>::BUFFERS;
+    static constexpr uint32_t QUERY_TILE = HEADS * 128, TILE = ROWS * 128;  // a sub-tile of 64 dims
+    static constexpr uint32_t QUERY = 0, KEYS = QUERY + TILES * QUERY_TILE;
+    static constexpr uint32_t PROBS = KEYS + BUFFERS * TILES * TILE, PROB_TILE = HEADS * 128;
+    static constexpr uint32_t STAGING = PROBS + PROB_TILE;  // see Gathered
+    static constexpr uint32_t ALPHA = STAGING + AHEAD * Shape<ROWS>::GROUPS * STAGED;  // float [2][HEADS]: factors of O
+    static constexpr uint32_t FACTOR = ALPHA + 2 * HEADS * 4;  // float [HEADS]: 1 / denominator
+    static constexpr uint32_t MASKS = FACTOR + HEADS * 4;      // [4][8], see Gathered
+    static constexpr uint32_t MOVED = MASKS + 32;  // int [2][4], of warps of rows: does any ALPHA differ from 1
+    // Barriers, 8 bytes each: four kinds as Gathered has them, then P's.
+    static constexpr uint32_t ASKED = MOVED + 32, TAKEN = ASKED + 8 * AHEAD, FULL = TAKEN + 8 * AHEAD;
+    static constexpr uint32_t EMPTY = FULL + 8 * BUFFERS * PARTS, PROBS_FULL = EMPTY + 8 * BUFFERS * PARTS;
+    static constexpr uint32_t PROBS_EMPTY = PROBS_FULL + 8, SCORED = PROBS_EMPTY + 8, DONE = SCORED + 8;
+    static constexpr uint32_t BYTES = DONE + 8;
+    static_assert(KEYS % 1024 == 0 && TILE % 1024 == 0 && PROBS % 1024 == 0, "a swizzle repeats every 1024 bytes");
+    static_assert(MASKS % 16 == 0 && FULL % 8 == 0, "vector loads, barriers");
+    static_assert(BYTES + 1024 <= SHARED_LIMIT, "with room to align the start");
+};
+
+// What a block works on.
+struct Item {
+    int query, head, heads, split, batch;  // query: of B S; heads: of the block that exist, from `head` on
+    __device__ __forceinline__ Item(const Problem& p)
+        : query(p.tiles(blockIdx.x)), head((blockIdx.x - query * p.tiles.by) * HEADS),
+          heads(min(HEADS, p.heads - head)), split(blockIdx.y), batch(p.queries(query)) {}
+};
+
+// ---- device helpers
+
+__device__ __forceinline__ int2 lengths(const Problem& p, int batch) {
+    return make_int2(min(max(__ldg(p.window_length + batch), 0), p.nw),
+                     min(max(__ldg(p.compressed_length + batch), 0), p.nc));
+}
+
+// The block's queries into shared memory, zeros for heads that do not exist. A warpgroup; copies_done waits for them.
+__device__ __forceinline__ void ask_for_queries(const Problem& p, const Item& item, uint32_t to) {
+    const __nv_bfloat16* const q = p.q + (int64_t(item.query) * p.heads + item.head) * DIMS;
+    int const thread = threadIdx.x % 128, given = item.heads * (DIMS / 8);
+#pragma unroll 4
+    for (int at = thread; at < HEADS * DIMS / 8; at += 128) {
+        int const row = at / 64, tile = at / 8 % 8, c = at % 8;
+        copy16(to + tile * (HEADS * 128) + row * 128 + (c ^ row % 8) * 16, q + (at < given ? at * 8 : 0), at < given);
+    }
+}
+
+// ---- scores: warpgroup 2
+
+template <int ROWS, bool SPLIT>
+__device__ __forceinline__ void score(const Problem& p, const Item& item, uint32_t shared) {
+    using At = Layout<ROWS>;
+    ask_for_queries(p, item, shared + At::QUERY);
+    int2 const length = lengths(p, item.batch);
+    int const count = share<ROWS, SPLIT>(length.x, length.y, item.split, p.splits).count;
+    constexpr int COLUMNS = ROWS / 4;  // of a row, a lane's
+    Turn<At::BUFFERS> turn;
+    int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    // Row h of this lane is 16 warp + lane / 4 + 8 h. Scores are in powers of two from here on.
+    float top[2] = {-INFINITY, -INFINITY};  // running maximum, up to LAZY too small; -inf: no entry so far
+    float sum[2] = {0, 0}, rounded[2] = {0, 0};  // of this lane's columns: of p, for lse; of p in bf16, which P V has
+    uint64_t const query = matrix(shared + At::QUERY, 16);
+    // Of the four matrices of a store: lanes 0-15 rows 0-15 of the left 8 columns, lanes 16-31 of the right ones.
+    int const matrix_row = 16 * warp + lane % 16;
+    copies_done();
+    fence_for_wgmma();
+    meet<2, 128>();
+
+#pragma unroll 1
+    for (int tile = 0; tile < count; ++tile, turn.next()) {
+        uint32_t const parity = tile & 1, other = tile & 1;  // of P; which place of ALPHA
+        uint64_t const key = matrix(shared + At::KEYS + turn.buffer * (TILES * At::TILE), 16);
+        float s[ROWS / 2];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            int const t = i / 2 % 2 * 4 + i / 4 * 2 + i % 2;  // 0 1 4 5 2 3 6 7
+            if (i % (TILES / PARTS) == 0) {
+                wait(shared + At::FULL + 8 * (PARTS * turn.buffer + i / (TILES / PARTS)), turn.parity);
+                fence_for_wgmma();  // for the writers, who would wait for what they have asked for since
+                wgmma_begin();
+            }
+#pragma unroll
+            for (int k = 0; k < 4; ++k)  // 16 dims, 32 bytes
+                wgmma(s, query + t * (At::QUERY_TILE / 16) + 2 * k, key + t * (At::TILE / 16) + 2 * k, i + k > 0);
+        }
+        wgmma_commit();
+        uint2 const masks = load_shared8(shared + At::MASKS + 8 * (tile & 3));
+        wgmma_end();
+        pin(s);
+        warp_arrive(shared + At::SCORED);
+
+        // Column 8 i + j of the tile is row j of group i.
+        constexpr uint32_t SECOND = ROWS == 48 ? 0xFFFF : 0;
+        if (masks.x != ~0u || (masks.y & SECOND) != SECOND) {
+#pragma unroll
+            for (int i = 0; i < ROWS / 8; ++i) {
+                uint32_t const mask = (i < 4 ? masks.x : masks.y) >> (8 * (i % 4) + 2 * (lane % 4));
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (!(mask >> e & 1)) s[4 * i + e] = s[4 * i + 2 + e] = -INFINITY;
+            }
+        }
+
+        float largest[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            largest[h] = s[2 * h];
+#pragma unroll
+            for (int i = 0; i < ROWS / 8; ++i)
+                largest[h] = fmaxf(largest[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
+            largest[h] *= TO_LOG2;
+        }
+        bool moved = __any_sync(~0u, largest[0] > top[0] + LAZY || largest[1] > top[1] + LAZY);
+        if (moved) {  // a warp does so for its first tile, and seldom again
+            float alpha[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
+                largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
+                bool const moves = largest[h] > top[h] + LAZY;
+                alpha[h] = moves ? exp2_fast(top[h] - largest[h]) : 1.f;
+                top[h] = moves ? largest[h] : top[h];
+                sum[h] *= alpha[h], rounded[h] *= alpha[h];
+            }
+            moved = tile > 0;  // O of the first tile is 0, whatever its factor
+            // Lane 0, which arrives at the barrier, writes for all.
+#pragma unroll 1
+            for (int i = 0; i < 16 && moved; ++i) {
+                float const factor = __shfl_sync(~0u, i < 8 ? alpha[0] : alpha[1], i % 8 * 4);
+                uint32_t const to = shared + At::ALPHA + 4 * (HEADS * other + 16 * warp + i);
+                if (lane == 0) store_shared(to, __float_as_uint(factor));
+            }
+        }
+        uint32_t pairs[2][COLUMNS / 2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float const zero = top[h] == -INFINITY ? 0.f : top[h];
+            float exact = 0, as_bf16 = 0;
+#pragma unroll
+            for (int i = 0; i < ROWS / 8; ++i) {
+                float const a = exp2_fast(fmaf(s[4 * i + 2 * h], TO_LOG2, -zero));
+                float const b = exp2_fast(fmaf(s[4 * i + 2 * h + 1], TO_LOG2, -zero));
+                uint32_t const pair = pairs[h][i] = bf16_pair(a, b);
+                exact += a + b;
+                as_bf16 += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000);
+            }
+            sum[h] += exact, rounded[h] += as_bf16;
+        }
+
+        wait(shared + At::PROBS_EMPTY, parity ^ 1);
+        uint32_t const probs = shared + At::PROBS;
+#pragma unroll
+        for (int i = 0; i < ROWS / 8; i += 2)
+            store_matrices(probs + matrix_row * 128 + ((i + lane / 16) ^ matrix_row % 8) * 16, pairs[0][i], pairs[1][i],
+                           pairs[0][i + 1], pairs[1][i + 1]);
+        if (lane == 0) store_shared(shared + At::MOVED + 16 * other + 4 * warp, uint32_t(moved));
+        warp_arrive(shared + At::PROBS_FULL);
+    }
+
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2) {
+            sum[h] += __shfl_xor_sync(~0u, sum[h], lanes);
+            rounded[h] += __shfl_xor_sync(~0u, rounded[h], lanes);
+        }
+        int const row = 16 * warp + lane / 4 + 8 * h;
+        bool const any = top[h] > -INFINITY;  // then the largest p is at least 2^-LAZY, and at least one is 1
+        float const log2_sum = top[h] + log2f(sum[h]);
+        float denominator = rounded[h];
+        if (lane % 4 == 0 && row < item.heads) {
+            int const head = item.head + row;
+            int64_t const at = int64_t(item.query) * p.heads + head;
+            if (SPLIT) {
+                p.stats[int64_t(item.split) * p.rows + at].x = any ? log2_sum : -INFINITY;
+            } else {
+                p.lse[at] = any ? log2_sum / LOG2E : INFINITY;
+                denominator += exp2_fast(__ldg(p.sink + head) * LOG2E - top[h]);  // infinite if it drowns all else
+            }
+        }
+        if (lane % 4 == 0) store_shared(shared + At::FACTOR + 4 * row, __float_as_uint(any ? 1.f / denominator : 0.f));
+    }
+    arrive(shared + At::DONE);
+}
+
+// ---- values: warpgroups 3 and 4
+
+// O of this lane's two rows times the rows' factors, as 16-bit values, into `to`, (heads, 512), by way of the place of
+// the queries.
+template <bool SPLIT>
+__device__ __forceinline__ void write_rows(const float (&o)[2][64], float upper, float lower, int half, int heads,
+                                           uint32_t staging, uint16_t* to) {
+    int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, matrix_row = 16 * warp + lane % 16;
+    auto const pair = [&](int i, float factor) {
+        float const a = o[i / 64][i % 64] * factor, b = o[i / 64][i % 64 + 1] * factor;
+        return SPLIT ? half_pair(a, b) : bf16_pair(a, b);
+    };
+    staging += half * (TILES / 2) * (HEADS * 128);
+#pragma unroll
+    for (int i = 0; i < 32; i += 2)
+        store_matrices(staging + i / 8 * (HEADS * 128) + matrix_row * 128 + ((i % 8 + lane / 16) ^ matrix_row % 8) * 16,
+                       pair(4 * i, upper), pair(4 * i + 2, lower), pair(4 * i + 4, upper), pair(4 * i + 6, lower));
+    __syncwarp();
+    int const tile = lane / 8, c = lane % 8;  // a warp writes 256 dims of a row at a time
+#pragma unroll 4
+    for (int row = 16 * warp; row < min(heads, 16 * warp + 16); ++row) {
+        uint4 const v = load_shared16(staging + tile * (HEADS * 128) + row * 128 + (c ^ row % 8) * 16);
+        store16(to + row * DIMS + half * (DIMS / 2) + lane * 8, v);
+    }
+}
+
+// O += P V over the block's tiles, of this warpgroup's half of the dims.
+template <int ROWS>
+__device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count, uint32_t shared) {
+    using At = Layout<ROWS>;
+    int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    Turn<At::BUFFERS> turn;
+#pragma unroll 1
+    for (int tile = 0; tile < count; ++tile, turn.next()) {
+        uint32_t const parity = tile & 1, other = tile & 1;  // of P; which place of ALPHA
+        wait(shared + At::PROBS_FULL, parity);
+        fence_for_wgmma();
+        if (load_shared(shared + At::MOVED + 16 * other + 4 * warp)) {
+            uint32_t const at = shared + At::ALPHA + 4 * (HEADS * other + 16 * warp + lane / 4);
+            float const upper = __uint_as_float(load_shared(at)), lower = __uint_as_float(load_shared(at + 32));
+#pragma unroll
+            for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= i % 4 < 2 ? upper : lower;
+        }
+        uint64_t const probs = matrix(shared + At::PROBS, 16);
+        uint32_t const first = (TILES * turn.buffer + TILES / 2 * half) * At::TILE;
+        uint64_t const values = matrix(shared + At::KEYS + first, At::TILE);
+        pin(o[0]), pin(o[1]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            // The second half lets the next tile's scores go first: it is added while those are made to P.
+            if (h == 1 && tile + 1 < count) wait(shared + At::SCORED, tile + 1 & 1);
+            wgmma_begin();
+#pragma unroll
+            for (int k = 0; k < ROWS / 16; ++k)
+                wgmma_rows(o[h], probs + 2 * k, values + (k * (16 * 128) + 2 * h * At::TILE) / 16, tile + k > 0);
+            wgmma_commit();
+            if (h == 0) {
+                wgmma_end();
+                warp_arrive(shared + At::EMPTY + 8 * (PARTS * turn.buffer));
+            }
+        }
+        wgmma_end();
+        pin(o[0]), pin(o[1]);
+        warp_arrive(shared + At::EMPTY + 8 * (PARTS * turn.buffer + 1));
+        warp_arrive(shared + At::PROBS_EMPTY);
+    }
+}
+
+// O as result or as a split's part of it.
+template <int ROWS, bool SPLIT>
+__device__ __forceinline__ void finish(const Problem& p, const Item& item, const float (&o)[2][64], int half,
+                                       uint32_t shared) {
+    using At = Layout<ROWS>;
+    int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
+    float upper = __uint_as_float(load_shared(shared + At::FACTOR + 4 * row));
+    float lower = __uint_as_float(load_shared(shared + At::FACTOR + 4 * row + 32));
+    int64_t const at = int64_t(item.query) * p.heads + item.head;
+    if (SPLIT) {
+        // Largest magnitude of a row's half to [2^14, 2^15), where fp16 has 11 bits down to 2^-28 of it.
+        float largest[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 128; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(o[i / 64][i % 64]));
+        int64_t const place = int64_t(item.split) * p.rows + at;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float& factor = h ? lower : upper;
+            largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
+            largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2)) * factor;
+            // Exponents of 15 to 254: both powers are normal, and factor, at most 1 or so, times the first is finite.
+            uint32_t const exponent = max(__float_as_uint(largest[h]) >> 23, 15u);
+            factor *= __uint_as_float((268 - exponent) << 23);
+            if (lane % 4 == 0 && row + 8 * h < item.heads)
+                (&p.stats[place + row + 8 * h].y)[half] = __uint_as_float((exponent - 14) << 23);
+        }
+        auto const to = reinterpret_cast<uint16_t*>(p.partial) + place * DIMS;
+        write_rows<true>(o, upper, lower, half, item.heads, shared, to);
+    } else {
+        auto const to = reinterpret_cast<uint16_t*>(p.out) + at * DIMS;
+        write_rows<false>(o, upper, lower, half, item.heads, shared, to);
+    }
+}
+
+template <int ROWS, bool SPLIT>
+__device__ __forceinline__ void add_values(const Problem& p, const Item& item, uint32_t shared) {
+    using At = Layout<ROWS>;
+    int const half = threadIdx.x / 128 - 3;
+    float o[2][64];  // of this half's halves: wgmma may name no more registers than a thread has at the launch
+    undefined(o[0]), undefined(o[1]);
+    meet<1, THREADS>();
+    int2 const length = lengths(p, item.batch);
+    int const count = share<ROWS, SPLIT>(length.x, length.y, item.split, p.splits).count;
+    add_tiles<ROWS>(o, half, count, shared);
+    wait(shared + At::DONE, 0);  // and so all scores are done: the queries' place is free
+    if (count) finish<ROWS, SPLIT>(p, item, o, half, shared);
+}
+
+// ---- kernel
+
+// Grid (B S tiles, splits). The tiles of a query lie side by side: they read the same entries.
+template <int ROWS, bool SPLIT>
+__global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Problem p) {
+    using At = Layout<ROWS>;
+    extern __shared__ uint8_t dynamic[];
+    uint32_t const shared = (uint32_t(__cvta_generic_to_shared(dynamic)) + 1023) & ~1023u;
+    Item const item(p);
+    Lists const lists = {p.window, p.compressed, p.window_index + int64_t(item.query) * p.nw,
+                         p.compressed_index + int64_t(item.query) * p.nc};
+    if (SPLIT) programmatic::trigger();
+
+    // Barrier 1: the mbarriers exist; barrier 2 is the scores' own.
+    if (threadIdx.x < SCORES) {
+        fewer_registers<GATHER_REGISTERS>();
+        int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp - Shape<ROWS>::ASKERS;
+        Producer<ROWS, SPLIT> const producer = {{shared + At::KEYS, shared + At::STAGING, shared + At::MASKS,
+                                                 shared + At::ASKED, shared + At::TAKEN, shared + At::FULL,
+                                                 shared + At::EMPTY}, int(threadIdx.x % 32)};
+        auto const begin = [] { meet<1, THREADS>(); };
+        auto const length = [&] { return lengths(p, item.batch); };
+        if (group < 0) {
+            producer.ask(lists, length, p.nw, p.nc, item.split, p.splits, warp, begin);
+        } else {
+            begin();
+            if (group >= Shape<ROWS>::GROUPS) return;
+            int2 const n = length();
+            producer.decode(share<ROWS, SPLIT>(n.x, n.y, item.split, p.splits).count, group);
+        }
+        return;
+    }
+    if (threadIdx.x < SCORES + 128) {
+        if (threadIdx.x == SCORES) {
+            for (int i = 0; i < PARTS * At::BUFFERS; ++i) {
+                barrier_init(shared + At::FULL + 8 * i, Shape<ROWS>::GROUPS);  // warps that decode
+                barrier_init(shared + At::EMPTY + 8 * i, 8);  // warps that add values
+            }
+            for (int i = 0; i < AHEAD; ++i) {
+                barrier_init(shared + At::ASKED + 8 * i, Shape<ROWS>::ASKERS * 33);  // threads, and once a warp
+                barrier_init(shared + At::TAKEN + 8 * i, Shape<ROWS>::GROUPS);
+            }
+            barrier_init(shared + At::PROBS_FULL, 4);   // warps that score
+            barrier_init(shared + At::SCORED, 4);
+            barrier_init(shared + At::PROBS_EMPTY, 8);  // warps that add values
+            barrier_init(shared + At::DONE, 128);  // threads that score
+            barrier_publish();
+        }
+        show_up<1, THREADS>();
+        fewer_registers<SCORE_REGISTERS>();
+        score<ROWS, SPLIT>(p, item, shared);
+    } else {
+        more_registers<VALUE_REGISTERS>();
+        add_values<ROWS, SPLIT>(p, item, shared);
+    }
+}
+
+// ---- launcher
+
+template <int ROWS, bool SPLIT>
+cudaError_t run(const Problem& p) {
+    constexpr int SHARED = Layout<ROWS>::BYTES + 1024;
+    auto const error = cudaFuncSetAttribute(attend<ROWS, SPLIT>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    if (error != cudaSuccess) return error;
+    attend<ROWS, SPLIT><<<dim3(p.rows / p.heads * p.tiles.by, p.splits.by), THREADS, SHARED>>>(p);
+    if (!SPLIT) return cudaGetLastError();
+    auto const started = cudaGetLastError();
+    if (started != cudaSuccess) return started;
+    int const splits = p.splits.by;
+    bool const many = splits > 8;
+    auto const combine = many ? fmha::combine<4, 1> : fmha::combine<1, 4>;
+    return programmatic::launch(combine, dim3(many ? p.rows : (p.rows + 3) / 4), dim3(256), 0, p.partial, p.stats,
+                                p.sink, p.out, p.lse, p.rows, p.heads, splits);
+}
+
+}  // namespace fmha
+
+// Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; entries: of a tile, 48 or 32. Splits: up
+// to 128; above 1 partial is fp16 (splits, B S H, 512), stats fp32 (splits, B S H, 4), of any content. -> a
+// cudaError_t.
+extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
+                      const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
+                      const float* sink, void* out, float* lse, void* partial, void* stats, int batch, int queries,
+                      int heads, int nw, int nc, int page_window, int stride_window, int page_compressed,
+                      int stride_compressed, int splits, int entries) {
+    fmha::Problem const p = {
+        static_cast<const __nv_bfloat16*>(q),
+        {window, uint32_t(stride_window), uint32_t(page_window)},
+        {compressed, uint32_t(stride_compressed), uint32_t(page_compressed)},
+        window_index, window_length, compressed_index, compressed_length, sink,
+        static_cast<__nv_bfloat16*>(out), lse, static_cast<__half*>(partial), static_cast<float4*>(stats),
+        batch * queries * heads, heads, nw, nc, fmha::Divisor(queries),
+        fmha::Divisor((heads + fmha::HEADS - 1) / fmha::HEADS), fmha::Divisor(splits),
+    };
+    if (splits == 1) return fmha::run<48, false>(p);
+    return entries == 32 ? fmha::run<32, true>(p) : fmha::run<48, true>(p);
+}

@@ -295,9 +295,7 @@ def test_both_copies_of_a_vectors_scales_agree_and_lie_as_the_problem_says():
         assert all(tensor.data_ptr() % 16 == 0 for tensor in (data.b, data.sfb, data.sfb_permuted))
         permuted = nvfp4.permute_scales(data.sfb)
         assert torch.equal(data.sfb_permuted[0, 0, 0].view(torch.uint8), permuted[0, 0, 0].view(torch.uint8))
-        assert torch.equal(
-            data.sfa_permuted.view(torch.uint8), nvfp4.permute_scales(data.sfa).view(torch.uint8)
-        )
+        assert torch.equal(data.sfa_permuted.view(torch.uint8), nvfp4.permute_scales(data.sfa).view(torch.uint8))
 
 
 @pytest.mark.parametrize("variant", ["torch_dequant", "cpu_avx2", "cpu_avx512"])

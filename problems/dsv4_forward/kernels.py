@@ -15,6 +15,7 @@ from problems.dsv4_forward import (
     compressor,
     experts,
     fmha,
+    fmha_decode,
     fused,
     gemv,
     indexer,
@@ -91,7 +92,7 @@ def _nvfp4_experts(cfg: Config, fmt: str) -> str:
 ROWS = (
     Row("linear", "nvfp4_gemv", f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt),
     Row("grouped_linear", "nvfp4_gemv", f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt),
-    Row("fmha", "fmha_decode", "584-byte entries, at most 4 queries a sequence", _entries_of_512, None),
+    Row("fmha", "fmha_decode", "584-byte entries", _entries_of_512, fmha_decode.adapt),
     Row("experts", "moe_gemm", "NVFP4", _nvfp4_experts, None),
     Row("shared", "moe_gemm", "NVFP4, as one expert", _nvfp4_linears, None),
 )

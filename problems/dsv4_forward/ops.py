@@ -54,3 +54,30 @@ def _(
     sfb_permuted: torch.Tensor, c: torch.Tensor,
 ) -> None:  # fmt: skip
     _task("nvfp4_gemv").unpack(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
+
+
+@torch.library.custom_op("dsv4::fmha_decode", mutates_args=("out", "lse"))
+def fmha_decode(
+    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
+    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor,
+) -> None:  # fmt: skip
+    """out, lse = attention of q to the entries that the lists name, by the winner for the device. Tensors as task.Data
+    of fmha_decode. ValueError as task.unpack says, or where the device has no winner.
+    """
+    data = _task("fmha_decode").Data(
+        q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
+    )
+    _winner("fmha_decode", q.device).custom_kernel(data)
+
+
+@fmha_decode.register_fake
+def _(
+    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
+    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor,
+) -> None:  # fmt: skip
+    data = _task("fmha_decode").Data(
+        q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
+    )
+    _task("fmha_decode").unpack(data)

@@ -5,7 +5,7 @@ from task import Weights, input_t, output_t
 from problems.dsv4_forward import entry
 
 TARGETS = ("cpu", "sm90", "sm100")
-COMPOSES = ("nvfp4_gemv",)
+COMPOSES = ("nvfp4_gemv", "fmha_decode")
 
 
 def compile_for(target: str) -> list:

@@ -1,0 +1,92 @@
+"""The fmha_decode problem in the model's fmha slot: equal to the reference slot, and what it leaves to it."""
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import fmha, fmha_decode, kernels, ops
+from problems.dsv4_forward.pages import Pages
+
+FOLDER = load.PROBLEMS / fmha_decode.PROBLEM
+WIDTH, ROPE, HEADS = 512, 64, 8
+
+
+def pages(count: int, per_page: int, seed: int) -> Pages:
+    """Pages whose bytes that belong to no entry are NaN in every format, as the model's are."""
+    shape, dtype = Pages.shape("entry", count, per_page, WIDTH, ROPE)
+    made = Pages(torch.full(shape, 0xFF, dtype=dtype), per_page, "entry", WIDTH, ROPE)
+    rows = torch.randn(count * per_page, WIDTH, generator=torch.Generator().manual_seed(seed))
+    made.write(torch.arange(count * per_page)[1:], rows[1:])  # entry 0 stays NaN: holes must not read it
+    return made
+
+
+def lists(tokens: int, n: int, most: int, seed: int) -> torch.Tensor:
+    """int32 (tokens, 1, n) of entries from 1 on, a third of them holes."""
+    source = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, most, (tokens, 1, n), generator=source, dtype=torch.int32)
+    return ids.masked_fill_(torch.rand(tokens, 1, n, generator=source) < 1 / 3, -1)
+
+
+@pytest.fixture(scope="module")
+def call():
+    """Arguments of the slot but for its outputs, five tokens of which the last has no entry at all."""
+    q = torch.randn(5, 1, HEADS, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    window, cache = pages(3, 64, 2), pages(40, 1, 3)
+    ids, chosen = lists(5, 100, 192, 4), lists(5, 37, 40, 5)
+    ids[4], chosen[4] = -1, -1
+    return q, window, ids, cache, chosen, torch.linspace(-3, 3, HEADS), WIDTH**-0.5
+
+
+def run(slot, arguments: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    q = arguments[0]
+    out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:3], float("nan"))
+    slot(*arguments, out, lse)
+    return out, lse
+
+
+def slot(name: str):
+    module = load.variant(fmha_decode.PROBLEM, name)
+    return fmha_decode.adapt(module, None, kernels.REFERENCE)[0]["fmha"]
+
+
+def close(got: tuple, want: tuple) -> None:
+    task = load.module(FOLDER, "task")
+    error = (got[0].float() - want[0]).norm(dim=-1)
+    assert bool((error <= task.ROW_RTOL * want[0].norm(dim=-1)).all())
+    torch.testing.assert_close(got[1], want[1], atol=task.LSE_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("without_cache", [False, True])
+def test_it_attends_as_the_reference_does(call, without_cache):
+    arguments = (*call[:3], None, None, *call[5:]) if without_cache else call
+    want = run(fmha.fmha, (call[0].float(), *arguments[1:]))
+    close(run(slot("torch_eager"), arguments), want)
+    assert bool((want[0][4] == 0).all()) and bool(torch.isposinf(want[1][4]).all())
+
+
+def test_what_it_does_not_serve_goes_to_the_reference(call):
+    """fp32 activations, plain pages, an empty window; on the last, a kernel that raises shows who was called."""
+
+    class Raises:
+        @staticmethod
+        def custom_kernel(_):
+            raise AssertionError("called")
+
+    adapted = fmha_decode.adapt(Raises, None, kernels.REFERENCE)[0]["fmha"]
+    plain = Pages(torch.zeros(3, 64, WIDTH, dtype=torch.bfloat16), 64, "plain", WIDTH)
+    q, window, ids, *rest = call
+    for arguments in ((q.float(), window, ids, *rest), (q, plain, ids, *rest), (q, window, ids[:, :, :0], *rest)):
+        want, got = run(fmha.fmha, arguments), run(adapted, arguments)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    with pytest.raises(AssertionError, match="called"):
+        run(adapted, call)
+    with pytest.raises(ValueError, match=r"scale must be 0\.04"):
+        run(adapted, (*call[:6], 1.0))
+
+
+def test_the_operator_is_the_winner_and_passes_torchs_own_checks():
+    task, reference = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
+    data = reference.generate_input(**vars(task.TESTS[0]), device="cpu")
+    torch.ops.dsv4.fmha_decode(*data)
+    assert reference.check_implementation(data, (data.out, data.lse))[0]
+    torch.library.opcheck(ops.fmha_decode, tuple(data))

@@ -174,8 +174,7 @@ ROW_RTOL = 6e-3
 CASE_RTOL = 3e-3  # the same for all rows as one: FlashMLA has 2.0e-3
 ROW_FLOOR = 2**-100  # of the largest |c_j| besides, where a sink drowns everything
 LSE_ATOL = 1e-4  # fp32 sums of 512 products give 1e-5 at a |lse| of 100
-# Of peers: norm of each sequence's out and lse. FlashMLA keeps the bounds above; this admits probabilities in fp16.
-PEER_TOL = 5e-3
+PEER_TOL = 5e-3  # of peers, in the same measure, for all rows of a sequence as one; lse as above
 
 
 def page_entries(stride: int) -> int:

@@ -124,6 +124,10 @@ def terminal(boards: list[board.Board], steps: dict[str, list[dict]], console: C
         header, rows = tables.standing(one)
         styles = ["bold green" if row[0] == "1" else "yellow" if row[0] == "peer" else "" for row in rows]
         _print(console, header, rows, styles)
+        (header, rows), common = tables.by_case(one)
+        if rows:
+            console.print(Text(f"By case, us. All have {common}." if common else "By case, us."))
+            _print(console, header, rows, [""] * len(rows))
         header, rows = tables.pairs(one)
         if rows:
             console.print(Text("Interleaved pairs, variant / other:"))
@@ -142,7 +146,7 @@ def terminal(boards: list[board.Board], steps: dict[str, list[dict]], console: C
 
 def _print(console: Console, header: list[str], rows: list[list[str]], styles: list[str]) -> None:
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    words, whole = {"variant", "state", "against", "verdict", "run"}, {"variant", "geomean us", "mean us"}
+    words, whole = {"variant", "state", "against", "verdict", "run", "case"}, {"variant", "geomean us", "mean us"}
     for name in header:
         # Names and times stay whole on a narrow terminal; the state wraps.
         grid.add_column(name, justify="left" if name in words else "right", no_wrap=name in whole)

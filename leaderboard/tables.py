@@ -7,6 +7,7 @@ import pandas as pd
 
 from leaderboard.board import Board
 
+WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 CSV = [
     *("machine", "problem", "target", "rank", "variant", "peer", "case", "run_id", "base", "status", "reason", "done"),
@@ -42,7 +43,9 @@ def facts(board: Board) -> list[str]:
 
 
 def standing(board: Board) -> Table:
-    """-> (header, rows). With times: a row per variant, the roof and the empty call. Without: what was compiled."""
+    """-> (header, rows). With times: a row per variant, and up to WIDE cases as columns, of which the roof and the empty
+    call have rows. Without: what was compiled.
+    """
     if not board.timed:
         return ["variant", "state", "registers", "spilled"], [
             [row.variant, _state(row, resources=False), *_compiled(row)] for row in board.standing.itertuples()
@@ -50,23 +53,51 @@ def standing(board: Board) -> Table:
     with_run = not board.standing.base.all()
     with_peer = bool(board.standing.peer_ratio.notna().any())
     header = ["rank", "variant", f"{board.figure} us", "95 % interval", "of roof"] + ["peer / this"] * with_peer
-    header += [*board.cases, "cases", "error / tolerance", "attempts"] + ["run"] * with_run + ["state"]
+    shown = board.cases if len(board.cases) <= WIDE else []
+    header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run + ["state"]
     cells = {(row.variant, row.case): row for row in board.times.itertuples()}
     rows = []
     for row in board.standing.itertuples():
         rank = "peer" if row.peer else "-" if pd.isna(row.rank) else str(row.rank)
         line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roof_share)]
         line += [f"{row.peer_ratio:.2f}x" if row.peer_ratio > 0 else ""] * with_peer
-        line += [_cell(cells.get((row.variant, case))) for case in board.cases]
+        line += [_cell(cells.get((row.variant, case))) for case in shown]
         line += [f"{row.done}/{row.wanted}", _error(board.times, row), str(row.attempts or "")]
         rows.append(line + ["" if row.base else row.run_id] * with_run + [_state(row)])
     of_base = board.times[board.times.base]
-    for name, column in (("roof", "roof_us"), ("empty call", "empty_call_us")):
-        spans = [_span(of_base.loc[of_base.case == case, column]) for case in board.cases]
+    for name, column in (("roof", "roof_us"), ("empty call", "empty_call_us")) if shown else ():
+        spans = [_span(of_base.loc[of_base.case == case, column]) for case in shown]
         kinds = "/".join(sorted(set(of_base.roof_kind) - {""})) if name == "roof" else ""
         line = ["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_peer + spans
         rows.append(line + [""] * (len(header) - len(line)))
     return header, rows
+
+
+def by_case(board: Board) -> tuple[Table, str]:
+    """Of a board with more than WIDE cases -> ((header, rows), what all cases have in common): a row per case, with the
+    time, share of the roof and rate of each variant of the base run. No rows for another board.
+    """
+    if not board.timed or len(board.cases) <= WIDE:
+        return ([], []), ""
+    fields = [case.split() for case in board.cases]
+    common = [field for field in fields[0] if all(field in other for other in fields)]
+    of_base = board.times[board.times.base]
+    timed = set(of_base[of_base.median_us.notna()].variant)
+    variants = [name for name in board.standing.variant if name in timed]
+    cells = {(row.variant, row.case): row for row in of_base.itertuples()}
+    best = board.standing[board.standing["rank"] == 1].variant
+    with_peer = bool(len(best)) and bool(board.standing.peer_ratio.notna().any())
+    rows = []
+    for case, own in zip(board.cases, fields, strict=True):
+        line = [" ".join(field for field in own if field not in common)]
+        line += [_cell(cells.get((name, case)), rate=True) for name in variants]
+        if with_peer:
+            ratio = getattr(cells.get((best.iloc[0], case)), "peer_ratio", math.nan)
+            line.append(f"{ratio:.2f}x" if ratio > 0 else "")
+        its = of_base[of_base.case == case]
+        rows.append(line + [_span(its.roof_us), _span(its.empty_call_us)])
+    header = ["case", *variants] + ["peer / first"] * with_peer + ["roof", "empty call"]
+    return (header, rows), " ".join(common)
 
 
 def pairs(board: Board) -> Table:
@@ -105,6 +136,10 @@ def markdown(boards: list[Board], complaints: list[str]) -> str:
         parts.append(f"### {escape(title(board))}")
         parts.append("\n".join(f"- {escape(line)}" for line in facts(board)))
         parts.append(_grid(header, rows, left))
+        (header, rows), common = by_case(board)
+        if rows:
+            parts.append(escape(f"By case, us. All have {common}." if common else "By case, us."))
+            parts.append(_grid(header, rows, {"case"}))
         header, rows = pairs(board)
         if rows:
             parts.append("Interleaved pairs, variant / other:")
@@ -165,13 +200,15 @@ def _grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [map(escape, header), rule, *(map(escape, r) for r in rows)])
 
 
-def _cell(time: tuple | None) -> str:
-    """A case's time with its share of the roof, or what there is instead of a time."""
+def _cell(time: tuple | None, rate: bool = False) -> str:
+    """A case's time with its share of the roof, and with its `rate`, or what there is instead of a time."""
     if time is None or time.status == "MISSING":
         return "-"
     if time.status != "PASSED":
         return time.status
-    return us(time.median_us) + (f" ({percent(time.roof_share)})" if time.roof_share > 0 else "")
+    about = [percent(time.roof_share)] if time.roof_share > 0 else []
+    about += [f"{time.flops / time.median_us / 1e6:.3g} TFLOP/s"] if rate and time.flops > 0 else []
+    return us(time.median_us) + (f" ({', '.join(about)})" if about else "")
 
 
 def _interval(row: tuple) -> str:

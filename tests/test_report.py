@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,27 @@ def test_markdown_tables_are_whole(capsys, results):
     for block in blocks:
         assert {text.replace("\\|", "").count("|") for text in block} == {block[0].count("|")}
     assert r"mismatch found! 3 \| 4 ERROR AT" in out
+
+
+@pytest.mark.parametrize("form", ["markdown", "terminal"])
+def test_many_cases_get_a_row_each(capsys, monkeypatch, tmp_path, form):
+    monkeypatch.setattr(tables, "WIDE", 2)
+    monkeypatch.setenv("COLUMNS", "200")
+    peer = [one | {"peer": True} for one in full("peer_x", 2.2)]
+    write(tmp_path, "box", [*full("a", 1.1), *peer, line("test", "bad", status="INCORRECT")])
+    _, out, _ = said(capsys, "--results", tmp_path, "--format", form)
+    words = [re.sub(r"\s*\|?\s+\|?\s*", " ", text.strip(" |")) for text in out.splitlines()]
+    assert "case a peer_x peer / first roof empty call" in words
+    assert [text for text in words if text.startswith("m=")] == [
+        "m=7168 k=16384 l=1 19.80 (91 %, 11.8 TFLOP/s) 39.60 (45 %, 5.91 TFLOP/s) 2.00x 18.00 2.10",
+        "m=4096 k=7168 l=8 35.20 (91 %, 6.65 TFLOP/s) 70.40 (45 %, 3.32 TFLOP/s) 2.00x 32.00 2.10",
+        "m=7168 k=2048 l=4 11.00 (91 %, 21.3 TFLOP/s) 22.00 (45 %, 10.6 TFLOP/s) 2.00x 10.00 2.10",
+    ]
+    assert not any("cases" in text and "m=" in text for text in words)  # nor in the columns
+    same = [one | {"case": one["case"] | {"k": 64}} for one in full("a", 1.1)]
+    (found,) = board.build(same, "box", {})
+    (header, rows), common = tables.by_case(found)
+    assert common == "k=64" and [row[0] for row in rows] == ["m=7168 l=1", "m=4096 l=8", "m=7168 l=4"]
 
 
 def test_markup_in_a_reason_stays_text():

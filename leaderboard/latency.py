@@ -51,7 +51,7 @@ def table(records: list[dict]) -> Table:
 
 
 def notes(records: list[dict]) -> list[str]:
-    commits = sorted({record["commit"][:12] for record in records})
+    commits = sorted({record["commit"][:12] or "unknown" for record in records})
     filled = sorted({name for record in records for name in record["kernels"].values() if name != "reference"})
     return [
         "Time per decode step of B sequences, median; eager on the host's clock, and one replayed graph a step. The "

@@ -43,8 +43,8 @@ def facts(board: Board) -> list[str]:
 
 
 def standing(board: Board) -> Table:
-    """-> (header, rows). With times: a row per variant, and up to WIDE cases as columns, of which the roof and the empty
-    call have rows. Without: what was compiled.
+    """-> (header, rows). With times: a row per variant, and up to WIDE cases as columns, for which the roof and the
+    empty call have rows. Without: what was compiled.
     """
     if not board.timed:
         return ["variant", "state", "registers", "spilled"], [

@@ -247,7 +247,7 @@ def _compiled(row: tuple) -> list[str]:
 
 
 def _span(values: pd.Series) -> str:
-    """ "18.30", or "18.30 to 18.52" where the run's variants had different ones."""
+    """As "18.30", or as "18.30 to 18.52" where the run's variants had different ones."""
     values = values.dropna()
     if values.empty:
         return "-"

@@ -379,7 +379,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _lse_fault(lse: torch.Tensor, want: torch.Tensor) -> str:
-    """ "" if lse, fp32 (B, S, H), is within LSE_ATOL of `want`, and +inf just where that is."""
+    """What is wrong unless lse, fp32 (B, S, H), is within LSE_ATOL of `want`, and +inf just where that is; else ""."""
     both = torch.isposinf(lse) & torch.isposinf(want)
     limit = torch.full_like(want, LSE_ATOL)
     result = check.elementwise(lse.masked_fill(both, 0), want.masked_fill(both, 0), limit, torch.float32)

@@ -1,0 +1,36 @@
+"""The winner for each target. WINNERS is a literal: the harness reads it without running this file."""
+
+import functools
+from pathlib import Path
+
+from task import Weights, input_t, output_t
+
+from problems.common import load
+
+# Variants by target, the first that the machine can run.
+WINNERS = {
+    "cpu": ("torch_grouped",),
+    "sm90": ("torch_grouped",),
+    "sm100": ("torch_grouped",),
+}
+
+
+@functools.cache
+def _name(target: str) -> str:
+    return load.winner(Path(__file__).parent, WINNERS, target)
+
+
+def prepare(weights: Weights) -> object:
+    """What the winner for the weights' device makes of them; they themselves if it prepares nothing. ValueError: a
+    device without a winner.
+    """
+    variant = load.variant("moe_gemm", _name(load.device_target(weights.w13.device)))
+    return variant.prepare(weights) if hasattr(variant, "prepare") else weights
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write the experts' sum into data.outputs.out, with the winner for its device, and return it.
+
+    ValueError: a device without a winner, or data that the variant refuses. Nothing stands in for a missing winner.
+    """
+    return load.variant("moe_gemm", _name(load.device_target(data.inputs.x.device))).custom_kernel(data)

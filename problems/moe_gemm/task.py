@@ -1,0 +1,294 @@
+"""moe_gemm: the routed experts of DeepSeek-V4 in NVFP4, from one token to thousands. Memory-bound up to some hundreds.
+
+Each token goes through k of E experts, two NVFP4 products with a clamped SwiGLU between them. With one expert and k = 1
+it is the shared expert.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+LIMIT = 10.0  # of the clamp: gate from above, up on both sides
+
+
+class Weights(NamedTuple):
+    """E experts, H hidden and I inner values, multiples of 64; contiguous, each based at a multiple of 256 bytes.
+
+    w13         uint8 (E, 2 I, H / 2): e2m1, two a byte, the low nibble first along H; rows 0 to I - 1 of an expert are
+                gate, I to 2 I - 1 are up
+    s13         e4m3 (E, 2 I, H / 16): a scale for each 16 along H, bytes 0x00 to 0x7E
+    g13         fp32 (E,): a scale for the whole of w13[e]
+    w2          uint8 (E, H, I / 2), packed along I
+    s2          e4m3 (E, H, I / 16)
+    g2          fp32 (E,)
+    in_scale13  fp32 (E,), positive: of the activations that meet w13[e], see Data. Means nothing in "bf16"
+    in_scale2   fp32 (E,), positive: of those that meet w2[e]
+    activation  "bf16" or "nvfp4"
+    A weight is code * s * g, codes and scales as in problems/common/nvfp4.py.
+    """
+
+    w13: torch.Tensor
+    s13: torch.Tensor
+    g13: torch.Tensor
+    w2: torch.Tensor
+    s2: torch.Tensor
+    g2: torch.Tensor
+    in_scale13: torch.Tensor
+    in_scale2: torch.Tensor
+    activation: str
+
+
+class Inputs(NamedTuple):
+    """T tokens, contiguous, on the weights' device, each based at a multiple of 256 bytes. All finite.
+
+    x             bf16 (T, H)
+    topk_ids      int32 (T, k), 0 to E - 1, in a row all different (validate): on a GPU no kernel may write out of
+                  bounds for others, but what it then answers is free
+    topk_weights  fp32 (T, k), of any sign
+    """
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+class Outputs(NamedTuple):
+    """out: bf16 (T, H), see Data."""
+
+    out: torch.Tensor
+
+
+class Data(NamedTuple):
+    """One call's tensors. With a submission's prepare(weights), `weights` holds what it returned instead.
+
+    out[t] = sum over j = 0 .. k - 1, in that order, in fp32, of w2[e] v, rounded once to bf16, with e = topk_ids[t, j]
+    v = bf16(silu(min(gate, LIMIT)) * clip(up, -LIMIT, LIMIT) * topk_weights[t, j]),  (gate, up) = w13[e] x[t]
+
+    Products are summed in fp32. "nvfp4": before its product x[t] is quantised with in_scale13[e], and v with
+    in_scale2[e], as nvfp4.encode of problems/common does: an e4m3 scale of amax / (6 in_scale) for each 16, codes of
+    the value / (scale in_scale), to nearest, ties to even. A value is code * scale * in_scale.
+    """
+
+    weights: Weights
+    inputs: Inputs
+    outputs: Outputs
+
+
+class Sizes(NamedTuple):
+    tokens: int  # T
+    experts: int  # E
+    topk: int  # k
+    hidden: int  # H
+    inner: int  # I
+    activation: str
+
+
+input_t = Data
+output_t = torch.Tensor  # outputs.out itself
+OUTPUTS = ("out",)  # fields of Outputs, allocated and poisoned by the judge
+PRECISION = "bf16"  # of v, and of dequantised weights, which it holds exactly without g
+
+ACTIVATIONS = ("bf16", "nvfp4")
+ROUTERS = ("uniform", "zipf", "one")
+CONTENTS = ("plain", "clamped", "magnitudes", "subnormal", "extreme", "zeros")
+WEIGHT_BYTES = 0.5625  # of a weight: 4 bits, and 8 for each 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """router: how tokens choose their k different experts. "uniform": all sets alike; "zipf": drawn one after another
+    with chances 1, 1/2, 1/3, ... of experts in an order of the call's own; "one": all tokens the same k.
+    """
+
+    tokens: int  # T
+    experts: int  # E
+    topk: int  # experts of a token, k
+    hidden: int  # H
+    inner: int  # I
+    activation: str  # one of ACTIVATIONS
+    router: str  # one of ROUTERS
+    content: str  # one of CONTENTS, as reference.py describes them
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("activation", self.activation, ACTIVATIONS), ("router", self.router, ROUTERS),
+            ("content", self.content, CONTENTS),
+        ):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        if self.hidden % 64 or self.inner % 64 or min(self.hidden, self.inner, self.tokens) < 1:
+            raise ValueError(f"hidden and inner must be multiples of 64 and tokens at least 1, got {self}")
+        if not 1 <= self.topk <= self.experts:
+            raise ValueError(f"topk must be 1 to the {self.experts} experts, got {self.topk}")
+
+    def experts_hit(self) -> float:
+        """Experts that some token chose: expected, for "one" exactly."""
+        if self.router == "one":
+            return float(self.topk)
+        return sum(1 - (1 - chance) ** self.tokens for chance in self._chances())
+
+    def bytes_moved(self) -> int:
+        """Least memory traffic: weights of the experts hit, x, ids and routing weights once, out once."""
+        weights = self.experts_hit() * 3 * self.hidden * self.inner * WEIGHT_BYTES
+        return round(weights) + self.tokens * (2 * 2 * self.hidden + 2 * 4 * self.topk)
+
+    def flops(self) -> int:
+        return 6 * self.tokens * self.topk * self.hidden * self.inner
+
+    def _chances(self) -> list[float]:
+        """That a token chooses expert e, by e: their sum is k.
+
+        "zipf": draws without replacement are the first k of exponential clocks with these rates, and at the time by
+        which k of them have rung on average, each has rung with 1 - exp(-rate time): within 2 % in the experts hit.
+        """
+        if self.router == "uniform" or self.topk == self.experts:
+            return [self.topk / self.experts] * self.experts
+        rates = 1 / torch.arange(1, self.experts + 1, dtype=torch.float64)
+        if self.topk == 1:
+            return (rates / rates.sum()).tolist()
+        low, high = 0.0, 1e6
+        for _ in range(100):
+            time = (low + high) / 2
+            low, high = (time, high) if float((1 - (-rates * time).exp()).sum()) < self.topk else (low, time)
+        return (1 - (-rates * low).exp()).tolist()
+
+
+def _cases(*rows: tuple, seed: int) -> list[Case]:
+    """Rows (T, E, k, H, I, activation, router, content); each gets a seed of its own."""
+    return [Case(*row, seed=seed + i) for i, row in enumerate(rows)]
+
+
+# T around tiles of 64 and 128; H and I odd multiples of 64 and of 128, never the same; experts with no token, with one,
+# with all. In "nvfp4" k I is at least 448, since of few values one on the other side of a rounding is much.
+TESTS = _cases(
+    (1, 1, 1, 128, 64, "bf16", "uniform", "plain"),
+    (1, 8, 2, 192, 320, "bf16", "uniform", "plain"),
+    (2, 2, 2, 320, 192, "bf16", "uniform", "clamped"),
+    (3, 17, 6, 448, 576, "bf16", "uniform", "magnitudes"),
+    (3, 8, 2, 192, 320, "bf16", "uniform", "extreme"),
+    (7, 8, 2, 1088, 192, "bf16", "uniform", "plain"),
+    (7, 8, 6, 256, 64, "bf16", "one", "magnitudes"),
+    (7, 17, 2, 320, 448, "bf16", "uniform", "zeros"),
+    (64, 17, 6, 192, 448, "bf16", "zipf", "plain"),
+    (64, 1, 1, 576, 704, "bf16", "uniform", "clamped"),
+    (64, 256, 2, 128, 192, "bf16", "uniform", "zeros"),
+    (64, 17, 2, 704, 256, "bf16", "zipf", "extreme"),
+    (129, 8, 1, 320, 64, "bf16", "one", "plain"),
+    (129, 2, 1, 128, 1088, "bf16", "uniform", "subnormal"),
+    (129, 256, 6, 64, 128, "bf16", "zipf", "subnormal"),
+    (1000, 8, 2, 192, 320, "bf16", "zipf", "magnitudes"),
+    (1000, 17, 1, 64, 192, "bf16", "one", "plain"),
+    (1000, 256, 6, 128, 64, "bf16", "uniform", "plain"),
+    (1, 256, 6, 512, 256, "bf16", "uniform", "plain"),
+    (1, 8, 6, 512, 320, "nvfp4", "uniform", "plain"),
+    (2, 1, 1, 320, 576, "nvfp4", "uniform", "clamped"),
+    (3, 256, 6, 64, 192, "nvfp4", "uniform", "subnormal"),
+    (7, 17, 6, 448, 576, "nvfp4", "uniform", "magnitudes"),
+    (64, 8, 2, 320, 704, "nvfp4", "zipf", "plain"),
+    (129, 17, 2, 192, 448, "nvfp4", "one", "clamped"),
+    (129, 2, 2, 256, 320, "nvfp4", "uniform", "extreme"),
+    (1000, 8, 2, 192, 320, "nvfp4", "zipf", "zeros"),
+    seed=1000,
+)  # fmt: skip
+
+_FLASH = (256, 6, 4096, 2048)  # E, k, H, I of V4-Flash
+_SHARED = (1, 1, 4096, 2048)
+_PRO = (384, 6, 7168, 3072)
+BENCHMARKS = _cases(
+    *((t, *_FLASH, "bf16", "uniform", "plain") for t in (1, 8, 64, 256, 1024, 4096)),
+    *((t, *_FLASH, "bf16", "zipf", "plain") for t in (64, 4096)),
+    *((t, *_SHARED, "bf16", "uniform", "plain") for t in (1, 64)),
+    *((t, *_PRO, "bf16", "uniform", "plain") for t in (1, 64)),
+    seed=1111,
+)
+BENCHMARKS_CPU = _cases(
+    *((t, 8, 2, 1024, 512, "bf16", "uniform", "plain") for t in (1, 8, 64, 256)), seed=1111
+)  # fmt: skip
+
+# Relative errors in the 2-norm. Rounding v and out to bf16 costs 1.65e-3 each on average: an honest kernel has 1.7e-3
+# (rows to 2.5e-3), one that leaves v in fp32 2.4e-3 (rows to 4.3e-3), and one that rounds gate, up and each expert's
+# output to bf16 as well, as public kernels do, 3.6e-3 (rows to 6.9e-3).
+RTOL = 6e-3  # of all rows as one
+ROW_RTOL = 1e-2  # of any row; one of zeros must be zeros
+PEER_TOL = 1e-2  # of peers, of all rows as one; rows have no bound of their own
+# "nvfp4": sums that differ by 1e-6 put 3 of 10 million codes of v on the other side of a rounding, sums in fp32 some
+# more. That is a step in one value, or in 16 where it is a scale. Seen: 2e-3 in all; 1.8e-2 in a row, and 4.4e-2 in
+# one of "zeros", with few values. To quantise v without rounding it to bf16 first is another function: 2.5e-2 in all.
+NVFP4_RTOL = 2e-2
+NVFP4_ROW_RTOL = 0.1
+
+
+def unpack(data: Data) -> Sizes:
+    """Sizes of one call with the weights as they came. ValueError, naming the tensor, where a dtype, shape, layout or
+    device is not as the types say. What stands in topk_ids is not read: on a GPU that would wait for it (validate).
+    """
+    experts, hidden, inner, activation = unpack_weights(data.weights)
+    tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
+    if topk > experts:
+        raise ValueError(f"topk_ids must have at most {experts} columns, the experts, got {topk}")
+    if data.inputs.x.device != data.weights.w13.device:
+        raise ValueError(f"x must be on the weights' {data.weights.w13.device}, got {data.inputs.x.device}")
+    return Sizes(tokens, experts, topk, hidden, inner, activation)
+
+
+def unpack_weights(weights: Weights) -> tuple[int, int, int, str]:
+    """-> (E, H, I, activation), for prepare. ValueError as unpack says."""
+    if weights.w13.dim() != 3 or weights.w2.dim() != 3:
+        raise ValueError(
+            f"w13 must be (E, 2 I, H / 2) and w2 (E, H, I / 2), got {tuple(weights.w13.shape)} and "
+            f"{tuple(weights.w2.shape)}"
+        )
+    e, h, i = weights.w13.shape[0], 2 * weights.w13.shape[2], 2 * weights.w2.shape[2]
+    if e < 1 or min(h, i) < 64 or h % 64 or i % 64:
+        raise ValueError(f"w13 and w2 must have H and I in multiples of 64 and an expert, got E={e} H={h} I={i}")
+    if weights.activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {weights.activation!r}")
+    u8, e4m3, fp32 = torch.uint8, torch.float8_e4m3fn, torch.float32
+    wanted = (
+        (u8, (e, 2 * i, h // 2)), (e4m3, (e, 2 * i, h // 16)), (fp32, (e,)),
+        (u8, (e, h, i // 2)), (e4m3, (e, h, i // 16)), (fp32, (e,)), (fp32, (e,)), (fp32, (e,)),
+    )  # fmt: skip
+    for name, tensor, (dtype, shape) in zip(Weights._fields, weights, wanted, strict=False):  # activation is left
+        _check(name, tensor, dtype, shape, weights.w13.device)
+    return e, h, i, weights.activation
+
+
+def unpack_call(inputs: Inputs, outputs: Outputs, hidden: int) -> tuple[int, int]:
+    """-> (T, k), for what comes with each call; hidden: H of the weights. ValueError as unpack says."""
+    if inputs.x.dim() != 2 or inputs.topk_ids.dim() != 2 or min(inputs.topk_ids.shape) < 1:
+        raise ValueError(
+            f"x must be (T, H) and topk_ids (T, k), not empty, got {tuple(inputs.x.shape)} and "
+            f"{tuple(inputs.topk_ids.shape)}"
+        )
+    t, k = inputs.topk_ids.shape
+    for name, tensor, dtype, shape in (
+        ("x", inputs.x, torch.bfloat16, (t, hidden)), ("topk_ids", inputs.topk_ids, torch.int32, (t, k)),
+        ("topk_weights", inputs.topk_weights, torch.float32, (t, k)),
+        ("out", outputs.out, torch.bfloat16, (t, hidden)),
+    ):  # fmt: skip
+        _check(name, tensor, dtype, shape, inputs.x.device)
+    return t, k
+
+
+def validate(inputs: Inputs, experts: int) -> None:
+    """ValueError unless topk_ids are 0 to experts - 1 and all different in each row. Reads them on the host."""
+    ids = inputs.topk_ids
+    bad = (ids < 0) | (ids >= experts)
+    if bool(bad.any()):
+        t, j = bad.nonzero()[0].tolist()
+        raise ValueError(f"topk_ids must be 0 to {experts - 1}, got {int(ids[t, j])} at ({t}, {j})")
+    ordered = ids.sort(1).values
+    twice = ordered[:, 1:] == ordered[:, :-1]
+    if bool(twice.any()):
+        t, j = twice.nonzero()[0].tolist()
+        raise ValueError(f"topk_ids must be all different in a row, got {int(ordered[t, j])} twice in row {t}")
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
+        raise ValueError(
+            f"{name} must be {dtype} {shape}, contiguous, on {device}, "
+            f"got {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
+        )

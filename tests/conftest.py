@@ -10,16 +10,9 @@ except ModuleNotFoundError:  # python3's own packages may lack it (tools/setup.p
 
 # Modules whose tests are computations in the test's own process.
 ALONE = (
-    "test_dsv4",
-    "test_nvfp4",
-    "test_fmha",
-    "test_moe",
-    "test_fp8",
-    "test_kv_pages",
-    "test_stats",
-    "test_board",
+    "test_dsv4", "test_nvfp4", "test_fmha", "test_moe", "test_fp8", "test_kv_pages", "test_stats", "test_board",
     "test_report",
-)
+)  # fmt: skip
 
 if hypothesis:
     # Equal runs on every machine; no deadline, since a first call may compile.

@@ -1,0 +1,86 @@
+// Weights of moe_gemm as Hopper's tensor cores take them: units of 32 rows by 64 columns, 1152 bytes, no larger than the
+// weights as they came.
+//
+// A unit holds two groups of 16 rows. Lane l = 4 g + c of a warp owns, in rows g and g + 8 of a group, the 16 columns
+// 16 c .. 16 c + 15 of the unit: a whole block, so it needs one scale a row.
+//   bytes 512 q + 16 l .. + 15   group q: four words, of columns 0-7 of row g, of row g + 8, columns 8-15 of both
+//   bytes 1024 + 4 l .. + 3      scales of rows g, g + 8 of group 0, then of group 1
+// A word holds eight codes, in each half (bits 15:0 and 31:16) four: pair p, columns 2 p and 2 p + 1 of the eight, has its
+// even column in the low half. A code is sign and magnitude; one shift and one mask put pairs 0 to 2 where bf16 has its
+// sign and the last two bits of the exponent with the first of the mantissa (15, 8:6); pair 3 has the bits left over:
+//   pair 0: 15; 8:6    pair 1: 12; 5:3    pair 2: 9; 2:0    pair 3: 14; 11:10; 13
+// So read, a code is its value times 2^-126, subnormal ones too, and one bf16 product with the scale times 2^118 makes
+// code * scale * 2^-8, exactly: 6 significant bits. What is left is 2^8, which goes into the expert's fp32 scale.
+// A scale byte is that scale's exponent and mantissa without e4m3's subnormals: 5 and 3 bits, such that the byte times 16
+// plus 0x7580 is bf16(scale * 2^118). Where a scale is zero its codes are made zero instead.
+//
+// Products of 16 columns a step: in step j of a unit, k = 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of the instruction are columns
+// 16 c + 4 j .. + 3 of the unit. The other operand has its columns in the same order.
+//
+// Units of an expert lie row by row: [rows / 32][columns / 64]. Of w13 group q of unit u has gate rows 16 u + 8 q + 0 .. 7
+// as its rows 0 to 7, and the same rows of up as 8 to 15: a thread's sums of rows g and g + 8 meet in one product.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cstdint>
+
+namespace units {
+
+constexpr int ROWS = 32, COLUMNS = 64, BYTES = 1152, SCALES = 1024;  // SCALES: where they begin
+constexpr float REST = 256.f;                                        // a product of units is this much too small
+
+template <int TABLE>
+__device__ __forceinline__ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+    return d;
+}
+
+__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// Both halves bf16(scale i * 2^118), i = 0 .. 3 of a lane's four.
+template <int I>
+__device__ __forceinline__ uint32_t scale(uint32_t four) {
+    return __byte_perm(four, 0, I | 0x40 | I << 8 | 0x4000) * 16 + 0x75807580u;
+}
+
+// A word and its scale -> pairs 0 to 3 as bf16x2, times 2^-8.
+__device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (&pair)[4]) {
+    constexpr int AND_OR = 0xEA;  // (a & b) | c
+    const uint32_t mask = 0x81C081C0u;
+    pair[0] = times(word & mask, scale);
+    pair[1] = times(word << 3 & mask, scale);
+    pair[2] = times(word << 6 & mask, scale);
+    uint32_t last = word >> 3 & 0x01800180u;
+    last = lop3<AND_OR>(word >> 7, 0x00400040u, last);
+    last = lop3<AND_OR>(word << 1, 0x80008000u, last);
+    pair[3] = times(last, scale);
+}
+
+// A word of eight codes, first column in the low nibble, -> as units have it.
+__device__ __forceinline__ uint32_t encode(uint32_t codes) {
+    uint32_t word = 0;
+    for (int i = 0; i < 8; ++i) {
+        const uint32_t code = codes >> 4 * i & 15, sign = code >> 3, size = code & 7;
+        const int half = 16 * (i & 1), pair = i >> 1;
+        const uint32_t bits = pair < 3 ? (sign << 15 | size << 6) >> 3 * pair
+                                       : sign << 14 | (size & 1) << 13 | size >> 1 << 10;
+        word |= bits << half;
+    }
+    return word;
+}
+
+// An e4m3 scale, positive or zero, -> a scale byte; for zero the smallest.
+__device__ __forceinline__ uint32_t scale_byte(uint32_t e4m3) {
+    const uint32_t exponent = e4m3 >> 3 & 15, mantissa = e4m3 & 7;
+    if (exponent) return exponent + 3 << 3 | mantissa;
+    if (mantissa >= 4) return 3 << 3 | (mantissa - 4) << 1;
+    if (mantissa >= 2) return 2 << 3 | (mantissa - 2) << 2;
+    return 1 << 3;  // 2^-9
+}
+
+}  // namespace units

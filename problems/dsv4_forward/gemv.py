@@ -32,7 +32,9 @@ CHUNK = 2**22  # bytes of codes looked at together when a matrix is measured
 
 
 class Slots(Protocol):
-    """What is taken for calls and matrices that the kernel does not serve."""
+    """What is taken for calls and matrices that the kernel does not serve: the reference, or another problem's slots,
+    methods of an object that has a `name` for the report.
+    """
 
     linear: Callable[..., None]
     grouped_linear: Callable[..., None]
@@ -180,15 +182,16 @@ def adapt(module: ModuleType, weights: ModelWeights, reference: Slots) -> tuple[
     """-> the slots on `module`, a variant of the problem, and lines on the matrices that it does not multiply."""
     matrices = prepare(weights)
     gemv = Gemv(module.custom_kernel, {id(matrix.linear): matrix for matrix in matrices}, reference)
-    return {"linear": gemv.linear, "grouped_linear": gemv.grouped_linear}, report(matrices)
+    other = getattr(getattr(reference.linear, "__self__", None), "name", "reference")
+    return {"linear": gemv.linear, "grouped_linear": gemv.grouped_linear}, report(matrices, other)
 
 
-def report(matrices: list[Matrix]) -> tuple[str, ...]:
-    """How many matrices the kernel multiplies, and each that the reference does, with the reason."""
+def report(matrices: list[Matrix], other: str = "reference") -> tuple[str, ...]:
+    """How many matrices the kernel multiplies, and each that `other` does, with the reason."""
     served = [matrix.fit.input_shift for matrix in matrices if matrix.calls]
     shifts = f", activations moved by up to 2^{max(served)}" if served else ""
     lines = [f"{PROBLEM}: {len(served)} of {len(matrices)} NVFP4 matrices{shifts}"]
-    lines += [f"{matrix.linear.name}: reference ({matrix.reason})" for matrix in matrices if not matrix.calls]
+    lines += [f"{matrix.linear.name}: {other} ({matrix.reason})" for matrix in matrices if not matrix.calls]
     return tuple(lines)
 
 

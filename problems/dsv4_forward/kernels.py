@@ -22,6 +22,7 @@ from problems.dsv4_forward import (
     layout,
     linear,
     mhc,
+    moe,
     norm,
     rope,
     router,
@@ -73,6 +74,8 @@ class Row:
     scope: str  # which calls its kernels take; the adapter passes the others on to the reference
     serves: Callable[[Config, str], str]  # (configuration, format) -> "", or why no call is in its scope
     adapt: Adapter | None  # None: not written yet
+    # A problem, the variant of which that fills another slot takes calls out of the scope, and the adapter of that.
+    beyond: tuple[str, Adapter] | None = None
 
 
 def _nvfp4_linears(cfg: Config, fmt: str) -> str:
@@ -86,15 +89,24 @@ def _entries_of_512(cfg: Config, fmt: str) -> str:
 
 
 def _nvfp4_experts(cfg: Config, fmt: str) -> str:
-    return "" if layout.KINDS[fmt].experts == "nvfp4" else f"no NVFP4 experts in {fmt}"
+    return _clamp(cfg) if layout.KINDS[fmt].experts == "nvfp4" else f"no NVFP4 experts in {fmt}"
 
 
+def _nvfp4_shared(cfg: Config, fmt: str) -> str:
+    return _nvfp4_linears(cfg, fmt) or _clamp(cfg)
+
+
+def _clamp(cfg: Config) -> str:
+    return "" if cfg.swiglu_limit == moe.limit() else f"swiglu_limit must be {moe.limit():g}, is {cfg.swiglu_limit:g}"
+
+
+_FEW, _BEYOND = f"NVFP4, at most {gemv.TOKENS} tokens", (moe.PROBLEM, moe.adapt_linears)
 ROWS = (
-    Row("linear", "nvfp4_gemv", f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt),
-    Row("grouped_linear", "nvfp4_gemv", f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt),
+    Row("linear", "nvfp4_gemv", _FEW, _nvfp4_linears, gemv.adapt, _BEYOND),
+    Row("grouped_linear", "nvfp4_gemv", _FEW, _nvfp4_linears, gemv.adapt, _BEYOND),
     Row("fmha", "fmha_decode", "584-byte entries", _entries_of_512, fmha_decode.adapt),
-    Row("experts", "moe_gemm", "NVFP4", _nvfp4_experts, None),
-    Row("shared", "moe_gemm", "NVFP4, as one expert", _nvfp4_linears, None),
+    Row("experts", "moe_gemm", "NVFP4", _nvfp4_experts, moe.adapt_experts),
+    Row("shared", "moe_gemm", "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared),
 )
 PROBLEMS = tuple(dict.fromkeys(row.problem for row in ROWS))
 
@@ -138,7 +150,8 @@ def choose(text: str, target: str, weights: ModelWeights) -> Chosen:
     NAME is a slot, or a problem for all its slots. VARIANT is "reference", "winner", a file of the problem's variants/
     or wrong/, or the path of a Python file that defines either custom_kernel, as the problem has it, or a function of
     the slot's name with the slot's interface. "winners" fills a slot where a problem can, else says why not; a VARIANT
-    that cannot be had is a ValueError. Reads the weights where an adapter measures them.
+    that cannot be had is a ValueError. Linears that the variant in their slots does not take go to the one of moe_gemm
+    that fills another slot, if there is one. Reads the weights where an adapter measures them.
     """
     model = _Model(target, weights.config, weights.format)
     picks = {slot: Pick(slot, "not asked for otherwise") for slot in SLOTS}
@@ -247,12 +260,24 @@ def _function(file: Path, name: str) -> Slot:
 
 
 def _adapted(picks: list[Pick], weights: ModelWeights) -> tuple[Kernels, tuple[str, ...]]:
-    """The table of the picks, each variant fitted to the weights once for all its slots; and the adapters' lines."""
+    """The table of the picks, each variant fitted to the weights once for all slots of an adapter; and their lines."""
     functions = {pick.slot: pick.function for pick in picks if pick.function}
-    variants = {pick.module.__name__: pick for pick in picks if pick.module}
+    filled = [pick for pick in picks if pick.module]
+    modules = {pick.row.problem: pick.module for pick in reversed(filled)}
     report: list[str] = []
-    for name, first in variants.items():
-        found, lines = first.row.adapt(first.module, weights, REFERENCE)
-        functions |= {pick.slot: found[pick.slot] for pick in picks if pick.module and pick.module.__name__ == name}
-        report += lines
+    for name, adapt in dict.fromkeys((pick.module.__name__, pick.row.adapt) for pick in filled):
+        mine = [pick for pick in filled if (pick.module.__name__, pick.row.adapt) == (name, adapt)]
+        others, also = _beyond(mine[0].row, modules, weights)
+        found, lines = adapt(mine[0].module, weights, others)
+        functions |= {pick.slot: found[pick.slot] for pick in mine}
+        report += (*lines, *also)
     return replace(REFERENCE, **functions), tuple(report)
+
+
+def _beyond(row: Row, modules: dict[str, ModuleType], weights: ModelWeights) -> tuple[Kernels, tuple[str, ...]]:
+    """What takes the calls that the row's kernels do not serve, and lines. modules: variants in use, by problem."""
+    if row.beyond is None or row.beyond[0] not in modules:
+        return REFERENCE, ()
+    problem, adapt = row.beyond
+    found, lines = adapt(modules[problem], weights, REFERENCE)
+    return replace(REFERENCE, **found), lines

@@ -9,7 +9,7 @@ from problems.common import load
 
 # Variants by target, the first that the machine can run.
 WINNERS = {
-    "cpu": ("torch_grouped",),
+    "cpu": ("cpu_avx512", "cpu_avx2", "cpu_portable"),
     "sm90": ("torch_grouped",),
     "sm100": ("torch_grouped",),
 }

@@ -6,9 +6,9 @@
 //   bytes 512 q + 16 l .. + 15   group q: four words, of columns 0-7 of row g, of row g + 8, columns 8-15 of both
 //   bytes 1024 + 4 l .. + 3      scales of rows g, g + 8 of group 0, then of group 1
 // A word holds eight codes, in each half (bits 15:0 and 31:16) four: pair p, columns 2 p and 2 p + 1 of the eight, has its
-// even column in the low half. A code is sign and magnitude; one shift and one mask put pairs 0 to 2 where bf16 has its
-// sign and the last two bits of the exponent with the first of the mantissa (15, 8:6); pair 3 has the bits left over:
-//   pair 0: 15; 8:6    pair 1: 12; 5:3    pair 2: 9; 2:0    pair 3: 14; 11:10; 13
+// even column in the low half. bf16 has its sign at bit 15, the last two bits of the exponent and the first of the
+// mantissa at 8:6; sign and magnitude of a code are kept where few rotations and masks bring them there:
+//   pair 0: 15; 8:6    pair 1: 9; 2:0    pair 2: 3; 12:10, magnitudes in the other half    pair 3: 13; 14, 5:4
 // So read, a code is its value times 2^-126, subnormal ones too, and one bf16 product with the scale times 2^118 makes
 // code * scale * 2^-8, exactly: 6 significant bits. What is left is 2^8, which goes into the expert's fp32 scale.
 // A scale byte is that scale's exponent and mantissa without e4m3's subnormals: 5 and 3 bits, such that the byte times 16
@@ -53,12 +53,10 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (
     constexpr int AND_OR = 0xEA;  // (a & b) | c
     const uint32_t mask = 0x81C081C0u;
     pair[0] = times(word & mask, scale);
-    pair[1] = times(word << 3 & mask, scale);
-    pair[2] = times(word << 6 & mask, scale);
-    uint32_t last = word >> 3 & 0x01800180u;
-    last = lop3<AND_OR>(word >> 7, 0x00400040u, last);
-    last = lop3<AND_OR>(word << 1, 0x80008000u, last);
-    pair[3] = times(last, scale);
+    pair[1] = times(word << 6 & mask, scale);
+    pair[2] = times(__funnelshift_l(word, word, 12) & mask, scale);
+    const uint32_t first = word >> 6 & 0x01000100u;
+    pair[3] = times(lop3<AND_OR>(word << 2, 0x80C080C0u, first), scale);
 }
 
 // A word of eight codes, first column in the low nibble, -> as units have it.
@@ -66,10 +64,13 @@ __device__ __forceinline__ uint32_t encode(uint32_t codes) {
     uint32_t word = 0;
     for (int i = 0; i < 8; ++i) {
         const uint32_t code = codes >> 4 * i & 15, sign = code >> 3, size = code & 7;
-        const int half = 16 * (i & 1), pair = i >> 1;
-        const uint32_t bits = pair < 3 ? (sign << 15 | size << 6) >> 3 * pair
-                                       : sign << 14 | (size & 1) << 13 | size >> 1 << 10;
-        word |= bits << half;
+        const int half = 16 * (i & 1), other = 16 - half;
+        switch (i >> 1) {
+            case 0: word |= (sign << 15 | size << 6) << half; break;
+            case 1: word |= (sign << 9 | size) << half; break;
+            case 2: word |= sign << 3 + half | size << 10 + other; break;
+            default: word |= (sign << 13 | size >> 2 << 14 | (size & 3) << 4) << half;
+        }
     }
     return word;
 }

@@ -1,0 +1,146 @@
+// The work of a call among all cores.
+//
+// Threads are started in the call and joined before it returns: nothing parks, spins or works outside a call. There are
+// three steps, each of tasks that need all of the step before; a thread that starts late finds fewer left, or none.
+// How tokens and rows are cut does not depend on the threads, so results do not either.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#include "cpu_experts.h"
+
+namespace moe {
+
+// 64-byte aligned memory that only grows; what it holds is of no use to a later call. Fresh pages from the system cost
+// 0.1 ms a MB, as long as a call of one token.
+class Scratch {
+  public:
+    std::byte* bytes(size_t count) {
+        if (count > size_) {
+            data_.reset();
+            data_.reset(static_cast<std::byte*>(::operator new(count, std::align_val_t(64))));
+            size_ = count;
+        }
+        return data_.get();
+    }
+
+  private:
+    struct Delete {
+        void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t(64)); }
+    };
+    std::unique_ptr<std::byte, Delete> data_;
+    size_t size_ = 0;
+};
+
+// Cuts memory into arrays; without memory it says how much they take.
+class Cutter {
+  public:
+    explicit Cutter(std::byte* at = nullptr) : at_(at) {}
+
+    template <class T>
+    T* take(int64_t count) {
+        std::byte* const found = at_ ? at_ + used_ : nullptr;
+        used_ += (count * sizeof(T) + 63) / 64 * 64;
+        return reinterpret_cast<T*>(found);
+    }
+    size_t used() const { return used_; }
+
+  private:
+    std::byte* at_;
+    size_t used_ = 0;
+};
+
+// Tasks [0, count), handed out `grain` at a time.
+class Step {
+  public:
+    Step(int64_t count, int64_t grain) : count_(count), grain_(grain) {}
+
+    // Returns when all tasks are done, by whichever thread.
+    template <class Work>
+    void run(const Work& work) {
+        for (int64_t first; (first = next_.fetch_add(grain_, std::memory_order_relaxed)) < count_;) {
+            const int64_t last = std::min(first + grain_, count_);
+            for (int64_t task = first; task < last; task++) work(task);
+            done_.fetch_add(last - first, std::memory_order_release);
+        }
+        while (done_.load(std::memory_order_acquire) < count_) std::this_thread::yield();
+    }
+
+  private:
+    const int64_t count_, grain_;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+};
+
+// Run work(i) in `threads` threads, i from 0 on, this one among them. Those that are refused leave their work to the
+// others.
+template <class Work>
+int on_threads(int64_t threads, const Work& work) {
+    std::vector<std::thread> others;
+    others.reserve(threads);
+    int status = kOk;
+    try {
+        for (int64_t i = 1; i < threads; i++) others.emplace_back(std::cref(work), i);
+    } catch (const std::exception&) {
+        status = kNoThreads;
+    }
+    work(0);
+    for (auto& other : others) other.join();
+    return status;
+}
+
+constexpr int64_t kBandPanels = 8;        // many slots a read of weights; tasks for many cores where one expert has all
+constexpr int64_t kDecode = 3;            // what decoding a weight costs, in products with it
+constexpr int64_t kThreadWork = 2 << 20;  // products, 20 to 40 us: more than starting and joining a thread takes
+constexpr int64_t kGrain = 1 << 14;       // products of tasks that are taken together, less than a microsecond
+
+inline int64_t cores() { return std::max<int64_t>(1, std::thread::hardware_concurrency()); }
+
+// Compute all tokens. Calls of several threads follow each other: they share the memory that is kept.
+template <class Isa>
+int on_all_cores(const Problem& p, int64_t cores = moe::cores()) noexcept try {
+    using Value = typename Isa::Value;
+    static std::mutex mutex;
+    static Scratch scratch;
+    const std::lock_guard lock(mutex);
+    Routing r;
+    if (!r.fill(p, Isa::kTokens, kBandPanels)) return kBadId;
+    const int64_t panels = static_cast<int64_t>(r.panels.size()), bands = static_cast<int64_t>(r.bands.size());
+    const int64_t work = (p.slots() + kDecode * panels) * 3 * p.hidden * p.inner;
+    const int64_t threads = std::clamp<int64_t>(work / kThreadWork, 1, cores);
+
+    Activations<Value> x, v;
+    float* parts;
+    const auto cut = [&](std::byte* at) {
+        Cutter cutter(at);
+        x = {cutter.take<Value>(p.slots() * p.hidden), cutter.take<float>(p.slots() * p.w13.blocks()), p.w13.blocks()};
+        v = {cutter.take<Value>(p.slots() * p.inner), cutter.take<float>(p.slots() * p.w2.blocks()), p.w2.blocks()};
+        parts = cutter.take<float>(threads * p.slots() * kRows);
+        return cutter.used();
+    };
+    cut(scratch.bytes(cut(nullptr)));
+
+    const int64_t inner_groups = p.inner / kRows, hidden_groups = p.hidden / kRows;
+    const auto grain = [&](int64_t tasks) { return std::max<int64_t>(1, kGrain * tasks / work); };
+    Step taking(panels, 1);
+    Step swiglu(bands * inner_groups, grain(bands * inner_groups));
+    Step combining(hidden_groups, grain(hidden_groups));
+    return on_threads(threads, [&](int64_t i) {
+        taking.run([&](int64_t task) { Expert<Isa>::take_x(p, r, r.panels[task], x); });
+        swiglu.run([&](int64_t task) {
+            Expert<Isa>::swiglu(p, r, r.bands[task / inner_groups], task % inner_groups, x, v);
+        });
+        combining.run([&](int64_t task) { Expert<Isa>::combine(p, r, task, v, parts + i * p.slots() * kRows); });
+    });
+} catch (const std::bad_alloc&) {
+    return kNoMemory;
+}
+
+}  // namespace moe

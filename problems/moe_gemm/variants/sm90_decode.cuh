@@ -1,0 +1,549 @@
+// Few tokens an expert: each weight is read once, at the rate of memory, and meets 8 or 16 tokens in mma.sync as they lie
+// in registers. Both products in one launch of a block of threads a multiprocessor.
+//
+// A block works on one unit row (32 rows of weights) at a time, its 16 warps on every sixteenth unit of it, so that 16
+// neighbouring units, one for each warp, are one bulk copy. Another thread does nothing but copy, as far ahead as the
+// ring in shared memory has room: the next unit row, the next expert, and, while the blocks wait for each other between
+// the two products, the second product's weights. At the end of a unit row the sixteen sums are added.
+//
+// First product: unit rows of all groups (up to 8 NT tokens of an expert), one after another, shared out evenly.
+// Second: a block has 32 rows of out and takes all groups in turn, so the sum over experts stays in shared memory and in
+// one order. Every block sorts the tokens by itself; that is quicker than a launch for it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "sm90_units.cuh"
+
+namespace decode {
+
+constexpr int WARPS = 16, THREADS = 32 * WARPS;  // that multiply
+constexpr int LAUNCHED = THREADS + 128;          // with a warpgroup of which one thread copies; the registers go by four warps
+constexpr int STAGE = WARPS * units::BYTES;      // of the ring
+constexpr int GROUP_BYTES = 16, MARGIN = 33;  // floats from a token to the next in the sum
+constexpr int SHARED = 227 * 1024;
+
+struct Problem {
+    const uint8_t *w13, *w2;  // units
+    const float *g13, *g2, *in13, *in2;
+    const __nv_bfloat16* x;   // (T, H)
+    const int* ids;           // (T, k)
+    const float* routing;     // (T, k)
+    __nv_bfloat16 *out, *v;   // (T, H), (T k, I)
+    unsigned* arrived;        // two words: blocks that wait, and how often all have come
+    int tokens, topk, experts, hidden, inner;
+    int stages, groups;       // of the ring; room for groups
+    bool quantised, linear;   // linear: the second product alone, of x (T, I) by w2
+    uint32_t nothing;         // 0, which the compiler does not know
+};
+
+struct Group {
+    int expert;
+    uint32_t tokens;  // where they start in the sorted slots, and 16 bits higher how many
+    float first, second;  // what the sums of the two products have to be multiplied by
+    __device__ int start() const { return tokens & 0xFFFF; }
+    __device__ int count() const { return tokens >> 16; }
+};
+
+// Byte offsets in shared memory. The ring comes first; while nothing is in it, it holds what sorting needs.
+struct Layout {
+    int sums, total, groups, slots, routing, words, barriers, bytes;
+    __host__ __device__ Layout(const Problem& p, int tiles) {
+        const int n = p.tokens * p.topk;
+        sums = p.stages * STAGE;
+        total = sums + 2 * WARPS * 2 * tiles * 512;
+        groups = total + (p.tokens * MARGIN * 4 + 15) / 16 * 16;
+        routing = groups + p.groups * GROUP_BYTES;
+        slots = routing + n * 4;
+        words = (slots + n * 2 + 15) / 16 * 16;
+        barriers = words + 64 * 4;
+        bytes = barriers + p.stages * 16;
+    }
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ uint4 load4(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+// Around L1, and in its place among barriers: what other blocks have written before one. (__ldcg says neither.)
+__device__ __forceinline__ uint4 load_global(const void* at) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load1(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                         uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 16 values in eight bf16x2, as NVFP4 with this input scale has them, without the input scale: nvfp4.encode.
+__device__ __noinline__ void quantise(uint32_t* pairs, float input_scale) {
+    float values[16], most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float2 two = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(pairs + i));
+        values[2 * i] = __fdiv_rn(two.x, input_scale), values[2 * i + 1] = __fdiv_rn(two.y, input_scale);
+        most = fmaxf(most, fmaxf(fabsf(values[2 * i]), fabsf(values[2 * i + 1])));
+    }
+    __nv_fp8_e4m3 byte;
+    byte.__x = __nv_cvt_float_to_fp8(fminf(__fdiv_rn(most, 6.f), 448.f), __NV_SATFINITE, __NV_E4M3);
+    const float scale = float(byte);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        if (scale == 0) {
+            values[i] = 0;
+            continue;
+        }
+        // The power of two at or below the value, at least 1: codes are half of it apart, even ones a whole of it.
+        const float value = fminf(fmaxf(__fdiv_rn(values[i], scale), -6.f), 6.f);
+        const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(value), 1.f)) & 0x7F800000u);
+        values[i] = rintf(__fdiv_rn(value * 2, power)) * power * 0.5f * scale;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const __nv_bfloat162 two = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+        pairs[i] = *reinterpret_cast<const uint32_t*>(&two);
+    }
+}
+
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// ---- sorting: groups, and slots by expert in their own order, with their routing weights; words[32]: how many groups ----
+
+template <bool QUANTISED>
+__device__ __forceinline__ void put_groups(const Problem& p, Group* groups, int e, int start, int tokens, int parts) {
+    const float first = p.linear ? 0 : p.g13[e] * (QUANTISED ? p.in13[e] : 1.f) * units::REST;
+    const float second = p.g2[e] * (QUANTISED ? p.in2[e] : 1.f) * units::REST;
+    for (int i = 0; i < parts; ++i) {  // as even as may be
+        const int from = tokens * i / parts, to = tokens * (i + 1) / parts;
+        groups[i] = {e, static_cast<uint32_t>(start + from | to - from << 16), first, second};
+    }
+}
+
+__device__ __forceinline__ int expert_of(const Problem& p, int slot) {  // or one that sorts last and is none
+    const int e = p.linear ? 0 : p.ids[slot];
+    return e < 0 || e >= p.experts ? 0x7FFFFFFF : e;
+}
+
+// Up to 32 slots: one warp, a slot a lane.
+template <int NT, bool QUANTISED>
+__device__ __forceinline__ void sort_few(const Problem& p, Group* groups, uint16_t* slots, float* routing,
+                                         uint32_t* words, int lane) {
+    const int n = p.tokens * p.topk;
+    const int e = lane < n ? expert_of(p, lane) : 0x7FFFFFFF;
+    const float mine = lane < n && !p.linear ? p.routing[lane] : 1.f;
+    const unsigned same = __match_any_sync(~0u, e);
+    const bool leads = e != 0x7FFFFFFF && lane == __ffs(same) - 1;
+    const int tokens = __popc(same), parts = leads ? (tokens + 8 * NT - 1) / (8 * NT) : 0;
+    int place = 0, group = 0;
+    for (int i = 0; i < n; ++i) {
+        const int other = __shfl_sync(~0u, e, i), others = __shfl_sync(~0u, parts, i);
+        place += other < e || (other == e && i < lane);
+        group += other < e ? others : 0;
+    }
+    if (e != 0x7FFFFFFF) slots[place] = lane, routing[place] = mine;
+    if (leads) put_groups<QUANTISED>(p, groups + group, e, place, tokens, parts);
+    const int all = __reduce_add_sync(~0u, parts);
+    if (lane == 0) words[32] = all;
+}
+
+// Any number: each warp counts a part of the slots. scratch: what WARPS times p.experts counts and n ranks take.
+template <int NT, bool QUANTISED>
+__device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* groups, uint16_t* slots, float* routing,
+                                     uint32_t* words, int warp, int lane) {
+    const int n = p.tokens * p.topk, part = (n + THREADS - 1) / THREADS * 32;
+    uint16_t* seen = reinterpret_cast<uint16_t*>(scratch);  // [WARPS][experts], then where they start
+    uint16_t* rank = seen + WARPS * p.experts;              // [n], among its expert's in the same warp's part
+    for (int i = threadIdx.x; i < WARPS * p.experts; i += THREADS) seen[i] = 0;
+    meet();
+    for (int base = warp * part; base < min(n, (warp + 1) * part); base += 32) {
+        const int slot = base + lane, e = slot < n ? expert_of(p, slot) : 0x7FFFFFFF;
+        const unsigned same = __match_any_sync(~0u, e);
+        const bool some = e != 0x7FFFFFFF;
+        const int before = some ? seen[warp * p.experts + e] : 0;
+        __syncwarp();
+        if (slot < n) rank[slot] = before + __popc(same & (1u << lane) - 1);
+        if (some && lane == __ffs(same) - 1) seen[warp * p.experts + e] = before + __popc(same);
+        __syncwarp();
+    }
+    meet();
+    uint32_t carry = 0;  // tokens, and 16 bits higher groups, of the experts before
+    for (int base = 0; base < p.experts; base += THREADS) {
+        const int e = base + threadIdx.x;
+        int tokens = 0;
+        if (e < p.experts)
+            for (int w = 0; w < WARPS; ++w) {
+                const int more = seen[w * p.experts + e];
+                seen[w * p.experts + e] = tokens, tokens += more;
+            }
+        const int parts = (tokens + 8 * NT - 1) / (8 * NT);
+        const uint32_t mine = tokens | parts << 16;
+        uint32_t sum = mine;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const uint32_t left = __shfl_up_sync(~0u, sum, d);
+            if (lane >= d) sum += left;
+        }
+        if (lane == 31) words[warp] = sum;
+        meet();
+        uint32_t before = carry;
+        for (int w = 0; w < WARPS; ++w) {
+            if (w < warp) before += words[w];
+            carry += words[w];
+        }
+        before += sum - mine;
+        meet();
+        if (e < p.experts) {
+            const int start = before & 0xFFFF;
+            for (int w = 0; w < WARPS; ++w) seen[w * p.experts + e] += start;
+            if (parts) put_groups<QUANTISED>(p, groups + (before >> 16), e, start, tokens, parts);
+        }
+    }
+    if (threadIdx.x == 0) words[32] = carry >> 16;
+    meet();
+    for (int base = warp * part; base < min(n, (warp + 1) * part); base += 32) {
+        const int slot = base + lane, e = slot < n ? expert_of(p, slot) : 0x7FFFFFFF;
+        if (e != 0x7FFFFFFF) {
+            const int to = seen[warp * p.experts + e] + rank[slot];
+            slots[to] = slot;
+            routing[to] = p.linear ? 1.f : p.routing[slot];
+        }
+    }
+}
+
+// B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: in step j pairs[..][c][2 j] and after.
+template <int C, int NT>
+struct Tokens {
+    uint32_t pairs[NT][C][8];
+
+    // rows: of `width` values, by slot / divisor.
+    __device__ __forceinline__ void load(const __nv_bfloat16* rows, int width, int divisor, int warp,
+                                         const Group& group, const uint16_t* slots, int lane, const float* scale) {
+#pragma unroll
+        for (int t = 0; t < NT; ++t) {
+            const int n = 8 * t + lane / 4;
+            const bool here = n < group.count();
+            const int slot = here ? slots[group.start() + n] : 0;
+            const __nv_bfloat16* from =
+                rows + static_cast<int64_t>(slot / divisor) * width + warp * units::COLUMNS + 16 * (lane & 3);
+#pragma unroll
+            for (int c = 0; c < C; ++c) {
+                uint4 a = {}, b = {};
+                if (here && (c * WARPS + warp) * units::COLUMNS < width) {
+                    const uint4* at = reinterpret_cast<const uint4*>(from + c * WARPS * units::COLUMNS);
+                    a = load_global(at), b = load_global(at + 1);
+                }
+                pairs[t][c][0] = a.x, pairs[t][c][1] = a.y, pairs[t][c][2] = a.z, pairs[t][c][3] = a.w;
+                pairs[t][c][4] = b.x, pairs[t][c][5] = b.y, pairs[t][c][6] = b.z, pairs[t][c][7] = b.w;
+            }
+        }
+        if (scale) {
+            const float input_scale = scale[group.expert];
+#pragma unroll
+            for (int t = 0; t < NT; ++t)
+#pragma unroll
+                for (int c = 0; c < C; ++c) {
+                    uint32_t eight[8];
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) eight[i] = pairs[t][c][i];
+                    quantise(eight, input_scale);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) pairs[t][c][i] = eight[i];
+                }
+        }
+    }
+};
+
+template <int C1, int C2, int NT, bool QUANTISED>
+__global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    const Layout at(p, NT);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = p.tokens * p.topk;
+    Group* groups = reinterpret_cast<Group*>(shared + at.groups);
+    float *total = reinterpret_cast<float*>(shared + at.total), *routing = reinterpret_cast<float*>(shared + at.routing);
+    uint16_t* slots = reinterpret_cast<uint16_t*>(shared + at.slots);
+    uint32_t* words = reinterpret_cast<uint32_t*>(shared + at.words);
+
+    const uint32_t full = shared_address(shared + at.barriers), empty = full + 8 * p.stages;
+    const uint32_t ring = shared_address(shared);
+    if (threadIdx.x == THREADS)
+        for (int i = 0; i < p.stages; ++i) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "n"(WARPS) : "memory");
+        }
+    if (n <= 32) {
+        if (warp == 0) sort_few<NT, QUANTISED>(p, groups, slots, routing, words, lane);
+    } else if (warp < WARPS) {
+        sort<NT, QUANTISED>(p, shared, groups, slots, routing, words, warp, lane);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies will write where sorting has written
+    __syncthreads();
+    const int count = words[32];
+
+    const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
+    const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
+    const int first = static_cast<int64_t>(count) * rows1 * blockIdx.x / gridDim.x;
+    const int items = p.linear ? 0 : static_cast<int64_t>(count) * rows1 * (blockIdx.x + 1) / gridDim.x - first;
+    int stage = 0, parity = 0;
+
+    // ---- the warp that copies ----
+    if (warp >= WARPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x != THREADS) return;
+        uint64_t policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        auto send = [&](const uint8_t* from, int all) {
+            for (int i = 0; i < all; i += WARPS) {
+                const int bytes = min(all - i, WARPS) * units::BYTES;
+                wait(empty + 8 * stage, parity ^ 1);
+                copy(ring + stage * STAGE, from, bytes, full + 8 * stage, policy);
+                from += bytes;
+                if (++stage == p.stages) stage = 0, parity ^= 1;
+            }
+        };
+        int group = first / rows1, row = first % rows1;
+        for (int i = 0; i < items; ++i) {
+            send(p.w13 + (static_cast<int64_t>(groups[group].expert) * rows1 + row) * units1 * units::BYTES, units1);
+            if (++row == rows1) row = 0, ++group;
+        }
+        for (int row = blockIdx.x; row < rows2; row += gridDim.x)
+            for (int i = 0; i < count; ++i)
+                send(p.w2 + (static_cast<int64_t>(groups[i].expert) * rows2 + row) * units2 * units::BYTES, units2);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+
+    float sum[2][NT][4];
+    // Adds the warp's part of a unit row, of `all` units, to sum.
+    auto multiply_row = [&](auto& tokens, const int all, auto tiles, auto most) {
+#pragma unroll
+        for (int c = 0; c < decltype(most)::value; ++c) {
+            if (c * WARPS >= all) break;
+            wait(full + 8 * stage, parity);
+            const uint32_t from = ring + stage * STAGE + warp * units::BYTES;
+            const uint4 word[2] = {load4(from + 16 * lane), load4(from + 512 + 16 * lane)};
+            const uint32_t scales = load1(from + units::SCALES + 4 * lane);
+            __syncwarp();
+            // What has been loaded must be here before it may be overwritten. Loads are only known to have ended when
+            // their results are used: a copy once overtook loads that were waiting behind loads of global memory.
+            if (lane == 0) {
+                const uint32_t arrived = (word[0].x ^ word[1].x ^ scales) & p.nothing;
+                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * stage + arrived) : "memory");
+            }
+            if (++stage == p.stages) stage = 0, parity ^= 1;
+            if (c * WARPS + warp >= all) break;
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                const uint32_t above = q ? units::scale<2>(scales) : units::scale<0>(scales);
+                const uint32_t below = q ? units::scale<3>(scales) : units::scale<1>(scales);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    uint32_t a[4], b[4];
+                    units::decode(half ? word[q].z : word[q].x, above, a);
+                    units::decode(half ? word[q].w : word[q].y, below, b);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const int step = 2 * (2 * half + j);
+#pragma unroll
+                        for (int t = 0; t < decltype(tiles)::value; ++t)
+                            multiply(sum[q][t], a[2 * j], b[2 * j], a[2 * j + 1], b[2 * j + 1],
+                                     tokens.pairs[t][c][step], tokens.pairs[t][c][step + 1]);
+                    }
+                }
+            }
+        }
+    };
+    auto clear = [&] {
+#pragma unroll
+        for (int q = 0; q < 2; ++q)
+#pragma unroll
+            for (int t = 0; t < NT; ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[q][t][i] = 0;
+    };
+    // The warps' sums added up: to each of the first 256 (512) threads that of tile t, group of rows q, and of lane and
+    // register as in sum. The buffers alternate, so one barrier is enough.
+    int buffer = 0;
+    auto reduce = [&](bool both) -> float {
+        float* sums = reinterpret_cast<float*>(shared + at.sums) + buffer * WARPS * NT * 256;
+        buffer ^= 1;
+#pragma unroll
+        for (int t = 0; t < NT; ++t)
+            if (t == 0 || both)
+#pragma unroll
+                for (int q = 0; q < 2; ++q)
+                    *reinterpret_cast<float4*>(sums + (warp * NT * 2 + t * 2 + q) * 128 + 4 * lane) =
+                        make_float4(sum[q][t][0], sum[q][t][1], sum[q][t][2], sum[q][t][3]);
+        meet();
+        float result = 0;
+        if (threadIdx.x < (both ? 512 : 256))
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) result += sums[w * NT * 256 + threadIdx.x];
+        return result;
+    };
+    // What this thread has of reduce's result.
+    const int tile = threadIdx.x >> 8, block = threadIdx.x >> 7 & 1, at_lane = threadIdx.x >> 2 & 31;
+    const int reg = threadIdx.x & 3, member = 8 * tile + 2 * (at_lane & 3) + (reg & 1);
+
+    // ---- first product ----
+    if (items) {
+        Tokens<C1, NT> tokens;
+        int group = first / rows1, row = first % rows1;
+        for (int i = 0; i < items; ++i) {
+            const Group g = groups[group];
+            if (i == 0 || row == 0)
+                tokens.load(p.x, p.hidden, p.topk, warp, g, slots, lane, QUANTISED ? p.in13 : nullptr);
+            const bool both = NT > 1 && g.count() > 8;
+            clear();
+            if (both)
+                multiply_row(tokens, units1, std::integral_constant<int, NT>(), std::integral_constant<int, C1>());
+            else
+                multiply_row(tokens, units1, std::integral_constant<int, 1>(), std::integral_constant<int, C1>());
+            const float mine = reduce(both) * g.first;
+            const float other = __shfl_xor_sync(~0u, mine, 2);
+            if (threadIdx.x < (both ? 512 : 256) && reg < 2 && member < g.count()) {
+                const float gate = fminf(mine, 10.f), up = fminf(fmaxf(other, -10.f), 10.f);
+                const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + member];
+                p.v[static_cast<int64_t>(slots[g.start() + member]) * p.inner + row * 16 + block * 8 + at_lane / 4] =
+                    __float2bfloat16_rn(v);
+            }
+            if (++row == rows1) row = 0, ++group;
+        }
+    }
+    // All blocks' values are needed from here on.
+    if (!p.linear) {
+        meet();
+        if (threadIdx.x == 0) {
+            volatile unsigned* turns = p.arrived + 1;
+            const unsigned turn = *turns;
+            __threadfence();
+            if (atomicAdd(p.arrived, 1) == gridDim.x - 1) {
+                *p.arrived = 0;
+                __threadfence();
+                atomicAdd(p.arrived + 1, 1);
+            } else {
+                while (*turns == turn) {
+                }
+            }
+            __threadfence();
+        }
+        meet();
+    }
+
+    // ---- second product ----
+    const __nv_bfloat16* rows = p.linear ? p.x : p.v;
+    const float* scale = QUANTISED ? p.in2 : nullptr;
+    for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
+        for (int i = threadIdx.x; i < p.tokens * MARGIN; i += THREADS) total[i] = 0;
+        Tokens<C2, NT> tokens;
+        if (count) tokens.load(rows, p.inner, 1, warp, groups[0], slots, lane, scale);
+        meet();
+        for (int i = 0; i < count; ++i) {
+            const Group g = groups[i];
+            Tokens<C2, NT> ahead;
+            if (C2 * NT <= 4 && i + 1 < count) ahead.load(rows, p.inner, 1, warp, groups[i + 1], slots, lane, scale);
+            const bool both = NT > 1 && g.count() > 8;
+            clear();
+            if (both)
+                multiply_row(tokens, units2, std::integral_constant<int, NT>(), std::integral_constant<int, C2>());
+            else
+                multiply_row(tokens, units2, std::integral_constant<int, 1>(), std::integral_constant<int, C2>());
+            const float mine = reduce(both) * g.second;
+            if (threadIdx.x < (both ? 512 : 256) && member < g.count()) {
+                const int token = slots[g.start() + member] / p.topk;
+                total[token * MARGIN + block * 16 + (reg & 2) * 4 + at_lane / 4] += mine;
+            }
+            if (C2 * NT <= 4)
+                tokens = ahead;
+            else if (i + 1 < count)
+                tokens.load(rows, p.inner, 1, warp, groups[i + 1], slots, lane, scale);
+        }
+        meet();
+        for (int i = threadIdx.x; i < p.tokens * 16; i += THREADS) {
+            const int token = i >> 4, pair = i & 15;
+            const float *from = total + token * MARGIN + 2 * pair;
+            *reinterpret_cast<__nv_bfloat162*>(p.out + static_cast<int64_t>(token) * p.hidden + row * 32 + 2 * pair) =
+                __floats2bfloat162_rn(from[0], from[1]);
+        }
+        meet();
+    }
+}
+
+template <int C1, int C2, int NT, bool QUANTISED>
+cudaError_t launch_for(const Problem& p, int blocks, int bytes) {
+    cudaError_t code =
+        cudaFuncSetAttribute(experts<C1, C2, NT, QUANTISED>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (code != cudaSuccess) return code;
+    // Cooperative: blocks wait for each other, so all have to run at once.
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks, config.blockDim = LAUNCHED, config.dynamicSmemBytes = bytes;
+    config.attrs = &attribute, config.numAttrs = p.linear ? 0 : 1;
+    return cudaLaunchKernelEx(&config, experts<C1, C2, NT, QUANTISED>, p);
+}
+
+template <int C1, int C2, int NT>
+cudaError_t launch(const Problem& p, int blocks, int bytes) {
+    return p.quantised ? launch_for<C1, C2, NT, true>(p, blocks, bytes) : launch_for<C1, C2, NT, false>(p, blocks, bytes);
+}
+
+// tiles: 8 tokens each, of a group; 1 or 2. -> a cudaError_t; cudaErrorInvalidValue for what does not fit.
+inline cudaError_t run(Problem p, int tiles, int blocks) {
+    const int n = p.tokens * p.topk;
+    if (n > 0xFFFF || p.hidden % 64 || p.inner % 64 || tiles < 1 || tiles > 2) return cudaErrorInvalidValue;
+    p.groups = n < p.experts + n / (8 * tiles) ? n : p.experts + n / (8 * tiles);
+    p.stages = 0;
+    const int room = SHARED - Layout(p, tiles).bytes;
+    p.stages = room / (STAGE + 16);
+    if (p.stages > 12) p.stages = 12;
+    if (p.stages < 2 || WARPS * p.experts * 2 + n * 2 > p.stages * STAGE) return cudaErrorInvalidValue;
+    const int bytes = Layout(p, tiles).bytes;
+    const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
+    const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);
+    if (first <= 4 && second <= 2)
+        return tiles == 1 ? launch<4, 2, 1>(p, blocks, bytes) : launch<4, 2, 2>(p, blocks, bytes);
+    if (tiles == 1 && first <= 8 && second <= 4) return launch<8, 4, 1>(p, blocks, bytes);
+    if (tiles == 1 && first <= 8 && second <= 8) return launch<8, 8, 1>(p, blocks, bytes);
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace decode

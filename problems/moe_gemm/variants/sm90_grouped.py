@@ -1,0 +1,143 @@
+"""sm90_grouped: weights repacked for tensor cores; read once by mma.sync for few tokens an expert, wgmma for many."""
+
+import functools
+from ctypes import c_int, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from task import Weights, input_t, output_t, unpack_call, unpack_weights
+
+from problems.common import build
+
+TARGETS = ("sm90",)
+SOURCE = Path(__file__).with_suffix(".cu")
+UNIT = 1152  # bytes of 32 rows by 64 columns, see sm90_units.cuh
+MOST_TOKENS = 256  # of a launch of the kernel for few
+MANY = 12  # tokens an expert on average from which the kernel for many is quicker
+
+
+class State(NamedTuple):
+    """What prepare keeps: units in the weights' place, of equal size; the other tensors as they were."""
+
+    w13: torch.Tensor  # uint8 (E, 2 I / 32, H / 64, 1152)
+    g13: torch.Tensor
+    w2: torch.Tensor  # uint8 (E, H / 32, I / 64, 1152)
+    g2: torch.Tensor
+    in_scale13: torch.Tensor
+    in_scale2: torch.Tensor
+    arrived: torch.Tensor  # int32 (2,), of the barrier between the two products, which leaves it ready for the next
+    activation: str
+
+
+class LinearState(NamedTuple):
+    """What prepare_linear keeps."""
+
+    weight: torch.Tensor  # uint8 (1, n / 32, k / 64, 1152)
+    g: torch.Tensor  # fp32 ()
+    in_scale: torch.Tensor | None  # fp32 ()
+
+
+def compile_for(target: str) -> list[build.Artefact]:
+    """Machine code for `target`, without a GPU."""
+    return [build.cuda(SOURCE, target)]
+
+
+def prepare(weights: Weights) -> State:
+    """Units of both matrices. ValueError as unpack_weights says; RuntimeError: the launch."""
+    unpack_weights(weights)
+    return State(
+        _units(weights.w13, weights.s13, interleaved=True), weights.g13.clone(),
+        _units(weights.w2, weights.s2, interleaved=False), weights.g2.clone(),
+        weights.in_scale13.clone(), weights.in_scale2.clone(),
+        torch.zeros(2, dtype=torch.int32, device=weights.w13.device), weights.activation,
+    )  # fmt: skip
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write data.outputs.out and return it; data.weights is what prepare returned. ValueError as unpack_call says, or
+    H or I over 8192; RuntimeError: the launch.
+    """
+    state, (x, ids, routing), (out,) = data
+    hidden, inner = 64 * state.w13.shape[2], 64 * state.w2.shape[2]
+    tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
+    experts = len(state.w13)
+    if state.activation == "bf16" and tokens > MOST_TOKENS and tokens * topk >= MANY * experts:
+        _prefill(state, data, (tokens, topk, experts, hidden, inner))
+        return out
+    _check_columns(max(hidden, inner))
+    tiles = 2 if tokens * topk > 2 * experts and hidden <= 4096 and inner <= 2048 else 1
+    v = torch.empty(min(tokens, MOST_TOKENS) * topk, inner, dtype=torch.bfloat16, device=x.device)
+    run = build.cuda(SOURCE, "sm90").function("decode_experts", *[c_void_p] * 12, *[c_int] * 8)
+    for first in range(0, tokens, MOST_TOKENS):
+        count = min(MOST_TOKENS, tokens - first)
+        code = run(
+            state.w13.data_ptr(), state.g13.data_ptr(), state.in_scale13.data_ptr(),
+            state.w2.data_ptr(), state.g2.data_ptr(), state.in_scale2.data_ptr(),
+            x[first].data_ptr(), ids[first].data_ptr(), routing[first].data_ptr(), out[first].data_ptr(),
+            v.data_ptr(), state.arrived.data_ptr(),
+            count, topk, experts, hidden, inner, state.activation == "nvfp4", tiles, _blocks(x.device),
+        )  # fmt: skip
+        build.check(code, "decode_experts")
+    return out
+
+
+def _prefill(state: State, data: input_t, sizes: tuple[int, ...]) -> None:
+    x, ids, routing = data.inputs
+    artefact = build.cuda(SOURCE, "sm90")
+    kib = artefact.function("prefill_workspace", *[c_int] * 5)(*sizes)
+    scratch = torch.empty(kib, 1024, dtype=torch.uint8, device=x.device)
+    tensors = (state.w13, state.g13, state.w2, state.g2, x, ids, routing, data.outputs.out, scratch)
+    run = artefact.function("prefill_experts", *[c_void_p] * 9, *[c_int] * 5)
+    build.check(run(*(t.data_ptr() for t in tensors), *sizes), "prefill_experts")
+
+
+def prepare_linear(
+    packed: torch.Tensor, scales: torch.Tensor, g: torch.Tensor, in_scale: torch.Tensor | None
+) -> LinearState:
+    """Of a dense NVFP4 matrix: packed uint8 (n, k / 2), scales e4m3 (n, k / 16), g fp32 (); with in_scale, fp32 (),
+    inputs are quantised. ValueError: n or k no multiple of 64, or k over 8192.
+    """
+    if packed.shape[0] % 64 or packed.shape[1] % 32:
+        raise ValueError(f"packed must be (n, k / 2) with n and k in multiples of 64, got {tuple(packed.shape)}")
+    _check_columns(2 * packed.shape[1])
+    weight = _units(packed[None], scales[None], interleaved=False)
+    return LinearState(weight, g.clone(), None if in_scale is None else in_scale.clone())
+
+
+def linear(state: LinearState, x: torch.Tensor, out: torch.Tensor) -> None:
+    """out, bf16 (T, n), = x @ W^T for x bf16 (T, k), contiguous. ValueError: shapes; RuntimeError: the launch."""
+    n, k = 32 * state.weight.shape[1], 64 * state.weight.shape[2]
+    for name, tensor, width in (("x", x, k), ("out", out, n)):
+        if tensor.dtype != torch.bfloat16 or tensor.shape != (len(x), width) or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be bf16 ({len(x)}, {width}), contiguous, got {tensor.dtype} {tensor.shape}")
+    run = build.cuda(SOURCE, "sm90").function("decode_linear", *[c_void_p] * 5, *[c_int] * 6)
+    quantised = state.in_scale is not None
+    for first in range(0, len(x), MOST_TOKENS):
+        count = min(MOST_TOKENS, len(x) - first)
+        code = run(
+            state.weight.data_ptr(), state.g.data_ptr(), state.in_scale.data_ptr() if quantised else None,
+            x[first].data_ptr(), out[first].data_ptr(), count, n, k, quantised, 2 if k <= 2048 else 1,
+            _blocks(x.device),
+        )  # fmt: skip
+        build.check(code, "decode_linear")
+
+
+def _units(packed: torch.Tensor, scales: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """packed (E, rows, columns / 2), scales (E, rows, columns / 16) -> uint8 (E, rows / 32, columns / 64, 1152)."""
+    experts, rows, columns = packed.shape[0], packed.shape[1], 2 * packed.shape[2]
+    units = torch.empty(experts, rows // 32, columns // 64, UNIT, dtype=torch.uint8, device=packed.device)
+    run = build.cuda(SOURCE, "sm90").function("repack_units", *[c_void_p] * 3, *[c_int] * 4)
+    pointers = (t.data_ptr() for t in (packed, scales, units))
+    build.check(run(*pointers, experts, rows, columns, interleaved), "repack_units")
+    return units
+
+
+def _check_columns(most: int) -> None:
+    if most > 8192:
+        raise ValueError(f"hidden and inner must be at most 8192, got {most}")
+
+
+@functools.cache
+def _blocks(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

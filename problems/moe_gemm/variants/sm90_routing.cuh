@@ -1,0 +1,173 @@
+// Which tokens each expert has, found on the device, and the tokens in the order of columns that wgmma wants.
+//
+// The slots t k + j of all tokens are sorted by expert, stably, by one block: a histogram for each of its warps over a
+// piece of the slots, sums of these, and a second pass that counts again and writes. No atomics: results repeat.
+// The slots of an expert are cut into items of at most ITEM, as even as eights allow.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "launch.cuh"
+
+namespace prefill {
+
+constexpr int ITEM = 128;             // slots of an item, at most: N of the products
+constexpr int ROUTE_THREADS = 1024;   // of a block
+constexpr int COUNTERS = 48 * 1024;   // of the warps' histograms, in shared memory: 4 bytes each
+constexpr int ROUTE_EXPERTS = 4096;   // at most: as many more words, for where experts begin
+constexpr int AT_ONCE = 8;            // loads in flight, of a thread
+
+// What routing finds. Slots whose id is no expert are in none of it.
+struct Tables {
+    int* slot;      // [T k] slots t k + j, sorted by expert
+    int* token;     // [T k] their t
+    float* weight;  // [T k] their routing weights
+    int4* items;    // expert, first position in the order, slots, items of this expert
+    int* ready;     // a counter for each item, zero
+    int* head;      // [2] items there are, zero
+};
+
+// Items there can be.
+__host__ __device__ inline int64_t most_items(int64_t slots, int experts) {
+    return slots / ITEM + (experts < slots ? experts : slots);
+}
+
+// Warps that count: each needs a counter for each expert.
+__host__ __device__ inline int counting_warps(int experts) {
+    const int most = COUNTERS / experts;
+    return most < ROUTE_THREADS / 32 ? most : ROUTE_THREADS / 32;
+}
+inline size_t route_shared_bytes(int experts) { return size_t(4) * experts * (counting_warps(experts) + 1); }
+
+// f(slot, expert, place, weight) for the slots from `from` to `to` whose id is an expert, by a warp. place: how many
+// that expert had before, by `counters`, which go on counting.
+template <bool WEIGHTS, class F>
+__device__ __forceinline__ void count(const int* ids, const float* weights, int from, int to, int experts,
+                                      int* counters, F f) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = from + lane; first - lane < to; first += 32 * AT_ONCE) {
+        int id[AT_ONCE];
+        float weight[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int slot = first + 32 * i;
+            id[i] = slot < to ? __ldg(ids + slot) : -1;
+            weight[i] = WEIGHTS && slot < to ? __ldg(weights + slot) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const bool real = unsigned(id[i]) < unsigned(experts);
+            const uint32_t same = __match_any_sync(~0u, real ? id[i] : -1);
+            const int before = __popc(same & (1u << lane) - 1), had = real ? counters[id[i]] : 0;
+            __syncwarp();
+            if (real && before == 0) counters[id[i]] = had + __popc(same);
+            __syncwarp();
+            if (real) f(first + 32 * i, id[i], had + before, weight[i]);
+        }
+    }
+}
+
+__device__ __forceinline__ void sort(const int* ids, const float* weights, const Tables& tables, int slots, int topk,
+                                     int experts) {
+    extern __shared__ int counters[];  // [warps][experts], then [experts] where an expert's slots begin
+    __shared__ uint64_t sums[ROUTE_THREADS / 32];
+    const int warps = counting_warps(experts), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int* const begin = counters + warps * experts;
+    for (int i = threadIdx.x; i < warps * experts; i += ROUTE_THREADS) counters[i] = 0;
+    for (int i = threadIdx.x; i < most_items(slots, experts); i += ROUTE_THREADS) tables.ready[i] = 0;
+    const int piece = (slots + warps * 32 - 1) / (warps * 32) * 32, from = min(piece * warp, slots);
+    const int to = min(from + piece, slots);
+    __syncthreads();
+    if (warp < warps)
+        count<false>(ids, weights, from, to, experts, counters + warp * experts, [](int, int, int, float) {});
+    __syncthreads();
+
+    uint64_t before = 0;  // slots and, times 2^32, items of the experts below
+#pragma unroll 1
+    for (int first = 0; first < experts; first += ROUTE_THREADS) {
+        const int e = first + threadIdx.x;
+        int mine = 0;
+        for (int w = 0; w < warps && e < experts; ++w) {
+            const int more = counters[w * experts + e];
+            counters[w * experts + e] = mine;
+            mine += more;
+        }
+        const int items = (mine + ITEM - 1) / ITEM;
+        const uint64_t value = uint64_t(items) << 32 | uint32_t(mine);
+        uint64_t sum = value;
+#pragma unroll
+        for (int i = 1; i < 32; i *= 2) {
+            const uint64_t other = __shfl_up_sync(~0u, sum, i);
+            if (lane >= i) sum += other;
+        }
+        if (lane == 31) sums[warp] = sum;
+        __syncthreads();
+        uint64_t all = 0;
+#pragma unroll
+        for (int w = 0; w < ROUTE_THREADS / 32; ++w) {
+            if (w == warp) sum += all;
+            all += sums[w];
+        }
+        __syncthreads();
+        sum += before - value;
+        before += all;
+        if (e >= experts) continue;
+        const int position = int(uint32_t(sum)), item = int(sum >> 32);
+        begin[e] = position;
+        if (!items) continue;
+        const int eights = (mine + 7) / 8, each = eights / items, longer = eights % items;
+        for (int i = 0; i < items; ++i) {
+            const int at = 8 * (i * each + min(i, longer)), end = 8 * ((i + 1) * each + min(i + 1, longer));
+            tables.items[item + i] = make_int4(e, position + at, min(end, mine) - at, items);
+        }
+    }
+    if (threadIdx.x == 0) tables.head[0] = int(before >> 32), tables.head[1] = 0;
+    __syncthreads();
+    if (warp < warps)
+        count<true>(ids, weights, from, to, experts, counters + warp * experts,
+                    [&](int slot, int expert, int place, float weight) {
+                        const int at = begin[expert] + place;
+                        tables.slot[at] = slot;
+                        tables.token[at] = slot / topk;
+                        tables.weight[at] = weight;
+                    });
+}
+
+// Of each 64 columns, position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the words of
+// a matrix 4 by 8, transposed.
+__device__ __forceinline__ void permute(const __nv_bfloat16* x, __nv_bfloat16* permuted, int64_t chunks, int block,
+                                        int blocks) {
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(x);
+    uint4* const to = reinterpret_cast<uint4*>(permuted);
+    const int64_t pieces = chunks * 8, step = int64_t(blocks) * ROUTE_THREADS;
+#pragma unroll 1
+    for (int64_t first = int64_t(block) * ROUTE_THREADS + threadIdx.x; first < pieces; first += 4 * step) {
+        uint4 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int64_t piece = first + i * step;
+            if (piece >= pieces) break;
+            const uint32_t* const from = words + piece / 8 * 32 + piece % 8;
+            v[i] = make_uint4(__ldg(from), __ldg(from + 8), __ldg(from + 16), __ldg(from + 24));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (first + i * step < pieces) to[first + i * step] = v[i];
+    }
+}
+
+// Block 0 sorts, the others permute.
+__global__ void __launch_bounds__(ROUTE_THREADS)
+    route(const int* ids, const float* weights, const __nv_bfloat16* x, __nv_bfloat16* permuted, Tables tables,
+          int slots, int topk, int experts, int64_t chunks) {
+    programmatic::trigger();
+    if (blockIdx.x == 0)
+        sort(ids, weights, tables, slots, topk, experts);
+    else
+        permute(x, permuted, chunks, blockIdx.x - 1, gridDim.x - 1);
+}
+
+}  // namespace prefill

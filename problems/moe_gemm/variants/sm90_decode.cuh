@@ -4,7 +4,7 @@
 // A block works on one unit row (32 rows of weights) at a time, its 16 warps on every sixteenth unit of it, so that 16
 // neighbouring units, one for each warp, are one bulk copy. Another thread does nothing but copy, as far ahead as the
 // ring in shared memory has room: the next unit row, the next expert, and, while the blocks wait for each other between
-// the two products, the second product's weights. At the end of a unit row the sixteen sums are added.
+// the two products, the second product's weights. Two more warps add the sixteen sums of a unit row and take them on.
 //
 // First product: unit rows of all groups (up to 8 NT tokens of an expert), one after another, shared out evenly.
 // Second: a block has 32 rows of out and takes all groups in turn, so the sum over experts stays in shared memory and in
@@ -23,8 +23,9 @@
 namespace decode {
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // that multiply
-constexpr int LAUNCHED = THREADS + 128;          // with a warpgroup of which one thread copies; the registers go by four warps
-constexpr int STAGE = WARPS * units::BYTES;      // of the ring
+constexpr int ADDING = 64;                       // threads that add the warps' sums up
+constexpr int LAUNCHED = THREADS + 128;          // with one that copies, and these; registers go by four warps
+constexpr int EACH = 2, STAGE = EACH * WARPS * units::BYTES;  // units for each warp, and bytes, of a place in the ring
 constexpr int GROUP_BYTES = 16, MARGIN = 33;  // floats from a token to the next in the sum
 constexpr int SHARED = 227 * 1024;
 
@@ -35,7 +36,7 @@ struct Problem {
     const int* ids;           // (T, k)
     const float* routing;     // (T, k)
     __nv_bfloat16 *out, *v;   // (T, H), (T k, I)
-    unsigned* arrived;        // two words: blocks that wait, and how often all have come
+    unsigned long long* arrived;  // how many blocks have ended the first product, in all launches
     int tokens, topk, experts, hidden, inner;
     int stages, groups;       // of the ring; room for groups
     bool quantised, linear;   // linear: the second product alone, of x (T, I) by w2
@@ -62,12 +63,16 @@ struct Layout {
         slots = routing + n * 4;
         words = (slots + n * 2 + 15) / 16 * 16;
         barriers = words + 64 * 4;
-        bytes = barriers + p.stages * 16;
+        bytes = barriers + p.stages * 16 + 16;
     }
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
@@ -90,10 +95,10 @@ __device__ __forceinline__ uint4 load4(uint32_t at) {
     return v;
 }
 
-// Around L1, and in its place among barriers: what other blocks have written before one. (__ldcg says neither.)
+// In its place among barriers: what other blocks have written before one. (__ldcg may be moved before it.)
 __device__ __forceinline__ uint4 load_global(const void* at) {
     uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
     return v;
 }
@@ -143,7 +148,19 @@ __device__ __noinline__ void quantise(uint32_t* pairs, float input_scale) {
     }
 }
 
+// Barriers: 1 of those that multiply, 2 and 3 for a buffer of sums, 4 of those that add, 5 of both.
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void meet_adding() { asm volatile("bar.sync 4, %0;" ::"n"(ADDING) : "memory"); }
+__device__ __forceinline__ void meet_all() { asm volatile("bar.sync 5, %0;" ::"n"(THREADS + ADDING) : "memory"); }
+__device__ __forceinline__ void sums_written(int buffer) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(2 + buffer), "n"(THREADS + ADDING) : "memory");
+}
+__device__ __forceinline__ void wait_for_sums(int buffer) {
+    asm volatile("bar.sync %0, %1;" ::"r"(2 + buffer), "n"(THREADS + ADDING) : "memory");
+}
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 
 // ---- sorting: groups, and slots by expert in their own order, with their routing weights; words[32]: how many groups ----
 
@@ -248,48 +265,135 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
     }
 }
 
-// B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: in step j pairs[..][c][2 j] and after.
+// B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one behind
+// for step j. Where a group has fewer tokens its last one stands in: nobody reads those sums.
 template <int C, int NT>
 struct Tokens {
     uint32_t pairs[NT][C][8];
+    const __nv_bfloat16* from[NT];  // where this lane's part of unit 0 begins, of the group that is taken next
 
     // rows: of `width` values, by slot / divisor.
-    __device__ __forceinline__ void load(const __nv_bfloat16* rows, int width, int divisor, int warp,
-                                         const Group& group, const uint16_t* slots, int lane, const float* scale) {
+    __device__ __forceinline__ void aim(const __nv_bfloat16* rows, int width, int divisor, int warp, const Group& group,
+                                        const uint16_t* slots, int lane) {
 #pragma unroll
         for (int t = 0; t < NT; ++t) {
-            const int n = 8 * t + lane / 4;
-            const bool here = n < group.count();
-            const int slot = here ? slots[group.start() + n] : 0;
-            const __nv_bfloat16* from =
-                rows + static_cast<int64_t>(slot / divisor) * width + warp * units::COLUMNS + 16 * (lane & 3);
+            const int slot = slots[group.start() + min(8 * t + lane / 4, group.count() - 1)];
+            from[t] = rows + static_cast<int64_t>(slot / divisor) * width + warp * units::COLUMNS + 16 * (lane & 3);
+        }
+    }
+
+    // Unit c of the first tile, or of all.
+    __device__ __forceinline__ void take(int c, bool both) {
 #pragma unroll
-            for (int c = 0; c < C; ++c) {
-                uint4 a = {}, b = {};
-                if (here && (c * WARPS + warp) * units::COLUMNS < width) {
-                    const uint4* at = reinterpret_cast<const uint4*>(from + c * WARPS * units::COLUMNS);
-                    a = load_global(at), b = load_global(at + 1);
-                }
+        for (int t = 0; t < NT; ++t)
+            if (t == 0 || both) {
+                const uint4* at = reinterpret_cast<const uint4*>(from[t] + c * WARPS * units::COLUMNS);
+                const uint4 a = load_global(at), b = load_global(at + 1);
                 pairs[t][c][0] = a.x, pairs[t][c][1] = a.y, pairs[t][c][2] = a.z, pairs[t][c][3] = a.w;
                 pairs[t][c][4] = b.x, pairs[t][c][5] = b.y, pairs[t][c][6] = b.z, pairs[t][c][7] = b.w;
             }
-        }
-        if (scale) {
-            const float input_scale = scale[group.expert];
+    }
+
+    __device__ __forceinline__ void quantised(int units_here, bool both, float input_scale) {
 #pragma unroll
-            for (int t = 0; t < NT; ++t)
+        for (int t = 0; t < NT; ++t)
 #pragma unroll
-                for (int c = 0; c < C; ++c) {
-                    uint32_t eight[8];
+            for (int c = 0; c < C; ++c) {
+                if (c >= units_here || (t && !both)) continue;
+                uint32_t eight[8];
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) eight[i] = pairs[t][c][i];
-                    quantise(eight, input_scale);
+                for (int i = 0; i < 8; ++i) eight[i] = pairs[t][c][i];
+                quantise(eight, input_scale);
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) pairs[t][c][i] = eight[i];
-                }
-        }
+                for (int i = 0; i < 8; ++i) pairs[t][c][i] = eight[i];
+            }
     }
 };
+
+// The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has group
+// of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
+template <int NT>
+__device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8_t* shared, int q, int lane, int count,
+                                       int first, int items) {
+    const Group* groups = reinterpret_cast<const Group*>(shared + at.groups);
+    const float* routing = reinterpret_cast<const float*>(shared + at.routing);
+    const uint16_t* slots = reinterpret_cast<const uint16_t*>(shared + at.slots);
+    const uint32_t read = shared_address(shared + at.barriers) + 16 * p.stages;
+    const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
+    int buffer = 0;
+    auto added = [&](int tile) {
+        const float* from = reinterpret_cast<const float*>(shared + at.sums) + buffer * WARPS * NT * 256 +
+                            (tile * 2 + q) * 128 + 4 * lane;
+        float4 all = {};
+#pragma unroll 4
+        for (int w = 0; w < WARPS; ++w) {
+            const float4 one = *reinterpret_cast<const float4*>(from + w * NT * 256);
+            all.x += one.x, all.y += one.y, all.z += one.z, all.w += one.w;
+        }
+        return all;
+    };
+    int group = first / rows1, row = first % rows1;
+    if (lane == 0 && !p.linear) {  // a first look at either takes its time
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v));
+    }
+    for (int i = 0; i < items; ++i) {
+        const Group g = groups[group];
+        wait_for_sums(buffer);
+        for (int tile = 0; 8 * tile < g.count(); ++tile) {
+            const float4 all = added(tile);
+            const float gates[2] = {all.x, all.y}, ups[2] = {all.z, all.w};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int member = 8 * tile + 2 * (lane & 3) + j;
+                if (member >= g.count()) continue;
+                const float gate = fminf(gates[j] * g.first, 10.f), up = fminf(fmaxf(ups[j] * g.first, -10.f), 10.f);
+                const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + member];
+                p.v[static_cast<int64_t>(slots[g.start() + member]) * p.inner + row * 16 + q * 8 + lane / 4] =
+                    __float2bfloat16_rn(v);
+            }
+        }
+        arrive(read + 8 * buffer);
+        buffer ^= 1;
+        if (++row == rows1) row = 0, ++group;
+    }
+    if (!p.linear) {  // until all blocks have written their part of v
+        meet_adding();
+        if (q == 0 && lane == 0) {
+            // It only grows, by gridDim.x a launch.
+            unsigned long long before, now;
+            asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p.arrived) : "memory");
+            const unsigned long long all = before - before % gridDim.x + gridDim.x;
+            do {
+                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(p.arrived) : "memory");
+            } while (now < all);
+        }
+        meet_all();
+    }
+    float* total = reinterpret_cast<float*>(shared + at.total) + q * 16 + lane / 4;
+    for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
+        meet_all();
+        for (int i = 0; i < count; ++i) {
+            const Group g = groups[i];
+            wait_for_sums(buffer);
+            for (int tile = 0; 8 * tile < g.count(); ++tile) {
+                const float4 all = added(tile);
+                const float above[2] = {all.x, all.y}, below[2] = {all.z, all.w};
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int member = 8 * tile + 2 * (lane & 3) + j;
+                    if (member >= g.count()) continue;
+                    float* to = total + slots[g.start() + member] / p.topk * MARGIN;
+                    to[0] += above[j] * g.second, to[8] += below[j] * g.second;
+                }
+            }
+            arrive(read + 8 * buffer);
+            buffer ^= 1;
+            __syncwarp();  // the next group may have the same token elsewhere
+        }
+        meet_all();
+    }
+}
 
 template <int C1, int C2, int NT, bool QUANTISED>
 __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
@@ -301,13 +405,12 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     uint16_t* slots = reinterpret_cast<uint16_t*>(shared + at.slots);
     uint32_t* words = reinterpret_cast<uint32_t*>(shared + at.words);
 
-    const uint32_t full = shared_address(shared + at.barriers), empty = full + 8 * p.stages;
+    const uint32_t full = shared_address(shared + at.barriers), empty = full + 8 * p.stages, read = empty + 8 * p.stages;
     const uint32_t ring = shared_address(shared);
-    if (threadIdx.x == THREADS)
-        for (int i = 0; i < p.stages; ++i) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "n"(WARPS) : "memory");
-        }
+    if (threadIdx.x == THREADS) {
+        for (int i = 0; i < p.stages; ++i) init(full + 8 * i, 1), init(empty + 8 * i, WARPS);
+        init(read, ADDING), init(read + 8, ADDING);
+    }
     if (n <= 32) {
         if (warp == 0) sort_few<NT, QUANTISED>(p, groups, slots, routing, words, lane);
     } else if (warp < WARPS) {
@@ -323,15 +426,18 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     const int items = p.linear ? 0 : static_cast<int64_t>(count) * rows1 * (blockIdx.x + 1) / gridDim.x - first;
     int stage = 0, parity = 0;
 
-    // ---- the warp that copies ----
+    constexpr int HELPING = C1 <= 4 ? 64 : 32, MULTIPLYING = C1 <= 4 ? 104 : 112;  // registers
     if (warp >= WARPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPING));
+        if (warp > WARPS && warp <= WARPS + ADDING / 32)
+            add_up<NT>(p, at, shared, warp - WARPS - 1, lane, count, first, items);
         if (threadIdx.x != THREADS) return;
+        // The thread that copies.
         uint64_t policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         auto send = [&](const uint8_t* from, int all) {
-            for (int i = 0; i < all; i += WARPS) {
-                const int bytes = min(all - i, WARPS) * units::BYTES;
+            for (int i = 0; i < all; i += EACH * WARPS) {
+                const int bytes = min(all - i, EACH * WARPS) * units::BYTES;
                 wait(empty + 8 * stage, parity ^ 1);
                 copy(ring + stage * STAGE, from, bytes, full + 8 * stage, policy);
                 from += bytes;
@@ -348,26 +454,26 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
                 send(p.w2 + (static_cast<int64_t>(groups[i].expert) * rows2 + row) * units2 * units::BYTES, units2);
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
 
     float sum[2][NT][4];
-    // Adds the warp's part of a unit row, of `all` units, to sum.
-    auto multiply_row = [&](auto& tokens, const int all, auto tiles, auto most) {
+    // Adds the warp's part of a unit row, of `all` units, to sum; calls then(c) when the tokens of unit c are done with.
+    auto multiply_row = [&](auto& tokens, const int all, auto tiles, auto most, auto then) {
 #pragma unroll
         for (int c = 0; c < decltype(most)::value; ++c) {
             if (c * WARPS >= all) break;
-            wait(full + 8 * stage, parity);
-            const uint32_t from = ring + stage * STAGE + warp * units::BYTES;
+            if (c % EACH == 0) wait(full + 8 * stage, parity);
+            const uint32_t from = ring + stage * STAGE + (c % EACH * WARPS + warp) * units::BYTES;
             const uint4 word[2] = {load4(from + 16 * lane), load4(from + 512 + 16 * lane)};
             const uint32_t scales = load1(from + units::SCALES + 4 * lane);
-            __syncwarp();
-            // What has been loaded must be here before it may be overwritten. Loads are only known to have ended when
-            // their results are used: a copy once overtook loads that were waiting behind loads of global memory.
-            if (lane == 0) {
-                const uint32_t arrived = (word[0].x ^ word[1].x ^ scales) & p.nothing;
-                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * stage + arrived) : "memory");
+            if (c % EACH == EACH - 1 || (c + 1) * WARPS >= all) {
+                __syncwarp();
+                // What has been loaded must be here before it may be overwritten. Loads are only known to have ended
+                // when their results are used: a copy once overtook loads that were waiting behind loads of global
+                // memory. Those of the units before have been used: they are in the sums, or ended in order.
+                if (lane == 0) arrive(empty + 8 * stage + ((word[0].x ^ word[1].x ^ scales) & p.nothing));
+                if (++stage == p.stages) stage = 0, parity ^= 1;
             }
-            if (++stage == p.stages) stage = 0, parity ^= 1;
             if (c * WARPS + warp >= all) break;
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
@@ -388,6 +494,7 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
                     }
                 }
             }
+            then(c);
         }
     };
     auto clear = [&] {
@@ -398,12 +505,11 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sum[q][t][i] = 0;
     };
-    // The warps' sums added up: to each of the first 256 (512) threads that of tile t, group of rows q, and of lane and
-    // register as in sum. The buffers alternate, so one barrier is enough.
-    int buffer = 0;
-    auto reduce = [&](bool both) -> float {
+    // Hands the sums to those who add them up.
+    int buffer = 0, turn = 1;
+    auto hand_over = [&](bool both) {
         float* sums = reinterpret_cast<float*>(shared + at.sums) + buffer * WARPS * NT * 256;
-        buffer ^= 1;
+        wait(read + 8 * buffer, turn);
 #pragma unroll
         for (int t = 0; t < NT; ++t)
             if (t == 0 || both)
@@ -411,16 +517,10 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
                 for (int q = 0; q < 2; ++q)
                     *reinterpret_cast<float4*>(sums + (warp * NT * 2 + t * 2 + q) * 128 + 4 * lane) =
                         make_float4(sum[q][t][0], sum[q][t][1], sum[q][t][2], sum[q][t][3]);
-        meet();
-        float result = 0;
-        if (threadIdx.x < (both ? 512 : 256))
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) result += sums[w * NT * 256 + threadIdx.x];
-        return result;
+        sums_written(buffer);
+        turn ^= buffer, buffer ^= 1;
     };
-    // What this thread has of reduce's result.
-    const int tile = threadIdx.x >> 8, block = threadIdx.x >> 7 & 1, at_lane = threadIdx.x >> 2 & 31;
-    const int reg = threadIdx.x & 3, member = 8 * tile + 2 * (at_lane & 3) + (reg & 1);
+    const int mine1 = (units1 - warp + WARPS - 1) / WARPS, mine2 = (units2 - warp + WARPS - 1) / WARPS;  // of the warp
 
     // ---- first product ----
     if (items) {
@@ -428,74 +528,53 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
         int group = first / rows1, row = first % rows1;
         for (int i = 0; i < items; ++i) {
             const Group g = groups[group];
-            if (i == 0 || row == 0)
-                tokens.load(p.x, p.hidden, p.topk, warp, g, slots, lane, QUANTISED ? p.in13 : nullptr);
             const bool both = NT > 1 && g.count() > 8;
-            clear();
-            if (both)
-                multiply_row(tokens, units1, std::integral_constant<int, NT>(), std::integral_constant<int, C1>());
-            else
-                multiply_row(tokens, units1, std::integral_constant<int, 1>(), std::integral_constant<int, C1>());
-            const float mine = reduce(both) * g.first;
-            const float other = __shfl_xor_sync(~0u, mine, 2);
-            if (threadIdx.x < (both ? 512 : 256) && reg < 2 && member < g.count()) {
-                const float gate = fminf(mine, 10.f), up = fminf(fmaxf(other, -10.f), 10.f);
-                const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + member];
-                p.v[static_cast<int64_t>(slots[g.start() + member]) * p.inner + row * 16 + block * 8 + at_lane / 4] =
-                    __float2bfloat16_rn(v);
+            if (i == 0 || row == 0) {
+                tokens.aim(p.x, p.hidden, p.topk, warp, g, slots, lane);
+#pragma unroll
+                for (int c = 0; c < C1; ++c)
+                    if (c < mine1) tokens.take(c, both);
+                if (QUANTISED) tokens.quantised(mine1, both, p.in13[g.expert]);
             }
+            clear();
+            const auto then = [](int) {};
+            if (both)
+                multiply_row(tokens, units1, std::integral_constant<int, NT>(), std::integral_constant<int, C1>(), then);
+            else
+                multiply_row(tokens, units1, std::integral_constant<int, 1>(), std::integral_constant<int, C1>(), then);
+            hand_over(both);
             if (++row == rows1) row = 0, ++group;
         }
     }
-    // All blocks' values are needed from here on.
-    if (!p.linear) {
-        meet();
-        if (threadIdx.x == 0) {
-            volatile unsigned* turns = p.arrived + 1;
-            const unsigned turn = *turns;
-            __threadfence();
-            if (atomicAdd(p.arrived, 1) == gridDim.x - 1) {
-                *p.arrived = 0;
-                __threadfence();
-                atomicAdd(p.arrived + 1, 1);
-            } else {
-                while (*turns == turn) {
-                }
-            }
-            __threadfence();
-        }
-        meet();
-    }
+    if (!p.linear) meet_all();  // those who add have waited for all blocks
 
     // ---- second product ----
     const __nv_bfloat16* rows = p.linear ? p.x : p.v;
-    const float* scale = QUANTISED ? p.in2 : nullptr;
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         for (int i = threadIdx.x; i < p.tokens * MARGIN; i += THREADS) total[i] = 0;
         Tokens<C2, NT> tokens;
-        if (count) tokens.load(rows, p.inner, 1, warp, groups[0], slots, lane, scale);
-        meet();
-        for (int i = 0; i < count; ++i) {
-            const Group g = groups[i];
-            Tokens<C2, NT> ahead;
-            if (C2 * NT <= 4 && i + 1 < count) ahead.load(rows, p.inner, 1, warp, groups[i + 1], slots, lane, scale);
-            const bool both = NT > 1 && g.count() > 8;
-            clear();
-            if (both)
-                multiply_row(tokens, units2, std::integral_constant<int, NT>(), std::integral_constant<int, C2>());
-            else
-                multiply_row(tokens, units2, std::integral_constant<int, 1>(), std::integral_constant<int, C2>());
-            const float mine = reduce(both) * g.second;
-            if (threadIdx.x < (both ? 512 : 256) && member < g.count()) {
-                const int token = slots[g.start() + member] / p.topk;
-                total[token * MARGIN + block * 16 + (reg & 2) * 4 + at_lane / 4] += mine;
-            }
-            if (C2 * NT <= 4)
-                tokens = ahead;
-            else if (i + 1 < count)
-                tokens.load(rows, p.inner, 1, warp, groups[i + 1], slots, lane, scale);
+        if (count) {
+            const Group g = groups[0];
+            tokens.aim(rows, p.inner, 1, warp, g, slots, lane);
+#pragma unroll
+            for (int c = 0; c < C2; ++c)
+                if (c < mine2) tokens.take(c, NT > 1 && g.count() > 8);
         }
-        meet();
+        meet_all();
+        for (int i = 0; i < count; ++i) {
+            const Group g = groups[i], coming = groups[min(i + 1, count - 1)];
+            const bool both = NT > 1 && g.count() > 8, coming_both = NT > 1 && coming.count() > 8;
+            if (QUANTISED) tokens.quantised(mine2, both, p.in2[g.expert]);
+            tokens.aim(rows, p.inner, 1, warp, coming, slots, lane);
+            clear();
+            const auto then = [&](int c) { tokens.take(c, coming_both); };  // for the last group once too often
+            if (both)
+                multiply_row(tokens, units2, std::integral_constant<int, NT>(), std::integral_constant<int, C2>(), then);
+            else
+                multiply_row(tokens, units2, std::integral_constant<int, 1>(), std::integral_constant<int, C2>(), then);
+            hand_over(both);
+        }
+        meet_all();
         for (int i = threadIdx.x; i < p.tokens * 16; i += THREADS) {
             const int token = i >> 4, pair = i & 15;
             const float *from = total + token * MARGIN + 2 * pair;
@@ -534,7 +613,7 @@ inline cudaError_t run(Problem p, int tiles, int blocks) {
     p.stages = 0;
     const int room = SHARED - Layout(p, tiles).bytes;
     p.stages = room / (STAGE + 16);
-    if (p.stages > 12) p.stages = 12;
+    if (p.stages > 6) p.stages = 6;
     if (p.stages < 2 || WARPS * p.experts * 2 + n * 2 > p.stages * STAGE) return cudaErrorInvalidValue;
     const int bytes = Layout(p, tiles).bytes;
     const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);

@@ -43,7 +43,7 @@ int repack_units(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int 
 
 int decode_experts(const uint8_t* w13, const float* g13, const float* in13, const uint8_t* w2, const float* g2,
                    const float* in2, const __nv_bfloat16* x, const int* ids, const float* routing, __nv_bfloat16* out,
-                   __nv_bfloat16* v, unsigned* arrived, int tokens, int topk, int experts, int hidden, int inner,
+                   __nv_bfloat16* v, unsigned long long* arrived, int tokens, int topk, int experts, int hidden, int inner,
                    int quantised, int tiles, int blocks) {
     return decode::run({w13, w2, g13, g2, in13, in2, x, ids, routing, out, v, arrived, tokens, topk, experts, hidden,
                         inner, 0, 0, quantised != 0, false, 0}, tiles, blocks);

@@ -26,7 +26,7 @@ class State(NamedTuple):
     g2: torch.Tensor
     in_scale13: torch.Tensor
     in_scale2: torch.Tensor
-    arrived: torch.Tensor  # int32 (2,), of the barrier between the two products, which leaves it ready for the next
+    arrived: torch.Tensor  # int64 (), how many blocks have come to the barrier between the products
     activation: str
 
 
@@ -50,7 +50,7 @@ def prepare(weights: Weights) -> State:
         _units(weights.w13, weights.s13, interleaved=True), weights.g13.clone(),
         _units(weights.w2, weights.s2, interleaved=False), weights.g2.clone(),
         weights.in_scale13.clone(), weights.in_scale2.clone(),
-        torch.zeros(2, dtype=torch.int32, device=weights.w13.device), weights.activation,
+        torch.zeros((), dtype=torch.int64, device=weights.w13.device), weights.activation,
     )  # fmt: skip
 
 

@@ -93,7 +93,8 @@ def summary(judged: list[Judged], baseline: str | None = None) -> None:
     """The geomean line of each variant, and for what has no time why."""
     base = next((j.figure for j in judged if j.entry.name == baseline and j.figure), None)
     for j in sorted(judged, key=_order):
-        kind = " (peer, unranked)" if j.entry.peer else ""
+        limits = f"; {j.entry.limits}" if j.entry.only and not j.reason else ""
+        kind = f" (peer, unranked{limits})" if j.entry.peer else ""
         if j.figure:
             value, lo, hi = j.figure
             roof = stats.geomean([t.ground.roof_us / t.median for t in j.times])
@@ -105,7 +106,10 @@ def summary(judged: list[Judged], baseline: str | None = None) -> None:
                 said = f"{earlier.figure[0]:.2f} us" if earlier.figure else earlier.verdict
                 say(f"{'':<20} measured again to confirm a first place; superseded: {said}")
         elif j.verdict == "PASSED":
-            say(f"{j.entry.name:<20} PASSED         {len(j.tests)} test cases right; not timed in this mode{kind}")
+            right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
+            said = [f"{right} test cases right"] if j.tests else []
+            said.append(f"timed on {timed} of {len(j.times)} cases" if j.times else "not timed in this mode")
+            say(f"{j.entry.name:<20} PASSED         {'; '.join(said)}{kind}")
         else:
             say(f"{j.entry.name:<20} {j.verdict:<14} not timed: {_why(j)}{kind}")
 
@@ -113,8 +117,10 @@ def summary(judged: list[Judged], baseline: str | None = None) -> None:
 def against(j: Judged) -> None:
     """The paired comparison: ratio of times by case, and their geomean."""
     for t, pair in zip(j.times, j.against, strict=True):
-        say(f"{t.case!s:<28} {_ratio(j, pair)}")
-    say(f"{'geomean':<28} {_ratio(j, j.against_all)}")
+        say(f"{t.case!s:<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
+    count = sum(pair is not None for pair in j.against)
+    what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
+    say(f"{what:<28} {_ratio(j, j.against_all)}")
 
 
 def _ratio(j: Judged, pair: dict) -> str:
@@ -126,6 +132,7 @@ def _why(j: Judged) -> str:
     if j.reason:
         return j.reason.splitlines()[0]
     bad = [(c, o) for c, o in j.tests if o.status != "PASSED"] + [(t.case, t.failure) for t in j.times if t.failure]
+    bad = [(c, o) for c, o in bad if o.status != "UNSUPPORTED"] or bad
     case, outcome = bad[0]
     lines = outcome.reason.strip().splitlines() or [""]
     # A traceback says what happened in its last line, every other report in its first.

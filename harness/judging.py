@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 from harness import confirm, console, device_lock, environment, journal, phases, ranking, record, verdict
@@ -43,7 +44,7 @@ class Judging:
                 self._test(session, tests, progress)
             if self.args.mode != "test":
                 paired = bool(self.args.against)
-                right = [j for j in judged if all(o.status == "PASSED" for _, o in j.tests)]
+                right = [j for j in judged if j.right]
                 if right and (len(right) == 2 or not paired):
                     self._time(session, right, paired, progress, "benchmark")
                     if self.journal:
@@ -64,7 +65,7 @@ class Judging:
             if self.journal and have.test(entrant.name, len(tests)) is None:
                 self.journal.test(entrant.name, len(tests), outcome)
             tests.append((case, outcome))
-            if len(by_name) == 1 or outcome.status != "PASSED":
+            if len(by_name) == 1 or outcome.status not in ("PASSED", "UNSUPPORTED"):
                 console.test_line(entrant.name, case, outcome)
 
         entrants = [self._entrant(j) for j in self.judged]
@@ -72,8 +73,9 @@ class Judging:
         self._note_audits()
         if len(self.judged) > 1:
             for j in self.judged:
-                passed = sum(o.status == "PASSED" for _, o in j.tests)
-                console.say(f"{j.entry.name:<20} {passed}/{len(j.tests)} test cases right")
+                count = Counter(o.status for _, o in j.tests)
+                rest = f"; {count['UNSUPPORTED']} UNSUPPORTED: {j.entry.limits}" if count["UNSUPPORTED"] else ""
+                console.say(f"{j.entry.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
 
     def _time(self, session: Session, judged: list[Judged], paired: bool, progress: Progress, phase: str) -> None:
         """Time these, and pair the first with the second; what of `phase` the journal has is taken from there."""

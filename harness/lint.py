@@ -2,9 +2,9 @@
 
 Three parts. Trivial answers (harness/trivial.py) go through the problem's own check, in every test case and one
 benchmark case; every file of wrong/ and every honest variant go through the whole judge. It holds if each trivial
-answer is refused, each wrong file gets a failing verdict in some case and each variant passes all cases. A trivial
-answer that is the right one in some case (the mean of a single element), or is accepted by the luck of a seed (one
-element that happens to need no more bits), is named with the case.
+answer is refused, each wrong file gets a failing verdict in some case and each variant passes all cases (a peer those
+that its ONLY names). A trivial answer that is the right one in some case (the mean of a single element), or is accepted
+by the luck of a seed (one element that happens to need no more bits), is named with the case.
 
 What task.py may say of itself, as literals:
 
@@ -322,9 +322,10 @@ def variants(session: Session, target: str, say: Say, progress: Progress, short:
     say(f"\nhonest variants through the judge: {len(fit)} of {len(entries)} can run here")
     holes = []
     for name, outcomes in _judged(session, target, fit, cases, progress).items():
-        bad = [(case, o) for case, o in zip(cases, outcomes, strict=True) if o.status != "PASSED"]
-        said = f"{bad[0][1].status} on {bad[0][0]}: {_line(bad[0][1].reason)}" if bad else ""
-        say(f"{name:<32} {len(cases) - len(bad)}/{len(cases)} cases right  {said}".rstrip())
+        left = [o.reason for o in outcomes if o.status == "UNSUPPORTED"]  # by what a peer says of itself
+        bad = [(case, o) for case, o in zip(cases, outcomes, strict=True) if o.status not in ("PASSED", "UNSUPPORTED")]
+        said = f"{bad[0][1].status} on {bad[0][0]}: {_line(bad[0][1].reason)}" if bad else left[0] if left else ""
+        say(f"{name:<32} {len(cases) - len(bad) - len(left)}/{len(cases)} cases right  {said}".rstrip())
         if bad:
             holes.append(f"{name}: {said}")
     for e, why in others:

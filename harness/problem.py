@@ -38,7 +38,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Entry:
-    """A submission file and what it says of itself, read without running it. folder: its problem's."""
+    """A submission file and what it says of itself, read without running it. folder: its problem's.
+
+    only: (field of the case, values that it serves), of a peer that cannot serve every case; () serves all.
+    """
 
     name: str
     file: Path
@@ -48,6 +51,16 @@ class Entry:
     summary: str = ""
     directives: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None
+    only: tuple[tuple[str, tuple], ...] = ()
+
+    def serves(self, case: Case) -> bool:
+        return all(case.params.get(field) in values for field, values in self.only)
+
+    @property
+    def limits(self) -> str:
+        """Why other cases are UNSUPPORTED: "serves activation=bf16 alone"."""
+        parts = (f"{field}={' or '.join(map(str, values))}" for field, values in self.only)
+        return f"serves {', '.join(parts)} alone"
 
 
 @dataclass(frozen=True)
@@ -101,11 +114,13 @@ def problem_names() -> list[str]:
 
 
 def entry(problem: Problem, file: Path) -> Entry:
-    """What the submission `file` says of itself. UsageError: no such file, no Python, or an unknown target."""
+    """What the submission `file` says of itself. UsageError: no such file, no Python, an unknown target, or ONLY where
+    it may not stand or with other fields than the cases have.
+    """
     if not file.is_file():
         raise UsageError(f"submission must be a Python file, found none at {file}")
     try:
-        said = load.constants(file, "TARGETS", "REQUIRES")
+        said = load.constants(file, "TARGETS", "REQUIRES", "ONLY")
         summary = load.summary(file)
         sources.brought(file, problem.folder)
     except SyntaxError as error:
@@ -117,13 +132,27 @@ def entry(problem: Problem, file: Path) -> Entry:
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
     peer = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
     requires, directives = tuple(said.get("REQUIRES", ())), _directives(file.read_text())
-    return Entry(file.stem, file.resolve(), targets, requires, peer, summary, directives, problem.folder)
+    only = _only(problem, file, said["ONLY"], peer) if "ONLY" in said else ()
+    return Entry(file.stem, file.resolve(), targets, requires, peer, summary, directives, problem.folder, only)
 
 
 def utils_of(folder: Path, named: Path | None = None) -> Path | None:
     """The utils.py that a GPU MODE folder imports by bare name: where task.yml says, in the folder, or beside it."""
     places = (named, folder / "utils.py", folder.parent / "utils.py")
     return next((path for path in places if path and path.is_file()), None)
+
+
+def _only(problem: Problem, file: Path, said: object, peer: bool) -> tuple[tuple[str, tuple], ...]:
+    """The literal ONLY as Entry has it. UsageError: not a peer's, or not fields of the cases with values."""
+    if not peer:
+        raise UsageError(f"{file.name}: ONLY is for peer_* files of variants/, an entry must serve every case")
+    if not isinstance(said, dict) or not said or any(isinstance(v, list | set | dict) for v in said.values()):
+        raise UsageError(f"{file.name}: ONLY must map fields of the case to a value or a tuple of values, got {said!r}")
+    cases = [*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)]
+    known = list(dict.fromkeys(field for case in cases for field in case.params))
+    if unknown := [field for field in said if field not in known]:
+        raise UsageError(f"{file.name}: ONLY must name fields of the case ({', '.join(known)}), got {unknown[0]!r}")
+    return tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
 
 
 def _directives(text: str) -> tuple[tuple[str, str], ...]:

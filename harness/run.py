@@ -291,6 +291,8 @@ class Run:
             j.status, j.reason = "UNSUPPORTED", f"needs a CPU with {', '.join(flags)}"
         elif self.device == "cuda" and not shutil.which("nvcc"):
             raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
+        elif j.entry.only and not any(j.entry.serves(case) for cases in self._of_run() for case in cases):
+            j.status, j.reason = "UNSUPPORTED", f"{j.entry.limits}, and no case of this run is such"
         return not j.status
 
     def _cases(self, cases: tuple[Case, ...], what: str) -> list[Case]:
@@ -308,12 +310,19 @@ class Run:
             tests = [c for c in tests if args.case in str(c)] or tests
         return tests if args.seed is None else [dataclasses.replace(case, seed=args.seed) for case in tests]
 
+    def _of_run(self) -> tuple[list[Case], list[Case]]:
+        """Test cases and benchmark cases that are looked at."""
+        mode, timed = self.args.mode, self.problem.benchmarks[self.device]
+        if self.args.sanitize:
+            return self._cases(self.problem.tests, "test"), []
+        tests = self._tests() if mode in ("test", "leaderboard") else []
+        return tests, self._cases(timed, "benchmark") if mode != "test" else []
+
     def _judge(self, judged: list[Judged]) -> None:
-        args, timed = self.args, self.args.mode != "test"
-        cases = self._cases(self.problem.benchmarks[self.device], "benchmark") if timed else []
+        args, (tests, cases) = self.args, self._of_run()
         judging = Judging(self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter)
-        with self._held(timed):
-            judging.run(judged, self._tests(), cases)
+        with self._held(args.mode != "test"):
+            judging.run(judged, tests, cases)
         self.opponents = judging.opponents
 
     def _enter(self, entry: Entry) -> Judged | None:
@@ -381,7 +390,11 @@ class Run:
         if not self._admit(j):
             console.say(f"{entry.name}: {j.status}: {j.reason}")
             return verdict.EXIT_CODES[j.status]
-        cases = self._cases(self.problem.benchmarks[self.device], "benchmark")
+        _, cases = self._of_run()
+        for case in cases:
+            if not entry.serves(case):
+                console.say(f"{case}\nUNSUPPORTED: {entry.limits}")
+        cases = [case for case in cases if entry.serves(case)]
         with self._held():
             said = beside.profile(self.problem, self.device, self.target, entry, cases, self.args.timeout)
         return verdict.EXIT_CODES[said]
@@ -389,7 +402,7 @@ class Run:
     def _sanitize(self, judged: list[Judged]) -> int:
         if self.device != "cuda":
             raise UsageError("--sanitize needs a GPU")
-        cases = self._cases(self.problem.tests, "test")
+        cases, _ = self._of_run()
         with self._held():
             clean = beside.sanitize(self.problem, judged, cases, self.target)
         return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]

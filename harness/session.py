@@ -148,12 +148,15 @@ class Session:
         self, entrant: Entrant, slots: int, what: str = "", reads: dict[str, int] | None = None,
         within_s: float = math.inf, audit: bool = False, measure: bool = False,
     ) -> Outcome:  # fmt: skip
-        """One call of `entrant` on the present content; `what` names one of the judge's own calls.
+        """One call of `entrant` on the present content; `what` names one of the judge's own calls. UNSUPPORTED, and
+        nothing is sent, where the content is of a case that a peer says it does not serve.
 
         within_s: a limit beside those of the session, for a phase whose time is running out. audit: look at what ran
         on which queue of the GPU meanwhile, and at what still runs afterwards; the time is then no score. measure:
         what the call leaves behind in memory counts towards what prepare may keep, where the problem has weights.
         """
+        if entrant.entry and not entrant.entry.serves(self._case):
+            return Outcome("UNSUPPORTED", entrant.entry.limits)
         if entrant.broken:
             return entrant.broken
         if entrant.child is None:
@@ -288,7 +291,7 @@ class Session:
 
     def _try_out(self, helper: Entrant) -> None:
         """Compile by calling, on every shape: for what compiles when it sees its arguments."""
-        for case in (*self.problem.tests, *self.problem.benchmarks[self.device]):
+        for case in filter(helper.entry.serves, (*self.problem.tests, *self.problem.benchmarks[self.device])):
             self.weights(case, case.seed)
             self.content(case, case.seed)
             self.call(helper, 1)

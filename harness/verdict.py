@@ -50,8 +50,9 @@ class Judged:
     tests: list[tuple[Case, Outcome]] = field(default_factory=list)
     times: list[CaseTime] = field(default_factory=list)
     artefacts: list[dict] = field(default_factory=list)
-    against: list[dict] = field(default_factory=list)  # by case; {variant, ratio, ci95}
-    against_all: dict | None = None  # the geomean over the cases
+    # By case {variant, ratio, ci95}; None: one of the two does not serve it.
+    against: list[dict | None] = field(default_factory=list)
+    against_all: dict | None = None  # the geomean over the cases that have a ratio
     source_hash: str = ""
     ranking_by: str = "geom"
     attempt: int | None = None
@@ -63,9 +64,16 @@ class Judged:
         self.source_hash = self.source_hash or source_hash(self.entry)
 
     @property
+    def right(self) -> bool:
+        """Whether it passed every test case that it was called on."""
+        return all(outcome.status in ("PASSED", "UNSUPPORTED") for _, outcome in self.tests)
+
+    @property
     def verdict(self) -> str:
         statuses = [o.status for _, o in self.tests]
         statuses += [t.failure.status if t.failure else "PASSED" for t in self.times]
+        # Single cases that a peer does not serve say nothing about the others.
+        statuses = [status for status in statuses if status != "UNSUPPORTED"]
         statuses += [self.status] if self.status else []
         return min(statuses, key=_GRAVEST.index) if statuses else "UNSUPPORTED"
 
@@ -108,12 +116,16 @@ def weigh(timing: phases.Timing, ground: phases.Ground) -> CaseTime:
 
 
 def pair(first: Judged, second: Judged) -> None:
-    """Give `first` the ratios of its times to the second's, on equal contents; none where one of them failed."""
-    if any(t.failure for j in (first, second) for t in j.times):
+    """Give `first` the ratios of its times to the second's, on equal contents, in the cases that both serve; none
+    where one of them failed.
+    """
+    if any(t.failure and t.failure.status != "UNSUPPORTED" for j in (first, second) for t in j.times):
         return
-    cases = [phases.ratios(mine.timing, theirs.timing) for mine, theirs in zip(first.times, second.times, strict=True)]
-    first.against = [_against(second, stats.compare([case])) for case in cases]
-    first.against_all = _against(second, stats.compare(cases))
+    both = zip(first.times, second.times, strict=True)
+    cases = [None if a.failure or b.failure else phases.ratios(a.timing, b.timing) for a, b in both]
+    if served := [case for case in cases if case]:
+        first.against = [_against(second, stats.compare([case])) if case else None for case in cases]
+        first.against_all = _against(second, stats.compare(served))
 
 
 def _against(other: Judged, found: stats.Ratio) -> dict:
@@ -193,7 +205,7 @@ class Recorder:
             }  # fmt: skip
         if time.failure is None:
             line |= {"median_us": time.median, "ci95_us": list(time.interval)}
-        if judged.against:
+        if judged.against and judged.against[index]:
             line["against"] = judged.against[index]
         return line
 

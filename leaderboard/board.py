@@ -7,7 +7,9 @@ a row, and a row without a rank says why. A measurement that a confirmation supe
 
 A variant's state is that of its newest run: if that failed, in any test or benchmark case, so does its row, whatever an
 older run said. A run in which it was UNSUPPORTED throughout is about the machine, so it counts only for a variant that
-has neither run nor been compiled. "NAME#2", the second side of a variant paired with itself, is no variant of its own.
+has neither run nor been compiled. Single UNSUPPORTED cases of a peer (its ONLY) are gaps: it has no geomean without all
+benchmark cases, and measures the others in the cases that it has. "NAME#2", the second side of a variant paired with
+itself, is no variant of its own.
 """
 
 import json
@@ -189,8 +191,12 @@ def _row(
         row |= {"status": last.status, "run_id": last.run_id, "reason": _text(last.record.get("reason"))}
         row["notes"] = [COMPILED] if last.status == "COMPILED" else []
         return row, []
+    # Of a peer, single cases that it does not serve are gaps, no failures.
+    gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & row["peer"]
+    ran, gaps = ran[~gaps], ran[gaps]
     run_id = _shown_run(ran, lead.run_id if lead else base)
     run = ran[ran.run_id == run_id].drop_duplicates(["kind", "case"], keep="last")  # an attempt replaces the one before
+    gaps = gaps[gaps.run_id == run_id]
     row |= {"run_id": run_id, "base": run_id == base}
     if lead:
         ratio, lo, hi = lead.ratio
@@ -203,12 +209,13 @@ def _row(
         if newer.record.get("source_hash") != run.record.iloc[-1].get("source_hash"):
             row["notes"].append("source changed since")
 
-    bench = dict(zip(*run.loc[run.kind == "benchmark", ["case", "record"]].to_numpy().T, strict=True))
+    bench = {line.case: line.record for line in pd.concat([gaps, run]).itertuples() if line.kind == "benchmark"}
     times = [_time(variant, case, bench.get(case), run_id, row["base"], row["peer"]) for case in cases]
     done = [time for time in times if time["status"] == "PASSED"]
     row["done"] = len(done)
     row["status"], row["reason"] = _state(run, times, lines)
-    if row["status"] == "PASSED" and done:  # PASSED means that all cases are
+    row["notes"] += dict.fromkeys(_text(record.get("reason")) for record in gaps.record)
+    if row["status"] == "PASSED" and done and len(done) == len(cases):
         row["geomean_us"] = ranking.figure(ranking_by, [time["median_us"] for time in done])
         if all(time["roof_share"] > 0 for time in done):
             row["roof_share"] = stats.geomean([time["roof_share"] for time in done])
@@ -254,7 +261,7 @@ def _state(run: pd.DataFrame, times: list[dict], lines: pd.DataFrame) -> tuple[s
     compiled = lines[(lines.kind == "compile") & (lines.newest >= run.newest.iloc[-1])]
     if len(compiled) and compiled.status.iloc[-1] not in ("COMPILED", "UNSUPPORTED"):
         return compiled.status.iloc[-1], _text(compiled.record.iloc[-1].get("reason"))
-    bad = [time for time in times if time["status"] != "PASSED"]
+    bad = [time for time in times if time["status"] not in ("PASSED", "UNSUPPORTED")]  # a gap; a failure is above
     for time in bad:
         if time["status"] != "MISSING":
             return time["status"], f"{time['case']}: {time['reason']}"
@@ -285,7 +292,9 @@ def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool,
 
 
 def _against_peers(standing: pd.DataFrame, times: pd.DataFrame) -> None:
-    """Fill peer_ratio, best peer's time / this time, for the base run: of geomeans in standing, by case in times."""
+    """Fill peer_ratio, best peer's time / this time, for the base run: by case in times; in standing of geomeans, which
+    a peer with gaps has not.
+    """
     standing["base"], times["base"] = standing["base"].astype(bool), times["base"].astype(bool)
     best = standing.loc[standing.base & standing.peer, "geomean_us"].min()
     standing["peer_ratio"] = (best / standing.geomean_us).where(standing.base)

@@ -318,6 +318,24 @@ def test_a_peer_that_failed_or_is_from_another_run_is_no_measure():
     assert board.OTHER_RUN in rows(found)["peer_o"].notes
 
 
+def test_a_peer_that_serves_some_cases_is_the_measure_in_those_alone():
+    says = {"status": "UNSUPPORTED", "reason": "serves l=1 or 8 alone", "peer": True}
+    gaps = [line("test", "peer_p", case=2, **says), line("benchmark", "peer_p", case=2, **says)]
+    found = one(full("a", 1.0) + full("peer_p", 2.0, peer=True)[:2] + gaps)
+    a, peer = rows(found)["a"], rows(found)["peer_p"]
+    assert (peer.status, peer.done, peer.wanted, peer.notes) == ("PASSED", 2, 3, ["serves l=1 or 8 alone"])
+    assert unranked(peer) and math.isnan(peer.geomean_us) and math.isnan(a.peer_ratio) and a["rank"] == 1
+    ratios = list(found.times[found.times.variant == "a"].peer_ratio)
+    assert ratios[:2] == pytest.approx([2.0] * 2) and math.isnan(ratios[2])
+    assert list(found.times[found.times.variant == "peer_p"].status) == ["PASSED", "PASSED", "UNSUPPORTED"]
+    whole = rows(one(full("a", 1.0) + full("peer_p", 2.0, peer=True) + gaps[:1]))  # of the tests alone
+    assert whole["peer_p"].geomean_us > 0 and whole["a"].peer_ratio == pytest.approx(2.0)
+    wrong = line("test", "peer_p", case=1, status="INCORRECT", peer=True)
+    assert (
+        rows(one([*full("a", 1.0), *full("peer_p", 2.0, peer=True)[:2], *gaps, wrong]))["peer_p"].status == "INCORRECT"
+    )
+
+
 def test_compile_records_alone_are_compiled_not_run():
     kernels = [{"name": "k1", "registers": 40, "spill_bytes": 0}, {"name": "k2", "registers": 64, "spill_bytes": 8}]
     records = [*full("a", 1.1), line("compile", "b", case=None, status="COMPILED", resources=kernels)]

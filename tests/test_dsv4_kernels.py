@@ -407,7 +407,7 @@ def test_winners_say_what_a_format_has_nothing_for(model, fmt):
 
 def test_rows_say_what_they_will_serve():
     rows = {row.slot: row for row in kernels.ROWS}
-    flash = dataclasses.replace(SMALL, head_dim=512)
+    flash = dataclasses.replace(SMALL, head_dim=512, swiglu_limit=10.0)
     assert rows["fmha"].serves(flash, "nvfp4") == rows["fmha"].serves(flash, "released") == ""
     assert "head_dim must be 512, is 128" in rows["fmha"].serves(SMALL, "nvfp4")
     assert "584-byte" in rows["fmha"].serves(flash, "bf16")

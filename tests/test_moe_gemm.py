@@ -515,7 +515,10 @@ def skip_unless_it_runs(file: Path) -> None:
 @pytest.mark.parametrize("file", on_gpu(), ids=lambda file: file.stem)
 def test_every_gpu_variant_is_right_in_every_case(file):
     skip_unless_it_runs(file)
+    only = load.constants(file, "ONLY").get("ONLY", {})  # of a peer
     for case in task.TESTS:
+        if case.activation != only.get("activation", case.activation):
+            continue
         result = run(file, case, "cuda")
         assert result.ok, f"{named(case)}: {result.message}"
 

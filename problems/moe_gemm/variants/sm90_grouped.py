@@ -15,6 +15,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 1152  # bytes of 32 rows by 64 columns, see sm90_units.cuh
 MOST_TOKENS = 256  # of a launch of the kernel for few
 MANY = 12  # tokens an expert on average from which the kernel for many is quicker
+DENSE = range(9, 257)  # tokens of a single expert for which its columns are split over blocks
 
 
 class State(NamedTuple):
@@ -62,8 +63,11 @@ def custom_kernel(data: input_t) -> output_t:
     hidden, inner = 64 * state.w13.shape[2], 64 * state.w2.shape[2]
     tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
     experts = len(state.w13)
+    if state.activation == "bf16" and experts == 1 and tokens in DENSE:
+        _run("dense", state, data, (tokens, hidden, inner))
+        return out
     if state.activation == "bf16" and tokens > MOST_TOKENS and tokens * topk >= MANY * experts:
-        _prefill(state, data, (tokens, topk, experts, hidden, inner))
+        _run("prefill", state, data, (tokens, topk, experts, hidden, inner))
         return out
     _check_columns(max(hidden, inner))
     tiles = 2 if tokens * topk > 2 * experts and hidden <= 4096 and inner <= 2048 else 1
@@ -82,14 +86,15 @@ def custom_kernel(data: input_t) -> output_t:
     return out
 
 
-def _prefill(state: State, data: input_t, sizes: tuple[int, ...]) -> None:
+def _run(kernel: str, state: State, data: input_t, sizes: tuple[int, ...]) -> None:
+    """dense or prefill, for a call of these sizes."""
     x, ids, routing = data.inputs
     artefact = build.cuda(SOURCE, "sm90")
-    kib = artefact.function("prefill_workspace", *[c_int] * 5)(*sizes)
+    kib = artefact.function(f"{kernel}_workspace", *[c_int] * len(sizes))(*sizes)
     scratch = torch.empty(kib, 1024, dtype=torch.uint8, device=x.device)
     tensors = (state.w13, state.g13, state.w2, state.g2, x, ids, routing, data.outputs.out, scratch)
-    run = artefact.function("prefill_experts", *[c_void_p] * 9, *[c_int] * 5)
-    build.check(run(*(t.data_ptr() for t in tensors), *sizes), "prefill_experts")
+    run = artefact.function(f"{kernel}_experts", *[c_void_p] * 9, *[c_int] * len(sizes))
+    build.check(run(*(t.data_ptr() for t in tensors), *sizes), f"{kernel}_experts")
 
 
 def prepare_linear(

@@ -476,6 +476,7 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
 
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1) experts(const __grid_constant__ Problem p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // wgmma is Hopper's alone
     extern __shared__ uint8_t raw[];
     // From lane 0, or else it would be computed again for each use.
     const uint32_t shared = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
@@ -502,6 +503,7 @@ __global__ void __launch_bounds__(F::THREADS, 1) experts(const __grid_constant__
         more_registers<F::MULTIPLY_REGISTERS>();
         multiply_tiles<F>(p, shared);
     }
+#endif
 }
 
 constexpr int COMBINE_THREADS = 256, COMBINE_AT_ONCE = 6;

@@ -1,5 +1,5 @@
-// Few tokens an expert: each weight is read once, at the rate of memory, and meets 8 or 16 tokens in mma.sync as they lie
-// in registers. Both products in one launch of a block of threads a multiprocessor.
+// Few tokens an expert: each weight is read once, at the rate of memory, and meets 8 or 16 tokens in mma.sync as they
+// lie in registers. Both products in one launch of a block of threads a multiprocessor.
 //
 // A block works on one unit row (32 rows of weights) at a time, its 16 warps on every sixteenth unit of it, so that 16
 // neighbouring units, one for each warp, are one bulk copy. Another thread does nothing but copy, as far ahead as the
@@ -7,8 +7,8 @@
 // the two products, the second product's weights. Two more warps add the sixteen sums of a unit row and take them on.
 //
 // First product: unit rows of all groups (up to 8 NT tokens of an expert), one after another, shared out evenly.
-// Second: a block has 32 rows of out and takes all groups in turn, so the sum over experts stays in shared memory and in
-// one order. Every block sorts the tokens by itself; that is quicker than a launch for it.
+// Second: a block has 32 rows of out and takes all groups in turn, so the sum over experts stays in shared memory and
+// in one order. Every block sorts the tokens by itself; that is quicker than a launch for it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,7 +23,7 @@
 namespace decode {
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // that multiply
-constexpr int ONCE = 4, TWICE = 5;
+constexpr int ONCE = 4, TWICE = 5;               // what a unit row costs, by tiles of the group
 constexpr int ADDING = 64;                       // threads that add the warps' sums up
 constexpr int LAUNCHED = THREADS + 128;          // with one that copies, and these; registers go by four warps
 constexpr int EACH = 2, STAGE = EACH * WARPS * units::BYTES;  // units for each warp, and bytes, of a place in the ring
@@ -83,7 +83,8 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
         "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier,
+                                     uint64_t policy) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
@@ -162,7 +163,8 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// ---- sorting: groups, and slots by expert in their own order, with their routing weights; words[32]: how many groups ----
+// ---- sorting: groups, and slots by expert in their own order, with their routing weights; words[32]: how many groups
+// ----
 
 template <bool QUANTISED>
 __device__ __forceinline__ void put_groups(const Problem& p, Group* groups, int e, int start, int tokens, int parts) {
@@ -294,8 +296,8 @@ __device__ __forceinline__ void share_out(const Group* groups, uint32_t* words, 
     if (lane == 0) words[34] -= words[33];
 }
 
-// B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one behind
-// for step j. Where a group has fewer tokens its last one stands in: nobody reads those sums.
+// B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one
+// behind for step j. Where a group has fewer tokens its last one stands in: nobody reads those sums.
 template <int C, int NT>
 struct Tokens {
     uint32_t pairs[NT][C][8];
@@ -339,8 +341,8 @@ struct Tokens {
     }
 };
 
-// The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has group
-// of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
+// The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has
+// group of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
 template <int NT>
 __device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8_t* shared, int q, int lane, int count,
                                        int first, int items) {
@@ -429,11 +431,13 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     const Layout at(p, NT);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = p.tokens * p.topk;
     Group* groups = reinterpret_cast<Group*>(shared + at.groups);
-    float *total = reinterpret_cast<float*>(shared + at.total), *routing = reinterpret_cast<float*>(shared + at.routing);
+    float* total = reinterpret_cast<float*>(shared + at.total);
+    float* routing = reinterpret_cast<float*>(shared + at.routing);
     uint16_t* slots = reinterpret_cast<uint16_t*>(shared + at.slots);
     uint32_t* words = reinterpret_cast<uint32_t*>(shared + at.words);
 
-    const uint32_t full = shared_address(shared + at.barriers), empty = full + 8 * p.stages, read = empty + 8 * p.stages;
+    const uint32_t full = shared_address(shared + at.barriers), empty = full + 8 * p.stages;
+    const uint32_t read = empty + 8 * p.stages;
     const uint32_t ring = shared_address(shared);
     if (threadIdx.x == THREADS) {
         for (int i = 0; i < p.stages; ++i) init(full + 8 * i, 1), init(empty + 8 * i, THREADS);
@@ -485,8 +489,11 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
 
+    constexpr std::integral_constant<int, NT> ALL_TILES = {};
+    constexpr std::integral_constant<int, 1> ONE_TILE = {};
     float sum[2][NT][4];
-    // Adds the warp's part of a unit row, of `all` units, to sum; calls then(c) when the tokens of unit c are done with.
+    // Adds the warp's part of a unit row, of `all` units, to sum; calls then(c) when the tokens of unit c are done
+    // with.
     auto multiply_row = [&](auto& tokens, const int all, auto tiles, auto most, auto then) {
 #pragma unroll
         for (int c = 0; c < decltype(most)::value; ++c) {
@@ -567,9 +574,9 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
             clear();
             const auto then = [](int) {};
             if (both)
-                multiply_row(tokens, units1, std::integral_constant<int, NT>(), std::integral_constant<int, C1>(), then);
+                multiply_row(tokens, units1, ALL_TILES, std::integral_constant<int, C1>(), then);
             else
-                multiply_row(tokens, units1, std::integral_constant<int, 1>(), std::integral_constant<int, C1>(), then);
+                multiply_row(tokens, units1, ONE_TILE, std::integral_constant<int, C1>(), then);
             hand_over(both);
             if (++row == rows1) row = 0, ++group;
         }
@@ -598,9 +605,9 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
             clear();
             const auto then = [&](int c) { tokens.take(c, coming_both); };  // for the last group once too often
             if (both)
-                multiply_row(tokens, units2, std::integral_constant<int, NT>(), std::integral_constant<int, C2>(), then);
+                multiply_row(tokens, units2, ALL_TILES, std::integral_constant<int, C2>(), then);
             else
-                multiply_row(tokens, units2, std::integral_constant<int, 1>(), std::integral_constant<int, C2>(), then);
+                multiply_row(tokens, units2, ONE_TILE, std::integral_constant<int, C2>(), then);
             hand_over(both);
         }
         if (!count) meet();
@@ -632,7 +639,8 @@ cudaError_t launch_for(const Problem& p, int blocks, int bytes) {
 
 template <int C1, int C2, int NT>
 cudaError_t launch(const Problem& p, int blocks, int bytes) {
-    return p.quantised ? launch_for<C1, C2, NT, true>(p, blocks, bytes) : launch_for<C1, C2, NT, false>(p, blocks, bytes);
+    return p.quantised ? launch_for<C1, C2, NT, true>(p, blocks, bytes)
+                       : launch_for<C1, C2, NT, false>(p, blocks, bytes);
 }
 
 // tiles: 8 tokens each, of a group; 1 or 2. -> a cudaError_t; cudaErrorInvalidValue for what does not fit.

@@ -352,6 +352,7 @@ __device__ __forceinline__ uint32_t paired(float first, float second, int g) {
 template <class F, bool FIRST>
 __global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(FIRST || F::PREPARED ? BOUND : F::THREADS)
     product(const __grid_constant__ Product p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // wgmma is Hopper's alone
     extern __shared__ uint8_t raw[];
     const uint32_t shared = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
     const Part<F> part(p);
@@ -433,6 +434,7 @@ __global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(FIRST || F::
         __syncthreads();
         if (threadIdx.x == 0) ptx::count_up(ready);
     }
+#endif
 }
 
 // ---- launches

@@ -5,8 +5,8 @@
 #include "sm90_dense.cuh"
 #include "sm90_prefill.cuh"
 
-// packed (experts, rows, columns / 2), scales (experts, rows, columns / 16) -> units. A thread makes a lane's share of one
-// unit. interleaved: rows are gate above up, and go together.
+// packed (experts, rows, columns / 2), scales (experts, rows, columns / 16) -> units. A thread makes a lane's share of
+// one unit. interleaved: rows are gate above up, and go together.
 __global__ void repack(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int64_t lanes, int rows, int columns,
                        bool interleaved) {
     const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
@@ -21,7 +21,8 @@ __global__ void repack(const uint8_t* packed, const uint8_t* scales, uint8_t* to
         uint32_t words[4];
         for (int half = 0; half < 2; ++half) {
             const int g = lane >> 2;
-            const int row = interleaved ? unit_row * 16 + q * 8 + g + half * (rows / 2) : unit_row * 32 + q * 16 + half * 8 + g;
+            const int row = interleaved ? unit_row * 16 + q * 8 + g + half * (rows / 2)
+                                        : unit_row * 32 + q * 16 + half * 8 + g;
             const int64_t block = (expert * rows + row) * (columns / 16) + column * 4 + (lane & 3);
             const uint2 codes = *reinterpret_cast<const uint2*>(packed + block * 8);
             const uint32_t scale = scales[block];
@@ -44,8 +45,8 @@ int repack_units(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int 
 
 int decode_experts(const uint8_t* w13, const float* g13, const float* in13, const uint8_t* w2, const float* g2,
                    const float* in2, const __nv_bfloat16* x, const int* ids, const float* routing, __nv_bfloat16* out,
-                   __nv_bfloat16* v, unsigned long long* arrived, int tokens, int topk, int experts, int hidden, int inner,
-                   int quantised, int tiles, int blocks) {
+                   __nv_bfloat16* v, unsigned long long* arrived, int tokens, int topk, int experts, int hidden,
+                   int inner, int quantised, int tiles, int blocks) {
     return decode::run({w13, w2, g13, g2, in13, in2, x, ids, routing, out, v, arrived, tokens, topk, experts, hidden,
                         inner, 0, 0, quantised != 0, false, 0}, tiles, blocks);
 }

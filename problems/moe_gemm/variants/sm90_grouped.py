@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from task import Weights, input_t, output_t, unpack_call, unpack_weights
 
-from problems.common import build
+from problems.common import build, load
 
-TARGETS = ("sm90",)
+TARGETS = ("sm90", "sm100")  # sm100: the kernel for few tokens alone, which has no wgmma
 SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 1152  # bytes of 32 rows by 64 columns, see sm90_units.cuh
 MOST_TOKENS = 256  # of a launch of the kernel for few
 MANY = 12  # tokens an expert on average from which the kernel for many is quicker
-DENSE = range(9, 257)  # tokens of a single expert for which its columns are split over blocks
+DENSE = range(12, 257)  # tokens of a single expert for which its columns are split over blocks
 
 
 class State(NamedTuple):
@@ -62,17 +62,18 @@ def custom_kernel(data: input_t) -> output_t:
     state, (x, ids, routing), (out,) = data
     hidden, inner = 64 * state.w13.shape[2], 64 * state.w2.shape[2]
     tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
-    experts = len(state.w13)
-    if state.activation == "bf16" and experts == 1 and tokens in DENSE:
+    experts, target = len(state.w13), load.device_target(x.device)
+    wgmma = state.activation == "bf16" and target == "sm90"
+    if wgmma and experts == 1 and tokens in DENSE:
         _run("dense", state, data, (tokens, hidden, inner))
         return out
-    if state.activation == "bf16" and tokens > MOST_TOKENS and tokens * topk >= MANY * experts:
+    if wgmma and tokens > MOST_TOKENS and tokens * topk >= MANY * experts:
         _run("prefill", state, data, (tokens, topk, experts, hidden, inner))
         return out
     _check_columns(max(hidden, inner))
     tiles = 2 if tokens * topk > 2 * experts and hidden <= 4096 and inner <= 2048 else 1
     v = torch.empty(min(tokens, MOST_TOKENS) * topk, inner, dtype=torch.bfloat16, device=x.device)
-    run = build.cuda(SOURCE, "sm90").function("decode_experts", *[c_void_p] * 12, *[c_int] * 8)
+    run = build.cuda(SOURCE, target).function("decode_experts", *[c_void_p] * 12, *[c_int] * 8)
     for first in range(0, tokens, MOST_TOKENS):
         count = min(MOST_TOKENS, tokens - first)
         code = run(
@@ -116,7 +117,7 @@ def linear(state: LinearState, x: torch.Tensor, out: torch.Tensor) -> None:
     for name, tensor, width in (("x", x, k), ("out", out, n)):
         if tensor.dtype != torch.bfloat16 or tensor.shape != (len(x), width) or not tensor.is_contiguous():
             raise ValueError(f"{name} must be bf16 ({len(x)}, {width}), contiguous, got {tensor.dtype} {tensor.shape}")
-    run = build.cuda(SOURCE, "sm90").function("decode_linear", *[c_void_p] * 5, *[c_int] * 6)
+    run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_linear", *[c_void_p] * 5, *[c_int] * 6)
     quantised = state.in_scale is not None
     for first in range(0, len(x), MOST_TOKENS):
         count = min(MOST_TOKENS, len(x) - first)
@@ -132,7 +133,7 @@ def _units(packed: torch.Tensor, scales: torch.Tensor, interleaved: bool) -> tor
     """packed (E, rows, columns / 2), scales (E, rows, columns / 16) -> uint8 (E, rows / 32, columns / 64, 1152)."""
     experts, rows, columns = packed.shape[0], packed.shape[1], 2 * packed.shape[2]
     units = torch.empty(experts, rows // 32, columns // 64, UNIT, dtype=torch.uint8, device=packed.device)
-    run = build.cuda(SOURCE, "sm90").function("repack_units", *[c_void_p] * 3, *[c_int] * 4)
+    run = build.cuda(SOURCE, load.device_target(packed.device)).function("repack_units", *[c_void_p] * 3, *[c_int] * 4)
     pointers = (t.data_ptr() for t in (packed, scales, units))
     build.check(run(*pointers, experts, rows, columns, interleaved), "repack_units")
     return units

@@ -1,24 +1,24 @@
-// Weights of moe_gemm as Hopper's tensor cores take them: units of 32 rows by 64 columns, 1152 bytes, no larger than the
-// weights as they came.
+// Weights of moe_gemm as Hopper's tensor cores take them: units of 32 rows by 64 columns, 1152 bytes, no larger than
+// the weights as they came.
 //
 // A unit holds two groups of 16 rows. Lane l = 4 g + c of a warp owns, in rows g and g + 8 of a group, the 16 columns
 // 16 c .. 16 c + 15 of the unit: a whole block, so it needs one scale a row.
 //   bytes 512 q + 16 l .. + 15   group q: four words, of columns 0-7 of row g, of row g + 8, columns 8-15 of both
 //   bytes 1024 + 4 l .. + 3      scales of rows g, g + 8 of group 0, then of group 1
-// A word holds eight codes, in each half (bits 15:0 and 31:16) four: pair p, columns 2 p and 2 p + 1 of the eight, has its
-// even column in the low half. bf16 has its sign at bit 15, the last two bits of the exponent and the first of the
+// A word holds eight codes, in each half (bits 15:0 and 31:16) four: pair p, columns 2 p and 2 p + 1 of the eight, has
+// its even column in the low half. bf16 has its sign at bit 15, the last two bits of the exponent and the first of the
 // mantissa at 8:6; sign and magnitude of a code are kept where few rotations and masks bring them there:
 //   pair 0: 15; 8:6    pair 1: 9; 2:0    pair 2: 3; 12:10, magnitudes in the other half    pair 3: 13; 14, 5:4
 // So read, a code is its value times 2^-126, subnormal ones too, and one bf16 product with the scale times 2^118 makes
 // code * scale * 2^-8, exactly: 6 significant bits. What is left is 2^8, which goes into the expert's fp32 scale.
-// A scale byte is that scale's exponent and mantissa without e4m3's subnormals: 5 and 3 bits, such that the byte times 16
-// plus 0x7580 is bf16(scale * 2^118). Where a scale is zero its codes are made zero instead.
+// A scale byte is that scale's exponent and mantissa without e4m3's subnormals: 5 and 3 bits, such that the byte times
+// 16 plus 0x7580 is bf16(scale * 2^118). Where a scale is zero its codes are made zero instead.
 //
 // Products of 16 columns a step: in step j of a unit, k = 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of the instruction are columns
 // 16 c + 4 j .. + 3 of the unit. The other operand has its columns in the same order.
 //
-// Units of an expert lie row by row: [rows / 32][columns / 64]. Of w13 group q of unit u has gate rows 16 u + 8 q + 0 .. 7
-// as its rows 0 to 7, and the same rows of up as 8 to 15: a thread's sums of rows g and g + 8 meet in one product.
+// Units of an expert lie row by row: [rows / 32][columns / 64]. Of w13 group q of unit u has gate rows 16 u + 8 q + 0
+// .. 7 as its rows 0 to 7, and the same rows of up as 8 to 15: a thread's sums of rows g and g + 8 meet in one product.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -21,6 +21,7 @@ PROCESSES = {"cuda": 6, "cpu": 3}
 PAIRED_PROCESSES = {"cuda": 40, "cpu": 3}
 TOGETHER = {"cuda": 3, "cpu": 1}  # of them alive at once, taking turns, so that starting them costs less
 PAIRED_TOGETHER = {"cuda": 8, "cpu": 1}
+PREPARED_BYTES = 40 * 2**30  # of weights that all processes alive at once may have prepared, beside the judge's copies
 SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
 PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
 SLOTS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
@@ -181,8 +182,10 @@ class _Benchmark:
     def run(self) -> tuple[dict[str, list[Timing]], list[Ground]]:
         for entrant in self.entrants:
             entrant.lost = 0
-        for first in range(0, self.how.processes, self.how.together):
-            self._wave(range(first, min(first + self.how.together, self.how.processes)))
+        largest = max((case.weight_bytes for case in self.cases), default=0) * len(self.entrants)
+        together = max(1, min(self.how.together, PREPARED_BYTES // largest)) if largest else self.how.together
+        for first in range(0, self.how.processes, together):
+            self._wave(range(first, min(first + together, self.how.processes)))
         return self.timings, [self._ground(number) for number in range(len(self.cases))]
 
     def _wave(self, processes: range) -> None:

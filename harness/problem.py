@@ -25,12 +25,15 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One argument set of generate_input. bytes: least traffic, None where the folder does not say; flops likewise."""
+    """One argument set of generate_input. bytes: least traffic, None where the folder does not say; flops likewise.
+    weight_bytes: what the weights take in memory, 0 where it does not say.
+    """
 
     params: dict
     seed: int
     bytes: int | None = None
     flops: int | None = None
+    weight_bytes: int = 0
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.params.items()) or "(no parameters)"
@@ -176,6 +179,7 @@ def _read(folder: Path) -> Problem:
                 Case(
                     {k: v for k, v in dataclasses.asdict(spec).items() if k != "seed"},
                     spec.seed, spec.bytes_moved(), spec.flops() if hasattr(spec, "flops") else None,
+                    spec.weight_bytes() if hasattr(spec, "weight_bytes") else 0,
                 )
                 for spec in specs
             )  # fmt: skip

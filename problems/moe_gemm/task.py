@@ -134,6 +134,9 @@ class Case:
         weights = self.experts_hit() * 3 * self.hidden * self.inner * WEIGHT_BYTES
         return round(weights) + self.tokens * (2 * 2 * self.hidden + 2 * 4 * self.topk)
 
+    def weight_bytes(self) -> int:
+        return round(3 * self.experts * self.hidden * self.inner * WEIGHT_BYTES)
+
     def flops(self) -> int:
         return 6 * self.tokens * self.topk * self.hidden * self.inner
 

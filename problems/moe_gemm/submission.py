@@ -11,7 +11,7 @@ from problems.common import load
 WINNERS = {
     "cpu": ("cpu_avx512", "cpu_avx2", "cpu_portable"),
     "sm90": ("sm90_grouped",),
-    "sm100": ("torch_grouped",),
+    "sm100": ("sm90_grouped",),
 }
 
 

@@ -10,8 +10,8 @@ import pytest
 from harness import problem
 from harness.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, Session
 
-# Bytes a thread, by problem and variant. sm90_grouped: in its forms for NVFP4 activations and for over 4096 columns, a few
-# words once a unit row; those that the board ranks on V4-Flash have none.
+# Bytes a thread, by problem and variant. sm90_grouped: in its forms for NVFP4 activations and for over 4096 columns, a
+# few words once a unit row; those that the board ranks on V4-Flash have none.
 SPILLS = {("moe_gemm", "sm90_grouped"): 128}
 
 

@@ -584,6 +584,7 @@ BUSY = "import threading, time\nstop = False\ndef work():\n    while not stop: p
 
 
 def test_an_audit_sees_what_still_runs(jailed):
+    answer(jailed, "answer = 1")  # it has started
     quiet = jailed.audit(0.05)
     assert not quiet.running and not quiet.main_running and not quiet.processes
     tid = answer(jailed, BUSY + "thread = threading.Thread(target=work); thread.start(); answer = thread.native_id")

@@ -3,6 +3,7 @@ SPILLS says so.
 """
 
 import importlib.util
+import re
 import shutil
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from harness import problem
 from harness.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, Session
 
-# Bytes a thread, by problem and variant. sm90_grouped: in its forms for NVFP4 activations and for over 4096 columns, a
-# few words once a unit row; those that the board ranks on V4-Flash have none.
-SPILLS = {("moe_gemm", "sm90_grouped"): 128}
+# Kernels of a variant, by their mangled names, and the bytes a thread that they may spill. sm90_grouped: a few words
+# once a unit row, in the forms for over 4096 columns (Li8E) and for NVFP4 activations (Lb1E) alone.
+SPILLS = {("moe_gemm", "sm90_grouped"): (r"decode7expertsI(Li8E|.*Lb1E)", 128)}
 
 
 def _jobs() -> list[tuple[str, str, str]]:
@@ -40,8 +41,10 @@ def test_compiles_for(name, variant, target):
     assert all(artefact["bytes"] > 1000 for artefact in reply["artefacts"])
     kernels = [kernel for artefact in reply["artefacts"] for kernel in artefact["kernels"]]
     assert kernels, "the compiler's resource report is missing"
+    which, most = SPILLS.get((name, variant), ("$^", 0))
     for kernel in kernels:
-        assert 0 < kernel["registers"] <= 255 and kernel["spill_bytes"] <= SPILLS.get((name, variant), 0), kernel
+        allowed = most if re.search(which, kernel["name"]) else 0
+        assert 0 < kernel["registers"] <= 255 and kernel["spill_bytes"] <= allowed, kernel
 
 
 def test_every_gpu_target_has_a_variant_in_each_language():

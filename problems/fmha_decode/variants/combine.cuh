@@ -14,9 +14,10 @@
 
 namespace fmha {
 
-constexpr int COMBINE_BATCH = 8;  // rows that a thread has under way
+constexpr int COMBINE_BATCH = 8;  // rows that a thread has under way: four groups join 32 splits in one pass, and one 8
 
-// A block ROWS rows; GROUPS groups of 64 threads share a row's splits, a thread has 8 dims. At most 32 splits a group.
+// A block ROWS rows; GROUPS groups of 64 threads share a row's splits, a thread has 8 dims. At most 32 splits a group:
+// each lane of a warp has one split's stats, and hands its factor to the others.
 template <int GROUPS, int ROWS>
 __global__ void __launch_bounds__(64 * GROUPS * ROWS) combine(const __half* partial, const float4* stats,
                                                               const float* sink, __nv_bfloat16* out, float* lse,

@@ -10,9 +10,13 @@
 // are all eight.
 #pragma once
 
-#include "sm90_ptx.cuh"
+#include <cstdint>
+
+#include "ptx.cuh"
 
 namespace fmha {
+
+using namespace ptx;
 
 constexpr int DIMS = 512;           // of an entry
 constexpr int FP8_TILES = 7;        // sub-tiles of 64 dims that come as e4m3 with a scale; the eighth is bf16
@@ -54,11 +58,6 @@ __device__ __forceinline__ Span share(int window, int compressed, int split, Div
 // Scale byte s -> 2^(s - 127 + 120) as a bf16 pair. Finite and normal for 3 <= s <= 134.
 __host__ __device__ __forceinline__ uint32_t scale_pair(uint32_t s) { return s * 0x00800080u + 120u * 0x00800080u; }
 
-__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
-    uint32_t c;  // both factors and the product may be subnormal: nothing is flushed
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    return c;
-}
 // Bits of MASK from a, the others from b.
 template <uint32_t MASK>
 __device__ __forceinline__ uint32_t either(uint32_t a, uint32_t b) {
@@ -76,11 +75,20 @@ __device__ __forceinline__ uint2 decode4(uint32_t codes, uint32_t scale) {
     asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(order));
     uint32_t const first = either<MAGNITUDES>(order << 4, signs << 8);
     uint32_t const second = either<MAGNITUDES>(order >> 4, signs);
-    return make_uint2(multiply(first, scale), multiply(second, scale));
+    return make_uint2(times(first, scale), times(second, scale));
 }
 __device__ __forceinline__ uint4 decode8(uint32_t a, uint32_t b, uint32_t scale) {
     uint2 const low = decode4(a, scale), high = decode4(b, scale);
     return make_uint4(low.x, low.y, high.x, high.y);
+}
+
+// *from, or `other` without touching memory.
+__device__ __forceinline__ int load_if(const int* from, bool really, int other) {
+    int v = other;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}\n"
+                 : "+r"(v)
+                 : "l"(from), "r"(int(really)));
+    return v;
 }
 
 // The two lists of a query and where their entries lie.
@@ -186,7 +194,7 @@ struct Producer {
                 if (lane % 4 == 0) copy8(at + SCALES + 2 * lane, scale, entry);
                 uint32_t bits = __ballot_sync(~0u, entry) & 0x11111111;  // of every fourth lane: to one byte
                 bits |= bits >> 3, bits &= 0x03030303, bits |= bits >> 6, bits &= 0x000F000F, bits |= bits >> 12;
-                if (lane == 0) store_shared8(to.masks + 8 * (tile & 3) + asker * EACH + i, bits);
+                if (lane == 0) store_shared1(to.masks + 8 * (tile & 3) + asker * EACH + i, bits);
             }
             copies_arrive(to.asked + 8 * turn.buffer);
             warp_arrive(to.asked + 8 * turn.buffer);  // for the masks
@@ -197,8 +205,8 @@ struct Producer {
 
     __device__ __forceinline__ void store(uint4 codes, uint32_t scale_byte, uint32_t at) const {
         uint32_t const scale = scale_pair(scale_byte), low = at + (2 * (lane % 4) ^ lane / 4) * 16;
-        store_shared(low, decode8(codes.x, codes.y, scale));
-        store_shared(low ^ 16, decode8(codes.z, codes.w, scale));
+        store_shared16(low, decode8(codes.x, codes.y, scale));
+        store_shared16(low ^ 16, decode8(codes.z, codes.w, scale));
     }
     __device__ __forceinline__ void decode(int count, int group) const {
         uint32_t const row = lane / 4, quarter = lane % 4;
@@ -227,8 +235,8 @@ struct Producer {
             for (int i = 0; i < 3; ++i)
                 store(codes[i], (i < 2 ? scales.x >> 16 + 8 * i : scales.y >> 16) & 0xFF,
                       base + (i < 2 ? 2 + i : 6) * TILE);
-            store_shared(base + FP8_TILES * TILE + (quarter ^ row) * 16, low);
-            store_shared(base + FP8_TILES * TILE + ((4 + quarter) ^ row) * 16, high);
+            store_shared16(base + FP8_TILES * TILE + (quarter ^ row) * 16, low);
+            store_shared16(base + FP8_TILES * TILE + ((4 + quarter) ^ row) * 16, high);
             warp_arrive(to.full + 8 * (PARTS * turn.buffer + 1));
         }
     }

@@ -14,7 +14,9 @@
 // caches  uint8 (pages, stride), lists  int32 (B, S, n), lengths  int32 (B,), as task.py describes them
 #include "combine.cuh"
 #include "launch.cuh"
+#include "ptx.cuh"
 #include "sm90_gather.cuh"
+#include "sm90_products.cuh"
 
 namespace fmha {
 
@@ -80,6 +82,11 @@ __device__ __forceinline__ int2 lengths(const Problem& p, int batch) {
                      min(max(__ldg(p.compressed_length + batch), 0), p.nc));
 }
 
+__device__ __forceinline__ void store16(void* to, uint4 v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 // The block's queries into shared memory, zeros for heads that do not exist. A warpgroup; copies_done waits for them.
 __device__ __forceinline__ void ask_for_queries(const Problem& p, const Item& item, uint32_t to) {
     const __nv_bfloat16* const q = p.q + (int64_t(item.query) * p.heads + item.head) * DIMS;
@@ -105,24 +112,24 @@ __device__ __forceinline__ void score(const Problem& p, const Item& item, uint32
     // Row h of this lane is 16 warp + lane / 4 + 8 h. Scores are in powers of two from here on.
     float top[2] = {-INFINITY, -INFINITY};  // running maximum, up to LAZY too small; -inf: no entry so far
     float sum[2] = {0, 0}, rounded[2] = {0, 0};  // of this lane's columns: of p, for lse; of p in bf16, which P V has
-    uint64_t const query = matrix(shared + At::QUERY, 16);
+    uint64_t const query = matrix(shared + At::QUERY);
     // Of the four matrices of a store: lanes 0-15 rows 0-15 of the left 8 columns, lanes 16-31 of the right ones.
     int const matrix_row = 16 * warp + lane % 16;
     copies_done();
-    fence_for_wgmma();
-    meet<2, 128>();
+    fence_async_shared();
+    meet<128>(2);
 
 #pragma unroll 1
     for (int tile = 0; tile < count; ++tile, turn.next()) {
         uint32_t const parity = tile & 1, other = tile & 1;  // of P; which place of ALPHA
-        uint64_t const key = matrix(shared + At::KEYS + turn.buffer * (TILES * At::TILE), 16);
+        uint64_t const key = matrix(shared + At::KEYS + turn.buffer * (TILES * At::TILE));
         float s[ROWS / 2];
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             int const t = i / 2 % 2 * 4 + i / 4 * 2 + i % 2;  // 0 1 4 5 2 3 6 7
             if (i % (TILES / PARTS) == 0) {
                 wait(shared + At::FULL + 8 * (PARTS * turn.buffer + i / (TILES / PARTS)), turn.parity);
-                fence_for_wgmma();  // for the writers, who would wait for what they have asked for since
+                fence_async_shared();  // for the writers, who would wait for what they have asked for since
                 wgmma_begin();
             }
 #pragma unroll
@@ -265,14 +272,14 @@ __device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count
     for (int tile = 0; tile < count; ++tile, turn.next()) {
         uint32_t const parity = tile & 1, other = tile & 1;  // of P; which place of ALPHA
         wait(shared + At::PROBS_FULL, parity);
-        fence_for_wgmma();
+        fence_async_shared();
         if (load_shared(shared + At::MOVED + 16 * other + 4 * warp)) {
             uint32_t const at = shared + At::ALPHA + 4 * (HEADS * other + 16 * warp + lane / 4);
             float const upper = __uint_as_float(load_shared(at)), lower = __uint_as_float(load_shared(at + 32));
 #pragma unroll
             for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= i % 4 < 2 ? upper : lower;
         }
-        uint64_t const probs = matrix(shared + At::PROBS, 16);
+        uint64_t const probs = matrix(shared + At::PROBS);
         uint32_t const first = (TILES * turn.buffer + TILES / 2 * half) * At::TILE;
         uint64_t const values = matrix(shared + At::KEYS + first, At::TILE);
         pin(o[0]), pin(o[1]);
@@ -337,7 +344,7 @@ __device__ __forceinline__ void add_values(const Problem& p, const Item& item, u
     int const half = threadIdx.x / 128 - 3;
     float o[2][64];  // of this half's halves: wgmma may name no more registers than a thread has at the launch
     undefined(o[0]), undefined(o[1]);
-    meet<1, THREADS>();
+    meet<THREADS>(1);
     int2 const length = lengths(p, item.batch);
     int const count = share<ROWS, SPLIT>(length.x, length.y, item.split, p.splits).count;
     add_tiles<ROWS>(o, half, count, shared);
@@ -352,7 +359,7 @@ template <int ROWS, bool SPLIT>
 __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Problem p) {
     using At = Layout<ROWS>;
     extern __shared__ uint8_t dynamic[];
-    uint32_t const shared = (uint32_t(__cvta_generic_to_shared(dynamic)) + 1023) & ~1023u;
+    uint32_t const shared = (shared_address(dynamic) + 1023) & ~1023u;
     Item const item(p);
     Lists const lists = {p.window, p.compressed, p.window_index + int64_t(item.query) * p.nw,
                          p.compressed_index + int64_t(item.query) * p.nc};
@@ -365,7 +372,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Pro
         Producer<ROWS, SPLIT> const producer = {{shared + At::KEYS, shared + At::STAGING, shared + At::MASKS,
                                                  shared + At::ASKED, shared + At::TAKEN, shared + At::FULL,
                                                  shared + At::EMPTY}, int(threadIdx.x % 32)};
-        auto const begin = [] { meet<1, THREADS>(); };
+        auto const begin = [] { meet<THREADS>(1); };
         auto const length = [&] { return lengths(p, item.batch); };
         if (group < 0) {
             producer.ask(lists, length, p.nw, p.nc, item.split, p.splits, warp, begin);
@@ -393,7 +400,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Pro
             barrier_init(shared + At::DONE, 128);  // threads that score
             barrier_publish();
         }
-        show_up<1, THREADS>();
+        show_up<THREADS>(1);
         fewer_registers<SCORE_REGISTERS>();
         score<ROWS, SPLIT>(p, item, shared);
     } else {
@@ -414,7 +421,7 @@ cudaError_t run(const Problem& p) {
     auto const started = cudaGetLastError();
     if (started != cudaSuccess) return started;
     int const splits = p.splits.by;
-    bool const many = splits > 8;
+    bool const many = splits > COMBINE_BATCH;  // more than one group has under way at once
     auto const combine = many ? fmha::combine<4, 1> : fmha::combine<1, 4>;
     return programmatic::launch(combine, dim3(many ? p.rows : (p.rows + 3) / 4), dim3(256), 0, p.partial, p.stats,
                                 p.sink, p.out, p.lse, p.rows, p.heads, splits);
@@ -423,8 +430,8 @@ cudaError_t run(const Problem& p) {
 }  // namespace fmha
 
 // Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; entries: of a tile, 48 or 32. Splits: up
-// to 128; above 1 partial is fp16 (splits, B S H, 512), stats fp32 (splits, B S H, 4), of any content. -> a
-// cudaError_t.
+// to 128, which are 32 for each of combine's four groups; above 1 partial is fp16 (splits, B S H, 512), stats fp32
+// (splits, B S H, 4), of any content. -> a cudaError_t.
 extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
                       const float* sink, void* out, float* lse, void* partial, void* stats, int batch, int queries,

@@ -1,5 +1,5 @@
-// One expert that every token goes to, for up to a few hundred tokens: the shared expert, and dense NVFP4 products. For
-// up to 64 tokens each weight is read once, by one multiprocessor, and meets them all in wgmma.
+// One expert that every token goes to, the shared expert, for up to a few hundred tokens. For up to 64 each weight is
+// read once, by one multiprocessor, and meets them all in wgmma.
 //
 // With so few tokens there are not enough rows of weights to give every multiprocessor some of its own without each of
 // them reading all of x. So the columns are split as well: a cluster of blocks has the same rows, each of its blocks a
@@ -14,13 +14,14 @@
 #include <cuda_bf16.h>
 
 #include "launch.cuh"
-#include "sm90_prefill_ptx.cuh"
+#include "ptx.cuh"
 #include "sm90_units.cuh"
+#include "sm90_wgmma.cuh"
 
 namespace dense {
 
+using namespace ptx;
 using bf16 = __nv_bfloat16;
-namespace ptx = prefill;
 
 constexpr float LIMIT = 10.f;
 constexpr int CHUNKS = 8, PAIRS = CHUNKS / 2;  // of 64 columns, that a block has weights of at a time; a copy has two
@@ -29,15 +30,15 @@ constexpr int FIRST_ROWS = 8, FIRST_SPLITS = 8;  // of the first product, see Fo
 // A block of each product, of 512 and of 256 threads, run on a multiprocessor at a time and share its 65536 registers.
 constexpr int BOUND = 768;
 
-// A block has ROWS unit rows and one of SPLITS parts of the columns, for 8 EIGHTS tokens. A warp has 16 rows. PREPARED:
-// x lies in wgmma's order, and comes by bulk copies, into fewer places than there are chunks: the first product's block
-// shall have room beside it.
-template <int ROWS_, int SPLITS_, int EIGHTS_, bool PREPARED_>
+// A block has ROWS unit rows and one of SPLITS parts of the columns, for 8 EIGHTS tokens. A warp has 16 rows. The FIRST
+// product brings x into wgmma's order. The second has v, which lies in it and comes by bulk copies, into fewer places
+// than there are chunks: the first product's block shall have room beside it.
+template <int ROWS_, int SPLITS_, int EIGHTS_, bool FIRST_>
 struct Form {
     static constexpr int ROWS = ROWS_, SPLITS = SPLITS_, EIGHTS = EIGHTS_, TOKENS = 8 * EIGHTS;
-    static constexpr bool PREPARED = PREPARED_;
+    static constexpr bool FIRST = FIRST_;
     static constexpr int THREADS = 64 * ROWS;
-    static constexpr int PLACES = PREPARED ? 6 : CHUNKS;  // for chunks of x
+    static constexpr int PLACES = FIRST ? CHUNKS : 6;  // for chunks of x
     static constexpr int BEHIND = 2;  // chunks that a place is asked for again later than it could be
 
     // Shared memory in bytes from a multiple of 1024.
@@ -57,7 +58,7 @@ struct Form {
 struct Product {
     const uint8_t* units;  // [rows][columns]
     const float* scale;
-    const bf16* x;         // (tokens, 64 columns); or prepared, as v
+    const bf16* x;         // of the first product (tokens, 64 columns); of the second v, as the first leaves it
     bf16* out;             // (tokens, 32 rows); of the first product v, [16 rows / 64][padded][64]
     const int* ids;        // of the first product
     const float* routing;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, float a, flo
         "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d)
         : "memory");
 }
-// As ptx::wait, for what other blocks have sent.
+// As wait, for what other blocks have sent.
 __device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
     uint32_t over;
     do {
@@ -100,8 +101,6 @@ __device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
             : "memory");
     } while (!over);
 }
-// Bulk copies see what this thread knows to be in global memory.
-__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // What a block has to do.
 template <class F>
@@ -126,16 +125,16 @@ __device__ __forceinline__ void ask_weights(const Product& p, const Part<F>& par
     const int count = min(part.chunks - done, CHUNKS), row = threadIdx.x / 32 % F::ROWS;
     if (threadIdx.x % 32 != 0) return;
     // Nobody but this block wants them, unless others have the same rows with other tokens.
-    const uint64_t policy = gridDim.y == 1 ? ptx::keep_short() : ptx::keep();
+    const uint64_t policy = gridDim.y == 1 ? keep_short() : keep();
     const uint8_t* from =
         p.units + (int64_t(part.row + row) * p.columns + part.chunk + done) * units::BYTES;
     for (int pair = threadIdx.x / 32 / F::ROWS; pair < PAIRS; pair += 2) {
         const uint32_t bytes = min(count - 2 * pair, 2) * units::BYTES, full = shared + F::FULL + 8 * pair;
         if (2 * pair >= count) break;
-        if (row == 0) ptx::arrive_expecting(full, part.rows * bytes);
+        if (row == 0) arrive_expecting(full, part.rows * bytes);
         if (row < part.rows)
-            ptx::bulk_load(shared + F::WEIGHTS + (row * CHUNKS + 2 * pair) * units::BYTES,
-                           from + 2 * pair * units::BYTES, bytes, full, policy);
+            bulk_load(shared + F::WEIGHTS + (row * CHUNKS + 2 * pair) * units::BYTES, from + 2 * pair * units::BYTES,
+                      bytes, full, policy);
     }
 }
 
@@ -162,17 +161,17 @@ __device__ __forceinline__ void load_x(const Product& p, const Part<F>& part, ui
             for (int i = 0; i < AT_ONCE; ++i) {
                 if (chunk + i >= count) break;
                 const uint32_t image = to + (chunk + i) * F::IMAGE;
-                ptx::store_shared(image + ((first + 0) ^ row % 8) * 16, v[i].x);
-                ptx::store_shared(image + ((first + 1) ^ row % 8) * 16, v[i].y);
-                ptx::store_shared(image + ((first + 2) ^ row % 8) * 16, v[i].z);
-                ptx::store_shared(image + ((first + 3) ^ row % 8) * 16, v[i].w);
+                store_shared(image + ((first + 0) ^ row % 8) * 16, v[i].x);
+                store_shared(image + ((first + 1) ^ row % 8) * 16, v[i].y);
+                store_shared(image + ((first + 2) ^ row % 8) * 16, v[i].z);
+                store_shared(image + ((first + 3) ^ row % 8) * 16, v[i].w);
             }
         }
     }
-    ptx::fence_async_shared();
+    fence_async_shared();
 }
 
-// Prepared x: v, chunk by chunk.
+// The second product's x: v, chunk by chunk.
 template <class F>
 struct Prepared {
     const Product& p;
@@ -180,14 +179,14 @@ struct Prepared {
     uint32_t shared;
     __device__ __forceinline__ bool ready(int i) const {
         constexpr int OF_TILE = FIRST_ROWS / 4;  // chunks that a tile of the first product makes
-        return ptx::count_of(p.ready + blockIdx.y * p.tiles + (part.chunk + i) / OF_TILE) >= FIRST_SPLITS;
+        return count_of(p.ready + blockIdx.y * p.tiles + (part.chunk + i) / OF_TILE) >= FIRST_SPLITS;
     }
     __device__ __forceinline__ void ask(int i) const {
         fence_async_global();
         const uint32_t place = i % F::PLACES, full = shared + F::X_FULL + 8 * place;
-        ptx::arrive_expecting(full, F::IMAGE);
-        ptx::bulk_load(shared + place * F::IMAGE, p.x + (int64_t(part.chunk + i) * p.padded + part.token) * 64,
-                       F::IMAGE, full, ptx::keep());
+        arrive_expecting(full, F::IMAGE);
+        bulk_load(shared + place * F::IMAGE, p.x + (int64_t(part.chunk + i) * p.padded + part.token) * 64, F::IMAGE,
+                  full, keep());
     }
     // For the first of each place, in the order in which they get ready. One warp.
     __device__ __forceinline__ void begin() const {
@@ -200,7 +199,7 @@ struct Prepared {
     __device__ __forceinline__ void after(int i) const {
         if (i < 0 || i + F::PLACES >= part.chunks) return;
         while (!ready(i + F::PLACES)) {}
-        ptx::wait(shared + F::X_EMPTY + 8 * (i % F::PLACES), i / F::PLACES % 2);
+        wait(shared + F::X_EMPTY + 8 * (i % F::PLACES), i / F::PLACES % 2);
         ask(i + F::PLACES);
     }
 };
@@ -227,10 +226,10 @@ __device__ __forceinline__ void decode(uint32_t upper, uint32_t lower, uint32_t 
 // Two steps of 16 columns, which are 32 bytes.
 template <class F>
 __device__ __forceinline__ void multiply(float (&d)[4 * F::EIGHTS], const uint32_t (&a)[2][4], uint64_t rows) {
-    ptx::wgmma_begin();
-    ptx::wgmma<F::TOKENS>(d, a[0], rows);
-    ptx::wgmma<F::TOKENS>(d, a[1], rows + 2);
-    ptx::wgmma_commit();
+    wgmma_begin();
+    wgmma<F::TOKENS>(d, a[0], rows);
+    wgmma<F::TOKENS>(d, a[1], rows + 2);
+    wgmma_commit();
 }
 
 // Keeps fragments where they are up to here: wgmma reads them long after it is issued.
@@ -241,61 +240,59 @@ __device__ __forceinline__ void hold(const uint32_t (&a)[2][4]) {
 }
 
 // d += this warp's 16 rows times the block's tokens, over all of the block's columns. Ends with nothing on its way.
-template <class F, bool FIRST>
+template <class F>
 __device__ __forceinline__ void multiply_all(const Product& p, const Part<F>& part, uint32_t shared,
                                              float (&d)[4 * F::EIGHTS]) {
     uint32_t a[2][2][4] = {};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = warp % 2;
     const uint32_t unit = shared + F::WEIGHTS + warp / 2 * CHUNKS * units::BYTES;
     const uint32_t codes_at = unit + 512 * q + 16 * lane, scales_at = unit + units::SCALES + 4 * lane;
-    uint32_t place = 0, parity = 0;  // of prepared x
+    uint32_t place = 0, parity = 0;  // of v
     const Prepared<F> prepared{p, part, shared};
-    if (F::PREPARED && warp == 0) prepared.begin();
+    if (!F::FIRST && warp == 0) prepared.begin();
 #pragma unroll 1
     for (int done = 0, round = 0; done < part.chunks; done += CHUNKS, ++round) {
         if (round) {  // all have used what they had
-            ptx::fence_async_shared();
+            fence_async_shared();
             __syncthreads();
             ask_weights(p, part, shared, done);
-            if constexpr (!F::PREPARED) {
+            if constexpr (F::FIRST) {
                 load_x<1>(p, part, shared, done);  // there are no registers for more
                 __syncthreads();
             }
         }
         const int count = min(part.chunks - done, CHUNKS);
         const auto load = [&](int i) {
-            if (i % 2 == 0) ptx::wait(shared + F::FULL + 4 * i, round % 2);
-            return Words{ptx::load_shared16(codes_at + i * units::BYTES),
-                         ptx::load_shared(scales_at + i * units::BYTES) >> 16 * q};
+            if (i % 2 == 0) wait(shared + F::FULL + 4 * i, round % 2);
+            return Words{load_shared16(codes_at + i * units::BYTES),
+                         load_shared(scales_at + i * units::BYTES) >> 16 * q};
         };
         Words words = load(0);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const uint64_t rows = ptx::matrix(ptx::matrix_at(shared + (F::PREPARED ? place : i) * F::IMAGE));
+            const uint64_t rows = matrix(shared + (F::FIRST ? i : place) * F::IMAGE);
             decode(words.codes.x, words.codes.y, words.scales, a[0]);
-            if (F::PREPARED) ptx::wait(shared + F::X_FULL + 8 * place, parity);
+            if (!F::FIRST) wait(shared + F::X_FULL + 8 * place, parity);
             multiply<F>(d, a[0], rows);
-            ptx::wgmma_end_but<1>();
+            wgmma_end_but<1>();
             hold(a[1]);
-            if (F::PREPARED) {
-                if (done + i) ptx::warp_arrive(shared + F::X_EMPTY + 8 * (place ? place - 1 : F::PLACES - 1));
+            if (!F::FIRST) {
+                if (done + i) warp_arrive(shared + F::X_EMPTY + 8 * (place ? place - 1 : F::PLACES - 1));
                 if (++place == F::PLACES) place = 0, parity ^= 1;
                 if (threadIdx.x == 0) prepared.after(done + i - F::BEHIND);
             }
             decode(words.codes.z, words.codes.w, words.scales, a[1]);
             multiply<F>(d, a[1], rows + 4);
             // Not before: weights of the next launch shall come behind this block's.
-            if (FIRST && threadIdx.x == 0 && done == 0 && i == max(count - 2, 0)) programmatic::trigger();
+            if (F::FIRST && threadIdx.x == 0 && done == 0 && i == max(count - 2, 0)) programmatic::trigger();
             if (i + 1 < count) words = load(i + 1);
-            ptx::wgmma_end_but<1>();
+            wgmma_end_but<1>();
             hold(a[0]);
         }
-        ptx::wgmma_end_but<0>();
+        wgmma_end();
         hold(a[1]);
     }
-    // Sums are what wgmma made of them only from here on.
-#pragma unroll
-    for (int i = 0; i < 4 * F::EIGHTS; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    pin(d);
 }
 
 // ---- sums
@@ -330,7 +327,7 @@ __device__ __forceinline__ float4 add_up(uint32_t shared, int index) {
     float4 sum = {};
 #pragma unroll
     for (int i = 0; i < F::SPLITS; ++i) {
-        const uint4 v = ptx::load_shared16(shared + (i * F::SHARE + index) * 16);
+        const uint4 v = load_shared16(shared + (i * F::SHARE + index) * 16);
         sum.x += __uint_as_float(v.x), sum.y += __uint_as_float(v.y);
         sum.z += __uint_as_float(v.z), sum.w += __uint_as_float(v.w);
     }
@@ -345,12 +342,12 @@ __device__ __forceinline__ float activate(float gate, float up) {
 
 // A row's values of tokens 2 c and 2 c + 1, with those of the row that lane ^ 4 has -> both rows' of token 2 c + g % 2.
 __device__ __forceinline__ uint32_t paired(float first, float second, int g) {
-    const uint32_t own = ptx::bf16_pair(first, second), other = __shfl_xor_sync(~0u, own, 4);
+    const uint32_t own = bf16_pair(first, second), other = __shfl_xor_sync(~0u, own, 4);
     return __byte_perm(own, other, g % 2 ? 0x3276 : 0x5410);
 }
 
-template <class F, bool FIRST>
-__global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(FIRST || F::PREPARED ? BOUND : F::THREADS)
+template <class F>
+__global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(BOUND)
     product(const __grid_constant__ Product p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // wgmma is Hopper's alone
     extern __shared__ uint8_t raw[];
@@ -358,15 +355,15 @@ __global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(FIRST || F::
     const Part<F> part(p);
     int* const ready = p.ready + blockIdx.y * p.tiles + part.tile;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < PAIRS; ++i) ptx::barrier_init(shared + F::FULL + 8 * i, 1);
-        if (F::PREPARED)
+        for (int i = 0; i < PAIRS; ++i) barrier_init(shared + F::FULL + 8 * i, 1);
+        if (!F::FIRST)
             for (int i = 0; i < F::PLACES; ++i) {
-                ptx::barrier_init(shared + F::X_FULL + 8 * i, 1);
-                ptx::barrier_init(shared + F::X_EMPTY + 8 * i, F::WARPS);
+                barrier_init(shared + F::X_FULL + 8 * i, 1);
+                barrier_init(shared + F::X_EMPTY + 8 * i, F::WARPS);
             }
-        ptx::barrier_init(shared + F::SENT, 1);
-        ptx::barrier_publish();
-        ptx::arrive_expecting(shared + F::SENT, F::SPLITS * F::SHARE * 16);
+        barrier_init(shared + F::SENT, 1);
+        barrier_publish();
+        arrive_expecting(shared + F::SENT, F::SPLITS * F::SHARE * 16);
     }
     __syncthreads();
     if (part.chunks) ask_weights(p, part, shared, 0);
@@ -374,19 +371,19 @@ __global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(FIRST || F::
         // What the end needs comes along with x. `zeroed` is used as well, so that the exchange has happened before
         // this block lets the next launch begin, which must not see the counts of a call before.
         const int token = part.token + threadIdx.x;
-        const bool lists = FIRST && threadIdx.x < F::TOKENS && token < p.tokens;
-        const int zeroed = FIRST && threadIdx.x == 0 && part.rank == 0 ? atomicExch(ready, 0) : 0;
+        const bool lists = F::FIRST && threadIdx.x < F::TOKENS && token < p.tokens;
+        const int zeroed = F::FIRST && threadIdx.x == 0 && part.rank == 0 ? atomicExch(ready, 0) : 0;
         const int id = lists ? __ldg(p.ids + token) : -1;
         const float routing = lists ? __ldg(p.routing + token) : 0.f;
         const float scale = threadIdx.x == 0 ? __ldg(p.scale) : 0.f;
-        if constexpr (!F::PREPARED) load_x<CHUNKS>(p, part, shared, 0);
-        if (FIRST && threadIdx.x < F::TOKENS) {
-            ptx::store_shared(shared + F::LIST + 8 * threadIdx.x, __float_as_uint(routing));
-            ptx::store_shared(shared + F::LIST + 8 * threadIdx.x + 4, id == 0);
+        if constexpr (F::FIRST) load_x<CHUNKS>(p, part, shared, 0);
+        if (F::FIRST && threadIdx.x < F::TOKENS) {
+            store_shared(shared + F::LIST + 8 * threadIdx.x, __float_as_uint(routing));
+            store_shared(shared + F::LIST + 8 * threadIdx.x + 4, id == 0);
         }
         if (threadIdx.x == 0) {
-            ptx::store_shared(shared + F::SCALE, __float_as_uint(scale * units::REST));
-            if (FIRST) ptx::store_shared(shared + F::SCALE + 4, zeroed);
+            store_shared(shared + F::SCALE, __float_as_uint(scale * units::REST));
+            if (F::FIRST) store_shared(shared + F::SCALE + 4, zeroed);
         }
     }
     __syncthreads();
@@ -394,23 +391,23 @@ __global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(FIRST || F::
         float d[4 * F::EIGHTS];
 #pragma unroll
         for (int i = 0; i < 4 * F::EIGHTS; ++i) d[i] = 0;
-        multiply_all<F, FIRST>(p, part, shared, d);
+        multiply_all<F>(p, part, shared, d);
         meet_cluster();  // nobody needs x any more
         send_sums<F>(d, shared, part.rank);
     }
     wait_for_sent(shared + F::SENT);
 
-    const float factor = __uint_as_float(ptx::load_shared(shared + F::SCALE));
-    if (F::PREPARED) programmatic::wait();  // has long happened: this launch shall not end before the one ahead
+    const float factor = __uint_as_float(load_shared(shared + F::SCALE));
+    if (!F::FIRST) programmatic::wait();  // has long happened: this launch shall not end before the one ahead
 #pragma unroll 1
     for (int i = threadIdx.x; i < F::SHARE; i += F::THREADS) {
         const Share<F> share(part.rank, i);
         const float4 sum = add_up<F>(shared, i);
         const int row = part.row + share.unit, mine = 2 * share.c + share.g % 2;  // mine: of an eighth, as paired()
         const int token = part.token + 8 * share.eighth + mine;
-        if constexpr (FIRST) {
+        if constexpr (F::FIRST) {
             const uint32_t list = shared + F::LIST + 8 * (8 * share.eighth + 2 * share.c);
-            const float2 first = ptx::load_shared_pair(list), second = ptx::load_shared_pair(list + 8);
+            const float2 first = load_shared_pair(list), second = load_shared_pair(list + 8);
             const float a = activate(sum.x * factor, sum.z * factor) * first.x;
             const float b = activate(sum.y * factor, sum.w * factor) * second.x;
             const uint32_t both =
@@ -430,9 +427,9 @@ __global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(FIRST || F::
             }
         }
     }
-    if constexpr (FIRST) {
+    if constexpr (F::FIRST) {
         __syncthreads();
-        if (threadIdx.x == 0) ptx::count_up(ready);
+        if (threadIdx.x == 0) count_up(ready);
     }
 #endif
 }
@@ -449,29 +446,29 @@ struct Tiling {
     int padded() const { return tiles * eights * 8; }
 };
 
-template <class F, bool FIRST>
+template <class F>
 inline cudaError_t launch(const Product& p, int tiles) {
     constexpr int bytes = F::BYTES + 1024;
     if (const cudaError_t error =
-            cudaFuncSetAttribute(product<F, FIRST>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+            cudaFuncSetAttribute(product<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
     // Or a multiprocessor has shared memory for blocks of the one kernel alone, until they have ended.
     if (const cudaError_t error = cudaFuncSetAttribute(
-            product<F, FIRST>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared))
+            product<F>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared))
         return error;
     const dim3 grid((p.rows + F::ROWS - 1) / F::ROWS * F::SPLITS, tiles);
-    if (F::PREPARED) return programmatic::launch(product<F, FIRST>, grid, F::THREADS, bytes, p);
-    product<F, FIRST><<<grid, F::THREADS, bytes>>>(p);
+    if (!F::FIRST) return programmatic::launch(product<F>, grid, F::THREADS, bytes, p);
+    product<F><<<grid, F::THREADS, bytes>>>(p);
     return cudaGetLastError();
 }
 
-template <int ROWS, int SPLITS, bool PREPARED, bool FIRST>
+template <int ROWS, int SPLITS, bool FIRST>
 inline cudaError_t launch_for(const Product& p, const Tiling& tiling) {
     switch (tiling.eights) {
-        case 2: return launch<Form<ROWS, SPLITS, 2, PREPARED>, FIRST>(p, tiling.tiles);
-        case 4: return launch<Form<ROWS, SPLITS, 4, PREPARED>, FIRST>(p, tiling.tiles);
-        case 6: return launch<Form<ROWS, SPLITS, 6, PREPARED>, FIRST>(p, tiling.tiles);
-        default: return launch<Form<ROWS, SPLITS, 8, PREPARED>, FIRST>(p, tiling.tiles);
+        case 2: return launch<Form<ROWS, SPLITS, 2, FIRST>>(p, tiling.tiles);
+        case 4: return launch<Form<ROWS, SPLITS, 4, FIRST>>(p, tiling.tiles);
+        case 6: return launch<Form<ROWS, SPLITS, 6, FIRST>>(p, tiling.tiles);
+        default: return launch<Form<ROWS, SPLITS, 8, FIRST>>(p, tiling.tiles);
     }
 }
 
@@ -501,22 +498,8 @@ inline cudaError_t run(const uint8_t* w13_units, const float* g13, const uint8_t
                         tokens,    padded, inner / 16, hidden / 64, tiles};
     const Product second{w2_units, g2,     v,      out,         nullptr,    nullptr, ready,
                          tokens,   padded, hidden / 32, inner / 64, tiles};
-    if (const cudaError_t error = launch_for<FIRST_ROWS, FIRST_SPLITS, false, true>(first, tiling)) return error;
-    return launch_for<4, 4, true, false>(second, tiling);
-}
-
-// out (T, rows) = x (T, columns) by units [rows / 32][columns / 64]; rows, columns multiples of 64. Takes no workspace.
-inline cudaError_t linear(const uint8_t* units, const float* g, const bf16* x, bf16* out, void* /* workspace */,
-                          int tokens, int rows, int columns) {
-    if (tokens <= 0) return cudaSuccess;
-    if (rows <= 0 || columns <= 0 || rows % 64 || columns % 64) return cudaErrorInvalidValue;
-    const Tiling tiling(tokens);
-    const Product p{units,  g,       x,         out,       nullptr, nullptr, nullptr,
-                    tokens, 0, rows / 32, columns / 64, 0};
-    // SPLITS / ROWS is blocks for a unit row. With fewer splits there is less to add up, and more of x to read.
-    if (rows <= 2048) return launch_for<4, 8, false, false>(p, tiling);
-    if (columns <= 2048) return launch_for<4, 4, false, false>(p, tiling);
-    return launch_for<8, 8, false, false>(p, tiling);
+    if (const cudaError_t error = launch_for<FIRST_ROWS, FIRST_SPLITS, true>(first, tiling)) return error;
+    return launch_for<4, 4, false>(second, tiling);
 }
 
 }  // namespace dense

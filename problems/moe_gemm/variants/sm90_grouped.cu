@@ -58,7 +58,6 @@ int decode_linear(const uint8_t* weight, const float* g, const float* in, const 
                         1, rows, columns, 0, 0, quantised != 0, true, 0}, tiles, blocks);
 }
 
-
 // Bytes that prefill_experts needs, in KiB.
 int prefill_workspace(int tokens, int topk, int experts, int hidden, int inner) {
     return static_cast<int>((prefill::workspace(tokens, topk, experts, hidden, inner) + 1023) / 1024);

@@ -21,12 +21,14 @@
 #pragma once
 
 #include "launch.cuh"
-#include "sm90_prefill_ptx.cuh"
+#include "ptx.cuh"
 #include "sm90_routing.cuh"
 #include "sm90_units.cuh"
+#include "sm90_wgmma.cuh"
 
 namespace prefill {
 
+using namespace ptx;
 using bf16 = __nv_bfloat16;
 
 constexpr float LIMIT = 10.f, LOG2E = 1.4426950408889634f;
@@ -112,8 +114,8 @@ __device__ __forceinline__ void tell(const Problem& p, uint32_t shared, Turn<2> 
     const int4 of = product == END ? make_int4(0, 0, 0, 0) : __ldcg(p.tables.items + item);
     wait(shared + F::HEARD + 8 * turn.at(), turn.parity() ^ 1);
     const uint32_t to = shared + F::TILES + 32 * turn.at();
-    store_shared16(to, product, of.x, of.y, of.z);
-    store_shared16(to + 16, block, item, of.w == 1, 0);
+    store_shared16(to, make_uint4(product, of.x, of.y, of.z));
+    store_shared16(to + 16, make_uint4(block, item, of.w == 1, 0));
     arrive(shared + F::TOLD + 8 * turn.at());
 }
 
@@ -136,7 +138,7 @@ __device__ __forceinline__ void heard(uint32_t shared, Turn<2>& turn) {
 // Until all of the first product of an item is written.
 __device__ __forceinline__ void await_item(const Problem& p, int item) {
     const int wanted = p.product[SECOND].chunks;  // each is what one warpgroup leaves
-#ifdef MOE_DEBUG
+#ifdef KERNEL_DEBUG
     for (int tries = 0; count_of(p.tables.ready + item) < wanted; __nanosleep(100))
         if (++tries == 1 << 20) {
             printf("block %d waits in vain for item %d\n", blockIdx.x, item);
@@ -265,8 +267,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][SUMS], const uint32_
     wgmma_begin();
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        wgmma<N>(d[0], a[step][0], matrix(rows + 2 * step));  // 16 columns are 32 bytes
-        wgmma<N>(d[1], a[step][1], matrix(rows + 2 * step));
+        wgmma<N>(d[0], a[step][0], matrix_of(rows + 2 * step));  // 16 columns are 32 bytes
+        wgmma<N>(d[1], a[step][1], matrix_of(rows + 2 * step));
     }
     wgmma_commit();
 }
@@ -313,7 +315,7 @@ __device__ __forceinline__ void multiply(float (&d)[2][SUMS], uint32_t shared, T
     for (int left = chunks; left > 0; --left) {
         const uint32_t at = stage.at();
         // From lane 0, so that the compiler knows it to be the same for all.
-        const uint32_t rows = __shfl_sync(~0u, matrix_at(shared + F::ROWS + at * F::STAGE), 0);
+        const uint32_t rows = __shfl_sync(~0u, matrix_half(shared + F::ROWS + at * F::STAGE), 0);
         decode_half<0>(words, a[0]);
         multiply_half<SPAN, 0>(d, a[0], rows, eights);
         wgmma_end_but<1>();
@@ -329,7 +331,7 @@ __device__ __forceinline__ void multiply(float (&d)[2][SUMS], uint32_t shared, T
         wgmma_end_but<1>();
         hold(a[0]);
     }
-    wgmma_end_but<0>();
+    wgmma_end();
     hold(a[1]);
     pin(d);
     __syncwarp();
@@ -391,7 +393,7 @@ __device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[2
             };
             store_transposed(to + i * 2048, pair(0, 0), pair(0, 1), pair(1, 0), pair(1, 1));
         }
-        meet(barrier);
+        meet<128>(barrier);
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
             const int token = before + 8 * i + row;
@@ -400,7 +402,7 @@ __device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[2
             const int64_t slot = load_shared(slots + 4 * token);
             *reinterpret_cast<uint4*>(p.parts + slot * p.hidden + first + 8 * chunk) = v;
         }
-        meet(barrier);  // staging and slots are read
+        meet<128>(barrier);  // staging and slots are read
     }
 }
 
@@ -451,7 +453,7 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
         const Product& product = p.product[tile.product];
         finish_store();  // long done: staging is free again
         copies_done();
-        meet(barrier);
+        meet<128>(barrier);
         const float factor = __uint_as_float(load_shared(scale)) * units::REST;
         const int begin = F::UNITS * tile.block + HALF * group;  // units of rows, this warpgroup's first
         const int features = (product.rows - begin) * units::ROWS;
@@ -459,7 +461,7 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
             if (features > 0) {  // units come in fours, then
                 stage_inner(d, tile.count, factor, list, staging);
                 fence_async_shared();
-                meet(barrier);
+                meet<128>(barrier);
                 if (thread == 0) {
                     bf16* const to = p.inner + (int64_t(begin / HALF) * p.slots + tile.first) * 64;
                     bulk_store(to, staging, tile.count * 128);

@@ -24,6 +24,8 @@
 #include <cuda_bf16.h>
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace units {
 
 constexpr int ROWS = 32, COLUMNS = 64, BYTES = 1152, SCALES = 1024;  // SCALES: where they begin
@@ -33,12 +35,6 @@ template <int TABLE>
 __device__ __forceinline__ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
-    return d;
-}
-
-__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
-    uint32_t d;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
 
@@ -52,11 +48,11 @@ __device__ __forceinline__ uint32_t scale(uint32_t four) {
 __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (&pair)[4]) {
     constexpr int AND_OR = 0xEA;  // (a & b) | c
     const uint32_t mask = 0x81C081C0u;
-    pair[0] = times(word & mask, scale);
-    pair[1] = times(word << 6 & mask, scale);
-    pair[2] = times(__funnelshift_l(word, word, 12) & mask, scale);
+    pair[0] = ptx::times(word & mask, scale);
+    pair[1] = ptx::times(word << 6 & mask, scale);
+    pair[2] = ptx::times(__funnelshift_l(word, word, 12) & mask, scale);
     const uint32_t first = word >> 6 & 0x01000100u;
-    pair[3] = times(lop3<AND_OR>(word << 2, 0x80C080C0u, first), scale);
+    pair[3] = ptx::times(lop3<AND_OR>(word << 2, 0x80C080C0u, first), scale);
 }
 
 // A word of eight codes, first column in the low nibble, -> as units have it.

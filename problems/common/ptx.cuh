@@ -68,6 +68,30 @@ __device__ __forceinline__ void show_up(int number) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
+// ---- clusters of blocks
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// `at` as the cluster's blocks know it, in the block of that rank.
+__device__ __forceinline__ uint32_t in_block(uint32_t rank, uint32_t at) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+// All threads of the cluster meet, and know what the others wrote before, in shared memory too.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Of another block's shared memory, at an address from in_block.
+__device__ __forceinline__ uint32_t load_cluster(uint32_t from) {
+    uint32_t v;
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+    return v;
+}
+
 // ---- fences
 
 // What this thread wrote, or knows from a barrier that others wrote, may be read by wgmma and by bulk copies after
@@ -95,6 +119,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 __device__ __forceinline__ uint32_t load_shared(uint32_t from) {
     uint32_t v;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t load_shared2(uint32_t from) {
+    uint16_t v;
+    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
     return v;
 }
 __device__ __forceinline__ uint2 load_shared8(uint32_t from) {

@@ -81,32 +81,29 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t 
 }
 
 // 16 values in eight bf16x2, as NVFP4 with this input scale has them, without the input scale: nvfp4.encode.
-__device__ __noinline__ void quantise(uint32_t* pairs, float input_scale) {
-    float values[16], most = 0;
+__device__ __forceinline__ void quantise(uint32_t* pairs, float input_scale) {
+    float most = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float2 two = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(pairs + i));
-        values[2 * i] = __fdiv_rn(two.x, input_scale), values[2 * i + 1] = __fdiv_rn(two.y, input_scale);
-        most = fmaxf(most, fmaxf(fabsf(values[2 * i]), fabsf(values[2 * i + 1])));
+        most = fmaxf(most, fmaxf(fabsf(two.x), fabsf(two.y)));
     }
+    most = __fdiv_rn(most, input_scale);  // the largest quotient: rounding keeps the order
     __nv_fp8_e4m3 byte;
     byte.__x = __nv_cvt_float_to_fp8(fminf(__fdiv_rn(most, 6.f), 448.f), __NV_SATFINITE, __NV_E4M3);
     const float scale = float(byte);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        if (scale == 0) {
-            values[i] = 0;
-            continue;
-        }
+    auto value = [&](float x) {
+        if (scale == 0) return 0.f;
         // The power of two at or below the value, at least 1: codes are half of it apart, even ones a whole of it.
-        const float value = fminf(fmaxf(__fdiv_rn(values[i], scale), -6.f), 6.f);
-        const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(value), 1.f)) & 0x7F800000u);
-        values[i] = rintf(__fdiv_rn(value * 2, power)) * power * 0.5f * scale;
-    }
+        x = fminf(fmaxf(__fdiv_rn(__fdiv_rn(x, input_scale), scale), -6.f), 6.f);
+        const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(x), 1.f)) & 0x7F800000u);
+        return rintf(__fdiv_rn(x * 2, power)) * power * 0.5f * scale;
+    };
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const __nv_bfloat162 two = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-        pairs[i] = *reinterpret_cast<const uint32_t*>(&two);
+        const float2 two = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(pairs + i));
+        const __nv_bfloat162 done = __floats2bfloat162_rn(value(two.x), value(two.y));
+        pairs[i] = *reinterpret_cast<const uint32_t*>(&done);
     }
 }
 
@@ -278,7 +275,7 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     const int first = words[33], items = words[34];
     int stage = 0, parity = 0;
 
-    constexpr int HELPING = C1 <= 4 ? 64 : 32, MULTIPLYING = C1 <= 4 ? 104 : 112;  // registers
+    constexpr int HELPING = 64, MULTIPLYING = 104;  // registers: 480 for a lane of each of five warpgroups
     if (warp >= WARPS) {
         fewer_registers<HELPING>();
         if (warp > WARPS && warp <= WARPS + ADDING / 32)
@@ -457,12 +454,14 @@ cudaError_t launch_for(const Problem& p, int blocks, int bytes) {
 
 template <int C1, int C2, int NT>
 cudaError_t launch(const Problem& p, int blocks, int bytes) {
-    return p.quantised ? launch_for<C1, C2, NT, true>(p, blocks, bytes)
-                       : launch_for<C1, C2, NT, false>(p, blocks, bytes);
+    if constexpr (NT == 1)
+        if (p.quantised) return launch_for<C1, C2, NT, true>(p, blocks, bytes);
+    return launch_for<C1, C2, NT, false>(p, blocks, bytes);
 }
 
 // tiles: 8 tokens each, of a group; 1 or 2. -> a cudaError_t; cudaErrorInvalidValue for what does not fit.
 inline cudaError_t run(Problem p, int tiles, int blocks) {
+    if (p.quantised) tiles = 1;  // quantising takes the second's registers
     const int n = p.tokens * p.topk;
     if (n > 0xFFFF || p.hidden % 64 || p.inner % 64 || tiles < 1 || tiles > 2) return cudaErrorInvalidValue;
     p.groups = n < p.experts + n / (8 * tiles) ? n : p.experts + n / (8 * tiles);

@@ -67,20 +67,9 @@ struct Product {
     int tiles;                          // of the first product's rows
 };
 
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
 // All threads of the cluster meet. What they wrote before need not be known after.
-__device__ __forceinline__ void meet_cluster() {
+__device__ __forceinline__ void meet_cluster_loosely() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// `at` as the cluster's blocks know it, in the block of that rank.
-__device__ __forceinline__ uint32_t in_block(uint32_t rank, uint32_t at) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
 }
 // To another block's shared memory, of which its barrier is told.
 __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, float a, float b, float c, float d) {
@@ -392,7 +381,7 @@ __global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(BOUND)
 #pragma unroll
         for (int i = 0; i < 4 * F::EIGHTS; ++i) d[i] = 0;
         multiply_all<F>(p, part, shared, d);
-        meet_cluster();  // nobody needs x any more
+        meet_cluster_loosely();  // nobody needs x any more
         send_sums<F>(d, shared, part.rank);
     }
     wait_for_sent(shared + F::SENT);

@@ -1,21 +1,20 @@
 // moe_gemm for many tokens: both products with wgmma, weights decoded into registers, in one persistent kernel.
 //
-//   route    sorts slots by expert into items (sm90_routing.cuh), and x's columns into wgmma's order
-//   gather   for few tokens an expert: x's rows in the order of the slots
-//   experts  128 rows of weights (units, sm90_units.cuh) a warpgroup times an item's slots, of w13 and then of w2
+//   route    sorts slots by expert into items (sm90_routing.cuh)
+//   gather   x's rows in the order of the slots, their columns in wgmma's, as the second product has its rows
+//   experts  weights (units, sm90_units.cuh) times an item's slots, of w13 and then of w2
 //   combine  adds the k rows of each token
 //
-// A block of `experts` takes tile after tile from a counter. A warpgroup asks for weights and rows of activations, for
-// chunks of 64 columns, into a ring of stages. The others have four units each of a chunk, a warp one: it decodes half
-// a unit (two steps of 16 columns, of 32 rows) into registers while the products of the half before run. N is the
-// item's count, rounded up to eights. The first product's epilogue leaves silu(gate) * up * weight in the order and the
-// swizzle in which the second product wants its rows in shared memory, so that these take one bulk copy a chunk. The
-// second product's tiles come behind all of the first's, and wait for those of their item by a counter: blocks take
-// tiles in order, so whatever a tile waits for is being worked on.
+// A block of `experts` takes tile after tile from a counter: some 64 rows of weights for each of four warpgroups. A
+// fifth asks for weights and rows of activations, for chunks of 64 columns, into a ring of stages. A warp of the others
+// decodes its rows of a chunk into registers, issues the chunk's products, and waits for them before it decodes again:
+// meanwhile those of the other warpgroups run. N is the item's count, rounded up to eights. The first product's epilogue
+// leaves silu(gate) * up * weight in the order and the swizzle in which the second product wants its rows in shared
+// memory, so that these take one bulk copy a chunk. The second product's tiles come behind all of the first's, and wait
+// for those of their item by a counter: blocks take tiles in order, so whatever a tile waits for is being worked on.
 //
-// Two forms. With few tokens an expert a warp mostly waits for its own instructions, so four warpgroups multiply, with
-// sums for 48 slots, and the rows of the first product are gathered beforehand, into what the second product has. With
-// many, two warpgroups have sums for 128, and those who ask gather the rows as they go.
+// Two forms. With few tokens an expert decoding is most of the work, so a warp has 32 rows, for up to 48 slots; with
+// many, registers for the sums are the limit: 16 rows, for up to 128.
 //
 // Sums have a fixed order: results repeat bit by bit.
 #pragma once
@@ -32,36 +31,35 @@ using namespace ptx;
 using bf16 = __nv_bfloat16;
 
 constexpr float LIMIT = 10.f, LOG2E = 1.4426950408889634f;
-constexpr int HALF = 4;          // units of a warpgroup's share of a tile
+constexpr int TEAM_UNITS = 4;    // of a team's share of a tile: 64 channels of the first product
 constexpr int CLAIM_BEFORE = 3;  // chunks before its last a block claims its next tile: the answer takes 1 or 2
 
-// GROUPS warpgroups multiply, for items of at most ITEM slots. SKEW: chunks by which one of two begins before the other
-// so that it multiplies while that one finishes; or 0. GATHERED: rows of the first product lie as those of the second.
-// Registers are a thread's, of those that ask, of those that multiply, and at the launch.
-template <int GROUPS_, int ITEM_, int STAGES_, int SKEW_, bool GATHERED_, int ASK_, int MULTIPLY_, int LAUNCH_>
+// GROUPS warpgroups multiply, a warp 16 PARTS rows, for items of at most ITEM slots. Registers are a thread's, of those
+// that ask, of those that multiply, and at the launch.
+template <int PARTS_, int ITEM_, int STAGES_>
 struct Form {
-    static constexpr int GROUPS = GROUPS_, ITEM = ITEM_, STAGES = STAGES_, SKEW = SKEW_;
-    static constexpr bool GATHERED = GATHERED_;
-    static constexpr int ASK_REGISTERS = ASK_, MULTIPLY_REGISTERS = MULTIPLY_;
-    static constexpr int THREADS = 128 * (1 + GROUPS), UNITS = HALF * GROUPS;
-    static constexpr int EIGHTS = ITEM / 8;
-    static_assert(ASK_ + GROUPS * MULTIPLY_ <= (1 + GROUPS) * LAUNCH_, "what a launch gives is all there is");
-    static_assert((1 + GROUPS) * LAUNCH_ <= 512, "65536 for a processor");
-    static_assert(SKEW < STAGES && (SKEW == 0 || GROUPS == 2), "stages are free again only behind all warpgroups");
-    static_assert(ITEM % 16 == 0, "results leave in two halves");
+    static constexpr int GROUPS = 4, PARTS = PARTS_, ITEM = ITEM_, STAGES = STAGES_;
+    static constexpr int ASK_REGISTERS = 32, MULTIPLY_REGISTERS = 112, LAUNCH_REGISTERS = 96;
+    static constexpr int THREADS = 128 * (1 + GROUPS), SHARE = 2 * PARTS, UNITS = SHARE * GROUPS;  // units: of a tile
+    static constexpr int TEAM = TEAM_UNITS / SHARE;                                                // warpgroups
+    static constexpr int EIGHTS = ITEM / 8, SUMS = ITEM / 2;  // sums of a thread, for each 16 of its warp's rows
+    static_assert(ASK_REGISTERS + GROUPS * MULTIPLY_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
+    static_assert((1 + GROUPS) * LAUNCH_REGISTERS <= 512, "65536 for a processor");
+    static_assert(PARTS == 1 || PARTS == 2, "a unit has two");
+    static_assert(ITEM % 32 == 0 || PARTS == 2 && ITEM % 16 == 0, "results leave in two halves");
 
     // Shared memory in bytes from a multiple of 1024.
     static constexpr uint32_t ROWS = 0, WEIGHTS = ITEM * 128, STAGE = WEIGHTS + UNITS * units::BYTES;  // of a stage
-    static constexpr uint32_t STAGING = STAGES * STAGE, STAGED = ITEM * 128;            // of each warpgroup: results
+    static constexpr uint32_t STAGING = STAGES * STAGE, STAGED = ITEM * 64 * PARTS;     // of each warpgroup: results
     static constexpr uint32_t LISTS = STAGING + GROUPS * STAGED, LIST = 16 + ITEM * 4;  // scale, item stored; of slots
     static constexpr uint32_t TILES = LISTS + GROUPS * LIST;                            // Tile [2]
     static constexpr uint32_t FULL = TILES + 2 * 32, EMPTY = FULL + 8 * STAGES, TOLD = EMPTY + 8 * STAGES;
-    static constexpr uint32_t HEARD = TOLD + 8 * 2, BEGUN = HEARD + 8 * 2, BYTES = BEGUN + 8;
+    static constexpr uint32_t HEARD = TOLD + 8 * 2, BYTES = HEARD + 8 * 2;
     static_assert(STAGE % 1024 == 0 && STAGING % 1024 == 0 && STAGED % 1024 == 0, "a swizzle repeats every 1024 bytes");
     static_assert(BYTES + 1024 <= 227 * 1024, "with room to align the start");
 };
-using Few = Form<4, 48, 8, 0, true, 32, 112, 96>;
-using Many = Form<2, 128, 7, 2, false, 56, 224, 168>;
+using Few = Form<2, 48, 8>;
+using Many = Form<1, 128, 7>;
 
 enum { FIRST, SECOND, END };  // which product
 
@@ -74,7 +72,7 @@ struct Product {
 
 struct Problem {
     Product product[2];
-    const bf16* x;  // permuted; or gathered, [H / 64] and then like `inner`
+    const bf16* x;  // gathered, [H / 64] and then like `inner`
     bf16* inner;    // [I / 64][slots in their order][64], permuted, and swizzled from each item's first slot on
     bf16* parts;    // [slots][H]
     Tables tables;
@@ -137,7 +135,7 @@ __device__ __forceinline__ void heard(uint32_t shared, Turn<2>& turn) {
 
 // Until all of the first product of an item is written.
 __device__ __forceinline__ void await_item(const Problem& p, int item) {
-    const int wanted = p.product[SECOND].chunks;  // each is what one warpgroup leaves
+    const int wanted = p.product[SECOND].chunks;  // each is what one team leaves
 #ifdef KERNEL_DEBUG
     for (int tries = 0; count_of(p.tables.ready + item) < wanted; __nanosleep(100))
         if (++tries == 1 << 20) {
@@ -152,13 +150,8 @@ __device__ __forceinline__ void await_item(const Problem& p, int item) {
 
 template <class F>
 __device__ __forceinline__ void ask(const Problem& p, uint32_t shared) {
-    constexpr int EACH = F::UNITS / 4;                      // units that a warp asks for
-    constexpr int COPIES = F::GATHERED ? 0 : F::ITEM / 16;  // 16 bytes each, of a thread
+    constexpr int EACH = F::UNITS / 4;  // units that a warp asks for
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // Of rows 16 i + 4 warp + lane / 8 of a stage this thread copies 16-byte chunk lane % 8.
-    const int row = 4 * warp + lane / 8;
-    const uint32_t place = row * 128 + (lane % 8 ^ row % 8) * 16;
-    const uint4* const x = reinterpret_cast<const uint4*>(p.x);
     const int items = __ldcg(p.tables.head);
     int next = threadIdx.x == 0 ? atomicAdd(p.tables.head + 1, 1) : 0;  // thread 0: the block's next tile
     Turn<2> turn;
@@ -173,22 +166,13 @@ __device__ __forceinline__ void ask(const Problem& p, uint32_t shared) {
         const int chunks = product.chunks, unit = F::UNITS * tile.block + EACH * warp;
         const int real = min(max(product.rows - unit, 0), EACH);
         const uint32_t next_unit = chunks * units::BYTES;
-        const bool brings_rows = (F::GATHERED || tile.product == SECOND) && warp == 0;
-        const uint32_t bytes = real * units::BYTES + (brings_rows ? tile.count * 128 : 0);  // of the warp, a chunk
+        const uint32_t bytes = real * units::BYTES + (warp == 0 ? tile.count * 128 : 0);  // of the warp, a chunk
         // Of each chunk a lane asks for one unit, and lane 0 of warp 0 for the rows.
         const uint8_t* weights = product.units + (int64_t(tile.expert) * product.rows + unit + lane) * next_unit;
         const uint32_t place_of = F::WEIGHTS + (EACH * warp + lane) * units::BYTES;
         const uint64_t policy = tile.alone ? keep_short() : keep();
         if (tile.product == SECOND && threadIdx.x == 0) await_item(p, tile.item);
         const bf16* rows = (tile.product == SECOND ? p.inner : p.x) + int64_t(tile.first) * 64;
-        uint32_t from[COPIES + 1];  // in 16 bytes of x
-        int mine = tile.product == FIRST ? tile.count - row : 0;  // row 16 i is this thread's if below
-#pragma unroll
-        for (int i = 0; i < COPIES; ++i) {
-            from[i] = 0;
-            if (16 * i < mine)
-                from[i] = __ldcg(p.tables.token + tile.first + row + 16 * i) * (p.hidden / 8) + lane % 8;
-        }
         const int claim = max(chunks - CLAIM_BEFORE, 0);
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; ++chunk, stage.next()) {
@@ -197,16 +181,9 @@ __device__ __forceinline__ void ask(const Problem& p, uint32_t shared) {
             if (lane == 0) arrive_expecting(full, bytes);
             if (lane < real) bulk_load(to + place_of, weights, units::BYTES, full, policy);
             weights += units::BYTES;
-            if (brings_rows) {
+            if (warp == 0) {
                 if (lane == 0) bulk_load(to + F::ROWS, rows, tile.count * 128, full, keep());
                 rows += int64_t(p.slots) * 64;
-            }
-            if constexpr (COPIES != 0) {
-                asm volatile("" : "+r"(mine));  // or the comparisons move before the loop, and take registers
-#pragma unroll
-                for (int i = 0; i < COPIES; ++i)
-                    if (16 * i < mine) copy16(to + F::ROWS + place + i * 2048, x + from[i] + 8 * chunk);
-                copies_arrive(full);
             }
             if (chunk == claim && threadIdx.x == 0) next = atomicAdd(p.tables.head + 1, 1);
         }
@@ -218,121 +195,124 @@ __device__ __forceinline__ void ask(const Problem& p, uint32_t shared) {
 // Or the compiler would compute it again for each use.
 __device__ __forceinline__ void keep_in_registers(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
+// What a lane has of a unit: a whole block of each of two rows, for each part.
+template <int PARTS>
 struct Words {
-    uint4 group[2];
+    uint4 part[PARTS];
     uint32_t scales;
 };
 
-// words, scales: where this lane's begin.
-__device__ __forceinline__ Words load_unit(uint32_t words, uint32_t scales) {
-    return Words{{load_shared16(words), load_shared16(words + 512)}, load_shared(scales)};
+// words, scales: where this lane's begin, for the parts that its warp has.
+template <int PARTS>
+__device__ __forceinline__ Words<PARTS> load_unit(uint32_t words, uint32_t scales) {
+    if constexpr (PARTS == 2)
+        return {{load_shared16(words), load_shared16(words + 512)}, load_shared(scales)};
+    else
+        return {{load_shared16(words)}, load_shared2(scales)};
 }
 
-// a[step][group]: fragments of steps 2 HALF and one on.
-template <int SECOND_HALF>
-__device__ __forceinline__ void decode_half(const Words& words, uint32_t (&a)[2][2][4]) {
-    const uint32_t scale[2][2] = {{units::scale<0>(words.scales), units::scale<1>(words.scales)},
-                                  {units::scale<2>(words.scales), units::scale<3>(words.scales)}};
+// a[step][part]: fragments of the unit's four steps of 16 columns.
+template <int PARTS>
+__device__ __forceinline__ void decode(const Words<PARTS>& words, uint32_t (&a)[4][PARTS][4]) {
 #pragma unroll
-    for (int q = 0; q < 2; ++q) {
-        uint32_t upper[4], lower[4];
-        units::decode(SECOND_HALF ? words.group[q].z : words.group[q].x, scale[q][0], upper);
-        units::decode(SECOND_HALF ? words.group[q].w : words.group[q].y, scale[q][1], lower);
+    for (int q = 0; q < PARTS; ++q) {
+        const uint32_t scale[2] = {q ? units::scale<2>(words.scales) : units::scale<0>(words.scales),
+                                   q ? units::scale<3>(words.scales) : units::scale<1>(words.scales)};
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-            a[step][q][0] = upper[2 * step], a[step][q][1] = lower[2 * step];
-            a[step][q][2] = upper[2 * step + 1], a[step][q][3] = lower[2 * step + 1];
+        for (int half = 0; half < 2; ++half) {
+            uint32_t upper[4], lower[4];
+            units::decode(half ? words.part[q].z : words.part[q].x, scale[0], upper);
+            units::decode(half ? words.part[q].w : words.part[q].y, scale[1], lower);
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+                uint32_t (&to)[4] = a[2 * half + step][q];
+                to[0] = upper[2 * step], to[1] = lower[2 * step];
+                to[2] = upper[2 * step + 1], to[3] = lower[2 * step + 1];
+            }
         }
     }
 }
 
 // Sums are what wgmma made of them only from here on.
-template <int SUMS>
-__device__ __forceinline__ void pin(float (&d)[2][SUMS]) {
+template <int PARTS, int SUMS>
+__device__ __forceinline__ void pin(float (&d)[PARTS][SUMS]) {
 #pragma unroll
-    for (int i = 0; i < 2 * SUMS; ++i) asm volatile("" : "+f"(d[i / SUMS][i % SUMS])::"memory");
+    for (int i = 0; i < PARTS * SUMS; ++i) asm volatile("" : "+f"(d[i / SUMS][i % SUMS])::"memory");
 }
 
 // Keeps fragments where they are up to here: wgmma reads them long after it is issued.
-__device__ __forceinline__ void hold(uint32_t (&a)[2][2][4]) {
+template <int PARTS>
+__device__ __forceinline__ void hold(uint32_t (&a)[4][PARTS][4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm volatile("" ::"r"(a[i / 2][i % 2][0]), "r"(a[i / 2][i % 2][1]), "r"(a[i / 2][i % 2][2]),
-                     "r"(a[i / 2][i % 2][3])
-                     : "memory");
+    for (int i = 0; i < 4 * PARTS; ++i) {
+        const uint32_t (&of)[4] = a[i / PARTS][i % PARTS];
+        asm volatile("" ::"r"(of[0]), "r"(of[1]), "r"(of[2]), "r"(of[3]) : "memory");
+    }
 }
 
-template <int N, int SUMS>
-__device__ __forceinline__ void multiply_rows(float (&d)[2][SUMS], const uint32_t (&a)[2][2][4], uint32_t rows) {
+template <int N, int PARTS, int SUMS>
+__device__ __forceinline__ void multiply_rows(float (&d)[PARTS][SUMS], const uint32_t (&a)[4][PARTS][4],
+                                              uint32_t rows) {
     wgmma_begin();
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-        wgmma<N>(d[0], a[step][0], matrix_of(rows + 2 * step));  // 16 columns are 32 bytes
-        wgmma<N>(d[1], a[step][1], matrix_of(rows + 2 * step));
-    }
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int q = 0; q < PARTS; ++q) wgmma<N>(d[q], a[step][q], matrix_of(rows + 2 * step));  // 16 columns are 32 bytes
     wgmma_commit();
 }
 
 // For 8 (eights + 1) rows, by the bits of `eights` from SPAN / 2 down. A switch around each loop would be the obvious
 // thing; but ptxas wants registers for the fragments of all loops at once, and gives up. A switch here costs a table.
-template <int SPAN, int LEAST, int SUMS>
-__device__ __forceinline__ void multiply_half(float (&d)[2][SUMS], const uint32_t (&a)[2][2][4], uint32_t rows,
-                                              unsigned eights) {
+template <int SPAN, int LEAST, int PARTS, int SUMS>
+__device__ __forceinline__ void multiply_chunk(float (&d)[PARTS][SUMS], const uint32_t (&a)[4][PARTS][4],
+                                               uint32_t rows, unsigned eights) {
     if constexpr (SPAN == 1) {
         multiply_rows<8 * (LEAST + 1)>(d, a, rows);
     } else if constexpr (8 * LEAST + 4 * SPAN >= 2 * SUMS) {  // there is no upper half
-        multiply_half<SPAN / 2, LEAST>(d, a, rows, eights);
+        multiply_chunk<SPAN / 2, LEAST>(d, a, rows, eights);
     } else if (eights & SPAN / 2) {
-        multiply_half<SPAN / 2, LEAST + SPAN / 2>(d, a, rows, eights);
+        multiply_chunk<SPAN / 2, LEAST + SPAN / 2>(d, a, rows, eights);
     } else {
-        multiply_half<SPAN / 2, LEAST>(d, a, rows, eights);
+        multiply_chunk<SPAN / 2, LEAST>(d, a, rows, eights);
     }
 }
 
-// d[q] += group q of the units of this warpgroup, times 8 (eights + 1) rows, over all chunks of a tile. begins: tells
-// the other warpgroup once SKEW chunks are behind it.
-template <class F, int SUMS>
-__device__ __forceinline__ void multiply(float (&d)[2][SUMS], uint32_t shared, Turn<F::STAGES>& stage, int chunks,
-                                         int unit, bool copied, unsigned eights, bool begins) {
+// d[q] += part q of this warp's, times 8 (eights + 1) rows, over all chunks of a tile. words, scales: the lane's of the
+// first stage.
+template <class F>
+__device__ __forceinline__ void multiply(float (&d)[F::PARTS][F::SUMS], uint32_t shared, Turn<F::STAGES>& stage,
+                                         int chunks, uint32_t words_at, uint32_t scales_at, unsigned eights) {
     constexpr int SPAN = F::EIGHTS <= 8 ? 8 : 16;
-    static_assert(F::EIGHTS <= 16 && SUMS == F::ITEM / 2);
-    uint32_t a[2][2][2][4] = {};
-    const int lane = threadIdx.x % 32;
-    uint32_t words_at = shared + F::WEIGHTS + unit * units::BYTES + 16 * lane;
-    uint32_t scales_at = shared + F::WEIGHTS + unit * units::BYTES + units::SCALES + 4 * lane;
-    uint32_t frees = lane == 0 ? shared + F::EMPTY : 0;
+    static_assert(F::EIGHTS <= 16);
+    uint32_t a[4][F::PARTS][4] = {};
+    uint32_t frees = threadIdx.x % 32 == 0 ? shared + F::EMPTY : 0;
     keep_in_registers(words_at), keep_in_registers(scales_at), keep_in_registers(frees);
-    const auto arrived = [&] {
-        const uint32_t at = stage.at();
-        wait(shared + F::FULL + 8 * at, stage.parity());
-        // For the writers, who would wait for what they have asked for since.
-        if (!F::GATHERED && copied) fence_async_shared();
-        return load_unit(words_at + at * F::STAGE, scales_at + at * F::STAGE);
+    const auto full = [&] { return shared + F::FULL + 8 * stage.at(); };
+    const auto load = [&] {
+        return load_unit<F::PARTS>(words_at + stage.at() * F::STAGE, scales_at + stage.at() * F::STAGE);
     };
-    Words words = arrived();
+    wait(full(), stage.parity());
+    Words<F::PARTS> words = load();
     uint32_t before = 0;  // lane 0: barrier of the stage before, or none
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
-        const uint32_t at = stage.at();
-        // From lane 0, so that the compiler knows it to be the same for all.
-        const uint32_t rows = __shfl_sync(~0u, matrix_half(shared + F::ROWS + at * F::STAGE), 0);
-        decode_half<0>(words, a[0]);
-        multiply_half<SPAN, 0>(d, a[0], rows, eights);
-        wgmma_end_but<1>();
-        hold(a[1]);
+        wgmma_end();
+        hold(a);
         __syncwarp();
         if (before) arrive(before);
-        before = frees ? frees + 8 * at : 0;
-        decode_half<1>(words, a[1]);
-        multiply_half<SPAN, 0>(d, a[1], rows + 4, eights);
+        before = frees ? frees + 8 * stage.at() : 0;
+        // From lane 0, so that the compiler knows it to be the same for all.
+        const uint32_t rows = __shfl_sync(~0u, matrix_half(shared + F::ROWS + stage.at() * F::STAGE), 0);
+        decode(words, a);
         stage.next();
-        if (left > 1) words = arrived();
-        if (F::SKEW && begins && chunks - left == min(F::SKEW, chunks) - 1) warp_arrive(shared + F::BEGUN);
-        wgmma_end_but<1>();
-        hold(a[0]);
+        if (left > 1) {  // the next unit's words come while the products are issued
+            wait(full(), stage.parity());
+            words = load();
+        }
+        multiply_chunk<SPAN, 0>(d, a, rows, eights);
     }
     wgmma_end();
-    hold(a[1]);
+    hold(a);
     pin(d);
     __syncwarp();
     if (before) arrive(before);
@@ -344,23 +324,26 @@ __device__ __forceinline__ float activate(float gate, float up, float weight) {
     return gate * reciprocal_fast(1.f + exp2_fast(-LOG2E * gate)) * up * weight;
 }
 
-// d of the first product -> rows of `inner` in staging. weights: of the item's slots, in shared memory.
-template <int SUMS>
-__device__ __forceinline__ void stage_inner(const float (&d)[2][SUMS], int count, float factor, uint32_t weights,
-                                            uint32_t staging) {
-    const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+// d of the first product -> rows of `inner` in staging. weights: of the item's slots, in shared memory. unit: of the
+// team's four, and part of it, which the warp has first.
+template <int PARTS, int SUMS>
+__device__ __forceinline__ void stage_inner(const float (&d)[PARTS][SUMS], int count, float factor, uint32_t weights,
+                                            uint32_t staging, int unit, int part) {
+    const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     // Lanes g and g ^ 1 have neighbouring channels of slots 2 c and 2 c + 1 of each eight: each takes one slot of both.
     const int mine = 2 * c + g % 2;
     const uint32_t both = g % 2 ? 0x3276 : 0x5410;
-    // Channel 16 warp + 8 q + g has position 16 (2 q + g / 4) + 8 (g / 2 % 2) + 2 warp + g % 2.
-    const uint32_t row = staging + mine * 128 + 4 * warp;
-    const uint32_t to[2] = {row + (g / 2 ^ mine) * 16, row + ((4 + g / 2) ^ mine) * 16};
+    // Channel 16 unit + 8 part + g has position 16 (2 part + g / 4) + 8 (g / 2 % 2) + 2 unit + g % 2.
+    const uint32_t row = staging + mine * 128 + 4 * unit;
+    uint32_t to[PARTS];
+#pragma unroll
+    for (int q = 0; q < PARTS; ++q) to[q] = row + ((4 * (part + q) + g / 2) ^ mine) * 16;
 #pragma unroll
     for (int i = 0; i < SUMS / 4; ++i) {
         if (8 * i >= count) break;
         const float2 weight = load_shared_pair(weights + 4 * (8 * i + 2 * c));
 #pragma unroll
-        for (int q = 0; q < 2; ++q) {
+        for (int q = 0; q < PARTS; ++q) {
             const float a = activate(d[q][4 * i] * factor, d[q][4 * i + 2] * factor, weight.x);
             const float b = activate(d[q][4 * i + 1] * factor, d[q][4 * i + 3] * factor, weight.y);
             const uint32_t own = bf16_pair(a, b), other = __shfl_xor_sync(~0u, own, 4);
@@ -369,34 +352,38 @@ __device__ __forceinline__ void stage_inner(const float (&d)[2][SUMS], int count
     }
 }
 
-// d of the second product, 128 features -> parts, by way of staging, half of the tokens at a time. slots: of the item,
-// in shared memory. features: that exist, of this warpgroup's, from `first` on.
-template <int SUMS>
-__device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[2][SUMS], int count, float factor,
+// d of the second product, 64 PARTS features -> parts, by way of staging, half of the tokens at a time. slots: of the
+// item, in shared memory. features: that exist, of this warpgroup's, from `first` on.
+template <int PARTS, int SUMS>
+__device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[PARTS][SUMS], int count, float factor,
                                             int first, int features, uint32_t slots, uint32_t staging, int barrier) {
-    constexpr int EIGHTS = SUMS / 8;  // of tokens, in half of them
+    // At once a warp stores 16 PARTS features of AT_ONCE tokens, and 128 threads read as many tokens' features.
+    constexpr int AT_ONCE = 16 / PARTS, HALF = SUMS, ROW = 128 * PARTS;  // tokens, tokens, bytes
+    static_assert(HALF % AT_ONCE == 0);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    // Rows of 128 features, 256 bytes: chunk c of row r stands at c ^ r % 8. A store has 8 rows of 32 features.
-    const uint32_t to = staging + lane % 8 * 256 + ((4 * warp + lane / 8) ^ lane % 8) * 16;
-    const int chunk = thread % 16, row = thread / 16;
-    const uint32_t from = staging + row * 256 + (chunk ^ row) * 16;
+    // Chunk c, 16 bytes, of row r stands at c ^ r % 8.
+    const int matrix = PARTS == 2 ? lane / 8 : lane / 8 % 2, below = PARTS == 2 ? 0 : lane / 16 * 8;
+    const uint32_t to = staging + (below + lane % 8) * ROW + ((2 * PARTS * warp + matrix) ^ lane % 8) * 16;
+    const int chunk = thread % (8 * PARTS), row = thread / (8 * PARTS);
+    const uint32_t from = staging + row * ROW + (chunk ^ row % 8) * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int before = 8 * EIGHTS * half;
+        const int before = HALF * half;
         if (before >= count) break;
 #pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
-            if (before + 8 * i >= count) break;
-            const auto pair = [&](int q, int lower) {
-                const int at = 4 * (EIGHTS * half + i) + 2 * lower;
+        for (int i = 0; i < HALF / AT_ONCE; ++i) {
+            if (before + AT_ONCE * i >= count) break;
+            const auto pair = [&](int m) {  // of matrix m of the four
+                const int q = PARTS == 2 ? m / 2 : 0, eighth = before / 8 + (PARTS == 2 ? i : 2 * i + m / 2);
+                const int at = 4 * eighth + 2 * (m % 2);
                 return bf16_pair(d[q][at] * factor, d[q][at + 1] * factor);
             };
-            store_transposed(to + i * 2048, pair(0, 0), pair(0, 1), pair(1, 0), pair(1, 1));
+            store_transposed(to + i * 2048, pair(0), pair(1), pair(2), pair(3));
         }
         meet<128>(barrier);
 #pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
-            const int token = before + 8 * i + row;
+        for (int i = 0; i < HALF / AT_ONCE; ++i) {
+            const int token = before + AT_ONCE * i + row;
             if (token >= count || 8 * chunk >= features) break;
             const uint4 v = load_shared16(from + i * 2048);
             const int64_t slot = load_shared(slots + 4 * token);
@@ -408,17 +395,23 @@ __device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[2
 
 template <class F>
 __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared) {
-    const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, barrier = 1 + group;
-    const int unit = HALF * group + thread / 32;  // of a tile's
+    constexpr int PARTS = F::PARTS, SUMS = F::SUMS;
+    const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
+    const int team = group / F::TEAM, barrier = 1 + F::GROUPS / F::TEAM + group;
+    const bool stores = thread == 0 && group % F::TEAM == 0;  // one thread of each team
+    const int part = PARTS == 2 ? 0 : thread / 32 % 2;  // of a unit, this warp's first
+    const int unit = F::SHARE * group + thread / 32 * PARTS / 2;  // of a tile's
+    const uint32_t weights = shared + F::WEIGHTS + unit * units::BYTES;
+    const uint32_t team_staging = shared + F::STAGING + team * (F::TEAM * F::STAGED);
     const uint32_t staging = shared + F::STAGING + group * F::STAGED;
     const uint32_t scale = shared + F::LISTS + group * F::LIST, list = scale + 16;
-    constexpr int SUMS = F::ITEM / 2;
-    float d[2][SUMS];
-    // Thread 0: an item of which a bulk copy may still be on its way, plus one, or none.
+    const auto meet_team = [&] { meet<128 * F::TEAM>(1 + team); };
+    float d[PARTS][SUMS];
+    // Who stores: an item of which a bulk copy may still be on its way, plus one, or none.
     const uint32_t stored = scale + 4;
-    if (thread == 0) store_shared(stored, 0);
+    if (stores) store_shared(stored, 0);
     const auto finish_store = [&] {
-        if (thread != 0) return;
+        if (!stores) return;
         const int item = int(load_shared(stored)) - 1;
         if (item < 0) return;
         bulk_stores_done();
@@ -428,7 +421,6 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
     };
     Turn<2> turn;
     Turn<F::STAGES> stage;
-    bool begins = true;
 #pragma unroll 1
     while (true) {
         {
@@ -441,11 +433,9 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
             if (thread < tile.count) copy4(list + 4 * thread, static_cast<const int*>(of) + tile.first + thread);
             if (thread == 0) copy4(scale, p.product[tile.product].scale + tile.expert);
 #pragma unroll
-            for (int i = 0; i < 2 * SUMS; ++i) d[i / SUMS][i % SUMS] = 0;
-            if (F::SKEW && begins && group == 1) wait(shared + F::BEGUN, 0);
-            multiply<F>(d, shared, stage, p.product[tile.product].chunks, unit, is_first, unsigned(tile.count - 1) / 8,
-                        begins && group == 0);
-            begins = false;
+            for (int i = 0; i < PARTS * SUMS; ++i) d[i / SUMS][i % SUMS] = 0;
+            multiply<F>(d, shared, stage, p.product[tile.product].chunks, weights + 512 * part + 16 * lane,
+                        weights + units::SCALES + 4 * lane + 2 * part, unsigned(tile.count - 1) / 8);
         }
         // Again, instead of in registers.
         const Tile tile = tile_of<F>(shared, turn);
@@ -453,23 +443,24 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
         const Product& product = p.product[tile.product];
         finish_store();  // long done: staging is free again
         copies_done();
-        meet<128>(barrier);
+        meet_team();
         const float factor = __uint_as_float(load_shared(scale)) * units::REST;
-        const int begin = F::UNITS * tile.block + HALF * group;  // units of rows, this warpgroup's first
-        const int features = (product.rows - begin) * units::ROWS;
+        const int begin = F::UNITS * tile.block + F::SHARE * group;  // units of rows, this warpgroup's first
         if (tile.product == FIRST) {
-            if (features > 0) {  // units come in fours, then
-                stage_inner(d, tile.count, factor, list, staging);
+            const int chunk = (F::UNITS * tile.block) / TEAM_UNITS + team;  // of the second product's columns
+            if (TEAM_UNITS * chunk < product.rows) {
+                stage_inner(d, tile.count, factor, list, team_staging, unit % TEAM_UNITS, part);
                 fence_async_shared();
-                meet<128>(barrier);
-                if (thread == 0) {
-                    bf16* const to = p.inner + (int64_t(begin / HALF) * p.slots + tile.first) * 64;
-                    bulk_store(to, staging, tile.count * 128);
+                meet_team();
+                if (stores) {
+                    bf16* const to = p.inner + (int64_t(chunk) * p.slots + tile.first) * 64;
+                    bulk_store(to, team_staging, tile.count * 128);
                     store_shared(stored, tile.item + 1);
                 }
             }
         } else {
-            write_parts(p, d, tile.count, factor, begin * units::ROWS, features, list, staging, barrier);
+            write_parts(p, d, tile.count, factor, begin * units::ROWS, (product.rows - begin) * units::ROWS, list,
+                        staging, barrier);
         }
     }
 }
@@ -484,15 +475,13 @@ __global__ void __launch_bounds__(F::THREADS, 1) experts(const __grid_constant__
     const uint32_t shared = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < F::STAGES; ++i) {
-            // Warps that ask, for their bulk copies, and all their threads if these copy.
-            barrier_init(shared + F::FULL + 8 * i, 4 + (F::GATHERED ? 0 : 128));
+            barrier_init(shared + F::FULL + 8 * i, 4);                // warps that ask
             barrier_init(shared + F::EMPTY + 8 * i, 4 * F::GROUPS);  // warps that multiply
         }
         for (int i = 0; i < 2; ++i) {
             barrier_init(shared + F::TOLD + 8 * i, 1);
             barrier_init(shared + F::HEARD + 8 * i, F::THREADS / 32);
         }
-        barrier_init(shared + F::BEGUN, 4);  // warps of the warpgroup that begins
         barrier_publish();
     }
     programmatic::trigger();
@@ -563,7 +552,7 @@ struct Workspace {
             bytes += (size + 255) / 256 * 256;
             return static_cast<uint8_t*>(base) + at;
         };
-        x = reinterpret_cast<bf16*>(take(2 * (few(slots, experts) ? slots : tokens) * hidden));
+        x = reinterpret_cast<bf16*>(take(2 * slots * hidden));
         inner = reinterpret_cast<bf16*>(take(2 * slots * inner_size));
         parts = reinterpret_cast<bf16*>(take(2 * slots * hidden));
         tables.slot = reinterpret_cast<int*>(take(4 * slots));
@@ -609,17 +598,13 @@ inline int run(const uint8_t* w13_units, const float* g13, const uint8_t* w2_uni
     if (const cudaError_t error =
             cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(route_bytes)))
         return error;
-    const int64_t wanted = is_few ? 0 : (pieces + ROUTE_THREADS * 4 - 1) / (ROUTE_THREADS * 4);
-    const int permuting = int(wanted < processors - 1 ? wanted : processors - 1);
-    route<<<1 + permuting, ROUTE_THREADS, route_bytes>>>(ids, topk_weights, x, space.x, space.tables, int(slots), topk,
-                                                         experts, most, pieces / 8);
+    route<<<ROUTE_BLOCKS, ROUTE_THREADS, route_bytes>>>(ids, topk_weights, space.tables, int(slots), topk, experts,
+                                                        most);
     if (const cudaError_t error = cudaGetLastError()) return error;
-    if (is_few) {
-        const dim3 grid(unsigned(most_items(slots, experts, most)), (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
-        if (const cudaError_t error = programmatic::launch(gather, grid, GATHER_THREADS, 0, x, space.x, space.tables,
-                                                           int(slots), hidden))
-            return error;
-    }
+    const dim3 grid(unsigned(most_items(slots, experts, most)), (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
+    if (const cudaError_t error =
+            programmatic::launch(gather, grid, GATHER_THREADS, 0, x, space.x, space.tables, int(slots), hidden))
+        return error;
 
     const auto product = [](const uint8_t* of, const float* scale, int rows, int columns) {
         return Product{of, scale, rows / units::ROWS, columns / units::COLUMNS, 0};

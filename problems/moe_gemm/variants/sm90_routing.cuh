@@ -1,8 +1,8 @@
-// Which tokens each expert has, found on the device, and the tokens in the order of columns that wgmma wants.
+// Which tokens each expert has, found on the device, and their rows in that order, as wgmma wants them.
 //
-// The slots t k + j of all tokens are sorted by expert, stably, by one block: a histogram for each of its warps over a
-// piece of the slots, sums of these, and a second pass that counts again and writes. No atomics: results repeat.
-// The slots of an expert are cut into items of at most so many, as even as eights allow.
+// The slots t k + j of all tokens are sorted by expert, stably, by a cluster of blocks: each warp counts, by expert, a
+// piece of the slots; sums of these say where its own begin; and a second pass counts again and writes. No atomics:
+// results repeat. The slots of an expert are cut into items of at most so many, as even as eights allow.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,12 +10,14 @@
 #include <cstdint>
 
 #include "launch.cuh"
+#include "ptx.cuh"
 
 namespace prefill {
 
+constexpr int ROUTE_BLOCKS = 8;       // the cluster that sorts
 constexpr int ROUTE_THREADS = 1024;   // of a block
 constexpr int COUNTERS = 48 * 1024;   // of the warps' histograms, in shared memory: 4 bytes each
-constexpr int ROUTE_EXPERTS = 4096;   // at most: as many more words, for where experts begin
+constexpr int ROUTE_EXPERTS = 4096;   // at most: twice as many more words, see sort
 constexpr int AT_ONCE = 8;            // loads in flight, of a thread
 
 // What routing finds. Slots whose id is no expert are in none of it.
@@ -33,12 +35,12 @@ __host__ __device__ inline int64_t most_items(int64_t slots, int experts, int mo
     return slots / most + (experts < slots ? experts : slots);
 }
 
-// Warps that count: each needs a counter for each expert.
+// Warps of a block that count: each needs a counter for each expert.
 __host__ __device__ inline int counting_warps(int experts) {
     const int most = COUNTERS / experts;
     return most < ROUTE_THREADS / 32 ? most : ROUTE_THREADS / 32;
 }
-inline size_t route_shared_bytes(int experts) { return size_t(4) * experts * (counting_warps(experts) + 1); }
+inline size_t route_shared_bytes(int experts) { return size_t(4) * experts * (counting_warps(experts) + 2); }
 
 // f(slot, expert, place, weight) for the slots from `from` to `to` whose id is an expert, by a warp. place: how many
 // that expert had before, by `counters`, which go on counting.
@@ -71,28 +73,41 @@ __device__ __forceinline__ void count(const int* ids, const float* weights, int 
 
 __device__ __forceinline__ void sort(const int* ids, const float* weights, const Tables& tables, int slots, int topk,
                                      int experts, int most) {
-    extern __shared__ int counters[];  // [warps][experts], then [experts] where an expert's slots begin
+    // [warps][experts], then [experts] how many slots the block has, then [experts] where these begin.
+    extern __shared__ int counters[];
     __shared__ uint64_t sums[ROUTE_THREADS / 32];
     const int warps = counting_warps(experts), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int* const begin = counters + warps * experts;
+    const int rank = int(ptx::cluster_rank()), all_warps = ROUTE_BLOCKS * warps;
+    int* const total = counters + warps * experts;
+    int* const begin = total + experts;
     for (int i = threadIdx.x; i < warps * experts; i += ROUTE_THREADS) counters[i] = 0;
-    for (int i = threadIdx.x; i < most_items(slots, experts, most); i += ROUTE_THREADS) tables.ready[i] = 0;
-    const int piece = (slots + warps * 32 - 1) / (warps * 32) * 32, from = min(piece * warp, slots);
-    const int to = min(from + piece, slots);
+    if (rank == 0)
+        for (int i = threadIdx.x; i < most_items(slots, experts, most); i += ROUTE_THREADS) tables.ready[i] = 0;
+    const int piece = (slots + all_warps * 32 - 1) / (all_warps * 32) * 32;
+    const int from = min(piece * (rank * warps + warp), slots), to = min(from + piece, slots);
     __syncthreads();
     if (warp < warps)
         count<false>(ids, weights, from, to, experts, counters + warp * experts, [](int, int, int, float) {});
     __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += ROUTE_THREADS) {
+        int mine = 0;
+        for (int w = 0; w < warps; ++w) {
+            const int more = counters[w * experts + e];
+            counters[w * experts + e] = mine;
+            mine += more;
+        }
+        total[e] = mine;
+    }
+    ptx::meet_cluster();
 
     uint64_t before = 0;  // slots and, times 2^32, items of the experts below
 #pragma unroll 1
     for (int first = 0; first < experts; first += ROUTE_THREADS) {
         const int e = first + threadIdx.x;
-        int mine = 0;
-        for (int w = 0; w < warps && e < experts; ++w) {
-            const int more = counters[w * experts + e];
-            counters[w * experts + e] = mine;
-            mine += more;
+        int mine = 0, of_lower_blocks = 0;  // slots of all blocks
+        for (int r = 0; r < ROUTE_BLOCKS && e < experts; ++r) {
+            if (r == rank) of_lower_blocks = mine;
+            mine += ptx::load_cluster(ptx::in_block(r, ptx::shared_address(total + e)));
         }
         const int items = (mine + most - 1) / most;
         const uint64_t value = uint64_t(items) << 32 | uint32_t(mine);
@@ -115,16 +130,16 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
         before += all;
         if (e >= experts) continue;
         const int position = int(uint32_t(sum)), item = int(sum >> 32);
-        begin[e] = position;
-        if (!items) continue;
+        begin[e] = position + of_lower_blocks;
+        if (rank != 0 || !items) continue;
         const int eights = (mine + 7) / 8, each = eights / items, longer = eights % items;
         for (int i = 0; i < items; ++i) {
             const int at = 8 * (i * each + min(i, longer)), end = 8 * ((i + 1) * each + min(i + 1, longer));
             tables.items[item + i] = make_int4(e, position + at, min(end, mine) - at, items);
         }
     }
-    if (threadIdx.x == 0) tables.head[0] = int(before >> 32), tables.head[1] = 0;
-    __syncthreads();
+    if (rank == 0 && threadIdx.x == 0) tables.head[0] = int(before >> 32), tables.head[1] = 0;
+    ptx::meet_cluster();  // all have read the totals; and the block knows where slots begin
     if (warp < warps)
         count<true>(ids, weights, from, to, experts, counters + warp * experts,
                     [&](int slot, int expert, int place, float weight) {
@@ -135,44 +150,17 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
                     });
 }
 
-// Of each 64 columns, position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the words of
-// a matrix 4 by 8, transposed.
-__device__ __forceinline__ void permute(const __nv_bfloat16* x, __nv_bfloat16* permuted, int64_t chunks, int block,
-                                        int blocks) {
-    const uint32_t* const words = reinterpret_cast<const uint32_t*>(x);
-    uint4* const to = reinterpret_cast<uint4*>(permuted);
-    const int64_t pieces = chunks * 8, step = int64_t(blocks) * ROUTE_THREADS;
-#pragma unroll 1
-    for (int64_t first = int64_t(block) * ROUTE_THREADS + threadIdx.x; first < pieces; first += 4 * step) {
-        uint4 v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int64_t piece = first + i * step;
-            if (piece >= pieces) break;
-            const uint32_t* const from = words + piece / 8 * 32 + piece % 8;
-            v[i] = make_uint4(__ldg(from), __ldg(from + 8), __ldg(from + 16), __ldg(from + 24));
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (first + i * step < pieces) to[first + i * step] = v[i];
-    }
-}
-
-// Block 0 sorts, the others permute.
-__global__ void __launch_bounds__(ROUTE_THREADS)
-    route(const int* ids, const float* weights, const __nv_bfloat16* x, __nv_bfloat16* permuted, Tables tables,
-          int slots, int topk, int experts, int most, int64_t chunks) {
+__global__ void __cluster_dims__(ROUTE_BLOCKS, 1, 1) __launch_bounds__(ROUTE_THREADS)
+    route(const int* ids, const float* weights, Tables tables, int slots, int topk, int experts, int most) {
     programmatic::trigger();
-    if (blockIdx.x == 0)
-        sort(ids, weights, tables, slots, topk, experts, most);
-    else
-        permute(x, permuted, chunks, blockIdx.x - 1, gridDim.x - 1);
+    sort(ids, weights, tables, slots, topk, experts, most);
 }
 
 constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;
 
-// Of item blockIdx.x, GATHER_CHUNKS chunks of 64 columns: x's rows, permuted as above, -> [chunks][slots in their
-// order][64]; 16-byte piece c of the item's row r stands at c ^ r % 8, as in shared memory.
+// Of item blockIdx.x, GATHER_CHUNKS chunks of 64 columns: x's rows -> [chunks][slots in their order][64]. Of 64 columns
+// position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the words of a matrix 4 by 8,
+// transposed. 16-byte piece c of the item's row r stands at c ^ r % 8, as in shared memory.
 __global__ void __launch_bounds__(GATHER_THREADS)
     gather(const __nv_bfloat16* x, __nv_bfloat16* gathered, Tables tables, int slots, int hidden) {
     programmatic::trigger();

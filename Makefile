@@ -22,8 +22,9 @@ bench: setup
 board: setup
 	$(VENV_PYTHON) leaderboard/report.py --readme README.md
 
+# A file's tests all go to one worker: what they share, from a judgement to a model, is made once.
 test: setup
-	$(VENV_PYTHON) -m pytest -q $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist loadgroup")
+	$(VENV_PYTHON) -m pytest -q $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist loadfile")
 
 test-slow: setup
 	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu"

@@ -414,10 +414,9 @@ def test_the_harness_knows_it_as_a_composition():
 
 
 @pytest.mark.parametrize("file", sorted(str(f.relative_to(FOLDER)) for f in FOLDER.glob("*/*.py")))
-def test_submissions_obey_the_scan(file):
-    """Their whole closure, winners too; and what nobody gets to see is not in it."""
+def test_what_nobody_gets_to_see_is_not_in_a_submissions_closure(file):
+    """Winners are. That all of it obeys the rules is shown in tests/test_scan.py."""
     files = scan.closure(FOLDER / file, FOLDER)
-    assert scan.findings(files) == []
     names = {str(path.relative_to(load.PROBLEMS)) for path in files}
     assert {"dsv4_forward/entry.py", "dsv4_forward/model.py"} <= names
     assert not names & {f"dsv4_forward/{hidden}.py" for hidden in ("reference", "check", "task")}

@@ -108,12 +108,19 @@ class Checker:
             self.captures = [tree.describe(t.contiguous(), layout) for t in tree.tensors(answer)]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
-            "device": "cuda" if cuda else "cpu", "sizes": layout.used,
+            "device": "cuda" if cuda else "cpu", "sizes": layout.used, "bytes": self._bytes(case),
             "open": {
                 "data": self.spec, "outputs": self.outputs, "inout": self.inout, "captures": self.captures,
                 "own": self.own, "split": self.split,
             },
         }  # fmt: skip
+
+    def _bytes(self, case: dict) -> int | None:
+        """What a call on the present content must move at least, where the task says that of contents."""
+        kind = getattr(self.task, "Case", None)
+        if not self.own or not hasattr(kind, "bytes_of"):
+            return None
+        return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
     def allocate(self, message: dict, _: list[int]) -> dict:
         """`count` slots for runner `runner`, for the present content's layout. Old ones of that runner go."""

@@ -52,7 +52,10 @@ def test_line(name: str, case: Case, outcome: Outcome) -> None:
 
 def times(judged: list[Judged]) -> None:
     """One line per variant and case: time, interval, rate, share of the roof, error."""
-    table = Table(title="Times, us (median of the calls, 95 % interval; roof: the best plain read of the same bytes)")
+    table = Table(
+        title="Times, us (median of the calls, 95 % interval; roof: the best plain read of the same bytes or, where "
+        "that takes longer, a matrix product of as many operations)"
+    )
     for column in ("variant", "case"):
         table.add_column(column, no_wrap=True)
     for column in ("time", "interval", "GB/s", "roof", "of roof", "host", "untimed", "error", "tolerance"):
@@ -83,9 +86,10 @@ def ground(judged: list[Judged]) -> None:
     """What the judge measured beside the variants."""
     times = next((j.times for j in judged if j.times), [])
     for t in times:
+        read = f"{t.ground.bytes / t.ground.roof_us / 1e3:.0f} GB/s, " if t.ground.roof_kind == "read" else ""
         say(
-            f"{t.case!s:<28} roof {t.ground.roof_us:.2f} us ({t.ground.bytes / t.ground.roof_us / 1e3:.0f} GB/s, "
-            f"{t.ground.roof_config})   empty call {t.ground.empty_us:.2f} us"
+            f"{t.case!s:<28} roof {t.ground.roof_us:.2f} us ({read}{t.ground.roof_config})   "
+            f"empty call {t.ground.empty_us:.2f} us"
         )
 
 

@@ -19,7 +19,7 @@ class Outcome:
     """What became of one call. us and the rest are None unless the call returned.
 
     On the parent's clock, ready_us: until it was ready to make the call; outside_us: from "go" to the reply, less the
-    spin that was ordered.
+    spin that was ordered. bytes: that a call on these contents must move, where the task says that for contents.
     """
 
     status: str
@@ -31,6 +31,7 @@ class Outcome:
     host_bound: bool = False
     ready_us: float | None = None
     outside_us: float | None = None
+    bytes: int | None = None
 
 
 @dataclass

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from harness import environment, native, stats
+from harness import environment, native, product, stats
 from harness.journal import NOTHING, Group, GroupDone, Have
 from harness.problem import Case
 from harness.session import Entrant, Outcome, Session
@@ -96,8 +96,9 @@ class Ground:
     """What the judge measured beside the entrants on one case, under the same clock, in us."""
 
     roof_us: float
-    fastest_us: float  # of all single readings of the roof
+    fastest_us: float  # of all single readings of the bytes
     roof_config: str
+    roof_kind: str  # what it stands for: "read", the bytes, or "flops", the operations
     empty_us: float
     bytes: int
     seeds: list[str]
@@ -176,6 +177,7 @@ class _Benchmark:
         self.bytes = [case.bytes for case in cases]
         self.seeds: list[list[str]] = [[] for _ in cases]
         self.states: list[tuple] = [(None, None)] * len(cases)
+        self.computes = session.device in product.DEVICES and any(case.flops for case in cases)
         # Each entrant's audited calls come at random places of one process, between scored ones.
         self.watched = {entrant.name: random.randrange(count) for entrant in entrants}
 
@@ -197,6 +199,7 @@ class _Benchmark:
         if todo:
             self.session.start(self.judge, *everybody)
             self._shake_down(everybody)
+        rated = not self.computes
         for number in range(len(self.cases)):
             groups = []
             for process in processes:
@@ -205,7 +208,8 @@ class _Benchmark:
                 else:
                     groups.append(self._group(process, number, living[process]))
             if groups:
-                self._case(number, groups)
+                self._case(number, groups, rated)
+                rated = True
         self.session.stop(self.judge, *everybody)
 
     def _take(self, known: Group) -> None:
@@ -231,8 +235,8 @@ class _Benchmark:
         }
         return _Group(process, entrants, {n: [] for n in names if not self.timings[n][number].failure}, audits)
 
-    def _case(self, number: int, groups: list[_Group]) -> None:
-        """The calls of one case in the processes that are alive."""
+    def _case(self, number: int, groups: list[_Group], rated: bool) -> None:
+        """The calls of one case in the processes that are alive. rated: these have timed the matrix product."""
         session, case, device = self.session, self.cases[number], self.session.device
         of_weights = [session.weights(case)]
         for sample in range(-self.how.warmups, self.how.samples):
@@ -245,6 +249,8 @@ class _Benchmark:
                 for entrant in _order(group.entrants, sample, self.paired):
                     self._turn(number, group, entrant, sample)
             self._own_calls(groups[0], sample)
+        for sample in range(0 if rated else -self.how.warmups, 0 if rated else self.how.samples):
+            self._own_call(groups[0], product.NAME, sample)
         groups[0].seeds += [f"weights {seed}" for seed in of_weights if seed]
         if device == "cuda":
             self.states[number] = environment.clocks()
@@ -279,13 +285,18 @@ class _Benchmark:
     def _own_calls(self, group: _Group, sample: int) -> None:
         """The judge's own: the empty call and the readers, beside one process of the entrants."""
         for what in ("empty", *self.reads):
-            outcome = self.session.call(self.judge, self.how.slots, what, self.reads)
-            if outcome.status != "PASSED":
-                raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
+            outcome = self._own_call(group, what, sample)
             if sample >= 0:
-                group.own.setdefault(what, []).append(outcome.us)
                 key, us = (OUTSIDE, outcome.outside_us) if what == "empty" else (READY, outcome.ready_us)
                 group.own.setdefault(key, []).append(us)
+
+    def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
+        outcome = self.session.call(self.judge, self.how.slots, what, self.reads)
+        if outcome.status != "PASSED":
+            raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
+        if sample >= 0:
+            group.own.setdefault(what, []).append(outcome.us)
+        return outcome
 
     def _shake_down(self, everybody: list[Entrant]) -> None:
         """Where weights are prepared, what a process keeps is counted from a point where its code is loaded: one call
@@ -302,17 +313,27 @@ class _Benchmark:
             self.session.baseline(entrant)
 
     def _ground(self, number: int) -> Ground:
-        medians = {what: stats.median(times) for what, times in self.own[number].items()}
+        medians = {what: stats.median(times) for what, times in self.own[number].items() if what != product.NAME}
         empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
         for of_entrant in self.timings.values():
             timing = of_entrant[number]
             timing.failure = timing.failure or _contradicted(timing, outside, ready, self.session.device)
         best = min(medians, key=medians.get)
         fastest = min(min(self.own[number][what]) for what in medians)
+        counted = [o.bytes for t in self.timings.values() for group in t[number].outcomes for o in group if o.bytes]
+        if counted:
+            self.bytes[number] = round(sum(counted) / len(counted))
         if self.bytes[number] is None:  # a folder that does not say, and no group was run now
             self.session.content(self.cases[number])
             self.bytes[number] = self.session.default_bytes()
-        return Ground(medians[best], fastest, best, empty, self.bytes[number], self.seeds[number], *self.states[number])
+        roof = (medians[best], fastest, best, "read")
+        # Processes of a wave share a reading, and a resumed run has those of the run before, beside their first case.
+        readings = [us for own in self.own for us in own.get(product.NAME, [])]
+        if readings and self.cases[number].flops:
+            rate = product.flops(self.session.device) / stats.median(readings)  # a microsecond
+            if (least := self.cases[number].flops / rate) > medians[best]:
+                roof = (least, fastest, f"{product.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
+        return Ground(*roof, empty, self.bytes[number], self.seeds[number], *self.states[number])
 
 
 def _replica(entrant: Entrant, process: int) -> Entrant:

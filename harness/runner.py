@@ -1,7 +1,7 @@
 """The process that runs a submission: imports it, is handed one call's data at a time, reports a time and what came.
 
 It knows no reference, no expected value and no seed, and decides nothing. With no submission it runs the judge's own
-calls (the empty one and the plain readers) under the same clock.
+calls (the empty one, the plain readers, a matrix product) under the same clock.
 
 Started as `python -m harness.runner FD`, FD a connected socket; talks as harness/wire.py says.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from harness import clock, native, queues, tamper, tree, wire
+from harness import clock, native, product, queues, tamper, tree, wire
 from harness.slots import MappedSlot
 from problems.common import build, load
 
@@ -33,6 +33,7 @@ class Runner:
         self.opened: dict = {}
         self.held: MappedSlot | None = None  # the weights' memory
         self.room: torch.Tensor | None = None  # what plain readers read where the slot is smaller
+        self.product: product.Product | None = None
         self.weights: object = None  # what stands for the weights in the data of a call: they, or what prepare made
         native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
         self.clock = clock.make(self.device)
@@ -188,7 +189,12 @@ class Runner:
         what = message["what"]
         if what == "empty":
             return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
-        config, nbytes = self.opened["reads"][what], self.opened["bytes"]
+        if what == product.NAME:
+            self.product = self.product or product.Product(self.device)
+            self.product()
+            delivery = self._delivery(None, None, message)
+            return vars(self.clock.time(self.product, lambda _: None, delivery))
+        config, nbytes = self.opened["reads"][what], message["bytes"]
         buffer = slot.buffers["device" if self.device == "cuda" else "host"]
         if buffer.numel() < nbytes:  # weights are not in the slot
             buffer = self._stand_in(nbytes)

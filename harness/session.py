@@ -193,11 +193,14 @@ class Session:
                 "op": "call", "slot": slot, "key": key, "spin_us": spin_us, "what": what, "peer": entrant.peer,
                 "audit": audit,
             }  # fmt: skip
+            if entrant.entry is None:
+                message["bytes"] = self._content["bytes"] or self._case.bytes or self.default_bytes()
             reply, ready_us, outside_us = self._timed(entrant, message, limit)
             if "failed" in reply:
                 # A CUDA context is not to be trusted after a failed call, nor is anything else in there.
                 return self._lose(entrant, self._failure(entrant, reply))
             outcome = outcome_of(reply, ready_us, outside_us - spin_us)
+            outcome.bytes = self._content["bytes"]
         except Died as died:
             return self._lose(entrant, Outcome(died.status, self._own_paths(entrant, died.reason)))
         # A first call compiles; it must not make every later spin last for seconds.
@@ -360,7 +363,7 @@ class Session:
             raise ProblemError(f"the checker could not allocate slots:\n{made['text']}")
         message = {"op": "open", "slots": made["slots"], **self._content["open"]}
         if reads is not None:
-            message |= {"reads": reads, "bytes": self._case.bytes or self.default_bytes()}
+            message |= {"reads": reads}
         self._hand_over(entrant, message, fds, "map its slots")
         entrant.opened, entrant.turn = wanted, 0
 

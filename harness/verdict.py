@@ -187,7 +187,7 @@ class Recorder:
             **self._base(judged, "benchmark", time.case.params), "device": self.device,
             "status": time.failure.status if time.failure else "PASSED",
             "reason": time.failure.reason if time.failure else "",
-            "roof_us": ground.roof_us, "roof_kind": "read", "roof_config": ground.roof_config,
+            "roof_us": ground.roof_us, "roof_kind": ground.roof_kind, "roof_config": ground.roof_config,
             "empty_call_us": ground.empty_us, "bytes": ground.bytes, "flops": time.case.flops, "seeds": ground.seeds,
             "clocks_mhz": ground.clocks_mhz, "throttle": ground.throttle, "error": _error(timing.worst_error),
             "clock": self._clock(timing), "ranking_by": judged.ranking_by, "attempt": judged.attempt,

@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from harness import clock, native, problem, slots, wire
-from harness.phases import run_tests
+from harness import clock, native, problem, product, slots, wire
+from harness.phases import DATASHEET, run_tests
 from harness.process import ROOT
 from harness.session import Entrant, Session
 
@@ -171,6 +171,18 @@ def test_cleaning_leaves_nothing_of_what_was_written():
         times[turn % 2 == 1].append(sample.us)
     written, resting = (sorted(times[kind])[15] for kind in (True, False))
     assert written > 0.9 * resting
+
+
+def test_the_matrix_product_runs_at_a_rate_of_this_device():
+    """Under its data sheet's rate, and over half of it."""
+    ticking, timed = clock.CudaClock(), product.Product("cuda")
+    timed()
+    us = sorted(ticking.time(timed, lambda _: None, clock.Delivery(spin_us=500)).us for _ in range(9))[4]
+    name = torch.cuda.get_device_name()
+    sheet = next((rates[1] for known, rates in DATASHEET.items() if known in name), None)
+    if sheet is None:
+        pytest.skip(f"{name} is not in the table")
+    assert 0.5 < product.flops("cuda") / us * 1e6 / sheet < 1
 
 
 @pytest.fixture(scope="module")

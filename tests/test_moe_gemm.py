@@ -154,6 +154,18 @@ def test_cases_say_what_they_move_and_compute():
     assert task.Case(**{**TINY, "topk": 4}).experts_hit() == 4
 
 
+def test_what_given_routing_moves_goes_by_the_experts_it_hits():
+    case = task.Case(**{**TINY, "experts": 8, "topk": 2, "tokens": 3})
+    ids = torch.tensor([[0, 5], [5, 0], [7, 5]], dtype=torch.int32)
+    weights = 3 * case.hidden * case.inner * 9 // 16
+    assert case.bytes_of(task.Inputs(torch.empty(3, case.hidden), ids, torch.empty(3, 2))) == (
+        3 * weights + 3 * (4 * case.hidden + 16)
+    )
+    assert case.bytes_of(task.Inputs(torch.empty(3, case.hidden), ids[:2], torch.empty(3, 2))) == (
+        2 * weights + 3 * (4 * case.hidden + 16)
+    )
+
+
 @pytest.mark.parametrize("router", ["uniform", "zipf"])
 @pytest.mark.parametrize(("tokens", "topk"), [(1, 6), (8, 6), (64, 6), (64, 1), (300, 2)])
 def test_as_many_experts_are_hit_as_expected(router, tokens, topk):

@@ -1,4 +1,4 @@
-"""How many processes of a benchmark are alive at once where each prepares weights: the bound, and what cases say."""
+"""How many processes of a benchmark are alive at once where each prepares weights; and which roof a case has."""
 
 import dataclasses
 from pathlib import Path
@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import phases, problem
+from harness import phases, problem, product, stats
 from harness.phases import JUDGE, Plan
 from harness.problem import Case, Entry
-from harness.session import Entrant, Outcome
+from harness.session import Entrant, Outcome, Session
 from problems.common import load
 
 LINEAR = Path(__file__).resolve().parent / "fixtures" / "problems" / "linear"
@@ -111,3 +111,97 @@ def test_a_case_takes_over_what_its_task_says():
 
 def test_a_case_that_says_nothing_has_no_weight_bytes():
     assert {c.weight_bytes for c in problem.find(str(LINEAR)).tests} == {0}
+
+
+class Readings(Counting):
+    """Of a GPU on which every reader takes 100 us and the matrix product 2000; contents move 1000 bytes, then 1002."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def call(self, entrant: Entrant, slots: int, what: str = "", *_: object, **__: object) -> Outcome:
+        self.products += what == product.NAME
+        self.turn = getattr(self, "turn", 0) + (entrant.name != JUDGE)
+        us = {product.NAME: 2000.0, "empty": 3.0}.get(what, 100.0)
+        return Outcome("PASSED", us=us, host_us=1.0, ready_us=1.0, outside_us=us, bytes=1000 + 2 * (self.turn % 2))
+
+
+def grounds(monkeypatch, flops: list[int | None], how: Plan, have: phases.Have = phases.NOTHING) -> tuple:
+    """-> (what the judge measured of cases with these operations, the session, the groups it was told of)."""
+    monkeypatch.setattr(phases.native, "read_configs", lambda _: 2)
+    monkeypatch.setattr(phases.environment, "clocks", lambda: (None, None))
+    session, told = Readings(), {}
+
+    def group(process: int, number: int, *found: object) -> None:
+        told[process, number] = phases.Group(process, number, *found)
+
+    cases = [Case({"n": i}, 1, bytes=5, flops=count) for i, count in enumerate(flops)]
+    entrant = Entrant("entrant0", Entry("entrant0", None, ("sm90",)), "sm90")
+    _, found = phases.run_benchmarks(
+        session, [entrant], cases, lambda _: None, group=group, have=have, how=how
+    )  # fmt: skip
+    return found, session, told
+
+
+HOW = Plan(processes=4, samples=2, warmups=1, slots=2, audits=0, together=2)
+
+
+def test_the_roof_is_the_larger_of_bytes_and_operations(monkeypatch):
+    rate = product.flops("cuda") / 2000  # operations a microsecond
+    found, session, _ = grounds(monkeypatch, [round(50 * rate), round(300 * rate), None], HOW)
+    assert [g.roof_kind for g in found] == ["read", "flops", "read"]
+    assert [g.roof_us for g in found] == pytest.approx([100, 300, 100], rel=1e-6)
+    assert [g.fastest_us for g in found] == [100] * 3, "of readers alone: the floor goes by it"
+    assert found[1].roof_config == f"matmul at {rate / 1e6:.0f} TFLOP/s"
+    assert session.products == 2 * 3, "in each wave, beside its first case"
+
+
+def test_what_contents_move_counts_and_not_what_was_expected(monkeypatch):
+    found, _, _ = grounds(monkeypatch, [None], HOW)
+    assert found[0].bytes == 1001
+
+
+def test_no_product_is_timed_where_nobody_says_what_is_computed(monkeypatch):
+    assert grounds(monkeypatch, [None, None], HOW)[1].products == 0
+
+
+def test_a_resumed_run_has_the_rate_of_the_run_before(monkeypatch):
+    flops = [1, product.flops("cuda")]
+    whole, _, told = grounds(monkeypatch, flops, HOW)
+    again, session, _ = grounds(monkeypatch, flops, HOW, phases.Have(groups=told))
+    assert (again, session.products) == (whole, 0)
+    # One group of the second wave is missing: that wave reads its own.
+    part = {at: group for at, group in told.items() if at != (3, 1)}
+    assert grounds(monkeypatch, flops, HOW, phases.Have(groups=part))[1].products == 3
+
+
+def test_a_real_run_times_the_product_and_counts_the_bytes_of_its_contents(monkeypatch):
+    monkeypatch.setattr(product, "DEVICES", ("cpu",))
+    found = problem.find("moe_gemm")
+    spec = next(spec for spec in load.module(found.folder, "task").BENCHMARKS_CPU if spec.tokens == 1)
+    case = next(c for c in found.benchmarks["cpu"] if c.params["tokens"] == 1)
+    how = Plan(processes=1, samples=2, warmups=1, slots=1, audits=0)
+    with Session(found, "cpu") as session:
+        entrant = Entrant("torch_grouped", found.variant("torch_grouped"), "cpu")
+        cases = [dataclasses.replace(case, bytes=7, flops=10**14)]
+        timings, grounds = phases.run_benchmarks(session, [entrant], cases, lambda _: None, how=how)
+    assert grounds[0].bytes == spec.bytes_moved(), "one token hits k experts, whatever the contents"
+    assert [o.bytes for o in timings["torch_grouped"][0].outcomes[0]] == [grounds[0].bytes] * 2
+    assert grounds[0].roof_kind == "flops" and 1e9 < 10**14 / grounds[0].roof_us * 1e6 < 1e14
+
+
+@pytest.mark.parametrize("device", product.SIZE)
+def test_the_product_is_a_product(monkeypatch, device):
+    monkeypatch.setitem(product.SIZE, device, 8)
+    monkeypatch.setattr(product.torch, "randn", lambda size, dtype, device: _counted(size, dtype))
+    monkeypatch.setattr(product.torch, "empty", lambda size, dtype, device: _counted(size, dtype) * 0)
+    made = product.Product(device)
+    made()
+    assert stats.median([float(v) for v in made._c.flatten()]) == 3 * 3 * 8 and product.flops(device) == 2 * 8**3
+
+
+def _counted(size: tuple, dtype: object) -> object:
+    return product.torch.full(size, 3.0, dtype=dtype)

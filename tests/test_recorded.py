@@ -101,7 +101,14 @@ class World:
                     outcomes = known.outcomes
                 for name in names:
                     timings[name][number].outcomes.append(outcomes[name])
-        known = {"roof_us": 5.0, "fastest_us": 4.0, "roof_config": "read 0", "empty_us": 1.0, "seeds": ["1"]}
+        known = {
+            "roof_us": 5.0,
+            "fastest_us": 4.0,
+            "roof_config": "read 0",
+            "roof_kind": "read",
+            "empty_us": 1.0,
+            "seeds": ["1"],
+        }
         blank = dict.fromkeys(field.name for field in dataclasses.fields(phases.Ground)) | known
         return timings, [phases.Ground(**blank | {"bytes": case.bytes or 4}) for case in cases]
 

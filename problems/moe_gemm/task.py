@@ -130,8 +130,15 @@ class Case:
         return sum(1 - (1 - chance) ** self.tokens for chance in self._chances())
 
     def bytes_moved(self) -> int:
-        """Least memory traffic: weights of the experts hit, x, ids and routing weights once, out once."""
-        weights = self.experts_hit() * 3 * self.hidden * self.inner * WEIGHT_BYTES
+        """Least memory traffic: weights of the experts hit, as expected, x, ids and routing weights once, out once."""
+        return self._bytes(self.experts_hit())
+
+    def bytes_of(self, inputs: Inputs) -> int:
+        """The same for the experts that these inputs hit."""
+        return self._bytes(len(inputs.topk_ids.unique()))
+
+    def _bytes(self, experts_hit: float) -> int:
+        weights = experts_hit * 3 * self.hidden * self.inner * WEIGHT_BYTES
         return round(weights) + self.tokens * (2 * 2 * self.hidden + 2 * 4 * self.topk)
 
     def weight_bytes(self) -> int:

@@ -62,7 +62,7 @@ def test_data_is_as_task_says(case):
     cfg, blocks = config.find(case.config), -(-(case.context + case.new) // 128)
     lengths = [case.context - b for b in range(case.batch)]
     assert weights[:2] == (case.config, case.format)
-    assert weights.bytes.numel() == layout.nbytes(layout.layout(cfg, case.format))
+    assert weights.bytes.numel() == layout.nbytes(layout.layout(cfg, case.format)) == case.weight_bytes()
     assert inputs.tokens.shape == (case.batch, case.new) and 0 <= inputs.tokens.min() <= inputs.tokens.max() < 512
     assert inputs.lengths.tolist() == lengths and inputs.chunk == 128
     assert inputs.blocks.shape == (case.batch, blocks)

@@ -96,6 +96,11 @@ class Case:
         """Of all products and of attention (traffic.py)."""
         return self._step().flops()
 
+    def weight_bytes(self) -> int:
+        from problems.dsv4_forward import config, layout
+
+        return layout.nbytes(layout.layout(config.find(self.config), self.format))
+
     def _step(self) -> object:
         # Imported here: a runner has this file, and of the folder only what its submission imports.
         from problems.dsv4_forward import config, traffic

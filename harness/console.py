@@ -56,26 +56,38 @@ def times(judged: list[Judged]) -> None:
         title="Times, us (median of the calls, 95 % interval; roof: the best plain read of the same bytes or, where "
         "that takes longer, a matrix product of as many operations)"
     )
-    for column in ("variant", "case"):
-        table.add_column(column, no_wrap=True)
+    own, shared = _apart([t.case for j in judged for t in j.times])
+    table.add_column("variant", no_wrap=True)
+    table.add_column("case", overflow="fold")  # gives way: figures are not to be cut
     for column in ("time", "interval", "GB/s", "roof", "of roof", "host", "untimed", "error", "tolerance"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
     for j in sorted(judged, key=_order):
         for t in j.times:
-            table.add_row(*_time_row(j, t))
+            table.add_row(*_time_row(j, t, own[str(t.case)]))
         table.add_section()
     console.print(table)
+    if shared:
+        say(f"All cases have {shared}.")
 
 
-def _time_row(j: Judged, t: CaseTime) -> list[str]:
+def _apart(cases: list[Case]) -> tuple[dict[str, str], str]:
+    """-> (by a case's text what it has for itself, what all have in common). A case alone has all for itself."""
+    texts = {str(case): [f"{key}={value}" for key, value in case.params.items()] for case in cases}
+    first = next(iter(texts.values()), [])
+    common = [field for field in first if len(texts) > 1 and all(field in other for other in texts.values())]
+    own = {text: " ".join(field for field in fields if field not in common) or text for text, fields in texts.items()}
+    return own, " ".join(common)
+
+
+def _time_row(j: Judged, t: CaseTime, case: str) -> list[str]:
     if t.failure:
-        return [j.entry.name, str(t.case), *[""] * 9, f"{t.failure.status}: {t.failure.reason.splitlines()[0][:80]}"]
+        return [j.entry.name, case, *[""] * 9, f"{t.failure.status}: {t.failure.reason.splitlines()[0][:80]}"]
     untimed, error = t.timing.flat("untimed_us"), t.timing.worst_error or {}
     host_bound = int(sum(t.timing.flat("host_bound")))
     return [
-        j.entry.name, str(t.case), f"{t.median:.2f}", f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
-        f"{t.ground.bytes / t.median / 1e3:.0f}", f"{t.ground.roof_us:.2f}", f"{t.ground.roof_us / t.median:.0%}",
+        j.entry.name, case, f"{t.median:.2f}", f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
+        f"{t.ground.bytes / t.median / 1e3:.0f}", f"{t.ground.roof_us:.2f} {t.ground.roof_kind}", f"{t.ground.roof_us / t.median:.0%}",
         f"{stats.median(t.timing.flat('host_us')):.0f}", f"{stats.median(untimed):.0f}" if untimed else "",
         f"{error['rel']:.1e}" if error else "", f"{error['tol']:.1e}" if error else "",
         f"host-bound in {host_bound} calls" if host_bound else "",

@@ -87,7 +87,8 @@ def _time_row(j: Judged, t: CaseTime, case: str) -> list[str]:
     host_bound = int(sum(t.timing.flat("host_bound")))
     return [
         j.entry.name, case, f"{t.median:.2f}", f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
-        f"{t.ground.bytes / t.median / 1e3:.0f}", f"{t.ground.roof_us:.2f} {t.ground.roof_kind}", f"{t.ground.roof_us / t.median:.0%}",
+        f"{t.ground.bytes / t.median / 1e3:.0f}", f"{t.ground.roof_us:.2f} {t.ground.roof_kind}",
+        f"{t.ground.roof_us / t.median:.0%}",
         f"{stats.median(t.timing.flat('host_us')):.0f}", f"{stats.median(untimed):.0f}" if untimed else "",
         f"{error['rel']:.1e}" if error else "", f"{error['tol']:.1e}" if error else "",
         f"host-bound in {host_bound} calls" if host_bound else "",

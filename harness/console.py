@@ -56,7 +56,7 @@ def times(judged: list[Judged]) -> None:
         title="Times, us (median of the calls, 95 % interval; roof: the best plain read of the same bytes or, where "
         "that takes longer, a matrix product of as many operations)"
     )
-    own, shared = _apart([t.case for j in judged for t in j.times])
+    own, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
     table.add_column("variant", no_wrap=True)
     table.add_column("case", overflow="fold")  # gives way: figures are not to be cut
     for column in ("time", "interval", "GB/s", "roof", "of roof", "host", "untimed", "error", "tolerance"):
@@ -69,15 +69,6 @@ def times(judged: list[Judged]) -> None:
     console.print(table)
     if shared:
         say(f"All cases have {shared}.")
-
-
-def _apart(cases: list[Case]) -> tuple[dict[str, str], str]:
-    """-> (by a case's text what it has for itself, what all have in common). A case alone has all for itself."""
-    texts = {str(case): [f"{key}={value}" for key, value in case.params.items()] for case in cases}
-    first = next(iter(texts.values()), [])
-    common = [field for field in first if len(texts) > 1 and all(field in other for other in texts.values())]
-    own = {text: " ".join(field for field in fields if field not in common) or text for text, fields in texts.items()}
-    return own, " ".join(common)
 
 
 def _time_row(j: Judged, t: CaseTime, case: str) -> list[str]:

@@ -249,8 +249,9 @@ class _Benchmark:
                 for entrant in _order(group.entrants, sample, self.paired):
                     self._turn(number, group, entrant, sample)
             self._own_calls(groups[0], sample)
-        for sample in range(0 if rated else -self.how.warmups, 0 if rated else self.how.samples):
-            self._own_call(groups[0], product.NAME, sample)
+        if not rated:
+            for sample in range(-self.how.warmups, self.how.samples):
+                self._own_call(groups[0], product.NAME, sample)
         groups[0].seeds += [f"weights {seed}" for seed in of_weights if seed]
         if device == "cuda":
             self.states[number] = environment.clocks()

@@ -7,7 +7,7 @@ import torch
 
 DEVICES = ("cuda",)
 NAME = "matmul"  # of the judge's call
-SIZE = {"cuda": 8192, "cpu": 512}  # rows, columns and depth
+SIZE = {"cuda": 8192, "cpu": 512}  # rows, columns and depth; on a CPU for the tests, see DEVICES
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 

@@ -44,6 +44,15 @@ def case_label(case: Mapping | None) -> str:
     return " ".join(f"{key}={value}" for key, value in (case or {}).items() if key != "seed")
 
 
+def apart(labels: Sequence[str]) -> tuple[dict[str, str], str]:
+    """-> (by label what a case has for itself, what all have in common). A case alone has all for itself."""
+    fields = {label: re.split(r" (?=\w+=)", label) for label in labels}
+    first = next(iter(fields.values()), [])
+    common = [field for field in first if len(fields) > 1 and all(field in other for other in fields.values())]
+    own = {label: " ".join(f for f in mine if f not in common) or label for label, mine in fields.items()}
+    return own, " ".join(common)
+
+
 def is_repeat(variant: str) -> bool:
     """Whether this is "NAME#2", the second side of a variant paired with itself, which is no variant of its own."""
     return re.fullmatch(r".+#\d+", variant) is not None

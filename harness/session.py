@@ -363,7 +363,7 @@ class Session:
             raise ProblemError(f"the checker could not allocate slots:\n{made['text']}")
         message = {"op": "open", "slots": made["slots"], **self._content["open"]}
         if reads is not None:
-            message |= {"reads": reads}
+            message["reads"] = reads
         self._hand_over(entrant, message, fds, "map its slots")
         entrant.opened, entrant.turn = wanted, 0
 

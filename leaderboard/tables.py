@@ -5,6 +5,7 @@ import re
 
 import pandas as pd
 
+from harness import ranking
 from leaderboard.board import Board
 
 WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
@@ -79,8 +80,7 @@ def by_case(board: Board) -> tuple[Table, str]:
     """
     if not board.timed or len(board.cases) <= WIDE:
         return ([], []), ""
-    fields = [case.split() for case in board.cases]
-    common = [field for field in fields[0] if all(field in other for other in fields)]
+    own, shared = ranking.apart(board.cases)
     of_base = board.times[board.times.base]
     timed = set(of_base[of_base.median_us.notna()].variant)
     variants = [name for name in board.standing.variant if name in timed]
@@ -88,8 +88,8 @@ def by_case(board: Board) -> tuple[Table, str]:
     best = board.standing[board.standing["rank"] == 1].variant
     with_peer = bool(len(best)) and bool(board.standing.peer_ratio.notna().any())
     rows = []
-    for case, own in zip(board.cases, fields, strict=True):
-        line = [" ".join(field for field in own if field not in common)]
+    for case in board.cases:
+        line = [own[case]]
         line += [_cell(cells.get((name, case)), rate=True) for name in variants]
         if with_peer:
             ratio = getattr(cells.get((best.iloc[0], case)), "peer_ratio", math.nan)
@@ -97,7 +97,7 @@ def by_case(board: Board) -> tuple[Table, str]:
         its = of_base[of_base.case == case]
         rows.append(line + [_span(its.roof_us), _span(its.empty_call_us)])
     header = ["case", *variants] + ["peer / first"] * with_peer + ["roof", "empty call"]
-    return (header, rows), " ".join(common)
+    return (header, rows), shared
 
 
 def pairs(board: Board) -> Table:

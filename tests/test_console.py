@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness import console, phases, problem, verdict
+from harness import console, phases, problem, ranking, verdict
 from harness.problem import Case
 from harness.session import Outcome
 
@@ -51,3 +51,18 @@ def test_a_case_alone_is_named_in_full(monkeypatch, capsys):
 
 def test_cases_without_parameters_have_a_name_too(monkeypatch, capsys):
     assert "(no parameters)" in printed(monkeypatch, capsys, [Case({}, 1)], ["cpu_avx512"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "own", "shared"),
+    [
+        (["m=1 k=2 l=1", "m=3 k=2 l=1"], ["m=1", "m=3"], "k=2 l=1"),
+        (["m=1 k=2", "k=1 m=2"], ["m=1 k=2", "k=1 m=2"], ""),
+        (["s=[1, 2] k=2", "s=[1, 3] k=2"], ["s=[1, 2]", "s=[1, 3]"], "k=2"),
+        (["m=1", "m=1 k=2"], ["m=1", "k=2"], "m=1"),  # a name is never empty
+        (["m=1 k=2"], ["m=1 k=2"], ""), (["m=1"] * 2, ["m=1"] * 2, ""), ([], [], ""),
+    ],
+)  # fmt: skip
+def test_cases_are_told_apart_by_what_they_do_not_share(labels, own, shared):
+    mine, common = ranking.apart(labels)
+    assert ([mine[label] for label in labels], common) == (own, shared)

@@ -1,5 +1,5 @@
-// Instructions of sm_90a that more than one kernel needs and C++ has no word for, one function each. The products of
-// wgmma, one for each shape, stand with the kernels that use them.
+// Instructions of sm_90a that C++ has no word for, one function each, for all kernels to take from. The products of
+// wgmma, one for each shape, and what is a single kernel's way of doing things stand with the kernels.
 //
 // Addresses in shared memory are 32-bit, see shared_address. A number at the end of a name is bytes; without one, 4.
 // -DKERNEL_DEBUG: a wait in vain ends, with a report.

@@ -211,6 +211,14 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
         "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
+// The box at (x, y, z), innermost first, of the tensor that `map` describes; the barrier is told of all its bytes.
+__device__ __forceinline__ void tensor_load(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier,
+                                            uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+        : "memory");
+}
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
                  "r"(from), "r"(bytes)

@@ -1,18 +1,19 @@
 """sm90_grouped: weights repacked for tensor cores; read once by mma.sync for few tokens an expert, wgmma for many."""
 
 import functools
-from ctypes import c_int, c_void_p
+from ctypes import addressof, c_int, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from task import Weights, input_t, output_t, unpack_call, unpack_weights
 
-from problems.common import build, load
+from problems.common import build, load, tma
 
 TARGETS = ("sm90", "sm100")  # sm100: the kernel for few tokens alone, which has no wgmma
 SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 1152  # bytes of 32 rows by 64 columns, see sm90_units.cuh
+BOX = 8  # unit rows that a copy of the kernel for many brings
 MOST_TOKENS = 256  # of a launch of the kernel for few
 MANY = 12  # tokens an expert on average from which the kernel for many is quicker
 DENSE = range(12, 257)  # tokens of a single expert for which its columns are split over blocks
@@ -28,6 +29,8 @@ class State(NamedTuple):
     in_scale13: torch.Tensor
     in_scale2: torch.Tensor
     arrived: torch.Tensor  # int64 (), how many blocks have come to the barrier between the products
+    map13: tma.Fields  # of w13 and of w2, for the kernel for many
+    map2: tma.Fields
     activation: str
 
 
@@ -47,11 +50,11 @@ def compile_for(target: str) -> list[build.Artefact]:
 def prepare(weights: Weights) -> State:
     """Units of both matrices. ValueError as unpack_weights says; RuntimeError: the launch."""
     unpack_weights(weights)
+    w13 = _units(weights.w13, weights.s13, interleaved=True)
+    w2 = _units(weights.w2, weights.s2, interleaved=False)
     return State(
-        _units(weights.w13, weights.s13, interleaved=True), weights.g13.clone(),
-        _units(weights.w2, weights.s2, interleaved=False), weights.g2.clone(),
-        weights.in_scale13.clone(), weights.in_scale2.clone(),
-        torch.zeros((), dtype=torch.int64, device=weights.w13.device), weights.activation,
+        w13, weights.g13.clone(), w2, weights.g2.clone(), weights.in_scale13.clone(), weights.in_scale2.clone(),
+        torch.zeros((), dtype=torch.int64, device=w13.device), _map(w13), _map(w2), weights.activation,
     )  # fmt: skip
 
 
@@ -93,9 +96,11 @@ def _run(kernel: str, state: State, data: input_t, sizes: tuple[int, ...]) -> No
     artefact = build.cuda(SOURCE, "sm90")
     kib = artefact.function(f"{kernel}_workspace", *[c_int] * len(sizes))(*sizes)
     scratch = torch.empty(kib, 1024, dtype=torch.uint8, device=x.device)
-    tensors = (state.w13, state.g13, state.w2, state.g2, x, ids, routing, data.outputs.out, scratch)
+    many = kernel == "prefill"
+    w13, w2 = (addressof(state.map13), addressof(state.map2)) if many else (state.w13.data_ptr(), state.w2.data_ptr())
+    others = (t.data_ptr() for t in (x, ids, routing, data.outputs.out, scratch))
     run = artefact.function(f"{kernel}_experts", *[c_void_p] * 9, *[c_int] * len(sizes))
-    build.check(run(*(t.data_ptr() for t in tensors), *sizes), f"{kernel}_experts")
+    build.check(run(w13, state.g13.data_ptr(), w2, state.g2.data_ptr(), *others, *sizes), f"{kernel}_experts")
 
 
 def prepare_linear(
@@ -137,6 +142,14 @@ def _units(packed: torch.Tensor, scales: torch.Tensor, interleaved: bool) -> tor
     pointers = (t.data_ptr() for t in (packed, scales, units))
     build.check(run(*pointers, experts, rows, columns, interleaved), "repack_units")
     return units
+
+
+def _map(units: torch.Tensor) -> tma.Fields:
+    """Units (E, rows, chunks, 1152) as elements of 8 bytes, in boxes of BOX rows by one unit."""
+    experts, rows, chunks, _ = units.shape
+    row = chunks * UNIT
+    described = tma.check("uint64", (row // 8, rows, experts), (row, rows * row), (UNIT // 8, BOX, 1))
+    return described.at(units.data_ptr(), units.nbytes).fields()
 
 
 def _check_columns(most: int) -> None:

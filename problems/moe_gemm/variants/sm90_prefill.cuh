@@ -24,6 +24,7 @@
 #include "sm90_routing.cuh"
 #include "sm90_units.cuh"
 #include "sm90_wgmma.cuh"
+#include "tma.cuh"
 
 namespace prefill {
 
@@ -31,6 +32,8 @@ using namespace ptx;
 using bf16 = __nv_bfloat16;
 
 constexpr float LIMIT = 10.f, LOG2E = 1.4426950408889634f;
+constexpr int BOX = 8;           // unit rows that one copy brings
+constexpr int WORDS = units::BYTES / 8;  // elements of a unit in the tensor map
 constexpr int TEAM_UNITS = 4;    // of a team's share of a tile: 64 channels of the first product
 constexpr int CLAIM_BEFORE = 3;  // chunks before its last a block claims its next tile: the answer takes 1 or 2
 
@@ -41,6 +44,7 @@ struct Form {
     static constexpr int GROUPS = 4, PARTS = PARTS_, ITEM = ITEM_, STAGES = STAGES_;
     static constexpr int ASK_REGISTERS = 32, MULTIPLY_REGISTERS = 112, LAUNCH_REGISTERS = 96;
     static constexpr int THREADS = 128 * (1 + GROUPS), SHARE = 2 * PARTS, UNITS = SHARE * GROUPS;  // units: of a tile
+    static_assert(UNITS % BOX == 0);
     static constexpr int TEAM = TEAM_UNITS / SHARE;                                                // warpgroups
     static constexpr int EIGHTS = ITEM / 8, SUMS = ITEM / 2;  // sums of a thread, for each 16 of its warp's rows
     static_assert(ASK_REGISTERS + GROUPS * MULTIPLY_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
@@ -64,10 +68,10 @@ using Many = Form<1, 128, 7>;
 enum { FIRST, SECOND, END };  // which product
 
 struct Product {
-    const uint8_t* units;  // [experts][rows][chunks]
-    const float* scale;    // [experts]
-    int rows, chunks;      // of an expert, in units
-    int blocks;            // of Form::UNITS rows
+    CUtensorMap units;   // [experts][rows][chunks units], in boxes of BOX rows by one unit
+    const float* scale;  // [experts]
+    int rows, chunks;    // of an expert, in units
+    int blocks;          // of Form::UNITS rows
 };
 
 struct Problem {
@@ -100,7 +104,7 @@ struct Turn {
 
 // Tells the block that its tile number `turn` is the one of that index: items by blocks of rows, of w13, then of w2.
 template <class F>
-__device__ __forceinline__ void tell(const Problem& p, uint32_t shared, Turn<2> turn, unsigned index, unsigned items) {
+__device__ __forceinline__ Tile tell(const Problem& p, uint32_t shared, Turn<2> turn, unsigned index, unsigned items) {
     int product = FIRST;
     unsigned blocks = p.product[FIRST].blocks;
     if (index >= items * blocks) {
@@ -115,6 +119,7 @@ __device__ __forceinline__ void tell(const Problem& p, uint32_t shared, Turn<2> 
     store_shared16(to, make_uint4(product, of.x, of.y, of.z));
     store_shared16(to + 16, make_uint4(block, item, of.w == 1, 0));
     arrive(shared + F::TOLD + 8 * turn.at());
+    return Tile{product, of.x, of.y, of.z, int(block), int(item), of.w == 1};
 }
 
 // Of that number, once it is told; and that this warp has no more need to ask.
@@ -131,7 +136,7 @@ __device__ __forceinline__ void heard(uint32_t shared, Turn<2>& turn) {
     turn.next();
 }
 
-// ---- the warpgroup that asks
+// ---- the thread that asks
 
 // Until all of the first product of an item is written.
 __device__ __forceinline__ void await_item(const Problem& p, int item) {
@@ -150,47 +155,44 @@ __device__ __forceinline__ void await_item(const Problem& p, int item) {
 
 template <class F>
 __device__ __forceinline__ void ask(const Problem& p, uint32_t shared) {
-    constexpr int EACH = F::UNITS / 4;  // units that a warp asks for
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int items = __ldcg(p.tables.head);
-    int next = threadIdx.x == 0 ? atomicAdd(p.tables.head + 1, 1) : 0;  // thread 0: the block's next tile
+    int next = atomicAdd(p.tables.head + 1, 1);  // the block's next tile
     Turn<2> turn;
     Turn<F::STAGES> stage;
 #pragma unroll 1
     while (true) {
-        if (threadIdx.x == 0) tell<F>(p, shared, turn, next, items);
-        const Tile tile = tile_of<F>(shared, turn);
-        heard<F>(shared, turn);
+        const Tile tile = tell<F>(p, shared, turn, next, items);
+        turn.next();
         if (tile.product == END) return;
         const Product& product = p.product[tile.product];
-        const int chunks = product.chunks, unit = F::UNITS * tile.block + EACH * warp;
-        const int real = min(max(product.rows - unit, 0), EACH);
-        const uint32_t next_unit = chunks * units::BYTES;
-        const uint32_t bytes = real * units::BYTES + (warp == 0 ? tile.count * 128 : 0);  // of the warp, a chunk
-        // Of each chunk a lane asks for one unit, and lane 0 of warp 0 for the rows.
-        const uint8_t* weights = product.units + (int64_t(tile.expert) * product.rows + unit + lane) * next_unit;
-        const uint32_t place_of = F::WEIGHTS + (EACH * warp + lane) * units::BYTES;
         const uint64_t policy = tile.alone ? keep_short() : keep();
-        if (tile.product == SECOND && threadIdx.x == 0) await_item(p, tile.item);
+        if (tile.product == SECOND) await_item(p, tile.item);
         const bf16* rows = (tile.product == SECOND ? p.inner : p.x) + int64_t(tile.first) * 64;
-        const int claim = max(chunks - CLAIM_BEFORE, 0);
+        const int claim = max(product.chunks - CLAIM_BEFORE, 0);
 #pragma unroll 1
-        for (int chunk = 0; chunk < chunks; ++chunk, stage.next()) {
+        for (int chunk = 0; chunk < product.chunks; ++chunk, stage.next()) {
             const uint32_t to = shared + stage.at() * F::STAGE, full = shared + F::FULL + 8 * stage.at();
             wait(shared + F::EMPTY + 8 * stage.at(), stage.parity() ^ 1);
-            if (lane == 0) arrive_expecting(full, bytes);
-            if (lane < real) bulk_load(to + place_of, weights, units::BYTES, full, policy);
-            weights += units::BYTES;
-            if (warp == 0) {
-                if (lane == 0) bulk_load(to + F::ROWS, rows, tile.count * 128, full, keep());
-                rows += int64_t(p.slots) * 64;
-            }
-            if (chunk == claim && threadIdx.x == 0) next = atomicAdd(p.tables.head + 1, 1);
+            // Rows beyond an expert's last come as zeros, and count.
+            arrive_expecting(full, F::UNITS * units::BYTES + tile.count * 128);
+#pragma unroll
+            for (int row = 0; row < F::UNITS; row += BOX)
+                tensor_load(to + F::WEIGHTS + row * units::BYTES, &product.units, chunk * WORDS,
+                            F::UNITS * tile.block + row, tile.expert, full, policy);
+            bulk_load(to + F::ROWS, rows, tile.count * 128, full, keep());
+            rows += int64_t(p.slots) * 64;
+            if (chunk == claim) next = atomicAdd(p.tables.head + 1, 1);
         }
     }
 }
 
 // ---- the warpgroups that multiply
+
+// From lane 0, so that the compiler knows it to be the same for all, and keeps it where one instruction serves a warp.
+__device__ __forceinline__ uint32_t same(uint32_t v) {
+    asm volatile("shfl.sync.idx.b32 %0, %0, 0, 0x1f, 0xffffffff;" : "+r"(v));
+    return v;
+}
 
 // Or the compiler would compute it again for each use.
 __device__ __forceinline__ void keep_in_registers(uint32_t& v) { asm volatile("" : "+r"(v)); }
@@ -284,25 +286,19 @@ __device__ __forceinline__ void multiply(float (&d)[F::PARTS][F::SUMS], uint32_t
                                          int chunks, uint32_t words_at, uint32_t scales_at, unsigned eights) {
     constexpr int SPAN = F::EIGHTS <= 8 ? 8 : 16;
     static_assert(F::EIGHTS <= 16);
-    uint32_t a[4][F::PARTS][4] = {};
-    uint32_t frees = threadIdx.x % 32 == 0 ? shared + F::EMPTY : 0;
-    keep_in_registers(words_at), keep_in_registers(scales_at), keep_in_registers(frees);
+    uint32_t a[4][F::PARTS][4];
+    const bool frees = threadIdx.x % 32 == 0;
+    keep_in_registers(words_at), keep_in_registers(scales_at);
     const auto full = [&] { return shared + F::FULL + 8 * stage.at(); };
     const auto load = [&] {
         return load_unit<F::PARTS>(words_at + stage.at() * F::STAGE, scales_at + stage.at() * F::STAGE);
     };
     wait(full(), stage.parity());
     Words<F::PARTS> words = load();
-    uint32_t before = 0;  // lane 0: barrier of the stage before, or none
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
-        wgmma_end();
-        hold(a);
-        __syncwarp();
-        if (before) arrive(before);
-        before = frees ? frees + 8 * stage.at() : 0;
-        // From lane 0, so that the compiler knows it to be the same for all.
-        const uint32_t rows = __shfl_sync(~0u, matrix_half(shared + F::ROWS + stage.at() * F::STAGE), 0);
+        const uint32_t rows = same(matrix_half(shared + F::ROWS) + stage.at() * (F::STAGE / 16));
+        const uint32_t empty = shared + F::EMPTY + 8 * stage.at();
         decode(words, a);
         stage.next();
         if (left > 1) {  // the next unit's words come while the products are issued
@@ -310,12 +306,12 @@ __device__ __forceinline__ void multiply(float (&d)[F::PARTS][F::SUMS], uint32_t
             words = load();
         }
         multiply_chunk<SPAN, 0>(d, a, rows, eights);
+        wgmma_end();
+        hold(a);
+        __syncwarp();
+        if (frees) arrive(empty);
     }
-    wgmma_end();
-    hold(a);
     pin(d);
-    __syncwarp();
-    if (before) arrive(before);
 }
 
 // silu(gate) * up, both clamped, times the routing weight.
@@ -475,12 +471,12 @@ __global__ void __launch_bounds__(F::THREADS, 1) experts(const __grid_constant__
     const uint32_t shared = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < F::STAGES; ++i) {
-            barrier_init(shared + F::FULL + 8 * i, 4);                // warps that ask
+            barrier_init(shared + F::FULL + 8 * i, 1);
             barrier_init(shared + F::EMPTY + 8 * i, 4 * F::GROUPS);  // warps that multiply
         }
         for (int i = 0; i < 2; ++i) {
             barrier_init(shared + F::TOLD + 8 * i, 1);
-            barrier_init(shared + F::HEARD + 8 * i, F::THREADS / 32);
+            barrier_init(shared + F::HEARD + 8 * i, 4 * F::GROUPS);
         }
         barrier_publish();
     }
@@ -489,7 +485,7 @@ __global__ void __launch_bounds__(F::THREADS, 1) experts(const __grid_constant__
     programmatic::wait();
     if (threadIdx.x < 128) {
         fewer_registers<F::ASK_REGISTERS>();
-        ask<F>(p, shared);
+        if (threadIdx.x == 0) ask<F>(p, shared);
     } else {
         more_registers<F::MULTIPLY_REGISTERS>();
         multiply_tiles<F>(p, shared);
@@ -579,9 +575,10 @@ inline int launch_experts(Problem& problem, int processors) {
     return programmatic::launch(experts<F>, processors, F::THREADS, bytes, problem);
 }
 
-// T tokens, E experts of k for each; H, I multiples of 64. w13: units [E][2 I / 32][H / 64], w2: [E][H / 32][I / 64];
-// g13, g2 fp32 (E,); x, out bf16 (T, H); ids int32, topk_weights fp32 (T, k). -> a cudaError_t.
-inline int run(const uint8_t* w13_units, const float* g13, const uint8_t* w2_units, const float* g2, const bf16* x,
+// T tokens, E experts of k for each; H, I multiples of 64. w13: units (E, 2 I / 32, H / 64), w2: (E, H / 32, I / 64), as
+// tensors of 8 bytes an element in boxes of BOX unit rows by one; g13, g2 fp32 (E,); x, out bf16 (T, H); ids int32,
+// topk_weights fp32 (T, k). -> a cudaError_t.
+inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, const float* g2, const bf16* x,
                const int* ids, const float* topk_weights, bf16* out, void* workspace, int tokens, int topk, int experts,
                int hidden, int inner_size) {
     const int64_t slots = int64_t(tokens) * topk, pieces = int64_t(tokens) * hidden / 8;
@@ -593,6 +590,20 @@ inline int run(const uint8_t* w13_units, const float* g13, const uint8_t* w2_uni
     const Workspace space(workspace, tokens, topk, experts, hidden, inner_size);
     const bool is_few = few(slots, experts);
     const int most = is_few ? Few::ITEM : Many::ITEM;
+
+    Problem problem{{{{}, g13, 2 * inner_size / units::ROWS, hidden / units::COLUMNS, 0},
+                     {{}, g2, hidden / units::ROWS, inner_size / units::COLUMNS, 0}},
+                    space.x,
+                    space.inner,
+                    space.parts,
+                    space.tables,
+                    int(slots),
+                    hidden};
+    tma::Encode encode;
+    if (const cudaError_t error = tma::find_encode(&encode)) return error;
+    if (!tma::encode_map(encode, w13, &problem.product[FIRST].units) ||
+        !tma::encode_map(encode, w2, &problem.product[SECOND].units))
+        return cudaErrorInvalidValue;
 
     const size_t route_bytes = route_shared_bytes(experts);
     if (const cudaError_t error =
@@ -606,16 +617,6 @@ inline int run(const uint8_t* w13_units, const float* g13, const uint8_t* w2_uni
             programmatic::launch(gather, grid, GATHER_THREADS, 0, x, space.x, space.tables, int(slots), hidden))
         return error;
 
-    const auto product = [](const uint8_t* of, const float* scale, int rows, int columns) {
-        return Product{of, scale, rows / units::ROWS, columns / units::COLUMNS, 0};
-    };
-    Problem problem{{product(w13_units, g13, 2 * inner_size, hidden), product(w2_units, g2, hidden, inner_size)},
-                    space.x,
-                    space.inner,
-                    space.parts,
-                    space.tables,
-                    int(slots),
-                    hidden};
     if (const int error = is_few ? launch_experts<Few>(problem, processors) : launch_experts<Many>(problem, processors))
         return error;
     return programmatic::launch(combine, unsigned((pieces + COMBINE_THREADS - 1) / COMBINE_THREADS), COMBINE_THREADS, 0,

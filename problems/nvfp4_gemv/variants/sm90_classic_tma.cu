@@ -22,6 +22,8 @@
 #include <cstdio>
 #endif
 
+#include "tma.cuh"
+
 // ------------------------------------------------------------------------------------------------- constants
 
 constexpr int CONSUMER_WARPS = 8;    // one for each of the 8 rows of a quarter
@@ -49,12 +51,7 @@ static_assert(SFA_BYTES / 128 == 16, "the scale box is 16 rows of one 128-byte s
 
 // ------------------------------------------------------------------------------------------------- the host's side
 
-// A tensor as the host checked it (problems/common/tma.py, Fields): innermost first, strides in bytes, the rest 0.
-struct Tensor {
-    uint64_t address, dims[5], strides[4];
-    uint32_t box[5], element_strides[5], dtype, rank, interleave, swizzle, l2_promotion, oob_fill;
-};
-static_assert(sizeof(Tensor) == 144, "must match problems/common/tma.py");
+using tma::Tensor;
 
 struct Maps {
     CUtensorMap a, b, sfa, sfb;
@@ -426,26 +423,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
 // ------------------------------------------------------------------------------------------------- launcher
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-static cudaError_t find_encode(Encode* encode) {
-    cudaDriverEntryPointQueryResult found;
-    void* entry = nullptr;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess) return error;
-    if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
-    *encode = reinterpret_cast<Encode>(entry);
-    return cudaSuccess;
-}
-
-static bool encode_map(Encode encode, const Tensor& t, CUtensorMap* map) {
-    return encode(map, static_cast<CUtensorMapDataType>(t.dtype), t.rank, reinterpret_cast<void*>(t.address), t.dims,
-                  t.strides, t.box, t.element_strides, static_cast<CUtensorMapInterleave>(t.interleave),
-                  static_cast<CUtensorMapSwizzle>(t.swizzle), static_cast<CUtensorMapL2promotion>(t.l2_promotion),
-                  static_cast<CUtensorMapFloatOOBfill>(t.oob_fill)) == CUDA_SUCCESS;
-}
-
 // d = A b for L problems. A, B: codes; SFA, SFB: scales in 512-byte blocks; D: fp16 (L, M); K_scales_padded: scales of
 // a row, padded to whole blocks of 4. All on the current device and its default queue. Returns the first error.
 cudaError_t launch_fp4_gemv_optimized(const Tensor& A, const Tensor& B, const Tensor& SFA, const Tensor& SFB, half* D,
@@ -454,12 +431,12 @@ cudaError_t launch_fp4_gemv_optimized(const Tensor& A, const Tensor& B, const Te
     if (A.rank != rank || B.rank != rank || SFA.rank != rank || SFB.rank != rank) return cudaErrorInvalidValue;
     if (K % 64 || K_scales_padded != K / 16 || M < 1 || L < 1 || L > 65535) return cudaErrorInvalidValue;
 
-    Encode encode;
-    cudaError_t error = find_encode(&encode);
+    tma::Encode encode;
+    cudaError_t error = tma::find_encode(&encode);
     if (error != cudaSuccess) return error;
     Maps maps;
-    if (!encode_map(encode, A, &maps.a) || !encode_map(encode, B, &maps.b) || !encode_map(encode, SFA, &maps.sfa) ||
-        !encode_map(encode, SFB, &maps.sfb)) {
+    if (!tma::encode_map(encode, A, &maps.a) || !tma::encode_map(encode, B, &maps.b) || !tma::encode_map(encode, SFA, &maps.sfa) ||
+        !tma::encode_map(encode, SFB, &maps.sfb)) {
         return cudaErrorInvalidValue;
     }
 

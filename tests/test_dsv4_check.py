@@ -49,6 +49,33 @@ def test_every_wrong_kernel_is_named_with_its_layer(case, capsys):
         assert named[0].startswith(f"{first} {slot}: "), named[0]
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "bf16"])
+def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monkeypatch):
+    """Then a row may be off by a tenth, if all as one are not off by 2 %; elsewhere by 1 %."""
+    monkeypatch.setattr(check, "PROMPTS", (40, 24))
+    case = check.make("tiny", fmt, "cpu", steps=1)
+    quantised = fmt == "nvfp4"
+
+    def faults(rows: slice, off: float) -> list[str]:
+        def experts(x, ids, weights, w13, w2, limit, out):
+            kernels.REFERENCE.experts(x, ids, weights, w13, w2, limit, out)
+            out[rows] *= 1 + off
+
+        recorder = Recorder(dataclasses.replace(kernels.REFERENCE, experts=experts), torch.bfloat16)
+        with torch.inference_mode():
+            case.run(recorder.kernels(), torch.float32, recorder, None)
+        return check._say_kernels(recorder)
+
+    # The first call of a layer has 40 rows, the last one two: there a row is not so much less than all.
+    assert not faults(slice(0), 0)
+    assert bool(faults(slice(20, 21), 0.08)) != quantised
+    one = faults(slice(20, 21), 0.15)
+    assert one and "experts: out is off by 0.1" in one[0] and "of its row, budget" in one[0]
+    every = faults(slice(None), 0.04)
+    assert every and ("experts, as one: out is off by 0.04" in every[0]) == quantised
+    assert ("of all rows, budget 0.02" in every[0]) == quantised
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", SLOTS)
 def test_a_wrong_kernel_alone_fails_the_check(case, slot, capsys):

@@ -36,7 +36,7 @@ from problems.dsv4_forward.config import Config
 from problems.dsv4_forward.kernels import Kernels
 from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.state import State
-from problems.dsv4_forward.trace import SLOTS, Follower, Recorder
+from problems.dsv4_forward.trace import SLOTS, WHOLE, Follower, Recorder
 from problems.dsv4_forward.weights import ModelWeights
 
 OPTIONS = ("--kernels", "--attribute", "--config", "--format", "--steps")  # what harness/run.py passes on
@@ -185,7 +185,7 @@ def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
 def _say_kernels(recorder: Recorder) -> list[str]:
     """A line a slot: its worst call. -> what is past its budget, in the order of the pass."""
     print(f"  {'kernel':<16}{'calls':>7}{'error':>11}{'budget':>11}{'cosine':>10}  worst in")
-    for slot in SLOTS:
+    for slot in (name + of for name in SLOTS for of in ("", WHOLE)):
         seen = [worst for (_, name), worst in recorder.worst.items() if name == slot]
         if not seen:
             continue
@@ -193,7 +193,7 @@ def _say_kernels(recorder: Recorder) -> list[str]:
         calls = sum(w.calls for w in seen)
         print(f"  {slot:<16}{calls:>7}{worst.error:>11.2e}{worst.budget:>11.2e}{worst.cosine:>10.6f}  {worst.layer}")
     return [
-        f"{w.layer} {w.slot}: {w.output} is off by {w.error:.3g} of its row, budget {w.budget:.3g} "
+        f"{w.layer} {w.slot}: {w.output} is off by {w.error:.3g} of {w.of}, budget {w.budget:.3g} "
         f"(cosine {w.cosine:.4f}), on the oracle's inputs"
         for w in recorder.worst.values() if not w.ok
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from harness import native, process, tree, wire
 from harness.slots import Slot
 from problems.common import load
 
+WORD = 8  # bytes of an int64
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
 
 
@@ -157,16 +158,16 @@ class Checker:
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
                 _region(leaf, slot).copy_(tree.raw(source))
-            elif i not in self.outputs and not torch.equal(_region(leaf, slot), tree.raw(source)):
+            elif i not in self.outputs and not same(_region(leaf, slot), tree.raw(source)):
                 return _verdict("INCORRECT", f"input {names[i]} was changed by the call")
         if held := self.held.get(message["runner"]):
             pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
-            if not all(torch.equal(_region(leaf, held), tree.raw(source)) for leaf, source in pairs):
+            if not all(same(_region(leaf, held), tree.raw(source)) for leaf, source in pairs):
                 return _verdict("INCORRECT", "the weights were changed by the call")
         got = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.captures]
         if self.own:
             for i, captured in zip(self.outputs, got, strict=True):
-                if not torch.equal(_region(leaves[i], slot), tree.raw(captured)):
+                if not same(_region(leaves[i], slot), tree.raw(captured)):
                     return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if fault := self._returned_fault(message["claims"], got):
             return _verdict("INCORRECT", fault)
@@ -251,6 +252,20 @@ def _names(spec: dict) -> list[str]:
 
 def _region(leaf: dict, slot: Slot) -> torch.Tensor:
     return slot.buffers[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two flat uint8 tensors hold the same bytes. Compared as words where both are aligned: torch.equal makes a
+    byte for each element, and of a model's weights, looked at after every call, that is as much memory once more.
+    """
+    if one.numel() != other.numel():
+        return False
+    whole = one.numel() // WORD * WORD
+    if whole and not any(place % WORD for t in (one, other) for place in (t.storage_offset(), t.data_ptr())):
+        if not torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64)):
+            return False
+        one, other = one[whole:], other[whole:]
+    return torch.equal(one, other)
 
 
 def _capture_spec(leaf: dict, layout: tree.Layout) -> dict:

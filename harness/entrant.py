@@ -59,6 +59,7 @@ class Entrant:
     lost: int = 0  # processes that died
     opened: tuple | None = None  # what its slots were allocated for
     holds: int = 0  # number of the weights that it has
+    held_device: int = 0  # bytes of device memory that the judge keeps them in
     calls: int = 0  # of the present process
     turn: int = 0  # calls on the present slots
     spin_us: float = FIRST_SPIN_US

@@ -79,7 +79,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _hold(path, create=True)
         journal = cls(path, file, [])
-        journal._write({"kind": "plan", "time": record.now(), **plan})
+        journal._write({"kind": "plan", **plan})
         _sync_folder(path.parent)
         return journal
 
@@ -106,7 +106,7 @@ class Journal:
                 file.close()  # killed before it had begun; `settle` removes it
                 continue
             journal = cls(path, file, lines)
-            journal._write({"kind": "resumed", "time": record.now()})
+            journal._write({"kind": "resumed"})
             return journal
         which = f"run {run_id}" if run_id else "unfinished run"
         if held:
@@ -183,8 +183,9 @@ class Journal:
         self._file.close()
 
     def _write(self, line: dict) -> None:
-        # NaN and infinity pass: a hostile claim is kept as it came, and Python reads them back.
-        text = json.dumps(line)
+        # NaN and infinity pass: a hostile claim is kept as it came, and Python reads them back. From one line's time to
+        # the next is how long each step took.
+        text = json.dumps({"time": record.now(), **line})
         self._file.write(text.encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -36,7 +36,8 @@ CACHE_LIMIT = 2 * 2**30  # bytes of one compile step's caches
 CACHE_FILES = 50_000  # files and folders of them
 CACHE_DEPTH = 40  # folders within folders
 COMPILERS = {"cpu": ("g++",), "sm90": ("nvcc", "g++"), "sm100": ("nvcc", "g++")}
-PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl")  # whose caches are kept, or against which code is built
+# Whose caches are kept, or against which code is built.
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
 
 
 class CacheError(RuntimeError):

@@ -86,7 +86,7 @@ class Jail:
         cache = {
             "KERNEL_BUILD_DIR": "build", "TRITON_CACHE_DIR": "triton", "TORCH_EXTENSIONS_DIR": "torch_extensions",
             "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUTE_DSL_CACHE_DIR": "cute_dsl", "XDG_CACHE_HOME": "xdg",
-            "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba",
+            "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba", "HUMMING_CACHE_DIR": "humming",
         }  # fmt: skip
         return {
             **kept,

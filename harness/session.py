@@ -100,7 +100,8 @@ class Session:
             fresh = [entrant for entrant in fresh if not entrant.broken]
         for entrant in fresh:
             arch = {"CUTE_DSL_ARCH": ARCH[entrant.target]} if entrant.target in ARCH else {}
-            entrant.opened, entrant.last_loss, entrant.holds, entrant.calls = None, None, 0, 0
+            entrant.opened, entrant.last_loss, entrant.calls = None, None, 0
+            entrant.holds = entrant.held_device = 0
             entrant.spin_us, entrant.host_base, entrant.device_grown = FIRST_SPIN_US, None, 0
             entry = entrant.entry
             if entry is None:
@@ -171,6 +172,8 @@ class Session:
             if fault := self._hold(entrant):
                 return self._lose(entrant, fault)
             size = self.measure(entrant) if measure and entrant.host_base is not None else None
+            if entrant.child is None:
+                return entrant.last_loss
             slot, before = entrant.turn % slots, (entrant.turn - 1) % slots
             address = {"runner": entrant.name, "slot": slot}
             # What a runner may not read yet lies in its slot masked: the key comes with the call. On a CPU nothing of
@@ -371,16 +374,22 @@ class Session:
         """Give an entrant the present weights, to prepare if it likes. -> what is wrong with what it kept, if it is."""
         if not self._split or entrant.entry is None or entrant.holds == self._weights:
             return None
+        # Before the checker lets go of the weights before: their memory is free then, or when the runner unmaps it.
+        size = self.measure(entrant) if entrant.host_base is not None else None
+        if entrant.child is None:
+            return entrant.last_loss
         made, fds = self._checker.request({"op": "hold", "runner": entrant.name}, CHECKER_LIMIT_S)
         if "failed" in made:
             raise ProblemError(f"the checker could not allocate weights:\n{made['text']}")
-        size = self.measure(entrant) if entrant.host_base is not None else None
         message = {"op": "hold", "slot": made["slot"], "spec": made["spec"]}
         try:
             reply = self._hand_over(entrant, message, fds, "prepare the weights", PREPARE_LIMIT_S)
         except Died as died:
             raise Died(died.status, f"in prepare: {died.reason}") from None
-        entrant.holds, self._weights_bytes = self._weights, made["bytes"]
+        if size:  # what would be free if nothing but the judge's own weights had changed
+            size = size[0] + entrant.held_device - made["slot"]["sizes"]["device"], size[1]
+        entrant.holds, entrant.held_device = self._weights, made["slot"]["sizes"]["device"]
+        self._weights_bytes = made["bytes"]
         if found := self._tampered(entrant):
             return found
         if reply.get("prepare_us") is not None:
@@ -416,6 +425,8 @@ class Session:
         return reply
 
     def _lose(self, entrant: Entrant, outcome: Outcome) -> Outcome:
+        if entrant.child is None:  # lost already, while it was measured
+            return outcome
         entrant.child.kill()
         entrant.child, entrant.last_loss = None, outcome
         entrant.lost += 1

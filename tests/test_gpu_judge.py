@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,3 +206,45 @@ def test_verdict(outcomes, name):
     for outcome in outcomes[name]:
         assert outcome.status == status and reason in outcome.reason, outcome
     assert len(outcomes[name]) == 2
+
+
+PREPARES = '''"""Prepares a copy of the weights."""
+from problems.common import load
+
+TARGETS = ("sm90", "sm100")
+grouped = load.variant("moe_gemm", "torch_grouped")
+kept = []
+
+
+def prepare(weights):
+    kept.append(type(weights)(*(x.clone() if hasattr(x, "clone") else x for x in weights)))
+    del kept[:-{states}]
+    return kept[-1]
+
+
+custom_kernel = grouped.custom_kernel
+'''
+
+
+@pytest.mark.parametrize(("states", "verdicts"), [(1, ["PASSED"] * 4), (2, ["PASSED", "RULE_BROKEN"])])
+def test_what_prepare_keeps_is_counted_again_with_each_weights(tmp_path, states, verdicts):
+    """One copy is admitted each time; the copy of the weights before is not, although these were as large."""
+    moe = problem.find("moe_gemm")
+    file = tmp_path / "prepares.py"
+    file.write_text(PREPARES.format(states=states))
+    small = moe.tests[0]
+    large = replace(small, params={**small.params, "experts": 64, "topk": 6, "hidden": 4096, "inner": 2048})
+    entrant = Entrant("prepares", problem.entry(moe, file), "sm90")
+    found = []
+    with Session(moe, "cuda", timeout_s=60) as session:
+        session.weights(small)
+        session.content(small)
+        assert session.call(entrant, 1).status == "PASSED"
+        session.baseline(entrant)
+        while len(found) < len(verdicts):
+            session.weights(large)
+            session.content(large)
+            found.append(session.call(entrant, 1))
+    assert [outcome.status for outcome in found] == verdicts, found
+    nbytes = 64 * 3 * 4096 * 2048 * 9 // 16
+    assert states * nbytes <= entrant.audit.kept_bytes <= states * nbytes + 2**28

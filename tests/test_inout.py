@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness import phases, problem, tree
-from harness.checker import Checker
+from harness.checker import WORD, Checker, same
 from harness.problem import UsageError
 from harness.session import Entrant, Outcome, ProblemError, Session
 
@@ -244,3 +244,16 @@ def test_leaves_are_found_by_field_and_key():
     spec = tree.describe(value, tree.Layout())
     assert tree.within(spec, ("a", "c")) == [0, 1, 3] and tree.within(spec, ()) == []
     assert tree.within(tree.describe((torch.ones(1),), tree.Layout()), ("a",)) == []
+
+
+@pytest.mark.parametrize("first", [0, 1, WORD], ids=lambda n: f"from byte {n}")
+@pytest.mark.parametrize("size", [0, 1, WORD - 1, WORD, 3 * WORD, 3 * WORD + 5])
+def test_every_byte_is_compared(size, first):
+    """In whole words and behind them, and where a tensor does not begin at one."""
+    here = torch.full((64,), 0xFF, dtype=torch.uint8)[first : first + size]  # of any floating-point type, NaN
+    there = here.clone()
+    assert same(here, there) and not same(here, torch.cat([there, there[:1]]) if size else torch.zeros(1))
+    for i in range(size):
+        there[i] ^= 1
+        assert not same(here, there) and not same(there, here), i
+        there[i] ^= 1

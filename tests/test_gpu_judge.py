@@ -208,11 +208,7 @@ def test_verdict(outcomes, name):
     assert len(outcomes[name]) == 2
 
 
-PREPARES = '''"""Prepares a copy of the weights."""
-from problems.common import load
-
-TARGETS = ("sm90", "sm100")
-grouped = load.variant("moe_gemm", "torch_grouped")
+PREPARES = """
 kept = []
 
 
@@ -220,10 +216,7 @@ def prepare(weights):
     kept.append(type(weights)(*(x.clone() if hasattr(x, "clone") else x for x in weights)))
     del kept[:-{states}]
     return kept[-1]
-
-
-custom_kernel = grouped.custom_kernel
-'''
+"""
 
 
 @pytest.mark.parametrize(("states", "verdicts"), [(1, ["PASSED"] * 4), (2, ["PASSED", "RULE_BROKEN"])])
@@ -231,7 +224,8 @@ def test_what_prepare_keeps_is_counted_again_with_each_weights(tmp_path, states,
     """One copy is admitted each time; the copy of the weights before is not, although these were as large."""
     moe = problem.find("moe_gemm")
     file = tmp_path / "prepares.py"
-    file.write_text(PREPARES.format(states=states))
+    grouped = moe.folder / "variants" / "torch_grouped.py"
+    file.write_text(grouped.read_text() + PREPARES.format(states=states))
     small = moe.tests[0]
     large = replace(small, params={**small.params, "experts": 64, "topk": 6, "hidden": 4096, "inner": 2048})
     entrant = Entrant("prepares", problem.entry(moe, file), "sm90")

@@ -71,8 +71,8 @@ MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by 
 
 @dataclass
 class Worst:
-    """The worst comparison of one kernel in one layer. error, cosine: of its worst row, or of `of`; calls: how many there
-    were.
+    """The worst comparison of one kernel in one layer. error, cosine: of its worst row, or of what `of` says;
+    calls: how many there were.
     """
 
     layer: str

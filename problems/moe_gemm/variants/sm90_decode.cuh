@@ -3,12 +3,14 @@
 //
 // A block works on one unit row (32 rows of weights) at a time, its 16 warps on every sixteenth unit of it, so that 16
 // neighbouring units, one for each warp, are one bulk copy. Another thread does nothing but copy, as far ahead as the
-// ring in shared memory has room: the next unit row, the next expert, and, while the blocks wait for each other between
-// the two products, the second product's weights. Two more warps add the sixteen sums of a unit row and take them on.
+// ring in shared memory has room: the next unit row, the next expert, the second product's weights while v is still
+// being made. Two more warps add the sixteen sums of a unit row and take them on.
 //
-// First product: unit rows of all groups (up to 8 NT tokens of an expert), one after another, shared out evenly.
+// First product: unit rows of all groups (up to 8 NT tokens of an expert), batch by batch, each shared out evenly.
 // Second: a block has 32 rows of out and takes all groups in turn, so the sum over experts stays in shared memory and
-// in one order. Every block sorts the tokens by itself (sm90_decode_groups.cuh); that is quicker than a launch for it.
+// in one order. Groups lie in batches, each with a counter of the blocks that have ended its first product: so a block
+// goes on to the second without waiting for all of v. Every block sorts the tokens by itself (sm90_decode_groups.cuh);
+// that is quicker than a launch for it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,22 +31,27 @@ using namespace ptx;
 constexpr int ADDING = 64;               // threads that add the warps' sums up
 constexpr int LAUNCHED = THREADS + 128;  // with one that copies, and these; registers go by four warps
 constexpr int EACH = 2, STAGE = EACH * WARPS * units::BYTES;  // units for each warp, and bytes, of a place in the ring
-constexpr int GROUP_BYTES = 16, MARGIN = 33;  // floats from a token to the next in the sum
+constexpr int GROUP_BYTES = sizeof(Group) + sizeof(float2), MARGIN = 33;  // floats from a token to the next in the sum
+// Copies of a block under way, at most. Memory needs 1.2 to be busy. What waits behind more of them, tokens and counters,
+// comes microseconds later. With many tokens bandwidth wins.
+constexpr int UNDER_WAY = 2;
 constexpr int SHARED = 227 * 1024;
 
 // Byte offsets in shared memory. The ring comes first; while nothing is in it, it holds what sorting needs.
 struct Layout {
-    int sums, total, groups, slots, routing, words, barriers, bytes;
+    int sums, total, groups, factors, slots, routing, words, parts, barriers, bytes;
     __host__ __device__ Layout(const Problem& p, int tiles) {
         const int n = p.tokens * p.topk;
         sums = p.stages * STAGE;
         total = sums + 2 * WARPS * 2 * tiles * 512;
         groups = total + (p.tokens * MARGIN * 4 + 15) / 16 * 16;
+        factors = groups + p.groups * int(sizeof(Group));
         routing = groups + p.groups * GROUP_BYTES;
         slots = routing + n * 4;
         words = (slots + n * 2 + 15) / 16 * 16;
-        barriers = words + 64 * 4;
-        bytes = barriers + p.stages * 16 + 24;
+        parts = words + 36 * 4;
+        barriers = (parts + BATCHES * int(sizeof(Part)) + 7) / 8 * 8;
+        bytes = barriers + p.stages * 16 + 24 + BATCHES * 16;
     }
 };
 
@@ -54,6 +61,15 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
         "{ .reg .pred done;\n"
         "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Whether the first phase of a barrier is.
+__device__ __forceinline__ bool is_over(uint32_t barrier) {
+    uint32_t over;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(over) : "r"(barrier) : "memory");
+    return over;
 }
 
 // All that a phase of the barrier brings.
@@ -157,15 +173,46 @@ struct Tokens {
     }
 };
 
+// Tells the other blocks of which batches this one has written its v, and this block's threads which all have. `written`
+// and `ready` are barriers, one a batch. One thread.
+__device__ __forceinline__ void watch(const Problem& p, uint32_t written, uint32_t ready, int batches) {
+    unsigned long long all = 0;  // of each counter when all have told: they grow together, by gridDim.x a launch
+    int told = 0, seen = 0;
+    while (seen < batches) {
+        if (told < batches && is_over(written + 8 * told)) {
+            if (told == 0) {
+                unsigned long long before;
+                asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;"
+                             : "=l"(before) : "l"(p.arrived) : "memory");
+                all = before - before % gridDim.x + gridDim.x;
+                for (int i = batches; i < BATCHES; ++i)  // of batches that there are none of
+                    asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(p.arrived + i * COUNTER_APART)
+                                 : "memory");
+            } else {
+                asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(p.arrived + told * COUNTER_APART)
+                             : "memory");
+            }
+            ++told;
+        }
+        if (seen < told) {
+            unsigned long long now;
+            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                         : "=l"(now) : "l"(p.arrived + seen * COUNTER_APART) : "memory");
+            if (now >= all) arrive(ready + 8 * seen++);
+        }
+    }
+}
+
 // The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has
 // group of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
-template <int NT>
-__device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8_t* shared, int q, int lane, int count,
-                                       int first, int items) {
+template <int NT, bool QUANTISED>
+__device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8_t* shared, int q, int lane,
+                                       int count) {
     const Group* groups = reinterpret_cast<const Group*>(shared + at.groups);
     const float* routing = reinterpret_cast<const float*>(shared + at.routing);
     const uint16_t* slots = reinterpret_cast<const uint16_t*>(shared + at.slots);
-    const uint32_t read = shared_address(shared + at.barriers) + 16 * p.stages;
+    const Part* parts = reinterpret_cast<const Part*>(shared + at.parts);
+    const uint32_t read = shared_address(shared + at.barriers) + 16 * p.stages, written = read + 24;
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
     int buffer = 0;
     auto added = [&](int tile) {
@@ -179,48 +226,52 @@ __device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8
         }
         return all;
     };
-    int group = first / rows1, row = first % rows1;
-    if (lane == 0 && !p.linear) {  // a first look at either takes its time
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived));
+    const int batches = p.linear ? 0 : batches_of<BATCHED<NT, QUANTISED>>(count);
+    // What the sums of the two products have to be multiplied by. Here, so that no copy waits for it.
+    float2* factors = reinterpret_cast<float2*>(shared + at.factors);
+#pragma unroll 1
+    for (int i = 32 * q + lane; i < count; i += ADDING) {
+        const int e = groups[i].expert;
+        factors[i].x = p.linear ? 0 : p.g13[e] * (QUANTISED ? p.in13[e] : 1.f) * units::REST;
+        factors[i].y = p.g2[e] * (QUANTISED ? p.in2[e] : 1.f) * units::REST;
+    }
+    meet_adding();
+    if (lane < batches) {  // a first look at either takes its time
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived + lane * COUNTER_APART));
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v));
     }
-    for (int i = 0; i < items; ++i) {
-        const Group g = groups[group];
-        wait_for_sums(buffer);
-        for (int tile = 0; 8 * tile < g.count(); ++tile) {
-            const float4 all = added(tile);
-            const float gates[2] = {all.x, all.y}, ups[2] = {all.z, all.w};
+    for (int batch = 0; batch < batches; ++batch) {
+        int group = parts[batch].group, row = parts[batch].row;
+        const int items = parts[batch].items;
+        for (int i = 0; i < items; ++i) {
+            const Group g = groups[group];
+            const float factor = factors[group].x;
+            wait_for_sums(buffer);
+            for (int tile = 0; 8 * tile < g.count(); ++tile) {
+                const float4 all = added(tile);
+                const float gates[2] = {all.x, all.y}, ups[2] = {all.z, all.w};
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int member = 8 * tile + 2 * (lane & 3) + j;
-                if (member >= g.count()) continue;
-                const float gate = fminf(gates[j] * g.first, 10.f), up = fminf(fmaxf(ups[j] * g.first, -10.f), 10.f);
-                const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + member];
-                p.v[static_cast<int64_t>(slots[g.start() + member]) * p.inner + row * 16 + q * 8 + lane / 4] =
-                    __float2bfloat16_rn(v);
+                for (int j = 0; j < 2; ++j) {
+                    const int member = 8 * tile + 2 * (lane & 3) + j;
+                    if (member >= g.count()) continue;
+                    const float gate = fminf(gates[j] * factor, 10.f);
+                    const float up = fminf(fmaxf(ups[j] * factor, -10.f), 10.f);
+                    const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + member];
+                    p.v[static_cast<int64_t>(slots[g.start() + member]) * p.inner + row * 16 + q * 8 + lane / 4] =
+                        __float2bfloat16_rn(v);
+                }
             }
+            arrive(read + 8 * buffer);
+            buffer ^= 1;
+            if (++row == rows1) row = 0, ++group;
         }
-        arrive(read + 8 * buffer);
-        buffer ^= 1;
-        if (++row == rows1) row = 0, ++group;
-    }
-    if (!p.linear) {  // until all blocks have written their part of v
-        meet_adding();
-        if (q == 0 && lane == 0) {
-            // It only grows, by gridDim.x a launch.
-            unsigned long long before, now;
-            asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p.arrived) : "memory");
-            const unsigned long long all = before - before % gridDim.x + gridDim.x;
-            do {
-                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(p.arrived) : "memory");
-            } while (now < all);
-        }
-        arrive(read + 16);
+        arrive(written + 8 * batch);
     }
     float* total = reinterpret_cast<float*>(shared + at.total) + q * 16 + lane / 4;
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         for (int i = 0; i < count; ++i) {
             const Group g = groups[i];
+            const float factor = factors[i].y;
             wait_for_sums(buffer);
             for (int tile = 0; 8 * tile < g.count(); ++tile) {
                 const float4 all = added(tile);
@@ -230,7 +281,7 @@ __device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8
                     const int member = 8 * tile + 2 * (lane & 3) + j;
                     if (member >= g.count()) continue;
                     float* to = total + slots[g.start() + member] / p.topk * MARGIN;
-                    to[0] += above[j] * g.second, to[8] += below[j] * g.second;
+                    to[0] += above[j] * factor, to[8] += below[j] * factor;
                 }
             }
             arrive(read + 8 * buffer);
@@ -251,35 +302,38 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     float* routing = reinterpret_cast<float*>(shared + at.routing);
     uint16_t* slots = reinterpret_cast<uint16_t*>(shared + at.slots);
     uint32_t* words = reinterpret_cast<uint32_t*>(shared + at.words);
+    Part* parts = reinterpret_cast<Part*>(shared + at.parts);
 
     const uint32_t full = shared_address(shared + at.barriers), empty = full + 8 * p.stages;
-    const uint32_t read = empty + 8 * p.stages;
+    const uint32_t read = empty + 8 * p.stages, written = read + 24, ready = written + 8 * BATCHES;
     const uint32_t ring = shared_address(shared);
     if (threadIdx.x == THREADS) {
         for (int i = 0; i < p.stages; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, THREADS);
         barrier_init(read, ADDING), barrier_init(read + 8, ADDING), barrier_init(read + 16, ADDING);
+        for (int i = 0; i < BATCHES; ++i) barrier_init(written + 8 * i, ADDING), barrier_init(ready + 8 * i, 1);
     }
     if (n <= 32) {
-        if (warp == 0) sort_few<NT, QUANTISED>(p, groups, slots, routing, words, lane);
+        if (warp == 0) sort_few<NT>(p, groups, slots, routing, words, lane);
         __syncwarp();
     } else if (warp < WARPS) {
-        sort<NT, QUANTISED>(p, shared, groups, slots, routing, words, warp, lane);
+        sort<NT>(p, shared, groups, slots, routing, words, warp, lane);
     }
-    if (warp == 0) share_out<NT>(groups, words, p.linear ? 0 : p.inner / 16, lane);
+    if (warp == 0 && !p.linear) share_out<NT, BATCHED<NT, QUANTISED>>(groups, parts, words[32], p.inner / 16, lane);
     fence_async_shared();  // copies will write where sorting has written
     __syncthreads();
     const int count = words[32];
 
     const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
-    const int first = words[33], items = words[34];
+    const int batches = p.linear ? 0 : batches_of<BATCHED<NT, QUANTISED>>(count);
     int stage = 0, parity = 0;
 
     constexpr int HELPING = 64, MULTIPLYING = 104;  // registers: 480 for a lane of each of five warpgroups
     if (warp >= WARPS) {
         fewer_registers<HELPING>();
         if (warp > WARPS && warp <= WARPS + ADDING / 32)
-            add_up<NT>(p, at, shared, warp - WARPS - 1, lane, count, first, items);
+            add_up<NT, QUANTISED>(p, at, shared, warp - WARPS - 1, lane, count);
+        if (threadIdx.x == LAUNCHED - 32) watch(p, written, ready, batches);
         if (threadIdx.x != THREADS) return;
         // The thread that copies.
         const uint64_t policy = keep_short();
@@ -287,16 +341,19 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
             for (int i = 0; i < all; i += EACH * WARPS) {
                 const int bytes = min(all - i, EACH * WARPS) * units::BYTES;
                 wait(empty + 8 * stage, parity ^ 1);
+                if (NT == 1) {  // until the copy UNDER_WAY before has come
+                    const bool wraps = stage < UNDER_WAY;
+                    wait(full + 8 * (stage - UNDER_WAY + (wraps ? p.stages : 0)), parity ^ int(wraps));
+                }
                 copy(ring + stage * STAGE, from, bytes, full + 8 * stage, policy);
                 from += bytes;
                 if (++stage == p.stages) stage = 0, parity ^= 1;
             }
         };
-        int group = first / rows1, row = first % rows1;
-        for (int i = 0; i < items; ++i) {
-            send(p.w13 + (static_cast<int64_t>(groups[group].expert) * rows1 + row) * units1 * units::BYTES, units1);
-            if (++row == rows1) row = 0, ++group;
-        }
+        if (batches)
+            for (Walk walk(parts, rows1, batches); walk.find(); walk.next())
+                send(p.w13 + (static_cast<int64_t>(groups[walk.group].expert) * rows1 + walk.row) * units1 * units::BYTES,
+                     units1);
         for (int row = blockIdx.x; row < rows2; row += gridDim.x)
             for (int i = 0; i < count; ++i)
                 send(p.w2 + (static_cast<int64_t>(groups[i].expert) * rows2 + row) * units2 * units::BYTES, units2);
@@ -370,42 +427,71 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
         sums_written(buffer);
         turn ^= buffer, buffer ^= 1;
     };
+
     const int mine1 = (units1 - warp + WARPS - 1) / WARPS, mine2 = (units2 - warp + WARPS - 1) / WARPS;  // of the warp
 
     // ---- first product ----
-    if (items) {
+    if (batches) {
         Tokens<C1, NT> tokens;
-        int group = first / rows1, row = first % rows1;
-        for (int i = 0; i < items; ++i) {
-            const Group g = groups[group];
-            const bool both = NT > 1 && g.count() > 8;
-            if (i == 0 || row == 0) {
-                tokens.aim(p.x, p.hidden, p.topk, warp, g, slots, lane);
+        const auto take_all = [&](const Group& g) {
+            tokens.aim(p.x, p.hidden, p.topk, warp, g, slots, lane);
 #pragma unroll
-                for (int c = 0; c < C1; ++c)
-                    if (c < mine1) tokens.take(c, both);
-                if (QUANTISED) tokens.quantised(mine1, both, p.in13[g.expert]);
-            }
+            for (int c = 0; c < C1; ++c)
+                if (c < mine1) tokens.take(c, NT > 1 && g.count() > 8);
+        };
+        const auto multiply_group = [&](bool both, auto then) {
             clear();
-            const auto then = [](int) {};
             if (both)
                 multiply_row(tokens, units1, ALL_TILES, std::integral_constant<int, C1>(), then);
             else
                 multiply_row(tokens, units1, ONE_TILE, std::integral_constant<int, C1>(), then);
             hand_over(both);
-            if (++row == rows1) row = 0, ++group;
+        };
+        if constexpr (BATCHED<NT, QUANTISED>) {
+            Walk walk(parts, rows1, batches);
+            bool more = walk.find();
+            if (more) take_all(groups[walk.group]);
+            while (more) {
+                const int group = walk.group;
+                walk.next(), more = walk.find();
+                // The next group's tokens come as this one's are used. All groups have the same, if there is but one.
+                const bool changes = more && walk.group != group && p.tokens > 1;
+                if (changes) tokens.aim(p.x, p.hidden, p.topk, warp, groups[walk.group], slots, lane);
+                multiply_group(false, [&](int c) {
+                    if (changes) tokens.take(c, false);
+                });
+            }
+        } else {
+            int group = parts[0].group, row = parts[0].row;
+            const int items = parts[0].items;
+            for (int i = 0; i < items; ++i) {
+                const Group g = groups[group];
+                const bool both = NT > 1 && g.count() > 8;
+                if (i == 0 || row == 0) {
+                    take_all(g);
+                    if (QUANTISED) tokens.quantised(mine1, both, p.in13[g.expert]);
+                }
+                multiply_group(both, [](int) {});
+                if (++row == rows1) row = 0, ++group;
+            }
         }
     }
-    int ended = 0;  // what those who add have last waited for: all blocks, then their part of a unit row of out
-    if (!p.linear) wait(read + 16, ended), ended ^= 1;
 
     // ---- second product ----
     const __nv_bfloat16* rows = p.linear ? p.x : p.v;
+    int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         // Nobody adds to it before all have handed over sums.
         for (int i = threadIdx.x; i < p.tokens * MARGIN; i += THREADS) total[i] = 0;
         Tokens<C2, NT> tokens;
+        int batch = 0, due = p.linear ? -1 : 0;  // the next batch to wait for, and its first group
+        const auto await = [&](int group) {
+            if (BATCHED<NT, QUANTISED> ? group != due : group || p.linear) return;
+            wait(ready + 8 * batch, 0);
+            if (BATCHED<NT, QUANTISED>) due = ++batch < batches ? batch_begin(count, batches, batch) : -1;
+        };
         if (count) {
+            await(0);
             const Group g = groups[0];
             tokens.aim(rows, p.inner, 1, warp, g, slots, lane);
 #pragma unroll
@@ -416,6 +502,7 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
             const Group g = groups[i], coming = groups[min(i + 1, count - 1)];
             const bool both = NT > 1 && g.count() > 8, coming_both = NT > 1 && coming.count() > 8;
             if (QUANTISED) tokens.quantised(mine2, both, p.in2[g.expert]);
+            await(i + 1);
             tokens.aim(rows, p.inner, 1, warp, coming, slots, lane);
             clear();
             const auto then = [&](int c) { tokens.take(c, coming_both); };  // for the last group once too often

@@ -14,6 +14,9 @@ namespace decode {
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // that sort, and then multiply
 constexpr int ONCE = 4, TWICE = 5;               // what a unit row costs, by tiles of the group
+constexpr int BATCHES = 3;                       // most that the groups are worked on in
+constexpr int COUNTER_APART = 16;                // counters of batches, so that each has a line of its own
+constexpr int TURN = 17;                         // blocks by which a batch is shared out otherwise than the one before
 
 struct Problem {
     const uint8_t *w13, *w2;  // units
@@ -22,7 +25,8 @@ struct Problem {
     const int* ids;           // (T, k)
     const float* routing;     // (T, k)
     __nv_bfloat16 *out, *v;   // (T, H), (T k, I)
-    unsigned long long* arrived;  // how many blocks have ended the first product, in all launches
+    // [BATCHES][COUNTER_APART]: of each batch, how many blocks have ended its first product, in all launches.
+    unsigned long long* arrived;
     int tokens, topk, experts, hidden, inner;
     int stages, groups;       // of the ring; room for groups
     bool quantised, linear;   // linear: the second product alone, of x (T, I) by w2
@@ -32,7 +36,6 @@ struct Problem {
 struct Group {
     int expert;
     uint32_t tokens;  // where they start in the sorted slots, and 16 bits higher how many
-    float first, second;  // what the sums of the two products have to be multiplied by
     __device__ int start() const { return tokens & 0xFFFF; }
     __device__ int count() const { return tokens >> 16; }
 };
@@ -41,13 +44,10 @@ __device__ __forceinline__ void meet_multiplying() { ptx::meet<THREADS>(1); }
 
 // ---- sorting: groups, slots and routing; words[32]: how many groups
 
-template <bool QUANTISED>
-__device__ __forceinline__ void put_groups(const Problem& p, Group* groups, int e, int start, int tokens, int parts) {
-    const float first = p.linear ? 0 : p.g13[e] * (QUANTISED ? p.in13[e] : 1.f) * units::REST;
-    const float second = p.g2[e] * (QUANTISED ? p.in2[e] : 1.f) * units::REST;
+__device__ __forceinline__ void put_groups(Group* groups, int e, int start, int tokens, int parts) {
     for (int i = 0; i < parts; ++i) {  // as even as may be
         const int from = tokens * i / parts, to = tokens * (i + 1) / parts;
-        groups[i] = {e, static_cast<uint32_t>(start + from | to - from << 16), first, second};
+        groups[i] = {e, static_cast<uint32_t>(start + from | to - from << 16)};
     }
 }
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ int expert_of(const Problem& p, int slot) {  // or on
 }
 
 // Up to 32 slots: one warp, a slot a lane.
-template <int NT, bool QUANTISED>
+template <int NT>
 __device__ __forceinline__ void sort_few(const Problem& p, Group* groups, uint16_t* slots, float* routing,
                                          uint32_t* words, int lane) {
     const int n = p.tokens * p.topk;
@@ -73,13 +73,13 @@ __device__ __forceinline__ void sort_few(const Problem& p, Group* groups, uint16
         group += other < e ? others : 0;
     }
     if (e != 0x7FFFFFFF) slots[place] = lane, routing[place] = mine;
-    if (leads) put_groups<QUANTISED>(p, groups + group, e, place, tokens, parts);
+    if (leads) put_groups(groups + group, e, place, tokens, parts);
     const int all = __reduce_add_sync(~0u, parts);
     if (lane == 0) words[32] = all;
 }
 
 // Any number: each warp counts a part of the slots. scratch: what WARPS times p.experts counts and n ranks take.
-template <int NT, bool QUANTISED>
+template <int NT>
 __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* groups, uint16_t* slots, float* routing,
                                      uint32_t* words, int warp, int lane) {
     const int n = p.tokens * p.topk, part = (n + THREADS - 1) / THREADS * 32;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
         if (e < p.experts) {
             const int start = before & 0xFFFF;
             for (int w = 0; w < WARPS; ++w) seen[w * p.experts + e] += start;
-            if (parts) put_groups<QUANTISED>(p, groups + (before >> 16), e, start, tokens, parts);
+            if (parts) put_groups(groups + (before >> 16), e, start, tokens, parts);
         }
     }
     if (threadIdx.x == 0) words[32] = carry >> 16;
@@ -142,33 +142,98 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
     }
 }
 
-// The block's part of the first product's unit rows: words[33], the first of all groups' rows one after another, and
-// words[34], how many. A group of two tiles takes TWICE / ONCE as long as one of one. One warp.
-template <int NT>
-__device__ __forceinline__ void share_out(const Group* groups, uint32_t* words, int rows, int lane) {
-    const int count = words[32];
-    auto weight = [&](int g) { return g >= count ? 0 : NT > 1 && groups[g].count() > 8 ? TWICE : ONCE; };
-    uint32_t all = 0, before = 0;
-    for (int base = 0; base < count; base += 32) all += __reduce_add_sync(~0u, weight(base + lane));
-    const uint64_t work = static_cast<uint64_t>(all) * rows;
-    const uint32_t from = work * blockIdx.x / gridDim.x, to = work * (blockIdx.x + 1) / gridDim.x;
-    if (lane == 0) words[33] = words[34] = count * rows;  // where `to` is the end
-    __syncwarp();
-    for (int base = 0; base < count; base += 32) {
-        const int g = base + lane, mine = weight(g);
-        uint32_t sum = mine;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const uint32_t left = __shfl_up_sync(~0u, sum, d);
-            if (lane >= d) sum += left;
-        }
-        const uint32_t low = (before + sum - mine) * rows, high = low + mine * rows;
-        if (low <= from && from < high) words[33] = g * rows + (from - low) / mine;
-        if (low <= to && to < high) words[34] = g * rows + (to - low) / mine;
-        before += __shfl_sync(~0u, sum, 31);
-    }
-    __syncwarp();
-    if (lane == 0) words[34] -= words[33];
+// ---- batches: the groups in BATCHES parts, or in one for each where there are fewer. The second product of a batch
+// begins when all blocks have ended the first of it, while they work on the first of those behind.
+
+// Else there is one batch: two tiles, or values to quantise, take the registers that more would.
+template <int NT, bool QUANTISED>
+constexpr bool BATCHED = NT == 1 && !QUANTISED;
+
+template <bool SEVERAL>
+__device__ __forceinline__ int batches_of(int count) {
+    return min(count, SEVERAL ? BATCHES : 1);
 }
+__device__ __forceinline__ int batch_begin(int count, int batches, int batch) { return count * batch / batches; }
+
+// What a block has of the first product of a batch: unit rows of its groups, one group's after another's.
+struct Part {
+    int group, row, items;  // where it begins, and how many
+};
+
+// Finds the block's part of each batch. A group of two tiles takes TWICE / ONCE as long as one of one. One warp.
+template <int NT, bool SEVERAL>
+__device__ __forceinline__ void share_out(const Group* groups, Part* parts, int count, int rows, int lane) {
+    const int batches = batches_of<SEVERAL>(count);
+    // Lane b knows of batch b; lane `batches`, where the last one ends.
+    const int begin = lane <= batches && count ? batch_begin(count, batches, lane) : 0;
+    const uint32_t place = (blockIdx.x + TURN * lane) % gridDim.x;
+    uint32_t from, to;  // in unit rows, all groups' one after another
+    if constexpr (NT == 1) {
+        const uint32_t work = (__shfl_down_sync(~0u, begin, 1) - begin) * rows;
+        from = begin * rows + work * place / gridDim.x, to = begin * rows + work * (place + 1) / gridDim.x;
+    } else {
+        const auto weight = [&](int g) { return g >= count ? 0 : groups[g].count() > 8 ? TWICE : ONCE; };
+        // The weight of the groups before `base + lane`, and all up to there in `before`.
+        const auto ahead = [&](uint32_t mine, uint32_t& before) {
+            uint32_t sum = mine;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const uint32_t left = __shfl_up_sync(~0u, sum, d);
+                if (lane >= d) sum += left;
+            }
+            const uint32_t result = before + sum - mine;
+            before += __shfl_sync(~0u, sum, 31);
+            return result;
+        };
+        uint32_t before = 0, low = 0;
+        for (int base = 0; base < count; base += 32) {
+            const uint32_t found = __shfl_sync(~0u, ahead(weight(base + lane), before), (begin - base) & 31);
+            if (begin / 32 == base / 32) low = found;
+        }
+        if (begin == count) low = before;
+        const uint64_t work = static_cast<uint64_t>(__shfl_down_sync(~0u, low, 1) - low) * rows;
+        const uint32_t first = low * rows + work * place / gridDim.x;  // as from and to, weighted
+        const uint32_t last = low * rows + work * (place + 1) / gridDim.x;
+        from = to = count * rows;
+        before = 0;
+        for (int base = 0; base < count; base += 32) {
+            const uint32_t mine = weight(base + lane), its = ahead(mine, before) * rows;
+            for (int i = 0; i < 32 && base + i < count; ++i) {
+                const uint32_t each = __shfl_sync(~0u, mine, i), start = __shfl_sync(~0u, its, i);
+                if (start <= first && first < start + each * rows) from = (base + i) * rows + (first - start) / each;
+                if (start <= last && last < start + each * rows) to = (base + i) * rows + (last - start) / each;
+            }
+        }
+    }
+    if (lane < batches)
+        parts[lane] = {static_cast<int>(from / rows), static_cast<int>(from % rows), static_cast<int>(to - from)};
+}
+
+// Goes over a block's unit rows of the first product.
+struct Walk {
+    const Part* parts;
+    int rows, batches;  // of an expert
+    int batch = 0, group, row, left;
+    __device__ __forceinline__ Walk(const Part* parts, int rows, int batches)
+        : parts(parts), rows(rows), batches(batches) {
+        enter();
+    }
+    __device__ __forceinline__ void enter() {
+        const Part part = parts[batch];
+        group = part.group, row = part.row, left = part.items;
+    }
+    __device__ __forceinline__ void next() {
+        --left;
+        if (++row == rows) row = 0, ++group;
+    }
+    // Over batches of which the block has nothing. -> whether there is more
+    __device__ __forceinline__ bool find() {
+        while (!left) {
+            if (++batch >= batches) return false;
+            enter();
+        }
+        return true;
+    }
+};
 
 }  // namespace decode

@@ -6,14 +6,23 @@
 // part of the columns, which fits into shared memory as a whole: all copies are asked for at once. Then each block is
 // sent a share of the rows' sums by all blocks of its cluster, and adds them in a fixed order.
 //
-// The first product leaves v in the order and the swizzle in which the second has it in shared memory. The second is
-// a launch of its own that begins while the first still adds up: its weights are there when v comes. It does not wait
-// for the first to end, but for what it needs of v, by a counter for each of the first's clusters.
+// Both products are one launch. The first leaves v in the order and the swizzle in which the second has it in shared
+// memory. Weights of the second have a place of their own and are asked for as soon as x is there: when all blocks have
+// met, v is all that is missing. They wait for each other, so no more clusters are launched than run at once, and each
+// takes tiles, of tokens and rows, until there are no more: first all that it has of the first product.
+//
+// A cluster runs within one of the groups of up to 18 multiprocessors that the GPU has, and what a group has beyond a
+// multiple of eight is lost. However 132 multiprocessors lie in eight groups, in pairs, 13 clusters of 8 find room at
+// once, and 16 often do not. So tiles have 10 unit rows, of which 13 make the 128 of either product of the shared
+// expert.
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_runtime.h>
 
-#include "launch.cuh"
+#include <algorithm>
+#include <atomic>
+
 #include "ptx.cuh"
 #include "sm90_units.cuh"
 #include "sm90_wgmma.cuh"
@@ -24,35 +33,31 @@ using namespace ptx;
 using bf16 = __nv_bfloat16;
 
 constexpr float LIMIT = 10.f;
-constexpr int CHUNKS = 8, PAIRS = CHUNKS / 2;  // of 64 columns, that a block has weights of at a time; a copy has two
-constexpr int MOST_TOKENS = 64;  // of a block
-constexpr int FIRST_ROWS = 8, FIRST_SPLITS = 8;  // of the first product, see Form
-// A block of each product, of 512 and of 256 threads, run on a multiprocessor at a time and share its 65536 registers.
-constexpr int BOUND = 768;
+constexpr int ROWS = 10, SPLITS = 8;  // a tile's unit rows; blocks of a cluster, which split the columns
+constexpr int THREADS = 64 * ROWS, WARPS = 2 * ROWS;  // a warp has 16 rows
+constexpr int CHUNKS = 8, SECOND_CHUNKS = 4;  // of 64 columns, that a block has at a time, of either product
+constexpr int PAIRS = CHUNKS / 2;             // a copy has two
+constexpr int MOST_TOKENS = 64;               // of a tile
+static_assert(ROWS % 2 == 0 && MOST_TOKENS <= THREADS);  // two are a warpgroup's
 
-// A block has ROWS unit rows and one of SPLITS parts of the columns, for 8 EIGHTS tokens. A warp has 16 rows. The FIRST
-// product brings x into wgmma's order. The second has v, which lies in it and comes by bulk copies, into fewer places
-// than there are chunks: the first product's block shall have room beside it.
-template <int ROWS_, int SPLITS_, int EIGHTS_, bool FIRST_>
+// Shared memory in bytes from a multiple of 1024, with 8 EIGHTS tokens. Sums come to where the first product's x and
+// weights were. The second's x, which is v, begins behind them: it may come while they are read.
+template <int EIGHTS_>
 struct Form {
-    static constexpr int ROWS = ROWS_, SPLITS = SPLITS_, EIGHTS = EIGHTS_, TOKENS = 8 * EIGHTS;
-    static constexpr bool FIRST = FIRST_;
-    static constexpr int THREADS = 64 * ROWS;
-    static constexpr int PLACES = FIRST ? CHUNKS : 6;  // for chunks of x
-    static constexpr int BEHIND = 2;  // chunks that a place is asked for again later than it could be
-
-    // Shared memory in bytes from a multiple of 1024.
+    static constexpr int EIGHTS = EIGHTS_, TOKENS = 8 * EIGHTS;
     static constexpr uint32_t IMAGE = TOKENS * 128;  // a chunk of x
-    static constexpr uint32_t WEIGHTS = PLACES * IMAGE, FULL = WEIGHTS + ROWS * CHUNKS * units::BYTES;
-    static constexpr uint32_t X_FULL = FULL + 8 * PAIRS, X_EMPTY = X_FULL + 8 * PLACES;
-    static constexpr uint32_t SENT = X_EMPTY + 8 * PLACES, SCALE = SENT + 8;
-    static constexpr uint32_t LIST = SCALE + 8, BYTES = LIST + TOKENS * 8;  // of tokens: routing weight, if it is one
+    static constexpr uint32_t WEIGHTS = CHUNKS * IMAGE, SECOND_WEIGHTS = WEIGHTS + ROWS * CHUNKS * units::BYTES;
+    static constexpr uint32_t FULL = SECOND_WEIGHTS + ROWS * SECOND_CHUNKS * units::BYTES;
+    static constexpr uint32_t SECOND_FULL = FULL + 8 * PAIRS, V_FULL = SECOND_FULL + 4 * SECOND_CHUNKS;
+    static constexpr uint32_t SENT = V_FULL + 8 * SECOND_CHUNKS, SCALES = SENT + 8, BEFORE = SCALES + 8;
+    static constexpr uint32_t LIST = BEFORE + 8, BYTES = LIST + TOKENS * 8;  // of tokens: routing weight, if it is one
 
-    // Sums, four of a thread: of each eighth of the tokens, every SPLITSth warp's are one block's share.
-    static constexpr int WARPS = 2 * ROWS, TURNS = WARPS / SPLITS, SHARE = EIGHTS * TURNS * 32;
-    static_assert(WARPS % SPLITS == 0 && SPLITS <= 8 && (SPLITS & SPLITS - 1) == 0);
-    static_assert(SPLITS * SHARE * 16 <= WEIGHTS, "they come to where x was");
-    static_assert(ROWS % 4 == 0 && TOKENS <= THREADS);
+    // Sums, four of a thread: those of a warp for an eighth of the tokens go to one block, which gets every SPLITSth.
+    static constexpr int SHARE = EIGHTS * WARPS / SPLITS * 32;
+    static constexpr uint32_t V = SPLITS * SHARE * 16;
+    static_assert(EIGHTS * WARPS % SPLITS == 0 && SHARE <= THREADS);
+    static_assert(V % 1024 == 0 && V + SECOND_CHUNKS * IMAGE <= SECOND_WEIGHTS);
+    static_assert(BYTES + 1024 <= 227 * 1024);
 };
 
 struct Product {
@@ -60,11 +65,15 @@ struct Product {
     const float* scale;
     const bf16* x;         // of the first product (tokens, 64 columns); of the second v, as the first leaves it
     bf16* out;             // (tokens, 32 rows); of the first product v, [16 rows / 64][padded][64]
-    const int* ids;        // of the first product
+    int rows, columns;     // in units
+    int row_tiles, tiles;  // tiles: times those of tokens
+};
+struct Problem {
+    Product product[2];
+    const int* ids;
     const float* routing;
-    int* ready;            // [tiles of tokens][tiles of the first product's rows]: blocks that have written their v
-    int tokens, padded, rows, columns;  // in units
-    int tiles;                          // of the first product's rows
+    int* met;            // any content that launches have left; see show_up_for_all
+    int tokens, padded;  // padded: to whole tiles
 };
 
 // All threads of the cluster meet. What they wrote before need not be known after.
@@ -79,62 +88,90 @@ __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, float a, flo
         : "memory");
 }
 // As wait, for what other blocks have sent.
-__device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
+__device__ __forceinline__ void wait_for_sent(uint32_t barrier, uint32_t parity) {
     uint32_t over;
     do {
         asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
             "selp.u32 %0, 1, 0, p;\n}\n"
             : "=r"(over)
-            : "r"(barrier)
+            : "r"(barrier), "r"(parity)
             : "memory");
     } while (!over);
 }
 
-// What a block has to do.
+// All blocks of the launch meet. The counter's top bit turns over once a launch: block 0 adds what the others leave.
+__device__ __forceinline__ int met_before(const int* met) {
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(met) : "memory");
+    return v;
+}
+__device__ __forceinline__ void show_up_for_all(int* met) {
+    const uint32_t more = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(met), "r"(more) : "memory");
+}
+__device__ __forceinline__ void wait_for_all(const int* met, int before) {
+    while ((count_of(met) ^ before) >= 0) continue;
+}
+
+// threadIdx.x, of which nothing is worked out ahead of a loop and kept: there are few registers.
+__device__ __forceinline__ int thread() {
+    int i;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+    return i;
+}
+
+// What a block has to do of a tile of one of the products, and where.
 template <class F>
 struct Part {
-    int row, rows;       // in units
-    int chunk, chunks;   // all of its columns
-    int token, tile;     // its first; of rows
-    uint32_t rank;
-    __device__ __forceinline__ Part(const Product& p) {
-        rank = cluster_rank(), tile = blockIdx.x / F::SPLITS;
-        row = tile * F::ROWS, rows = min(p.rows - row, F::ROWS);
-        chunk = p.columns * rank / F::SPLITS, chunks = p.columns * (rank + 1) / F::SPLITS - chunk;
-        token = blockIdx.y * F::TOKENS;
+    bool second;
+    int row, rows;      // in units
+    int chunk, chunks;  // all of its columns
+    int token;          // its first
+    int at_once;        // chunks
+    uint32_t weights, full, x;
+    __device__ __forceinline__ Part(const Product& p, bool second_, uint32_t rank, int tile) {
+        second = second_;
+        row = tile % p.row_tiles * ROWS, rows = min(p.rows - row, ROWS);
+        chunk = p.columns * rank / SPLITS, chunks = p.columns * (rank + 1) / SPLITS - chunk;
+        token = tile / p.row_tiles * F::TOKENS;
+        at_once = second ? SECOND_CHUNKS : CHUNKS;
+        weights = second ? F::SECOND_WEIGHTS : F::WEIGHTS, full = second ? F::SECOND_FULL : F::FULL;
+        x = second ? F::V : 0;
     }
 };
 
 // ---- what comes
 
-// Weights of up to CHUNKS chunks from number `done` of the block's on. Each warp asks for a row's.
+// Weights of the next up to at_once chunks from number `done` of the block's on. Each warp asks for a row's.
 template <class F>
-__device__ __forceinline__ void ask_weights(const Product& p, const Part<F>& part, uint32_t shared, int done) {
-    const int count = min(part.chunks - done, CHUNKS), row = threadIdx.x / 32 % F::ROWS;
+__device__ __forceinline__ void ask_weights(const Problem& problem, const Part<F>& part, uint32_t shared, int done) {
+    const Product& p = problem.product[part.second];
+    const int count = part.chunks - done, row = threadIdx.x / 32 % ROWS;
     if (threadIdx.x % 32 != 0) return;
-    // Nobody but this block wants them, unless others have the same rows with other tokens.
-    const uint64_t policy = gridDim.y == 1 ? keep_short() : keep();
-    const uint8_t* from =
-        p.units + (int64_t(part.row + row) * p.columns + part.chunk + done) * units::BYTES;
-    for (int pair = threadIdx.x / 32 / F::ROWS; pair < PAIRS; pair += 2) {
-        const uint32_t bytes = min(count - 2 * pair, 2) * units::BYTES, full = shared + F::FULL + 8 * pair;
-        if (2 * pair >= count) break;
-        if (row == 0) arrive_expecting(full, part.rows * bytes);
-        if (row < part.rows)
-            bulk_load(shared + F::WEIGHTS + (row * CHUNKS + 2 * pair) * units::BYTES, from + 2 * pair * units::BYTES,
-                      bytes, full, policy);
+    // Nobody but this block wants them, unless there are more tokens.
+    const uint64_t policy = problem.tokens > F::TOKENS ? keep() : keep_short();
+    const uint8_t* from = p.units + (int64_t(part.row + row) * p.columns + part.chunk + done) * units::BYTES;
+    const uint32_t to = shared + part.weights + row * part.at_once * units::BYTES;
+#pragma unroll 1
+    for (int pair = threadIdx.x / 32 / ROWS; 2 * pair < part.at_once; pair += 2) {
+        const uint32_t bytes = max(min(count - 2 * pair, 2), 0) * units::BYTES, full = shared + part.full + 8 * pair;
+        if (row == 0) arrive_expecting(full, part.rows * bytes);  // if only 0: all barriers have the same phases
+        if (row < part.rows && bytes)
+            bulk_load(to + 2 * pair * units::BYTES, from + 2 * pair * units::BYTES, bytes, full, policy);
     }
 }
 
-// x of those chunks, into wgmma's order: 16 c + 2 p and one on of a chunk's columns go to 8 p + 2 c. A thread has 16
-// bytes of a row and chunk, four p. The threads of a warp have four rows, which the swizzle keeps on different banks.
+// x of up to CHUNKS chunks, into wgmma's order: 16 c + 2 p and one on of a chunk's columns go to 8 p + 2 c. A thread
+// has 16 bytes of a row and chunk, four p. The threads of a warp have four rows, which the swizzle keeps on other
+// banks.
 template <int AT_ONCE, class F>
-__device__ __forceinline__ void load_x(const Product& p, const Part<F>& part, uint32_t shared, int done) {
-    const int count = min(part.chunks - done, CHUNKS), piece = threadIdx.x % 8, c = piece / 2, first = piece % 2 * 4;
-#pragma unroll 1
-    for (int row = threadIdx.x / 8; row < F::TOKENS; row += F::THREADS / 8) {
-        const bool real = part.token + row < p.tokens;
+__device__ __forceinline__ void load_x(const Problem& problem, const Part<F>& part, uint32_t shared, int done) {
+    const Product& p = problem.product[0];
+    const int count = min(part.chunks - done, CHUNKS), row = thread() / 8, piece = thread() % 8;
+    const int c = piece / 2, first = piece % 2 * 4;
+    if (row < F::TOKENS) {
+        const bool real = part.token + row < problem.tokens;
         const uint4* from = reinterpret_cast<const uint4*>(p.x + int64_t(part.token + row) * p.columns * 64) +
                             (part.chunk + done) * 8 + piece;
         const uint32_t to = shared + row * 128 + 4 * c;
@@ -160,38 +197,41 @@ __device__ __forceinline__ void load_x(const Product& p, const Part<F>& part, ui
     fence_async_shared();
 }
 
-// The second product's x: v, chunk by chunk.
+// What a tile's end needs, by threads that have no x to load.
 template <class F>
-struct Prepared {
-    const Product& p;
-    const Part<F>& part;
-    uint32_t shared;
-    __device__ __forceinline__ bool ready(int i) const {
-        constexpr int OF_TILE = FIRST_ROWS / 4;  // chunks that a tile of the first product makes
-        return count_of(p.ready + blockIdx.y * p.tiles + (part.chunk + i) / OF_TILE) >= FIRST_SPLITS;
+__device__ __forceinline__ void load_rest(const Problem& problem, int first_token, uint32_t shared) {
+    constexpr int FROM = MOST_TOKENS * 8, THEN = FROM + MOST_TOKENS;
+    static_assert(THEN < THREADS && THEN % 32 == 0);
+    const int i = threadIdx.x - FROM, token = first_token + i;
+    if (i >= 0 && i < F::TOKENS) {
+        const bool real = token < problem.tokens;
+        const int id = real ? __ldg(problem.ids + token) : -1;
+        const float routing = real ? __ldg(problem.routing + token) : 0.f;
+        store_shared(shared + F::LIST + 8 * i, __float_as_uint(routing));
+        store_shared(shared + F::LIST + 8 * i + 4, id == 0);
+    } else if (threadIdx.x == THEN) {
+        const float first = __ldg(problem.product[0].scale), second = __ldg(problem.product[1].scale);
+        const int before = met_before(problem.met);
+        store_shared(shared + F::SCALES, __float_as_uint(first * units::REST));
+        store_shared(shared + F::SCALES + 4, __float_as_uint(second * units::REST));
+        store_shared(shared + F::BEFORE, before);
     }
-    __device__ __forceinline__ void ask(int i) const {
-        fence_async_global();
-        const uint32_t place = i % F::PLACES, full = shared + F::X_FULL + 8 * place;
-        arrive_expecting(full, F::IMAGE);
-        bulk_load(shared + place * F::IMAGE, p.x + (int64_t(part.chunk + i) * p.padded + part.token) * 64, F::IMAGE,
-                  full, keep());
+}
+
+// The second product's x: v of up to SECOND_CHUNKS chunks. One thread, which knows that it is written.
+template <class F>
+__device__ __forceinline__ void ask_v(const Problem& problem, const Part<F>& part, uint32_t shared, int done) {
+    fence_async_global();
+    const bf16* from = problem.product[1].x + (int64_t(part.chunk + done) * problem.padded + part.token) * 64;
+#pragma unroll 1
+    for (int i = 0; i < SECOND_CHUNKS; ++i) {
+        const bool some = i < part.chunks - done;
+        const uint32_t full = shared + F::V_FULL + 8 * i;
+        arrive_expecting(full, some ? F::IMAGE : 0);
+        if (some)
+            bulk_load(shared + F::V + i * F::IMAGE, from + int64_t(i) * problem.padded * 64, F::IMAGE, full, keep());
     }
-    // For the first of each place, in the order in which they get ready. One warp.
-    __device__ __forceinline__ void begin() const {
-        const int lane = threadIdx.x % 32;
-        bool waits = lane < min(part.chunks, F::PLACES);
-        while (__any_sync(~0u, waits))
-            if (waits && ready(lane)) ask(lane), waits = false;
-    }
-    // For what comes in the place of number i. One thread.
-    __device__ __forceinline__ void after(int i) const {
-        if (i < 0 || i + F::PLACES >= part.chunks) return;
-        while (!ready(i + F::PLACES)) {}
-        wait(shared + F::X_EMPTY + 8 * (i % F::PLACES), i / F::PLACES % 2);
-        ask(i + F::PLACES);
-    }
-};
+}
 
 // ---- products
 
@@ -212,12 +252,12 @@ __device__ __forceinline__ void decode(uint32_t upper, uint32_t lower, uint32_t 
     }
 }
 
-// Two steps of 16 columns, which are 32 bytes.
+// Two steps of 16 columns, which are 32 bytes. x: matrix_half of where they begin.
 template <class F>
-__device__ __forceinline__ void multiply(float (&d)[4 * F::EIGHTS], const uint32_t (&a)[2][4], uint64_t rows) {
+__device__ __forceinline__ void multiply(float (&d)[4 * F::EIGHTS], const uint32_t (&a)[2][4], uint32_t x) {
     wgmma_begin();
-    wgmma<F::TOKENS>(d, a[0], rows);
-    wgmma<F::TOKENS>(d, a[1], rows + 2);
+    wgmma<F::TOKENS>(d, a[0], matrix_of(x));
+    wgmma<F::TOKENS>(d, a[1], matrix_of(x + 2));
     wgmma_commit();
 }
 
@@ -229,57 +269,51 @@ __device__ __forceinline__ void hold(const uint32_t (&a)[2][4]) {
 }
 
 // d += this warp's 16 rows times the block's tokens, over all of the block's columns. Ends with nothing on its way.
+// parity: of the product's barriers, with a phase for each at_once chunks, over all tiles.
 template <class F>
-__device__ __forceinline__ void multiply_all(const Product& p, const Part<F>& part, uint32_t shared,
-                                             float (&d)[4 * F::EIGHTS]) {
-    uint32_t a[2][2][4] = {};
+__device__ __forceinline__ void multiply_all(const Problem& problem, const Part<F>& part, uint32_t shared,
+                                             uint32_t& parity, float (&d)[4 * F::EIGHTS]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = warp % 2;
-    const uint32_t unit = shared + F::WEIGHTS + warp / 2 * CHUNKS * units::BYTES;
+    const uint32_t unit = shared + part.weights + warp / 2 * part.at_once * units::BYTES;
     const uint32_t codes_at = unit + 512 * q + 16 * lane, scales_at = unit + units::SCALES + 4 * lane;
-    uint32_t place = 0, parity = 0;  // of v
-    const Prepared<F> prepared{p, part, shared};
-    if (!F::FIRST && warp == 0) prepared.begin();
 #pragma unroll 1
-    for (int done = 0, round = 0; done < part.chunks; done += CHUNKS, ++round) {
-        if (round) {  // all have used what they had
+    for (int done = 0; done < part.chunks; done += part.at_once) {
+        if (done) {  // all have used what they had
             fence_async_shared();
             __syncthreads();
-            ask_weights(p, part, shared, done);
-            if constexpr (F::FIRST) {
-                load_x<1>(p, part, shared, done);  // there are no registers for more
-                __syncthreads();
-            }
+            ask_weights(problem, part, shared, done);
+            if (!part.second)
+                load_x<3>(problem, part, shared, done);  // there are no registers for more
+            else if (threadIdx.x == 0)
+                ask_v(problem, part, shared, done);
+            __syncthreads();
         }
-        const int count = min(part.chunks - done, CHUNKS);
+        uint32_t a[2][2][4] = {};
+        const int count = min(part.chunks - done, part.at_once);
         const auto load = [&](int i) {
-            if (i % 2 == 0) wait(shared + F::FULL + 4 * i, round % 2);
+            if (i % 2 == 0) wait(shared + part.full + 4 * i, parity);
             return Words{load_shared16(codes_at + i * units::BYTES),
                          load_shared(scales_at + i * units::BYTES) >> 16 * q};
         };
+        uint32_t x = matrix_half(shared + part.x);
         Words words = load(0);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const uint64_t rows = matrix(shared + (F::FIRST ? i : place) * F::IMAGE);
             decode(words.codes.x, words.codes.y, words.scales, a[0]);
-            if (!F::FIRST) wait(shared + F::X_FULL + 8 * place, parity);
-            multiply<F>(d, a[0], rows);
+            if (part.second) wait(shared + F::V_FULL + 8 * i, parity);
+            multiply<F>(d, a[0], x);
             wgmma_end_but<1>();
             hold(a[1]);
-            if (!F::FIRST) {
-                if (done + i) warp_arrive(shared + F::X_EMPTY + 8 * (place ? place - 1 : F::PLACES - 1));
-                if (++place == F::PLACES) place = 0, parity ^= 1;
-                if (threadIdx.x == 0) prepared.after(done + i - F::BEHIND);
-            }
             decode(words.codes.z, words.codes.w, words.scales, a[1]);
-            multiply<F>(d, a[1], rows + 4);
-            // Not before: weights of the next launch shall come behind this block's.
-            if (F::FIRST && threadIdx.x == 0 && done == 0 && i == max(count - 2, 0)) programmatic::trigger();
+            multiply<F>(d, a[1], x + 4);
+            x += F::IMAGE / 16;
             if (i + 1 < count) words = load(i + 1);
             wgmma_end_but<1>();
             hold(a[0]);
         }
         wgmma_end();
         hold(a[1]);
+        parity ^= 1;
     }
     pin(d);
 }
@@ -288,25 +322,23 @@ __device__ __forceinline__ void multiply_all(const Product& p, const Part<F>& pa
 
 // Which four sums number `index` of a block's share are: of tokens 2 c and 2 c + 1 of an eighth, in rows g and g + 8 of
 // group q of a unit of the block's.
-template <class F>
 struct Share {
     int eighth, unit, q, g, c;
     __device__ __forceinline__ Share(uint32_t rank, int index) {
-        eighth = index / (32 * F::TURNS);
-        const int turn = index / 32 % F::TURNS, warp = (int(rank) - eighth & F::SPLITS - 1) + F::SPLITS * turn;
-        unit = warp / 2, q = warp % 2, g = index % 32 / 4, c = index % 4;
+        const int number = index / 32 * SPLITS + rank, warp = number % WARPS;
+        eighth = number / WARPS, unit = warp / 2, q = warp % 2, g = index % 32 / 4, c = index % 4;
     }
 };
 
 // Sends this thread's sums to those who add them: at one time the warps send to different blocks.
 template <class F>
 __device__ __forceinline__ void send_sums(const float (&d)[4 * F::EIGHTS], uint32_t shared, uint32_t rank) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t at = shared + (rank * F::SHARE + warp / F::SPLITS * 32 + lane) * 16;
+    const int warp = thread() / 32, lane = threadIdx.x % 32;
+    const uint32_t at = shared + (rank * F::SHARE + lane) * 16;
 #pragma unroll
     for (int i = 0; i < F::EIGHTS; ++i) {
-        const uint32_t to = (warp + i) % F::SPLITS;
-        send(in_block(to, at + i * F::TURNS * 512), in_block(to, shared + F::SENT), d[4 * i], d[4 * i + 1],
+        const uint32_t number = i * WARPS + warp, to = number % SPLITS;
+        send(in_block(to, at + number / SPLITS * 512), in_block(to, shared + F::SENT), d[4 * i], d[4 * i + 1],
              d[4 * i + 2], d[4 * i + 3]);
     }
 }
@@ -315,7 +347,7 @@ template <class F>
 __device__ __forceinline__ float4 add_up(uint32_t shared, int index) {
     float4 sum = {};
 #pragma unroll
-    for (int i = 0; i < F::SPLITS; ++i) {
+    for (int i = 0; i < SPLITS; ++i) {
         const uint4 v = load_shared16(shared + (i * F::SHARE + index) * 16);
         sum.x += __uint_as_float(v.x), sum.y += __uint_as_float(v.y);
         sum.z += __uint_as_float(v.z), sum.w += __uint_as_float(v.w);
@@ -335,90 +367,117 @@ __device__ __forceinline__ uint32_t paired(float first, float second, int g) {
     return __byte_perm(own, other, g % 2 ? 0x3276 : 0x5410);
 }
 
+// Adds up this thread's share of a tile's sums and writes what they make.
 template <class F>
-__global__ void __cluster_dims__(F::SPLITS, 1, 1) __launch_bounds__(BOUND)
-    product(const __grid_constant__ Product p) {
+__device__ __forceinline__ void finish(const Problem& problem, const Part<F>& part, uint32_t shared, uint32_t rank) {
+    if (threadIdx.x >= F::SHARE) return;  // whole warps
+    const Product& p = problem.product[part.second];
+    const float factor = __uint_as_float(load_shared(shared + F::SCALES + 4 * part.second));
+    const int index = thread();
+    const Share share(rank, index);
+    const float4 sum = add_up<F>(shared, index);
+    const int row = part.row + share.unit, mine = 2 * share.c + share.g % 2;  // mine: of an eighth, as paired()
+    const int token = part.token + 8 * share.eighth + mine;
+    if (!part.second) {
+        const uint32_t list = shared + F::LIST + 8 * (8 * share.eighth + 2 * share.c);
+        const float2 first = load_shared_pair(list), second = load_shared_pair(list + 8);
+        const float a = activate(sum.x * factor, sum.z * factor) * first.x;
+        const float b = activate(sum.y * factor, sum.w * factor) * second.x;
+        const uint32_t both = paired(__float_as_uint(first.y) ? a : 0.f, __float_as_uint(second.y) ? b : 0.f, share.g);
+        if (share.unit < part.rows) {
+            const int chunk = (4 * share.q + share.g / 2) ^ mine;
+            const int64_t at = int64_t(row / 4) * problem.padded + token;
+            reinterpret_cast<uint32_t*>(p.out)[at * 32 + chunk * 4 + row % 4] = both;
+        }
+    } else {
+        const uint32_t upper = paired(sum.x * factor, sum.y * factor, share.g);
+        const uint32_t lower = paired(sum.z * factor, sum.w * factor, share.g);
+        if (share.unit < part.rows && token < problem.tokens) {
+            const int64_t at = int64_t(token) * p.rows * 32 + row * 32 + 16 * share.q;
+            uint32_t* const to = reinterpret_cast<uint32_t*>(p.out + at) + share.g / 2;
+            to[0] = upper, to[4] = lower;
+        }
+    }
+}
+
+template <class F>
+__global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
+    products(const __grid_constant__ Problem problem) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // wgmma is Hopper's alone
     extern __shared__ uint8_t raw[];
     const uint32_t shared = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
-    const Part<F> part(p);
-    int* const ready = p.ready + blockIdx.y * p.tiles + part.tile;
+    const uint32_t rank = cluster_rank();
+    const int cluster = blockIdx.x / SPLITS, clusters = gridDim.x / SPLITS;
+    const int first_tiles = problem.product[0].tiles, second_tiles = problem.product[1].tiles;
     if (threadIdx.x == 0) {
         for (int i = 0; i < PAIRS; ++i) barrier_init(shared + F::FULL + 8 * i, 1);
-        if (!F::FIRST)
-            for (int i = 0; i < F::PLACES; ++i) {
-                barrier_init(shared + F::X_FULL + 8 * i, 1);
-                barrier_init(shared + F::X_EMPTY + 8 * i, F::WARPS);
-            }
+        for (int i = 0; i < SECOND_CHUNKS / 2; ++i) barrier_init(shared + F::SECOND_FULL + 8 * i, 1);
+        for (int i = 0; i < SECOND_CHUNKS; ++i) barrier_init(shared + F::V_FULL + 8 * i, 1);
         barrier_init(shared + F::SENT, 1);
         barrier_publish();
-        arrive_expecting(shared + F::SENT, F::SPLITS * F::SHARE * 16);
+        arrive_expecting(shared + F::SENT, SPLITS * F::SHARE * 16);
     }
     __syncthreads();
-    if (part.chunks) ask_weights(p, part, shared, 0);
-    {
-        // What the end needs comes along with x. `zeroed` is used as well, so that the exchange has happened before
-        // this block lets the next launch begin, which must not see the counts of a call before.
-        const int token = part.token + threadIdx.x;
-        const bool lists = F::FIRST && threadIdx.x < F::TOKENS && token < p.tokens;
-        const int zeroed = F::FIRST && threadIdx.x == 0 && part.rank == 0 ? atomicExch(ready, 0) : 0;
-        const int id = lists ? __ldg(p.ids + token) : -1;
-        const float routing = lists ? __ldg(p.routing + token) : 0.f;
-        const float scale = threadIdx.x == 0 ? __ldg(p.scale) : 0.f;
-        if constexpr (F::FIRST) load_x<CHUNKS>(p, part, shared, 0);
-        if (F::FIRST && threadIdx.x < F::TOKENS) {
-            store_shared(shared + F::LIST + 8 * threadIdx.x, __float_as_uint(routing));
-            store_shared(shared + F::LIST + 8 * threadIdx.x + 4, id == 0);
-        }
-        if (threadIdx.x == 0) {
-            store_shared(shared + F::SCALE, __float_as_uint(scale * units::REST));
-            if (F::FIRST) store_shared(shared + F::SCALE + 4, zeroed);
-        }
-    }
-    __syncthreads();
-    {
-        float d[4 * F::EIGHTS];
-#pragma unroll
-        for (int i = 0; i < 4 * F::EIGHTS; ++i) d[i] = 0;
-        multiply_all<F>(p, part, shared, d);
-        meet_cluster_loosely();  // nobody needs x any more
-        send_sums<F>(d, shared, part.rank);
-    }
-    wait_for_sent(shared + F::SENT);
 
-    const float factor = __uint_as_float(load_shared(shared + F::SCALE));
-    if (!F::FIRST) programmatic::wait();  // has long happened: this launch shall not end before the one ahead
+    uint32_t sent = 0;  // parity of that barrier, with a phase for each tile
 #pragma unroll 1
-    for (int i = threadIdx.x; i < F::SHARE; i += F::THREADS) {
-        const Share<F> share(part.rank, i);
-        const float4 sum = add_up<F>(shared, i);
-        const int row = part.row + share.unit, mine = 2 * share.c + share.g % 2;  // mine: of an eighth, as paired()
-        const int token = part.token + 8 * share.eighth + mine;
-        if constexpr (F::FIRST) {
-            const uint32_t list = shared + F::LIST + 8 * (8 * share.eighth + 2 * share.c);
-            const float2 first = load_shared_pair(list), second = load_shared_pair(list + 8);
-            const float a = activate(sum.x * factor, sum.z * factor) * first.x;
-            const float b = activate(sum.y * factor, sum.w * factor) * second.x;
-            const uint32_t both =
-                paired(__float_as_uint(first.y) ? a : 0.f, __float_as_uint(second.y) ? b : 0.f, share.g);
-            if (share.unit < part.rows) {
-                const int chunk = (4 * share.q + share.g / 2) ^ mine;
-                reinterpret_cast<uint32_t*>(p.out)[(int64_t(row / 4) * p.padded + token) * 32 + chunk * 4 + row % 4] =
-                    both;
+    for (int second = 0; second < 2; ++second) {  // not unrolled: what the first ran is in the instruction cache
+        const int tiles = second ? second_tiles : first_tiles;
+        if (second) {
+            const Part<F> part(problem.product[1], true, rank, cluster);
+            const bool works = cluster < second_tiles && part.chunks;
+            if (cluster >= first_tiles) {  // nothing has come before
+                if (works) ask_weights(problem, part, shared, 0);
+                load_rest<F>(problem, 0, shared);
+                __syncthreads();
             }
-        } else {
-            const uint32_t upper = paired(sum.x * factor, sum.y * factor, share.g);
-            const uint32_t lower = paired(sum.z * factor, sum.w * factor, share.g);
-            if (share.unit < part.rows && token < p.tokens) {
-                const int64_t at = int64_t(token) * p.rows * 32 + row * 32 + 16 * share.q;
-                uint32_t* const to = reinterpret_cast<uint32_t*>(p.out + at) + share.g / 2;
-                to[0] = upper, to[4] = lower;
+            if (threadIdx.x == 0) {  // behind all of v that the block has written
+                show_up_for_all(problem.met);
+                if (works) {
+                    wait_for_all(problem.met, load_shared(shared + F::BEFORE));
+                    ask_v(problem, part, shared, 0);
+                }
+            }
+            __syncwarp();
+        }
+        uint32_t parity = 0;
+#pragma unroll 1
+        for (int tile = cluster; tile < tiles; tile += clusters) {
+            const Part<F> part(problem.product[second], second, rank, tile);
+            if (!second) {
+                if (part.chunks) ask_weights(problem, part, shared, 0);
+                load_x<CHUNKS>(problem, part, shared, 0);
+                load_rest<F>(problem, part.token, shared);
+                __syncthreads();
+                if (tile == cluster && tile < second_tiles) {
+                    const Part<F> later(problem.product[1], true, rank, tile);
+                    if (later.chunks) ask_weights(problem, later, shared, 0);
+                }
+            }
+            {
+                float d[4 * F::EIGHTS];
+#pragma unroll
+                for (int i = 0; i < 4 * F::EIGHTS; ++i) d[i] = 0;
+                multiply_all<F>(problem, part, shared, parity, d);
+                meet_cluster_loosely();  // nobody needs x or weights any more, nor the sums of the tile before
+                send_sums<F>(d, shared, rank);
+            }
+            if (second && tile + clusters < tiles && part.chunks) {
+                const Part<F> next(problem.product[1], true, rank, tile + clusters);
+                fence_async_shared();
+                __syncthreads();
+                ask_weights(problem, next, shared, 0);
+                if (threadIdx.x == 0) ask_v(problem, next, shared, 0);
+            }
+            wait_for_sent(shared + F::SENT, sent);
+            sent ^= 1;
+            if (threadIdx.x == 0) arrive_expecting(shared + F::SENT, SPLITS * F::SHARE * 16);  // before any are sent
+            finish<F>(problem, part, shared, rank);
+            if (!second) {  // copies may come to where sums were
+                fence_async_shared();
+                __syncthreads();
             }
         }
-    }
-    if constexpr (F::FIRST) {
-        __syncthreads();
-        if (threadIdx.x == 0) count_up(ready);
     }
 #endif
 }
@@ -435,60 +494,66 @@ struct Tiling {
     int padded() const { return tiles * eights * 8; }
 };
 
+// How many clusters run at once on the current device.
 template <class F>
-inline cudaError_t launch(const Product& p, int tiles) {
+inline cudaError_t clusters_at_once(const cudaLaunchConfig_t& config, int* clusters) {
+    static std::atomic<int> known[64];  // of each device, once asked
+    int device;
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    if (device < 64 && (*clusters = known[device])) return cudaSuccess;
+    if (const cudaError_t error = cudaOccupancyMaxActiveClusters(clusters, products<F>, &config)) return error;
+    if (*clusters < 1) return cudaErrorCooperativeLaunchTooLarge;
+    if (device < 64) known[device] = *clusters;
+    return cudaSuccess;
+}
+
+template <class F>
+inline cudaError_t launch(const Problem& p) {
     constexpr int bytes = F::BYTES + 1024;
     if (const cudaError_t error =
-            cudaFuncSetAttribute(product<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+            cudaFuncSetAttribute(products<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
-    // Or a multiprocessor has shared memory for blocks of the one kernel alone, until they have ended.
-    if (const cudaError_t error = cudaFuncSetAttribute(
-            product<F>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared))
-        return error;
-    const dim3 grid((p.rows + F::ROWS - 1) / F::ROWS * F::SPLITS, tiles);
-    if (!F::FIRST) return programmatic::launch(product<F>, grid, F::THREADS, bytes, p);
-    product<F><<<grid, F::THREADS, bytes>>>(p);
-    return cudaGetLastError();
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;  // blocks wait for each other, so all have to run at once
+    attribute.val.cooperative = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = SPLITS, config.blockDim = THREADS, config.dynamicSmemBytes = bytes;
+    int clusters;
+    if (const cudaError_t error = clusters_at_once<F>(config, &clusters)) return error;
+    config.gridDim = SPLITS * std::min(clusters, std::max(p.product[0].tiles, p.product[1].tiles));
+    config.attrs = &attribute, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, products<F>, p);
 }
-
-template <int ROWS, int SPLITS, bool FIRST>
-inline cudaError_t launch_for(const Product& p, const Tiling& tiling) {
-    switch (tiling.eights) {
-        case 2: return launch<Form<ROWS, SPLITS, 2, FIRST>>(p, tiling.tiles);
-        case 4: return launch<Form<ROWS, SPLITS, 4, FIRST>>(p, tiling.tiles);
-        case 6: return launch<Form<ROWS, SPLITS, 6, FIRST>>(p, tiling.tiles);
-        default: return launch<Form<ROWS, SPLITS, 8, FIRST>>(p, tiling.tiles);
-    }
-}
-
-// Tiles of the first product's rows: 16 of v's columns are a unit row.
-inline int first_tiles(int inner) { return (inner / 16 + FIRST_ROWS - 1) / FIRST_ROWS; }
 
 // Bytes that run() needs, at a multiple of 256. Their content may be anything.
 inline size_t workspace(int tokens, int /* hidden */, int inner) {
-    if (tokens <= 0) return 0;
-    const Tiling tiling(tokens);
-    return size_t(2) * tiling.padded() * inner + size_t(4) * tiling.tiles * first_tiles(inner);
+    return tokens <= 0 ? 0 : size_t(2) * Tiling(tokens).padded() * inner;
 }
 
 // One expert for T tokens; H, I multiples of 64. w13: units [2 I / 32][H / 64], w2: [H / 32][I / 64]; g13, g2 fp32 ();
-// x, out bf16 (T, H); ids int32, routing fp32 (T,): with another id than 0 a token gets zeros.
+// x, out bf16 (T, H); ids int32, routing fp32 (T,): with another id than 0 a token gets zeros. met: 0 before the first
+// launch, and kept for those that follow, one at a time.
 inline cudaError_t run(const uint8_t* w13_units, const float* g13, const uint8_t* w2_units, const float* g2,
-                       const bf16* x, const int* ids, const float* routing, bf16* out, void* workspace, int tokens,
-                       int hidden, int inner) {
+                       const bf16* x, const int* ids, const float* routing, bf16* out, void* workspace, int* met,
+                       int tokens, int hidden, int inner) {
     if (tokens <= 0) return cudaSuccess;
     if (hidden <= 0 || inner <= 0 || hidden % 64 || inner % 64) return cudaErrorInvalidValue;
     const Tiling tiling(tokens);
     bf16* const v = static_cast<bf16*>(workspace);
-    int* const ready = reinterpret_cast<int*>(v + size_t(tiling.padded()) * inner);
-    const int tiles = first_tiles(inner);
-    const int padded = tiling.padded();
-    const Product first{w13_units, g13,    x,      v,          ids,         routing, ready,
-                        tokens,    padded, inner / 16, hidden / 64, tiles};
-    const Product second{w2_units, g2,     v,      out,         nullptr,    nullptr, ready,
-                         tokens,   padded, hidden / 32, inner / 64, tiles};
-    if (const cudaError_t error = launch_for<FIRST_ROWS, FIRST_SPLITS, true>(first, tiling)) return error;
-    return launch_for<4, 4, false>(second, tiling);
+    const auto product = [&](const uint8_t* units, const float* scale, const bf16* from, bf16* to, int rows,
+                             int columns) {
+        const int row_tiles = (rows + ROWS - 1) / ROWS;
+        return Product{units, scale, from, to, rows, columns, row_tiles, row_tiles * tiling.tiles};
+    };
+    const Problem problem{{product(w13_units, g13, x, v, inner / 16, hidden / 64),
+                           product(w2_units, g2, v, out, hidden / 32, inner / 64)},
+                          ids, routing, met, tokens, tiling.padded()};
+    switch (tiling.eights) {
+        case 2: return launch<Form<2>>(problem);
+        case 4: return launch<Form<4>>(problem);
+        case 6: return launch<Form<6>>(problem);
+        default: return launch<Form<8>>(problem);
+    }
 }
 
 }  // namespace dense

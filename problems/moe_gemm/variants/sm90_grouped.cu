@@ -75,9 +75,9 @@ int dense_workspace(int tokens, int hidden, int inner) {
 }
 
 int dense_experts(const uint8_t* w13, const float* g13, const uint8_t* w2, const float* g2, const __nv_bfloat16* x,
-                  const int* ids, const float* routing, __nv_bfloat16* out, void* workspace, int tokens, int hidden,
-                  int inner) {
-    return dense::run(w13, g13, w2, g2, x, ids, routing, out, workspace, tokens, hidden, inner);
+                  const int* ids, const float* routing, __nv_bfloat16* out, void* workspace, int* met, int tokens,
+                  int hidden, int inner) {
+    return dense::run(w13, g13, w2, g2, x, ids, routing, out, workspace, met, tokens, hidden, inner);
 }
 
 }  // extern "C"

@@ -28,7 +28,8 @@ class State(NamedTuple):
     g2: torch.Tensor
     in_scale13: torch.Tensor
     in_scale2: torch.Tensor
-    arrived: torch.Tensor  # int64 (), how many blocks have come to the barrier between the products
+    arrived: torch.Tensor  # int64 (3, 16), counters of the kernel for few, see sm90_decode_groups.cuh
+    met: torch.Tensor  # int32 (), counter of the kernel for a single expert, see sm90_dense.cuh
     map13: tma.Fields  # of w13 and of w2, for the kernel for many
     map2: tma.Fields
     activation: str
@@ -54,7 +55,8 @@ def prepare(weights: Weights) -> State:
     w2 = _units(weights.w2, weights.s2, interleaved=False)
     return State(
         w13, weights.g13.clone(), w2, weights.g2.clone(), weights.in_scale13.clone(), weights.in_scale2.clone(),
-        torch.zeros((), dtype=torch.int64, device=w13.device), _map(w13), _map(w2), weights.activation,
+        torch.zeros(3, 16, dtype=torch.int64, device=w13.device),
+        torch.zeros((), dtype=torch.int32, device=w13.device), _map(w13), _map(w2), weights.activation,
     )  # fmt: skip
 
 
@@ -98,8 +100,9 @@ def _run(kernel: str, state: State, data: input_t, sizes: tuple[int, ...]) -> No
     scratch = torch.empty(kib, 1024, dtype=torch.uint8, device=x.device)
     many = kernel == "prefill"
     w13, w2 = (addressof(state.map13), addressof(state.map2)) if many else (state.w13.data_ptr(), state.w2.data_ptr())
-    others = (t.data_ptr() for t in (x, ids, routing, data.outputs.out, scratch))
-    run = artefact.function(f"{kernel}_experts", *[c_void_p] * 9, *[c_int] * len(sizes))
+    tensors = (x, ids, routing, data.outputs.out, scratch, *(() if many else (state.met,)))
+    others = [t.data_ptr() for t in tensors]
+    run = artefact.function(f"{kernel}_experts", *[c_void_p] * (4 + len(others)), *[c_int] * len(sizes))
     build.check(run(w13, state.g13.data_ptr(), w2, state.g2.data_ptr(), *others, *sizes), f"{kernel}_experts")
 
 

@@ -1,8 +1,8 @@
-// moe_gemm for many tokens: both products with wgmma, weights decoded into registers, in one persistent kernel.
+// moe_gemm for many tokens: both products with wgmma, weights decoded into registers, in a persistent kernel.
 //
-//   route    sorts slots by expert into items (sm90_routing.cuh)
+//   route    sorts slots by expert into two lists of items (sm90_routing.cuh)
 //   gather   x's rows in the order of the slots, their columns in wgmma's, as the second product has its rows
-//   experts  weights (units, sm90_units.cuh) times an item's slots, of w13 and then of w2
+//   experts  weights (units, sm90_units.cuh) times an item's slots, of w13 and then of w2; once for each list
 //   combine  adds the k rows of each token
 //
 // A block of `experts` takes tile after tile from a counter: some 64 rows of weights for each of four warpgroups. A
@@ -13,8 +13,9 @@
 // memory, so that these take one bulk copy a chunk. The second product's tiles come behind all of the first's, and wait
 // for those of their item by a counter: blocks take tiles in order, so whatever a tile waits for is being worked on.
 //
-// Two forms. With few tokens an expert decoding is most of the work, so a warp has 32 rows, for up to 48 slots; with
-// many, registers for the sums are the limit: 16 rows, for up to 128.
+// Two forms, one for each list. With few slots decoding is most of the work, so a warp has 32 rows, for experts of up
+// to 48; with many, registers for the sums are the limit: 16 rows, for items of up to 128. Two items of the first would
+// decode an expert's weights twice, and take longer than one of the second.
 //
 // Sums have a fixed order: results repeat bit by bit.
 #pragma once
@@ -80,6 +81,7 @@ struct Problem {
     bf16* inner;    // [I / 64][slots in their order][64], permuted, and swizzled from each item's first slot on
     bf16* parts;    // [slots][H]
     Tables tables;
+    List list;      // whose items this launch has
     int slots, hidden;
 };
 
@@ -113,7 +115,7 @@ __device__ __forceinline__ Tile tell(const Problem& p, uint32_t shared, Turn<2> 
         product = index < items * blocks ? SECOND : END;
     }
     const unsigned item = product == END ? 0 : index / blocks, block = index - item * blocks;
-    const int4 of = product == END ? make_int4(0, 0, 0, 0) : __ldcg(p.tables.items + item);
+    const int4 of = product == END ? make_int4(0, 0, 0, 0) : __ldcg(p.list.items + item);
     wait(shared + F::HEARD + 8 * turn.at(), turn.parity() ^ 1);
     const uint32_t to = shared + F::TILES + 32 * turn.at();
     store_shared16(to, make_uint4(product, of.x, of.y, of.z));
@@ -142,21 +144,21 @@ __device__ __forceinline__ void heard(uint32_t shared, Turn<2>& turn) {
 __device__ __forceinline__ void await_item(const Problem& p, int item) {
     const int wanted = p.product[SECOND].chunks;  // each is what one team leaves
 #ifdef KERNEL_DEBUG
-    for (int tries = 0; count_of(p.tables.ready + item) < wanted; __nanosleep(100))
+    for (int tries = 0; count_of(p.list.ready + item) < wanted; __nanosleep(100))
         if (++tries == 1 << 20) {
             printf("block %d waits in vain for item %d\n", blockIdx.x, item);
             break;
         }
 #else
-    while (count_of(p.tables.ready + item) < wanted) __nanosleep(100);
+    while (count_of(p.list.ready + item) < wanted) __nanosleep(100);
 #endif
     fence_async();
 }
 
 template <class F>
 __device__ __forceinline__ void ask(const Problem& p, uint32_t shared) {
-    const int items = __ldcg(p.tables.head);
-    int next = atomicAdd(p.tables.head + 1, 1);  // the block's next tile
+    const int items = __ldcg(p.list.head);
+    int next = atomicAdd(p.list.head + 1, 1);  // the block's next tile
     Turn<2> turn;
     Turn<F::STAGES> stage;
 #pragma unroll 1
@@ -181,7 +183,7 @@ __device__ __forceinline__ void ask(const Problem& p, uint32_t shared) {
                             F::UNITS * tile.block + row, tile.expert, full, policy);
             bulk_load(to + F::ROWS, rows, tile.count * 128, full, keep());
             rows += int64_t(p.slots) * 64;
-            if (chunk == claim) next = atomicAdd(p.tables.head + 1, 1);
+            if (chunk == claim) next = atomicAdd(p.list.head + 1, 1);
         }
     }
 }
@@ -412,7 +414,7 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
         if (item < 0) return;
         bulk_stores_done();
         fence_async();
-        count_up(p.tables.ready + item);
+        count_up(p.list.ready + item);
         store_shared(stored, 0);
     };
     Turn<2> turn;
@@ -531,10 +533,6 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
 
 // ---- launches
 
-// Slots an expert on average up to which Few is quicker, although it takes two items where Many takes one.
-constexpr int FEW_SLOTS = 64;
-inline bool few(int64_t slots, int experts) { return slots <= int64_t(FEW_SLOTS) * experts; }
-
 // What is kept while a call runs, one after the other in memory.
 struct Workspace {
     bf16 *x, *inner, *parts;  // of Problem
@@ -542,7 +540,7 @@ struct Workspace {
     size_t bytes;
     Workspace(void* base, int tokens, int topk, int experts, int hidden, int inner_size) : bytes(0) {
         const size_t slots = size_t(tokens) * topk;
-        const size_t items = most_items(slots, experts, few(slots, experts) ? Few::ITEM : Many::ITEM);
+        const size_t items = most_items(slots, experts, Many::ITEM);
         const auto take = [&](size_t size) {
             const size_t at = bytes;
             bytes += (size + 255) / 256 * 256;
@@ -554,9 +552,11 @@ struct Workspace {
         tables.slot = reinterpret_cast<int*>(take(4 * slots));
         tables.token = reinterpret_cast<int*>(take(4 * slots));
         tables.weight = reinterpret_cast<float*>(take(4 * slots));
-        tables.items = reinterpret_cast<int4*>(take(16 * items));
-        tables.ready = reinterpret_cast<int*>(take(4 * items));
-        tables.head = reinterpret_cast<int*>(take(8));
+        for (List* const list : {&tables.few, &tables.many}) {
+            list->items = reinterpret_cast<int4*>(take(16 * items));
+            list->ready = reinterpret_cast<int*>(take(4 * items));
+            list->head = reinterpret_cast<int*>(take(8));
+        }
     }
 };
 
@@ -566,11 +566,12 @@ inline size_t workspace(int tokens, int topk, int experts, int hidden, int inner
 }
 
 template <class F>
-inline int launch_experts(Problem& problem, int processors) {
+inline int launch_experts(Problem& problem, const List& list, int processors) {
     constexpr int bytes = F::BYTES + 1024;
     if (const cudaError_t error =
             cudaFuncSetAttribute(experts<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
+    problem.list = list;
     for (Product& product : problem.product) product.blocks = (product.rows + F::UNITS - 1) / F::UNITS;
     return programmatic::launch(experts<F>, processors, F::THREADS, bytes, problem);
 }
@@ -582,14 +583,12 @@ inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, 
                const int* ids, const float* topk_weights, bf16* out, void* workspace, int tokens, int topk, int experts,
                int hidden, int inner_size) {
     const int64_t slots = int64_t(tokens) * topk, pieces = int64_t(tokens) * hidden / 8;
-    if (experts > ROUTE_EXPERTS || slots >= 1 << 30 || pieces >= int64_t(1) << 31) return cudaErrorInvalidValue;
+    if (experts > ROUTE_EXPERTS || slots >= ROUTE_SLOTS || pieces >= int64_t(1) << 31) return cudaErrorInvalidValue;
     int device, processors;
     if (const cudaError_t error = cudaGetDevice(&device)) return error;
     if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
         return error;
     const Workspace space(workspace, tokens, topk, experts, hidden, inner_size);
-    const bool is_few = few(slots, experts);
-    const int most = is_few ? Few::ITEM : Many::ITEM;
 
     Problem problem{{{{}, g13, 2 * inner_size / units::ROWS, hidden / units::COLUMNS, 0},
                      {{}, g2, hidden / units::ROWS, inner_size / units::COLUMNS, 0}},
@@ -597,6 +596,7 @@ inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, 
                     space.inner,
                     space.parts,
                     space.tables,
+                    {},
                     int(slots),
                     hidden};
     tma::Encode encode;
@@ -610,15 +610,17 @@ inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, 
             cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(route_bytes)))
         return error;
     route<<<ROUTE_BLOCKS, ROUTE_THREADS, route_bytes>>>(ids, topk_weights, space.tables, int(slots), topk, experts,
-                                                        most);
+                                                        Few::ITEM, Many::ITEM);
     if (const cudaError_t error = cudaGetLastError()) return error;
-    const dim3 grid(unsigned(most_items(slots, experts, most)), (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
+    const auto items = unsigned(most_items(slots, experts, Many::ITEM));
+    const dim3 grid(items, (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
     if (const cudaError_t error =
             programmatic::launch(gather, grid, GATHER_THREADS, 0, x, space.x, space.tables, int(slots), hidden))
         return error;
 
-    if (const int error = is_few ? launch_experts<Few>(problem, processors) : launch_experts<Many>(problem, processors))
-        return error;
+    // Each launch waits for the whole one ahead, hence for all before. The small items come last: a shorter end.
+    if (const int error = launch_experts<Many>(problem, space.tables.many, processors)) return error;
+    if (const int error = launch_experts<Few>(problem, space.tables.few, processors)) return error;
     return programmatic::launch(combine, unsigned((pieces + COMBINE_THREADS - 1) / COMBINE_THREADS), COMBINE_THREADS, 0,
                                 static_cast<const bf16*>(space.parts), ids, out, pieces, topk, experts, hidden);
 }

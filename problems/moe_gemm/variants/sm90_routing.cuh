@@ -2,7 +2,8 @@
 //
 // The slots t k + j of all tokens are sorted by expert, stably, by a cluster of blocks: each warp counts, by expert, a
 // piece of the slots; sums of these say where its own begin; and a second pass counts again and writes. No atomics:
-// results repeat. The slots of an expert are cut into items of at most so many, as even as eights allow.
+// results repeat. An expert with few slots is one item of a list for such experts; the slots of another are cut into
+// items of a second list, of at most so many, as even as eights allow.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,17 +21,29 @@ constexpr int COUNTERS = 48 * 1024;   // of the warps' histograms, in shared mem
 constexpr int ROUTE_EXPERTS = 4096;   // at most: twice as many more words, see sort
 constexpr int AT_ONCE = 8;            // loads in flight, of a thread
 
-// What routing finds. Slots whose id is no expert are in none of it.
-struct Tables {
-    int* slot;      // [T k] slots t k + j, sorted by expert
-    int* token;     // [T k] their t
-    float* weight;  // [T k] their routing weights
-    int4* items;    // expert, first position in the order, slots, items of this expert
-    int* ready;     // a counter for each item, zero
-    int* head;      // [2] items there are, zero
+// One word has sums of slots and, from these bits on, of the items of either list.
+constexpr int FEW_AT = 28, MANY_AT = 41;
+constexpr int64_t ROUTE_SLOTS = int64_t(1) << FEW_AT;  // there must be less
+static_assert(ROUTE_EXPERTS < 1 << (MANY_AT - FEW_AT), "each can be an item of `few`");
+__device__ __forceinline__ int slots_of(uint64_t sums) { return int(sums & (1u << FEW_AT) - 1); }
+__device__ __forceinline__ int few_of(uint64_t sums) { return int(sums >> FEW_AT & (1u << (MANY_AT - FEW_AT)) - 1); }
+__device__ __forceinline__ int many_of(uint64_t sums) { return int(sums >> MANY_AT); }
+
+struct List {
+    int4* items;  // expert, first position in the order, slots, items of this expert
+    int* ready;   // a counter for each item, zero
+    int* head;    // [2] items there are, zero
 };
 
-// Items there can be, of at most `most` slots.
+// What routing finds. Slots whose id is no expert are in none of it.
+struct Tables {
+    int* slot;       // [T k] slots t k + j, sorted by expert
+    int* token;      // [T k] their t
+    float* weight;   // [T k] their routing weights
+    List few, many;  // of experts with few slots, and of the others
+};
+
+// Items there can be in both lists together, if those of `many` have at most `most` slots.
 __host__ __device__ inline int64_t most_items(int64_t slots, int experts, int most) {
     return slots / most + (experts < slots ? experts : slots);
 }
@@ -71,8 +84,9 @@ __device__ __forceinline__ void count(const int* ids, const float* weights, int 
     }
 }
 
+// few: slots up to which an expert is one item of that list. many: the most of an item of the other.
 __device__ __forceinline__ void sort(const int* ids, const float* weights, const Tables& tables, int slots, int topk,
-                                     int experts, int most) {
+                                     int experts, int few, int many) {
     // [warps][experts], then [experts] how many slots the block has, then [experts] where these begin.
     extern __shared__ int counters[];
     __shared__ uint64_t sums[ROUTE_THREADS / 32];
@@ -82,7 +96,8 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
     int* const begin = total + experts;
     for (int i = threadIdx.x; i < warps * experts; i += ROUTE_THREADS) counters[i] = 0;
     if (rank == 0)
-        for (int i = threadIdx.x; i < most_items(slots, experts, most); i += ROUTE_THREADS) tables.ready[i] = 0;
+        for (int i = threadIdx.x; i < most_items(slots, experts, many); i += ROUTE_THREADS)
+            tables.few.ready[i] = tables.many.ready[i] = 0;
     const int piece = (slots + all_warps * 32 - 1) / (all_warps * 32) * 32;
     const int from = min(piece * (rank * warps + warp), slots), to = min(from + piece, slots);
     __syncthreads();
@@ -100,7 +115,7 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
     }
     ptx::meet_cluster();
 
-    uint64_t before = 0;  // slots and, times 2^32, items of the experts below
+    uint64_t before = 0;  // slots and items of the experts below
 #pragma unroll 1
     for (int first = 0; first < experts; first += ROUTE_THREADS) {
         const int e = first + threadIdx.x;
@@ -109,8 +124,9 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
             if (r == rank) of_lower_blocks = mine;
             mine += ptx::load_cluster(ptx::in_block(r, ptx::shared_address(total + e)));
         }
-        const int items = (mine + most - 1) / most;
-        const uint64_t value = uint64_t(items) << 32 | uint32_t(mine);
+        const bool is_few = mine <= few;
+        const int items = is_few ? mine > 0 : (mine + many - 1) / many;
+        const uint64_t value = uint64_t(items) << (is_few ? FEW_AT : MANY_AT) | uint32_t(mine);
         uint64_t sum = value;
 #pragma unroll
         for (int i = 1; i < 32; i *= 2) {
@@ -120,7 +136,7 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
         if (lane == 31) sums[warp] = sum;
         __syncthreads();
         uint64_t all = 0;
-#pragma unroll
+#pragma unroll 8
         for (int w = 0; w < ROUTE_THREADS / 32; ++w) {
             if (w == warp) sum += all;
             all += sums[w];
@@ -129,16 +145,20 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
         sum += before - value;
         before += all;
         if (e >= experts) continue;
-        const int position = int(uint32_t(sum)), item = int(sum >> 32);
+        const int position = slots_of(sum);
         begin[e] = position + of_lower_blocks;
         if (rank != 0 || !items) continue;
+        int4* const to = is_few ? tables.few.items + few_of(sum) : tables.many.items + many_of(sum);
         const int eights = (mine + 7) / 8, each = eights / items, longer = eights % items;
         for (int i = 0; i < items; ++i) {
             const int at = 8 * (i * each + min(i, longer)), end = 8 * ((i + 1) * each + min(i + 1, longer));
-            tables.items[item + i] = make_int4(e, position + at, min(end, mine) - at, items);
+            to[i] = make_int4(e, position + at, min(end, mine) - at, items);
         }
     }
-    if (rank == 0 && threadIdx.x == 0) tables.head[0] = int(before >> 32), tables.head[1] = 0;
+    if (rank == 0 && threadIdx.x == 0) {
+        tables.few.head[0] = few_of(before), tables.few.head[1] = 0;
+        tables.many.head[0] = many_of(before), tables.many.head[1] = 0;
+    }
     ptx::meet_cluster();  // all have read the totals; and the block knows where slots begin
     if (warp < warps)
         count<true>(ids, weights, from, to, experts, counters + warp * experts,
@@ -151,22 +171,23 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
 }
 
 __global__ void __cluster_dims__(ROUTE_BLOCKS, 1, 1) __launch_bounds__(ROUTE_THREADS)
-    route(const int* ids, const float* weights, Tables tables, int slots, int topk, int experts, int most) {
+    route(const int* ids, const float* weights, Tables tables, int slots, int topk, int experts, int few, int many) {
     programmatic::trigger();
-    sort(ids, weights, tables, slots, topk, experts, most);
+    sort(ids, weights, tables, slots, topk, experts, few, many);
 }
 
 constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;
 
-// Of item blockIdx.x, GATHER_CHUNKS chunks of 64 columns: x's rows -> [chunks][slots in their order][64]. Of 64 columns
-// position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the words of a matrix 4 by 8,
-// transposed. 16-byte piece c of the item's row r stands at c ^ r % 8, as in shared memory.
+// Of item blockIdx.x, those of `many` first, GATHER_CHUNKS chunks of 64 columns: x's rows -> [chunks][slots in their
+// order][64]. Of 64 columns position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the
+// words of a matrix 4 by 8, transposed. 16-byte piece c of the item's row r stands at c ^ r % 8, as in shared memory.
 __global__ void __launch_bounds__(GATHER_THREADS)
     gather(const __nv_bfloat16* x, __nv_bfloat16* gathered, Tables tables, int slots, int hidden) {
     programmatic::trigger();
     programmatic::wait();
-    if (int(blockIdx.x) >= __ldcg(tables.head)) return;
-    const int4 item = __ldcg(tables.items + blockIdx.x);
+    const int many = __ldcg(tables.many.head), both = many + __ldcg(tables.few.head), index = blockIdx.x;
+    if (index >= both) return;
+    const int4 item = __ldcg(index < many ? tables.many.items + index : tables.few.items + index - many);
     const int piece = threadIdx.x % 8, first = blockIdx.y * GATHER_CHUNKS, left = hidden / 64 - first;
 #pragma unroll 1
     for (int row = threadIdx.x / 8; row < item.z; row += GATHER_THREADS / 8) {

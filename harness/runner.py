@@ -61,6 +61,8 @@ class Runner:
         self.weights = None  # what was made of the weights before goes first
         if self.held is not None:
             self.held.close()
+        # And out of torch's cache: a small tensor there would keep the whole of what a large one had.
+        self.trim({}, [])
         self.held = MappedSlot(message["slot"], fds)
         self.weights = tree.build(message["spec"], self.held.buffers, self.task)
         if not hasattr(self.module, "prepare"):

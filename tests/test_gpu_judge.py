@@ -219,15 +219,18 @@ def prepare(weights):
 """
 
 
-@pytest.mark.parametrize(("states", "verdicts"), [(1, ["PASSED"] * 4), (2, ["PASSED", "RULE_BROKEN"])])
+@pytest.mark.parametrize(("states", "verdicts"), [(1, ["PASSED"] * 4), (2, ["PASSED", "PASSED", "RULE_BROKEN"])])
 def test_what_prepare_keeps_is_counted_again_with_each_weights(tmp_path, states, verdicts):
-    """One copy is admitted each time; the copy of the weights before is not, although these were as large."""
+    """One copy is admitted each time, also where a small one follows a large one; the copy of the weights before is
+    not, although these were as large.
+    """
     moe = problem.find("moe_gemm")
     file = tmp_path / "prepares.py"
     grouped = moe.folder / "variants" / "torch_grouped.py"
     file.write_text(grouped.read_text() + PREPARES.format(states=states))
     small = moe.tests[0]
-    large = replace(small, params={**small.params, "experts": 64, "topk": 6, "hidden": 4096, "inner": 2048})
+    wide = {"topk": 1, "hidden": 4096, "inner": 2048}
+    one, many = (replace(small, params={**small.params, **wide, "experts": e}) for e in (1, 64))
     entrant = Entrant("prepares", problem.entry(moe, file), "sm90")
     found = []
     with Session(moe, "cuda", timeout_s=60) as session:
@@ -235,9 +238,9 @@ def test_what_prepare_keeps_is_counted_again_with_each_weights(tmp_path, states,
         session.content(small)
         assert session.call(entrant, 1).status == "PASSED"
         session.baseline(entrant)
-        while len(found) < len(verdicts):
-            session.weights(large)
-            session.content(large)
+        for case in (one, many, many, one)[: len(verdicts)]:
+            session.weights(case)
+            session.content(case)
             found.append(session.call(entrant, 1))
     assert [outcome.status for outcome in found] == verdicts, found
     nbytes = 64 * 3 * 4096 * 2048 * 9 // 16

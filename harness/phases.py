@@ -21,7 +21,9 @@ PROCESSES = {"cuda": 6, "cpu": 3}
 PAIRED_PROCESSES = {"cuda": 40, "cpu": 3}
 TOGETHER = {"cuda": 3, "cpu": 1}  # of them alive at once, taking turns, so that starting them costs less
 PAIRED_TOGETHER = {"cuda": 8, "cpu": 1}
-PREPARED_BYTES = 40 * 2**30  # of weights that all processes alive at once may have prepared, beside the judge's copies
+# Of weights that all processes alive at once may have prepared. The judge has as much again for each, its own copy, and
+# for a moment two more; three times the 14.3 GB of V4-Pro ran out of an H200's memory.
+PREPARED_BYTES = 32 * 2**30
 SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
 PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
 SLOTS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over

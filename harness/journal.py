@@ -26,16 +26,17 @@ from harness.session import Outcome
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
-GroupDone = Callable[[int, int, dict[str, list[Outcome]], dict[str, list[float]], list[str], tuple], None]
+GroupDone = Callable[[int, int, dict[str, list[Outcome]], dict[str, list[float]], list[str], tuple, int], None]
 
 
 @dataclass(frozen=True)
 class Group:
-    """What one process of each entrant did on one benchmark case.
+    """What one process of each entrant, or of those of one part, did on one benchmark case.
 
     outcomes: by entrant name its scored calls, in order; where it failed in this group, warm-ups included, what failed
     it comes last. An entrant that failed before has no entry. own: by judge's call its times in us. seeds: of every
-    content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown.
+    content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part: which part of the
+    entrants these are, where not all can be alive at once.
     """
 
     process: int
@@ -44,6 +45,7 @@ class Group:
     own: dict[str, list[float]]
     seeds: list[str]
     state: tuple = (None, None)
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,14 @@ class Have:
     """What of one phase need not be run again."""
 
     tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
-    groups: dict[tuple[int, int], Group] = field(default_factory=dict)
+    groups: dict[tuple[int, int, int], Group] = field(default_factory=dict)  # by process, case, part
 
     def test(self, entrant: str, case: int) -> Outcome | None:
         """The outcome of `entrant` (its name) on test case number `case`."""
         return self.tests.get((entrant, case))
 
-    def group(self, process: int, case: int) -> Group | None:
-        return self.groups.get((process, case))
+    def group(self, process: int, case: int, part: int = 0) -> Group | None:
+        return self.groups.get((process, case, part))
 
 
 NOTHING = Have()
@@ -133,8 +135,9 @@ class Journal:
         for at in self.noted("group"):
             if at["phase"] == phase:
                 outcomes = {name: [_outcome(one) for one in listed] for name, listed in at["outcomes"].items()}
-                group = Group(at["process"], at["case"], outcomes, at["own"], at["seeds"], tuple(at["state"]))
-                groups[group.process, group.case] = group
+                rest = at["own"], at["seeds"], tuple(at["state"]), at["part"]
+                group = Group(at["process"], at["case"], outcomes, *rest)
+                groups[group.process, group.case, group.part] = group
         return Have(tests, groups)
 
     def test(self, entrant: str, case: int, outcome: Outcome) -> None:
@@ -144,10 +147,12 @@ class Journal:
     def group(self, phase: str = "benchmark") -> GroupDone:
         """The function to call when a group of `phase` is done, with the fields of a Group."""
 
-        def done(process: int, case: int, outcomes: dict, own: dict, seeds: list[str], state: tuple) -> None:
+        def done(
+            process: int, case: int, outcomes: dict, own: dict, seeds: list[str], state: tuple, part: int = 0
+        ) -> None:
             listed = {name: [dataclasses.asdict(one) for one in calls] for name, calls in outcomes.items()}
             line = {"kind": "group", "phase": phase, "process": process, "case": case, "outcomes": listed}
-            self._write({**line, "own": own, "seeds": list(seeds), "state": list(state)})
+            self._write({**line, "own": own, "seeds": list(seeds), "state": list(state), "part": part})
 
         return done
 

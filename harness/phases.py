@@ -152,9 +152,12 @@ def run_benchmarks(
 
 @dataclass
 class _Group:
-    """The calls of one process of each entrant on one case, as they come in. audits: samples at which one is due."""
+    """The calls of one process of each entrant, of one part of them, on one case, as they come in. audits: samples at
+    which one is due.
+    """
 
     process: int
+    part: int
     entrants: list[Entrant]
     outcomes: dict[str, list[Outcome]]
     audits: dict[str, list[int]]
@@ -186,18 +189,28 @@ class _Benchmark:
     def run(self) -> tuple[dict[str, list[Timing]], list[Ground]]:
         for entrant in self.entrants:
             entrant.lost = 0
-        largest = max((case.weight_bytes for case in self.cases), default=0) * len(self.entrants)
-        together = max(1, min(self.how.together, PREPARED_BYTES // largest)) if largest else self.how.together
+        parts, together = self._parts()
         for first in range(0, self.how.processes, together):
-            self._wave(range(first, min(first + together, self.how.processes)))
+            for part, entrants in enumerate(parts):
+                self._wave(range(first, min(first + together, self.how.processes)), part, entrants)
         return self.timings, [self._ground(number) for number in range(len(self.cases))]
 
-    def _wave(self, processes: range) -> None:
-        """Some processes of every entrant, which live at the same time and take turns."""
-        todo = [p for p in processes if any(self.have.group(p, n) is None for n in range(len(self.cases)))]
-        self.session.build(*self.entrants)
-        living = {p: [_replica(entrant, p) for entrant in self.entrants] for p in todo}
-        everybody = [entrant for entrants in living.values() for entrant in entrants]
+    def _parts(self) -> tuple[list[list[Entrant]], int]:
+        """Entrants that are alive at once, in parts, and how many processes of each. One part, but where so many
+        prepared weights leave no room; those of a pair take turns in any case.
+        """
+        largest = max((case.weight_bytes for case in self.cases), default=0)
+        room = PREPARED_BYTES // largest if largest else self.how.together * len(self.entrants)
+        size = len(self.entrants) if self.paired else min(len(self.entrants), max(1, room))
+        parts = [self.entrants[i : i + size] for i in range(0, len(self.entrants), size)]
+        return parts, max(1, min(self.how.together, room // size))
+
+    def _wave(self, processes: range, part: int, entrants: list[Entrant]) -> None:
+        """Some processes of each of these, which live at the same time and take turns."""
+        todo = [p for p in processes if any(self.have.group(p, n, part) is None for n in range(len(self.cases)))]
+        self.session.build(*entrants)
+        living = {p: [_replica(entrant, p) for entrant in entrants] for p in todo}
+        everybody = [entrant for replicas in living.values() for entrant in replicas]
         if todo:
             self.session.start(self.judge, *everybody)
             self._shake_down(everybody)
@@ -205,10 +218,10 @@ class _Benchmark:
         for number in range(len(self.cases)):
             groups = []
             for process in processes:
-                if known := self.have.group(process, number):
+                if known := self.have.group(process, number, part):
                     self._take(known)
                 else:
-                    groups.append(self._group(process, number, living[process]))
+                    groups.append(self._group(process, part, number, living[process]))
             if groups:
                 self._case(number, groups, rated)
                 rated = True
@@ -228,14 +241,14 @@ class _Benchmark:
             self.own[number].setdefault(what, []).extend(times)
         self.seeds[number] += seeds
 
-    def _group(self, process: int, number: int, entrants: list[Entrant]) -> _Group:
+    def _group(self, process: int, part: int, number: int, entrants: list[Entrant]) -> _Group:
         names = [_name(entrant) for entrant in entrants]
         audits = {
             name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
             for name in names
             if self.watched[name] == process
         }
-        return _Group(process, entrants, {n: [] for n in names if not self.timings[n][number].failure}, audits)
+        return _Group(process, part, entrants, {n: [] for n in names if not self.timings[n][number].failure}, audits)
 
     def _case(self, number: int, groups: list[_Group], rated: bool) -> None:
         """The calls of one case in the processes that are alive. rated: these have timed the matrix product."""
@@ -266,7 +279,8 @@ class _Benchmark:
                     group.outcomes[_name(entrant)].append(found)
             self._add(number, group.own, group.seeds)
             if self.done:
-                self.done(group.process, number, group.outcomes, group.own, group.seeds, self.states[number])
+                state = self.states[number]
+                self.done(group.process, number, group.outcomes, group.own, group.seeds, state, group.part)
 
     def _turn(self, number: int, group: _Group, entrant: Entrant, sample: int) -> None:
         """One scored call of an entrant, and before it the audited ones that are due."""

@@ -52,11 +52,11 @@ class Counting:
         pass
 
 
-def waves(cases: list[Case], entrants: int, how: Plan) -> list[int]:
+def waves(cases: list[Case], entrants: int, how: Plan, paired: bool = False) -> list[int]:
     """How many processes of entrants a benchmark has alive, wave by wave; each is called as often as `how` says."""
     session = Counting()
     made = [Entrant(f"entrant{i}", Entry(f"entrant{i}", None, ("cpu",)), "cpu") for i in range(entrants)]
-    phases.run_benchmarks(session, made, cases, lambda _: None, how=how)
+    phases.run_benchmarks(session, made, cases, lambda _: None, paired, how=how)
     assert session.alive == set()
     session.called.pop(JUDGE)
     names = {f"{entrant.name} {process}" for entrant in made for process in range(how.processes)}
@@ -74,8 +74,9 @@ def case(weight_bytes: int) -> Case:
         ([250], 1, [4, 4, 2]), ([300], 1, [3, 3, 3, 1]), ([500], 1, [2] * 5), ([501], 1, [1] * 10),
         # Each entrant's processes prepare, and they live through all cases: the one with the most counts.
         ([250], 2, [4] * 5), ([100], 3, [9, 9, 9, 3]), ([100, 400, 0], 1, [2] * 5),
-        # Never fewer than one of each.
-        ([5000], 1, [1] * 10), ([501], 2, [2] * 10),
+        # Never fewer than one: then entrants take part after part, as many at once as there is room for.
+        ([5000], 1, [1] * 10), ([501], 2, [1] * 20), ([400], 5, [2, 2, 1] * 10), ([334], 3, [2, 1] * 10),
+        ([333], 3, [3] * 10),
         # Nor more than the plan has, and as many as that where no case says what its weights take.
         ([1], 1, [8, 2]), ([0], 1, [8, 2]), ([0, 0], 5, [40, 10]),
     ],
@@ -86,15 +87,50 @@ def test_no_more_are_alive_than_their_weights_leave_room_for(monkeypatch, weight
     assert waves([case(n) for n in weights], entrants, how) == wanted
 
 
+def test_the_two_of_a_pair_are_never_parted(monkeypatch):
+    monkeypatch.setattr(phases, "PREPARED_BYTES", ROOM)
+    how = Plan(processes=10, samples=1, warmups=1, slots=2, audits=0, together=8)
+    assert waves([case(501)], 2, how, paired=True) == [2] * 10
+    assert waves([case(250)], 2, how, paired=True) == [4] * 5
+
+
+def test_parts_of_the_entrants_are_resumed_each_by_itself(monkeypatch):
+    """What was told of a run goes into the next, but for one group of the second part: that part alone runs again."""
+    monkeypatch.setattr(phases, "PREPARED_BYTES", ROOM)
+    how = Plan(processes=2, samples=3, warmups=1, slots=2, audits=0, together=8)
+    cases, told = [case(400), case(10)], {}
+
+    def entrants() -> list[Entrant]:
+        return [Entrant(f"entrant{i}", Entry(f"entrant{i}", None, ("cpu",)), "cpu") for i in range(3)]
+
+    def group(process: int, number: int, *found: object) -> None:
+        told[process, number, found[-1]] = phases.Group(process, number, *found)
+
+    session = Counting()
+    whole = phases.run_benchmarks(session, entrants(), cases, lambda _: None, group=group, how=how)
+    assert session.waves == [2, 1, 2, 1] and set(told) == {(p, n, k) for p in (0, 1) for n in (0, 1) for k in (0, 1)}
+    assert [set(told[0, 0, k].outcomes) for k in (0, 1)] == [{"entrant0", "entrant1"}, {"entrant2"}]
+    missing = {at: found for at, found in told.items() if at != (1, 0, 1)}
+    again = Counting()
+    timings, grounds = phases.run_benchmarks(
+        again, entrants(), cases, lambda _: None, have=phases.Have(groups=missing), how=how
+    )  # fmt: skip
+    assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"entrant2 1"}
+    for name, of_cases in whole[0].items():
+        assert [[len(calls) for calls in timing.outcomes] for timing in of_cases] == [[3, 3], [3, 3]], name
+        assert [timing.outcomes for timing in timings[name]] == [timing.outcomes for timing in of_cases], name
+    assert grounds == whole[1]
+
+
 @pytest.mark.parametrize(("entrants", "paired"), [(1, False), (3, False), (2, True)])
 def test_weights_of_v4_pro_are_prepared_by_few_at_once(entrants, paired):
-    """14.3 GB each: two of them in the 32 GiB there are, and one of each entrant at least. Without a word, all."""
+    """14.3 GB each: two of them in the 32 GiB there are. Without a word, all."""
     how = dataclasses.replace(phases.plan("cuda", paired), samples=1, warmups=1, audits=0)
     cases = list(problem.find("moe_gemm").benchmarks["cuda"])
     prepared = max(c.params["experts"] * c.params["hidden"] * c.params["inner"] for c in cases) * 3 * 9 / 16
     assert prepared > 14e9
-    alive = max(waves(cases, entrants, how))
-    assert alive == {(1, False): 2, (3, False): 3, (2, True): 2}[entrants, paired]
+    alive = max(waves(cases, entrants, how, paired))
+    assert alive == 2
     assert 2 * prepared <= phases.PREPARED_BYTES == 32 * 2**30 < 3 * prepared, "three run out of an H200's memory"
     assert max(waves([case(0)], entrants, how)) == how.together * entrants
 
@@ -136,7 +172,7 @@ def grounds(monkeypatch, flops: list[int | None], how: Plan, have: phases.Have =
     session, told = Readings(), {}
 
     def group(process: int, number: int, *found: object) -> None:
-        told[process, number] = phases.Group(process, number, *found)
+        told[process, number, found[-1]] = phases.Group(process, number, *found)
 
     cases = [Case({"n": i}, 1, bytes=5, flops=count) for i, count in enumerate(flops)]
     entrant = Entrant("entrant0", Entry("entrant0", None, ("sm90",)), "sm90")
@@ -174,7 +210,7 @@ def test_a_resumed_run_has_the_rate_of_the_run_before(monkeypatch):
     again, session, _ = grounds(monkeypatch, flops, HOW, phases.Have(groups=told))
     assert (again, session.products) == (whole, 0)
     # One group of the second wave is missing: that wave reads its own.
-    part = {at: group for at, group in told.items() if at != (3, 1)}
+    part = {at: group for at, group in told.items() if at != (3, 1, 0)}
     assert grounds(monkeypatch, flops, HOW, phases.Have(groups=part))[1].products == 3
 
 

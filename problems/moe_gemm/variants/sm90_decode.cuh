@@ -63,7 +63,7 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
         "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Whether the first phase of a barrier is.
+// Whether the first phase of a barrier is over.
 __device__ __forceinline__ bool is_over(uint32_t barrier) {
     uint32_t over;
     asm volatile(

@@ -212,7 +212,7 @@ __device__ __forceinline__ void share_out(const Group* groups, Part* parts, int 
 // Goes over a block's unit rows of the first product.
 struct Walk {
     const Part* parts;
-    int rows, batches;  // of an expert
+    int rows, batches;  // unit rows of an expert; batches there are
     int batch = 0, group, row, left;
     __device__ __forceinline__ Walk(const Part* parts, int rows, int batches)
         : parts(parts), rows(rows), batches(batches) {

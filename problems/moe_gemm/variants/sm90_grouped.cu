@@ -3,7 +3,7 @@
 
 #include "sm90_decode.cuh"
 #include "sm90_dense.cuh"
-#include "sm90_prefill.cuh"
+#include "sm90_prefill_run.cuh"
 
 // packed (experts, rows, columns / 2), scales (experts, rows, columns / 16) -> units. A thread makes a lane's share of
 // one unit. interleaved: rows are gate above up, and go together.
@@ -42,6 +42,9 @@ int repack_units(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int 
     repack<<<static_cast<unsigned>((lanes + 255) / 256), 256>>>(packed, scales, to, lanes, rows, columns, interleaved);
     return cudaGetLastError();
 }
+
+// int64 that decode_experts wants in `arrived`, zero before the first call and then as it leaves them.
+int decode_counters() { return decode::BATCHES * decode::COUNTER_APART; }
 
 int decode_experts(const uint8_t* w13, const float* g13, const float* in13, const uint8_t* w2, const float* g2,
                    const float* in2, const __nv_bfloat16* x, const int* ids, const float* routing, __nv_bfloat16* out,

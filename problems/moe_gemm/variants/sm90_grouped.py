@@ -28,7 +28,7 @@ class State(NamedTuple):
     g2: torch.Tensor
     in_scale13: torch.Tensor
     in_scale2: torch.Tensor
-    arrived: torch.Tensor  # int64 (3, 16), counters of the kernel for few, see sm90_decode_groups.cuh
+    arrived: torch.Tensor  # int64, counters of the kernel for few, see sm90_decode_groups.cuh
     met: torch.Tensor  # int32 (), counter of the kernel for a single expert, see sm90_dense.cuh
     map13: tma.Fields  # of w13 and of w2, for the kernel for many
     map2: tma.Fields
@@ -53,9 +53,10 @@ def prepare(weights: Weights) -> State:
     unpack_weights(weights)
     w13 = _units(weights.w13, weights.s13, interleaved=True)
     w2 = _units(weights.w2, weights.s2, interleaved=False)
+    counters = build.cuda(SOURCE, load.device_target(w13.device)).function("decode_counters")()
     return State(
         w13, weights.g13.clone(), w2, weights.g2.clone(), weights.in_scale13.clone(), weights.in_scale2.clone(),
-        torch.zeros(3, 16, dtype=torch.int64, device=w13.device),
+        torch.zeros(counters, dtype=torch.int64, device=w13.device),
         torch.zeros((), dtype=torch.int32, device=w13.device), _map(w13), _map(w2), weights.activation,
     )  # fmt: skip
 

@@ -1,0 +1,148 @@
+// The call for many tokens: its memory, the launches of sm90_routing.cuh and sm90_prefill.cuh one behind the other, and
+// the last of them, which adds up each token's rows.
+#pragma once
+
+#include "launch.cuh"
+#include "ptx.cuh"
+#include "sm90_prefill.cuh"
+#include "sm90_routing.cuh"
+#include "tma.cuh"
+
+namespace prefill {
+
+// ---- the last kernel
+
+constexpr int COMBINE_THREADS = 256, COMBINE_AT_ONCE = 6;
+
+// out[t] = the sum of parts[t k + j] in the order of j. A thread has 8 columns.
+__global__ void __launch_bounds__(COMBINE_THREADS)
+    combine(const bf16* parts, const int* ids, bf16* out, int64_t pieces, int topk, int experts, int hidden) {
+    programmatic::wait();
+    const int64_t piece = int64_t(blockIdx.x) * COMBINE_THREADS + threadIdx.x;
+    if (piece >= pieces) return;
+    const int64_t token = piece / (hidden / 8);
+    const int column = int(piece % (hidden / 8));
+    const uint4* const from = reinterpret_cast<const uint4*>(parts) + token * topk * (hidden / 8) + column;
+    float sum[8] = {};
+#pragma unroll 1
+    for (int first = 0; first < topk; first += COMBINE_AT_ONCE) {
+        uint4 v[COMBINE_AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < COMBINE_AT_ONCE; ++j) {
+            v[j] = make_uint4(0, 0, 0, 0);
+            // What is no expert has left its row as it was.
+            if (first + j < topk && unsigned(__ldg(ids + token * topk + first + j)) < unsigned(experts))
+                v[j] = __ldcg(from + int64_t(first + j) * (hidden / 8));
+        }
+#pragma unroll
+        for (int j = 0; j < COMBINE_AT_ONCE; ++j) {
+            const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sum[2 * i] += __uint_as_float(words[i] << 16);
+                sum[2 * i + 1] += __uint_as_float(words[i] & 0xFFFF0000);
+            }
+        }
+    }
+    reinterpret_cast<uint4*>(out)[piece] = make_uint4(bf16_pair(sum[0], sum[1]), bf16_pair(sum[2], sum[3]),
+                                                      bf16_pair(sum[4], sum[5]), bf16_pair(sum[6], sum[7]));
+}
+
+// ---- launches
+
+// What is kept while a call runs, one after the other in memory.
+struct Workspace {
+    bf16 *x, *inner, *parts;  // of Problem
+    Tables tables;
+    size_t bytes;
+    Workspace(void* base, int tokens, int topk, int experts, int hidden, int inner_size) : bytes(0) {
+        const size_t slots = size_t(tokens) * topk;
+        const size_t items = most_items(slots, experts, Many::ITEM);
+        const auto take = [&](size_t size) {
+            const size_t at = bytes;
+            bytes += (size + 255) / 256 * 256;
+            return static_cast<uint8_t*>(base) + at;
+        };
+        x = reinterpret_cast<bf16*>(take(2 * slots * hidden));
+        inner = reinterpret_cast<bf16*>(take(2 * slots * inner_size));
+        parts = reinterpret_cast<bf16*>(take(2 * slots * hidden));
+        tables.slot = reinterpret_cast<int*>(take(4 * slots));
+        tables.token = reinterpret_cast<int*>(take(4 * slots));
+        tables.weight = reinterpret_cast<float*>(take(4 * slots));
+        for (List* const list : {&tables.few, &tables.many}) {
+            list->items = reinterpret_cast<int4*>(take(16 * items));
+            list->ready = reinterpret_cast<int*>(take(4 * items));
+            list->head = reinterpret_cast<int*>(take(8));
+        }
+    }
+};
+
+// Bytes that run() needs, at a multiple of 256. Their content may be anything.
+inline size_t workspace(int tokens, int topk, int experts, int hidden, int inner_size) {
+    return Workspace(nullptr, tokens, topk, experts, hidden, inner_size).bytes;
+}
+
+template <class F>
+inline int launch_experts(Problem& problem, const List& list, int processors) {
+    constexpr int bytes = F::BYTES + 1024;
+    if (const cudaError_t error =
+            cudaFuncSetAttribute(experts<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+        return error;
+    problem.list = list;
+    for (Product& product : problem.product) product.blocks = (product.rows + F::UNITS - 1) / F::UNITS;
+    return programmatic::launch(experts<F>, processors, F::THREADS, bytes, problem);
+}
+
+// T tokens, E experts of k for each; H, I multiples of 64. w13: units (E, 2 I / 32, H / 64), w2: (E, H / 32, I / 64), as
+// tensors of 8 bytes an element in boxes of BOX unit rows by one; g13, g2 fp32 (E,); x, out bf16 (T, H); ids int32,
+// topk_weights fp32 (T, k). -> a cudaError_t.
+inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, const float* g2, const bf16* x,
+               const int* ids, const float* topk_weights, bf16* out, void* workspace, int tokens, int topk, int experts,
+               int hidden, int inner_size) {
+    const int64_t slots = int64_t(tokens) * topk, pieces = int64_t(tokens) * hidden / 8;
+    if (experts > ROUTE_EXPERTS || slots >= ROUTE_SLOTS || pieces >= int64_t(1) << 31) return cudaErrorInvalidValue;
+    // What a stage's barrier waits for is that many bytes.
+    for (const tma::Tensor& w : {w13, w2})
+        if (w.rank != 3 || w.box[0] != WORDS || w.box[1] != BOX || w.box[2] != 1) return cudaErrorInvalidValue;
+    int device, processors;
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
+        return error;
+    const Workspace space(workspace, tokens, topk, experts, hidden, inner_size);
+
+    Problem problem{{{{}, g13, 2 * inner_size / units::ROWS, hidden / units::COLUMNS, 0},
+                     {{}, g2, hidden / units::ROWS, inner_size / units::COLUMNS, 0}},
+                    space.x,
+                    space.inner,
+                    space.parts,
+                    space.tables,
+                    {},
+                    int(slots),
+                    hidden};
+    tma::Encode encode;
+    if (const cudaError_t error = tma::find_encode(&encode)) return error;
+    if (!tma::encode_map(encode, w13, &problem.product[FIRST].units) ||
+        !tma::encode_map(encode, w2, &problem.product[SECOND].units))
+        return cudaErrorInvalidValue;
+
+    const size_t route_bytes = route_shared_bytes(experts);
+    if (const cudaError_t error =
+            cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(route_bytes)))
+        return error;
+    route<<<ROUTE_BLOCKS, ROUTE_THREADS, route_bytes>>>(ids, topk_weights, space.tables, int(slots), topk, experts,
+                                                        Few::ITEM, Many::ITEM);
+    if (const cudaError_t error = cudaGetLastError()) return error;
+    const auto items = unsigned(most_items(slots, experts, Many::ITEM));
+    const dim3 grid(items, (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
+    if (const cudaError_t error =
+            programmatic::launch(gather, grid, GATHER_THREADS, 0, x, space.x, space.tables, int(slots), hidden))
+        return error;
+
+    // Each launch waits for the whole one ahead, hence for all before. The small items come last: a shorter end.
+    if (const int error = launch_experts<Many>(problem, space.tables.many, processors)) return error;
+    if (const int error = launch_experts<Few>(problem, space.tables.few, processors)) return error;
+    return programmatic::launch(combine, unsigned((pieces + COMBINE_THREADS - 1) / COMBINE_THREADS), COMBINE_THREADS, 0,
+                                static_cast<const bf16*>(space.parts), ids, out, pieces, topk, experts, hidden);
+}
+
+}  // namespace prefill

@@ -28,8 +28,8 @@ namespace decode {
 
 using namespace ptx;
 
-constexpr int ADDING = 64;               // threads that add the warps' sums up
-constexpr int LAUNCHED = THREADS + 128;  // with one that copies, and these; registers go by four warps
+constexpr int ADDING = 64;              // threads that add the warps' sums up
+constexpr int LAUNCHED = 32 * SORTING;  // with one that copies, and these; registers go by four warps
 constexpr int EACH = 2, STAGE = EACH * WARPS * units::BYTES;  // units for each warp, and bytes, of a place in the ring
 constexpr int GROUP_BYTES = sizeof(Group) + sizeof(float2), MARGIN = 33;  // floats from a token to the next in the sum
 // Copies of a block under way, at most. Memory needs 1.2 to be busy. What waits behind more of them, tokens and counters,
@@ -124,6 +124,7 @@ __device__ __forceinline__ void quantise(uint32_t* pairs, float input_scale) {
 }
 
 // Barriers: 1 of those that multiply, 2 and 3 for a buffer of sums, 4 of those that add.
+__device__ __forceinline__ void meet_multiplying() { meet<THREADS>(1); }
 __device__ __forceinline__ void meet_adding() { meet<ADDING>(4); }
 __device__ __forceinline__ void sums_written(int buffer) { show_up<THREADS + ADDING>(2 + buffer); }
 __device__ __forceinline__ void wait_for_sums(int buffer) { meet<THREADS + ADDING>(2 + buffer); }
@@ -315,7 +316,7 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     if (n <= 32) {
         if (warp == 0) sort_few<NT>(p, groups, slots, routing, words, lane);
         __syncwarp();
-    } else if (warp < WARPS) {
+    } else {
         sort<NT>(p, shared, groups, slots, routing, words, warp, lane);
     }
     if (warp == 0 && !p.linear) share_out<NT, BATCHED<NT, QUANTISED>>(groups, parts, words[32], p.inner / 16, lane);
@@ -556,7 +557,7 @@ inline cudaError_t run(Problem p, int tiles, int blocks) {
     const int room = SHARED - Layout(p, tiles).bytes;
     p.stages = room / (STAGE + 16);
     if (p.stages > 6) p.stages = 6;
-    if (p.stages < 2 || WARPS * p.experts * 2 + n * 2 > p.stages * STAGE) return cudaErrorInvalidValue;
+    if (p.stages < 2 || SORTING * p.experts * 2 + n * 2 > p.stages * STAGE) return cudaErrorInvalidValue;
     const int bytes = Layout(p, tiles).bytes;
     const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
     const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);

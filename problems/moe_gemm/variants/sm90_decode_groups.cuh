@@ -12,7 +12,8 @@
 
 namespace decode {
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS;  // that sort, and then multiply
+constexpr int WARPS = 16, THREADS = 32 * WARPS;  // that multiply
+constexpr int SORTING = WARPS + 4;               // all warps
 constexpr int ONCE = 4, TWICE = 5;               // what a unit row costs, by tiles of the group
 constexpr int BATCHES = 3;                       // most that the groups are worked on in
 constexpr int COUNTER_APART = 16;                // counters of batches, so that each has a line of its own
@@ -39,8 +40,6 @@ struct Group {
     __device__ int start() const { return tokens & 0xFFFF; }
     __device__ int count() const { return tokens >> 16; }
 };
-
-__device__ __forceinline__ void meet_multiplying() { ptx::meet<THREADS>(1); }
 
 // ---- sorting: groups, slots and routing; words[32]: how many groups
 
@@ -78,15 +77,17 @@ __device__ __forceinline__ void sort_few(const Problem& p, Group* groups, uint16
     if (lane == 0) words[32] = all;
 }
 
-// Any number: each warp counts a part of the slots. scratch: what WARPS times p.experts counts and n ranks take.
+// Any number, by all threads: each warp counts a part of the slots. scratch: what SORTING times p.experts counts and n
+// ranks take.
 template <int NT>
 __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* groups, uint16_t* slots, float* routing,
                                      uint32_t* words, int warp, int lane) {
-    const int n = p.tokens * p.topk, part = (n + THREADS - 1) / THREADS * 32;
-    uint16_t* seen = reinterpret_cast<uint16_t*>(scratch);  // [WARPS][experts], then where they start
-    uint16_t* rank = seen + WARPS * p.experts;              // [n], among its expert's in the same warp's part
-    for (int i = threadIdx.x; i < WARPS * p.experts; i += THREADS) seen[i] = 0;
-    meet_multiplying();
+    constexpr int ALL = 32 * SORTING;
+    const int n = p.tokens * p.topk, part = (n + ALL - 1) / ALL * 32;
+    uint16_t* seen = reinterpret_cast<uint16_t*>(scratch);  // [SORTING][experts], then where they start
+    uint16_t* rank = seen + SORTING * p.experts;            // [n], among its expert's in the same warp's part
+    for (int i = threadIdx.x; i < SORTING * p.experts; i += ALL) seen[i] = 0;
+    __syncthreads();
     for (int base = warp * part; base < min(n, (warp + 1) * part); base += 32) {
         const int slot = base + lane, e = slot < n ? expert_of(p, slot) : 0x7FFFFFFF;
         const unsigned same = __match_any_sync(~0u, e);
@@ -97,13 +98,13 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
         if (some && lane == __ffs(same) - 1) seen[warp * p.experts + e] = before + __popc(same);
         __syncwarp();
     }
-    meet_multiplying();
+    __syncthreads();
     uint32_t carry = 0;  // tokens, and 16 bits higher groups, of the experts before
-    for (int base = 0; base < p.experts; base += THREADS) {
+    for (int base = 0; base < p.experts; base += ALL) {
         const int e = base + threadIdx.x;
         int tokens = 0;
         if (e < p.experts)
-            for (int w = 0; w < WARPS; ++w) {
+            for (int w = 0; w < SORTING; ++w) {
                 const int more = seen[w * p.experts + e];
                 seen[w * p.experts + e] = tokens, tokens += more;
             }
@@ -116,22 +117,22 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
             if (lane >= d) sum += left;
         }
         if (lane == 31) words[warp] = sum;
-        meet_multiplying();
+        __syncthreads();
         uint32_t before = carry;
-        for (int w = 0; w < WARPS; ++w) {
+        for (int w = 0; w < SORTING; ++w) {
             if (w < warp) before += words[w];
             carry += words[w];
         }
         before += sum - mine;
-        meet_multiplying();
+        __syncthreads();
         if (e < p.experts) {
             const int start = before & 0xFFFF;
-            for (int w = 0; w < WARPS; ++w) seen[w * p.experts + e] += start;
+            for (int w = 0; w < SORTING; ++w) seen[w * p.experts + e] += start;
             if (parts) put_groups(groups + (before >> 16), e, start, tokens, parts);
         }
     }
     if (threadIdx.x == 0) words[32] = carry >> 16;
-    meet_multiplying();
+    __syncthreads();
     for (int base = warp * part; base < min(n, (warp + 1) * part); base += 32) {
         const int slot = base + lane, e = slot < n ? expert_of(p, slot) : 0x7FFFFFFF;
         if (e != 0x7FFFFFFF) {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from problems.common import load
 from problems.dsv4_forward import kernels as table
 from problems.dsv4_forward import router
 from problems.dsv4_forward.kernels import Kernels
@@ -43,11 +44,13 @@ class Slot:
 # bf16 rounds by at most 2^-9 of a value, so a kernel that computes in fp32 and rounds once is off by at most that.
 ONE = 2.0**-8  # one rounding at the end and one of a product's terms that were rounded before
 SUM = 1e-5  # fp32 sums in another order
-ATTENTION = 6e-3  # bf16 probabilities and one rounding of the output, as fmha_decode admits
-MOE = 1e-2  # bf16 intermediate and output, a row, as moe_gemm admits
+# What stands in a slot is judged as in its own problem.
+_fmha, _moe = (load.module(load.PROBLEMS / name, "task") for name in ("fmha_decode", "moe_gemm"))
+ATTENTION = _fmha.ROW_RTOL  # bf16 probabilities and one rounding of the output
+MOE = _moe.ROW_RTOL  # bf16 intermediate and output
 # Sums that differ in the last bits put a code of the intermediate on the other side of a rounding now and then: that
-# shows in a row, and not in the whole. As moe_gemm admits for NVFP4 activations.
-MOE_QUANTISED = 0.1, 2e-2
+# shows in a row, and not in the whole.
+MOE_QUANTISED = _moe.NVFP4_ROW_RTOL, _moe.NVFP4_RTOL
 SLOTS = {
     "rms_norm": Slot(("x",), ("out",), ("out",), ONE),
     "mhc_pre": Slot(("lanes",), ("out", "post", "comb"), ("out",), ONE),

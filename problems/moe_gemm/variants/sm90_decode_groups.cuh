@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "ptx.cuh"
-#include "sm90_units.cuh"
+#include "warp.cuh"
 
 namespace decode {
 
@@ -110,12 +110,7 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
             }
         const int parts = (tokens + 8 * NT - 1) / (8 * NT);
         const uint32_t mine = tokens | parts << 16;
-        uint32_t sum = mine;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const uint32_t left = __shfl_up_sync(~0u, sum, d);
-            if (lane >= d) sum += left;
-        }
+        const uint32_t sum = warps::sum_up_to(mine, lane);
         if (lane == 31) words[warp] = sum;
         __syncthreads();
         uint32_t before = carry;
@@ -176,12 +171,7 @@ __device__ __forceinline__ void share_out(const Group* groups, Part* parts, int 
         const auto weight = [&](int g) { return g >= count ? 0 : groups[g].count() > 8 ? TWICE : ONCE; };
         // The weight of the groups before `base + lane`, and all up to there in `before`.
         const auto ahead = [&](uint32_t mine, uint32_t& before) {
-            uint32_t sum = mine;
-#pragma unroll
-            for (int d = 1; d < 32; d *= 2) {
-                const uint32_t left = __shfl_up_sync(~0u, sum, d);
-                if (lane >= d) sum += left;
-            }
+            const uint32_t sum = warps::sum_up_to(mine, lane);
             const uint32_t result = before + sum - mine;
             before += __shfl_sync(~0u, sum, 31);
             return result;

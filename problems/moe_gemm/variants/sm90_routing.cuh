@@ -12,6 +12,7 @@
 
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "warp.cuh"
 
 namespace prefill {
 
@@ -127,12 +128,7 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
         const bool is_few = mine <= few;
         const int items = is_few ? mine > 0 : (mine + many - 1) / many;
         const uint64_t value = uint64_t(items) << (is_few ? FEW_AT : MANY_AT) | uint32_t(mine);
-        uint64_t sum = value;
-#pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            const uint64_t other = __shfl_up_sync(~0u, sum, i);
-            if (lane >= i) sum += other;
-        }
+        uint64_t sum = warps::sum_up_to(value, lane);
         if (lane == 31) sums[warp] = sum;
         __syncthreads();
         uint64_t all = 0;

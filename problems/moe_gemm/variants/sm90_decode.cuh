@@ -14,77 +14,24 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <type_traits>
 
-#include "ptx.cuh"
+#include "sm90_decode_adding.cuh"
+#include "sm90_decode_block.cuh"
 #include "sm90_decode_groups.cuh"
+#include "sm90_decode_tokens.cuh"
 #include "sm90_units.cuh"
 
 namespace decode {
-
-using namespace ptx;
-
-constexpr int ADDING = 64;              // threads that add the warps' sums up
-constexpr int LAUNCHED = 32 * SORTING;  // with one that copies, and these; registers go by four warps
-constexpr int EACH = 2, STAGE = EACH * WARPS * units::BYTES;  // units for each warp, and bytes, of a place in the ring
-constexpr int GROUP_BYTES = sizeof(Group) + sizeof(float2), MARGIN = 33;  // floats from a token to the next in the sum
-// Copies of a block under way, at most. Memory needs 1.2 to be busy. What waits behind more of them, tokens and counters,
-// comes microseconds later. With many tokens bandwidth wins.
-constexpr int UNDER_WAY = 2;
-constexpr int SHARED = 227 * 1024;
-
-// Byte offsets in shared memory. The ring comes first; while nothing is in it, it holds what sorting needs.
-struct Layout {
-    int sums, total, groups, factors, slots, routing, words, parts, barriers, bytes;
-    __host__ __device__ Layout(const Problem& p, int tiles) {
-        const int n = p.tokens * p.topk;
-        sums = p.stages * STAGE;
-        total = sums + 2 * WARPS * 2 * tiles * 512;
-        groups = total + (p.tokens * MARGIN * 4 + 15) / 16 * 16;
-        factors = groups + p.groups * int(sizeof(Group));
-        routing = groups + p.groups * GROUP_BYTES;
-        slots = routing + n * 4;
-        words = (slots + n * 2 + 15) / 16 * 16;
-        parts = words + 36 * 4;
-        barriers = (parts + BATCHES * int(sizeof(Part)) + 7) / 8 * 8;
-        bytes = barriers + p.stages * 16 + 24 + BATCHES * 16;
-    }
-};
-
-// As ptx::wait, with its loop out of the compiler's sight: around one that it sees it unrolls no other.
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-// Whether the first phase of a barrier is over.
-__device__ __forceinline__ bool is_over(uint32_t barrier) {
-    uint32_t over;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(over) : "r"(barrier) : "memory");
-    return over;
-}
 
 // All that a phase of the barrier brings.
 __device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier,
                                      uint64_t policy) {
     arrive_expecting(barrier, bytes);
     bulk_load(to, from, bytes, barrier, policy);
-}
-
-// In its place among barriers: what other blocks have written before one. (__ldcg may be moved before it.)
-__device__ __forceinline__ uint4 load_global(const void* at) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
 }
 
 __device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
@@ -94,203 +41,6 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t 
         "{%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// 16 values in eight bf16x2, as NVFP4 with this input scale has them, without the input scale: nvfp4.encode.
-__device__ __forceinline__ void quantise(uint32_t* pairs, float input_scale) {
-    float most = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float2 two = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(pairs + i));
-        most = fmaxf(most, fmaxf(fabsf(two.x), fabsf(two.y)));
-    }
-    most = __fdiv_rn(most, input_scale);  // the largest quotient: rounding keeps the order
-    __nv_fp8_e4m3 byte;
-    byte.__x = __nv_cvt_float_to_fp8(fminf(__fdiv_rn(most, 6.f), 448.f), __NV_SATFINITE, __NV_E4M3);
-    const float scale = float(byte);
-    auto value = [&](float x) {
-        if (scale == 0) return 0.f;
-        // The power of two at or below the value, at least 1: codes are half of it apart, even ones a whole of it.
-        x = fminf(fmaxf(__fdiv_rn(__fdiv_rn(x, input_scale), scale), -6.f), 6.f);
-        const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(x), 1.f)) & 0x7F800000u);
-        return rintf(__fdiv_rn(x * 2, power)) * power * 0.5f * scale;
-    };
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float2 two = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(pairs + i));
-        const __nv_bfloat162 done = __floats2bfloat162_rn(value(two.x), value(two.y));
-        pairs[i] = *reinterpret_cast<const uint32_t*>(&done);
-    }
-}
-
-// Barriers: 1 of those that multiply, 2 and 3 for a buffer of sums, 4 of those that add.
-__device__ __forceinline__ void meet_multiplying() { meet<THREADS>(1); }
-__device__ __forceinline__ void meet_adding() { meet<ADDING>(4); }
-__device__ __forceinline__ void sums_written(int buffer) { show_up<THREADS + ADDING>(2 + buffer); }
-__device__ __forceinline__ void wait_for_sums(int buffer) { meet<THREADS + ADDING>(2 + buffer); }
-
-// B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one
-// behind for step j. Where a group has fewer tokens its last one stands in: nobody reads those sums.
-template <int C, int NT>
-struct Tokens {
-    uint32_t pairs[NT][C][8];
-    const __nv_bfloat16* from[NT];  // where this lane's part of unit 0 begins, of the group that is taken next
-
-    // rows: of `width` values, by slot / divisor.
-    __device__ __forceinline__ void aim(const __nv_bfloat16* rows, int width, int divisor, int warp, const Group& group,
-                                        const uint16_t* slots, int lane) {
-#pragma unroll
-        for (int t = 0; t < NT; ++t) {
-            const int slot = slots[group.start() + min(8 * t + lane / 4, group.count() - 1)];
-            from[t] = rows + static_cast<int64_t>(slot / divisor) * width + warp * units::COLUMNS + 16 * (lane & 3);
-        }
-    }
-
-    // Unit c of the first tile, or of all.
-    __device__ __forceinline__ void take(int c, bool both) {
-#pragma unroll
-        for (int t = 0; t < NT; ++t)
-            if (t == 0 || both) {
-                const uint4* at = reinterpret_cast<const uint4*>(from[t] + c * WARPS * units::COLUMNS);
-                const uint4 a = load_global(at), b = load_global(at + 1);
-                pairs[t][c][0] = a.x, pairs[t][c][1] = a.y, pairs[t][c][2] = a.z, pairs[t][c][3] = a.w;
-                pairs[t][c][4] = b.x, pairs[t][c][5] = b.y, pairs[t][c][6] = b.z, pairs[t][c][7] = b.w;
-            }
-    }
-
-    __device__ __forceinline__ void quantised(int units_here, bool both, float input_scale) {
-#pragma unroll
-        for (int t = 0; t < NT; ++t)
-#pragma unroll
-            for (int c = 0; c < C; ++c) {
-                if (c >= units_here || (t && !both)) continue;
-                uint32_t eight[8];
-#pragma unroll
-                for (int i = 0; i < 8; ++i) eight[i] = pairs[t][c][i];
-                quantise(eight, input_scale);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) pairs[t][c][i] = eight[i];
-            }
-    }
-};
-
-// Tells the other blocks of which batches this one has written its v, and this block's threads which all have. `written`
-// and `ready` are barriers, one a batch. One thread.
-__device__ __forceinline__ void watch(const Problem& p, uint32_t written, uint32_t ready, int batches) {
-    unsigned long long all = 0;  // of each counter when all have told: they grow together, by gridDim.x a launch
-    int told = 0, seen = 0;
-    while (seen < batches) {
-        if (told < batches && is_over(written + 8 * told)) {
-            if (told == 0) {
-                unsigned long long before;
-                asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;"
-                             : "=l"(before) : "l"(p.arrived) : "memory");
-                all = before - before % gridDim.x + gridDim.x;
-                for (int i = batches; i < BATCHES; ++i)  // of batches that there are none of
-                    asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(p.arrived + i * COUNTER_APART)
-                                 : "memory");
-            } else {
-                asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(p.arrived + told * COUNTER_APART)
-                             : "memory");
-            }
-            ++told;
-        }
-        if (seen < told) {
-            unsigned long long now;
-            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
-                         : "=l"(now) : "l"(p.arrived + seen * COUNTER_APART) : "memory");
-            if (now >= all) arrive(ready + 8 * seen++);
-        }
-    }
-}
-
-// The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has
-// group of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
-template <int NT, bool QUANTISED>
-__device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8_t* shared, int q, int lane,
-                                       int count) {
-    const Group* groups = reinterpret_cast<const Group*>(shared + at.groups);
-    const float* routing = reinterpret_cast<const float*>(shared + at.routing);
-    const uint16_t* slots = reinterpret_cast<const uint16_t*>(shared + at.slots);
-    const Part* parts = reinterpret_cast<const Part*>(shared + at.parts);
-    const uint32_t read = shared_address(shared + at.barriers) + 16 * p.stages, written = read + 24;
-    const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
-    int buffer = 0;
-    auto added = [&](int tile) {
-        const float* from = reinterpret_cast<const float*>(shared + at.sums) + buffer * WARPS * NT * 256 +
-                            (tile * 2 + q) * 128 + 4 * lane;
-        float4 all = {};
-#pragma unroll 4
-        for (int w = 0; w < WARPS; ++w) {
-            const float4 one = *reinterpret_cast<const float4*>(from + w * NT * 256);
-            all.x += one.x, all.y += one.y, all.z += one.z, all.w += one.w;
-        }
-        return all;
-    };
-    const int batches = p.linear ? 0 : batches_of<BATCHED<NT, QUANTISED>>(count);
-    // What the sums of the two products have to be multiplied by. Here, so that no copy waits for it.
-    float2* factors = reinterpret_cast<float2*>(shared + at.factors);
-#pragma unroll 1
-    for (int i = 32 * q + lane; i < count; i += ADDING) {
-        const int e = groups[i].expert;
-        factors[i].x = p.linear ? 0 : p.g13[e] * (QUANTISED ? p.in13[e] : 1.f) * units::REST;
-        factors[i].y = p.g2[e] * (QUANTISED ? p.in2[e] : 1.f) * units::REST;
-    }
-    meet_adding();
-    if (lane < batches) {  // a first look at either takes its time
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived + lane * COUNTER_APART));
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v));
-    }
-    for (int batch = 0; batch < batches; ++batch) {
-        int group = parts[batch].group, row = parts[batch].row;
-        const int items = parts[batch].items;
-        for (int i = 0; i < items; ++i) {
-            const Group g = groups[group];
-            const float factor = factors[group].x;
-            wait_for_sums(buffer);
-            for (int tile = 0; 8 * tile < g.count(); ++tile) {
-                const float4 all = added(tile);
-                const float gates[2] = {all.x, all.y}, ups[2] = {all.z, all.w};
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const int member = 8 * tile + 2 * (lane & 3) + j;
-                    if (member >= g.count()) continue;
-                    const float gate = fminf(gates[j] * factor, 10.f);
-                    const float up = fminf(fmaxf(ups[j] * factor, -10.f), 10.f);
-                    const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + member];
-                    p.v[static_cast<int64_t>(slots[g.start() + member]) * p.inner + row * 16 + q * 8 + lane / 4] =
-                        __float2bfloat16_rn(v);
-                }
-            }
-            arrive(read + 8 * buffer);
-            buffer ^= 1;
-            if (++row == rows1) row = 0, ++group;
-        }
-        arrive(written + 8 * batch);
-    }
-    float* total = reinterpret_cast<float*>(shared + at.total) + q * 16 + lane / 4;
-    for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
-        for (int i = 0; i < count; ++i) {
-            const Group g = groups[i];
-            const float factor = factors[i].y;
-            wait_for_sums(buffer);
-            for (int tile = 0; 8 * tile < g.count(); ++tile) {
-                const float4 all = added(tile);
-                const float above[2] = {all.x, all.y}, below[2] = {all.z, all.w};
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const int member = 8 * tile + 2 * (lane & 3) + j;
-                    if (member >= g.count()) continue;
-                    float* to = total + slots[g.start() + member] / p.topk * MARGIN;
-                    to[0] += above[j] * factor, to[8] += below[j] * factor;
-                }
-            }
-            arrive(read + 8 * buffer);
-            buffer ^= 1;
-            __syncwarp();  // the next group may have the same token elsewhere
-        }
-        arrive(read + 16);
-    }
 }
 
 template <int C1, int C2, int NT, bool QUANTISED>

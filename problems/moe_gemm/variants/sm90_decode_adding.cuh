@@ -1,0 +1,131 @@
+// The warps of a block of sm90_decode that add up what the others multiply, and the thread that tells other blocks.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "sm90_decode_block.cuh"
+
+namespace decode {
+
+// Tells the other blocks of which batches this one has written its v, and this block's threads which all have. `written`
+// and `ready` are barriers, one a batch. One thread.
+__device__ __forceinline__ void watch(const Problem& p, uint32_t written, uint32_t ready, int batches) {
+    unsigned long long all = 0;  // of each counter when all have told: they grow together, by gridDim.x a launch
+    int told = 0, seen = 0;
+    while (seen < batches) {
+        if (told < batches && is_over(written + 8 * told)) {
+            if (told == 0) {
+                unsigned long long before;
+                asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;"
+                             : "=l"(before) : "l"(p.arrived) : "memory");
+                all = before - before % gridDim.x + gridDim.x;
+                for (int i = batches; i < BATCHES; ++i)  // of batches that there are none of
+                    asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(p.arrived + i * COUNTER_APART)
+                                 : "memory");
+            } else {
+                asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(p.arrived + told * COUNTER_APART)
+                             : "memory");
+            }
+            ++told;
+        }
+        if (seen < told) {
+            unsigned long long now;
+            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                         : "=l"(now) : "l"(p.arrived + seen * COUNTER_APART) : "memory");
+            if (now >= all) arrive(ready + 8 * seen++);
+        }
+    }
+}
+
+// The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has
+// group of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
+template <int NT, bool QUANTISED>
+__device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8_t* shared, int q, int lane,
+                                       int count) {
+    const Group* groups = reinterpret_cast<const Group*>(shared + at.groups);
+    const float* routing = reinterpret_cast<const float*>(shared + at.routing);
+    const uint16_t* slots = reinterpret_cast<const uint16_t*>(shared + at.slots);
+    const Part* parts = reinterpret_cast<const Part*>(shared + at.parts);
+    const uint32_t read = shared_address(shared + at.barriers) + 16 * p.stages, written = read + 24;
+    const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
+    int buffer = 0;
+    auto added = [&](int tile) {
+        const float* from = reinterpret_cast<const float*>(shared + at.sums) + buffer * WARPS * NT * 256 +
+                            (tile * 2 + q) * 128 + 4 * lane;
+        float4 all = {};
+#pragma unroll 4
+        for (int w = 0; w < WARPS; ++w) {
+            const float4 one = *reinterpret_cast<const float4*>(from + w * NT * 256);
+            all.x += one.x, all.y += one.y, all.z += one.z, all.w += one.w;
+        }
+        return all;
+    };
+    const int batches = p.linear ? 0 : batches_of<BATCHED<NT, QUANTISED>>(count);
+    // What the sums of the two products have to be multiplied by. Here, so that no copy waits for it.
+    float2* factors = reinterpret_cast<float2*>(shared + at.factors);
+#pragma unroll 1
+    for (int i = 32 * q + lane; i < count; i += ADDING) {
+        const int e = groups[i].expert;
+        factors[i].x = p.linear ? 0 : p.g13[e] * (QUANTISED ? p.in13[e] : 1.f) * units::REST;
+        factors[i].y = p.g2[e] * (QUANTISED ? p.in2[e] : 1.f) * units::REST;
+    }
+    meet_adding();
+    if (lane < batches) {  // a first look at either takes its time
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived + lane * COUNTER_APART));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v));
+    }
+    for (int batch = 0; batch < batches; ++batch) {
+        int group = parts[batch].group, row = parts[batch].row;
+        const int items = parts[batch].items;
+        for (int i = 0; i < items; ++i) {
+            const Group g = groups[group];
+            const float factor = factors[group].x;
+            wait_for_sums(buffer);
+            for (int tile = 0; 8 * tile < g.count(); ++tile) {
+                const float4 all = added(tile);
+                const float gates[2] = {all.x, all.y}, ups[2] = {all.z, all.w};
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int member = 8 * tile + 2 * (lane & 3) + j;
+                    if (member >= g.count()) continue;
+                    const float gate = fminf(gates[j] * factor, 10.f);
+                    const float up = fminf(fmaxf(ups[j] * factor, -10.f), 10.f);
+                    const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + member];
+                    p.v[static_cast<int64_t>(slots[g.start() + member]) * p.inner + row * 16 + q * 8 + lane / 4] =
+                        __float2bfloat16_rn(v);
+                }
+            }
+            arrive(read + 8 * buffer);
+            buffer ^= 1;
+            if (++row == rows1) row = 0, ++group;
+        }
+        arrive(written + 8 * batch);
+    }
+    float* total = reinterpret_cast<float*>(shared + at.total) + q * 16 + lane / 4;
+    for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
+        for (int i = 0; i < count; ++i) {
+            const Group g = groups[i];
+            const float factor = factors[i].y;
+            wait_for_sums(buffer);
+            for (int tile = 0; 8 * tile < g.count(); ++tile) {
+                const float4 all = added(tile);
+                const float above[2] = {all.x, all.y}, below[2] = {all.z, all.w};
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int member = 8 * tile + 2 * (lane & 3) + j;
+                    if (member >= g.count()) continue;
+                    float* to = total + slots[g.start() + member] / p.topk * MARGIN;
+                    to[0] += above[j] * factor, to[8] += below[j] * factor;
+                }
+            }
+            arrive(read + 8 * buffer);
+            buffer ^= 1;
+            __syncwarp();  // the next group may have the same token elsewhere
+        }
+        arrive(read + 16);
+    }
+}
+
+}  // namespace decode

@@ -1,0 +1,66 @@
+// A block of sm90_decode: what lies in its shared memory, and how its threads wait for each other.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ptx.cuh"
+#include "sm90_decode_groups.cuh"
+#include "sm90_units.cuh"
+
+namespace decode {
+
+using namespace ptx;
+
+constexpr int ADDING = 64;              // threads that add the warps' sums up
+constexpr int LAUNCHED = 32 * SORTING;  // with one that copies, and these; registers go by four warps
+constexpr int EACH = 2, STAGE = EACH * WARPS * units::BYTES;  // units for each warp, and bytes, of a place in the ring
+constexpr int GROUP_BYTES = sizeof(Group) + sizeof(float2), MARGIN = 33;  // floats from a token to the next in the sum
+// Copies of a block under way, at most. Memory needs 1.2 to be busy. What waits behind more of them, tokens and counters,
+// comes microseconds later. With many tokens bandwidth wins.
+constexpr int UNDER_WAY = 2;
+constexpr int SHARED = 227 * 1024;
+
+// Byte offsets in shared memory. The ring comes first; while nothing is in it, it holds what sorting needs.
+struct Layout {
+    int sums, total, groups, factors, slots, routing, words, parts, barriers, bytes;
+    __host__ __device__ Layout(const Problem& p, int tiles) {
+        const int n = p.tokens * p.topk;
+        sums = p.stages * STAGE;
+        total = sums + 2 * WARPS * 2 * tiles * 512;
+        groups = total + (p.tokens * MARGIN * 4 + 15) / 16 * 16;
+        factors = groups + p.groups * int(sizeof(Group));
+        routing = groups + p.groups * GROUP_BYTES;
+        slots = routing + n * 4;
+        words = (slots + n * 2 + 15) / 16 * 16;
+        parts = words + 36 * 4;
+        barriers = (parts + BATCHES * int(sizeof(Part)) + 7) / 8 * 8;
+        bytes = barriers + p.stages * 16 + 24 + BATCHES * 16;
+    }
+};
+
+// As ptx::wait, with its loop out of the compiler's sight: around one that it sees it unrolls no other.
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Whether the first phase of a barrier is over.
+__device__ __forceinline__ bool is_over(uint32_t barrier) {
+    uint32_t over;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(over) : "r"(barrier) : "memory");
+    return over;
+}
+
+// Barriers: 1 of those that multiply, 2 and 3 for a buffer of sums, 4 of those that add.
+__device__ __forceinline__ void meet_multiplying() { meet<THREADS>(1); }
+__device__ __forceinline__ void meet_adding() { meet<ADDING>(4); }
+__device__ __forceinline__ void sums_written(int buffer) { show_up<THREADS + ADDING>(2 + buffer); }
+__device__ __forceinline__ void wait_for_sums(int buffer) { meet<THREADS + ADDING>(2 + buffer); }
+
+}  // namespace decode

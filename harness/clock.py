@@ -10,14 +10,13 @@ the host clock around the call.
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter_ns  # bound here: a submission that replaces time.perf_counter_ns does not reach it
 
 import torch
 
-from harness import native
+from harness import flush, native
+from harness.flush import FLUSH_FACTOR
 
-FLUSH_FACTOR = 3  # times the last-level cache
 JUNK_FACTOR = 4  # times L2: written and discarded before the flush
 FLUSH_CONFIG = 4  # of the reader
 
@@ -48,8 +47,8 @@ class Delivery:
 class CpuClock:
     name = "host clock around the call"
 
-    def __init__(self) -> None:
-        self._flush = torch.zeros(FLUSH_FACTOR * last_level_cache(), dtype=torch.uint8)
+    def __init__(self, flush_fd: int) -> None:
+        self._flush = flush.mapped(flush_fd)
 
     def time(self, call: Callable[[], object], capture: Callable[[object], None], delivery: Delivery) -> Sample:
         native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)
@@ -100,14 +99,6 @@ class CudaClock:
         return Sample(self._timer.elapsed_us(), host_us, host_bound)
 
 
-def last_level_cache() -> int:
-    """Bytes of the largest cache that the kernel reports for CPU 0; 32 MiB where it reports none."""
-    sizes = [32 * 2**20]
-    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = index.read_text().strip()
-        sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[text[-1]])
-    return max(sizes)
-
-
-def make(device: str) -> CpuClock | CudaClock:
-    return CudaClock() if device == "cuda" else CpuClock()
+def make(device: str, fds: list[int]) -> CpuClock | CudaClock:
+    """fds: for "cpu" that of flush.file, which is taken; for "cuda" none."""
+    return CudaClock() if device == "cuda" else CpuClock(fds.pop(0))

@@ -24,7 +24,7 @@ TEXT_LIMIT = 16_000  # characters of a traceback or compiler report that are pas
 
 
 class Runner:
-    def __init__(self, sock: socket.socket, start: dict) -> None:
+    def __init__(self, sock: socket.socket, start: dict, fds: list[int]) -> None:
         self.sock = sock
         self.device: str = start["device"]
         self.folder = Path(start["folder"])
@@ -36,7 +36,7 @@ class Runner:
         self.product: product.Product | None = None
         self.weights: object = None  # what stands for the weights in the data of a call: they, or what prepare made
         native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
-        self.clock = clock.make(self.device)
+        self.clock = None if start["compile"] else clock.make(self.device, fds)
         self.seal = tamper.Seal()
         # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
         # submission's yet.
@@ -275,13 +275,13 @@ def _error(where: str, error: BaseException) -> dict:
 
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
-    message, _ = wire.receive(sock)
+    message, fds = wire.receive(sock)
     try:
-        runner = Runner(sock, message)
+        runner = Runner(sock, message, fds)
     except Exception as error:  # whatever a submission raises on import is its verdict, not ours
         wire.send(sock, _error("import", error))
         return
-    wire.send(sock, {"ready": True, "clock": runner.clock.name, "tamper": runner.seal.broken()})
+    wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, "tamper": runner.seal.broken()})
     handlers: dict[str, Callable] = {
         "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
         "profile": runner.profile, "compile": runner.compile, "sealed": runner.sealed,

@@ -11,7 +11,7 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from harness import compiling, private, process, sandbox
+from harness import compiling, flush, private, process, sandbox
 from harness.entrant import FIRST_SPIN_US, Entrant, Outcome, elsewhere_in, outcome_of, tampering_in
 from harness.private import Private
 from harness.problem import Case, Problem
@@ -116,8 +116,11 @@ class Session:
                 "device": "cpu" if compile_only else self.device, "folder": str(folder), "file": file,
                 "utils": str(utils) if utils else None, "compile": compile_only,
             }  # fmt: skip
+            fds = () if compile_only or self.device == "cuda" else (flush.file(),)
+            if fds:
+                entrant.child.lend(flush.nbytes())
             with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
-                entrant.child.send(message)
+                entrant.child.send(message, fds)
             if entrant not in self.entrants:
                 self.entrants.append(entrant)
         for entrant in fresh:
@@ -130,7 +133,7 @@ class Session:
                 self._lose(entrant, self._failure(entrant, reply))
             elif not entrant.peer and (found := tampering_in(reply)):
                 self._lose(entrant, found)
-            else:
+            elif not compile_only:
                 self.clock_name = str(reply.get("clock"))
 
     def stop(self, *entrants: Entrant) -> None:

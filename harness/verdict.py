@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from harness import clock, environment, phases, ranking, record, sandbox, scan, stats
+from harness import clock, environment, flush, phases, ranking, record, sandbox, scan, stats
 from harness.problem import Case, Entry, Problem
 from harness.session import Outcome
 
@@ -215,10 +215,10 @@ class Recorder:
             downgrades.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
         if self.device == "cuda" and environment.clocks()[0] is None:
             downgrades.append("no NVML: clocks and throttle reasons unknown")
-        delivery, cold = "slots shared as memory files", f"read of {clock.FLUSH_FACTOR}x the last-level cache"
+        delivery, cold = "slots shared as memory files", f"read of {flush.FLUSH_FACTOR}x the last-level cache"
         if self.device == "cuda":
             delivery = "slots shared by CUDA IPC, masked until the call"
-            cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {clock.FLUSH_FACTOR}x L2"
+            cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {flush.FLUSH_FACTOR}x L2"
         return {"name": self.clock_name, "cold": cold, "delivery": delivery, "downgrades": downgrades}
 
 

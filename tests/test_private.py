@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import guard, private, problem, process, sandbox
+from harness import flush, guard, private, problem, process, sandbox
 from harness.private import CacheError, Private
 from harness.process import Child
 from problems.common import build
@@ -60,7 +60,7 @@ def runner(box: Private, extra: dict[str, str] | None = None, **message: object)
     """A started runner in `box`, ready."""
     child = Child("harness.runner", extra, box.jail)
     start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
-    reply, _ = child.request({**start, **message}, LIMIT_S)
+    reply, _ = child.request({**start, **message}, LIMIT_S, () if message.get("compile") else (flush.file(),))
     assert reply.get("ready"), reply
     return child
 

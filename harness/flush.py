@@ -36,6 +36,7 @@ def file() -> int:
 
 
 def nbytes() -> int:
+    """Of the file."""
     return os.fstat(file()).st_size
 
 

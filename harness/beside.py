@@ -45,9 +45,9 @@ def _compile(session: Session, j: Judged, progress: Progress) -> None:
             return
         # One row a kernel; a compiler that reports no resources leaves the size alone.
         j.artefacts += [
-            {"target": target, "bytes": a["bytes"], **kernel}
-            for a in reply["artefacts"]
-            for kernel in a["kernels"] or [{}]
+            {"target": target, "bytes": a.bytes, **kernel}
+            for a in reply.artefacts
+            for kernel in [kernel.model_dump() for kernel in a.kernels] or [{}]
         ]
         j.status, j.reason = "COMPILED", f"compiled for {', '.join(j.entry.targets)}, not run here"
 
@@ -65,7 +65,7 @@ def profile(
             if isinstance(reply, Outcome):
                 console.say(f"{entry.name}: {reply.status}: {reply.reason}")
                 return reply.status
-            console.say(f"{case}\n{reply['table']}")
+            console.say(f"{case}\n{reply.table}")
     for case in cases if device == "cuda" else ():
         try:
             console.say(f"{case}\n{profiling.ncu(problem, entry, case, target)}")

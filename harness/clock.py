@@ -1,10 +1,10 @@
-"""The two clocks. Each times one call on cold caches and captures its outputs directly behind it.
+"""The clock of a GPU. It times one call on cold caches and captures its outputs directly behind it.
 
-CUDA: device sync; persisting L2 reset; contents unmasked; L2 cleaned of every written line, then a read of 3x L2; one
+Device sync; persisting L2 reset; contents unmasked; L2 cleaned of every written line, then a read of 3x L2; one
 word of every 64 KiB of the slot, so that address translations are warm and data is cold; a spin kernel over all SMs, of
 at least twice the call's own enqueue time, so that the device never waits for the host; start event; an empty kernel;
-the call; stop event; copy of the outputs on the same queue; device sync. CPU: a read of 3x the last-level cache, then
-the host clock around the call.
+the call; stop event; copy of the outputs on the same queue; device sync. On a CPU the judge's own clock runs outside
+the runner: harness/gate.cpp.
 """
 
 import gc
@@ -43,26 +43,6 @@ class Delivery:
     ready: Callable[[], None] = lambda: None  # called when caches are cold; returns when the call is to be made
 
 
-class CpuClock:
-    name = "host clock around the call"
-
-    def __init__(self, flush_fd: int) -> None:
-        self._flush = flush.mapped(flush_fd)
-
-    def time(self, call: Callable[[], object], capture: Callable[[object], None], delivery: Delivery) -> Sample:
-        native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)
-        gc.disable()
-        try:
-            delivery.ready()
-            start = perf_counter_ns()
-            result = call()
-            us = (perf_counter_ns() - start) / 1e3
-            capture(result)
-        finally:
-            gc.enable()
-        return Sample(us, us, False)
-
-
 class CudaClock:
     name = "event pair behind a spin"
 
@@ -96,8 +76,3 @@ class CudaClock:
             gc.enable()
         torch.cuda.synchronize()
         return Sample(self._timer.elapsed_us(), host_us, host_bound)
-
-
-def make(device: str, fds: list[int]) -> CpuClock | CudaClock:
-    """fds: for "cpu" that of flush.file, which is taken; for "cuda" none."""
-    return CudaClock() if device == "cuda" else CpuClock(fds.pop(0))

@@ -10,6 +10,7 @@ from pathlib import Path
 from harness import private, scan, sources
 from harness.entrant import Entrant
 from harness.problem import Problem
+from problems.common import load
 
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
 
@@ -18,13 +19,13 @@ def kind(file: Path, folder: Path | None = None) -> str:
     """How the submission `file` to the problem `folder` is compiled beforehand: by "compile_for", which it defines, by
     a "call", or "" where nothing in it, or in what it brings along, asks for a compiler.
     """
-    tree = ast.parse(file.read_text(), str(file))
+    tree = load.parse(file)
     if any(isinstance(node, ast.FunctionDef) and node.name == "compile_for" for node in tree.body):
         return "compile_for"
     names: set[str] = set()
     for path in scan.closure(file, folder):
         if path.suffix == ".py":
-            names |= {name for _, name in sources.imports(ast.parse(path.read_text(), str(path)))}
+            names |= {name for _, name in sources.imports(load.parse(path))}
     return "call" if any(name.startswith(COMPILING) for name in names) else ""
 
 

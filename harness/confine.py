@@ -27,10 +27,13 @@ SCOPES = 0b11  # abstract sockets and signals stay among the confined
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PRCTL = {
-    "pdeathsig": 1, "dumpable": 4, "bounding_drop": 24, "securebits": 28, "subreaper": 36, "no_new_privs": 38,
-    "ambient": 47,
+    "pdeathsig": 1, "dumpable": 4, "keepcaps": 8, "bounding_drop": 24, "securebits": 28, "subreaper": 36,
+    "no_new_privs": 38, "ambient": 47,
 }  # fmt: skip
+_AMBIENT_RAISE, _AMBIENT_CLEAR = 2, 4
+_PASSING, _SETPCAP = 2, 8  # capabilities: CAP_DAC_READ_SEARCH; CAP_SETPCAP
 _SECUREBITS = 0b11000011  # root's uid gives no capability and none can be made ambient; both locked
+_ACCESS_AS_OPEN = 0b1100  # access(2) counts the capabilities of a user other than root, as open(2) does; locked
 
 _AUDIT_X86_64 = 0xC000003E
 _X32 = 0x40000000
@@ -62,8 +65,13 @@ _MEMORY_FILES = (319, 447)  # memfd_create, memfd_secret: memory that nobody cou
 _UNIX, _NETLINK = 1, 16
 _NAMESPACES = 0x7E020000  # the CLONE_NEW* flags of clone, CLONE_NEWTIME aside, which it does not take
 _OTHERS_PRIORITY = ((141, 1), (142, 0), (144, 0), (314, 0), (251, 1), (279, 0), (256, 0))  # call, argument: pid or 0
+_SET_AFFINITY = 203
 _SIGNALS = (62, 200, 234, 129, 297)  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; pid first
 _PIDFD_SIGNAL = 424
+_SIGCONT = 18
+# Calls that send a signal, and which argument it is.
+_SIGNAL_ARGUMENTS = ((62, 1), (200, 1), (234, 2), (129, 1), (297, 2), (_PIDFD_SIGNAL, 1))
+_TIMER_CREATE, _FCNTL, _F_SETSIG, _PRCTL_CALL = 222, 72, 10, 157
 _EVERYBODY = 0xFFFFFFFF  # pid -1
 
 
@@ -101,14 +109,15 @@ def confine(jail: dict, guard: int) -> None:
     if "rlimits" in measures:
         _limit(jail["uid"] is not None)
     ruleset = _landlock(jail) if "landlock" in measures else None
-    if "capabilities" in measures and os.geteuid() == 0:
-        _drop_bounding()
-    if jail["uid"] is not None:
-        os.setgroups([])
-        os.setresgid(jail["uid"], jail["uid"], jail["uid"])
-        os.setresuid(jail["uid"], jail["uid"], jail["uid"])
-    if "capabilities" in measures:
-        _drop_capabilities()
+    if jail["uid"] is not None and jail["passing"]:
+        become(jail["uid"], passing=True)
+    else:
+        if "capabilities" in measures and os.geteuid() == 0:
+            _drop_bounding()
+        if jail["uid"] is not None:
+            become(jail["uid"])
+        if "capabilities" in measures:
+            _drop_capabilities()
     prctl("no_new_privs", 1)
     prctl("pdeathsig", 9)  # after setuid, which clears it
     if os.getppid() != guard:
@@ -120,6 +129,30 @@ def confine(jail: dict, guard: int) -> None:
         os.close(ruleset)
     if "seccomp" in measures:
         _filter(_rules(jail, guard))
+
+
+def become(uid: int, passing: bool = False) -> None:
+    """Turn this process of root's into one of the user and group `uid`.
+
+    passing: with one capability left, CAP_DAC_READ_SEARCH, also after exec: it passes folders that are closed to other
+    users, and reads what lies there. Only Landlock then says what may be read, so it must be in force.
+    """
+    if passing:
+        prctl("keepcaps", 1)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if passing:
+        _set_capabilities(1 << _PASSING | 1 << _SETPCAP, inheritable=1 << _PASSING)
+        prctl("ambient", _AMBIENT_RAISE, _PASSING)
+        _drop_bounding(_SECUREBITS | _ACCESS_AS_OPEN)  # after that nothing can be raised any more
+        _set_capabilities(1 << _PASSING, inheritable=1 << _PASSING)
+
+
+def closed(uid: int, passing: bool, needed: list[tuple[str, int]]) -> str:
+    """Become `uid` as above. -> the first of these paths that is not to be had in its mode (see os.access), or ""."""
+    become(uid, passing)
+    return next((path for path, mode in needed if not os.access(path, mode)), "")
 
 
 def _write(path: str, text: str) -> None:
@@ -141,7 +174,7 @@ def _limit(own_user: bool) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _drop_bounding() -> None:
+def _drop_bounding(securebits: int = _SECUREBITS) -> None:
     for capability in range(CAPABILITIES):
         try:
             prctl("bounding_drop", capability)
@@ -149,17 +182,22 @@ def _drop_bounding() -> None:
             if error.errno != errno.EINVAL:  # past the last one
                 raise
             break
-    prctl("securebits", _SECUREBITS)
+    prctl("securebits", securebits)
 
 
 def _drop_capabilities() -> None:
     try:
-        prctl("ambient", 4)
+        prctl("ambient", _AMBIENT_CLEAR)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a kernel without ambient capabilities
             raise
+    _set_capabilities(0, 0)
+
+
+def _set_capabilities(held: int, inheritable: int) -> None:
+    """held: permitted and in effect. All of the first 32."""
     header = struct.pack("=Ii", 0x20080522, 0)
-    _call("capset", header, bytes(24))
+    _call("capset", header, struct.pack("=6I", held, held, inheritable, 0, 0, 0))
 
 
 def _landlock(jail: dict) -> int:
@@ -208,6 +246,11 @@ def _rules(jail: dict, guard: int) -> list[_Rule]:
     rules += [(_SIGNALS[0], deny, ((0, "is", _EVERYBODY),))]  # Landlock refuses it silently: every one, then success
     rules += [(_PRLIMIT, deny, ((0, "not", 0),))]
     rules += [(number, deny, ((argument, "not", 0),)) for number, argument in _OTHERS_PRIORITY]
+    if jail.get("stays_stopped"):
+        rules += [(number, deny, ((argument, "is", _SIGCONT),)) for number, argument in _SIGNAL_ARGUMENTS]
+        # A timer, or input on a descriptor, can send any signal.
+        rules += [(_TIMER_CREATE, deny, ()), (_FCNTL, deny, ((1, "is", _F_SETSIG),))]
+        rules += [(_PRCTL_CALL, deny, ((0, "is", _PRCTL["pdeathsig"]), (1, "is", _SIGCONT)))]
     if "network" in measures:
         rules += [(_SOCKET, deny, ((0, "not", _UNIX), (0, "not", _NETLINK)))]
         # A path names services of the machine (a container daemon, say), and Landlock does not govern those sockets.
@@ -216,6 +259,8 @@ def _rules(jail: dict, guard: int) -> list[_Rule]:
         rules += [(number, deny, ()) for number in _MEMORY_FILES]
     if jail["uid"] is None:
         rules += [(number, deny, ()) for number in _DENIED_SHARED]
+        # By its number a thread of the judge's looks like one of the runner's own.
+        rules += [(_SET_AFFINITY, deny, ((0, "not", 0),))]
         if jail["abi"] < 3:  # then Landlock does not know truncation
             truncates = (os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC)
             rules += [(_TRUNCATE, deny, ()), (_OPENAT2, errno.ENOSYS, ())]

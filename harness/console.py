@@ -1,14 +1,20 @@
-"""What a run prints: live progress on a terminal, plain lines elsewhere, and the tables at its end."""
+"""What a run prints: live progress on a terminal, plain lines elsewhere, and the tables at its end.
+
+Names, cases and reasons come from submissions and from foreign problems. All that is printed passes through
+harness/text.py here, and rich takes none of it for markup. Every function raises ClosedError (harness/output.py) once
+the reader of standard output has gone.
+"""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from harness import ranking, stats
+from harness import ranking, stats, text
+from harness.output import Screen
 from harness.phases import Progress
 from harness.problem import Case
 from harness.session import Outcome
@@ -17,7 +23,10 @@ from harness.verdict import CaseTime, Judged
 PLAIN_WIDTH = 160  # columns where the output is no terminal
 PLAIN_EVERY_S = 15  # seconds between progress lines there
 
-console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=True)
+SAID = 200_000  # characters that are printed at once
+REASON = 160  # characters of a reason in a table or summary
+
+console = Screen(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -25,29 +34,30 @@ def progress() -> Iterator[Progress]:
     """A function that shows what is being done now."""
     if console.is_terminal:
         with console.status("starting") as status:
-            yield status.update
+            yield lambda said: status.update(_cell(said))
         return
     last = time.monotonic()
 
-    def plain(text: str) -> None:
+    def plain(said: str) -> None:
         nonlocal last
         if time.monotonic() - last >= PLAIN_EVERY_S:
             last = time.monotonic()
-            print(f"... {text}", flush=True)
+            say(f"... {text.line(said)}")
 
     yield plain
 
 
-def say(text: str = "") -> None:
-    console.print(text, markup=False)
+def say(said: str = "") -> None:
+    """Print it clean, as it is: no markup, no names of emoji."""
+    console.print(Text(text.clean(said, SAID)))
 
 
 def test_line(name: str, case: Case, outcome: Outcome) -> None:
     """One line per case, and the reason in full where it did not pass."""
     error = f"  rel {outcome.error['rel']:.1e}" if outcome.error else ""
-    say(f"{name:<20} test   {case!s:<28} {outcome.status}{error}")
+    say(f"{name:<20} test   {text.line(case):<28} {outcome.status}{error}")
     if outcome.status != "PASSED":
-        say("    " + outcome.reason.replace("\n", "\n    "))
+        say("    " + text.clean(outcome.reason).replace("\n", "\n    "))
 
 
 def times(judged: list[Judged]) -> None:
@@ -64,7 +74,7 @@ def times(judged: list[Judged]) -> None:
     table.add_column("")
     for j in sorted(judged, key=_order):
         for t in j.times:
-            table.add_row(*_time_row(j, t, own[str(t.case)]))
+            table.add_row(*map(_cell, _time_row(j, t, own[str(t.case)])))
         table.add_section()
     console.print(table)
     if shared:
@@ -73,7 +83,7 @@ def times(judged: list[Judged]) -> None:
 
 def _time_row(j: Judged, t: CaseTime, case: str) -> list[str]:
     if t.failure:
-        return [j.entry.name, case, *[""] * 9, f"{t.failure.status}: {t.failure.reason.splitlines()[0][:80]}"]
+        return [j.entry.name, case, *[""] * 9, f"{t.failure.status}: {text.first_line(t.failure.reason, 80)}"]
     untimed, error = t.timing.flat("untimed_us"), t.timing.worst_error or {}
     host_bound = int(sum(t.timing.flat("host_bound")))
     return [
@@ -92,7 +102,7 @@ def ground(judged: list[Judged]) -> None:
     for t in times:
         read = f"{t.ground.bytes / t.ground.roof_us / 1e3:.0f} GB/s, " if t.ground.roof_kind == "read" else ""
         say(
-            f"{t.case!s:<28} roof {t.ground.roof_us:.2f} us ({read}{t.ground.roof_config})   "
+            f"{text.line(t.case):<28} roof {t.ground.roof_us:.2f} us ({read}{t.ground.roof_config})   "
             f"empty call {t.ground.empty_us:.2f} us"
         )
 
@@ -125,7 +135,7 @@ def summary(judged: list[Judged], baseline: str | None = None) -> None:
 def against(j: Judged) -> None:
     """The paired comparison: ratio of times by case, and their geomean."""
     for t, pair in zip(j.times, j.against, strict=True):
-        say(f"{t.case!s:<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
+        say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
     what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
     say(f"{what:<28} {_ratio(j, j.against_all)}")
@@ -138,14 +148,22 @@ def _ratio(j: Judged, pair: dict) -> str:
 
 def _why(j: Judged) -> str:
     if j.reason:
-        return j.reason.splitlines()[0]
+        return text.first_line(j.reason)
     bad = [(c, o) for c, o in j.tests if o.status != "PASSED"] + [(t.case, t.failure) for t in j.times if t.failure]
     bad = [(c, o) for c, o in bad if o.status != "UNSUPPORTED"] or bad
+    if not bad:
+        return "no reason given"
     case, outcome = bad[0]
-    lines = outcome.reason.strip().splitlines() or [""]
+    lines = text.clean(outcome.reason).strip().split("\n")
     # A traceback says what happened in its last line, every other report in its first.
-    line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-    return f"{len(bad)} of {len(j.tests) + len(j.times)} cases failed, first {case}: {outcome.status}: {line[:160]}"
+    said = text.line(lines[-1] if lines[0].startswith("Traceback") else lines[0], REASON)
+    many = f"{len(bad)} of {len(j.tests) + len(j.times)} cases failed"
+    return f"{many}, first {text.line(case)}: {outcome.status}: {said}"
+
+
+def _cell(said: str) -> Text:
+    """For rich, which reads markup in a plain string of a table or a status line."""
+    return Text(text.line(said))
 
 
 def _order(j: Judged) -> tuple:

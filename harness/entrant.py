@@ -1,15 +1,19 @@
-"""A submission in a session, what became of its calls, and how a runner's replies are read.
+"""A submission in a session, and what became of its calls."""
 
-A reply is the word of the process that holds the submission: it is taken apart here, field by field.
-"""
-
-import math
 from dataclasses import dataclass, field
 
+from harness import replies, text
+from harness.gate import Reading
 from harness.private import Private
 from harness.problem import Entry
-from harness.process import Child, Died
+from harness.process import Child
 
+# From a call's end until its runner was told to stop: what it may still write then is bounded. To tell a thread takes a
+# moment, so honest pools get more; not without limit, since idle threads cost nothing.
+STOP_LIMIT_US, STOP_THREAD_US, STOP_THREADS = 250, 2, 256
+# That a call's threads may wait for a processor beside tasks of others: the larger of so many us and this share of it.
+BUSY_US = 100
+BUSY_SHARE = 0.02
 NAMES = 500  # characters of a report
 FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
 
@@ -18,8 +22,11 @@ FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
 class Outcome:
     """What became of one call. us and the rest are None unless the call returned.
 
-    On the parent's clock, ready_us: until it was ready to make the call; outside_us: from "go" to the reply, less the
-    spin that was ordered. bytes: that a call on these contents must move, where the task says that for contents.
+    us: the clock's reading, what the clock itself costs included. On a GPU, by the parent's clock, ready_us: until the
+    runner was ready to make the call; outside_us: from "go" to the reply, less the spin that was ordered. On a CPU,
+    stop_us: from "done" until all of the runner had been told to stop; late: that was too long for a score; busy: its
+    threads waited for a processor, which tasks of other processes wanted too. bytes: that a call on these contents must
+    move, where the task says that for contents.
     """
 
     status: str
@@ -32,17 +39,19 @@ class Outcome:
     ready_us: float | None = None
     outside_us: float | None = None
     bytes: int | None = None
+    stop_us: float | None = None
+    late: bool = False
+    busy: bool = False
 
 
 @dataclass
 class Audit:
     """What was looked at beside the outputs. calls: audited ones; records: of the driver on what ran where, in them;
-    threads: most that were alive; prepare_us and kept_bytes where weights are prepared.
+    prepare_us and kept_bytes where weights are prepared.
     """
 
     calls: int = 0
     records: int = 0
-    threads: int = 0
     prepare_us: float | None = None
     kept_bytes: int | None = None
 
@@ -56,6 +65,8 @@ class Entrant:
     target: str
     child: Child | None = None
     private: Private | None = None
+    number: int = 0  # of its last call on a CPU
+    within: tuple | None = None  # which calls its process on a CPU is waiting to make a further one of
     lost: int = 0  # processes that died
     opened: tuple | None = None  # what its slots were allocated for
     holds: int = 0  # number of the weights that it has
@@ -67,7 +78,9 @@ class Entrant:
     audit: Audit = field(default_factory=Audit)
     built: bool = False  # its compile step was made, or is not needed
     keep: bool = False  # what its process compiled is kept when it stops
-    broken: Outcome | None = None  # its compile step failed: no process is started for it
+    # Its compile step, an import or a first call failed: no further process is started for it.
+    broken: Outcome | None = None
+    strays: frozenset[int] = frozenset()  # processes that were there when its last call was over
     host_base: int | None = None  # bytes of host memory and files before weights that count were handed over
     device_grown: int = 0  # bytes of device memory that its own requests took since
 
@@ -76,39 +89,32 @@ class Entrant:
         return self.entry is not None and self.entry.peer
 
 
-def outcome_of(reply: dict, ready_us: float, outside_us: float) -> Outcome:
-    """The times that a runner claims for a call, beside those of the parent's own clock. Died: a malformed reply."""
-    claims = reply.get("claims", [])
-    try:
-        times = [float(reply["us"]), float(reply["host_us"])]
-        untimed = reply.get("untimed_us")
-        outcome = Outcome(
-            "PASSED", us=times[0], host_us=times[1], host_bound=bool(reply["host_bound"]),
-            untimed_us=None if untimed is None else float(untimed), ready_us=ready_us, outside_us=outside_us,
-        )  # fmt: skip
-        if not all(math.isfinite(t) and t >= 0 for t in (*times, outcome.untimed_us or 0.0)):
-            raise ValueError(f"times must be finite, got {times}")
-        if not isinstance(claims, list) or not all(isinstance(claim, dict) for claim in claims):
-            raise TypeError("claims must be a list of objects")
-    except (KeyError, TypeError, ValueError) as error:
-        raise Died("RUNTIME_ERROR", f"its process sent a malformed reply: {error!r}") from None
-    return outcome
+def of_gpu(reply: replies.Timed, ready_us: float, outside_us: float) -> Outcome:
+    """A call on a GPU: the times that a runner claims, beside those of the parent's own clock."""
+    return Outcome(
+        "PASSED", us=reply.us, host_us=reply.host_us, host_bound=reply.host_bound, untimed_us=reply.untimed_us,
+        ready_us=ready_us, outside_us=outside_us,
+    )  # fmt: skip
 
 
-def tampering_in(reply: dict) -> Outcome | None:
+def of_cpu(reading: Reading) -> Outcome:
+    """A call on a CPU, by the judge's clock."""
+    busy = reading.delay_us > max(BUSY_US, BUSY_SHARE * reading.call_us) and reading.others > 0
+    late = reading.stop_us > STOP_LIMIT_US + STOP_THREAD_US * min(reading.threads, STOP_THREADS)
+    us, stop_us = reading.call_us, reading.stop_us
+    return Outcome("PASSED", us=us, host_us=us, stop_us=stop_us, late=late, busy=busy)
+
+
+def tampering_in(names: list[str]) -> Outcome | None:
     """What a runner says was replaced within it, as the verdict that this amounts to."""
-    found = reply.get("tamper")
-    if not found:
+    if not names:
         return None
-    names = ", ".join(map(str, found[:5])) if isinstance(found, list) else str(found)
-    return Outcome("CHEAT_SUSPECTED", f"tampering, this was replaced in its process: {names[:NAMES]}")
+    return Outcome("CHEAT_SUSPECTED", f"tampering, this was replaced in its process: {', '.join(names[:5])}")
 
 
-def elsewhere_in(reply: dict) -> tuple[int, str]:
+def elsewhere_in(seen: replies.Seen | None) -> tuple[int, str]:
     """(records of the driver, work on other queues than the default one as text) of an audited call."""
-    seen = reply.get("queues")
-    if not isinstance(seen, dict) or not isinstance(seen.get("elsewhere"), dict):
+    if seen is None:
         return 0, ""
-    records = seen.get("records")
-    records = records if isinstance(records, int) and records > 0 else 0
-    return records, "; ".join(f"queue {queue}: {str(names)[:NAMES]}" for queue, names in seen["elsewhere"].items())
+    found = (f"queue {queue}: {', '.join(names)}" for queue, names in seen.elsewhere.items())
+    return seen.records, text.line("; ".join(found), NAMES)

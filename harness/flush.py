@@ -1,20 +1,13 @@
-"""What the CPU clock reads to make caches cold: one memory file for all runners of a judge.
+"""What makes a CPU's caches cold: memory several times the last-level cache, which every processor reads a share of.
 
-Some machines report a last-level cache of half a gigabyte. Memory of its own for each of ten processes, several times
-as large, would be most of what such a machine has; shared, it is there once. Nobody can write to it.
+Some machines report a last-level cache of half a gigabyte, so only the checker holds such memory, for all runners.
 """
 
-import fcntl
-import functools
-import mmap
-import os
-import warnings
 from pathlib import Path
 
 import torch
 
 FLUSH_FACTOR = 3  # times the last-level cache
-_SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 def last_level_cache() -> int:
@@ -26,25 +19,11 @@ def last_level_cache() -> int:
     return max(sizes)
 
 
-@functools.cache
-def file() -> int:
-    """Its descriptor, in the judge's own process. Pages come as they are first read."""
-    fd = os.memfd_create("flush", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, FLUSH_FACTOR * last_level_cache())
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALED)
-    return fd
-
-
 def nbytes() -> int:
-    """Of the file."""
-    return os.fstat(file()).st_size
+    """Of the memory that is read: FLUSH_FACTOR times the last-level cache."""
+    return FLUSH_FACTOR * last_level_cache()
 
 
-def mapped(fd: int) -> torch.Tensor:
-    """The whole file, uint8, only to be read. The descriptor is taken."""
-    # Populated now, so that no flush pays for page faults. Private: a shared mapping counts as one that may write.
-    pages = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    os.close(fd)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(pages, dtype=torch.uint8)
+def memory(size: int) -> torch.Tensor:
+    """`size` bytes, flat uint8. They are written once: pages that only were read would all be one."""
+    return torch.ones(size, dtype=torch.uint8)

@@ -5,22 +5,26 @@ then every finished test outcome, every finished group of timed calls (one proce
 and, when all is done, the final records. These are then appended to <problem>.jsonl, and the journal is removed. The
 process that writes it holds a flock on it, which ends with the process.
 
-A journal is read as a killed writer leaves it: a torn line is work that is done again. A run that was killed while it
-appended its records is completed by the next run, without judging anything (`settle`).
+A journal is read as a killed writer leaves it: a line that is torn, or not as _LINES says, is work that is done again.
+A run that was killed while it appended its records is completed by the next run, without judging anything (`settle`).
+StorageError (harness/record.py): a journal cannot be read or written, say because the disk is full. What was written
+before stays, so --resume goes on once there is room.
 """
 
 import contextlib
 import dataclasses
 import fcntl
+import glob
 import json
+import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from harness import record
+from harness import record, text
 from harness.problem import UsageError
 from harness.session import Outcome
 
@@ -69,20 +73,25 @@ NOTHING = Have()
 class Journal:
     """The journal of one run, held by this process until `finish` or `close`."""
 
-    def __init__(self, path: Path, file: BinaryIO, lines: list[dict]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, lines: list[dict], complaints: Sequence[str] = ()) -> None:
         self.path, self._file = path, file
         self.problem, self.run_id = _split(path)
-        self.lines = lines
+        self.lines, self.complaints = lines, list(complaints)  # about lines that are left out
 
     @classmethod
     def create(cls, machine: str, problem: str, plan: dict) -> "Journal":
         """A new one. plan: JSON; its run_id names the file, the rest is compared when the run is resumed."""
         path = record.RESULTS / machine / f"{problem}.{plan['run_id']}{record.PARTIAL}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = _hold(path, create=True)
-        journal = cls(path, file, [])
-        journal._write({"kind": "plan", **plan})
-        _sync_folder(path.parent)
+        with record.storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            journal = cls(path, _hold(path, create=True), [])
+        try:
+            journal._write({"kind": "plan", **plan})
+            with record.storing(path):
+                _sync_folder(path.parent)
+        except record.StorageError:
+            journal.close()
+            raise
         return journal
 
     @classmethod
@@ -103,11 +112,10 @@ class Journal:
                 continue
             except FileNotFoundError:
                 continue  # its process has just finished
-            lines = _parse(file.read())
-            if not lines or lines[0].get("kind") != "plan":
+            journal = cls(path, file, *_parse(file.read(), path))
+            if not journal.begun:
                 file.close()  # killed before it had begun; `settle` removes it
                 continue
-            journal = cls(path, file, lines)
             journal._write({"kind": "resumed"})
             return journal
         which = f"run {run_id}" if run_id else "unfinished run"
@@ -117,8 +125,18 @@ class Journal:
         raise UsageError(f"--resume: no {which} of {problem} on {machine} (unfinished: {known})")
 
     @property
+    def begun(self) -> bool:
+        """Whether there is a plan; without one nothing else can be used."""
+        return bool(self.lines) and self.lines[0]["kind"] == "plan"
+
+    @property
     def plan(self) -> dict:
         return self.lines[0]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether --resume can go on with it: it is still there, and something is known that would be lost."""
+        return self.path.exists() and self._holds_work()
 
     @property
     def resumptions(self) -> int:
@@ -174,40 +192,44 @@ class Journal:
 
     def close(self) -> None:
         """Let go of it. It stays for --resume, unless nothing but its plan is known."""
-        if not self._file.closed and all(line["kind"] in ("plan", "resumed") for line in self.lines):
-            self.path.unlink()
+        if not self._file.closed and not self._holds_work():
+            with contextlib.suppress(OSError):  # what holds nothing but a plan does no harm
+                self.path.unlink()
         self._file.close()
+
+    def _holds_work(self) -> bool:
+        return bool(self.complaints) or any(line["kind"] not in ("plan", "resumed") for line in self.lines)
 
     def _settle(self) -> None:
         # One process writes the records of a run, in order: what is there is a prefix of what is due.
         (machine, problem), due = (self.path.parent.name, self.problem), self.noted("final")[-1]["records"]
-        there = [line for line in record.read(machine, problem) if line.get("run_id") == self.run_id]
-        record.append(machine, problem, due[len(there) :])
-        self.path.unlink()
-        _sync_folder(self.path.parent)
+        record.append(machine, problem, due[record.written(machine, problem, self.run_id) :])
+        with record.storing(self.path):
+            self.path.unlink()
+            _sync_folder(self.path.parent)
         self._file.close()
 
     def _write(self, line: dict) -> None:
         # NaN and infinity pass: a hostile claim is kept as it came, and Python reads them back. From one line's time to
         # the next is how long each step took.
-        text = json.dumps({"time": record.now(), **line})
-        self._file.write(text.encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.lines.append(json.loads(text))
+        said = json.dumps({"time": record.now(), **line})
+        with record.storing(self.path):
+            record.close_line(self._file)
+            record.add_line(self._file, said.encode())
+        self.lines.append(json.loads(said))
 
 
 def unfinished(machine: str, problem: str) -> list[Path]:
     """The journals of `problem` on `machine`, oldest first; held ones too."""
     return sorted(
         path
-        for path in (record.RESULTS / machine).glob(f"{problem}.*{record.PARTIAL}")
+        for path in (record.RESULTS / machine).glob(f"{glob.escape(problem)}.*{record.PARTIAL}")
         if _split(path)[0] == problem and _RUN_ID.fullmatch(_split(path)[1])
     )
 
 
 def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
-    """Complete what killed runs had left to append, and drop journals that hold no plan.
+    """Complete what killed runs had left to append, and drop journals of runs that were killed before they had begun.
 
     -> (run ids whose records were completed, run ids that --resume can go on with). Those that a process holds are
     left alone and not named.
@@ -218,16 +240,17 @@ def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
             file = _hold(path)
         except (BlockingIOError, FileNotFoundError):
             continue
-        journal = Journal(path, file, _parse(file.read()))
-        if journal.noted("final"):
-            journal._settle()
-            completed.append(journal.run_id)
-            continue
-        if journal.lines and journal.lines[0]["kind"] == "plan":
-            open_ones.append(journal.run_id)
-        else:
-            path.unlink()
-        file.close()
+        with file:
+            data = file.read()
+            journal = Journal(path, file, *_parse(data, path))
+            if journal.noted("final"):
+                journal._settle()
+                completed.append(journal.run_id)
+            elif journal.begun:
+                open_ones.append(journal.run_id)
+            elif not journal.lines and data.count(b"\n") <= 1:  # a torn plan; what holds more is kept for a person
+                with record.storing(path):
+                    path.unlink()
     return completed, open_ones
 
 
@@ -236,7 +259,7 @@ def attempts(machine: str, problem: str, variant: str) -> set[str]:
     found = set()
     for path in unfinished(machine, problem):
         with contextlib.suppress(FileNotFoundError):
-            lines = _parse(path.read_bytes())
+            lines, _ = _parse(path.read_bytes(), path)
             if any(variant in line["outcomes"] for line in lines if line["kind"] == "group"):
                 found.add(_split(path)[1])
     return found
@@ -247,31 +270,112 @@ def _hold(path: Path, create: bool = False) -> BinaryIO:
 
     BlockingIOError: another process holds it. FileNotFoundError: it is gone. With `create` neither happens: it is made
     anew until it is ours, since `settle` of another process may look at, and remove, what has no plan yet.
+    StorageError: any other trouble with it.
     """
     while True:
         flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        file = os.fdopen(os.open(path, flags, 0o644), "ab+")
+        with _telling(path, create):
+            file = os.fdopen(os.open(path, flags, 0o644), "ab+", buffering=0)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if create else fcntl.LOCK_NB))
-            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                record.close_line(file)
-                file.seek(0)
-                return file
-        except OSError:
-            file.close()
+            with _telling(path):
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if create else fcntl.LOCK_NB))
+                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                    record.close_line(file)
+                    file.seek(0)
+                    return file
+        except FileNotFoundError:
             if not create:
+                file.close()
                 raise
+        except BaseException:
+            file.close()
+            raise
         file.close()  # removed between opening and locking, and there again
 
 
-def _parse(text: bytes) -> list[dict]:
-    """The whole lines; a torn one is left out."""
-    lines = []
-    for line in text.split(b"\n"):
-        with contextlib.suppress(ValueError):
-            if isinstance(found := json.loads(line), dict) and "kind" in found:
-                lines.append(found)
-    return lines
+@contextlib.contextmanager
+def _telling(path: Path, create: bool = False) -> Iterator[None]:
+    """As record.storing, but that a file is gone or held by another process comes through, unless it is to be made."""
+    try:
+        with record.storing(path):
+            yield
+    except record.StorageError as error:
+        if isinstance(error.__cause__, BlockingIOError | FileNotFoundError) and not create:
+            raise error.__cause__ from None
+        raise
+
+
+def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
+    """-> (the lines that can be used, complaints about the others)."""
+    lines, complaints = [], []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found = record.loads(line, math.inf)
+            _check(found)
+            lines.append(found)
+        except ValueError as error:
+            complaints.append(f"{path.parent.name}/{path.name}:{number}: {text.line(error, 200)}: left out")
+    return lines, complaints
+
+
+def _check(line: dict) -> None:
+    """Raise ValueError unless a line of a journal is as those that read it rely on."""
+    kind = line.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError("it must have a kind")
+    fields = _LINES.get(kind, {})
+    record.check_fields(line, fields, fields)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _is_outcome(value: object) -> bool:
+    known = {field.name for field in dataclasses.fields(Outcome)}
+    if not isinstance(value, dict) or not value.keys() <= known or value.get("status") not in record.STATUSES:
+        return False
+    numbers = known - {"status", "reason", "error"}
+    error = value.get("error") or {}
+    return (
+        isinstance(value.get("reason", ""), str) and all(_is_number(value.get(name)) for name in numbers)
+        and isinstance(error, dict) and all(map(_is_number, error.values()))
+    )  # fmt: skip
+
+
+def _is_list(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _is_object(fits: Callable[[object], bool] = lambda _: True) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def _is(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+_TEXT, _COUNT, _OBJECT = ("text", _is(str)), ("a whole number", _is(int)), ("an object", _is_object())
+# By kind the fields that are read of such a line. Lines of other kinds are kept, and nobody reads them.
+_LINES: dict[str, record.Fields] = {
+    "plan": {"run_id": _TEXT},
+    "test": {"entrant": _TEXT, "case": _COUNT, "outcome": ("an outcome", _is_outcome)},
+    "group": {
+        "phase": _TEXT, "process": _COUNT, "case": _COUNT, "part": _COUNT,
+        "outcomes": ("lists of outcomes", _is_object(_is_list(_is_outcome))),
+        "own": ("lists of numbers", _is_object(_is_list(_is_number))),
+        "seeds": ("a list of texts", _is_list(_is(str))),
+        "state": ("a pair", lambda value: isinstance(value, list) and len(value) == 2),
+    },
+    "clock": {"name": _TEXT},
+    "audit": {"part": _COUNT, "entrants": ("objects", _is_object(_is_object()))},
+    "compiled": {"entry": _TEXT, "status": ("a verdict", lambda v: v in (*record.STATUSES, "")), "reason": _TEXT,
+                 "artefacts": ("a list of objects", _is_list(_is(dict)))},
+    "confirm": {"challenger": _TEXT, "leader": _OBJECT, "opponent": ("text", lambda v: v is None or _is(str)(v))},
+    "final": {"records": ("a list of objects", _is_list(_is(dict)))},
+}  # fmt: skip
 
 
 def _outcome(line: dict) -> Outcome:

@@ -5,16 +5,47 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <sched.h>
 #include <thread>
 #include <vector>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace {
 
-// Parked workers: a reader is not to pay for starting threads, and none spins between calls.
+// The processors that this process may use.
+std::vector<int> processors() {
+    cpu_set_t allowed;
+    std::vector<int> found;
+    if (!sched_getaffinity(0, sizeof allowed, &allowed))
+        for (int i = 0; i < CPU_SETSIZE; ++i)
+            if (CPU_ISSET(i, &allowed)) found.push_back(i);
+    if (found.empty()) found.push_back(0);
+    return found;
+}
+
+// The calling thread to these processors alone.
+void pin(const std::vector<int>& to) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int i : to) CPU_SET(i, &set);
+    sched_setaffinity(0, sizeof set, &set);
+}
+
+// Parked workers, one on each processor but the first: a reader is not to pay for starting threads, and none spins
+// between calls.
 class Pool {
   public:
-    explicit Pool(int workers) {
-        for (int i = 0; i < workers; ++i) threads_.emplace_back([this, i] { loop(i + 1); });
+    Pool() : processors_(processors()) {
+        for (size_t i = 1; i < processors_.size(); ++i) threads_.emplace_back([this, i] { loop(int(i)); });
+    }
+    int size() const { return int(processors_.size()); }
+    // The caller takes part on the first processor, so that every one does.
+    void run_everywhere(const std::function<void(int)>& job) {
+        pin({processors_[0]});
+        run(job);
+        pin(processors_);
     }
     ~Pool() {
         {
@@ -39,6 +70,7 @@ class Pool {
 
   private:
     void loop(int index) {
+        pin({processors_[index]});
         unsigned seen = 0;
         for (;;) {
             const std::function<void(int)>* job;
@@ -54,6 +86,7 @@ class Pool {
             if (--left_ == 0) done_.notify_one();
         }
     }
+    const std::vector<int> processors_;
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable start_, done_;
@@ -92,6 +125,28 @@ constexpr Config CONFIGS[] = {
     {0, 0, 1}, {0, 8, 1}, {0, 16, 1}, {0, 32, 1}, {0, 0, 64}, {0, 16, 64}, {0, 32, 64}, {0, 16, 512}, {1, 16, 1},
 };
 
+Pool& pool() {
+    static Pool all;
+    return all;
+}
+
+// XOR of `lines` lines, in `chunks` pieces that `threads` threads take in turn.
+std::function<void(int)> reader(const void* data, size_t lines, size_t ahead, int threads, size_t chunks,
+                                std::atomic<uint64_t>* sum) {
+    const size_t step = (lines + chunks - 1) / chunks;
+    return [=](int index) {
+        if (index >= threads) return;
+        uint64_t mine = 0;
+        for (size_t chunk = index; chunk < chunks; chunk += threads) {
+            const size_t first = chunk * step, last = first + step < lines ? first + step : lines;
+            if (first < last) mine ^= read_lines((const char*)data + 64 * first, last - first, ahead);
+        }
+        *sum ^= mine;
+    };
+}
+
+constexpr size_t EVICT_TURNS = 64;  // interleaved pieces of each processor's share
+
 }  // namespace
 
 extern "C" {
@@ -102,23 +157,37 @@ int judge_configs() { return sizeof(CONFIGS) / sizeof(CONFIGS[0]); }
 int judge_read(const void* data, size_t bytes, int index, int, unsigned* sink) {
     if (index < 0 || index >= judge_configs()) return 1;
     const Config c = CONFIGS[index];
-    const int cores = int(std::thread::hardware_concurrency());
-    const int threads = c.threads ? c.threads : (cores ? cores : 1);
-    static Pool pool(cores > 1 ? cores - 1 : 0);
-    const size_t lines = bytes / 64, chunks = size_t(threads) * c.turns, step = (lines + chunks - 1) / chunks;
+    const int threads = c.threads ? c.threads : pool().size();
     std::atomic<uint64_t> sum{0};
-    const std::function<void(int)> job = [&](int index) {
-        if (index >= threads) return;
-        uint64_t mine = 0;
-        for (size_t chunk = index; chunk < chunks; chunk += threads) {
-            const size_t first = chunk * step, last = first + step < lines ? first + step : lines;
-            if (first < last) mine ^= read_lines((const char*)data + 64 * first, last - first, c.ahead);
-        }
-        sum ^= mine;
-    };
-    pool.run(job);
+    pool().run(reader(data, bytes / 64, c.ahead, threads, size_t(threads) * c.turns, &sum));
     *sink = unsigned(sum.load() ^ (sum.load() >> 32));
     return 0;
+}
+
+// Read `bytes` of `data` from every processor, each a share of its own: what any of their caches held is gone.
+int judge_evict(const void* data, size_t bytes, unsigned* sink) {
+    std::atomic<uint64_t> sum{0};
+    pool().run_everywhere(reader(data, bytes / 64, 0, pool().size(), size_t(pool().size()) * EVICT_TURNS, &sum));
+    *sink = unsigned(sum.load() ^ (sum.load() >> 32));
+    return 0;
+}
+
+// Drop the lines of `data` from every cache. -> 0, or 1: the processor has no instruction for it.
+int judge_forget(const void* data, size_t bytes) {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    const bool quick = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 23));
+    const char *line = (const char*)((uintptr_t)data & ~uintptr_t(63)), *end = (const char*)data + bytes;
+    __builtin_ia32_mfence();
+    if (quick)
+        for (; line < end; line += 64) asm volatile("clflushopt %0" : "+m"(*(volatile char*)line));
+    else
+        for (; line < end; line += 64) asm volatile("clflush %0" : "+m"(*(volatile char*)line));
+    __builtin_ia32_mfence();
+    return 0;
+#else
+    return 1;
+#endif
 }
 
 }  // extern "C"

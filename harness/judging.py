@@ -39,6 +39,7 @@ class Judging:
             self._note_others()
             stack.callback(self._note_others)
             session = stack.enter_context(Session(self.problem, self.device, self.args.timeout))
+            session.say = console.say
             progress = stack.enter_context(console.progress())
             if self.args.mode != "benchmark":
                 self._test(session, tests, progress)

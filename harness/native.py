@@ -45,6 +45,20 @@ def read(buffer: torch.Tensor, nbytes: int, config: int) -> None:
     _check(device, reader(buffer.data_ptr(), nbytes, config, _multiprocessors(device), _sink(device).data_ptr()))
 
 
+def evict(flush: torch.Tensor) -> None:
+    """Leave nothing but `flush` (uint8, several times the last-level cache) in the caches of all processors."""
+    evictor = library("cpu").function("judge_evict", c_void_p, c_size_t, c_void_p)
+    _check("cpu", evictor(flush.data_ptr(), flush.numel(), _sink("cpu").data_ptr()))
+
+
+def forget(memory: torch.Tensor | None) -> bool:
+    """Drop `memory` (uint8 on the host) from the caches of all processors, whoever had it there. -> False: this machine
+    has no instruction for that.
+    """
+    dropper = library("cpu").function("judge_forget", c_void_p, c_size_t)
+    return memory is None or dropper(memory.data_ptr(), memory.numel()) == 0
+
+
 def touch(buffer: torch.Tensor) -> None:
     """Warm the address translations of `buffer`, uint8 on the GPU, from every SM; its data stays out of L2."""
     toucher = library("cuda").function("judge_touch", c_void_p, c_size_t, c_int, c_void_p)

@@ -6,12 +6,13 @@ timed call is checked; its seed is drawn after the call before it was closed.
 
 import dataclasses
 import math
+import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from harness import environment, native, product, stats
+from harness import environment, gate, native, product, stats
 from harness.journal import NOTHING, Group, GroupDone, Have
 from harness.problem import Case
 from harness.session import Entrant, Outcome, Session
@@ -29,13 +30,18 @@ PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
 SLOTS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
 # Calls that compile, show the enqueue time and touch every slot once; checked like all others.
 WARMUPS = {"cuda": 3, "cpu": 1}
-AUDITS = {"cuda": 3, "cpu": 1}  # unscored calls of a case in one process, at random places
+# Unscored calls of a case in one process, at random places, with a look at the driver's records. On a CPU every call is
+# looked at.
+AUDITS = {"cuda": 3, "cpu": 0}
+# Times the samples of a process: rounds more at most, in place of calls beside which other processes took the machine.
+EXTRA_ROUNDS = {"cuda": 0, "cpu": 2}
 # The parent's clock against the claimed time: allowed is OUTSIDE_FACTOR times it and this many us more.
 OUTSIDE_FACTOR = 1.25
-OUTSIDE_SLACK_US = {"cuda": 300, "cpu": 5000}
+OUTSIDE_SLACK_US = 300
+# On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
+COST_LIMIT_US, RESOLUTION_LIMIT_US = 200, 20
 # Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
 DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
-UNKNOWN_DEVICE = 1.1  # times the best rate measured in the run, where there is no datasheet rate
 FLOOR_SHARE = 0.95  # of the physical bound: a time below it is no measurement
 JUDGE = "(judge)"
 
@@ -49,7 +55,7 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True)
 class Plan:
     """How many of what, in a benchmark. processes: fresh ones of each entrant, `together` of them at once; samples,
-    warmups, audits: calls a process and case.
+    warmups, audits: calls a process and case; extra: rounds more at most, where the machine was busy.
     """
 
     processes: int
@@ -58,6 +64,7 @@ class Plan:
     slots: int
     audits: int
     together: int = 1
+    extra: int = 0
 
 
 def plan(device: str, paired: bool = False) -> Plan:
@@ -65,7 +72,8 @@ def plan(device: str, paired: bool = False) -> Plan:
     count, together, samples = (
         (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     )  # fmt: skip
-    return Plan(count[device], samples[device], WARMUPS[device], SLOTS[device], AUDITS[device], together[device])
+    extra = EXTRA_ROUNDS[device] * samples[device]
+    return Plan(count[device], samples[device], WARMUPS[device], SLOTS[device], AUDITS[device], together[device], extra)
 
 
 @dataclass
@@ -98,7 +106,6 @@ class Ground:
     """What the judge measured beside the entrants on one case, under the same clock, in us."""
 
     roof_us: float
-    fastest_us: float  # of all single readings of the bytes
     roof_config: str
     roof_kind: str  # what it stands for: "read", the bytes, or "flops", the operations
     empty_us: float
@@ -106,6 +113,7 @@ class Ground:
     seeds: list[str]
     clocks_mhz: dict | None
     throttle: list[str] | None
+    resolution_us: float = 0.0  # on a CPU, what a reading is at least: how far readings of the empty call lie apart
 
 
 def run_tests(
@@ -153,7 +161,8 @@ def run_benchmarks(
 @dataclass
 class _Group:
     """The calls of one process of each entrant, of one part of them, on one case, as they come in. audits: samples at
-    which one is due.
+    which one is due. spare: calls beside which other processes took the machine, used where there are no others; late:
+    how many ended in a way that leaves too much unknown.
     """
 
     process: int
@@ -163,6 +172,8 @@ class _Group:
     audits: dict[str, list[int]]
     seeds: list[str] = field(default_factory=list)
     own: dict[str, list[float]] = field(default_factory=dict)
+    spare: dict[str, list[Outcome]] = field(default_factory=dict)
+    late: dict[str, int] = field(default_factory=dict)
 
 
 class _Benchmark:
@@ -254,16 +265,21 @@ class _Benchmark:
         """The calls of one case in the processes that are alive. rated: these have timed the matrix product."""
         session, case, device = self.session, self.cases[number], self.session.device
         of_weights = [session.weights(case)]
-        for sample in range(-self.how.warmups, self.how.samples):
+        for sample in range(-self.how.warmups, self.how.samples + self.how.extra):
             if sample == 0 and of_weights[0]:  # others, for which every answer and everything prepared is new
                 of_weights.append(session.weights(case))
+                self._unscored(number, groups)
             for group in groups:
-                count = f"{group.process + 1}/{self.how.processes}"
-                self.progress(f"process {count}  {case}  call {max(sample + 1, 0)}/{self.how.samples}")
-                group.seeds.append(session.content(case))
-                for entrant in _order(group.entrants, sample, self.paired):
-                    self._turn(number, group, entrant, sample)
-            self._own_calls(groups[0], sample)
+                if sample < self.how.samples or self._lacking(number, group):
+                    count = f"{group.process + 1}/{self.how.processes}"
+                    self.progress(f"process {count}  {case}  call {max(sample + 1, 0)}/{self.how.samples}")
+                    scored = sample >= 0
+                    measure = not scored or (device == "cuda" and sample == self.how.samples - 1)
+                    self._round(number, group, sample, scored, measure)
+            if sample < self.how.samples:
+                self._own_calls(groups[0], sample)
+        if of_weights[0]:
+            self._unscored(number, groups, measure=True)
         if not rated:
             for sample in range(-self.how.warmups, self.how.samples):
                 self._own_call(groups[0], product.NAME, sample)
@@ -274,6 +290,7 @@ class _Benchmark:
         for group in groups:
             for entrant in group.entrants:
                 timing = self.timings[_name(entrant)][number]
+                self._complete(timing, group, _name(entrant))
                 if not timing.failure and (found := session.look(entrant)):
                     timing.failure = found
                     group.outcomes[_name(entrant)].append(found)
@@ -282,37 +299,101 @@ class _Benchmark:
                 state = self.states[number]
                 self.done(group.process, number, group.outcomes, group.own, group.seeds, state, group.part)
 
-    def _turn(self, number: int, group: _Group, entrant: Entrant, sample: int) -> None:
-        """One scored call of an entrant, and before it the audited ones that are due."""
-        name = _name(entrant)
+    def _lacking(self, number: int, group: _Group) -> list[str]:
+        """Names of the entrants that have too few calls yet."""
+        timings = {_name(entrant): self.timings[_name(entrant)][number] for entrant in group.entrants}
+        return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
+
+    def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
+        """On a CPU, a round that is not scored: a process whose memory is measured, or which prepares weights, runs
+        before its call, and could do work for it there.
+        """
+        for group in groups if self.session.device == "cpu" else ():
+            self._round(number, group, 0, False, measure)
+
+    def _round(self, number: int, group: _Group, sample: int, scored: bool, measure: bool) -> None:
+        """One call of each entrant on the same new contents; of a pair both count or none. measure: what it leaves
+        behind in memory counts.
+        """
+        group.seeds.append(self.session.content(self.cases[number]))
+        lacking = self._lacking(number, group)
+        # What is taken off a reading is read where readings are: beside the same work of the judge.
+        judge = [self.judge] if self.session.device == "cpu" else []
+        outcomes = {}
+        for entrant in _order([*group.entrants, *judge], sample, self.paired):
+            if entrant is self.judge:
+                self._own_call(group, "empty", sample if scored else -1)
+            elif not scored or self.paired or _name(entrant) in lacking:
+                outcomes[_name(entrant)] = self._turn(number, group, entrant, sample, measure)
+        if not scored or (None in outcomes.values() and self.paired):
+            return
+        quiet = {name for name, outcome in outcomes.items() if outcome and not outcome.busy and not outcome.late}
+        late = {name for name, outcome in outcomes.items() if outcome and outcome.late}
+        if self.paired and len(quiet) < len(outcomes):
+            quiet, late = set(), set(outcomes) if late else set()
+        for name, outcome in outcomes.items():
+            if name in quiet:
+                self.timings[name][number].outcomes[group.process].append(outcome)
+                group.outcomes[name].append(outcome)
+            elif name in late:
+                group.late[name] = group.late.get(name, 0) + 1
+            elif outcome:
+                group.spare.setdefault(name, []).append(outcome)
+
+    def _complete(self, timing: Timing, group: _Group, name: str) -> None:
+        """Give an entrant that the machine left too few quiet calls those beside which it was busy."""
+        missing = self.how.samples - len(timing.outcomes[group.process])
+        if timing.failure or missing <= 0:
+            return
+        spare = group.spare.get(name, [])[:missing]
+        timing.outcomes[group.process] += spare
+        group.outcomes[name] += spare
+        if len(spare) < missing:
+            timing.failure = Outcome(
+                "INVALID_MEASUREMENT",
+                f"machine too busy: after {group.late.get(name, 0)} calls the runner was told too late to "
+                f"stop, so that {missing - len(spare)} of {self.how.samples} times are missing (load "
+                f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors); run again when it is idle",
+            )
+            group.outcomes[name].append(timing.failure)
+
+    def _turn(self, number: int, group: _Group, entrant: Entrant, sample: int, measure: bool) -> Outcome | None:
+        """One scored call of an entrant, and before it the audited ones that are due. -> None: it failed."""
+        name, case = _name(entrant), self.cases[number]
         timing = self.timings[name][number]
         due = group.audits.get(name, []).count(sample)
         for turn in range(due + 1):
             if timing.failure:
-                return
-            audit, measure = turn < due, sample < 0 or sample == self.how.samples - 1
-            outcome = self.budget.call(self.session, entrant, self.how.slots, audit=audit, measure=measure)
+                return None
+            audit = turn < due
+            if audit:  # on contents that no other call has
+                seed = group.seeds[-1]
+                group.seeds.insert(-1, self.session.content(case))
+            found = self.session.look(entrant) if audit else None
+            outcome = found or self.budget.call(self.session, entrant, self.how.slots, audit, measure, stay=True)
+            if audit:
+                self.session.content(case, int(seed))
             if outcome.status != "PASSED":
                 timing.failure = outcome
                 group.outcomes.setdefault(name, []).append(outcome)
-            elif sample >= 0 and not audit:
-                timing.outcomes[group.process].append(outcome)
-                group.outcomes[name].append(outcome)
+                return None
+        return outcome
 
     def _own_calls(self, group: _Group, sample: int) -> None:
-        """The judge's own: the empty call and the readers, beside one process of the entrants."""
-        for what in ("empty", *self.reads):
+        """The judge's own, beside one process of the entrants: the readers, and on a GPU the empty call."""
+        for what in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
             outcome = self._own_call(group, what, sample)
-            if sample >= 0:
+            if sample >= 0 and self.session.device == "cuda":
                 key, us = (OUTSIDE, outcome.outside_us) if what == "empty" else (READY, outcome.ready_us)
                 group.own.setdefault(key, []).append(us)
 
     def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
-        outcome = self.session.call(self.judge, self.how.slots, what, self.reads)
+        outcome = self.session.call(self.judge, self.how.slots, what, self.reads, stay=True)
         if outcome.status != "PASSED":
             raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
         if sample >= 0:
-            group.own.setdefault(what, []).append(outcome.us)
+            spun_us = gate.EMPTY_US if what == "empty" and self.session.device == "cpu" else 0.0
+            group.own.setdefault(what, []).append(outcome.us - spun_us)
         return outcome
 
     def _shake_down(self, everybody: list[Entrant]) -> None:
@@ -329,28 +410,48 @@ class _Benchmark:
             self.session.call(entrant, self.how.slots, audit=audit)
             self.session.baseline(entrant)
 
-    def _ground(self, number: int) -> Ground:
-        medians = {what: stats.median(times) for what, times in self.own[number].items() if what != product.NAME}
-        empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
+    def _net(self, number: int) -> tuple[float, float]:
+        """Take what the clock itself costs off all readings of a case on a CPU. -> (that cost, the resolution), in us.
+
+        Both are of the judge's empty calls, in a runner without a submission.
+        """
+        readings = self.own[number]["empty"]
+        cost = min(stats.median(readings), COST_LIMIT_US)
+        resolution = min(max(stats.spread(readings), 1.0), RESOLUTION_LIMIT_US)
         for of_entrant in self.timings.values():
-            timing = of_entrant[number]
-            timing.failure = timing.failure or _contradicted(timing, outside, ready, self.session.device)
+            for group in of_entrant[number].outcomes:
+                group[:] = [dataclasses.replace(o, us=max(o.us - cost, resolution)) for o in group]
+        for what in self.reads:
+            self.own[number][what] = [max(us - cost, resolution) for us in self.own[number][what]]
+        return cost, resolution
+
+    def _ground(self, number: int) -> Ground:
+        resolution = 0.0
+        if self.session.device == "cpu":
+            empty, resolution = self._net(number)
+            medians = {what: stats.median(self.own[number][what]) for what in self.reads}
+        else:
+            own = {what: times for what, times in self.own[number].items() if what != product.NAME}
+            medians = {what: stats.median(times) for what, times in own.items()}
+            empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
+            for of_entrant in self.timings.values():
+                timing = of_entrant[number]
+                timing.failure = timing.failure or _contradicted(timing, outside, ready)
         best = min(medians, key=medians.get)
-        fastest = min(min(self.own[number][what]) for what in medians)
         counted = [o.bytes for t in self.timings.values() for group in t[number].outcomes for o in group if o.bytes]
         if counted:
             self.bytes[number] = round(sum(counted) / len(counted))
         if self.bytes[number] is None:  # a folder that does not say, and no group was run now
             self.session.content(self.cases[number])
             self.bytes[number] = self.session.default_bytes()
-        roof = (medians[best], fastest, best, "read")
+        roof = (medians[best], best, "read")
         # Processes of a wave share a reading, and a resumed run has those of the run before, beside their first case.
         readings = [us for own in self.own for us in own.get(product.NAME, [])]
         if readings and self.cases[number].flops:
             rate = product.flops(self.session.device) / stats.median(readings)  # a microsecond
             if (least := self.cases[number].flops / rate) > medians[best]:
-                roof = (least, fastest, f"{product.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
-        return Ground(*roof, empty, self.bytes[number], self.seeds[number], *self.states[number])
+                roof = (least, f"{product.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
+        return Ground(*roof, empty, self.bytes[number], self.seeds[number], *self.states[number], resolution)
 
 
 def _replica(entrant: Entrant, process: int) -> Entrant:
@@ -363,10 +464,12 @@ def _name(replica: Entrant) -> str:
 
 
 def floor_us(case: Case, ground: Ground, gpu: str | None) -> float:
-    """What no call can undercut, in us: bytes or flops at the datasheet's rate, or the empty call; of that, 95 %."""
+    """What no call can undercut, in us: bytes or flops at the datasheet's rate, or the empty call; of that, 95 %. 0 for
+    a device without a datasheet here: a rate that was measured is no bound, and the judge's clock runs outside.
+    """
     known = next((rates for name, rates in DATASHEET.items() if gpu and name in gpu), None)
     if known is None:
-        return FLOOR_SHARE * max(ground.fastest_us / UNKNOWN_DEVICE, ground.empty_us)
+        return 0.0
     flops_us = (case.flops or 0) / known[1] * 1e6
     return FLOOR_SHARE * max(ground.bytes / known[0] * 1e6, flops_us, ground.empty_us)
 
@@ -379,7 +482,7 @@ def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
     ]
 
 
-def _contradicted(timing: Timing, empty_us: float, ready_us: float, device: str) -> Outcome | None:
+def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome | None:
     """Whether the parent's own clock contradicts the claimed times: on it an empty call takes `empty_us`, and the
     judge's own readers are ready after `ready_us`.
     """
@@ -387,7 +490,7 @@ def _contradicted(timing: Timing, empty_us: float, ready_us: float, device: str)
     if not calls:
         return None
     # A busy machine makes some calls look longer from outside; a false claim does that to every one of them.
-    slack = OUTSIDE_SLACK_US[device]
+    slack = OUTSIDE_SLACK_US
     nearest = min(calls, key=lambda o: o.outside_us - OUTSIDE_FACTOR * o.us)
     allowed = OUTSIDE_FACTOR * nearest.us + slack + empty_us
     if nearest.outside_us > allowed:
@@ -418,15 +521,16 @@ class _Budget:
         self.spent_s: dict[str, float] = {}
 
     def call(
-        self, session: Session, entrant: Entrant, slots: int, audit: bool = False, measure: bool = False
-    ) -> Outcome:
+        self, session: Session, entrant: Entrant, slots: int, audit: bool = False, measure: bool = False,
+        stay: bool = False,
+    ) -> Outcome:  # fmt: skip
         name = entrant.entry.name  # of all its processes
         spent_s = self.spent_s.get(name, 0.0)
         left_s = self.limit_s - spent_s
         if left_s <= 0:
             return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
         before = time.monotonic()
-        outcome = session.call(entrant, slots, within_s=left_s, audit=audit, measure=measure)
+        outcome = session.call(entrant, slots, within_s=left_s, audit=audit, measure=measure, stay=stay)
         self.spent_s[name] = spent_s + time.monotonic() - before
         return outcome
 

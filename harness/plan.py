@@ -36,9 +36,14 @@ def make(
 
 
 def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespace) -> None:
-    """Give `arguments` the plan's options. UsageError if one was given that the run did not have."""
+    """Give `arguments` the plan's options. UsageError if one was given that the run did not have, or the plan is not as
+    `make` makes it.
+    """
+    began_with = plan.get("arguments")
+    if not isinstance(began_with, dict) or not set(OPTIONS) <= set(began_with):
+        raise UsageError(f"--resume: the plan of run {plan['run_id']} does not say its options; start a new run")
     for name in OPTIONS:
-        given, planned = _absolute(getattr(arguments, name)), plan["arguments"][name]
+        given, planned = _absolute(getattr(arguments, name)), began_with[name]
         if given != getattr(defaults, name) and given != planned:
             raise UsageError(f"--resume goes on with the options of that run: --{name} was {planned!r}, got {given!r}")
         setattr(arguments, name, planned)
@@ -47,9 +52,8 @@ def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespac
 def compare(was: dict, now: dict, path: Path) -> None:
     """UsageError, saying what changed, unless the two plans are equal but for their run ids."""
     changed = [words for key, words in _WORDS.items() if was.get(key) != now[key]]
-    if was.get("entries") != now["entries"]:
-        names = {**was.get("entries", {}), **now["entries"]}
-        changed += [name for name in names if was.get("entries", {}).get(name) != now["entries"].get(name)]
+    before = was.get("entries") if isinstance(was.get("entries"), dict) else {}
+    changed += [name for name in {**before, **now["entries"]} if before.get(name) != now["entries"].get(name)]
     if changed:
         raise UsageError(
             f"--resume: run {was['run_id']} cannot go on, since it began {', '.join(changed)} changed; "

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import guard, native, sandbox, scan, sources
+from harness import freezer, gate, guard, native, sandbox, scan, sources
 from harness.problem import Problem
 from problems.common import build, load
 
@@ -62,11 +62,11 @@ class Private:
     def make(cls, file: Path, problem: Problem, built: Path | None = None, device: str = "cpu",
              base: Path | None = None, without: frozenset[str] = frozenset()) -> "Private":  # fmt: skip
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
-        is made; without: see sandbox.Jail. BuildError: the judge's own code does not compile here, or a header of the
-        submission is missing. ValueError: its closure cannot be laid out.
+        is made; without: see sandbox.Jail. BuildError: the judge's own code does not compile here. ValueError: its
+        closure cannot be read, or laid out.
         """
         with contextlib.ExitStack() as stack:
-            uid = stack.enter_context(sandbox.user()) if "uid" not in without else None
+            uid = stack.enter_context(sandbox.user(without))
             place = Path(tempfile.mkdtemp(dir=base or _folder(os.getpid())))
             stack.callback(guard.remove_tree, str(place))
             code, home, tmp, cache = (place / name for name in ("code", "home", "tmp", "cache"))
@@ -80,14 +80,15 @@ class Private:
                 copied |= _copy(problem.utils, utils)
             if built:
                 copy_tree(built, cache)
-            for kind in {"cpu", device}:
-                _copy_artefact(native.library(kind).path.parent, cache / "build")
+            for own in (gate.artefact(), *map(native.library, {"cpu", device})):
+                _copy_artefact(own.path.parent, cache / "build")
             if uid is not None:
                 os.chown(place, -1, uid)  # its group may go through, to code/ that stays the judge's
                 place.chmod(0o710)
                 for path in (home, tmp, cache, *cache.rglob("*")):
                     os.chown(path, uid, uid)
-            jail = sandbox.Jail(code, home, tmp, cache, uid=uid, without=without)
+            by_signals = device == "cpu" and freezer.place() is None
+            jail = sandbox.Jail(code, home, tmp, cache, uid=uid, without=without, stays_stopped=by_signals)
             real = [(str(private), str(path)) for private, path in copied.items()]
             real += [(str(folder), str(problem.folder)), (str(code), str(ROOT)), (str(place), "<private>")]
             real.sort(key=lambda pair: -len(pair[0]))
@@ -125,7 +126,7 @@ class Private:
         with _locked(scratch):  # says that somebody is at it: _sweep removes what nobody holds
             try:
                 scratch.mkdir()
-                copy_tree(self.jail.cache, scratch, skip="judge-")
+                copy_tree(self.jail.cache, scratch, skip=("judge-", "gate-"))
                 with contextlib.suppress(OSError):  # somebody else was quicker: a folder with files is not replaced
                     os.rename(scratch, target)
             finally:
@@ -145,16 +146,17 @@ def build_folder(file: Path, problem: Problem, target: str) -> Path | None:
 
 
 def key(file: Path, problem: Problem, target: str) -> str:
-    """Of everything that a compile step of the submission `file` for `target` depends on. BuildError: as for make."""
+    """Of everything that a compile step of the submission `file` for `target` depends on. ValueError: as for make."""
     digest = hashlib.sha256(repr((target, _versions(target))).encode())
     common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
-    files = [*scan.closure(file, problem.folder), problem.folder / "task.py", *filter(None, [problem.utils]), *common]
-    for path in files:
-        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    ours = [problem.folder / "task.py", *filter(None, [problem.utils]), *common]
+    files = [(path, build.read(path)) for path in scan.closure(file, problem.folder)]
+    for path, content in files + [(path, path.read_bytes()) for path in ours]:
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()[:32]
 
 
-def copy_tree(source: Path, target: Path, skip: str | None = None) -> None:
+def copy_tree(source: Path, target: Path, skip: tuple[str, ...] = ()) -> None:
     """The plain files and folders of `source` into `target`, which exists. Nothing else: a link could lead anywhere.
 
     Files keep only whether they are executable. skip: folders whose name begins so are left out. CacheError: too much.
@@ -171,7 +173,7 @@ def copy_tree(source: Path, target: Path, skip: str | None = None) -> None:
                 if count > CACHE_FILES:
                     raise CacheError(f"caches may hold {CACHE_FILES} files, these hold more")
                 if entry.is_dir(follow_symlinks=False):
-                    if skip is None or not entry.name.startswith(skip):
+                    if not entry.name.startswith(skip):
                         (there / entry.name).mkdir(mode=0o755)
                         todo.append((Path(entry.path), there / entry.name, depth + 1))
                 elif entry.is_file(follow_symlinks=False):
@@ -209,7 +211,7 @@ def _copy_code(code: Path) -> dict[Path, Path]:
 
 
 def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, Path]:
-    """task.py and the closure, which keeps its places: from the problem's folder, or else from its own common one.
+    """task.py and the closure, which keeps its places: from the problem's folder, or else from the submission's.
 
     What a composition brings along lies as in problems/, where `folder` is.
     """
@@ -218,7 +220,7 @@ def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, P
     if all(problem.folder in path.parents for path in files):
         top, place = problem.folder, folder
     else:
-        top, place = Path(os.path.commonpath([path.parent for path in files])), folder / "submission"
+        top, place = file.resolve().parent, folder / "submission"
     targets = [(path, place / path.relative_to(top)) for path in files]
     targets += [
         (path, folder.parent / path.relative_to(load.PROBLEMS)) for path in sources.brought(file, problem.folder)
@@ -226,7 +228,10 @@ def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, P
     for path, target in targets:
         if target in copied and copied[target] != path:
             raise ValueError(f"{path} would take the place of {copied[target]} in the runner's folder")
-        copied |= _copy(path, target)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(build.read(path))
+        copied[target] = path
     return copied
 
 
@@ -256,7 +261,7 @@ def runner_modules() -> tuple[Path, ...]:
                 todo.append(node.module.split(".")[1])
             elif isinstance(node, ast.Import):
                 todo += [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("harness.")]
-    for source in sorted((ROOT / "harness").glob("judge.c*")):
+    for source in sorted(path for name in ("judge.c*", "gate.c*") for path in (ROOT / "harness").glob(name)):
         found |= dict.fromkeys(path for path in build.closure(source) if path.parent == source.parent)
     return tuple(found)
 

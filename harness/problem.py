@@ -4,15 +4,18 @@ A GPU MODE folder is used unchanged: ../eval.py is ignored, ../utils.py is loade
 of its cases go to generate_input as they stand.
 """
 
+import contextlib
 import dataclasses
 import re
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from harness import sources
-from problems.common import load
+from harness import sources, text
+from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
 DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
@@ -21,6 +24,20 @@ _DIRECTIVE = re.compile(r"^\s*(?:#|//)!POPCORN\s+(\w+)\s+(.+?)\s*$")
 
 class UsageError(ValueError):
     """Bad input of a user: it names the argument, what was wanted and what came."""
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Within, files of a problem or a submission are read. UsageError, on one line, for any trouble with them."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        said = text.line(f"{type(error).__name__}: {error}".rstrip(": "), 300)
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, SyntaxError | build.BuildError) else f" ({Path(at.filename).name}:{at.lineno})"
+        raise UsageError(f"{what} cannot be read: {said}{where}") from error
 
 
 @dataclass(frozen=True)
@@ -122,19 +139,32 @@ def entry(problem: Problem, file: Path) -> Entry:
     """
     if not file.is_file():
         raise UsageError(f"submission must be a Python file, found none at {file}")
+    with reading(file.name):
+        return _entry(problem, file)
+
+
+def _entry(problem: Problem, file: Path) -> Entry:
     try:
-        said = load.constants(file, "TARGETS", "REQUIRES", "ONLY")
+        said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
-        sources.brought(file, problem.folder)
+        for path in (*sources.own(file), *sources.brought(file, problem.folder)):
+            if path.suffix == ".py":
+                load.parse(path)
     except SyntaxError as error:
-        raise UsageError(f"{Path(error.filename).name}:{error.lineno}: not Python: {error.msg}") from error
-    except ValueError as error:
+        raise UsageError(f"{Path(error.filename or file).name}:{error.lineno}: not Python: {error.msg}") from error
+    except UnicodeError:
+        raise
+    except (ValueError, build.BuildError) as error:
         raise UsageError(str(error)) from error
+    for name in ("TARGETS", "REQUIRES", "CPU_FLAGS"):
+        words = said.get(name, ())
+        if not isinstance(words, tuple | list) or not all(isinstance(w, str) and w.isidentifier() for w in words):
+            raise UsageError(f"{file.name}: {name} must be a tuple of names, got {words!r}")
     targets = tuple(said.get("TARGETS", TARGETS))
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
     peer = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-    requires, directives = tuple(said.get("REQUIRES", ())), _directives(file.read_text())
+    requires, directives = tuple(said.get("REQUIRES", ())), _directives(load.text(file))
     only = _only(problem, file, said["ONLY"], peer) if "ONLY" in said else ()
     return Entry(file.stem, file.resolve(), targets, requires, peer, summary, directives, problem.folder, only)
 

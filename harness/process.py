@@ -5,6 +5,7 @@ and when the judge dies, however it dies.
 """
 
 import contextlib
+import functools
 import marshal
 import os
 import select
@@ -16,22 +17,22 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from harness import confine, guard, wire
+from harness import confine, freezer, guard, text, wire
+from harness.freezer import Freezer, StopError
 from harness.sandbox import Jail, SandboxError
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_LIMIT = 16 * 2**20  # bytes that a child may print before it is killed
 OUTPUT_KEPT = 4000  # bytes of its last output that are kept for the report
 POLL_S = 0.05
+WATCH_S = 0.25  # the same while a call is timed: each look takes a processor for a moment
 TREE_S = 0.5  # how often a child's own processes are looked up, which takes longer than to read their memory
 GUARD_LIMIT_S = 30  # until the guard has started the child; and beyond its own limit until it has ended
 SEND_LIMIT_S = 30  # for a child to take a message off its socket; reading has limits of its own
 CLOSE_S = 0.1  # for a child to end by itself; what a torch process does beyond that is of no use to anybody
 MEMORY_SHARE = 0.6  # of the memory that is available when a child starts; beyond that it is killed
-RUNNING_SHARE = 0.05  # of a sample's time; a thread that gets more of a processor is at work
 KEPT_ENVIRONMENT = ("PATH", "LANG", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "KERNEL_BUILD_DIR")
 KEPT_PREFIXES = ("CUDA_", "OMP_", "TRITON_", "NVIDIA_")
 
@@ -45,34 +46,23 @@ class Died(RuntimeError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Audit:
-    """What the kernel says of a child between two calls.
-
-    threads: of the child, the main one too. running: ids of those but the main one that had a processor for more than
-    RUNNING_SHARE of the sample; main_running: the main one did. processes: pids of living descendants of the child's
-    guard other than the child: what it started, also what has left its session.
-    """
-
-    threads: int
-    running: tuple[int, ...]
-    main_running: bool
-    processes: tuple[int, ...]
-
-
 def harden() -> None:
     """Nobody of the same user may read or trace this process from now on, and it leaves no core. Not for runners."""
     confine.prctl("dumpable", 0)
 
 
 class Guarded:
-    """`argv` under a guard. `keep`: descriptors that the process inherits under the same numbers."""
+    """`argv` under a guard. `keep`: descriptors that the process inherits under the same numbers. cgroup: the folder of
+    one that the guard makes for it.
+    """
 
     def __init__(
-        self, argv: list[str], env: dict[str, str], keep: tuple[int, ...], jail: Jail | None, stdout: int | None
-    ) -> None:
+        self, argv: list[str], env: dict[str, str], keep: tuple[int, ...], jail: Jail | None, stdout: int | None,
+        cgroup: str | None = None,
+    ) -> None:  # fmt: skip
         config = {
             "argv": argv, "env": env, "cwd": str(ROOT), "keep": list(keep), "jail": jail.orders() if jail else None,
+            "cgroup": cgroup,
         }  # fmt: skip
         control, self._control = os.pipe()
         self._status, status = os.pipe()
@@ -129,20 +119,28 @@ class Guarded:
 
 
 class Child:
-    """`python -m MODULE FD` with a socket to it. `extra`: further environment variables; `jail`: its bounds, if any."""
+    """`python -m MODULE FD` with a socket to it. `extra`: further environment variables; `jail`: its bounds, if any.
 
-    def __init__(self, module: str, extra: dict[str, str] | None = None, jail: Jail | None = None) -> None:
+    stoppable: it runs only between `send` and the next `rest`.
+    """
+
+    def __init__(
+        self, module: str, extra: dict[str, str] | None = None, jail: Jail | None = None, stoppable: bool = False
+    ) -> None:
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(SEND_LIMIT_S)
         environment = jail.environment(extra) if jail else _environment(extra)
         argv = [sys.executable, "-m", module, str(theirs.fileno())]
         try:
-            self._guarded = Guarded(argv, environment, (theirs.fileno(),), jail, subprocess.PIPE)
+            self._cgroup = freezer.new_cgroup() if stoppable else None
+            self._guarded = Guarded(argv, environment, (theirs.fileno(),), jail, subprocess.PIPE, self._cgroup)
         finally:
             theirs.close()
+        self._stoppable, self._resting = stoppable, False
         self._process = self._guarded.process
         self._jailed = jail is not None
         self._memory_limit = int(MEMORY_SHARE * available_memory())
+        self.excess = ""  # why it was killed while another child was waited for
         self._given: set[tuple[int, int]] = set()  # (device, inode) of what came with messages
         self._below: list[int] = []
         self._looked = -TREE_S
@@ -157,10 +155,39 @@ class Child:
         return self._guarded.pid
 
     def lend(self, nbytes: int) -> None:
-        """So many bytes that it will map are the judge's: they do not count as taken."""
+        """So many bytes that it will take are needed for the judge's own work: they do not count."""
         self._memory_limit += nbytes
 
+    @functools.cached_property
+    def freezer(self) -> Freezer:
+        """What stops a stoppable child. SandboxError: it could not be started as asked."""
+        return Freezer(self._process.pid, self.pid, self._cgroup)
+
+    def rest(self) -> None:
+        """Stop all processes of a stoppable child until the next `send`. Died: they would not, or it is gone."""
+        if not self._stoppable or self._resting:
+            return
+        try:
+            self.freezer.stop()
+        except StopError as error:
+            if self._process.poll() is not None:
+                raise self._died() from None
+            self.kill()
+            raise Died("RUNTIME_ERROR", str(error)) from None
+        self._resting = True
+
+    def resume(self) -> None:
+        """Let a stopped child run."""
+        if self._resting:
+            self.freezer.resume()
+            self._resting = False
+
+    def stopped(self) -> None:
+        """Another process of the judge has stopped this child."""
+        self._resting = True
+
     def send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
+        self.resume()
         for found in map(os.fstat, fds):
             self._given.add((found.st_dev, found.st_ino))
         try:
@@ -168,50 +195,56 @@ class Child:
         except wire.WireError as error:
             raise self._died(str(error)) from None
 
-    def receive(self, timeout_s: float) -> tuple[dict, list[int]]:
-        """The next message. Died: the child ended, printed or took too much, sent nonsense, or ran out of time."""
+    def receive(self, timeout_s: float, watch: "Child | None" = None) -> tuple[dict, list[int]]:
+        """The next message. Died: the child ended, printed or took too much, sent nonsense, or ran out of time.
+
+        watch: a child that works meanwhile, and is killed where it prints or takes too much.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             # What a dead child had sent is still read first.
-            if select.select([self.sock], [], [], POLL_S)[0]:
+            if select.select([self.sock], [], [], WATCH_S if watch else POLL_S)[0]:
                 try:
-                    return self._checked(*wire.receive(self.sock, max(0.1, deadline - time.monotonic())))
+                    return self._checked(*wire.receive(self.sock, max(0.1, deadline - time.monotonic()), self._look))
                 except TimeoutError:
                     pass
                 except (wire.WireError, OSError) as error:  # a reset is one: it died with a message unread
                     raise self._died(str(error)) from None
-            if self._printed > OUTPUT_LIMIT:
-                self.kill()
-                raise Died("RUNTIME_ERROR", f"printed more than {OUTPUT_LIMIT // 2**20} MiB and was stopped")
-            if (resident := self._resident()) > self._memory_limit:
-                self.kill()
-                raise Died(
-                    "RUNTIME_ERROR",
-                    f"out of memory: took {resident / 2**30:.1f} GiB of host memory, the limit is "
-                    f"{self._memory_limit / 2**30:.1f} GiB",
-                )
+            if excess := (watch or self)._excess():
+                (watch or self).kill()
+                if watch is None:
+                    raise Died("RUNTIME_ERROR", excess)
+                watch.excess = excess  # the message that tells of its end is still to come
             if time.monotonic() > deadline:
                 self.kill()
                 raise Died("TIMEOUT", f"no answer within {timeout_s:g} s; it and all it had started were killed")
+
+    def _look(self) -> None:
+        """Died: it took too much, in the middle of a message."""
+        if excess := self._excess():
+            self.kill()
+            raise Died("RUNTIME_ERROR", excess)
+
+    def _excess(self) -> str:
+        """What it printed or took too much, in words."""
+        if self.excess:
+            return ""
+        if self._printed > OUTPUT_LIMIT:
+            return f"printed more than {OUTPUT_LIMIT // 2**20} MiB and was stopped"
+        if (resident := self._resident()) > self._memory_limit:
+            return (
+                f"out of memory: took {resident / 2**30:.1f} GiB of host memory, the limit is "
+                f"{self._memory_limit / 2**30:.1f} GiB"
+            )
+        return ""
 
     def request(self, message: dict, timeout_s: float, fds: tuple[int, ...] = ()) -> tuple[dict, list[int]]:
         self.send(message, fds)
         return self.receive(timeout_s)
 
-    def audit(self, settle_s: float = 0.02) -> Audit:
-        """What the child is doing now, from the kernel. settle_s: the sample's length; a shorter one sees less."""
-        pid = self.pid
-        before = _run_times(pid)
-        start = time.monotonic()
-        time.sleep(settle_s)
-        after = _run_times(pid)
-        enough = RUNNING_SHARE * (time.monotonic() - start) * 1e9
-        running = [tid for tid, ran in after.items() if ran - before.get(tid, 0) > enough]
-        below = guard.descendants(self._process.pid)
-        return Audit(
-            len(after), tuple(tid for tid in running if tid != pid), pid in running,
-            tuple(other for other in below if other != pid),
-        )  # fmt: skip
+    def processes(self) -> list[int]:
+        """pids of what the child started, also of what has left its session, and what has not ended."""
+        return [other for other in guard.descendants(self._process.pid) if other != self.pid]
 
     def private_bytes(self) -> int:
         """Bytes of host memory that only the child and what it started hold, with files that have no name any more.
@@ -228,6 +261,7 @@ class Child:
 
     def close(self) -> None:
         """Ask it to end by closing the socket; kill what is left after a moment."""
+        self.resume()
         self.sock.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=CLOSE_S)
@@ -238,11 +272,13 @@ class Child:
         self._guarded.end()
         self._drain.join(timeout=1)
         self.sock.close()
+        if "freezer" in vars(self):
+            self.freezer.close()
 
     @property
     def tail(self) -> str:
         """The end of what it printed."""
-        return self._tail.decode(errors="replace").strip()
+        return text.clean(self._tail.decode(errors="replace")).strip()
 
     def _checked(self, message: dict, fds: list[int]) -> tuple[dict, list[int]]:
         """What came, as it is; but a jailed child has no descriptors to give: they would fill up this process."""
@@ -263,7 +299,7 @@ class Child:
         if code is None:
             how = f"broke its connection: {what}"
         elif code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
+            how = f"killed by {_signal_name(-code)}"
         else:
             how = f"exited with status {code} before the call was done"
         tail = f"; it printed: {self.tail[-600:]}" if self.tail else ""
@@ -281,6 +317,14 @@ class Child:
             while part := pipe.read1(2**16):
                 self._printed += len(part)
                 self._tail = (self._tail + part)[-OUTPUT_KEPT:]
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal. Most real-time signals have a number only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def run_jailed(command: list[str], jail: Jail) -> int:
@@ -365,21 +409,3 @@ def _nameless_mappings(smaps: str) -> dict[tuple[int, int], int]:
                 major, minor = (int(part, 16) for part in fields[3].split(":"))
                 key = os.makedev(major, minor), int(fields[4])
     return found
-
-
-def _run_times(pid: int) -> dict[int, int]:
-    """Nanoseconds of processor time that each thread of a process has had."""
-    times = {}
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                times[int(thread.name)] = _run_time(thread)
-    return times
-
-
-def _run_time(thread: Path) -> int:
-    try:
-        return int((thread / "schedstat").read_text().split()[0])
-    except FileNotFoundError:  # a kernel that keeps ticks only
-        fields = (thread / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * 10**9 // os.sysconf("SC_CLK_TCK")

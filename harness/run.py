@@ -20,19 +20,21 @@ from harness import (  # noqa: E402
     endtoend,
     environment,
     journal,
+    machine,
+    output,
     plan,
     problem,
     process,
     ranking,
     record,
     scan,
+    text,
     verdict,
 )
 from harness.journal import Journal  # noqa: E402
 from harness.judging import Judging  # noqa: E402
-from harness.problem import Case, Entry, Problem, UsageError  # noqa: E402
-from harness.sandbox import SandboxError  # noqa: E402
-from harness.session import DeviceError, ProblemError  # noqa: E402
+from harness.problem import Case, Entry, Problem, UsageError, reading  # noqa: E402
+from harness.session import ProblemError  # noqa: E402
 from harness.verdict import Judged, Recorder  # noqa: E402
 from problems.common import load  # noqa: E402
 
@@ -67,21 +69,30 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, further = parser().parse_known_args(argv)
+    """Run it. -> exit code. What is not the submission's doing is one line on standard error, a bug of ours raises."""
+    run = Run(*parser().parse_known_args(argv))
     try:
-        return Run(arguments, further).main()
-    except UsageError as error:
-        print(f"harness/run.py: {error}", file=sys.stderr)
-        return verdict.USAGE_EXIT
+        code = run.main()
+        output.flush()
+        return code
     except ProblemError as error:
-        print(f"harness/run.py: the problem itself failed, nothing was judged: {error}", file=sys.stderr)
-        return verdict.USAGE_EXIT
-    except (DeviceError, SandboxError) as error:
-        print(f"harness/run.py: {error}; a run that is recorded goes on with --resume", file=sys.stderr)
-        return verdict.EXIT_CODES["RUNTIME_ERROR"]
+        return run.stopped(f"the problem itself failed, nothing was judged: {text.clean(error)}")
+    except UsageError as error:
+        return run.stopped(text.line(error))
+    except output.ClosedError:
+        output.abandon()
+        if run.resumable:
+            run.stopped("standard output was closed")
+        return output.CLOSED_EXIT
     except KeyboardInterrupt:
-        print("harness/run.py: interrupted; a run that is recorded goes on with --resume", file=sys.stderr)
+        run.stopped("interrupted" if run.resumable else "interrupted; a run that is recorded goes on with --resume")
         return INTERRUPTED_EXIT
+    except Exception as error:
+        said = machine.said_of(error)
+        if said is None:
+            raise
+        output.abandon()
+        return run.stopped(said)
 
 
 class Run:
@@ -93,15 +104,27 @@ class Run:
         self.journal: Journal | None = None
         self.opponents: list[Judged] = []  # leaders that took part in a confirmation alone
 
+    @property
+    def resumable(self) -> bool:
+        """Whether what this run has found is kept for --resume."""
+        return self.journal is not None and self.journal.resumable
+
+    def stopped(self, why: str) -> int:
+        """Say on standard error why it ended, and how to go on. -> exit code."""
+        how = f"; go on with --resume {self.journal.run_id}" if self.resumable else ""
+        output.complain(f"harness/run.py: {why}{how}")
+        return verdict.USAGE_EXIT
+
     def main(self) -> int:
         args = self.args
         if args.list or not args.problem:
             if self.further:
                 raise UsageError(f"unrecognized arguments: {' '.join(self.further)}")
             return self._list()
-        self.problem: Problem = problem.find(args.problem)
+        self.problem = self._problem()
         if args.timeout is not None and args.timeout <= 0:
             raise UsageError(f"--timeout must be positive, got {args.timeout}")
+        self._see_json()
         self.device = self._device()
         self.machine = environment.machine(self.device)
         own = {option for action in parser()._actions for option in action.option_strings}
@@ -117,6 +140,8 @@ class Run:
             if args.resume is not None:
                 self.journal = Journal.resume(self.machine, self.problem.name, args.resume or None)
                 stack.callback(self.journal.close)
+                for complaint in self.journal.complaints:
+                    console.say(f"warning: {complaint}")
                 plan.adopt(self.journal.plan, args, parser().parse_args([]))
             return self._run(stack, checked)
 
@@ -155,7 +180,10 @@ class Run:
         self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.entry.targets])
         self._see_unchanged(judged)
         self._record(judged)
-        self._print(judged)
+        try:
+            self._write_json(judged)
+        finally:
+            self._print(judged)
         return verdict.exit_code(judged, args.all)
 
     def _settle(self) -> int | None:
@@ -168,9 +196,12 @@ class Run:
             if args.resume is not None:
                 raise UsageError("--resume goes with no --case, --sanitize or other --mode: these record nothing")
             return None
+        record.see_writable(self.machine)
         completed, unfinished = journal.settle(self.machine, name)
+        for complaint in record.reading(self.machine, name)[1]:
+            console.say(f"warning: {complaint}")
         for run_id in completed:
-            console.say(f"run {run_id} was killed while it wrote its records: they are complete now")
+            console.say(f"run {run_id} had ended while it wrote its records: they are complete now")
         if args.resume is None:
             for run_id in unfinished:
                 console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
@@ -199,13 +230,38 @@ class Run:
             right = lint.run(self.problem, self.device, console.say)
         return 0 if right else verdict.EXIT_CODES["INCORRECT"]
 
+    def _problem(self) -> Problem:
+        """The problem that is named. UsageError: there is none, or its folder is not as it must be."""
+        name = self.args.problem
+        with reading(name):
+            found = problem.find(name)
+            for case in (*found.tests, *(case for cases in found.benchmarks.values() for case in cases)):
+                try:
+                    json.dumps(case.params, allow_nan=False)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
+        if not record.can_name(found.name):
+            raise UsageError(f"a problem's folder must have a plain name, got {found.name!r}: rename it")
+        return found
+
+    def _see_json(self) -> None:
+        """UsageError if --json names what cannot be written: that is to be known before anything is judged."""
+        if self.args.json:
+            try:
+                output.see_writable(Path(self.args.json))
+            except (OSError, ValueError) as error:
+                said = error.strerror if isinstance(error, OSError) else error
+                raise UsageError(f"--json: cannot write {self.args.json}: {said}") from None
+
     def _list(self) -> int:
         if not self.args.problem:
             for name in problem.problem_names():
-                console.say(f"{name:<20} {load.summary(problem.find(name).folder / 'task.py')}")
+                with reading(name):
+                    about = load.summary(problem.find(name).folder / "task.py")
+                console.say(f"{name:<20} {text.line(about)}")
             return 0
-        for entry in problem.find(self.args.problem).entries():
-            console.say(f"{entry.name:<24} {','.join(entry.targets):<12} {entry.summary}")
+        for entry in self._problem().entries():
+            console.say(text.line(f"{entry.name:<24} {','.join(entry.targets):<12} {entry.summary}"))
         return 0
 
     def _device(self) -> str:
@@ -230,6 +286,19 @@ class Run:
         return load.TARGETS[int(major)]
 
     def _chosen(self) -> list[Entry]:
+        """The submissions that this run judges. UsageError: not these options together, or a file is no submission."""
+        chosen = self._named()
+        for one in chosen:
+            if not record.can_name(one.name):
+                raise UsageError(f"a submission's file must have a plain name, got {one.name!r}: rename it")
+        first = chosen[0]
+        for key, value in first.directives:
+            if key == "leaderboard" and value != self.problem.name and not self.args.all:
+                said = f"{first.file.name} is headed for leaderboard {value}, judged on {self.problem.name}"
+                console.say(f"note: {text.line(said)}")
+        return chosen
+
+    def _named(self) -> list[Entry]:
         args = self.args
         if sum(map(bool, (args.variant, args.submission, args.all))) > 1:
             raise UsageError("give one of --variant, --submission and --all")
@@ -246,9 +315,6 @@ class Run:
             first = problem.entry(self.problem, Path(args.submission))
         else:
             first = self.problem.winner(self.target)
-        for key, value in first.directives:
-            if key == "leaderboard" and value != self.problem.name:
-                console.say(f"note: {first.file.name} is headed for leaderboard {value}, judged on {self.problem.name}")
         if not args.against:
             return [first]
         path = Path(args.against)
@@ -267,7 +333,8 @@ class Run:
         return self.target if self.target in entry.targets else entry.targets[0]
 
     def _judged(self, entry: Entry) -> Judged:
-        judged = Judged(entry, self._target_of(entry), ranking_by=self.problem.ranking_by)
+        with reading(entry.file.name):
+            judged = Judged(entry, self._target_of(entry), ranking_by=self.problem.ranking_by)
         if self.recorded:
             name = self.problem.name
             runs = ranking.attempts(record.read(self.machine, name), entry.name)
@@ -277,9 +344,10 @@ class Run:
 
     def _admit(self, j: Judged) -> bool:
         """Whether an entry may and can run here; else its verdict is set."""
-        findings = scan.findings(scan.closure(j.entry.file, j.entry.folder), j.entry.peer)
-        missing = [name for name in j.entry.requires if importlib.util.find_spec(name) is None]
-        flags = load.missing_cpu_flags(j.entry.file)
+        with reading(j.entry.file.name):
+            findings = scan.findings(scan.closure(j.entry.file, j.entry.folder), j.entry.peer)
+            missing = [str(name) for name in j.entry.requires if not _installed(name)]
+            flags = load.missing_cpu_flags(j.entry.file)
         if findings:
             j.status, j.reason = "RULE_BROKEN", "\n".join(map(str, findings))
             console.say(f"{j.entry.name}: RULE_BROKEN\n{j.reason}")
@@ -350,7 +418,14 @@ class Run:
     def _see_unchanged(self, judged: list[Judged]) -> None:
         """Every process takes a copy of its submission when it starts, so all must have found the same."""
         for j in (*judged, *self.opponents):
-            if (j.tests or j.times) and verdict.source_hash(j.entry) != j.source_hash:
+            if not (j.tests or j.times):
+                continue
+            try:
+                with reading(j.entry.file.name):
+                    changed = verdict.source_hash(j.entry) != j.source_hash
+            except UsageError:
+                changed = True  # or removed
+            if changed:
                 j.status, j.reason = "INVALID_MEASUREMENT", "its files were changed during the run"
 
     def _record(self, judged: list[Judged]) -> None:
@@ -379,11 +454,12 @@ class Run:
             console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
         elif args.mode == "leaderboard":
             console.say("selected cases only: nothing recorded")
-        if args.json:
+
+    def _write_json(self, judged: list[Judged]) -> None:
+        if self.args.json:
             lines = self.lines or [line for j in judged for line in self.recorder.lines(j)]
-            with contextlib.suppress(FileNotFoundError):
-                Path(args.json).unlink()
-            Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            said = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+            output.write_whole(Path(self.args.json), said)
 
     def _profile(self, entry: Entry) -> int:
         j = Judged(entry, self._target_of(entry))
@@ -408,6 +484,14 @@ class Run:
         return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]
 
 
+def _installed(name: object) -> bool:
+    """Whether there is a package of that name; a submission says it, so it may be no name."""
+    try:
+        return importlib.util.find_spec(str(name)) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 if __name__ == "__main__":
     process.harden()
-    sys.exit(main())
+    sys.exit(output.script(main))

@@ -1,25 +1,29 @@
-"""The process that runs a submission: imports it, is handed one call's data at a time, reports a time and what came.
+"""The process that runs a submission: imports it, receives one call's data at a time, and says what came back.
 
-It knows no reference, no expected value and no seed, and decides nothing. With no submission it runs the judge's own
-calls (the empty one, the plain readers, a matrix product) under the same clock.
+It knows no reference, no expected value and no seed, and decides nothing. On a CPU it has no clock either: it waits for
+the judge's "go" and says "done" (harness/gate.cpp). With no submission it runs the judge's own calls (the empty one,
+the plain readers, a matrix product) under the same clock.
 
 Started as `python -m harness.runner FD`, FD a connected socket; talks as harness/wire.py says.
 """
 
 import gc
+import json
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
-from harness import clock, native, product, queues, tamper, tree, wire
-from harness.slots import MappedSlot
+from harness import clock, gate, native, product, queues, tamper, tree, wire
+from harness.slots import MappedSlot, Page
 from problems.common import build, load
 
+CLAIMS = 64  # objects that a call returns and that are told of
 TEXT_LIMIT = 16_000  # characters of a traceback or compiler report that are passed on, from both ends
 
 
@@ -30,14 +34,16 @@ class Runner:
         self.folder = Path(start["folder"])
         self.task = self.module = None
         self.slots: list[MappedSlot] = []
+        self.page: Page | None = None
         self.opened: dict = {}
         self.held: MappedSlot | None = None  # the weights' memory
         self.room: torch.Tensor | None = None  # what plain readers read where the slot is smaller
         self.product: product.Product | None = None
         self.weights: object = None  # what stands for the weights in the data of a call: they, or what prepare made
         native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
-        self.clock = None if start["compile"] else clock.make(self.device, fds)
-        self.seal = tamper.Seal()
+        self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] else None
+        self.seal = tamper.Seal() if self.clock else None
+        self.switches = tamper.Switches()
         # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
         # submission's yet.
         gc.freeze()
@@ -48,16 +54,22 @@ class Runner:
             if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
                 raise AttributeError(f"{Path(start['file']).name} defines no custom_kernel")
 
+    def changes(self) -> dict:
+        """What was replaced in this process, and which of torch's switches were changed and are put back now."""
+        return {"tamper": self.seal.broken() if self.seal else [], "switches": self.switches.restore()}
+
     def open(self, message: dict, fds: list[int]) -> dict:
-        """Map a case's slots."""
+        """Map a case's slots, and on a CPU the page by which calls are handed over."""
         for slot in self.slots:
             slot.close()
+        if self.device == "cpu":
+            self.page = Page(fds.pop(0))
         self.opened = message
         self.slots = [MappedSlot(slot, fds) for slot in message["slots"]]
         return {}
 
     def hold(self, message: dict, fds: list[int]) -> dict:
-        """Map a case's weights, and let the submission prepare them, if it does that. -> {"prepare_us"}."""
+        """Map a case's weights, and let the submission prepare them, if it does that."""
         self.weights = None  # what was made of the weights before goes first
         if self.held is not None:
             self.held.close()
@@ -66,11 +78,10 @@ class Runner:
         self.held = MappedSlot(message["slot"], fds)
         self.weights = tree.build(message["spec"], self.held.buffers, self.task)
         if not hasattr(self.module, "prepare"):
-            return {"prepare_us": None}
-        before = time.perf_counter_ns()
+            return {"prepared": False}
         self.weights = self.module.prepare(self.weights)
         self._sync()
-        return {"prepare_us": (time.perf_counter_ns() - before) / 1e3}
+        return {"prepared": True}
 
     def trim(self, message: dict, _: list[int]) -> dict:
         """Give back what no tensor holds, before somebody looks at how much this process takes."""
@@ -88,11 +99,45 @@ class Runner:
         return {}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        """One timed call on one slot; `audit`: with a look at which queues its work ran on."""
+        """One timed call on one slot; on a CPU several."""
+        if self.device == "cpu":
+            return self._turns(message)
         slot = self.slots[message["slot"]]
-        key = bytes.fromhex(message["key"]) if message["key"] else None
         if self.module is None:
-            return self._judge_call(message, slot, key)
+            return self._judge_call(message, slot)
+        return self._timed_call(message, slot)
+
+    def _turns(self, message: dict) -> dict:
+        """Calls on a CPU, of one slot or another: for each wait for the judge's "go", call, say "done"; reply after the
+        last one. `slot`: of the first. The judge's own are a call for each of `whats` and each slot.
+        """
+        if self.module is None:
+            kernel = _call
+            calls = tuple(
+                (self._judges_kernel(what, message["bytes"], slot),) for what in message["whats"] for slot in self.slots
+            )
+        else:
+            kernel = self.module.custom_kernel
+            calls = tuple((data, *self._untimed(data, message)) for data in map(self._data, self.slots))
+        if not self.opened["own"]:
+            kernel = _noting(kernel, self.page)
+        gc.disable()
+        try:
+            wire.send(self.sock, {"ready": True})
+            result = gate.bindings().take_turns(self.page.address, message["number"], kernel, calls)
+        finally:
+            gc.enable()
+        if self.module is None:
+            return {"claims": [], "switches": []}
+        if self.opened["own"]:
+            forms = _forms(result, [self._leaf(calls[message["slot"]][0], i) for i in self.opened["outputs"]])
+        else:
+            forms = [_form(item) for item in _flat(result)[:CLAIMS]]
+        return {"claims": forms, "switches": self.switches.restore()}
+
+    def _timed_call(self, message: dict, slot: MappedSlot) -> dict:
+        """A call on a GPU between two events; `audit`: with a look at which queues its work ran on."""
+        key = bytes.fromhex(message["key"]) if message["key"] else None
         data = self._data(slot)
         outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
         # Views of the judge's own, made before the call: what comes back may have been given other methods.
@@ -124,7 +169,7 @@ class Runner:
 
     def sealed(self, message: dict, _: list[int]) -> dict:
         """What was replaced in this process since it began."""
-        return {"tamper": self.seal.broken()}
+        return self.changes()
 
     def profile(self, message: dict, _: list[int]) -> dict:
         """The torch profiler's table of one call on slot 0."""
@@ -190,22 +235,42 @@ class Runner:
             sample = self.clock.time(run, capture, delivery)
         return {**vars(sample), "queues": watch.seen()}
 
-    def _judge_call(self, message: dict, slot: MappedSlot, key: bytes | None) -> dict:
+    def _judge_call(self, message: dict, slot: MappedSlot) -> dict:
+        """One of the judge's own calls on a GPU."""
         what = message["what"]
         if what == "empty":
             return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
+        kernel = self._judges_kernel(what, message["bytes"], slot)
+        kernel()  # its code is fetched, as a submission's is
+        delivery = self._delivery(None if what == product.NAME else slot, None, message)
+        return vars(self.clock.time(kernel, lambda _: None, delivery))
+
+    def _judges_kernel(self, what: str, nbytes: int, slot: MappedSlot) -> Callable[[], object]:
+        """A call of the judge: "empty", the product, or one of the plain readers over `nbytes`."""
+        if what == "empty":
+            return _nothing if self.device == "cuda" else self._empty_call(slot)
         if what == product.NAME:
             self.product = self.product or product.Product(self.device)
-            self.product()
-            delivery = self._delivery(None, None, message)
-            return vars(self.clock.time(self.product, lambda _: None, delivery))
-        config, nbytes = self.opened["reads"][what], message["bytes"]
-        buffer = slot.buffers["device" if self.device == "cuda" else "host"]
-        if buffer.numel() < nbytes:  # weights are not in the slot
+            return self.product
+        config = self.opened["reads"][what]
+        buffer = slot.buffers.get("device" if self.device == "cuda" else "host")
+        if buffer is None or buffer.numel() < nbytes:  # weights are not in the slot
             buffer = self._stand_in(nbytes)
-        native.read(buffer, nbytes, config)  # its code is fetched, as a submission's is
-        delivery = self._delivery(slot, key, message)
-        return vars(self.clock.time(lambda: native.read(buffer, nbytes, config), lambda _: None, delivery))
+        return lambda: native.read(buffer, nbytes, config)
+
+    def _empty_call(self, slot: MappedSlot) -> Callable[[], torch.Tensor]:
+        """A kernel for a CPU that takes a known time: what its reading has beyond that, any call's has. It passes
+        pointers to native code of its own and returns a tensor; on cold caches the interpreter takes more for that than
+        the clock's own part.
+        """
+        spin = build.cpp(Path(__file__).with_name("empty.cpp")).function("spin", c_void_p, c_void_p, c_int64, c_double)
+        data = [tree.tensor(leaf, slot.buffers[leaf["space"]]) for leaf in tree.leaves(self.opened["data"])]
+
+        def empty() -> torch.Tensor:
+            build.check(spin(data[0].data_ptr(), data[-1].data_ptr(), data[0].numel(), gate.EMPTY_US), "spin")
+            return data[-1]
+
+        return empty
 
     def _stand_in(self, nbytes: int) -> torch.Tensor:
         """As many bytes as a call moves, zeros, for the plain readers of a problem whose weights lie elsewhere."""
@@ -219,45 +284,80 @@ class Runner:
             torch.cuda.synchronize()
 
 
+def _call(kernel: Callable[[], object]) -> object:
+    return kernel()
+
+
+def _nothing() -> None:
+    """What the clock reads of this is what it costs itself."""
+
+
+def _noting(kernel: Callable, page: Page) -> Callable:
+    """`kernel`, which then also tells the judge where the tensors are that it returned, and what they are."""
+
+    def noted(*arguments: object) -> object:
+        result = kernel(*arguments)
+        returned = _flat(result)
+        places = [
+            (item.data_ptr(), tree.extent(item) * item.element_size()) if _is_plain(item) else (0, 0)
+            for item in returned[: gate.RETURNED]
+        ]
+        said = json.dumps([_form(item) for item in returned[:CLAIMS]]).encode()
+        gate.bindings().note_returned(page.address, places, said)
+        return result
+
+    return noted
+
+
 def _capture_own(
     result: object, outputs: list[torch.Tensor], sources: list[torch.Tensor], captures: list[torch.Tensor]
 ) -> list[dict]:
     """Copy the judge's output tensors (`sources`: their bytes); say whether they are what came back."""
     for source, target in zip(sources, captures, strict=True):
         tree.raw(target).copy_(source)
+    return _forms(result, outputs)
+
+
+def _forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
+    """What came back of a call that was handed its outputs."""
     returned = list(result) if isinstance(result, tuple | list) else [result]
-    return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned)]
+    return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned[:CLAIMS])]
 
 
 def _capture_any(result: object, captures: list[torch.Tensor]) -> list[dict]:
     """Copy whatever tensors came back, where they have the form of the expected ones; say what came."""
-    returned: list[object] = []
-    _flatten(result, returned)
+    returned = _flat(result)
     for item, target in zip(returned, captures, strict=False):
         if type(item) is torch.Tensor and item.dtype == target.dtype and item.shape == target.shape:
             target.copy_(item)
-    return [_form(item, None) for item in returned]
+    return [_form(item) for item in returned[:CLAIMS]]
 
 
-def _flatten(value: object, found: list[object]) -> None:
-    if type(value) in (tuple, list):
-        for item in value:
-            _flatten(item, found)
-    else:
-        found.append(value)
+def _flat(value: object) -> list[object]:
+    """`value`, or what is in its tuples and lists."""
+    if type(value) not in (tuple, list):
+        return [value]
+    return [inner for item in value for inner in _flat(item)]
 
 
-def _form(item: object, own: torch.Tensor | None) -> dict:
+def _is_plain(item: object) -> bool:
+    """Whether it is a dense tensor and nothing that only behaves like one."""
+    return type(item) is torch.Tensor and not vars(item) and item.layout is torch.strided
+
+
+def _form(item: object, own: torch.Tensor | None = None) -> dict:
     """What one returned object is; `same`: the very tensor that the judge handed out."""
-    if type(item) is not torch.Tensor or vars(item):
-        return {"type": f"{type(item).__name__}{' with attributes of its own' if type(item) is torch.Tensor else ''}"}
+    if not _is_plain(item):
+        return {"type": f"{type(item).__name__}{' that is no plain one' if type(item) is torch.Tensor else ''}"}
     same = (
         own is not None
         and (item is own or item.data_ptr() == own.data_ptr())
         and (item.dtype, item.shape, item.stride()) == (own.dtype, own.shape, own.stride())
     )
-    dtype = str(item.dtype).removeprefix("torch.")
-    return {"type": "Tensor", "dtype": dtype, "shape": list(item.shape), "device": item.device.type, "same": same}
+    return {
+        "type": "Tensor", "dtype": str(item.dtype).removeprefix("torch."), "shape": list(item.shape),
+        "stride": list(item.stride()), "device": item.device.type, "same": same,
+    }  # fmt: skip
 
 
 def _clip(text: str) -> str:
@@ -281,7 +381,7 @@ def main() -> None:
     except Exception as error:  # whatever a submission raises on import is its verdict, not ours
         wire.send(sock, _error("import", error))
         return
-    wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, "tamper": runner.seal.broken()})
+    wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
     handlers: dict[str, Callable] = {
         "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
         "profile": runner.profile, "compile": runner.compile, "sealed": runner.sealed,

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import marshal
 import os
+import pwd
 import random
 import shutil
 import site
@@ -30,11 +31,21 @@ UIDS = range(60578, 61184)  # that no distribution and no systemd gives to a use
 MEASURES = ("uid", "capabilities", "landlock", "tcp", "scope", "seccomp", "network", "memfd", "rlimits", "oom")
 SECRET = {"harness", "problems", "leaderboard", "tests", "docs", "tools", "shared", ".git", ".build"}  # of the checkout
 SYSTEM = (
-    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/proc", "/sys", "/opt/nvidia", "/usr/local", "/nix/store",
+    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/proc", "/opt/nvidia", "/usr/local", "/nix/store",
+    # Of /sys all but what root's debuggers read: /sys/kernel/debug, /sys/kernel/tracing, /sys/fs/bpf, ...
+    "/sys/block", "/sys/bus", "/sys/class", "/sys/dev", "/sys/devices", "/sys/fs/cgroup", "/sys/kernel/mm",
+    "/sys/module",
+)  # fmt: skip
+# Of /etc what programs read when they start and compile; nothing of users, hosts and services.
+ETC = (
+    "OpenCL", "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld.so.preload", "locale.alias",
+    "locale.conf", "localtime", "malloc.conf", "nsswitch.conf", "os-release", "python3*", "ssl/openssl.cnf", "timezone",
 )  # fmt: skip
 DEVICES = ("null", "zero", "full", "random", "urandom", "nvidia*", "dxg")
 COMPILERS = ("nvcc", "g++")
 IMPORTED = ("torch", "numpy", "triton", "cutlass")  # by what runs in a runner; those that are installed
+USER = "submission"  # what a runner's user is called; /etc/passwd, which it cannot read, knows none of its name
+WATCHES = 19  # CAP_SYS_PTRACE
 
 
 class SandboxError(RuntimeError):
@@ -46,7 +57,8 @@ class Jail:
     """One process's bounds. `code`: read-only, its only way to project code; `home`, `tmp`, `cache`: writable.
 
     uid: a user of its own (the caller owns the lease and gives the folders to it), None: the judge's. `without`: names
-    of MEASURES to leave out, to bisect a tool that breaks; nothing judged runs with it.
+    of MEASURES to leave out, to bisect a tool that breaks; nothing judged runs with it. stays_stopped: nothing that the
+    process can do continues a process that was stopped by a signal.
     """
 
     code: Path
@@ -56,11 +68,12 @@ class Jail:
     uid: int | None = None
     network: bool = False
     without: frozenset[str] = frozenset()
+    stays_stopped: bool = False
 
     def measures(self) -> list[str]:
         """What will be in force, of MEASURES."""
         left_out = set(self.without) | ({"tcp", "network"} if self.network else set())
-        left_out |= {"uid"} if self.uid is None else set()
+        left_out |= {"uid"} if self.uid is None or not _user_fits(self.without) else set()
         left_out |= {"tcp", "scope"} if "landlock" in left_out else set()
         left_out |= {"network", "memfd"} if "seccomp" in left_out else set()
         return [name for name, why_not in offered().items() if not why_not and name not in left_out]
@@ -72,6 +85,8 @@ class Jail:
             "measures": measures,
             "abi": _landlock_abi() if "landlock" in measures else 0,
             "uid": self.uid if "uid" in measures else None,
+            "passing": passing(),
+            "stays_stopped": self.stays_stopped,
             "cwd": str(self.home),
             "parent": os.getpid(),
             "read": [str(self.code), *read_paths()],
@@ -96,9 +111,12 @@ class Jail:
             "PYTHONPATH": os.pathsep.join([str(self.code), *python_path()]),
             "HOME": str(self.home),
             "TMPDIR": str(self.tmp),
+            "USER": USER,
+            "LOGNAME": USER,
             "PYTHONSAFEPATH": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_WAIT_POLICY": "PASSIVE",  # a pool that spins after a call would look like one that works
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more are processes, which would outlive the call
             **(extra or {}),
         }
 
@@ -108,13 +126,17 @@ def probe() -> dict[str, str]:
     details = {
         "uid": f"{UIDS[0]} to {UIDS[-1]}, one a runner",
         "landlock": f"ABI {_landlock_abi()}" if not offered()["landlock"] else "",
-        "capabilities": "none",
+        "capabilities": "CAP_DAC_READ_SEARCH alone, to pass closed folders; Landlock says what is read"
+        if passing()
+        else "none",
         "network": "no sockets but unconnected local ones",
     }
     found = {
         name: f"off: {why}" if why else "on" + (f" ({details[name]})" if details.get(name) else "")
         for name, why in offered().items()
     }
+    if offered()["uid"] and not offered()["seccomp"]:
+        found["uid"] += "; pinning of other threads is refused"
     found |= {"no_new_privs": "on", "dumpable": "on (off for the judge: nobody reads its memory)", "guard": "on"}
     if found["scope"] != "on" and not found["uid"].startswith("on"):
         found["guard"] = "on, but a runner of the judge's user can signal what it finds, the guard and parent aside"
@@ -127,13 +149,15 @@ def probe() -> dict[str, str]:
 def offered() -> dict[str, str]:
     """Each of MEASURES: "" if this machine can give it, else why not."""
     found = dict.fromkeys(MEASURES, "")
-    found["uid"] = _why_no_uid()
     try:
         abi = confine.landlock_abi()
         if abi < 2:
             found["landlock"] = "Landlock ABI 1 lets nobody rename between folders (Linux 5.19 does)"
     except OSError as error:
         abi, found["landlock"] = 0, error.strerror
+    found["uid"] = _why_no_uid(passing=False)
+    if found["uid"] and not found["landlock"]:
+        found["uid"] = _why_no_uid(passing=True)
     found["tcp"] = found["landlock"] or ("" if abi >= 4 else f"Landlock ABI {abi}, from 4 on")
     found["scope"] = found["landlock"] or ("" if abi >= 6 else f"Landlock ABI {abi}, from 6 on")
     try:
@@ -149,29 +173,52 @@ def _landlock_abi() -> int:
     return confine.landlock_abi()
 
 
-def _why_no_uid() -> str:
+@functools.cache
+def passing() -> bool:
+    """Whether runners of a user of their own need a capability to come to their interpreter, in root's home, say."""
+    return not offered()["uid"] and bool(_why_no_uid(passing=False))
+
+
+def _why_no_uid(passing: bool) -> str:
     if os.geteuid() != 0:
         return "not started as root"
     if len(mapped := _mapped_uids()) == 0:
         return f"uids {UIDS[0]} to {UIDS[-1]} do not exist in this user namespace"
+    if not _capabilities() >> WATCHES & 1:
+        return "root here lacks CAP_SYS_PTRACE, and could not see what another user's process holds"
     needed = [(sys.executable, os.X_OK), *((path, os.R_OK | os.X_OK) for path in (sys.prefix, sys.base_prefix))]
     needed += [(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in _import_paths()]
     needed += [(path, os.R_OK | os.X_OK) for path in library_path() if os.path.isdir(path)]
     needed += [(path, os.X_OK) for path in map(shutil.which, COMPILERS) if path]
     needed += [(str(path), os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*")]
+    needed += [(tempfile.gettempdir(), os.X_OK)]
     for name in IMPORTED:
         with contextlib.suppress(ImportError, ValueError, AttributeError):
             origin = importlib.util.find_spec(name).origin
             needed += [(origin, os.R_OK)] if origin else []
-    guard = Path(__file__).with_name("guard.py")
+    script = (
+        f"import marshal, sys; sys.path.append({str(ROOT / 'harness')!r}); import confine; "
+        "print(confine.closed(*marshal.loads(sys.stdin.buffer.read())))"
+    )
     result = subprocess.run(
-        [sys.executable, "-I", "-S", str(guard), "--access"], input=marshal.dumps((mapped[0], needed)),
+        [sys.executable, "-I", "-S", "-c", script], input=marshal.dumps((mapped[0], passing, needed)),
         capture_output=True, timeout=60,
     )  # fmt: skip
     if result.returncode:
         return f"root here cannot become another user: {result.stderr.decode(errors='replace').strip()[-300:]}"
     closed = result.stdout.decode(errors="replace").strip()
     return f"other users cannot use {closed}" if closed else ""
+
+
+def _capabilities() -> int:
+    """A bit for each that this process has."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields.get("CapEff", "-1"), 16)
+
+
+def _user_fits(without: frozenset[str]) -> bool:
+    """Whether runners that leave out `without` can be users of their own: none passes closed folders unfenced."""
+    return "uid" not in without and not (passing() and "landlock" in without)
 
 
 def _mapped_uids() -> list[int]:
@@ -184,9 +231,12 @@ def _mapped_uids() -> list[int]:
 
 
 @contextlib.contextmanager
-def user() -> Iterator[int | None]:
-    """A uid that no other living runner has, while the context is open; None where there is none to be had."""
-    if offered()["uid"]:
+def user(without: frozenset[str] = frozenset()) -> Iterator[int | None]:
+    """A uid that no other living runner has, while the context is open; None where there is none to be had.
+
+    without: what the runner's jail leaves out.
+    """
+    if offered()["uid"] or not _user_fits(without):
         yield None
         return
     folder = runtime_folder("uids")
@@ -228,17 +278,18 @@ def runtime_folder(name: str) -> Path:
 
 
 def python_path() -> list[str]:
-    """The parent's PYTHONPATH entries that a runner keeps: not the checkout, nor a folder above it."""
-    return [str(path) for path in _entries("PYTHONPATH") if _shown(path)]
+    """The parent's PYTHONPATH entries that a runner keeps, see _narrow."""
+    return [str(path) for path in _entries("PYTHONPATH")]
 
 
 def library_path() -> list[str]:
-    """The parent's LD_LIBRARY_PATH entries."""
+    """The parent's LD_LIBRARY_PATH entries that a runner keeps, see _narrow."""
     return [str(path) for path in _entries("LD_LIBRARY_PATH")]
 
 
 def _entries(variable: str) -> list[Path]:
-    return [Path(entry).resolve() for entry in os.environ.get(variable, "").split(os.pathsep) if entry]
+    entries = [Path(entry).resolve() for entry in os.environ.get(variable, "").split(os.pathsep) if entry]
+    return [path for path in entries if _narrow(path)]
 
 
 def _user_site() -> bool:
@@ -246,15 +297,15 @@ def _user_site() -> bool:
 
 
 def _import_paths() -> list[str]:
-    """Where this interpreter imports from, the checkout aside."""
+    """Where this interpreter imports from, see _narrow."""
     paths = [Path(entry).resolve() for entry in sys.path if entry]
-    return [str(path) for path in paths if path.exists() and _shown(path)]
+    return [str(path) for path in paths if path.exists() and _narrow(path)]
 
 
 def read_paths() -> tuple[str, ...]:
     """Existing paths that a jailed process may read and execute from, the checkout cut out of them."""
-    named = tuple(os.environ.get(key) for key in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH"))
-    return _read_paths(named, tuple(sys.path))
+    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "HOME")
+    return _read_paths(tuple(map(os.environ.get, names)), tuple(sys.path))
 
 
 @functools.cache
@@ -262,9 +313,7 @@ def _read_paths(*_: tuple) -> tuple[str, ...]:
     paths = [Path(path) for path in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)))]
     paths += map(Path, (*_import_paths(), *python_path(), *library_path(), *SYSTEM))
     paths += _entries("PATH") + _toolkits()
-    paths += _readable_by_all(Path("/etc"))
-    if _user_site():
-        paths.append(Path(site.getuserbase()))
+    paths += [path for name in ETC for path in Path("/etc").glob(name) if _readable_by_all(path)]
     found: dict[str, None] = {}
     for path in paths:
         found |= dict.fromkeys(map(str, _carved(path.resolve())))
@@ -280,15 +329,30 @@ def _toolkits() -> list[Path]:
     return [folder for folder in found if (folder / "nvvm").is_dir()]
 
 
-def _readable_by_all(folder: Path) -> list[Path]:
-    """Its entries that any user may read: a jailed process that keeps root's uid must not read root's files."""
-    found = []
-    for entry in sorted(folder.iterdir()):
-        with contextlib.suppress(OSError):
-            mode = entry.stat().st_mode
-            if mode & (0o005 if stat.S_ISDIR(mode) else 0o004) == (0o005 if stat.S_ISDIR(mode) else 0o004):
-                found.append(entry)
-    return found
+def _readable_by_all(path: Path) -> bool:
+    """Whether any user may read it: a jailed process that keeps root's uid must not read root's files."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    wanted = 0o005 if stat.S_ISDIR(mode) else 0o004
+    return mode & wanted == wanted
+
+
+def _narrow(path: Path) -> bool:
+    """Whether a folder that a variable or the interpreter names may be read: not the checkout or a project's folder in
+    it, not a home folder, and nothing above these.
+    """
+    homes = {Path(os.path.realpath(os.path.expanduser(home))) for home in ("~", f"~{_user_name()}")}
+    return _shown(path) and not any(path == home or path in home.parents for home in homes)
+
+
+def _user_name() -> str:
+    """Of this process's user, as the password file has it; "" where it does not."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return ""
 
 
 def _shown(path: Path) -> bool:
@@ -309,12 +373,12 @@ def _try(command: list[str], without: frozenset[str], network: bool) -> int:
     """Run `command` in a jail with folders of its own. -> its exit status."""
     from harness.process import run_jailed
 
-    with user() as uid, tempfile.TemporaryDirectory(prefix="jail-") as base:
+    with user(without) as uid, tempfile.TemporaryDirectory(prefix="jail-") as base:
         os.chmod(base, 0o711)
         folders = [Path(base, name) for name in ("code", "home", "tmp", "cache")]
         for folder in folders:
             folder.mkdir()
-            if uid is not None and "uid" not in without:
+            if uid is not None:
                 os.chown(folder, uid, uid)
         return run_jailed(command, Jail(*folders, uid=uid, network=network, without=without))
 

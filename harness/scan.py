@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import sources
+from problems.common import build, load
 
 WORD = re.compile("stream", re.IGNORECASE)
 _CALLS = {"exec", "eval", "__import__", "compile"}  # builtins that make code out of text
@@ -29,7 +30,7 @@ class Finding:
 
 def closure(file: Path, folder: Path | None = None) -> list[Path]:
     """All that the submission `file` to the problem `folder` is made of (harness/sources.py); without a folder its own
-    sources alone. ValueError, SyntaxError: of what a composition brings along.
+    sources alone. ValueError, SyntaxError: one of them cannot be read (harness/problem.py says so beforehand).
     """
     return sources.own(file) + (sources.brought(file, folder) if folder else [])
 
@@ -38,17 +39,17 @@ def findings(files: list[Path], peer: bool = False) -> list[Finding]:
     """What breaks the rule in these files, in order. A peer may not name the word either; what it calls may."""
     found: list[Finding] = []
     for file in files:
-        text = file.read_text(errors="replace")
+        text = build.read(file).decode(errors="replace")
         for number, line in enumerate(text.splitlines(), 1):
             if match := WORD.search(line):
                 found.append(Finding(file, number, f'names "{match[0]}": everything runs on the default one'))
         if file.suffix == ".py" and not peer:
-            found += _ways_around(file, text)
+            found += _ways_around(file)
     return found
 
 
-def _ways_around(file: Path, text: str) -> list[Finding]:
-    tree = ast.parse(text, str(file))
+def _ways_around(file: Path) -> list[Finding]:
+    tree = load.parse(file)
     found = [
         Finding(file, line, f"imports {name}, which no submission gets to see")
         for line, name in sources.imports(tree)

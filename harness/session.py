@@ -1,7 +1,8 @@
 """One checker and the runners it feeds: start, hand over one call, take the verdict. All limits live here.
 
-The parent decides; a runner only says what happened in it, and is believed in nothing but its time, and in that only
-as far as the parent's own clock and what /proc says of its process do not contradict.
+The parent decides; a runner only says what happened in it. On a CPU it is believed in nothing: the checker's clock runs
+outside it, and it runs only while it is asked something. On a GPU its time is believed as far as the parent's own clock
+does not contradict.
 """
 
 import contextlib
@@ -9,10 +10,12 @@ import math
 import os
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from harness import compiling, flush, private, process, sandbox
-from harness.entrant import FIRST_SPIN_US, Entrant, Outcome, elsewhere_in, outcome_of, tampering_in
+from harness import compiling, flush, freezer, gate, private, process, replies, sandbox
+from harness import entrant as of
+from harness.entrant import FIRST_SPIN_US, Entrant, Outcome
 from harness.private import Private
 from harness.problem import Case, Problem
 from harness.process import Child, Died
@@ -25,8 +28,9 @@ CHECKER_LIMIT_S = 600  # a reference is slow on purpose
 CANARY_LIMIT_S = 60  # for the device to answer after a runner was lost; the kernel ends a hung one by then
 CLOSED_AT_ONCE = 16  # processes
 GIVE_UP_AFTER = 3  # processes that an entrant may lose in one phase
-SETTLE_S = 0.02  # threads that still run so long after a call are at work
-SETTLES = 4  # more such looks before a thread counts as at work
+SWITCHES_SHOWN = 4  # of those that a submission changed
+SETTLE_S = 0.05  # between looks at processes that are about to end
+SETTLES = 5  # such looks before a process counts as left behind
 SPIN_MARGIN_US = 100  # events, the mark and the capture are enqueued under the spin as well
 PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
 CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kernels and workspaces as shapes ask for them
@@ -49,9 +53,12 @@ class Session:
         self.call_limit_s = timeout_s or CALL_LIMIT_S
         self.first_call_limit_s = timeout_s or COMPILE_LIMIT_S
         self.entrants: list[Entrant] = []
-        self.clock_name = ""
+        self.clock_name = "" if device == "cuda" else freezer.clock_name()
         self.sandbox = sandbox.probe()
         self.notes: list[str] = []  # for the record
+        self.say: Callable[[str], None] = lambda _: None  # how a note is told at once
+        self._switched: set[str] = set()  # submissions that changed torch's switches
+        self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self._records: bool | None = None  # whether the driver says what ran where; None: not known yet
         self._content: dict = {}
         self._case: Case | None = None
@@ -59,9 +66,13 @@ class Session:
         self._weights = 0  # number of the present weights
         self._weights_bytes = 0
         process.harden()
-        self._checker = Child("harness.checker")
+        # Threads of its pool that spin for long when their work is done would slow the calls that follow.
+        self._checker = Child("harness.checker", {"GOMP_SPINCOUNT": "1000"})
+        if device == "cpu":
+            self._checker.lend(flush.nbytes())
         utils = str(problem.utils) if problem.utils else None
-        self._ask({"folder": str(problem.folder), "own": problem.own, "device": device, "utils": utils})
+        start = {"folder": str(problem.folder), "own": problem.own, "device": device, "utils": utils}
+        self._ask(start | {"flush": flush.nbytes() if device == "cpu" else 0})
 
     def __enter__(self) -> "Session":
         return self
@@ -97,44 +108,49 @@ class Session:
         fresh = [entrant for entrant in entrants if entrant.child is None]
         if not compile_only:
             self.build(*fresh)
-            fresh = [entrant for entrant in fresh if not entrant.broken]
+        for entrant in fresh:
+            entrant.broken = entrant.broken or self._breaks.get(entrant.entry.name if entrant.entry else "")
+        fresh = [entrant for entrant in fresh if not entrant.broken]
         for entrant in fresh:
             arch = {"CUTE_DSL_ARCH": ARCH[entrant.target]} if entrant.target in ARCH else {}
-            entrant.opened, entrant.last_loss, entrant.calls = None, None, 0
+            entrant.opened, entrant.last_loss, entrant.calls, entrant.within = None, None, 0, None
             entrant.holds = entrant.held_device = 0
             entrant.spin_us, entrant.host_base, entrant.device_grown = FIRST_SPIN_US, None, 0
             entry = entrant.entry
             if entry is None:
-                entrant.child = Child("harness.runner", arch)  # the judge's own calls
+                entrant.child = Child("harness.runner", arch, stoppable=self.device == "cpu")  # the judge's own calls
                 file, folder, utils = None, self.problem.folder, self.problem.utils
             else:
                 built = private.build_folder(entry.file, self.problem, entrant.target)
                 box = entrant.private = Private.make(entry.file, self.problem, built, self.device)
-                entrant.child = Child("harness.runner", arch, box.jail)
+                stoppable = self.device == "cpu" and not compile_only
+                entrant.child = Child("harness.runner", arch, box.jail, stoppable)
                 file, folder, utils = str(box.file), box.folder, box.utils
             message = {
                 "device": "cpu" if compile_only else self.device, "folder": str(folder), "file": file,
                 "utils": str(utils) if utils else None, "compile": compile_only,
             }  # fmt: skip
-            fds = () if compile_only or self.device == "cuda" else (flush.file(),)
-            if fds:
-                entrant.child.lend(flush.nbytes())
             with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
-                entrant.child.send(message, fds)
+                entrant.child.send(message)
             if entrant not in self.entrants:
                 self.entrants.append(entrant)
+        deadline = time.monotonic() + IMPORT_LIMIT_S  # for all of them together
         for entrant in fresh:
             try:
-                reply, _ = entrant.child.receive(IMPORT_LIMIT_S)
+                left_s = max(0.1, deadline - time.monotonic())
+                reply = replies.read(replies.Started, entrant.child.receive(left_s)[0])
+                entrant.child.rest()
             except Died as died:
-                self._lose(entrant, Outcome(died.status, f"on import: {died.reason}"))
+                self._break(entrant, Outcome(died.status, f"on import: {self._own_paths(entrant, died.reason)}"))
                 continue
-            if "failed" in reply:
-                self._lose(entrant, self._failure(entrant, reply))
-            elif not entrant.peer and (found := tampering_in(reply)):
+            if isinstance(reply, replies.Failed):
+                self._break(entrant, self._failure(entrant, reply))
+                continue
+            self._note_switches(entrant, reply.switches)
+            if not entrant.peer and (found := of.tampering_in(reply.tamper)):
                 self._lose(entrant, found)
-            elif not compile_only:
-                self.clock_name = str(reply.get("clock"))
+            elif self.device == "cuda" and not compile_only and reply.clock:
+                self.clock_name = reply.clock
 
     def stop(self, *entrants: Entrant) -> None:
         living = [entrant for entrant in entrants if entrant.child]
@@ -150,14 +166,15 @@ class Session:
 
     def call(
         self, entrant: Entrant, slots: int, what: str = "", reads: dict[str, int] | None = None,
-        within_s: float = math.inf, audit: bool = False, measure: bool = False,
+        within_s: float = math.inf, audit: bool = False, measure: bool = False, stay: bool = False,
     ) -> Outcome:  # fmt: skip
         """One call of `entrant` on the present content; `what` names one of the judge's own calls. UNSUPPORTED, and
         nothing is sent, where the content is of a case that a peer says it does not serve.
 
         within_s: a limit beside those of the session, for a phase whose time is running out. audit: look at what ran
-        on which queue of the GPU meanwhile, and at what still runs afterwards; the time is then no score. measure:
-        what the call leaves behind in memory counts towards what prepare may keep, where the problem has weights.
+        on which queue of the GPU meanwhile; the time is then no score. measure: what the call leaves behind in memory
+        counts towards what prepare may keep, where the problem has weights. stay: on a CPU its process waits where it
+        is for the next call, so that nothing of it runs between the two, and does not say what came back.
         """
         if entrant.entry and not entrant.entry.serves(self._case):
             return Outcome("UNSUPPORTED", entrant.entry.limits)
@@ -169,114 +186,261 @@ class Session:
                 return Outcome(lost.status, f"not run, {entrant.lost} processes were lost before: {lost.reason}")
             self.start(entrant)
             if entrant.child is None:
-                return entrant.last_loss
+                return entrant.broken or entrant.last_loss
+        first = entrant.calls == 0
         try:
-            self._open(entrant, slots, reads)
-            if fault := self._hold(entrant):
+            if fault := self._open(entrant, slots, reads) or self._hold(entrant):
                 return self._lose(entrant, fault)
             size = self.measure(entrant) if measure and entrant.host_base is not None else None
             if entrant.child is None:
                 return entrant.last_loss
-            slot, before = entrant.turn % slots, (entrant.turn - 1) % slots
-            address = {"runner": entrant.name, "slot": slot}
-            # What a runner may not read yet lies in its slot masked: the key comes with the call. On a CPU nothing of
-            # the submission runs between the filling and the call, which the look at its threads holds it to.
-            masked = self.device == "cuda" and self._content["sizes"]["device"] and what != "empty"
-            key = secrets.token_hex(32) if masked else None
-            limit = min(self.call_limit_s if entrant.calls else self.first_call_limit_s, within_s)
-            if entrant.entry is not None:
-                self._ask({"op": "fill", "key": key, **address})
-                # The checker's kernels have driven out the submission's code: it is called once on the slot before,
-                # whose call is closed.
-                if masked and slots > 1 and entrant.turn > 0:
-                    reply, _ = entrant.child.request({"op": "warm", "slot": before, "peer": entrant.peer}, limit)
-                    if "failed" in reply:
-                        return self._lose(entrant, self._failure(entrant, reply))
+            limit_s = min(self.first_call_limit_s if first else self.call_limit_s, within_s)
             entrant.turn += 1
             entrant.calls += 1
-            spin_us = entrant.spin_us if self.device == "cuda" else 0.0
-            message = {
-                "op": "call", "slot": slot, "key": key, "spin_us": spin_us, "what": what, "peer": entrant.peer,
-                "audit": audit,
-            }  # fmt: skip
-            if entrant.entry is None:
-                message["bytes"] = self._content["bytes"] or self._case.bytes or self.default_bytes()
-            reply, ready_us, outside_us = self._timed(entrant, message, limit)
-            if "failed" in reply:
-                # A CUDA context is not to be trusted after a failed call, nor is anything else in there.
-                return self._lose(entrant, self._failure(entrant, reply))
-            outcome = outcome_of(reply, ready_us, outside_us - spin_us)
-            outcome.bytes = self._content["bytes"]
+            slot = (entrant.turn - 1) % slots
+            if self.device == "cpu":
+                whats = ("empty", *(reads or ()))
+                whats = whats if what in whats else (what,)
+                outcome, claims = self._cpu_call(entrant, slot, whats.index(what) * slots + slot, whats, limit_s, stay)
+                failed = outcome.us is None
+            else:
+                outcome, reply = self._gpu_call(entrant, slot, slots, what, limit_s, audit)
+                failed, claims = reply is None, reply and reply.claims
+            if failed:
+                return self._break(entrant, outcome) if first else self._lose(entrant, outcome)
         except Died as died:
-            return self._lose(entrant, Outcome(died.status, self._own_paths(entrant, died.reason)))
-        # A first call compiles; it must not make every later spin last for seconds.
-        entrant.spin_us = max(min(2 * outcome.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, 0.9 * entrant.spin_us)
+            outcome = Outcome(died.status, self._own_paths(entrant, died.reason))
+            return self._break(entrant, outcome) if first else self._lose(entrant, outcome)
+        outcome.bytes = self._content["bytes"]
         if entrant.entry is None:
-            entrant.audit.records += elsewhere_in(reply)[0]
             return outcome
-        verdict = self._ask({"op": "judge", **address, "claims": list(reply["claims"]), "peer": entrant.peer})
-        outcome.status, outcome.reason, outcome.error = verdict["status"], verdict["reason"], verdict["error"]
-        if found := self._tampered(entrant):
-            outcome.status, outcome.reason = found.status, found.reason
-        elif audit and outcome.status == "PASSED":
-            self._look(entrant, reply, outcome)
+        if outcome.status == "PASSED":
+            said = None if claims is None else [claim.model_dump() for claim in claims]
+            verdict = self._ask(
+                {"op": "judge", "runner": entrant.name, "slot": slot, "claims": said, "peer": entrant.peer}
+            )
+            outcome.status, outcome.reason, outcome.error = verdict["status"], verdict["reason"], verdict["error"]
+        if self.device == "cuda":
+            if found := self._tampered(entrant):
+                outcome.status, outcome.reason = found.status, found.reason
+            elif audit and outcome.status == "PASSED":
+                self._look(entrant, reply, outcome)
         if size and outcome.status == "PASSED" and (fault := self._kept(entrant, size)):
             outcome.status, outcome.reason = fault.status, fault.reason
         return outcome
 
+    def _cpu_call(
+        self, entrant: Entrant, slot: int, which: int, whats: tuple[str, ...], limit_s: float, stay: bool
+    ) -> tuple[Outcome, list[replies.Claim] | None]:
+        """One call on a CPU: the runner waits, the checker does the rest. -> (outcome, without a time if it failed;
+        what the runner says of the tensors that came back, None if it was not asked).
+
+        which: of the calls that the runner prepares, one for each of `whats` and each slot.
+        """
+        child, judges = entrant.child, entrant.entry is None
+        stay = stay and not entrant.peer  # a baseline's setup is made for each call
+        nbytes = self._bytes_of_call() if judges else 0
+        within = (whats, nbytes)
+        address = {"runner": entrant.name, "slot": slot}
+        if entrant.within not in (None, within) and (failed := self._leave(entrant)):
+            return failed, None
+        # A baseline's setup sees the contents, and is no adversary; for any other they come when it is stopped.
+        if entrant.peer:
+            self._ask({"op": "fill", "key": None, **address})
+        entrant.number += 1
+        first = entrant.within is None
+        if first:
+            message = {"op": "call", "number": entrant.number, "slot": slot, "whats": whats, "bytes": nbytes}
+            child.send(message | {"peer": entrant.peer})
+            ready = replies.read(replies.Ready, child.receive(limit_s)[0])
+            if isinstance(ready, replies.Failed):
+                return self._failure(entrant, ready), None
+        found = self._turn(entrant, {
+            "op": "turn", "number": entrant.number, "which": which, "first": first, "last": not stay,
+            "fill": not entrant.peer, "judges": judges, "limit_s": limit_s, "key": None,
+            "peer": entrant.peer, "bytes": nbytes, **address,
+        })  # fmt: skip
+        child.stopped()
+        if not found.pop("waiting"):
+            raise Died("RUNTIME_ERROR", 'its process said that it was ready and did not wait for the "go"')
+        if found["code"] == freezer.RUNS_ON:
+            raise Died("RUNTIME_ERROR", "its processes could not be stopped when its call was over")
+        before, after, said = found.pop("before"), found.pop("after"), found.pop("said")
+        reading = gate.Reading(**found)
+        if reading.code == freezer.LATE:
+            child.kill()
+            raise Died("TIMEOUT", f"no answer within {limit_s:g} s; it and all it had started were killed")
+        entrant.within, claims = within, None
+        if not stay or reading.raised:
+            if isinstance(reply := self._left(entrant), replies.Failed):
+                return self._failure(entrant, reply), None
+            if reading.raised:
+                raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
+            claims = reply.claims if first or not self.problem.own else None
+        elif not self.problem.own and not judges:
+            claims = replies.noted(said)
+        outcome = of.of_cpu(reading)
+        if reading.changed < 0:
+            outcome.status, outcome.reason = "INCORRECT", "the memory of a tensor that was returned cannot be read"
+        elif reading.changed:
+            outcome.status = "CHEAT_SUSPECTED"
+            outcome.reason = (
+                f"outputs were written after the call had ended: of at most {gate.WORDS} words that were looked at, "
+                f"{reading.changed} changed later"
+            )
+        elif not judges and not entrant.peer and entrant.strays & set(before) and (left := self.look(entrant)):
+            outcome.status, outcome.reason = left.status, left.reason
+        entrant.strays = frozenset(after)
+        return outcome, claims
+
+    def _leave(self, entrant: Entrant) -> Outcome | None:
+        """Have a runner on a CPU that waits for a further call reply to the last one. -> what went wrong in it."""
+        if entrant.within is None:
+            return None
+        self._ask({"op": "leave", "runner": entrant.name, "number": entrant.number})
+        reply = self._left(entrant)
+        return self._failure(entrant, reply) if isinstance(reply, replies.Failed) else None
+
+    def _left(self, entrant: Entrant) -> replies.Called | replies.Failed:
+        """The reply of a runner on a CPU that makes no further call."""
+        entrant.within = None
+        entrant.child.resume()
+        reply = replies.read(replies.Called, entrant.child.receive(self.call_limit_s)[0])
+        entrant.child.rest()
+        if isinstance(reply, replies.Called):
+            self._note_switches(entrant, reply.switches)
+        return reply
+
+    def _turn(self, entrant: Entrant, message: dict) -> dict:
+        """The checker's part of a call on a CPU. Died: the runner is gone, or took too much."""
+        child = entrant.child
+        try:
+            self._checker.send(message)
+            found, _ = self._checker.receive(message["limit_s"] + CHECKER_LIMIT_S, watch=child)
+        except Died as died:
+            raise ProblemError(f"the checker of {self.problem.name} {died.reason}") from None
+        if child.excess:
+            raise Died("RUNTIME_ERROR", child.excess)
+        if "failed" in found:
+            raise ProblemError(f"{self.problem.name}'s own code failed:\n{found['text']}")
+        if found["code"] == freezer.GONE:
+            child.receive(CANARY_LIMIT_S)  # raises what became of it
+            raise Died("RUNTIME_ERROR", "its process was gone when its call should have been over")
+        return found
+
+    def _gpu_call(
+        self, entrant: Entrant, slot: int, slots: int, what: str, limit_s: float, audit: bool
+    ) -> tuple[Outcome, replies.Timed | None]:
+        """One call on a GPU, timed in the runner. -> (outcome, reply; None if it failed)."""
+        address = {"runner": entrant.name, "slot": slot}
+        # What a runner may not read yet lies in its slot masked: the key comes with the call.
+        masked = self._content["sizes"]["device"] and what != "empty"
+        key = secrets.token_hex(32) if masked else None
+        if entrant.entry is not None:
+            self._ask({"op": "fill", "key": key, **address})
+            # The checker's kernels have driven out the submission's code: it is called once on the slot before, whose
+            # call is closed.
+            if masked and slots > 1 and entrant.turn > 1:
+                request = {"op": "warm", "slot": (entrant.turn - 2) % slots, "peer": entrant.peer}
+                warmed = replies.read(replies.Done, entrant.child.request(request, limit_s)[0])
+                if isinstance(warmed, replies.Failed):
+                    return self._failure(entrant, warmed), None
+        message = {
+            "op": "call", "slot": slot, "key": key, "spin_us": entrant.spin_us, "what": what, "peer": entrant.peer,
+            "audit": audit, "bytes": 0 if entrant.entry else self._bytes_of_call(),
+        }  # fmt: skip
+        said, ready_us, outside_us = self._timed(entrant, message, limit_s)
+        reply = replies.read(replies.Timed, said)
+        if isinstance(reply, replies.Failed):
+            # A CUDA context is not to be trusted after a failed call, nor is anything else in there.
+            return self._failure(entrant, reply), None
+        outcome = of.of_gpu(reply, ready_us, outside_us - entrant.spin_us)
+        if not entrant.peer:
+            outcome.untimed_us = None  # only baselines have a setup that is not timed
+        # A first call compiles; it must not make every later spin last for seconds.
+        entrant.spin_us = max(min(2 * outcome.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, 0.9 * entrant.spin_us)
+        if entrant.entry is None:
+            entrant.audit.records += of.elsewhere_in(reply.queues)[0]
+        return outcome, reply
+
+    def _bytes_of_call(self) -> int:
+        """Bytes that the judge's own readers read: what a call moves."""
+        return self._content["bytes"] or self._case.bytes or self.default_bytes()
+
+    def _note_switches(self, entrant: Entrant, changed: list[str]) -> None:
+        """Say once of a submission that global settings of torch, which it had changed, were put back."""
+        name = entrant.entry.name if entrant.entry else entrant.name
+        if changed and name not in self._switched:
+            self._switched.add(name)
+            self.notes.append(f"{name} changed torch's {'; '.join(changed[:SWITCHES_SHOWN])}: put back")
+            self.say(self.notes[-1])
+
     def baseline(self, entrant: Entrant) -> None:
-        """From here on what an entrant keeps is counted: it was called before, so its code is loaded."""
-        if self._split and entrant.entry and not entrant.peer and (size := self.measure(entrant)):
+        """From here on what an entrant keeps is counted: it was called before, so its code is loaded. One that is lost
+        meanwhile is not run again: of its next process nothing would be counted.
+        """
+        if not self._split or not entrant.entry or entrant.peer or entrant.child is None:
+            return
+        if size := self.measure(entrant):
             entrant.host_base, entrant.device_grown = size[1], 0
+        else:
+            self._break(entrant, entrant.last_loss)
 
     def look(self, entrant: Entrant) -> Outcome | None:
-        """Whether anything of an entrant still runs, or lives, that should not, now that its call is over."""
+        """Whether a process that an entrant started lives on, now that its call is over. It gets a moment to end."""
         if entrant.child is None or entrant.peer:
             return None
-        seen = entrant.child.audit(SETTLE_S)
         for _ in range(SETTLES):
-            if not (seen.running or seen.main_running):
-                break
-            # On a busy machine a pool's thread may learn only now that the work is done; one at work stays at work.
-            seen = entrant.child.audit(SETTLE_S)
-        entrant.audit.threads = max(entrant.audit.threads, seen.threads)
-        if seen.running or seen.main_running:
-            count = len(seen.running) + seen.main_running
-            return Outcome("CHEAT_SUSPECTED", f"{count} of its threads still running after the call")
-        if seen.processes:
-            return Outcome("CHEAT_SUSPECTED", f"still running after the call: child processes {list(seen.processes)}")
-        return None
+            entrant.child.rest()
+            if not (left := entrant.child.processes()):
+                return None
+            entrant.child.resume()
+            time.sleep(SETTLE_S)
+        entrant.child.rest()
+        return Outcome(
+            "CHEAT_SUSPECTED",
+            f"still running after the call: child processes {left}; end all that a call starts before it returns "
+            "(docs/rules.md, rule 4)",
+        )
 
     def measure(self, entrant: Entrant) -> tuple[int, int] | None:
         """(bytes of device memory free, bytes of host memory and files that the entrant takes); None if it is gone."""
         if entrant.child is None or entrant.private is None:
             return None
         try:
-            entrant.child.request({"op": "trim"}, self.call_limit_s)
+            if failed := self._leave(entrant):
+                self._lose(entrant, failed)
+                return None
+            reply = replies.read(replies.Done, entrant.child.request({"op": "trim"}, self.call_limit_s)[0])
         except Died as died:
             self._lose(entrant, Outcome(died.status, died.reason))
+            return None
+        if isinstance(reply, replies.Failed):
+            self._lose(entrant, self._failure(entrant, reply))
             return None
         free = self._ask({"op": "free_memory"})["free"] or 0
         return free, entrant.child.private_bytes() + entrant.private.bytes_written()
 
-    def ask_runner(self, entrant: Entrant, message: dict, limit_s: float, slots: int = 0) -> dict | Outcome:
+    def ask_runner(
+        self, entrant: Entrant, message: dict, limit_s: float, slots: int = 0
+    ) -> replies.Compiled | replies.Profiled | Outcome:
         """A request beside calls ("compile", "profile"). -> the reply, or the failure."""
+        wanted = {"compile": replies.Compiled, "profile": replies.Profiled}[message["op"]]
         if entrant.child is None:
             self.start(entrant, compile_only=message["op"] == "compile")
             if entrant.child is None:
-                return entrant.last_loss
+                return entrant.broken or entrant.last_loss
         try:
             if slots:
-                self._open(entrant, slots, None)
-                if fault := self._hold(entrant):
+                if fault := self._open(entrant, slots, None) or self._hold(entrant):
                     return self._lose(entrant, fault)
                 key = secrets.token_hex(32) if self.device == "cuda" and self._content["sizes"]["device"] else None
                 self._ask({"op": "fill", "runner": entrant.name, "slot": 0, "key": key})
                 message = {**message, "key": key}
-            reply, _ = entrant.child.request(message, limit_s)
+            reply = replies.read(wanted, entrant.child.request(message, limit_s)[0])
         except Died as died:
             return self._lose(entrant, Outcome(died.status, self._own_paths(entrant, died.reason)))
-        if "failed" in reply:
+        if isinstance(reply, replies.Failed):
             return self._lose(entrant, self._failure(entrant, reply))
         entrant.keep = message["op"] == "compile"
         return reply
@@ -309,7 +473,7 @@ class Session:
         helper.keep = True
 
     def _timed(self, entrant: Entrant, message: dict, limit_s: float) -> tuple[dict, float, float]:
-        """A call. -> (reply, us until it was ready, us from "go" to the reply), on the parent's own clock."""
+        """A call on a GPU. -> (reply, us until it was ready, us from "go" to the reply), on the parent's own clock."""
         deadline = time.monotonic() + limit_s
         child = entrant.child
         start = time.perf_counter_ns()
@@ -323,17 +487,21 @@ class Session:
 
     def _tampered(self, entrant: Entrant) -> Outcome | None:
         """Peers are not looked at: the packages that they call may patch what they like."""
-        if entrant.peer:
+        if entrant.peer or self.device == "cpu":
             return None
         try:
-            return tampering_in(entrant.child.request({"op": "sealed"}, self.call_limit_s)[0])
+            reply = replies.read(replies.Sealed, entrant.child.request({"op": "sealed"}, self.call_limit_s)[0])
         except Died as died:
             return self._lose(entrant, Outcome(died.status, self._own_paths(entrant, died.reason)))
+        if isinstance(reply, replies.Failed):
+            return self._lose(entrant, self._failure(entrant, reply))
+        self._note_switches(entrant, reply.switches)
+        return of.tampering_in(reply.tamper)
 
-    def _look(self, entrant: Entrant, reply: dict, outcome: Outcome) -> None:
-        """An audited call: what ran elsewhere, and what still runs."""
+    def _look(self, entrant: Entrant, reply: replies.Timed, outcome: Outcome) -> None:
+        """An audited call on a GPU: what ran elsewhere, and which processes still live."""
         entrant.audit.calls += 1
-        records, elsewhere = elsewhere_in(reply)
+        records, elsewhere = of.elsewhere_in(reply.queues)
         entrant.audit.records += records
         if self.device == "cuda" and not records and not entrant.peer and self._records_are_given():
             outcome.status = "CHEAT_SUSPECTED"
@@ -358,25 +526,32 @@ class Session:
                 self.notes.append("the driver gives no records: on which queue work ran is not known")
         return self._records
 
-    def _open(self, entrant: Entrant, slots: int, reads: dict[str, int] | None) -> None:
+    def _open(self, entrant: Entrant, slots: int, reads: dict[str, int] | None) -> Outcome | None:
+        """Give an entrant slots for the present content. -> what went wrong in its call before, which it leaves."""
         wanted = (self._content["sizes"], self._content["open"], slots)
         if entrant.opened == wanted:
-            return
-        made, fds = self._checker.request(
-            {"op": "allocate", "runner": entrant.name, "sizes": self._content["sizes"], "count": slots}, CHECKER_LIMIT_S
-        )
+            return None
+        if failed := self._leave(entrant):
+            return failed
+        request = {"op": "allocate", "runner": entrant.name, "sizes": self._content["sizes"], "count": slots}
+        if self.device == "cpu":
+            request |= entrant.child.freezer.address()
+        made, fds = self._checker.request(request, CHECKER_LIMIT_S)
         if "failed" in made:
             raise ProblemError(f"the checker could not allocate slots:\n{made['text']}")
         message = {"op": "open", "slots": made["slots"], **self._content["open"]}
         if reads is not None:
             message["reads"] = reads
-        self._hand_over(entrant, message, fds, "map its slots")
+        self._hand_over(entrant, message, fds, "map its slots", replies.Done)
         entrant.opened, entrant.turn = wanted, 0
+        return None
 
     def _hold(self, entrant: Entrant) -> Outcome | None:
         """Give an entrant the present weights, to prepare if it likes. -> what is wrong with what it kept, if it is."""
         if not self._split or entrant.entry is None or entrant.holds == self._weights:
             return None
+        if failed := self._leave(entrant):
+            return failed
         # Before the checker lets go of the weights before: their memory is free then, or when the runner unmaps it.
         size = self.measure(entrant) if entrant.host_base is not None else None
         if entrant.child is None:
@@ -385,18 +560,20 @@ class Session:
         if "failed" in made:
             raise ProblemError(f"the checker could not allocate weights:\n{made['text']}")
         message = {"op": "hold", "slot": made["slot"], "spec": made["spec"]}
+        before = time.perf_counter()
         try:
-            reply = self._hand_over(entrant, message, fds, "prepare the weights", PREPARE_LIMIT_S)
+            reply = self._hand_over(entrant, message, fds, "prepare the weights", replies.Prepared, PREPARE_LIMIT_S)
         except Died as died:
             raise Died(died.status, f"in prepare: {died.reason}") from None
+        took_us = (time.perf_counter() - before) * 1e6
         if size:  # what would be free if nothing but the judge's own weights had changed
             size = size[0] + entrant.held_device - made["slot"]["sizes"]["device"], size[1]
         entrant.holds, entrant.held_device = self._weights, made["slot"]["sizes"]["device"]
         self._weights_bytes = made["bytes"]
         if found := self._tampered(entrant):
             return found
-        if reply.get("prepare_us") is not None:
-            entrant.audit.prepare_us = float(reply["prepare_us"])
+        if reply.prepared:
+            entrant.audit.prepare_us = took_us
         return self._kept(entrant, size) if size else None
 
     def _kept(self, entrant: Entrant, before: tuple[int, int]) -> Outcome | None:
@@ -417,15 +594,26 @@ class Session:
             f"({PREPARED_FACTOR} x the weights and {slack // 2**20} MiB)",
         )
 
-    def _hand_over(self, entrant: Entrant, message: dict, fds: list[int], what: str, limit_s: float = 0.0) -> dict:
+    def _hand_over(
+        self, entrant: Entrant, message: dict, fds: list[int], what: str, wanted: type[replies.Wanted],
+        limit_s: float = 0.0,
+    ) -> replies.Wanted:  # fmt: skip
+        """Send descriptors, which are taken. Died: it could not use them."""
         try:
-            reply, _ = entrant.child.request(message, limit_s or self.call_limit_s + COMPILE_LIMIT_S, tuple(fds))
+            said, _ = entrant.child.request(message, limit_s or self.call_limit_s + COMPILE_LIMIT_S, tuple(fds))
         finally:
             for fd in fds:
                 os.close(fd)
-        if "failed" in reply:
-            raise Died("RUNTIME_ERROR", f"could not {what}: {reply.get('text')}")
+        reply = replies.read(wanted, said)
+        if isinstance(reply, replies.Failed):
+            raise Died("RUNTIME_ERROR", f"could not {what}: {reply.text}")
         return reply
+
+    def _break(self, entrant: Entrant, outcome: Outcome) -> Outcome:
+        """As _lose; the submission is not started again in this session."""
+        entrant.broken = Outcome(outcome.status, f"not run again: {outcome.reason}")
+        self._breaks[entrant.entry.name if entrant.entry else entrant.name] = entrant.broken
+        return self._lose(entrant, outcome)
 
     def _lose(self, entrant: Entrant, outcome: Outcome) -> Outcome:
         if entrant.child is None:  # lost already, while it was measured
@@ -460,13 +648,11 @@ class Session:
             raise ProblemError(f"{self.problem.name}'s own code failed:\n{reply['text']}")
         return reply
 
-    def _failure(self, entrant: Entrant, reply: dict) -> Outcome:
-        text = self._own_paths(entrant, str(reply.get("text", "")).strip())
-        if reply["failed"] == "compile":
-            return Outcome("COMPILE_ERROR", text)
-        if reply.get("memory"):
-            return Outcome("RUNTIME_ERROR", f"out of memory: {text}")
-        return Outcome("RUNTIME_ERROR", text)
+    def _failure(self, entrant: Entrant, reply: replies.Failed) -> Outcome:
+        said = self._own_paths(entrant, reply.text.strip())
+        if reply.failed == "compile":
+            return Outcome("COMPILE_ERROR", said)
+        return Outcome("RUNTIME_ERROR", f"out of memory: {said}" if reply.memory else said)
 
     @staticmethod
     def _own_paths(entrant: Entrant, text: str) -> str:

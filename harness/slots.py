@@ -5,13 +5,14 @@ through a pipe. What a runner is not to read yet lies there masked (harness/nati
 """
 
 import base64
+import ctypes
 import fcntl
 import mmap
 import os
 
 import torch
 
-from harness import native
+from harness import gate, native
 
 
 class Slot:
@@ -25,10 +26,7 @@ class Slot:
         if self._device:
             self.buffers["device"] = self._device.bytes
         if sizes["host"]:
-            self._fd = os.memfd_create("slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self._fd, sizes["host"])
-            # A runner that shrank the file would have the checker killed at its next look.
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._fd = _sealed_file("slot", sizes["host"])
             self.buffers["host"] = _map(self._fd, sizes["host"])
 
     def message(self) -> tuple[dict, tuple[int, ...]]:
@@ -65,6 +63,32 @@ class MappedSlot:
         if self._device:
             self._device.close()
             self._device = None
+
+
+class Page:
+    """The page by which judge and runner hand over a call on a CPU (harness/gate.cpp). The checker makes it, a runner
+    maps `fd`, which is taken.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        nbytes = -(-gate.bindings().page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = _sealed_file("gate", nbytes) if fd is None else fd
+        self._pages = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close the checker's descriptor; the memory goes with this object."""
+        os.close(self.fd)
+
+
+def _sealed_file(name: str, nbytes: int) -> int:
+    """A memory file whose size is fixed: a runner that shrank it would have the checker killed at its next look."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
 
 
 def _map(fd: int, nbytes: int) -> torch.Tensor:

@@ -17,12 +17,20 @@ HIDDEN = ("reference", "check", "wrong", "variants")
 
 
 def own(file: Path) -> list[Path]:
-    """`file`, the sources beside it that share its stem, and the local headers these include."""
-    files = {file.resolve(): None}
-    for sibling in sorted(file.resolve().parent.glob(f"{file.stem}.*")):
-        if sibling.suffix in SUFFIXES:
-            files |= dict.fromkeys(path for path in build.closure(sibling) if path.parent != build.COMMON)
-    return list(files)
+    """`file`, the sources beside it that share its stem, and the headers these include (see build.closure).
+
+    All lie in the folder of `file`, or below it. ValueError: one of them cannot be read, or there are too many.
+    """
+    file = file.resolve()
+    siblings = [path for path in file.parent.iterdir() if path.name.startswith(f"{file.stem}.")]
+    siblings = sorted(path for path in siblings if path.suffix in SUFFIXES)
+    if odd := [path for path in (file, *siblings) if not str(path).isprintable()]:
+        raise ValueError(f"{str(odd[0])!r}: the name of a source must be plain text")
+    try:
+        closure = build.closure(*siblings) if siblings else []
+    except build.BuildError as error:
+        raise ValueError(str(error)) from None
+    return [file, *(path for path in closure if path != file and build.COMMON not in path.parents)]
 
 
 def brought(file: Path, folder: Path) -> list[Path]:
@@ -71,7 +79,7 @@ def modules(file: Path, folder: Path) -> list[Path]:
     todo = [file.resolve()]
     while todo:
         path = todo.pop(0)
-        for _, name in imports(ast.parse(path.read_text(), str(path))):
+        for _, name in imports(load.parse(path)):
             module = _module(name, folder)
             if module and module not in found and module != file.resolve():
                 found[module] = None
@@ -86,8 +94,13 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _called(node.func).endswith("import_module"):
             yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def _called(function: ast.expr) -> str:
+    """The last name of what is called, "" if it has none."""
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def hidden(name: str) -> bool:

@@ -1,8 +1,11 @@
-"""Whether the Python that the judge relies on in a runner is still what it was before the submission came.
+"""Whether the Python that the GPU's clock relies on in a runner is still what it was before the submission came.
 
 The id of a function is not enough, since its __code__ can be swapped in place: what is kept is each function and the
 code object within it, its constants too. It sees what Python does to Python. Native code that writes into the process
 is beyond it; that is bounded by the parent's own clock (harness/session.py) and by the checker being another process.
+On a CPU the runner has nothing that is worth replacing, and nothing is looked at.
+
+torch's global switches are another matter: a library may set them on import. They are put back, which is no accusation.
 """
 
 import builtins
@@ -41,7 +44,6 @@ class Seal:
         self._codes = [(inner.__code__, inner.__defaults__) if inner else None for *_, inner in self._kept]
         # Mostly inherited, so the class is asked, as a call does it.
         self._methods = {name: getattr(torch.Tensor, name) for name in _TENSOR}
-        self._flags = _flags()
 
     def broken(self) -> list[str]:
         """Names of what was replaced or rewritten, sorted; empty if nothing was."""
@@ -55,37 +57,53 @@ class Seal:
                 found.append(name)
         methods = self._methods.items()
         found += [f"torch.Tensor.{name}" for name, was in methods if getattr(torch.Tensor, name) is not was]
-        now = _flags()
-        found += [f"the flag {key}, from {was} to {now[key]}" for key, was in self._flags.items() if was != now[key]]
         if sys.gettrace() is not None or sys.getprofile() is not None:
             found.append("a trace function is set")
         return sorted(found)
 
 
-def _flags() -> dict[str, object]:
-    """Settings of the whole process that change what numbers come out. A submission's own code can say what it wants
-    call by call.
-    """
-    getters: dict[str, Callable[[], object]] = {
-        "default dtype": torch.get_default_dtype,
-        "float32 matmul precision": torch.get_float32_matmul_precision,
-        "cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
-        "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-        "gradients": torch.is_grad_enabled,
-        "flush denormals": _flushes_denormals,
-    }
-    found = {}
-    for name, getter in getters.items():
-        try:
-            found[name] = getter()
-        except RuntimeError as error:  # torch refuses to say where its old and new settings were mixed
-            found[name] = str(error)[:80]
-    return found
+class Switches:
+    """Settings of the whole process that change what numbers come out, as they were before the submission came."""
+
+    def __init__(self) -> None:
+        self._was = {name: _value(get) for name, (get, _) in _SWITCHES.items()}
+
+    def restore(self) -> list[str]:
+        """Put back what was changed. -> in words, what that was."""
+        found = []
+        for name, (get, put) in _SWITCHES.items():
+            was, now = self._was[name], _value(get)
+            if was != now:
+                found.append(f"{name}, from {was} to {now}")
+                put(was)
+        return found
+
+
+def _value(get: Callable[[], object]) -> object:
+    try:
+        return get()
+    except RuntimeError:  # torch refuses to say where its old and new settings were mixed
+        return "a mixture of old and new settings"
 
 
 def _flushes_denormals() -> bool:
     return float(torch.tensor([1e-40], dtype=torch.float32) * 1) == 0.0
+
+
+def _attribute(owner: object, name: str) -> tuple[Callable[[], object], Callable[[object], object]]:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+# Name -> how it is read, how it is set.
+_SWITCHES: dict[str, tuple[Callable[[], object], Callable[[object], object]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "cuda.matmul.allow_tf32": _attribute(torch.backends.cuda.matmul, "allow_tf32"),
+    "cudnn.allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "flush denormals": (_flushes_denormals, torch.set_flush_denormal),
+}
 
 
 def _watched() -> Iterator[tuple[str, Mapping, str, object]]:

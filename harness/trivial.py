@@ -168,8 +168,11 @@ class Trivial(Checker):
         if self.own and not by_check:
             result = self.reference.compare(self.pristine, self.want, answer, peer)
             return result.ok, result.message
-        if not self.own and (fault := self._returned_fault([_claim(t) for t in outputs], self.exact)):
-            return False, fault  # forms are the judge's to check in these folders
+        if not self.own:  # forms are the judge's to check in these folders
+            layout = tree.Layout()
+            wanted = [tree.describe(tensor, layout) for tensor in self.exact]
+            if fault := self._returned_fault([_claim(t) for t in outputs], wanted):
+                return False, fault
         ok, text = self.reference.check_implementation(tree.clone(self.pristine), tree.clone(answer))
         return bool(ok), str(text)
 

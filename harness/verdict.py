@@ -12,12 +12,9 @@ EXIT_CODES = {
     "PASSED": 0, "COMPILED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3, "COMPILE_ERROR": 4,
     "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
 }  # fmt: skip
-USAGE_EXIT = 2
+USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
 # Where an entrant failed in several ways, the one that says most about it is its verdict.
-_GRAVEST = (
-    "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
-    "UNSUPPORTED", "COMPILED", "PASSED",
-)  # fmt: skip
+_GRAVEST = record.STATUSES
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ class Recorder:
         self.sandbox = sandbox.probe()
 
     def lines(self, judged: Judged) -> list[dict]:
-        """The records of `judged`: one per case, and one for a verdict on the whole entry.
+        """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole entry.
 
         Benchmark records that a confirmation superseded stand before those of the confirmation.
         """
@@ -162,7 +159,7 @@ class Recorder:
                 {**self._base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
                 | ({"resources": judged.artefacts} if kind == "compile" else {})
             )
-        return lines
+        return [record.plain(line) for line in lines]
 
     def _base(self, judged: Judged, kind: str, case: dict) -> dict:
         commit, dirty = environment.commit()
@@ -190,7 +187,7 @@ class Recorder:
             "roof_us": ground.roof_us, "roof_kind": ground.roof_kind, "roof_config": ground.roof_config,
             "empty_call_us": ground.empty_us, "bytes": ground.bytes, "flops": time.case.flops, "seeds": ground.seeds,
             "clocks_mhz": ground.clocks_mhz, "throttle": ground.throttle, "error": _error(timing.worst_error),
-            "clock": self._clock(timing), "ranking_by": judged.ranking_by, "attempt": judged.attempt,
+            "clock": self._clock(timing, ground), "ranking_by": judged.ranking_by, "attempt": judged.attempt,
             "audit": judged.audit,
         }  # fmt: skip
         if judged.confirms:
@@ -209,13 +206,19 @@ class Recorder:
             line["against"] = judged.against[index]
         return line
 
-    def _clock(self, timing: phases.Timing) -> dict:
+    def _clock(self, timing: phases.Timing, ground: phases.Ground) -> dict:
         downgrades = list(self.downgrades)
         if bound := sum(timing.flat("host_bound")):
             downgrades.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
         if self.device == "cuda" and environment.clocks()[0] is None:
             downgrades.append("no NVML: clocks and throttle reasons unknown")
-        delivery, cold = "slots shared as memory files", f"read of {flush.FLUSH_FACTOR}x the last-level cache"
+        if busy := sum(timing.flat("busy")):
+            downgrades.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")
+        if under := sum(us <= ground.resolution_us for us in timing.flat("us")):
+            downgrades.append(f"{under} calls read less than the clock resolves, {ground.resolution_us:.1f} us")
+        delivery = "memory files, filled while everything of the runner is stopped"
+        large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
+        cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
         if self.device == "cuda":
             delivery = "slots shared by CUDA IPC, masked until the call"
             cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {flush.FLUSH_FACTOR}x L2"

@@ -10,10 +10,12 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 LIMIT = 4 * 2**20  # bytes of JSON a message; a case's layout takes a few kilobytes
 _HEADER = struct.Struct("<II")  # bytes of JSON, number of descriptors
 _MAX_FDS = 64
+LOOK_S = 0.05
 
 
 class WireError(RuntimeError):
@@ -34,14 +36,19 @@ def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
         raise WireError(f"the other process is gone: {error}") from error
 
 
-def receive(sock: socket.socket, timeout_s: float = math.inf) -> tuple[dict, list[int]]:
-    """-> (message, descriptors). TimeoutError after timeout_s; WireError as described above."""
+def receive(
+    sock: socket.socket, timeout_s: float = math.inf, look: Callable[[], None] = lambda: None
+) -> tuple[dict, list[int]]:
+    """-> (message, descriptors). TimeoutError after timeout_s; WireError as described above.
+
+    look: called every LOOK_S while a message, or the rest of one, is waited for; what it raises comes through.
+    """
     deadline = time.monotonic() + timeout_s
     fds: list[int] = []
     try:
         header = b""
         while len(header) < _HEADER.size:
-            _wait(sock, deadline)
+            _wait(sock, deadline, look)
             part, more, _, _ = socket.recv_fds(sock, _HEADER.size - len(header), _MAX_FDS)
             fds += more
             if not part:
@@ -50,7 +57,7 @@ def receive(sock: socket.socket, timeout_s: float = math.inf) -> tuple[dict, lis
         length, count = _HEADER.unpack(header)
         if length > LIMIT or count != len(fds):
             raise WireError(f"not a message: {length} bytes, {count} fds announced, {len(fds)} came")
-        return _parse(_body(sock, length, deadline)), fds
+        return _parse(_body(sock, length, deadline, look)), fds
     except BaseException as error:
         for fd in fds:
             os.close(fd)
@@ -59,10 +66,10 @@ def receive(sock: socket.socket, timeout_s: float = math.inf) -> tuple[dict, lis
         raise
 
 
-def _body(sock: socket.socket, length: int, deadline: float) -> bytes:
+def _body(sock: socket.socket, length: int, deadline: float, look: Callable[[], None]) -> bytes:
     body = bytearray()
     while len(body) < length:
-        _wait(sock, deadline)
+        _wait(sock, deadline, look)
         part = sock.recv(min(length - len(body), 2**20))
         if not part:
             raise WireError("the other process closed the connection within a message")
@@ -80,7 +87,8 @@ def _parse(body: bytes) -> dict:
     return message
 
 
-def _wait(sock: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0 or not select.select([sock], [], [], None if left == math.inf else left)[0]:
-        raise TimeoutError
+def _wait(sock: socket.socket, deadline: float, look: Callable[[], None]) -> None:
+    while not select.select([sock], [], [], max(0.0, min(LOOK_S, deadline - time.monotonic())))[0]:
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+        look()

@@ -22,9 +22,6 @@ import pandas as pd
 from harness import ranking, stats
 from harness.ranking import case_label
 
-SCHEMA = 1
-KINDS = ("test", "benchmark", "compile")
-REQUIRED = ("schema", "run_id", "time", "problem", "case", "kind", "variant", "target", "status")
 OTHER_RUN = "from another run: not comparable"
 COMPILED = "compiled, not run"
 
@@ -65,33 +62,6 @@ class Board:
     notes: list[str]
 
 
-def parse(text: str, source: str) -> tuple[list[dict], list[str]]:
-    """-> (records, complaints).  text: JSON lines; source: their name in messages.
-
-    A line that is no JSON object is what a killed writer leaves: it is skipped, with a complaint. Keys that are not
-    known here are kept. ValueError, with the line, for another schema, or a record that lacks a required key.
-    """
-    records, complaints = [], []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if not isinstance(record, dict):
-            complaints.append(f"{source}:{number}: skipped a broken line ({len(line)} characters, no JSON object)")
-            continue
-        if record.get("schema") != SCHEMA:
-            raise ValueError(f"{source}:{number}: schema must be {SCHEMA}, got {record.get('schema')!r}")
-        if missing := [key for key in REQUIRED if key not in record]:
-            raise ValueError(f"{source}:{number}: a record must have {', '.join(missing)}")
-        if record["kind"] not in KINDS:
-            raise ValueError(f"{source}:{number}: kind must be one of {', '.join(KINDS)}, got {record['kind']!r}")
-        records.append(record)
-    return records, complaints
-
-
 def ranks(intervals: list[tuple[float, float]]) -> list[int]:
     """Rank of each (lo, hi), which come sorted by their geomean.
 
@@ -111,8 +81,8 @@ def ranks(intervals: list[tuple[float, float]]) -> list[int]:
 def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]]) -> list[Board]:
     """The boards of one machine, sorted by problem and target.
 
-    records: as parse returns them. expected: for (problem, target) the cases that a complete variant must have; where
-    absent, those of the base run. ValueError for a time that is not ISO 8601.
+    records: as harness/record.py reads them. expected: for (problem, target) the cases that a complete variant must
+    have; where absent, those of the base run.
     """
     rows = [
         {key: record[key] for key in ("run_id", "problem", "target", "kind", "variant", "status")}

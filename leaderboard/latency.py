@@ -3,9 +3,9 @@
 They lie in RESULTS/<machine>/<problem>/latency.jsonl, one line a measurement. The newest of each configuration counts.
 """
 
-import json
 from pathlib import Path
 
+from harness import record, text
 from leaderboard.tables import Table
 
 FILE = "latency.jsonl"
@@ -23,12 +23,15 @@ def read(results: Path, machines: list[str], problems: list[str]) -> tuple[dict[
             if problems and file.parent.name not in problems:
                 continue
             newest: dict[tuple, dict] = {}
-            for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
                 try:
-                    record = json.loads(line)
-                    newest[tuple(record[key] for key in SHOWN)] = record
-                except (ValueError, KeyError, TypeError):
-                    complaints.append(f"{machine}/{file.parent.name}/{FILE}:{number} is no latency record, left out")
+                    if line.strip():
+                        found_here = record.loads(line)
+                        record.check_latency(found_here)
+                        newest[tuple(found_here[key] for key in SHOWN)] = found_here
+                except ValueError as error:
+                    where = f"{machine}/{file.parent.name}/{FILE}:{number}"
+                    complaints.append(f"{where}: not a latency record ({text.line(error, 200)}): left out")
             if newest:
                 found[f"{file.parent.name} on {machine}"] = list(newest.values())
     return found, complaints

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from harness import text
 from leaderboard import tables
 from leaderboard.board import Board
 
@@ -18,6 +19,7 @@ STYLE = {"font.size": 9, "hatch.linewidth": 0.6, "hatch.color": "#FFFFFF", "axes
 DPI = 150
 # Ticks at these multiples of powers of ten: the first choice that gives a panel three to six.
 SUBS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), tuple(1 + i / 10 for i in range(0, 90, 2)))
+HEADING = 200  # characters
 LABEL_ROOM = 0.62  # share of a panel's log span added on the right, for the figures behind the bars
 
 
@@ -43,17 +45,19 @@ def draw(board: Board) -> Figure:
     panels = figure.subplots(1, len(board.cases), sharey=True, squeeze=False)[0]
     for panel, case in zip(panels, board.cases, strict=True):
         _panel(panel, board, case, list(shown.variant))
-    panels[0].set_yticks(range(len(shown)), shown.variant)
+    names = [text.picture(name) for name in shown.variant]
+    panels[0].set_yticks(range(len(shown)), names)
     panels[0].set_ylim(len(shown) - 0.4, -0.6)  # the first on top
     # Inches to shares of the figure: the title and legend need the same room whatever the number of variants.
-    figure.subplots_adjust(left=_margin(shown.variant) / width, right=1 - 0.15 / width, wspace=0.07)
+    figure.subplots_adjust(left=_margin(names) / width, right=1 - 0.15 / width, wspace=0.07)
     figure.subplots_adjust(top=1 - 0.98 / height, bottom=0.78 / height)
     run = board.run
     gpu = run["environment"].get("cpu" if board.target == "cpu" else "gpu") or board.machine
     left = 0.12 / width
-    heading = f"{board.problem}, {board.target}: time against the roof"
+    heading = text.picture(f"{board.problem}, {board.target}", HEADING) + ": time against the roof"
     figure.text(left, 1 - 0.25 / height, heading, weight="bold", size=11)
-    figure.text(left, 1 - 0.45 / height, f"{gpu}, run {run['run_id']}, {run['time']}", color="#555555", size=8)
+    about = text.picture(f"{gpu}, run {run['run_id']}, {run['time']}", HEADING)
+    figure.text(left, 1 - 0.45 / height, about, color="#555555", size=8)
     corner = (left, 0.02 / height)
     figure.legend(handles=_legend(), loc="lower left", bbox_to_anchor=corner, ncols=4, frameon=False, fontsize=8)
     return figure
@@ -66,7 +70,7 @@ def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
     valid = times.median_us.dropna()
     lows = [*valid, *roofs]
     if not lows:
-        panel.set_title(f"{case}\nno time", size=9)
+        panel.set_title(f"{text.picture(case, HEADING)}\nno time", size=9)
         return
     roof = float(roofs.median()) if len(roofs) else None
     lo, hi = min(lows), max(lows)
@@ -78,8 +82,8 @@ def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
     for position, name in enumerate(variants):
         row = times.loc[name]
         if not row.median_us > 0:
-            text = {"MISSING": "not timed"}.get(row.status, row.status)
-            panel.text(start * span**0.03, position, text, va="center", size=8, color="#777777", style="italic")
+            state = {"MISSING": "not timed"}.get(row.status, row.status)
+            panel.text(start * span**0.03, position, state, va="center", size=8, color="#777777", style="italic")
             continue
         colour, hatch = (OTHER, "....") if not row.base else (PEER, "////") if row.peer else (RANKED, None)
         ends = sorted((start, row.median_us))
@@ -95,8 +99,10 @@ def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
         panel.text(max(reach, start) * span**0.03, position, figures, va="center", size=8, color=INK)
     if roof:
         panel.axvline(roof, color=INK, linewidth=1.3, zorder=3)
-    kind = "/".join(sorted(set(times.roof_kind) - {""}))
-    panel.set_title(f"{case}\n" + (f"roof ({kind}) {tables.us(roof)} us" if roof else "no roof"), size=9)
+    kind = text.picture("/".join(sorted(set(times.roof_kind) - {""})))
+    panel.set_title(
+        f"{text.picture(case, HEADING)}\n" + (f"roof ({kind}) {tables.us(roof)} us" if roof else "no roof"), size=9
+    )
     _axis(panel)
 
 

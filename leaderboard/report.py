@@ -6,13 +6,13 @@
     python leaderboard/report.py --readme README.md           fill in the README's table from machines.txt
     python leaderboard/report.py --check                      exit 1 if that table is stale
 
-Nothing here is measured, and no date but the records' own appears: equal records give equal text.
+Nothing here is measured, and no date but the records' own appears: equal records give equal text. A line that is no
+record is left out with a warning, and what is shown of a record is text, never markup.
 """
 
 import argparse
 import dataclasses
 import difflib
-import os
 import sys
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
-from harness import record  # noqa: E402
+from harness import output, record, text  # noqa: E402
 from leaderboard import board, latency, plot, tables  # noqa: E402
 from problems.common import load  # noqa: E402
 
@@ -35,47 +35,59 @@ DIFF_LINES = 20  # of a stale table, shown by --check
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0, 1 if --check finds the README stale, 2 for bad use or records that cannot be read."""
+    """Exit code: 0, 1 if --check finds the README stale, 2 for bad use or files that cannot be read or written."""
     options = _options(arguments)
     try:
-        return _readme(options) if options.readme else _report(options)
-    except (ValueError, OSError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
+        code = _readme(options) if options.readme else _report(options)
+        output.flush()
+        return code
+    except (BrokenPipeError, output.ClosedError):
+        output.abandon()
+        return output.CLOSED_EXIT
+    except (ValueError, OSError, MemoryError, record.StorageError) as error:
+        output.abandon()
+        said = record.said_of(error) if isinstance(error, OSError) else error
+        output.complain(f"report.py: {text.line(said) or type(error).__name__}")
         return 2
 
 
 def read(results: Path, machines: list[str], problems: list[str]) -> tuple[list[board.Board], list[str]]:
     """-> (boards, complaints) of RESULTS/<machine>/<problem>.jsonl. problems: the names wanted; empty means all.
 
-    ValueError as board.parse and board.build say.
+    ValueError: a problem's task.py cannot be loaded.
     """
     boards, complaints = [], []
     for machine in machines:
         records = []
         for file in record_files(results / machine):
-            # A killed writer may cut a character in two; the line is broken either way, and reported.
-            text = file.read_text(encoding="utf-8", errors="replace")
-            found, said = board.parse(text, f"{machine}/{file.name}")
-            records += [record for record in found if not problems or record["problem"] in problems]
+            found, said = record.parse(file.read_bytes(), f"{machine}/{file.name}")
+            records += [one for one in found if not problems or one["problem"] in problems]
             complaints += said
-        kinds = {(record["problem"], record["target"]) for record in records}
+        kinds = {(one["problem"], one["target"]) for one in records}
         boards += board.build(records, machine, {kind: cases for kind in sorted(kinds) if (cases := expected(*kind))})
     return boards, complaints
 
 
 def record_files(folder: Path) -> list[Path]:
     """The files of records in a machine's folder; what an unfinished run has written beside them is none."""
-    return sorted(path for path in folder.glob("*.jsonl") if not path.name.endswith(record.PARTIAL))
+    files = (path for path in folder.glob("*.jsonl") if path.is_file())
+    return sorted(path for path in files if not path.name.endswith(record.PARTIAL))
 
 
 def expected(problem: str, target: str) -> list[dict] | None:
-    """The cases that a complete variant of one of our problems has; None for a problem that is no folder of ours."""
+    """The cases that a complete variant of one of our problems has; None for a problem that is no folder of ours.
+
+    ValueError: its task.py fails.
+    """
     folder = load.PROBLEMS / problem
     if not (folder / "task.py").is_file():
         return None
-    task = load.module(folder, "task")
-    cases = vars(task).get("BENCHMARKS_CPU") if target == "cpu" else None
-    return [dataclasses.asdict(case) for case in cases or task.BENCHMARKS]
+    try:
+        task = load.module(folder, "task")
+        cases = vars(task).get("BENCHMARKS_CPU") if target == "cpu" else None
+        return [dataclasses.asdict(case) for case in cases or task.BENCHMARKS]
+    except Exception as error:
+        raise ValueError(f"{problem}/task.py cannot be loaded: {error!r}") from error
 
 
 def committed(machines: Path) -> list[str]:
@@ -118,30 +130,35 @@ def spliced(text: str, table: str, name: str) -> str:
 def terminal(boards: list[board.Board], steps: dict[str, list[dict]], console: Console) -> None:
     """Print the boards, then the latencies of whole models, as tables."""
     for one in boards:
-        console.rule(Text(tables.title(one), style="bold"), align="left")
+        console.rule(_text(tables.title(one), "bold"), align="left")
         for line in tables.facts(one):
-            console.print(Text(line, style="dim"))
+            console.print(_text(line, "dim"))
         header, rows = tables.standing(one)
         styles = ["bold green" if row[0] == "1" else "yellow" if row[0] == "peer" else "" for row in rows]
         _print(console, header, rows, styles)
         (header, rows), common = tables.by_case(one)
         if rows:
-            console.print(Text(f"By case, us. All have {common}." if common else "By case, us."))
+            console.print(_text(f"By case, us. All have {common}." if common else "By case, us."))
             _print(console, header, rows, [""] * len(rows))
         header, rows = tables.pairs(one)
         if rows:
             console.print(Text("Interleaved pairs, variant / other:"))
             _print(console, header, rows, [""] * len(rows))
         for line in tables.notes(one):
-            console.print(Text(line, style="dim"))
+            console.print(_text(line, "dim"))
         console.print()
     for name, records in steps.items():
-        console.rule(Text(f"{name}: time per decode token", style="bold"), align="left")
+        console.rule(_text(f"{name}: time per decode token", "bold"), align="left")
         header, rows = latency.table(records)
         _print(console, header, rows, [""] * len(rows))
         for line in latency.notes(records):
-            console.print(Text(line, style="dim"))
+            console.print(_text(line, "dim"))
         console.print()
+
+
+def _text(said: str, style: str = "") -> Text:
+    """For rich, which reads markup in plain strings; clean, since a submission may have written it."""
+    return Text(text.line(said), style=style)
 
 
 def _print(console: Console, header: list[str], rows: list[list[str]], styles: list[str]) -> None:
@@ -149,13 +166,15 @@ def _print(console: Console, header: list[str], rows: list[list[str]], styles: l
     words, whole = {"variant", "state", "against", "verdict", "run", "case"}, {"variant", "geomean us", "mean us"}
     for name in header:
         # Names and times stay whole on a narrow terminal; the state wraps.
-        grid.add_column(name, justify="left" if name in words else "right", no_wrap=name in whole)
+        grid.add_column(_text(name), justify="left" if name in words else "right", no_wrap=name in whole)
     for row, style in zip(rows, styles, strict=True):
-        grid.add_row(*map(Text, row), style=style)
+        grid.add_row(*map(_text, row), style=style)
     console.print(grid)
 
 
 def _report(options: argparse.Namespace) -> int:
+    if options.results.exists() and not options.results.is_dir():
+        raise ValueError(f"--results must be a folder, got the file {options.results}")
     for name in options.problems:
         if not (load.PROBLEMS / name / "task.py").is_file() and not any(options.results.glob(f"*/{name}.jsonl")):
             raise ValueError(f"no problem {name}: neither a folder of problems/ nor a file of records")
@@ -165,7 +184,7 @@ def _report(options: argparse.Namespace) -> int:
     steps, said = latency.read(options.results, machines, options.problems)
     complaints += said
     for complaint in complaints:
-        print(f"warning: {complaint}", file=sys.stderr)
+        output.complain(f"warning: {text.line(complaint)}")
     if not boards and not steps:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
         where = f" on {options.machine} (there are some on: {', '.join(known) or 'none'})" if options.machine else ""
@@ -176,15 +195,15 @@ def _report(options: argparse.Namespace) -> int:
     elif options.format == "markdown" and (boards or steps):
         print(markdown(boards, steps, complaints), end="")
     elif boards or steps:
-        console = Console(highlight=False)
-        terminal(boards, steps, console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH))
+        screen = output.Screen(highlight=False)
+        terminal(boards, steps, screen if screen.is_terminal else output.Screen(highlight=False, width=PLAIN_WIDTH))
     if options.out and boards:
         options.out.mkdir(parents=True, exist_ok=True)
-        _write(options.out / "board.md", markdown(boards, steps, complaints))
-        _write(options.out / "board.csv", tables.csv(boards))
+        output.write_whole(options.out / "board.md", markdown(boards, steps, complaints))
+        output.write_whole(options.out / "board.csv", tables.csv(boards))
         pictures = [plot.write(one, options.out) for one in boards]
         names = ["board.md", "board.csv", *(path.name for path in pictures if path)]
-        print(f"wrote {', '.join(names)} in {options.out}", file=sys.stderr)
+        output.complain(f"wrote {', '.join(names)} in {options.out}")
     return 0
 
 
@@ -192,12 +211,12 @@ def _readme(options: argparse.Namespace) -> int:
     file = options.readme
     table, complaints = readme_table(options.results, options.machines)
     for complaint in complaints:
-        print(f"warning: {complaint}", file=sys.stderr)
+        output.complain(f"warning: {text.line(complaint)}")
     old = file.read_text(encoding="utf-8")
     new = spliced(old, table, file.name)
     if not options.check:
         if new != old:
-            _write(file, new)
+            output.write_whole(file, new)  # a README cut short by a kill would lose its text
         print(f"{file.name}: the board is " + ("unchanged" if new == old else "rewritten"))
         return 0
     if new == old:
@@ -208,13 +227,6 @@ def _readme(options: argparse.Namespace) -> int:
     diff = difflib.unified_diff(*sides, lineterm="", n=0)
     print("\n".join(list(diff)[:DIFF_LINES]))
     return 1
-
-
-def _write(path: Path, text: str) -> None:
-    """Write all of it or nothing: a README cut short by a kill would lose its text."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(part, path)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -237,4 +249,4 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(output.script(main))

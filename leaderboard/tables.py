@@ -1,11 +1,14 @@
-"""A board as text: what was measured where, one table for the terminal and for Markdown, and one long table for CSV."""
+"""A board as text: what was measured where, one table for the terminal and for Markdown, and one long table for CSV.
+
+What a submission has written, say a reason, is in the rows and lines as it is. It is made safe where it is rendered: by
+`escape` for Markdown, in `csv`, and by leaderboard/report.py for the terminal.
+"""
 
 import math
-import re
 
 import pandas as pd
 
-from harness import ranking
+from harness import ranking, text
 from leaderboard.board import Board
 
 WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
@@ -168,12 +171,14 @@ def frame(boards: list[Board]) -> pd.DataFrame:
 
 
 def csv(boards: list[Board]) -> str:
-    def text(value: object) -> object:
+    def cell(value: object) -> object:
         if isinstance(value, float) and math.isfinite(value):
             return f"{value:.6g}"
+        if isinstance(value, str):
+            return text.clean(value)
         return str(value) if isinstance(value, int) else value  # or a column with gaps would be one of floats
 
-    return frame(boards).map(text).to_csv(index=False, lineterminator="\n")
+    return frame(boards).map(cell).to_csv(index=False, lineterminator="\n")
 
 
 def us(value: float) -> str:
@@ -190,9 +195,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
-def escape(text: str) -> str:
-    """Plain text for one line of Markdown, or one table cell. A submission may have written it: no markup."""
-    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", " ".join(text.split()))
+escape = text.markdown
 
 
 def _grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
@@ -227,7 +230,7 @@ def _error(times: pd.DataFrame, row: tuple) -> str:
 
 def _state(row: tuple, resources: bool = True) -> str:
     """Status, why, the notes, and if wanted the registers and spills of a row, on one line."""
-    reason = " ".join(row.reason.split())
+    reason = " ".join(text.line(row.reason).split())
     reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
     quiet = row.status in ("PASSED", "COMPILED")  # the notes say it, or it goes without saying
     parts = [] if quiet else [": ".join(filter(None, [row.status, reason]))]

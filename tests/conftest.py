@@ -1,7 +1,11 @@
 """What all tests share: a profile for hypothesis, and a clear skip of tests marked gpu where there is none."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from harness import flush
 
 try:
     import hypothesis
@@ -31,3 +35,11 @@ def few_threads(request):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_caches() -> Iterator[None]:
+    """Caches are made cold by reading 24 MB, not several times what the machine has: here nobody goes by the times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flush, "last_level_cache", lambda: 2**23)
+        yield

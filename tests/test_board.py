@@ -1,6 +1,5 @@
 """Records to ranked tables: what ranks, what does not and why, and that nothing is left out silently."""
 
-import json
 import math
 
 import pandas as pd
@@ -27,45 +26,10 @@ def unranked(row: pd.Series) -> bool:
     return row["rank"] is pd.NA
 
 
-# --- reading
-
-
-def test_a_truncated_last_line_is_reported_and_skipped():
-    text = json.dumps(line("test", "a")) + "\n" + json.dumps(line("test", "b"))[:50]
-    records, complaints = board.parse(text, "box/p.jsonl")
-    assert [record["variant"] for record in records] == ["a"]
-    assert len(complaints) == 1 and "box/p.jsonl:2" in complaints[0]
-
-
-def test_a_broken_line_in_the_middle_costs_that_line_alone():
-    text = "\n".join([json.dumps(line("test", "a")), '{"schema": 1, "run', "17", json.dumps(line("test", "b"))]) + "\n"
-    records, complaints = board.parse(text, "f")
-    assert [record["variant"] for record in records] == ["a", "b"]
-    assert [complaint.split()[0] for complaint in complaints] == ["f:2:", "f:3:"]
-
-
-@pytest.mark.parametrize("schema", [0, 2, "1", None])
-def test_another_schema_is_a_clear_error(schema):
-    with pytest.raises(ValueError, match=r"f:1: schema must be 1, got"):
-        board.parse(json.dumps(line("test", "a", schema=schema)), "f")
-
-
-def test_a_record_without_a_required_key_or_of_another_kind_is_an_error():
-    record = line("test", "a")
-    del record["variant"]
-    with pytest.raises(ValueError, match="f:1: a record must have variant"):
-        board.parse(json.dumps(record), "f")
-    with pytest.raises(ValueError, match="kind must be one of"):
-        board.parse(json.dumps(line("trial", "a")), "f")
-
-
-def test_unknown_keys_are_kept():
-    records, _ = board.parse(json.dumps(line("test", "a", novelty=[1])), "f")
-    assert records[0]["novelty"] == [1]
+# --- reading: tests/test_record.py
 
 
 def test_no_records_no_boards():
-    assert board.parse("\n\n", "f") == ([], [])
     assert board.build([], "box", EXPECTED) == []
 
 

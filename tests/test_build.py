@@ -106,11 +106,141 @@ def test_a_header_of_problems_common_needs_no_path_and_is_part_of_the_key(place,
     assert (value(place), calls(place)) == (5, 2)
 
 
-def test_a_missing_header_is_named_before_anything_is_compiled(place):
-    (place / "source.cpp").write_text('#include "absent.h"\nextern "C" int value() { return 1; }\n')
-    with pytest.raises(build.BuildError, match=r'source\.cpp: #include "absent\.h" is neither beside it nor in'):
+def test_a_missing_header_is_named_with_its_line(place):
+    (place / "source.cpp").write_text('\n#include "absent.h"\nextern "C" int value() { return 1; }\n')
+    with pytest.raises(build.BuildError, match=r"source\.cpp:2:10: fatal error: absent\.h: No such file"):
         value(place)
-    assert calls(place) == 0
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_a_header_of_the_toolchain_may_stand_in_quotes(place):
+    (place / "kernel.cu").write_text('#include "cuda_fp16.h"\n__global__ void f(half* x) { *x = 1; }\n')
+    assert build.cuda(place / "kernel.cu", "sm90").kernels()
+    assert build.closure(place / "kernel.cu") == [place / "kernel.cu"]
+
+
+def test_a_header_of_the_compiler_may_stand_in_quotes(place):
+    (place / "source.cpp").write_text('#include "cstdint"\nextern "C" int32_t value() { return 3; }\n')
+    assert value(place) == 3
+
+
+ELSEWHERE = {
+    "an absolute path": '#include "{outside}/secret.h"',
+    "an absolute path into the folder": '#include "{inside}/value.h"',
+    "a path that leads out": '#include "../outside/secret.h"',
+    "one that leads out by a way through the folder": '#include "below/../../outside/secret.h"',
+    "one that is switched off": '#if 0\n#include "../outside/secret.h"\n#endif',
+    "a link": '#include "link.h"',
+    "a link to a folder": '#include "linked/secret.h"',
+    "a link into the folder": '#include "inner.h"',
+    "a link to itself": '#include "loop.h"',
+    "a Python file": '#include "reference.py"',
+    "anything else": '#include ".env"',
+    "a pipe": '#include "pipe.h"',
+    "a folder": '#include "below"',
+    "a folder with the name of a header": '#include "folder.h"',
+    "nothing": '#include "absent.h"',
+    "a device": '#include "/dev/zero"',
+    "a null byte": '#include "value\0.h"',
+    "no text": b'#include "\xff\xfe.h"',
+    "a long name": '#include "' + "x" * 2**20 + '.h"',
+    "a deep name": '#include "' + "x/" * 2**19 + 'x.h"',
+    "a line that does not end": '#include "value.h',
+    "a long line": "#" + " " * 2**20,
+    "many empty lines": "\n" * 2**20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_an_include_that_leads_elsewhere_is_the_compilers(tmp_path, what):
+    """It is neither read nor copied, whatever it names, and whatever stands in the file."""
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    for path in (folder / "below", folder / "folder.h", outside):
+        path.mkdir(parents=True)
+    for path in (outside / "secret.h", folder / "value.h", folder / "reference.py", folder / ".env"):
+        path.write_text("// x\n")
+    for link, to in (
+        ("link.h", outside / "secret.h"),
+        ("linked", outside),
+        ("loop.h", "loop.h"),
+        ("inner.h", "value.h"),
+    ):
+        (folder / link).symlink_to(to)
+    os.mkfifo(folder / "pipe.h")
+    text = ELSEWHERE[what]
+    text = text if isinstance(text, bytes) else text.replace("{outside}", str(outside)).encode()
+    (folder / "a.cu").write_bytes(text.replace(b"{inside}", bytes(folder)) + b'\n#include "b.cuh"\n')
+    (folder / "b.cuh").write_text("")
+    assert build.closure(folder / "a.cu") == [folder / "a.cu", folder / "b.cuh"]
+
+
+def test_a_header_below_the_folder_counts_and_finds_its_way_back(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "a.cu").write_text('#include "below/b.cuh"\n#include "ptx.cuh"\n')
+    (tmp_path / "below" / "b.cuh").write_text('#include "../c.inc"\n#include "../a.cu"\n')
+    (tmp_path / "c.inc").write_text("")
+    seen = build.closure(tmp_path / "a.cu")
+    assert set(seen) == {tmp_path / name for name in ("a.cu", "below/b.cuh", "c.inc")} | {build.COMMON / "ptx.cuh"}
+
+
+def test_a_source_at_the_top_of_the_repository_takes_nothing_below_it(tmp_path, monkeypatch):
+    """Nor does one in a folder above it, a home folder, say."""
+    repository = tmp_path / "repository"
+    monkeypatch.setattr(build, "COMMON", repository / "problems" / "common")
+    for name in ("problems/common/fine.h", "problems/gemv/wrong/no.h", "harness/judge.cu", "a.h"):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text("")
+    text = '#include "{}problems/gemv/wrong/no.h"\n#include "{}harness/judge.cu"\n#include "fine.h"\n#include "a.h"\n'
+    (repository / "a.cu").write_text(text.format("", ""))
+    (tmp_path / "b.cu").write_text(text.format("repository/", "repository/"))
+    assert [path.name for path in build.closure(repository / "a.cu")] == ["a.cu", "a.h", "fine.h"]
+    assert [path.name for path in build.closure(tmp_path / "b.cu")] == ["b.cu", "fine.h"]
+
+
+def test_what_is_no_plain_source_is_refused_by_name(tmp_path):
+    """A pipe would be waited for, a device never ends, a link leads elsewhere."""
+    (tmp_path / "folder.cu").mkdir()
+    os.mkfifo(tmp_path / "pipe.cu")
+    (tmp_path / "real.cu").write_text("")
+    (tmp_path / "link.cu").symlink_to("real.cu")
+    (tmp_path / "linked").symlink_to(tmp_path)
+    with open(tmp_path / "huge.cu", "w") as huge:
+        huge.truncate(10 * 2**30)
+    for name, said in (
+        ("folder.cu", "plain file"), ("pipe.cu", "plain file"), ("link.cu", "plain file"), ("absent.cu", "No such"),
+        ("linked/real.cu", "symbolic links"), ("huge.cu", "larger than 4 MiB"), ("nul\0.cu", "cannot be read"),
+    ):  # fmt: skip
+        with pytest.raises(build.BuildError, match=said) as caught:
+            build.read(tmp_path / name)
+        assert name in str(caught.value)
+    with pytest.raises(build.BuildError, match="plain file"):
+        build.read(Path("/dev/zero"))
+
+
+def test_a_file_that_becomes_a_pipe_or_a_link_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    """As if it had been a plain file when it was looked at."""
+    (tmp_path / "real.h").write_text("")
+    os.mkfifo(tmp_path / "pipe.h")
+    (tmp_path / "link.h").symlink_to("real.h")
+    plain = os.lstat(tmp_path / "real.h")
+    monkeypatch.setattr(build.os, "lstat", lambda path: plain)
+    for name in ("pipe.h", "link.h"):
+        with pytest.raises(build.BuildError, match=name):
+            build.read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "said"),
+    [("CLOSURE_LIMIT", 30, "30 bytes"), ("CLOSURE_FILES", 2, "2 files"), ("INCLUDES", 2, "2 i")],
+)
+def test_too_much_of_a_source_is_refused(tmp_path, monkeypatch, limit, value, said):
+    (tmp_path / "a.cu").write_text('#include "b.h"\n#include "c.h"\n')
+    (tmp_path / "b.h").write_text('#include "c.h"\n')
+    (tmp_path / "c.h").write_text("")
+    assert len(build.closure(tmp_path / "a.cu")) == 3
+    monkeypatch.setattr(build, limit, value)
+    with pytest.raises(build.BuildError, match=said):
+        build.closure(tmp_path / "a.cu")
 
 
 def test_includes_of_includes_may_be_circular(place):

@@ -22,8 +22,14 @@ SPILLS = {
 }
 
 
-def _jobs() -> list[tuple[str, str, str]]:
-    return list(_each())
+# Of the longest compilations one for each target and language is enough for every day.
+LONG = {
+    ("moe_gemm", "sm90_cute", "sm90"), ("fmha_decode", "sm90_cute", "sm90"), ("moe_gemm", "sm90_grouped", "sm100"),
+}  # fmt: skip
+
+
+def _jobs() -> list[object]:
+    return [pytest.param(*job, marks=pytest.mark.slow if job in LONG else ()) for job in _each()]
 
 
 def _each():
@@ -52,13 +58,13 @@ def test_compiles_for(name, variant, target, sessions):
     reply = session.ask_runner(entrant, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
     session.stop(entrant)  # which keeps what it compiled: the same closure need not be compiled again
     assert not isinstance(reply, Outcome), reply
-    assert all(artefact["bytes"] > 1000 for artefact in reply["artefacts"])
-    kernels = [kernel for artefact in reply["artefacts"] for kernel in artefact["kernels"]]
+    assert all(artefact.bytes > 1000 for artefact in reply.artefacts)
+    kernels = [kernel for artefact in reply.artefacts for kernel in artefact.kernels]
     assert kernels, "the compiler's resource report is missing"
     for kernel in kernels:
         spills = SPILLS.get((name, variant, target), {})
-        allowed = max((most for part, most in spills.items() if part in kernel["name"]), default=0)
-        assert 0 < kernel["registers"] <= 255 and kernel["spill_bytes"] <= allowed, kernel
+        allowed = max((most for part, most in spills.items() if part in kernel.name), default=0)
+        assert 0 < kernel.registers <= 255 and kernel.spill_bytes <= allowed, kernel
 
 
 def test_every_gpu_target_has_a_variant_in_each_language():

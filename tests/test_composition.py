@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import compiling, flush, guard, plan, private, problem, process, run, scan, sources, verdict
+from harness import compiling, guard, plan, private, problem, process, run, scan, sources, verdict
 from harness.private import Private
 from harness.problem import UsageError
 from harness.process import Child
@@ -224,7 +224,7 @@ def test_the_runner_gets_the_closure_in_its_places(problems, place):
         assert box.restore(f"{top}/nvfp4_gemv/submission.py:3") == f"{problems}/nvfp4_gemv/submission.py:3"
         child = Child("harness.runner", None, box.jail)
         start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
-        reply, _ = child.request(start, LIMIT_S, (flush.file(),))
+        reply, _ = child.request(start, LIMIT_S)
         child.close()
         assert reply.get("ready"), reply
     finally:

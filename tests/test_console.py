@@ -1,19 +1,26 @@
 """What a run prints at its end: every figure can be read, whatever the cases are called."""
 
+import dataclasses
+import io
+import json
+import math
+import re
+
 import pytest
 
-from harness import console, phases, problem, ranking, verdict
+from harness import console, output, phases, problem, ranking, record, text, verdict
 from harness.problem import Case
 from harness.session import Outcome
+from tests.fixtures.hostile import HOSTILE, brief
 
 MOE = problem.find("moe_gemm")
 
 
 def printed(monkeypatch, capsys, cases: list[Case], names: list[str], failing: str = "") -> str:
     """The table of times of variants of moe_gemm that took 1234.56 us in every case."""
-    plain = console.Console(width=console.PLAIN_WIDTH, highlight=False, soft_wrap=True)
+    plain = console.Screen(width=console.PLAIN_WIDTH, highlight=False, soft_wrap=True)
     monkeypatch.setattr(console, "console", plain)
-    ground = phases.Ground(800.25, 790.0, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"], None, None)
+    ground = phases.Ground(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"], None, None)
     judged = []
     for name in names:
         judged.append(verdict.Judged(MOE.variant(name), "cpu"))
@@ -66,3 +73,80 @@ def test_cases_without_parameters_have_a_name_too(monkeypatch, capsys):
 def test_cases_are_told_apart_by_what_they_do_not_share(labels, own, shared):
     mine, common = ranking.apart(labels)
     assert ([mine[label] for label in labels], common) == (own, shared)
+
+
+# --- text of a submission is data
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """Prints to a terminal of 160 columns that obeys markup, as far as rich lets it."""
+    made = console.Screen(file=io.StringIO(), force_terminal=True, width=console.PLAIN_WIDTH, highlight=False)
+    monkeypatch.setattr(console, "console", made)
+    return made
+
+
+@pytest.mark.parametrize("said", HOSTILE, ids=brief)
+def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
+    """In every function that prints; rich's own codes for bold and the like aside, nothing but text comes out."""
+    case, entry = Case({"m": said}, 1), dataclasses.replace(MOE.variant("cpu_avx512"), name=said, summary=said)
+    ground = phases.Ground(800.25, said, said, 3.0, 10**9, ["1"], None, None)
+    calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
+    judged = [verdict.Judged(entry, "cpu") for _ in range(3)]
+    for j, failure in zip(judged, (None, Outcome("INCORRECT", said), None), strict=True):
+        j.times.append(verdict.weigh(phases.Timing(case, [calls, calls], failure), ground))
+        j.tests.append((case, Outcome("RUNTIME_ERROR" if failure else "PASSED", said)))
+    judged[0].against = [{"variant": said, "ratio": 1.0, "ci95": [0.9, 1.1], "word": said}]
+    judged[0].against_all = judged[0].against[0]
+    judged[2].status, judged[2].reason = "RULE_BROKEN", said
+    console.say(said)
+    console.test_line(said, case, Outcome("INCORRECT", said))
+    console.times(judged)
+    console.ground(judged)
+    console.against(judged[0])
+    console.summary(judged, baseline=said)
+    with console.progress() as progress:
+        progress(said)
+    out = re.sub(r"\x1b\[[\d;]*[mAKGhl]|\x1b\[\?25[lh]|\r", "", screen.file.getvalue())
+    assert all(char.isprintable() or char == "\n" for char in out), ascii(out)
+    if said.isprintable() and len(said) < 100:
+        assert out.count(said) >= 10
+
+
+@pytest.mark.parametrize("status", ["INCORRECT", "COMPILE_ERROR"])
+def test_an_empty_reason_is_no_error(screen, status):
+    judged = verdict.Judged(MOE.variant("cpu_avx512"), "cpu", status if status == "COMPILE_ERROR" else "")
+    case = MOE.benchmarks["cpu"][0]
+    if not judged.status:
+        judged.tests.append((case, Outcome(status, "")))
+    console.summary([judged])
+    ground = phases.Ground(800.25, "", "read", 3.0, 10**9, ["1"], None, None)
+    judged.times.append(verdict.weigh(phases.Timing(case, [], Outcome(status, "")), ground))
+    console.times([judged])
+    assert status in screen.file.getvalue()
+
+
+def test_the_end_of_a_reader_is_said_and_does_not_end_the_process(screen):
+    class Closed(io.StringIO):
+        def write(self, _):
+            raise BrokenPipeError
+
+    screen.file = Closed()
+    with pytest.raises(output.ClosedError):
+        console.say("x")
+
+
+def test_records_hold_clean_text_and_finite_numbers():
+    entry = dataclasses.replace(MOE.variant("cpu_avx512"), name=HOSTILE[1])
+    judged = verdict.Judged(entry, "cpu", "COMPILE_ERROR", "".join(HOSTILE))
+    judged.tests.append((Case({"m": 1}, 1), Outcome("INCORRECT", "".join(HOSTILE), {"rel": math.nan, "max": math.inf})))
+    judged.artefacts = [
+        {"target": "sm90", "registers": math.inf, "name": HOSTILE[3], "deep": [[[[[[[[[[[[[1]]]]]]]]]]]]]}
+    ]
+    recorder = verdict.Recorder(MOE, "cpu")
+    lines = recorder.lines(judged)
+    said = "\n".join(json.dumps(line, allow_nan=False) for line in lines)
+    records, complaints = record.parse(said, "f")
+    assert complaints == [] and records == lines
+    for line in records:
+        assert text.clean(line["reason"], math.inf) == line["reason"] and "[link=http" in line["reason"]

@@ -93,7 +93,9 @@ def test_assertions_fire_while_tracing(name, target, tmp_path):
     assert all(said["few rows"])
 
 
-@pytest.mark.parametrize(("name", "target"), _variants())
+@pytest.mark.parametrize(
+    ("name", "target"), [pytest.param(*v, marks=pytest.mark.slow if i else ()) for i, v in enumerate(_variants())]
+)
 def test_compile_for_refuses_the_wrong_architecture(name, target, tmp_path):
     other = next(arch for known, arch in build.ARCH.items() if known != target)
     code = f"from problems.common import load; load.variant('nvfp4_gemv', {name!r}).compile_for({target!r})"

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import math
+import os
 
 import pytest
 import torch
@@ -385,7 +386,8 @@ def test_the_checker_delivers_and_judges_a_call():
     opened = said["open"]
     assert (len(opened["inout"]), len(opened["outputs"])) == (1, 2)
     judge.hold({"runner": "r"}, [])
-    judge.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1}, [])
+    own = {"guard": os.getpid(), "pid": os.getpid(), "cgroup": None}
+    judge.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **own}, [])
     for stem, status in (("variants/composed", "PASSED"), ("wrong/norm_by_mean_magnitude", "INCORRECT")):
         judge.fill({"runner": "r", "slot": 0, "key": None}, [])
         (slot,) = judge.slots["r"]
@@ -395,8 +397,8 @@ def test_the_checker_delivers_and_judges_a_call():
         assert bool(outputs[0].isnan().all()) and data.inputs.chunk == 128
         module = load.module(FOLDER, stem)
         result = module.custom_kernel(data._replace(weights=module.prepare(weights)))
-        captures = [tree.tensor(spec, slot.buffers["host"]) for spec in opened["captures"]]
-        claims = runner._capture_own(result, outputs, [tree.raw(t) for t in outputs], captures)
+        judge.caught["r"] = judge._catch("r", slot, judge.pages["r"], judge.freezers["r"])
+        claims = runner._forms(result, outputs)
         verdict = judge.judge({"runner": "r", "slot": 0, "claims": claims, "peer": False}, [])
         assert verdict["status"] == status, verdict
     judge.release({"op": "release", "runner": "r"}, [])

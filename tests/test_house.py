@@ -26,7 +26,8 @@ CPU_NEEDS, GPU_NEEDS = (setup.wanted(PROJECT, gpu) for gpu in (False, True))
 # A python3 with torch for CUDA and everything that nothing works without.
 GPU_PACKAGES = {
     "torch": "2.11.0+cu130", "numpy": "2.5.2", "pytest": "8.4.0", "pandas": "2.3.1", "matplotlib": "3.10.0",
-    "rich": "14.0.0", "pyyaml": "6.0.2", "hypothesis": "6.140.0", "cuda-bindings": "13.0.1", "pip": "25.0",
+    "rich": "14.0.0", "pyyaml": "6.0.2", "pydantic": "2.11.0", "hypothesis": "6.140.0", "cuda-bindings": "13.0.1",
+    "pip": "25.0",
 }  # fmt: skip
 
 

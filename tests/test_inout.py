@@ -1,5 +1,6 @@
 """Inputs that a call may overwrite (task.py: INOUT): they may change, others may not, and each call gets them fresh."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -176,16 +177,17 @@ def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
         session.weights(cases[0], 1)
         session.content(cases[0], 1)
         reply = session.ask_runner(entrants[0], {"op": "profile", "peer": False}, 60, slots=1)
-        assert not isinstance(reply, Outcome) and "add" in reply["table"], reply
+        assert not isinstance(reply, Outcome) and "add" in reply.table, reply
 
 
 @pytest.mark.parametrize("classes", [FLAT, SPLIT], ids=["flat", "split"])
 def test_after_a_call_the_slot_holds_them_as_before(tmp_path, classes):
-    """A GPU's runner makes a call on a slot that was judged, to fetch code: it finds no state that is full."""
+    """A GPU's runner makes a call on a slot that was looked at, to fetch code: it finds no state that is full."""
     made = checker(folder(tmp_path / "running", classes))
     said = content(made)
     assert len(said["open"]["inout"]) == 2
-    made.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1}, [])
+    own = {"guard": os.getpid(), "pid": os.getpid(), "cgroup": None}
+    made.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **own}, [])
     made.fill({"runner": "r", "slot": 0, "key": None}, [])
     (slot,) = made.slots["r"]
     leaves = tree.leaves(made.spec)
@@ -193,7 +195,7 @@ def test_after_a_call_the_slot_holds_them_as_before(tmp_path, classes):
     before = [region.clone() for region in regions]
     for region in regions:
         region.fill_(3)
-    made.judge({"runner": "r", "slot": 0, "claims": [], "peer": False}, [])
+    assert made._changed("r", slot) == ""
     assert all(torch.equal(*pair) for pair in zip(regions, before, strict=True))
     made.release({"op": "release", "runner": "r"}, [])
 

@@ -2,8 +2,11 @@
 
 import argparse
 import dataclasses
+import errno
+import fcntl
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from harness.journal import Group, Journal
 from harness.problem import UsageError
 from harness.session import Outcome
 from harness.verdict import Judged
+from tests.fixtures.hostile import brief
 from tests.fixtures.records import full
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,8 +97,9 @@ def test_it_can_be_cut_anywhere_and_goes_on():
         again = Journal.resume("box", "p")
         again.test("late", 0, RIGHT)
         again.close()
-        kept = journal._parse(path.read_bytes())
-        assert kept[: whole[:cut].count(b"\n")] == journal._parse(whole[:cut])[: whole[:cut].count(b"\n")]
+        (kept, _), (before, _) = journal._parse(path.read_bytes(), path), journal._parse(whole[:cut], path)
+        count = whole[:cut].count(b"\n")
+        assert kept[:count] == before[:count]
         assert [line["kind"] for line in kept[-2:]] == ["resumed", "test"], cut
         assert path.read_bytes().startswith(whole[:cut])
 
@@ -271,3 +276,132 @@ def test_a_submission_means_the_same_from_another_folder(tmp_path, monkeypatch):
     made = plan.make(RUN_IDS[0], gemv, "cpu", arguments, [Judged(gemv.variant("cpu_avx2"), "cpu")], gemv.tests, ())
     assert made["arguments"]["submission"] == str(tmp_path / "mine.py")
     assert made["arguments"]["against"] == "cpu_avx2"
+
+
+# --- trouble with the disk, and lines that are not as they must be
+
+
+def test_what_cannot_be_written_stays_out_and_the_run_goes_on(monkeypatch):
+    found = filled()
+    before = found.path.read_bytes()
+    with monkeypatch.context() as patch:
+        real = os.write
+        patch.setattr(
+            os, "write", lambda fd, data: real(fd, bytes(data)[:30]) if len(data) > 30 else fail(errno.ENOSPC)
+        )
+        with pytest.raises(record.StorageError, match=f"{found.path.name} .free some space"):
+            found.test("b", 0, RIGHT)
+        patch.setattr(os, "write", real)
+        patch.setattr(os, "fsync", lambda fd: fail(errno.EIO))
+        with pytest.raises(record.StorageError, match="Input/output error"):
+            found.test("b", 0, RIGHT)
+        with pytest.raises(record.StorageError):
+            found.finish(full("a", 1.0, run=found.run_id))
+        assert found.path.read_bytes() == before and found.resumable
+        found.close()
+    again = Journal.resume("box", "p")
+    assert again.complaints == [] and again.have().test("b", 0) is None and again.have().test("a", 0) == RIGHT
+    again.finish(full("a", 1.0, run=again.run_id))
+    assert record.read("box", "p") == full("a", 1.0, run=again.run_id) and not again.path.exists()
+
+
+def fail(error: int) -> None:
+    raise OSError(error, os.strerror(error))
+
+
+def test_a_full_disk_at_the_end_leaves_the_records_due(monkeypatch):
+    found, mine = filled(), full("a", 1.0, run=RUN_IDS[0])
+    with monkeypatch.context() as patch:
+        real, truth = record.add_line, []
+
+        def add(file, line):
+            if file is not found._file:
+                truth.append(line)
+                if len(truth) == 2:
+                    fail(errno.ENOSPC)
+            real(file, line)
+
+        patch.setattr(record, "add_line", add)
+        with pytest.raises(record.StorageError, match=r"p\.jsonl"):
+            found.finish(mine)
+        found.close()
+    assert record.read("box", "p") == mine[:1] and found.path.exists()
+    assert journal.settle("box", "p") == ([RUN_IDS[0]], []) and record.read("box", "p") == mine
+
+
+def test_a_journal_that_cannot_begin_leaves_nothing(monkeypatch, results):
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "add_line", lambda file, line: fail(errno.ENOSPC))
+        with pytest.raises(record.StorageError):
+            begun()
+    assert list(results.rglob("*.jsonl")) == [] and begun().resumable is False
+
+
+def test_a_file_system_without_locks_is_an_error_and_no_endless_loop(monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: fail(errno.ENOLCK))
+    with pytest.raises(record.StorageError, match="No locks available"):
+        begun()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "[" * 100_000, '{"kind": "test", "a": ' + "[" * 100_000, b"\xff\xfe{", '{"kind": ' + "1" * 10_000 + "}",
+        "17", "null", '{"kind": 5}', '{"kind": "test"}',
+        '{"kind": "test", "entrant": "a", "case": 0, "outcome": {"status": "FINE"}}',
+        '{"kind": "test", "entrant": "a", "case": 0, "outcome": {"status": "PASSED", "us": "x"}}',
+        '{"kind": "test", "entrant": "a", "case": 0, "outcome": {"status": "PASSED", "other": 1}}',
+        '{"kind": "group", "outcomes": {"a": 5}}', '{"kind": "final", "records": [5]}', '{"kind": "final"}',
+        '{"kind": "compiled", "entry": "a"}', '{"kind": "clock"}', '{"kind": "audit", "part": 0, "entrants": {"a": 5}}',
+        '{"kind": "confirm"}', '{"kind": "plan"}', "x" * 2**20,
+    ],
+    ids=brief,
+)  # fmt: skip
+def test_a_broken_line_of_a_journal_is_work_that_is_done_again(broken):
+    path = filled().path
+    with path.open("ab") as file:
+        file.write((broken if isinstance(broken, bytes) else broken.encode()) + b"\n")
+    data = path.read_bytes()
+    assert journal.settle("box", "p")[0] == [] and journal.attempts("box", "p", "a")
+    again = Journal.resume("box", "p")
+    (complaint,) = again.complaints
+    assert complaint.startswith(f"box/{path.name}:6: ") and complaint.endswith(": left out") and len(complaint) < 400
+    assert again.have().test("a", 0) == RIGHT and again.have().group(0, 1) and again.have("confirm a").group(0, 1)
+    again.close()
+    assert path.read_bytes().startswith(data)
+
+
+def test_numbers_beyond_json_come_back():
+    """A claim is kept as it came."""
+    path = filled().path
+    with path.open("a") as file:
+        file.write('{"kind": "test", "entrant": "b", "case": 0, "outcome": ')
+        file.write('{"status": "PASSED", "us": 1e999, "host_us": NaN}}\n')
+    assert Journal.resume("box", "p").have().test("b", 0).us == math.inf
+
+
+def test_a_journal_whose_plan_is_broken_is_kept_for_a_person():
+    source = filled()
+    source.close()
+    lines = source.path.read_bytes().split(b"\n")
+    for plan_ in (b"{", b'{"kind": "plan"}', b'{"kind": "plan", "run_id": 5}'):
+        source.path.write_bytes(b"\n".join([plan_, *lines[1:]]))
+        assert journal.settle("box", "p") == ([], []) and source.path.exists()
+        with pytest.raises(UsageError, match="no unfinished run"):
+            Journal.resume("box", "p")
+
+
+def test_a_problems_name_is_no_pattern():
+    found = Journal.create("box", "p[a]*", {"run_id": RUN_IDS[0]})
+    found.note("x")
+    found.close()
+    assert journal.unfinished("box", "p[a]*") == [found.path] and journal.unfinished("box", "pa*") == []
+
+
+def test_a_plan_without_options_is_bad_use():
+    defaults = run.parser().parse_args([])
+    for arguments in (5, {}, {"mode": "test"}):
+        with pytest.raises(UsageError, match="does not say its options"):
+            plan.adopt(planned(arguments=arguments), run.parser().parse_args([]), defaults)
+    with pytest.raises(UsageError, match="the submissions, cpu_avx2"):
+        plan.compare(planned(entries=[5]), planned(), Path("x"))

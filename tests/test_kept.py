@@ -1,6 +1,6 @@
 """What a submission keeps of weights on a GPU is what free memory does not explain by the judge's own weights."""
 
-from harness import session
+from harness import replies, session
 from harness.entrant import Entrant
 from harness.session import Session
 
@@ -46,7 +46,7 @@ def held(driver: Driver, sizes: list[tuple[int, int]]) -> tuple[Entrant, session
             return {"slot": {"sizes": {"device": size, "host": 0}}, "spec": None, "bytes": size}, []
 
     judge._checker = Checker()
-    judge._hand_over = lambda *args: driver.prepare(state) or {"prepare_us": 1.0}
+    judge._hand_over = lambda *args: driver.prepare(state) or replies.Prepared(prepared=True)
     judge._tampered = lambda entrant: None
     judge.measure = lambda entrant: (driver.free, 0)
     entrant = Entrant("one", object(), "sm90")

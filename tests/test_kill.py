@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import problem
-from leaderboard import board
+from harness import problem, record
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_CHILD_SUBREAPER = 36
@@ -146,30 +145,26 @@ def kill_at_random(place: Place, kills: int) -> None:
 
         assert_nothing_left(place, mine, when)
         assert place.truth().startswith(truth), when
-        records, _ = board.parse(place.truth().decode(), "vector_add.jsonl")
+        records, _ = record.parse(place.truth(), "vector_add.jsonl")
         now = place.journals()
         for path, before in journals.items():
             run_id = path.name.split(".")[1]
-            finished = sum(record["run_id"] == run_id for record in records) == RECORDS
+            finished = sum(one["run_id"] == run_id for one in records) == RECORDS
             assert finished if path not in now else now[path].startswith(before), when
     while place.journals():
         place.finish("--resume")
     said = place.finish()
     assert "waiting for" not in said
     assert_nothing_left(place, mine, "at the end")
-    records, complaints = board.parse(place.truth().decode(), "vector_add.jsonl")
+    records, complaints = record.parse(place.truth(), "vector_add.jsonl")
     by_run: dict[str, list[dict]] = {}
-    for record in records:
-        by_run.setdefault(record["run_id"], []).append(record)
+    for one in records:
+        by_run.setdefault(one["run_id"], []).append(one)
     assert {len(run) for run in by_run.values()} == {RECORDS}
     assert len(complaints) <= kills  # lines that a kill tore; the whole ones follow them
     for run in by_run.values():
-        timed = [record for record in run if record["kind"] == "benchmark"]
-        assert all([len(group) for group in record["samples_us"]] == [2] * place.processes for record in timed)
-
-
-def test_one_kill(tmp_path):
-    kill_at_random(Place(tmp_path, 1), 1)
+        timed = [one for one in run if one["kind"] == "benchmark"]
+        assert all([len(group) for group in one["samples_us"]] == [2] * place.processes for one in timed)
 
 
 @pytest.mark.slow
@@ -178,7 +173,7 @@ def test_fifty_kills(tmp_path):
 
 
 def test_a_kill_during_the_calls_keeps_what_was_done(tmp_path):
-    """Not at random: as soon as a group of timed calls is on disk. The resumed run must not time it again."""
+    """The short form, not at random: as soon as a group of timed calls is on disk. It must not be timed again."""
     place = Place(tmp_path, 2)
     judge = place.start()
     deadline = time.monotonic() + 120
@@ -192,5 +187,7 @@ def test_a_kill_during_the_calls_keeps_what_was_done(tmp_path):
     said = place.finish("--resume")
     assert f"{TESTS} test outcomes and {len(groups)} groups of timed calls are known" in said and not path.exists()
     timed = [line for line in map(json.loads, place.truth().splitlines()) if line["kind"] == "benchmark"]
-    known = [round(call["us"], 4) for call in groups[0]["outcomes"]["good"]]
-    assert known in timed[groups[0]["case"]]["samples_us"]
+    # The journal has the clock's readings; the record has them less what the clock itself costs.
+    record = timed[groups[0]["case"]]
+    known = [call["us"] - record["empty_call_us"] for call in groups[0]["outcomes"]["good"]]
+    assert any(group == pytest.approx(known, abs=1e-3) for group in record["samples_us"])

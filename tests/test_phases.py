@@ -60,7 +60,8 @@ def waves(cases: list[Case], entrants: int, how: Plan, paired: bool = False) -> 
     assert session.alive == set()
     session.called.pop(JUDGE)
     names = {f"{entrant.name} {process}" for entrant in made for process in range(how.processes)}
-    assert session.called == dict.fromkeys(names, len(cases) * (how.warmups + how.samples))
+    unscored = 2  # rounds on a CPU: after other weights, and where memory is measured
+    assert session.called == dict.fromkeys(names, len(cases) * (how.warmups + how.samples + unscored))
     return session.waves
 
 
@@ -190,7 +191,6 @@ def test_the_roof_is_the_larger_of_bytes_and_operations(monkeypatch):
     found, session, _ = grounds(monkeypatch, [round(50 * rate), round(300 * rate), None], HOW)
     assert [g.roof_kind for g in found] == ["read", "flops", "read"]
     assert [g.roof_us for g in found] == pytest.approx([100, 300, 100], rel=1e-6)
-    assert [g.fastest_us for g in found] == [100] * 3, "of readers alone: the floor goes by it"
     assert found[1].roof_config == f"matmul at {rate / 1e6:.0f} TFLOP/s"
     assert session.products == 2 * 3, "in each wave, beside its first case"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import flush, guard, private, problem, process, sandbox
+from harness import guard, private, problem, process, sandbox
 from harness.private import CacheError, Private
 from harness.process import Child
 from problems.common import build
@@ -60,7 +60,7 @@ def runner(box: Private, extra: dict[str, str] | None = None, **message: object)
     """A started runner in `box`, ready."""
     child = Child("harness.runner", extra, box.jail)
     start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
-    reply, _ = child.request({**start, **message}, LIMIT_S, () if message.get("compile") else (flush.file(),))
+    reply, _ = child.request({**start, **message}, LIMIT_S)
     assert reply.get("ready"), reply
     return child
 
@@ -90,17 +90,20 @@ def test_the_runner_knows_only_its_own_modules(box):
 
 
 def test_a_submission_from_elsewhere_keeps_its_places(tmp_path, place):
-    """Headers above the file too: their way to each other stays."""
+    """Headers below the file too: their way to each other stays. Nothing comes from above it."""
     (tmp_path / "mine" / "deep").mkdir(parents=True)
-    (tmp_path / "mine" / "shared.h").write_text("#define SEVEN 7\n")
+    (tmp_path / "above.h").write_text("#define EIGHT 8\n")
+    (tmp_path / "mine" / "deep" / "shared.h").write_text("#define SEVEN 7\n")
     (tmp_path / "mine" / "secret.txt").write_text("not of the closure")
-    (tmp_path / "mine" / "deep" / "sub.cpp").write_text('#include "../shared.h"\n#include "nvfp4.cuh"\n')
-    file = tmp_path / "mine" / "deep" / "sub.py"
+    (tmp_path / "mine" / "sub.cpp").write_text(
+        '#include "deep/shared.h"\n#include "nvfp4.cuh"\n#include "../above.h"\n#include "secret.txt"\n'
+    )
+    file = tmp_path / "mine" / "sub.py"
     file.write_text("from task import Case\ndef custom_kernel(data): pass\n")
     box = Private.make(file, GEMV, base=place)
     try:
         top = box.folder / "submission"
-        assert files(top) == {"shared.h", "deep/sub.py", "deep/sub.cpp"} and box.file == top / "deep" / "sub.py"
+        assert files(top) == {"deep/shared.h", "sub.py", "sub.cpp"} and box.file == top / "sub.py"
         assert box.restore(f"{box.file}:3") == f"{file}:3"
         runner(box).close()
     finally:

@@ -103,10 +103,10 @@ class World:
                     timings[name][number].outcomes.append(outcomes[name])
         known = {
             "roof_us": 5.0,
-            "fastest_us": 4.0,
             "roof_config": "read 0",
             "roof_kind": "read",
             "empty_us": 1.0,
+            "resolution_us": 0.0,
             "seeds": ["1"],
         }
         blank = dict.fromkeys(field.name for field in dataclasses.fields(phases.Ground)) | known

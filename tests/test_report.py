@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 from matplotlib import image
 
 from harness import record
 from leaderboard import board, report, tables
+from problems.common import load
+from tests.fixtures.hostile import HOSTILE
 from tests.fixtures.records import CASES, full, line, write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,10 +104,13 @@ def test_a_truncated_line_is_reported_and_the_rest_is_shown(capsys, results):
     assert code == 0 and "sm90_v1" in out and "warning: gpu-box/nvfp4_gemv.jsonl:" in err and "broken line" in err
 
 
-def test_an_unknown_schema_is_an_error(capsys, results):
+def test_a_record_of_another_schema_is_left_out_with_a_warning(capsys, results):
     write(results, "gpu-box", [line("test", "a", schema=99)])
-    code, _, err = said(capsys, "--results", results)
-    assert code == 2 and "schema must be 1, got 99" in err and "Traceback" not in err
+    code, out, err = said(capsys, "--results", results)
+    assert code == 0 and "sm90_v1" in out and err.count("\n") == 1
+    assert re.search(
+        r"^warning: gpu-box/nvfp4_gemv.jsonl:\d+: not a record \(schema must be 1, got 99\): left out$", err, re.M
+    )
 
 
 def test_csv_has_a_row_per_variant_and_case(capsys, results):
@@ -288,9 +294,138 @@ def test_the_newest_latency_of_each_configuration_is_shown(capsys, results):
     file.parent.mkdir()
     file.write_text("\n".join([*map(json.dumps, lines), '{"config":']))
     code, out, err = said(capsys, "--results", results, "--format", "markdown")
-    assert code == 0 and "gpu-box/model/latency.jsonl:4 is no latency record" in err
+    assert code == 0 and "gpu-box/model/latency.jsonl:4: not a latency record" in err
     assert "### model on gpu-box: time per decode token" in out and "### " in out.partition("### model")[0]
     assert "| small | bf16 | 1 | 512 | 9 | 4 | 1 | 25.0 % | 77 | ok |" in out
     assert "| small | nvfp4 | 1 | 512 | 9 | 4 | 1 | 25.0 % | 77 | replay_equals_eager |" in out
     code, out, _ = said(capsys, "--results", results)
     assert code == 0 and "model on gpu-box: time per decode token" in out and "replay_equals_eager" in out
+
+
+# --- text of a record is data
+
+
+def hostile(number: int) -> str:
+    """As a name that a record may have: without what parts folders."""
+    return HOSTILE[number].replace("/", "").replace("\0", "")[:150] + f"x{number}"
+
+
+@pytest.fixture
+def bad_results(tmp_path: Path) -> Path:
+    """Every text of a record, a submission's or not, in turn each of the hostile ones."""
+    lines, latencies = [], []
+    for number, said in enumerate(HOSTILE):
+        name = hostile(number)
+        more = {
+            "environment": {"gpu": said, "driver": said}, "clock": {"name": said, "cold": [said], "downgrades": [said]},
+            "commit": said, "roof_kind": said, "throttle": [said], "run": f"r{hostile(number % 3)}",
+            "problem": "foreign",
+        }  # fmt: skip
+        times = full(name, 1.0 + number / 10, **more)
+        for one in times:
+            one["case"] = {"m": one["case"]["m"], "said": said}
+            one["against"] = {"variant": said, "ratio": 1.0, "ci95": [0.9, 1.1], "word": said}
+        lines += times
+        lines.append(line("test", f"wrong{name}", status="INCORRECT", reason=said, case=number % 3))
+        lines.append(line("test", f"odd{name}", problem=f"p{number}{name}", status="TIMEOUT", reason=said))
+        lines.append(line("compile", name, target=f"t{name}", status="COMPILED", resources=[{"target": f"t{name}"}]))
+        latencies.append({
+            "config": said, "format": said, "batch": 1, "context": number, "kernels": {said: said}, "eager_ms": 1.0,
+            "graph_ms": 1.0, "floor_ms": 1.0, "graph_launches": 1, "checks": {said: said}, "ok": False, "commit": said,
+        })  # fmt: skip
+    file = write(tmp_path / "bad", "box", lines).parent / "model" / "latency.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps(one) + "\n" for one in latencies))
+    return tmp_path / "bad"
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown", "csv"])
+def test_hostile_records_are_shown_as_text(capsys, bad_results, form):
+    code, out, err = said(capsys, "--results", bad_results, "--format", form)
+    assert (code, err) == (0, "")
+    out.encode()
+    assert all(char.isprintable() or char == "\n" for char in out) and "[link=http" in out.replace("\\", "")
+    if form == "markdown":
+        html = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(out).replace("<!-- -->", "")
+        known = {"h3", "ul", "li", "p", "table", "thead", "tbody", "tr", "th", "td"}
+        assert set(re.findall(r"<(\w+)", html)) <= known
+        assert not re.search(r"://|\w@\w", out)
+    if form == "csv":
+        rows = list(csv.DictReader(io.StringIO(out)))
+        assert {row["machine"] for row in rows} == {"box"} and all(None not in row for row in rows)
+
+
+def test_hostile_records_have_pictures(capsys, bad_results, tmp_path):
+    code, _, err = said(capsys, "--results", bad_results, "--out", tmp_path / "out")
+    assert code == 0 and err.startswith("wrote ")
+    assert {path.parent for path in (tmp_path / "out").rglob("*")} == {tmp_path / "out"}
+    assert len(list((tmp_path / "out").glob("box_foreign_sm90.png"))) == 1
+
+
+def test_a_record_names_no_file_outside(capsys, tmp_path):
+    """Neither a folder of problems to load code from, nor a picture to write."""
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "task.py").write_text("raise SystemExit(99)\n")
+    places = [f"../../../../../../../../{tmp_path}/evil", str(tmp_path / "evil"), "..", "../x"]
+    write(tmp_path / "r", "box", full("a", 1.0) + [one | {"problem": p} for p in places for one in full("b", 1.0)])
+    write(tmp_path / "r", "box", [one | {"target": p} for p in places for one in full("b", 1.0)])
+    code, out, err = said(capsys, "--results", tmp_path / "r", "--out", tmp_path / "out")
+    assert code == 0 and "evil" not in out, out
+    assert err.count("): left out\n") == 2 * 3 * len(places)
+
+
+def test_broken_lines_cost_no_board(capsys, results):
+    said(capsys, "--results", results, "--format", "markdown")
+    before = said(capsys, "--results", results, "--format", "markdown")[1]
+    lines = [
+        "[" * 100_000,
+        '{"schema": ' + "1" * 10_000 + "}",
+        "NaN",
+        '{"schema": 1, "status": 1e999}',
+        "17",
+        "\ufeff{}",
+    ]
+    bad = [full("bad", 1.0)[0] | {"variant": {}}, full("bad", 1.0)[0] | {"median_us": "1"}]
+    file = write(results, "gpu-box", bad, tail="\n".join(lines) + "\n")
+    kept = file.read_bytes()
+    code, out, err = said(capsys, "--results", results, "--format", "markdown")
+    shown, _, warnings = out.partition("Warning: ")
+    assert code == 0 and before.startswith(shown.rstrip("\n")[:2000]) and "bad" not in shown.replace("sm90_bad", "")
+    assert err.count("left out\n") == 8 == len(set(err.splitlines())) and file.read_bytes() == kept
+
+
+def test_a_broken_latency_record_costs_no_board(capsys, results):
+    file = results / "gpu-box" / "model" / "latency.jsonl"
+    file.parent.mkdir()
+    odd = [{"config": [], "format": "x"}, {"config": "a"}, [], 5, {"eager_ms": 0}]
+    file.write_text("\n".join([*map(json.dumps, odd), "[" * 100_000, "\x00"]))
+    code, out, err = said(capsys, "--results", results)
+    assert code == 0 and "sm90_v1" in out and err.count("not a latency record") == 7
+
+
+# --- files that cannot be read or written
+
+
+def test_results_that_are_a_file_and_places_that_cannot_be_written(capsys, tmp_path, results, readme):
+    (tmp_path / "file").touch()
+    for options in (
+        ["--results", tmp_path / "file"], ["--results", results, "--out", tmp_path / "file"],
+        ["--results", results, "--out", "/proc/nothing"], ["--readme", tmp_path / "none" / "README.md", *readme[2:]],
+        [*readme[:2], "--machines", tmp_path / "none", *readme[4:]],
+    ):  # fmt: skip
+        code, _, err = said(capsys, *options)
+        assert code == 2 and err.startswith("report.py: ") and err.count("\n") == 1
+
+
+def test_a_folder_that_is_called_as_records_is_none(capsys, results):
+    (results / "gpu-box" / "odd.jsonl").mkdir()
+    assert said(capsys, "--results", results)[0] == 0
+
+
+def test_a_problem_that_cannot_be_loaded_is_one_line(capsys, monkeypatch, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "task.py").write_text("raise KeyError('x')\n")
+    monkeypatch.setattr(load, "PROBLEMS", tmp_path)
+    write(tmp_path / "r", "box", [one | {"problem": "broken"} for one in full("a", 1.0)])
+    code, _, err = said(capsys, "--results", tmp_path / "r")
+    assert code == 2 and "broken/task.py cannot be loaded: KeyError('x')" in err and err.count("\n") == 1

@@ -30,7 +30,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup.json"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # the public home of torch's CPU builds
-ESSENTIAL = ("torch", "pytest", "pandas", "matplotlib", "rich", "pyyaml")  # nothing works without them
+ESSENTIAL = ("torch", "pytest", "pandas", "matplotlib", "rich", "pyyaml", "pydantic")  # nothing works without them
 WITHOUT = {  # what is lost without the others
     "nvidia-cutlass-dsl": "CuTe DSL variants neither compile nor run",
     "pytest-xdist": "make test runs in one process and takes longer",

@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -24,8 +25,17 @@ ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", "-shared", "-Xcompiler", "-fPIC")
 CPP_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall")
 # FMA contraction is left to the source: it says std::fma where it means it.
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-
+_INCLUDE = re.compile(rb'^[ \t\f\v]*#[ \t\f\v]*include[ \t\f\v]*"([^"\r\n]+)"', re.MULTILINE)
+# What an include may bring along, by the end of its name: no Python file, no results, no keys.
+INCLUDED = {
+    ".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".inl", ".ipp", ".tpp", ".def", ".c", ".cc", ".cpp", ".cxx", ".cu",
+    ".ptx",
+}  # fmt: skip
+SOURCE_LIMIT = 4 * 2**20  # bytes of one source; the longest headers of public kernel libraries have a tenth of that
+CLOSURE_LIMIT = 16 * 2**20  # bytes of a source with all that it includes: the judge reads them several times
+CLOSURE_FILES = 1000  # of a source with all that it includes
+INCLUDES = 20_000  # names that are looked for
+_NAME_LIMIT = 4096  # bytes of a path, the kernel's
 
 _more_flags: list[str] = []  # of every CUDA build, while capturable() is in force
 
@@ -106,21 +116,86 @@ def directory() -> Path:
     return Path(os.environ.get("KERNEL_BUILD_DIR") or COMMON.parent.parent / ".build")
 
 
-def closure(source: Path) -> list[Path]:
-    """`source` and every header it includes with quotes, transitively, beside the includer or in problems/common."""
-    seen: dict[Path, None] = {}
-    todo = [source]
+def closure(*sources: Path) -> list[Path]:
+    """`sources`, files of one folder, and every header that they include with quotes, at any distance.
+
+    A header counts if it is a plain file in that folder, below it, or in problems/common, with an ending of INCLUDED.
+    Any other include (a header of the toolchain, one that is missing, a path that leads out of the folder, a symbolic
+    link) is left to the compiler: where the judge runs one for a submission, it can read nothing else. BuildError: a
+    file cannot be read (see `read`), or there are too many.
+    """
+    folder = sources[0].parent
+    found: dict[Path, None] = {}
+    todo, size, names = list(sources), 0, 0
     while todo:
         path = todo.pop()
-        if path in seen:
+        if path in found:
             continue
-        seen[path] = None
-        for name in _INCLUDE.findall(path.read_text()):
-            found = next((d / name for d in (path.parent, COMMON) if (d / name).is_file()), None)
-            if found is None:
-                raise BuildError(f'{path.name}: #include "{name}" is neither beside it nor in problems/common')
-            todo.append(found.resolve())
-    return list(seen)
+        found[path] = None
+        content = read(path)
+        included = dict.fromkeys(_INCLUDE.findall(content))
+        size, names = size + len(content), names + len(included)
+        for count, limit, what in (
+            (size, CLOSURE_LIMIT, "bytes"), (len(found), CLOSURE_FILES, "files"), (names, INCLUDES, "includes"),
+        ):  # fmt: skip
+            if count > limit:
+                raise BuildError(f"{sources[0].name}: a source may have {limit} {what}, headers included: at {path}")
+        todo += filter(None, (_header(name, path.parent, folder) for name in included))
+    return list(found)
+
+
+def read(path: Path) -> bytes:
+    """The content of the source at `path`, which must be absolute and free of links.
+
+    BuildError: it is no plain file, it lies elsewhere than its path says (a symbolic link), it is larger than
+    SOURCE_LIMIT, or it cannot be opened.
+    """
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise BuildError(f"{path} must be a plain file: no link, folder, pipe or device is read")
+        # Whoever replaces the file meanwhile gains nothing: neither a link nor a pipe is waited for or followed.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BuildError(f"{path} must be a plain file: no link, folder, pipe or device is read")
+            if os.readlink(f"/proc/self/fd/{file.fileno()}") != os.fspath(path):
+                raise BuildError(f"{path} lies elsewhere: symbolic links are not followed")
+            content = file.read(SOURCE_LIMIT + 1)
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{path} cannot be read: {error}") from None
+    if len(content) > SOURCE_LIMIT:
+        raise BuildError(f"{path} is larger than {SOURCE_LIMIT // 2**20} MiB, the most that one source may have")
+    return content
+
+
+def _header(written: bytes, beside: Path, folder: Path) -> Path | None:
+    """The header that an include means which stands in a file in `beside`; None: it is the compiler's to find."""
+    if b"\0" in written or written.startswith(b"/") or len(written) > _NAME_LIMIT:
+        return None
+    try:
+        name = written.decode()
+    except UnicodeDecodeError:
+        return None
+    for place in (beside, COMMON):
+        path = Path(os.path.normpath(place / name))
+        if path.suffix in INCLUDED and (_inside(path, folder) or COMMON in path.parents) and _plain(path):
+            return path
+    return None
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    """Whether `path` lies in `folder`; of the repository, and of a folder above it, no folder below counts."""
+    repository = COMMON.parent.parent
+    if folder == repository or folder in repository.parents:
+        return path.parent == folder
+    return folder in path.parents
+
+
+def _plain(path: Path) -> bool:
+    """Whether a plain file is there, reached without a symbolic link."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode) and os.path.realpath(path) == str(path)
+    except OSError:
+        return False
 
 
 @functools.cache
@@ -129,7 +204,7 @@ def _build(source: Path, target: str, compiler: str, flags: tuple[str, ...]) -> 
     command = [compiler, f"-I{COMMON}", *flags, str(source)]
     digest = hashlib.sha256(repr((_version(compiler), flags)).encode())
     for path in closure(source):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        digest.update(path.name.encode() + b"\0" + read(path))
     folder = directory() / f"{source.stem}-{target}-{digest.hexdigest()[:20]}"
     library, log = folder / f"{source.stem}.so", folder / "log.txt"
     if library.is_file():

@@ -9,15 +9,20 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import io
 import sys
 import threading
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from problems.common import build
+
 PROBLEMS = Path(__file__).resolve().parent.parent
 TARGETS = {9: "sm90", 10: "sm100"}  # by major compute capability
 _BARE = ("task", "utils", "reference")  # names that mean "this folder's"
+PYTHON_LIMIT = 2**20  # bytes of a Python file that is read; its tree takes a thousand times that
 _lock = threading.RLock()  # binding bare names changes sys.modules for the whole process
 
 
@@ -60,26 +65,67 @@ def variant(problem: str, name: str) -> ModuleType:
     return module(PROBLEMS / problem, f"variants/{name}")
 
 
+def text(file: Path) -> str:
+    """The text of the Python file `file`, which must be UTF-8. SyntaxError: it is not, whatever else it says.
+
+    build.BuildError: it is no plain file, or too large.
+    """
+    content = build.read(file.resolve())
+    if len(content) > PYTHON_LIMIT:
+        raise build.BuildError(f"{file} is larger than {PYTHON_LIMIT // 2**20} MiB, the most that it may have")
+    try:
+        decoded = content.decode("utf-8-sig")
+        # With another encoding the interpreter would see another text than the judge.
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+    except UnicodeDecodeError as error:
+        raise _no_python(file, f"it must be UTF-8: {error.reason}", content.count(b"\n", 0, error.start) + 1) from None
+    except SyntaxError as error:  # an encoding that does not exist
+        raise _no_python(file, error.msg) from None
+    if encoding not in ("utf-8", "utf-8-sig"):
+        raise _no_python(file, f"it must be UTF-8, but says that it is {encoding}")
+    return decoded
+
+
+def parse(file: Path) -> ast.Module:
+    """The syntax tree of the Python file `file`. SyntaxError, with file and line, whatever is wrong with its text.
+
+    build.BuildError: it is no plain file, or too large.
+    """
+    source = text(file)
+    try:
+        return ast.parse(source, str(file))
+    except (RecursionError, MemoryError):
+        raise _no_python(file, "it is nested too deeply") from None
+    except SyntaxError as error:
+        raise _no_python(file, error.msg, error.lineno or 1) from None
+    except ValueError as error:
+        raise _no_python(file, str(error)) from None
+
+
+def _no_python(file: Path, why: str, line: int = 1) -> SyntaxError:
+    return SyntaxError(why, (str(file), line, None, None))
+
+
 def constants(file: Path, *names: str) -> dict[str, object]:
     """Literal module-level constants of `file`, read without running it; absent ones are left out.
 
-    ValueError if one is not a literal.
+    ValueError if one is not a literal. SyntaxError, build.BuildError: see `parse`.
     """
     found = {}
-    for node in ast.parse(file.read_text(), str(file)).body:
+    for node in parse(file).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             if isinstance(target, ast.Name) and target.id in names and getattr(node, "value", None) is not None:
                 try:
                     found[target.id] = ast.literal_eval(node.value)
-                except ValueError as error:
+                except (ValueError, TypeError, RecursionError, MemoryError) as error:
                     raise ValueError(f"{file.name}:{node.lineno}: {target.id} must be a literal") from error
     return found
 
 
 def summary(file: Path) -> str:
     """The first line of the module docstring of `file`, or ""."""
-    return (ast.get_docstring(ast.parse(file.read_text(), str(file))) or "").partition("\n")[0]
+    return (ast.get_docstring(parse(file)) or "").partition("\n")[0]
 
 
 def winner(folder: Path, winners: dict[str, tuple[str, ...]], target: str) -> str:

@@ -1,0 +1,98 @@
+"""Standard output whose reader may go away, and files that are written whole or not at all."""
+
+import contextlib
+import errno
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+CLOSED_EXIT = 141  # as shells say of a program that ends when the reader of its pipe does
+
+
+class ClosedError(RuntimeError):
+    """Nobody reads standard output any more."""
+
+
+class Screen(Console):
+    """A console that raises ClosedError when its reader has gone; rich would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise ClosedError("the reader of standard output has gone")
+
+
+def flush() -> None:
+    """Write out what standard output has buffered. ClosedError: its reader has gone. OSError: it takes no more."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise ClosedError("the reader of standard output has gone") from None
+
+
+def abandon() -> None:
+    """Drop what standard output cannot take, so that the end of the process does not fail of it."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def script(main: Callable[[], int]) -> int:
+    """Return the exit code of `main` as a program: also where what it printed can no longer be delivered."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character gets its number
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = main()
+    except SystemExit as stop:  # argparse: it has printed its help, or what is wrong
+        code = stop.code or 0
+    try:
+        flush()
+    except (ClosedError, OSError) as error:
+        abandon()
+        return CLOSED_EXIT if isinstance(error, ClosedError) else code or 1
+    return code
+
+
+def complain(text: str) -> None:
+    """Write a line to standard error, where somebody reads that."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def see_writable(path: Path) -> None:
+    """Raise OSError if write_whole could not write the file `path` now."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if _special(path):
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        return
+    tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` as the file `path`, replacing one that is there. OSError: it stays as it was.
+
+    A device or a pipe is written to as it is.
+    """
+    if _special(path):
+        path.write_text(text, encoding="utf-8", newline="\n")
+        return
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _special(path: Path) -> bool:
+    return path.exists() and not path.is_file()

@@ -1,0 +1,73 @@
+"""Text that a submission, a foreign problem or an old record may have written, made safe for the place that shows it.
+
+Such text is data. On a terminal it must not move the cursor, in a table it must not make a row, in Markdown it must not
+become a link, and in a picture it must not be a formula.
+"""
+
+import math
+import re
+
+LIMIT = 20_000  # characters of a text that are kept: a compiler's report fits, a flood does not
+LINE = 2_000  # characters of a text on one line
+LABEL = 60  # characters of a label in a picture
+
+# Terminal commands as a whole, so that no "[31m" stays behind: control sequences, titles and links, short commands.
+_COMMANDS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-_])")
+_BREAKS = re.compile("\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+_UNUSUAL = re.compile(r"[^\x20-\x7e\n\t]")
+_MARKUP = re.compile(r"[\\`*|<>\[\]~$&]|(?<![A-Za-z0-9_])_+|_+(?![A-Za-z0-9_])|^#")
+_AUTOLINKS = re.compile(r"://|@|\bwww\.", re.IGNORECASE)
+
+
+def clean(text: object, limit: float = LIMIT) -> str:
+    """Return str(text) with no characters but printable ones, newlines and tabs, and at most `limit` of them.
+
+    Terminal commands, control characters, and invisible ones that join or reorder letters are removed. Every line break
+    is a newline, and a lone surrogate is U+FFFD, so the result can always be written as UTF-8. Of a longer text the
+    middle is left out, and a mark says how much: a compiler says what happened first, a traceback last.
+    """
+    said = _BREAKS.sub("\n", _COMMANDS.sub("", str(text)))
+    return _cut(_UNUSUAL.sub(_printable, said), limit)
+
+
+def line(text: object, limit: float = LINE) -> str:
+    """Return `clean` text on one line: newlines and tabs are spaces."""
+    return _cut(clean(text, math.inf).replace("\n", " ").replace("\t", " "), limit)
+
+
+def first_line(text: object, limit: float = LINE) -> str:
+    """Return the first line of the clean text, "" if there is none."""
+    return line(clean(text, math.inf).partition("\n")[0], limit)
+
+
+def markdown(text: object, limit: float = LINE) -> str:
+    """Return the text on one line for running text or a table cell of GitHub's Markdown, where it shows as it is.
+
+    No markup, HTML, entity, formula or table cell comes of it, and no link: an empty comment parts what GitHub would
+    take for an address.
+    """
+    said = " ".join(line(text, limit).split())
+    said = _MARKUP.sub(lambda found: "".join(f"\\{char}" for char in found[0]), said)
+    return _AUTOLINKS.sub(lambda found: f"{found[0][:-1]}<!-- -->{found[0][-1]}", said)
+
+
+def picture(text: object, limit: float = LABEL) -> str:
+    """Return the text on one line for matplotlib, for which an even number of $ would be a formula."""
+    return line(text, limit).replace("$", r"\$")
+
+
+def _printable(found: re.Match) -> str:
+    char = found[0]
+    if char.isprintable():
+        return char
+    if "\ud800" <= char <= "\udfff":
+        return "\ufffd"
+    return " " if char.isspace() else ""
+
+
+def _cut(text: str, limit: float) -> str:
+    if len(text) <= limit:
+        return text
+    head, tail = math.ceil(limit * 2 / 3), math.floor(limit / 3)
+    mark = f" ... ({len(text) - head - tail} characters left out) ... "
+    return text[:head] + mark + text[len(text) - tail :]

@@ -6,6 +6,8 @@
 PYTHON ?= python3
 PROBLEM ?= nvfp4_gemv
 VENV_PYTHON := .venv/bin/python
+# Packages come uncompiled (tools/setup.py): what an import compiles is kept, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup run test test-slow lint bench board clean
 setup:

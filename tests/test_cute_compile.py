@@ -76,7 +76,13 @@ def _variants() -> list[tuple[str, str]]:
     return [(file.stem, load.constants(file, "TARGETS")["TARGETS"][0]) for file in files]
 
 
-@pytest.mark.parametrize(("name", "target"), _variants())
+# One is enough for every day: 10 s of a processor each.
+each_variant = pytest.mark.parametrize(
+    ("name", "target"), [pytest.param(*v, marks=pytest.mark.slow if i else ()) for i, v in enumerate(_variants())]
+)
+
+
+@each_variant
 def test_assertions_fire_while_tracing(name, target, tmp_path):
     script = tmp_path / "trace.py"
     script.write_text(SCRIPT)
@@ -93,9 +99,7 @@ def test_assertions_fire_while_tracing(name, target, tmp_path):
     assert all(said["few rows"])
 
 
-@pytest.mark.parametrize(
-    ("name", "target"), [pytest.param(*v, marks=pytest.mark.slow if i else ()) for i, v in enumerate(_variants())]
-)
+@each_variant
 def test_compile_for_refuses_the_wrong_architecture(name, target, tmp_path):
     other = next(arch for known, arch in build.ARCH.items() if known != target)
     code = f"from problems.common import load; load.variant('nvfp4_gemv', {name!r}).compile_for({target!r})"

@@ -39,7 +39,7 @@ EXTRA_ROUNDS = {"cuda": 0, "cpu": 2}
 OUTSIDE_FACTOR = 1.25
 OUTSIDE_SLACK_US = 300
 # On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
-COST_LIMIT_US, RESOLUTION_LIMIT_US = 200, 20
+COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
 # Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
 DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
 FLOOR_SHARE = 0.95  # of the physical bound: a time below it is no measurement

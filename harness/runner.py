@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -259,16 +260,17 @@ class Runner:
         return lambda: native.read(buffer, nbytes, config)
 
     def _empty_call(self, slot: MappedSlot) -> Callable[[], torch.Tensor]:
-        """A kernel for a CPU that takes a known time: what its reading has beyond that, any call's has. It passes
-        pointers to native code of its own and returns a tensor; on cold caches the interpreter takes more for that than
-        the clock's own part.
+        """A kernel for a CPU that takes a known time: what its reading has beyond that, any call's has. It is written
+        as submissions are, since on cold caches the interpreter takes more than the clock's own part for what they all
+        do: take fields, pass pointers and a length to native code, look at its status, return a tensor.
         """
         spin = build.cpp(Path(__file__).with_name("empty.cpp")).function("spin", c_void_p, c_void_p, c_int64, c_double)
-        data = [tree.tensor(leaf, slot.buffers[leaf["space"]]) for leaf in tree.leaves(self.opened["data"])]
+        leaves = tree.leaves(self.opened["data"])
+        data = _Empty(*(tree.raw(tree.tensor(leaf, slot.buffers[leaf["space"]])) for leaf in (leaves[0], leaves[-1])))
 
         def empty() -> torch.Tensor:
-            build.check(spin(data[0].data_ptr(), data[-1].data_ptr(), data[0].numel(), gate.EMPTY_US), "spin")
-            return data[-1]
+            build.check(spin(data.x.data_ptr(), data.y.data_ptr(), len(data.x), gate.EMPTY_US), "spin")
+            return data.y
 
         return empty
 
@@ -282,6 +284,13 @@ class Runner:
     def _sync(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+class _Empty(NamedTuple):
+    """What the empty call is given: bytes of the first and the last tensor, uint8 (n,)."""
+
+    x: torch.Tensor
+    y: torch.Tensor
 
 
 def _call(kernel: Callable[[], object]) -> object:

@@ -223,8 +223,12 @@ def remove_tree(path: str) -> None:
 def _quiet(command: list[str]) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     actions = [(os.POSIX_SPAWN_DUP2, nothing, fd) for fd in (0, 1, 2)]
-    os.waitpid(os.posix_spawnp(command[0], command, os.environ, file_actions=actions), 0)
-    os.close(nothing)
+    try:
+        # Also where the user's PATH has no such program.
+        found = [path for path in (f"/usr/bin/{command[0]}", f"/bin/{command[0]}") if os.access(path, os.X_OK)]
+        os.waitpid(os.posix_spawnp((found or command)[0], command, os.environ, file_actions=actions), 0)
+    finally:
+        os.close(nothing)
 
 
 def _keep_folder(control: int, place: str) -> None:

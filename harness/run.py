@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -122,8 +123,10 @@ class Run:
                 raise UsageError(f"unrecognized arguments: {' '.join(self.further)}")
             return self._list()
         self.problem = self._problem()
-        if args.timeout is not None and args.timeout <= 0:
-            raise UsageError(f"--timeout must be positive, got {args.timeout}")
+        if args.timeout is not None and not 0 < args.timeout < math.inf:
+            raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
+        if args.seed is not None and not 0 <= args.seed < 2**63:
+            raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
         self._see_json()
         self.device = self._device()
         self.machine = environment.machine(self.device)

@@ -388,6 +388,13 @@ def test_two_runners_do_not_see_each_other(place):
             made.remove()
 
 
+def test_remove_tree_needs_nothing_on_the_path(tmp_path, monkeypatch):
+    (tmp_path / "folder" / "below").mkdir(parents=True)
+    monkeypatch.setenv("PATH", "/nowhere")
+    guard.remove_tree(str(tmp_path / "folder"))
+    assert not (tmp_path / "folder").exists()
+
+
 def test_remove_tree_says_when_something_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "_quiet", lambda command: None)
     monkeypatch.setattr(guard.time, "sleep", lambda seconds: None)

@@ -237,8 +237,10 @@ class Checker:
         return {}
 
     def _make_cold(self, slot: Slot, message: dict) -> None:
-        """Leave nothing in any cache that the call reads. What a runner holds in memory of its own (prepared weights, a
-        baseline's setup, the room of the judge's readers) only a read of much more than all caches drives out.
+        """Leave nothing in any cache that the call reads.
+
+        What a runner holds in its private memory (prepared weights, a baseline's setup, the room of the judge's
+        readers) only a read of much more than all caches drives out.
         """
         memory = slot.buffers.get("host")
         own_memory = self.split or message["peer"] or (message["judges"] and message["bytes"] > slot.sizes["host"])

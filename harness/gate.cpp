@@ -189,7 +189,7 @@ int stop(const Group& group, double limit_s, double* told) {
 void resume(const Group& group) {
     if (group.freeze >= 0) {
         kill(group.pid, SIGCONT);
-        if (pwrite(group.freeze, "0", 1, 0) != 1) return;
+        (void)!pwrite(group.freeze, "0", 1, 0);  // where its cgroup is gone, the wait for "done" finds that out
         return;
     }
     for (int pid : descendants(group.guard))
@@ -356,9 +356,9 @@ struct Reading {
     int32_t raised;   // 1: the runner says that the call raised, and has left
 };
 
-// Time call `number` of a stopped runner, the one of its calls that `which` says. outputs: `count` regions that the call writes, of this process's memory. Where
-// their addresses are 0, they are in the runner, which notes where: what it has noted at "done" is put in their place,
-// cut to their sizes here; `found` gets the sizes that it noted.
+// Time call `number` of a stopped runner, the one of its calls that `which` says. outputs: `count` regions that the call
+// writes, of this process's memory. Where their addresses are 0, they are in the runner, which notes where: what it has
+// noted at "done" is put in their place, cut to their sizes here; `found` gets the sizes that it noted.
 int judge_time(void* page, uint32_t number, uint32_t which, int guard, int pid, int freeze, int events, double limit_s,
                iovec* outputs, int count, uint64_t* found, Reading* reading) {
     Gate* gate = (Gate*)page;

@@ -7,8 +7,7 @@ the judge, one line: `pid N`, or `failed WHY`.
 
 Descendants that fork twice and start a session of their own are handed to this process by the kernel, so they die with
 the rest. It ends as the child ended: with its exit status, or by the signal that killed it.
-Two other uses: `--access` answers which of some paths another user cannot reach; `--folder CONTROL PLACE` makes a
-folder and removes it when CONTROL ends.
+Another use: `--folder CONTROL PLACE` makes a folder and removes it when CONTROL ends.
 Standard library only, and little of it: this runs once for every child.
 """
 
@@ -192,18 +191,6 @@ def _watch(control: int, pid: int) -> int | None:
             return None
 
 
-def _access() -> None:
-    """As the user that stdin names: print the first path there that is not to be had, with what was wanted."""
-    uid, needed = marshal.loads(sys.stdin.buffer.read())
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    for path, mode in needed:
-        if not os.access(path, mode):
-            print(path)
-            break
-
-
 def remove_tree(path: str) -> None:
     """Delete a folder with all that is in it, also where a process made it unreadable or deeper than any path.
 
@@ -243,9 +230,6 @@ def _keep_folder(control: int, place: str) -> None:
 
 
 def main() -> None:
-    if sys.argv[1] == "--access":
-        _access()
-        return
     if sys.argv[1] == "--folder":
         _keep_folder(int(sys.argv[2]), sys.argv[3])
         return

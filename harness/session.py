@@ -610,7 +610,7 @@ class Session:
         return reply
 
     def _break(self, entrant: Entrant, outcome: Outcome) -> Outcome:
-        """As _lose; the submission is not started again in this session."""
+        """As _lose; the submission is not started again in this run."""
         entrant.broken = Outcome(outcome.status, f"not run again: {outcome.reason}")
         self._breaks[entrant.entry.name if entrant.entry else entrant.name] = entrant.broken
         return self._lose(entrant, outcome)

@@ -77,10 +77,18 @@ def see_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` as the file `path`, replacing one that is there. OSError: it stays as it was.
+    """Write `text` as the file `path`, replacing one that is there. OSError, which names the file: it stays as it was.
 
     A device or a pipe is written to as it is.
     """
+    try:
+        _write_whole(path, text)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _write_whole(path: Path, text: str) -> None:
     if _special(path):
         path.write_text(text, encoding="utf-8", newline="\n")
         return

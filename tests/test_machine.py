@@ -275,6 +275,8 @@ def test_a_file_is_replaced_whole_and_a_device_stays_one(tmp_path):
     assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
     output.see_writable(Path("/dev/null"))
     output.write_whole(Path("/dev/null"), "x")
+    with pytest.raises(OSError, match="/dev/full"):
+        output.write_whole(Path("/dev/full"), "x")
     assert Path("/dev/null").is_char_device()
 
 

@@ -1,10 +1,11 @@
-"""The judge. Where what lives:
+"""The judge. One direction: runner <- results <- problem <- sandbox <- checker <- judge <- lint, tools <- run.py.
 
-what is asked          run, problem, plan, task_yml, sources, scan, endtoend
-how a run goes         judging, phases, session, entrant, confirm, beside (compile, profile, sanitize), solo, profiling
-three roles            session (the parent's side), checker, runner; between them process, guard, wire, slots, tree
-what a runner may      sandbox, confine, private (its folder), compiling, device_lock
-the clock and audits   clock, flush, native with judge.cu and judge.cpp, queues, tamper
-what comes out         verdict, journal, record, ranking, stats, console, environment
-problems themselves    lint, trivial, values
+runner     all that enters the sandbox: runs a submission; the wire, the shared buffers, the clocks
+results    records, statistics, ranking, what the machine is, text made safe
+problem    problem folders, cases, what a submission is made of, the scan
+sandbox    what a submission may reach, its folder, the reaper, stopping its processes
+checker    makes inputs, knows the reference, judges outputs
+judge      a run: sessions, phases, confirmation, journal, verdicts, what is printed
+lint       what a problem's check lets through
+tools      compile, profile, sanitize, the end-to-end check
 """

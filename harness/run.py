@@ -14,29 +14,16 @@ from pathlib import Path
 # The repository, not harness/, is where imports start.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from harness import (  # noqa: E402
-    beside,
-    console,
-    device_lock,
-    endtoend,
-    environment,
-    journal,
-    machine,
-    output,
-    plan,
-    problem,
-    process,
-    ranking,
-    record,
-    scan,
-    text,
-    verdict,
-)
-from harness.journal import Journal  # noqa: E402
-from harness.judging import Judging  # noqa: E402
-from harness.problem import Case, Entry, Problem, UsageError, reading  # noqa: E402
-from harness.session import ProblemError  # noqa: E402
-from harness.verdict import Judged, Recorder  # noqa: E402
+from harness.judge import console, device_lock, journal, machine, plan, verdict  # noqa: E402
+from harness.judge.journal import Journal  # noqa: E402
+from harness.judge.judging import Judging  # noqa: E402
+from harness.judge.session import ProblemError  # noqa: E402
+from harness.judge.verdict import Judged, Recorder  # noqa: E402
+from harness.problem import folders, scan  # noqa: E402
+from harness.problem.folders import Case, Entry, Problem, UsageError, reading  # noqa: E402
+from harness.results import environment, output, ranking, record, text  # noqa: E402
+from harness.sandbox import process  # noqa: E402
+from harness.tools import endtoend, modes  # noqa: E402
 from problems.common import load  # noqa: E402
 
 MODES = ("test", "benchmark", "leaderboard", "profile")
@@ -227,17 +214,17 @@ class Run:
         console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
 
     def _lint(self) -> int:
-        from harness import lint
+        from harness.lint import linter
 
         with self._held(timed=False):
-            right = lint.run(self.problem, self.device, console.say)
+            right = linter.run(self.problem, self.device, console.say)
         return 0 if right else verdict.EXIT_CODES["INCORRECT"]
 
     def _problem(self) -> Problem:
         """The problem that is named. UsageError: there is none, or its folder is not as it must be."""
         name = self.args.problem
         with reading(name):
-            found = problem.find(name)
+            found = folders.find(name)
             for case in (*found.tests, *(case for cases in found.benchmarks.values() for case in cases)):
                 try:
                     json.dumps(case.params, allow_nan=False)
@@ -258,9 +245,9 @@ class Run:
 
     def _list(self) -> int:
         if not self.args.problem:
-            for name in problem.problem_names():
+            for name in folders.problem_names():
                 with reading(name):
-                    about = load.summary(problem.find(name).folder / "task.py")
+                    about = load.summary(folders.find(name).folder / "task.py")
                 console.say(f"{name:<20} {text.line(about)}")
             return 0
         for entry in self._problem().entries():
@@ -315,13 +302,13 @@ class Run:
         if args.variant:
             first = self.problem.variant(args.variant)
         elif args.submission:
-            first = problem.entry(self.problem, Path(args.submission))
+            first = folders.entry(self.problem, Path(args.submission))
         else:
             first = self.problem.winner(self.target)
         if not args.against:
             return [first]
         path = Path(args.against)
-        second = problem.entry(self.problem, path) if path.suffix == ".py" else self.problem.variant(args.against)
+        second = folders.entry(self.problem, path) if path.suffix == ".py" else self.problem.variant(args.against)
         if second.name == first.name:
             second = dataclasses.replace(second, name=f"{second.name}#2")
         return [first, second]
@@ -413,7 +400,7 @@ class Run:
             else:
                 todo.append(j)
         with console.progress() as progress:
-            for j in beside.compile_only(self.problem, self.device, todo, progress):
+            for j in modes.compile_only(self.problem, self.device, todo, progress):
                 if self.journal:
                     facts = {"status": j.status, "reason": j.reason, "artefacts": j.artefacts}
                     self.journal.note("compiled", entry=j.entry.name, **facts)
@@ -475,7 +462,7 @@ class Run:
                 console.say(f"{case}\nUNSUPPORTED: {entry.limits}")
         cases = [case for case in cases if entry.serves(case)]
         with self._held():
-            said = beside.profile(self.problem, self.device, self.target, entry, cases, self.args.timeout)
+            said = modes.profile(self.problem, self.device, self.target, entry, cases, self.args.timeout)
         return verdict.EXIT_CODES[said]
 
     def _sanitize(self, judged: list[Judged]) -> int:
@@ -483,7 +470,7 @@ class Run:
             raise UsageError("--sanitize needs a GPU")
         cases, _ = self._of_run()
         with self._held():
-            clean = beside.sanitize(self.problem, judged, cases, self.target)
+            clean = modes.sanitize(self.problem, judged, cases, self.target)
         return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]
 
 

@@ -1,9 +1,9 @@
 """From records to ranked tables. Pure: reads no file, imports no problem, prints nothing.
 
 A board is one (machine, problem, target). Absolute times compare only within one run, so a board has a base run, which
-`harness/ranking.py` chooses. A variant that is not in the base run is shown from its own newest run and not ranked,
-unless it took the lead by the pairs of its confirmation. Nothing is left out silently: each variant with any record has
-a row, and a row without a rank says why. A measurement that a confirmation superseded is told in a note.
+`harness/results/ranking.py` chooses. A variant that is not in the base run is shown from its own newest run and not
+ranked, unless it took the lead by the pairs of its confirmation. Nothing is left out silently: each variant with any
+record has a row, and a row without a rank says why. A measurement that a confirmation superseded is told in a note.
 
 A variant's state is that of its newest run: if that failed, in any test or benchmark case, so does its row, whatever an
 older run said. A run in which it was UNSUPPORTED throughout is about the machine, so it counts only for a variant that
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness import ranking, stats
-from harness.ranking import case_label
+from harness.results import ranking, stats
+from harness.results.ranking import case_label
 
 OTHER_RUN = "from another run: not comparable"
 COMPILED = "compiled, not run"
@@ -81,8 +81,8 @@ def ranks(intervals: list[tuple[float, float]]) -> list[int]:
 def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]]) -> list[Board]:
     """The boards of one machine, sorted by problem and target.
 
-    records: as harness/record.py reads them. expected: for (problem, target) the cases that a complete variant must
-    have; where absent, those of the base run.
+    records: as harness/results/record.py reads them. expected: for (problem, target) the cases that a complete variant
+    must have; where absent, those of the base run.
     """
     rows = [
         {key: record[key] for key in ("run_id", "problem", "target", "kind", "variant", "status")}

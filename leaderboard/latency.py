@@ -5,7 +5,7 @@ They lie in RESULTS/<machine>/<problem>/latency.jsonl, one line a measurement. T
 
 from pathlib import Path
 
-from harness import record, text
+from harness.results import record, text
 from leaderboard.tables import Table
 
 FILE = "latency.jsonl"

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from harness import text
+from harness.results import text
 from leaderboard import tables
 from leaderboard.board import Board
 

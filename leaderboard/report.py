@@ -23,7 +23,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
-from harness import output, record, text  # noqa: E402
+from harness.results import output, record, text  # noqa: E402
 from leaderboard import board, latency, plot, tables  # noqa: E402
 from problems.common import load  # noqa: E402
 

@@ -8,7 +8,7 @@ import math
 
 import pandas as pd
 
-from harness import ranking, text
+from harness.results import ranking, text
 from leaderboard.board import Board
 
 WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from harness import flush
+from harness.runner import flush
 
 try:
     import hypothesis

@@ -18,11 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from harness import flush, phases, problem, process, scan, session, stats
-from harness.phases import Plan
-from harness.problem import Case, Problem
-from harness.session import Entrant, Outcome, Session
-from harness.verdict import CaseTime, weigh
+from harness.judge import phases, session
+from harness.judge.phases import Plan
+from harness.judge.session import Entrant, Outcome, Session
+from harness.judge.verdict import CaseTime, weigh
+from harness.problem import folders, scan
+from harness.problem.folders import Case, Problem
+from harness.results import stats
+from harness.runner import flush
+from harness.sandbox import process
 from problems.common import load
 from tests.fixtures.busy import COUNT, Busy
 
@@ -86,8 +90,8 @@ def busy() -> Iterator[Busy]:
 
 @contextlib.contextmanager
 def judging(name: str, files: list[Path]) -> Iterator[tuple[Session, Problem, list[Entrant]]]:
-    found = problem.find(str(PROBLEMS / name))
-    entrants = [Entrant(file.stem, problem.entry(found, file), "cpu") for file in files]
+    found = folders.find(str(PROBLEMS / name))
+    entrants = [Entrant(file.stem, folders.entry(found, file), "cpu") for file in files]
     with Session(found, "cpu", LIMIT_S) as running:
         yield running, found, entrants
 

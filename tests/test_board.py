@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from harness import ranking, stats
+from harness.results import ranking, stats
 from leaderboard import board
 from tests.fixtures.records import CASES, ROOFS, bench, full, line, samples
 

@@ -187,10 +187,11 @@ def test_a_source_at_the_top_of_the_repository_takes_nothing_below_it(tmp_path, 
     """Nor does one in a folder above it, a home folder, say."""
     repository = tmp_path / "repository"
     monkeypatch.setattr(build, "COMMON", repository / "problems" / "common")
-    for name in ("problems/common/fine.h", "problems/gemv/wrong/no.h", "harness/judge.cu", "a.h"):
+    for name in ("problems/common/fine.h", "problems/gemv/wrong/no.h", "harness/runner/judge.cu", "a.h"):
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text("")
-    text = '#include "{}problems/gemv/wrong/no.h"\n#include "{}harness/judge.cu"\n#include "fine.h"\n#include "a.h"\n'
+    named = ("{}problems/gemv/wrong/no.h", "{}harness/runner/judge.cu", "fine.h", "a.h")
+    text = "".join(f'#include "{name}"\n' for name in named)
     (repository / "a.cu").write_text(text.format("", ""))
     (tmp_path / "b.cu").write_text(text.format("repository/", "repository/"))
     assert [path.name for path in build.closure(repository / "a.cu")] == ["a.cu", "a.h", "fine.h"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from harness import problem
-from harness.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, Session
+from harness.judge.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, Session
+from harness.problem import folders
 
 # By variant and target, kernels by their mangled names, and the bytes that they may spill and load. sm90_grouped: three
 # words once a unit row in the form for over 4096 columns (Li8E, twice) of NVFP4 activations (Lb1E).
@@ -33,8 +33,8 @@ def _jobs() -> list[object]:
 
 
 def _each():
-    for name in problem.problem_names():
-        for entry in problem.find(name).entries():
+    for name in folders.problem_names():
+        for entry in folders.find(name).entries():
             if not entry.peer and "cpu" not in entry.targets:
                 yield from ((name, entry.name, target) for target in entry.targets if target in ARCH)
 
@@ -43,12 +43,12 @@ def _each():
 def sessions() -> Iterator[Callable[[str], Session]]:
     """-> a function: the session of a problem, one for all of its variants."""
     with contextlib.ExitStack() as stack:
-        yield functools.cache(lambda name: stack.enter_context(Session(problem.find(name), "cpu")))
+        yield functools.cache(lambda name: stack.enter_context(Session(folders.find(name), "cpu")))
 
 
 @pytest.mark.parametrize(("name", "variant", "target"), _jobs())
 def test_compiles_for(name, variant, target, sessions):
-    found = problem.find(name)
+    found = folders.find(name)
     if found.variant(variant).file.with_suffix(".cu").is_file() and not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     if missing := [p for p in found.variant(variant).requires if importlib.util.find_spec(p) is None]:
@@ -70,7 +70,7 @@ def test_compiles_for(name, variant, target, sessions):
 def test_every_gpu_target_has_a_variant_in_each_language():
     """CUDA C++ (a .cu beside it) and CuTe DSL (imports cutlass), for both targets."""
     files = {target: set() for target in ARCH}
-    for entry in problem.find("nvfp4_gemv").entries():
+    for entry in folders.find("nvfp4_gemv").entries():
         for target in set(entry.targets) & set(ARCH):
             if entry.file.with_suffix(".cu").is_file():
                 files[target].add("CUDA")

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from harness import compiling, guard, plan, private, problem, process, run, scan, sources, verdict
-from harness.private import Private
-from harness.problem import UsageError
-from harness.process import Child
+from harness import run
+from harness.judge import compiling, plan, verdict
+from harness.problem import folders, scan, sources
+from harness.problem.folders import UsageError
+from harness.sandbox import process, reaper, workdir
+from harness.sandbox.process import Child
+from harness.sandbox.workdir import Private
 from problems.common import build, load
 
 FIXTURE = Path(__file__).parent / "fixtures" / "problems" / "composed"
@@ -61,12 +64,12 @@ def place() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o711)
     yield folder
-    guard.remove_tree(str(folder))
+    reaper.remove_tree(str(folder))
 
 
-def submission(name: str = "composed") -> problem.Entry:
-    found = problem.find(name)
-    return problem.entry(found, found.folder / "submission.py")
+def submission(name: str = "composed") -> folders.Entry:
+    found = folders.find(name)
+    return folders.entry(found, found.folder / "submission.py")
 
 
 def names(files: list[Path], top: Path) -> set[str]:
@@ -130,7 +133,7 @@ def test_a_bad_declaration_is_named(problems, line, message):
 def test_only_a_composition_may_compose(problems):
     (problems / "nvfp4_gemv" / "variants" / "mine.py").write_text('COMPOSES = ("nvfp4_gemv",)\n')
     with pytest.raises(UsageError, match=r"mine\.py: COMPOSES is for compositions, but nvfp4_gemv/task\.py"):
-        problem.find("nvfp4_gemv").variant("mine")
+        folders.find("nvfp4_gemv").variant("mine")
 
 
 def test_a_winner_that_is_missing_is_named(problems):
@@ -142,12 +145,12 @@ def test_a_winner_that_is_missing_is_named(problems):
 
 def test_a_composition_stands_in_problems():
     with pytest.raises(UsageError, match=r"composed is a composition: it must stand in"):
-        problem.find(str(FIXTURE))
+        folders.find(str(FIXTURE))
 
 
 def test_one_folder_of_ours_at_most_is_a_composition():
     """The one that may name other problems: test_direction.py."""
-    assert {name for name in problem.problem_names() if problem.find(name).composition} <= {"dsv4_forward"}
+    assert {name for name in folders.problem_names() if folders.find(name).composition} <= {"dsv4_forward"}
 
 
 # What is read, and what it is known by.
@@ -184,10 +187,10 @@ def test_what_nobody_gets_to_see_is_not_imported(problems, line):
 
 def test_hash_and_key_are_of_all_of_it(problems):
     entry = submission()
-    found = problem.find("composed")
+    found = folders.find("composed")
 
     def known_by() -> tuple[str, str]:
-        return verdict.source_hash(entry), private.key(entry.file, found, "cpu")
+        return verdict.source_hash(entry), workdir.key(entry.file, found, "cpu")
 
     start = known_by()
     others = ("composed/reference.py", "composed/check.py", "composed/wrong/forgets_the_state.py",
@@ -215,14 +218,14 @@ def test_it_is_compiled_as_what_it_brings_asks_for(problems):
 
 def test_the_runner_gets_the_closure_in_its_places(problems, place):
     entry = submission()
-    box = Private.make(entry.file, problem.find("composed"), base=place)
+    box = Private.make(entry.file, folders.find("composed"), base=place)
     try:
         top = box.jail.code / "problems"
         seen = names([path for path in top.rglob("*") if path.is_file()], top)
         seen = {name for name in seen if name.partition("/")[0] not in ("common", "__init__.py")}
         assert seen == OWN | MODULES | WINNERS | {"composed/task.py"}
         assert box.restore(f"{top}/nvfp4_gemv/submission.py:3") == f"{problems}/nvfp4_gemv/submission.py:3"
-        child = Child("harness.runner", None, box.jail)
+        child = Child("harness.runner.runner", None, box.jail)
         start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
         reply, _ = child.request(start, LIMIT_S)
         child.close()
@@ -235,8 +238,8 @@ def test_a_submission_from_elsewhere_gets_it_too(problems, place, tmp_path):
     """Its own file has a place of its own; what it brings along lies as in problems/."""
     file = tmp_path / "mine.py"
     file.write_text('from problems.composed import state\nCOMPOSES = ("nvfp4_gemv",)\n')
-    entry = problem.entry(problem.find("composed"), file)
-    box = Private.make(entry.file, problem.find("composed"), base=place)
+    entry = folders.entry(folders.find("composed"), file)
+    box = Private.make(entry.file, folders.find("composed"), base=place)
     try:
         assert box.file == box.folder / "submission" / "mine.py" and (box.folder / "state.py").is_file()
         assert not (box.folder / "model.py").exists() and not (box.folder / "submission.py").exists()
@@ -262,7 +265,7 @@ def test_an_entry_knows_its_problem(problems):
 def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
     """state.py alone is what composed's reference.py imports."""
     entry = submission()
-    found = problem.find("composed")
+    found = folders.find("composed")
     arguments = run.parser().parse_args(["composed"])
 
     def planned() -> str:

@@ -8,12 +8,14 @@ import re
 
 import pytest
 
-from harness import console, output, phases, problem, ranking, record, text, verdict
-from harness.problem import Case
-from harness.session import Outcome
+from harness.judge import console, phases, verdict
+from harness.judge.session import Outcome
+from harness.problem import folders
+from harness.problem.folders import Case
+from harness.results import output, ranking, record, text
 from tests.fixtures.hostile import HOSTILE, brief
 
-MOE = problem.find("moe_gemm")
+MOE = folders.find("moe_gemm")
 
 
 def printed(monkeypatch, capsys, cases: list[Case], names: list[str], failing: str = "") -> str:

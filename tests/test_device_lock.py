@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from harness import device_lock
-from harness.process import ROOT
+from harness.judge import device_lock
+from harness.sandbox.process import ROOT
 
 HOLD = (
     "import sys, time, subprocess\nfrom harness import device_lock\n"

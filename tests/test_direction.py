@@ -109,7 +109,7 @@ def test_the_scan_reaches_every_area():
         ("problems/nvfp4_gemv/variants/sm90_a.py", "from reference import ref_kernel"),
         ("problems/nvfp4_gemv/variants/sm90_a.py", "from problems.nvfp4_gemv import reference"),
         ("problems/nvfp4_gemv/variants/sm90_a.py", "from problems import nvfp4_gemv"),
-        ("problems/nvfp4_gemv/variants/sm90_a.py", "def f():\n    import harness.clock"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "def f():\n    import harness.runner.clock"),
         ("problems/nvfp4_gemv/variants/sm90_a.py", "import numpy"),
         ("problems/nvfp4_gemv/variants/sm90_a.py", 'REQUIRES = ("humming",)\nimport humming'),
         ("problems/nvfp4_gemv/variants/sm90_a.py", "import importlib\nimportlib.import_module('refer' + 'ence')"),
@@ -117,12 +117,12 @@ def test_the_scan_reaches_every_area():
         ("problems/nvfp4_gemv/wrong/zeros.py", "from problems.nvfp4_gemv.variants import sm90_plain"),
         ("harness/run.py", "from problems.nvfp4_gemv import task"),
         ("harness/run.py", "import importlib\nimportlib.import_module('problems.nvfp4_gemv.task')"),
-        ("harness/stats.py", "from leaderboard import board"),
+        ("harness/results/stats.py", "from leaderboard import board"),
         ("leaderboard/report.py", "from problems.common import nvfp4"),
         ("leaderboard/report.py", "import problems.nvfp4_gemv.task"),
         ("leaderboard/report.py", "from tests import fixtures"),
         ("tools/setup.py", "import yaml"),
-        ("problems/dsv4_forward/model.py", "import harness.clock"),
+        ("problems/dsv4_forward/model.py", "import harness.runner.clock"),
     ],
 )
 def test_a_wrong_import_is_seen(path, line):

@@ -9,8 +9,9 @@ import os
 import pytest
 import torch
 
-from harness import problem, runner, scan, tree
-from harness.checker import Checker
+from harness.checker.checker import Checker
+from harness.problem import folders, scan
+from harness.runner import runner, tree
 from problems.common import load
 from problems.dsv4_forward import config, entry, layout, traffic
 from problems.dsv4_forward.config import TINY, TINY_K
@@ -408,7 +409,7 @@ def test_the_checker_delivers_and_judges_a_call():
 
 
 def test_the_harness_knows_it_as_a_composition():
-    found = problem.find("dsv4_forward")
+    found = folders.find("dsv4_forward")
     assert found.composition and found.winner("cpu").name == "composed"
     assert {e.name for e in found.entries()} == set(VARIANTS)
     for case in (*found.tests, *found.benchmarks["cpu"], *found.benchmarks["cuda"]):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import process, run, verdict
-from harness.problem import UsageError
+from harness import run
+from harness.judge import verdict
+from harness.problem.folders import UsageError
+from harness.sandbox import process
 from problems.common import load
 
 TASK = '''"""gated: nothing of it is ever called."""

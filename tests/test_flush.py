@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness import flush, native
+from harness.runner import flush, native
 
 CACHE = flush.last_level_cache()  # of this machine, before other tests put a smaller one in its place
 

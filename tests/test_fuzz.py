@@ -19,12 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from harness import beside, console, flush, phases, problem, record, replies
-from harness.journal import Journal
-from harness.judging import Judging
-from harness.problem import Case, Entry, Problem
-from harness.session import Entrant, Outcome, Session
-from harness.verdict import Judged, Recorder
+from harness.judge import console, phases, replies
+from harness.judge.journal import Journal
+from harness.judge.judging import Judging
+from harness.judge.session import Entrant, Outcome, Session
+from harness.judge.verdict import Judged, Recorder
+from harness.problem import folders
+from harness.problem.folders import Case, Entry, Problem
+from harness.results import record
+from harness.runner import flush
+from harness.tools import modes
 from leaderboard import report
 from tests.fixtures import fake_runner
 from tests.fixtures.fake_runner import BROKEN, HARMLESS, OTHERS, SILENT, Script
@@ -80,7 +84,7 @@ def scripts(draw: st.DrawFn, at: tuple[str, ...]) -> Script:
 
 def small(name: str) -> Problem:
     """The problem with small cases."""
-    found = problem.find(str(FOLDERS[name]))
+    found = folders.find(str(FOLDERS[name]))
     cases = tuple(Case(params, 7 + i, bytes=1000) for i, params in enumerate(CASES[name]))
     return dataclasses.replace(found, tests=cases, benchmarks={"cpu": cases[1:], "cuda": cases[1:]})
 
@@ -103,7 +107,7 @@ class Fuzz:
     def _file(self, name: str, defines: str) -> None:
         file = self.folder / f"{name}.py"
         file.write_text(f"def {defines}(data):\n    pass\n")
-        self.entries[name] = problem.entry(self.problem, file)
+        self.entries[name] = folders.entry(self.problem, file)
 
     @property
     def machine(self) -> str:
@@ -141,7 +145,7 @@ class Fuzz:
         for script, one in zip(made, judged, strict=False):
             if script.at == "profile":
                 script.seen.clear()
-                verdict = beside.profile(
+                verdict = modes.profile(
                     self.problem, self.device, "cpu", one.entry, list(self.problem.tests[:1]), None
                 ) if self.device == "cpu" else self._profiled(one)
                 assert verdict in WORDS and not (broken(script) and verdict == "PASSED"), script
@@ -287,7 +291,7 @@ LATER = f"import time\ntime.sleep(2)\n{HONEST}"
 PATCHES_SEND = """
 import sys
 import torch
-wire = sys.modules["harness.wire"]
+wire = sys.modules["harness.runner.wire"]
 send = wire.send
 
 
@@ -299,7 +303,7 @@ def custom_kernel(data):
 # Its process is gone when the judge turns to it: the submission before it is still being imported.
 LEAVES = f"""
 import os, sys
-wire = sys.modules["harness.wire"]
+wire = sys.modules["harness.runner.wire"]
 send = wire.send
 
 
@@ -341,11 +345,11 @@ def custom_kernel(data):
 
 def on_tests(folder: Path, name: str, sources: dict[str, str]) -> dict[str, list[Outcome]]:
     """What real processes of these submissions get on two test cases, by name."""
-    found = problem.find(str(FOLDERS[name]))
+    found = folders.find(str(FOLDERS[name]))
     entrants = []
     for stem, source in sources.items():
         (folder / f"{stem}.py").write_text(source)
-        entrants.append(Entrant(stem, problem.entry(found, folder / f"{stem}.py"), "cpu"))
+        entrants.append(Entrant(stem, folders.entry(found, folder / f"{stem}.py"), "cpu"))
     with Session(found, "cpu") as running:
         return phases.run_tests(running, entrants, list(found.tests[:2]), lambda *_: None, lambda _: None)
 

@@ -1,4 +1,4 @@
-"""The judge's clock on a CPU (harness/gate.cpp, freezer.py): what it stops, what it reads, what it notices."""
+"""The judge's clock on a CPU (harness/runner/gate.cpp, freezer.py): what it stops, what it reads, what it notices."""
 
 import contextlib
 import mmap
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import freezer, gate, guard, process
-from harness.freezer import GONE, LATE, WELL, Freezer, StopError
-from harness.slots import Page
+from harness.runner import gate
+from harness.runner.buffers import Page
+from harness.sandbox import freezer, process, reaper
+from harness.sandbox.freezer import GONE, LATE, WELL, Freezer, StopError
 from problems.common import build
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -241,7 +242,7 @@ def test_nothing_is_left_of_a_cgroup():
         runner.time()
         folder, pids = Path(runner.freezer.cgroup), runner.freezer.processes()
         assert folder.is_dir() and pids
-    assert not folder.exists() and not any(guard._state(pid) not in ("", "Z") for pid in pids)
+    assert not folder.exists() and not any(reaper._state(pid) not in ("", "Z") for pid in pids)
 
 
 def test_the_clock_has_a_name_for_the_record(monkeypatch):

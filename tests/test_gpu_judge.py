@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import clock, native, problem, product, slots, wire
-from harness.phases import DATASHEET, run_tests
-from harness.process import ROOT
-from harness.session import Entrant, Session
+from harness.judge.phases import DATASHEET, run_tests
+from harness.judge.session import Entrant, Session
+from harness.problem import folders
+from harness.runner import buffers, clock, matmul, native, wire
+from harness.sandbox.process import ROOT
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +62,7 @@ SUBMISSIONS = {
 
 def test_a_slot_is_one_memory_for_two_processes():
     """What another process writes into a mapped slot is seen by its owner, at the same offset, and nothing beside."""
-    slot = slots.Slot({"device": 4096, "host": 4096})
+    slot = buffers.Slot({"device": 4096, "host": 4096})
     slot.buffers["device"].zero_()
     slot.buffers["host"].zero_()
     code = (
@@ -176,25 +177,25 @@ def test_cleaning_leaves_nothing_of_what_was_written():
 
 def test_the_matrix_product_runs_at_a_rate_of_this_device():
     """Under its data sheet's rate, and over half of it."""
-    ticking, timed = clock.CudaClock(), product.Product("cuda")
+    ticking, timed = clock.CudaClock(), matmul.Product("cuda")
     timed()
     us = sorted(ticking.time(timed, lambda _: None, clock.Delivery(spin_us=500)).us for _ in range(9))[4]
     name = torch.cuda.get_device_name()
     sheet = next((rates[1] for known, rates in DATASHEET.items() if known in name), None)
     if sheet is None:
         pytest.skip(f"{name} is not in the table")
-    assert 0.5 < product.flops("cuda") / us * 1e6 / sheet < 1
+    assert 0.5 < matmul.flops("cuda") / us * 1e6 / sheet < 1
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    gemv = problem.find("nvfp4_gemv")
+    gemv = folders.find("nvfp4_gemv")
     folder = tmp_path_factory.mktemp("gpu")
     entrants = []
     for name, (body, *_) in SUBMISSIONS.items():
         file = folder / f"{name}.py"
         file.write_text(HEAD.format(name=name) + body)
-        entrants.append(Entrant(name, problem.entry(gemv, file), "sm90"))
+        entrants.append(Entrant(name, folders.entry(gemv, file), "sm90"))
     with Session(gemv, "cuda", timeout_s=20) as session:
         return run_tests(session, entrants, list(gemv.tests[:2]), lambda *_: None, lambda _: None)
 
@@ -224,14 +225,14 @@ def test_what_prepare_keeps_is_counted_again_with_each_weights(tmp_path, states,
     """One copy is admitted each time, also where a small one follows a large one; the copy of the weights before is
     not, although these were as large.
     """
-    moe = problem.find("moe_gemm")
+    moe = folders.find("moe_gemm")
     file = tmp_path / "prepares.py"
     grouped = moe.folder / "variants" / "torch_grouped.py"
     file.write_text(grouped.read_text() + PREPARES.format(states=states))
     small = moe.tests[0]
     wide = {"topk": 1, "hidden": 4096, "inner": 2048}
     one, many = (replace(small, params={**small.params, **wide, "experts": e}) for e in (1, 64))
-    entrant = Entrant("prepares", problem.entry(moe, file), "sm90")
+    entrant = Entrant("prepares", folders.entry(moe, file), "sm90")
     found = []
     with Session(moe, "cuda", timeout_s=60) as session:
         session.weights(small)

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import problem, run
+from harness import run
+from harness.problem import folders
 
 FOLDER = Path(__file__).parent / "fixtures" / "gpu_mode" / "vectoradd"
 
 
 def test_the_folder_is_read_as_it_stands():
-    found = problem.find(str(FOLDER))
+    found = folders.find(str(FOLDER))
     assert not found.own and found.utils == FOLDER.parent / "utils.py"
     assert [case.params for case in found.tests] == [
         {"sizes": [7, 130], "scale": 1}, {"sizes": [1, 3, 1000], "scale": 2},
@@ -21,7 +22,7 @@ def test_the_folder_is_read_as_it_stands():
 
 
 def test_directives_of_the_first_comment_block():
-    entry = problem.entry(problem.find(str(FOLDER)), FOLDER / "submission.py")
+    entry = folders.entry(folders.find(str(FOLDER)), FOLDER / "submission.py")
     assert entry.directives == (("leaderboard", "vectoradd"), ("gpu", "H100"))
 
 
@@ -53,5 +54,5 @@ def test_a_malformed_task_yml_is_refused(tmp_path, text, message):
     (tmp_path / "task.py").write_text("")
     (tmp_path / "reference.py").write_text("")
     (tmp_path / "task.yml").write_text(text)
-    with pytest.raises(problem.UsageError, match=message):
-        problem.find(str(tmp_path))
+    with pytest.raises(folders.UsageError, match=message):
+        folders.find(str(tmp_path))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from harness import scan
+from harness.problem import scan
 from problems.common import build, load
 from tools import setup
 
@@ -331,7 +331,7 @@ def test_the_options_that_the_pages_use_exist():
 
 def test_the_readme_has_the_exit_codes_of_the_judge():
     codes = {2: {"bad"}}
-    for status, code in load.constants(ROOT / "harness/verdict.py", "EXIT_CODES")["EXIT_CODES"].items():
+    for status, code in load.constants(ROOT / "harness/judge/verdict.py", "EXIT_CODES")["EXIT_CODES"].items():
         codes.setdefault(code, set()).add(status)
     table = (ROOT / "README.md").read_text().partition("| exit code | verdict |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (\d) \| (.*?) \|$", table, re.MULTILINE)

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import phases, problem, tree
-from harness.checker import WORD, Checker, same
-from harness.problem import UsageError
-from harness.session import Entrant, Outcome, ProblemError, Session
+from harness.checker.checker import WORD, Checker, same
+from harness.judge import phases
+from harness.judge.session import Entrant, Outcome, ProblemError, Session
+from harness.problem import folders
+from harness.problem.folders import UsageError
+from harness.runner import tree
 
 # y = x + sums, and afterwards sums = y and the count is one more. A full state has a count that is not 0.
 TASK = '''"""running: y = x + sums."""
@@ -157,13 +159,13 @@ def content(made: Checker, n: int = 64) -> dict:
 @pytest.mark.parametrize("classes", [SPLIT, pytest.param(FLAT, marks=pytest.mark.slow)], ids=["split", "flat"])
 def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
     """On test cases and in calls of one process: each call finds the state as it was made."""
-    found = problem.find(str(folder(tmp_path / "running", classes)))
+    found = folders.find(str(folder(tmp_path / "running", classes)))
     submissions = SUBMISSIONS | (SPLIT_ONLY if classes == SPLIT else {})
     entrants = []
     for name, (then, *_) in submissions.items():
         file = tmp_path / f"{name}.py"
         file.write_text(KERNEL.format(name=name, then=then))
-        entrants.append(Entrant(name, problem.entry(found, file), "cpu"))
+        entrants.append(Entrant(name, folders.entry(found, file), "cpu"))
     with Session(found, "cpu") as session:
         results = phases.run_tests(session, entrants, list(found.tests), lambda *_: None, lambda _: None)
         for name, (_, status, reason) in submissions.items():
@@ -220,7 +222,7 @@ def test_a_name_that_is_no_input_is_named(tmp_path, classes, names):
 
 def test_a_bad_name_is_the_problems_failure_and_no_verdict(tmp_path):
     path = folder(tmp_path / "running", FLAT, ('INOUT = ("state",)', 'INOUT = ("sums",)'))
-    found = problem.find(str(path))
+    found = folders.find(str(path))
     with (
         Session(found, "cpu") as session,
         pytest.raises(ProblemError, match=r"INOUT must name fields .*, got \['sums'\]"),
@@ -238,7 +240,7 @@ def test_a_bad_name_is_the_problems_failure_and_no_verdict(tmp_path):
 def test_a_literal_of_another_form_is_bad_use(tmp_path, line, message):
     path = folder(tmp_path / "running", FLAT, ('INOUT = ("state",)', line))
     with pytest.raises(UsageError, match=message):
-        problem.find(str(path))
+        folders.find(str(path))
 
 
 def test_leaves_are_found_by_field_and_key():

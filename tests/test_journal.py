@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import journal, plan, problem, record, run
-from harness.journal import Group, Journal
-from harness.problem import UsageError
-from harness.session import Outcome
-from harness.verdict import Judged
+from harness import run
+from harness.judge import journal, plan
+from harness.judge.journal import Group, Journal
+from harness.judge.session import Outcome
+from harness.judge.verdict import Judged
+from harness.problem import folders
+from harness.problem.folders import UsageError
+from harness.results import record
 from tests.fixtures.hostile import brief
 from tests.fixtures.records import full
 
@@ -131,7 +134,7 @@ def test_the_newest_that_nobody_holds_is_resumed():
 
 def test_the_lock_ends_with_its_process():
     script = (
-        "import sys\nfrom pathlib import Path\nfrom harness import record\nfrom harness.journal import Journal\n"
+        "import sys\nfrom pathlib import Path\nfrom harness import record\nfrom harness.judge.journal import Journal\n"
         f"record.RESULTS = Path(sys.argv[1])\nheld = Journal.create('box', 'p', {{'run_id': {RUN_IDS[0]!r}}})\n"
         "print('ready', flush=True)\nsys.stdin.read()\n"
     )
@@ -232,7 +235,7 @@ def test_git_ignores_it_even_on_a_listed_machine(tmp_path):
 
 
 def planned(**changes: object) -> dict:
-    gemv = problem.find("nvfp4_gemv")
+    gemv = folders.find("nvfp4_gemv")
     arguments = run.parser().parse_args(["nvfp4_gemv", "--variant", "cpu_avx2"])
     tests, benchmarks = gemv.tests[:2], gemv.benchmarks["cpu"]
     made = plan.make(RUN_IDS[0], gemv, "cpu", arguments, [Judged(gemv.variant("cpu_avx2"), "cpu")], tests, benchmarks)
@@ -271,7 +274,7 @@ def test_a_resumed_run_has_the_options_it_began_with():
 def test_a_submission_means_the_same_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
-    gemv = problem.find("nvfp4_gemv")
+    gemv = folders.find("nvfp4_gemv")
     arguments = run.parser().parse_args(["nvfp4_gemv", "--submission", "mine.py", "--against", "cpu_avx2"])
     made = plan.make(RUN_IDS[0], gemv, "cpu", arguments, [Judged(gemv.variant("cpu_avx2"), "cpu")], gemv.tests, ())
     assert made["arguments"]["submission"] == str(tmp_path / "mine.py")

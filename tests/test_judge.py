@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from harness import record
+from harness.results import record
 
 
 def test_records_are_appended_and_a_torn_line_is_closed(tmp_path):

@@ -1,8 +1,8 @@
 """What a submission keeps of weights on a GPU is what free memory does not explain by the judge's own weights."""
 
-from harness import replies, session
-from harness.entrant import Entrant
-from harness.session import Session
+from harness.judge import replies, session
+from harness.judge.session import Session
+from harness.judge.submission import Entrant
 
 GIB = 2**30
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import problem, record
+from harness.problem import folders
+from harness.results import record
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_CHILD_SUBREAPER = 36
@@ -30,8 +31,8 @@ def custom_kernel(data):
     return data.z
 '''
 PROBLEM = ROOT / "tests" / "fixtures" / "problems" / "vector_add"
-TESTS = len(problem.find(str(PROBLEM)).tests)
-RECORDS = TESTS + len(problem.find(str(PROBLEM)).benchmarks["cpu"])  # of one run
+TESTS = len(folders.find(str(PROBLEM)).tests)
+RECORDS = TESTS + len(folders.find(str(PROBLEM)).benchmarks["cpu"])  # of one run
 
 
 @pytest.fixture(scope="module", autouse=True)

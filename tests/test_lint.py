@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import lint, problem, trivial, values
-from harness.process import Died
-from harness.trivial import Trivial
+from harness.checker import values
+from harness.lint import linter, trivial
+from harness.lint.trivial import Trivial
+from harness.problem import folders
+from harness.sandbox.process import Died
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -120,18 +122,18 @@ def folder(path: Path, *changes: tuple[str, str]) -> Path:
     return path
 
 
-def asked(found: problem.Problem) -> lint.Ask:
+def asked(found: folders.Problem) -> linter.Ask:
     """The linter's helper within this process."""
     utils = str(found.utils) if found.utils else None
     helper = Trivial({"folder": str(found.folder), "own": found.own, "device": "cpu", "utils": utils})
     return lambda message: getattr(helper, message["op"])(message, [])
 
 
-def surveyed(path: Path, peers: bool = True, short: bool = False) -> tuple[dict[str, lint.Row], list[str]]:
+def surveyed(path: Path, peers: bool = True, short: bool = False) -> tuple[dict[str, linter.Row], list[str]]:
     """-> (rows by name, holes: names of candidates, and in full what else was found)."""
-    found = problem.find(str(path))
-    rows, faults = lint.survey(asked(found), lint.chosen(found, "cpu", short), peers and found.own)
-    holes = [row.name for row in rows if row.hole()] + lint.left_out(rows) + faults
+    found = folders.find(str(path))
+    rows, faults = linter.survey(asked(found), linter.chosen(found, "cpu", short), peers and found.own)
+    holes = [row.name for row in rows if row.hole()] + linter.left_out(rows) + faults
     return {row.name: row for row in rows}, holes
 
 
@@ -144,7 +146,7 @@ def test_a_sound_problem_is_left_alone(tmp_path):
     unmoved |= {"answer to inputs x10 [top]"}
     for name, row in rows.items():
         if name in integers:
-            assert not row.formed and lint._note(row) == "not applicable: not of a floating-point type", row
+            assert not row.formed and linter._note(row) == "not applicable: not of a floating-point type", row
             continue
         # In both test cases and one benchmark case, each output for itself.
         assert row.formed == 3 and not row.absent, row
@@ -222,7 +224,7 @@ def test_each_weakness_is_found(tmp_path, name):
     rows, holes = surveyed(folder(tmp_path / "affine", *changes))
     assert wanted <= set(holes), holes
     for candidate in wanted:
-        assert "HOLE" in lint._note(rows[candidate])
+        assert "HOLE" in linter._note(rows[candidate])
 
 
 def test_a_narrow_weakness_is_told_from_the_others(tmp_path):
@@ -243,7 +245,7 @@ def test_an_input_that_is_always_zero_may_be_left_out(tmp_path):
 def test_an_input_that_nobody_reads_is_named_and_no_hole(tmp_path):
     rows, holes = surveyed(folder(tmp_path / "affine", ("+ data.bias.double(), terms", "+ 0, terms")))
     assert holes == []
-    assert lint._note(rows["bias zero [y]"]) == "leaves the answer as it is in every case"
+    assert linter._note(rows["bias zero [y]"]) == "leaves the answer as it is in every case"
 
 
 def test_one_seed_gives_one_content(tmp_path):
@@ -265,14 +267,14 @@ def test_what_is_right_or_has_no_meaning_is_named(tmp_path):
     cases = "Case(100, 7, 2), Case(50, 1, 4), Case(1, 7, 4)]"
     rows, holes = surveyed(folder(tmp_path / "affine", ("Case(100, 7, 2)]", cases)))
     assert holes == []
-    assert lint._note(rows["zeros [top]"]) == "is the answer in m=50 k=1"
+    assert linter._note(rows["zeros [top]"]) == "is the answer in m=50 k=1"
     assert rows["mean of the answer [y]"].refused == rows["mean of the answer [y]"].formed == 4
-    assert lint._note(rows["mean of the answer [y]"]) == "not applicable in m=1 k=7: one element is its own mean"
+    assert linter._note(rows["mean of the answer [y]"]) == "not applicable in m=1 k=7: one element is its own mean"
 
 
 def test_luck_is_told_from_a_hole_by_other_seeds():
     """Accepted with the case's seed: a hole if half of the other seeds agree, else luck."""
-    case = problem.Case({"m": 1}, 0)
+    case = folders.Case({"m": 1}, 0)
 
     def ask(message):
         if message["op"] == "case":
@@ -281,7 +283,7 @@ def test_luck_is_told_from_a_hole_by_other_seeds():
         accepted = ask.seed == 0 or ask.seed % (2 if message["candidate"] == "often" else 5) == 0
         return {"status": "accepted" if accepted else "refused", "text": ""}
 
-    rows = {row.name: row for row in lint.survey(ask, [("m=1", case), ("m=1 again", problem.Case({}, 1))], False)[0]}
+    rows = {row.name: row for row in linter.survey(ask, [("m=1", case), ("m=1 again", folders.Case({}, 1))], False)[0]}
     assert rows["seldom"].luck == ["m=1 (1 of 8 other seeds)"] and not rows["seldom"].hole()
     assert rows["often"].missed == ["m=1 (4 of 8 other seeds)"]
     assert rows["often"].hole() == "accepted in 1 cases, first m=1 (4 of 8 other seeds)"
@@ -289,7 +291,7 @@ def test_luck_is_told_from_a_hole_by_other_seeds():
 
 def test_a_lost_process_costs_one_candidate(tmp_path):
     """Inputs that make a reference crash are said, and the next candidate has its data again."""
-    found = problem.find(str(folder(tmp_path / "affine")))
+    found = folders.find(str(folder(tmp_path / "affine")))
     inner, lost = asked(found), []
 
     def ask(message):
@@ -299,7 +301,7 @@ def test_a_lost_process_costs_one_candidate(tmp_path):
             raise Died("RUNTIME_ERROR", "killed by SIGABRT")
         return inner(message)
 
-    rows = {row.name: row for row in lint.survey(ask, lint.chosen(found, "cpu", False), False)[0]}
+    rows = {row.name: row for row in linter.survey(ask, linter.chosen(found, "cpu", False), False)[0]}
     assert len(lost) == 3 and rows["x zero [y]"].formed == 0
     assert rows["x zero [y]"].absent.keys() == {"the reference's process was lost: killed by SIGABRT"}
     assert rows["x shifted [y]"].refused == rows["a list of numbers [top]"].refused == 3
@@ -398,9 +400,9 @@ def test_bytes_fp8_and_integers_are_linted_like_floats(tmp_path):
             assert rows[f"{name} [{output}]"].refused == 2, (name, output)
     assert rows["answer in less precision [scales]"].refused == 2
     assert rows["NaN everywhere [scales]"].refused == 2
-    assert "one element" in lint._note(rows["mean of the answer [count]"])
+    assert "one element" in linter._note(rows["mean of the answer [count]"])
     # A value of 2^8 and more, tenfold, is past the largest scale: what the reference says of it is said here.
-    assert "the reference refuses such inputs: ValueError: x needs a block scale" in lint._note(
+    assert "the reference refuses such inputs: ValueError: x needs a block scale" in linter._note(
         rows["answer to inputs x10 [codes]"]
     )
 
@@ -502,7 +504,7 @@ def test_token_ids_and_byte_buffers_are_linted_and_what_does_not_apply_is_said(t
     }  # fmt: skip
     for name, row in rows.items():
         if name in not_applicable:
-            assert not row.formed and lint._note(row) == f"not applicable: {not_applicable[name]}", row
+            assert not row.formed and linter._note(row) == f"not applicable: {not_applicable[name]}", row
         else:
             assert row.formed == 2 and not row.absent, row
             assert row.refused == (0 if row.kind == trivial.EXACT else 2), row
@@ -512,7 +514,7 @@ def test_token_ids_and_byte_buffers_are_linted_and_what_does_not_apply_is_said(t
 
 def test_bytes_that_are_not_called_opaque_are_changed(tmp_path):
     rows, _ = surveyed(bag(tmp_path / "bag", ('OPAQUE = ("state",)\n', "")))
-    assert lint._note(rows["state zero"]) == (
+    assert linter._note(rows["state zero"]) == (
         "not applicable: the reference refuses such inputs: ValueError: this is no state"
     )
 
@@ -540,8 +542,8 @@ def test_opaque_cannot_hide_an_ordinary_input(tmp_path, names, message):
 
 
 def test_opaque_of_another_form_is_bad_use(tmp_path):
-    with pytest.raises(problem.UsageError, match=r"task\.py: OPAQUE must be a tuple of fields' names, got 'state'"):
-        problem.find(str(bag(tmp_path / "bag", ('OPAQUE = ("state",)', 'OPAQUE = "state"'))))
+    with pytest.raises(folders.UsageError, match=r"task\.py: OPAQUE must be a tuple of fields' names, got 'state'"):
+        folders.find(str(bag(tmp_path / "bag", ('OPAQUE = ("state",)', 'OPAQUE = "state"'))))
 
 
 def test_a_copy_takes_no_more_of_an_input_than_it_needs():
@@ -580,7 +582,7 @@ def test_the_whole_linter_says_what_is_wrong(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text(KERNEL.format(first=f"{place}.", y=y))
     said: list[str] = []
-    assert not lint.run(problem.find(str(path)), "cpu", said.append)
+    assert not linter.run(folders.find(str(path)), "cpu", said.append)
     holes = [line for line in said if line.startswith("HOLE")]
     assert [hole.partition(":")[0] for hole in holes] == ["HOLE bias [y]", "HOLE wrong/no_bias.py", "HOLE off"], said
     assert "passes all 2 cases" in holes[1] and "INCORRECT" in holes[2]
@@ -592,23 +594,23 @@ def test_the_whole_linter_says_what_is_wrong(tmp_path):
 # One of them every day; the others' own tests judge the same files.
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name == "nvfp4_gemv" else pytest.mark.slow)
-    for name in problem.problem_names()
+    for name in folders.problem_names()
 ])  # fmt: skip
 def test_every_problem_passes_in_short(name, monkeypatch):
     """In a third of its small cases, the last among them, which says more than the first. What all files of wrong/ and
     all variants get in all cases is shown by the problem's own tests, and by the next one with a judge.
     """
-    monkeypatch.setattr(lint, "FEW_FILES", 2)
-    found, said = problem.find(name), []
-    found = dataclasses.replace(found, tests=tuple(lint.small(found)[::-3]))
-    assert lint.run(found, "cpu", said.append, short=True), "\n".join(said)
+    monkeypatch.setattr(linter, "FEW_FILES", 2)
+    found, said = folders.find(name), []
+    found = dataclasses.replace(found, tests=tuple(linter.small(found)[::-3]))
+    assert linter.run(found, "cpu", said.append, short=True), "\n".join(said)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", problem.problem_names())
+@pytest.mark.parametrize("name", folders.problem_names())
 def test_every_problem_passes(name):
     said: list[str] = []
-    assert lint.run(problem.find(name), "cpu", said.append), "\n".join(said)
+    assert linter.run(folders.find(name), "cpu", said.append), "\n".join(said)
 
 
 # ---------------------------------------------------------------- formats

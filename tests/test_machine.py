@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import journal, machine, output, problem, record, run, verdict
-from harness.sandbox import SandboxError
-from harness.session import DeviceError, ProblemError
+from harness import run
+from harness.judge import journal, machine, verdict
+from harness.judge.session import DeviceError, ProblemError
+from harness.problem import folders
+from harness.results import output, record
+from harness.sandbox.policy import SandboxError
 from problems.common import build
 from tests.fixtures.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
 
@@ -366,7 +369,7 @@ def test_a_run_and_its_boards_with_hostile_names_and_reasons(tmp_path, folder):
     for name in names[:3]:
         (folder / "variants" / f"{name}.py").write_text(GOOD.format(docstring=name))
     (folder / "variants" / f"{names[3]}.py").write_text(BAD)
-    found = [entry.name for entry in problem.find(str(folder)).entries()]
+    found = [entry.name for entry in folders.find(str(folder)).entries()]
     assert sorted(names[:4]) == found
     started = short(tmp_path, folder, "--all")
     out, said = started.communicate(timeout=300)

@@ -7,9 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import console, environment, lint, phases, problem, record, run, verdict
-from harness.problem import UsageError
-from harness.session import Outcome
+from harness import run
+from harness.judge import console, phases, verdict
+from harness.judge.session import Outcome
+from harness.lint import linter
+from harness.problem import folders
+from harness.problem.folders import UsageError
+from harness.results import environment, record
 from leaderboard import board, tables
 
 VECTOR_ADD = Path(__file__).resolve().parent / "fixtures" / "problems" / "vector_add"
@@ -79,7 +83,7 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
 
 @pytest.mark.parametrize("served", [[False, True], [True, True], [False, False]])
 def test_pairs_are_of_the_cases_that_both_serve(folder, capsys, served):
-    found = problem.find(str(folder))
+    found = folders.find(str(folder))
     whole, part = (verdict.Judged(found.variant(name), "cpu") for name in ("whole", "peer_part"))
     for j, us, called in ((whole, 10.0, [True, True]), (part, 20.0, served)):
         for case, here in zip(found.benchmarks["cpu"], called, strict=True):
@@ -107,9 +111,9 @@ def test_without_a_case_that_it_serves_it_is_unsupported_and_not_started(folder,
 
 def test_the_linter_asks_no_more_of_it(folder, monkeypatch):
     made = {"whole": [Outcome("PASSED")] * 2, "peer_part": [Outcome("UNSUPPORTED", SAYS), Outcome("PASSED")]}
-    monkeypatch.setattr(lint, "_judged", lambda *_: made)
-    session, said = SimpleNamespace(problem=problem.find(str(folder)), device="cpu"), []
-    assert lint.variants(session, "cpu", said.append, lambda _: None, short=False) == []
+    monkeypatch.setattr(linter, "_judged", lambda *_: made)
+    session, said = SimpleNamespace(problem=folders.find(str(folder)), device="cpu"), []
+    assert linter.variants(session, "cpu", said.append, lambda _: None, short=False) == []
     assert any(re.fullmatch(rf"peer_part +1/2 cases right  {SAYS}", line) for line in said), said
 
 
@@ -126,19 +130,19 @@ def test_the_linter_asks_no_more_of_it(folder, monkeypatch):
 def test_a_literal_that_cannot_be_is_bad_use(folder, name, line, message):
     (folder / "variants" / f"{name}.py").write_text(f"{line}\n")
     with pytest.raises(UsageError, match=message):
-        problem.find(str(folder)).variant(name)
+        folders.find(str(folder)).variant(name)
 
 
 def test_what_it_serves_is_read_from_the_file(folder):
     (folder / "variants" / "peer_one.py").write_text('ONLY = {"n": 1024}\n')
-    found = problem.find(str(folder))
+    found = folders.find(str(folder))
     one, whole = found.variant("peer_one"), found.variant("whole")
     assert [one.serves(case) for case in found.tests] == [False, True] and one.limits == "serves n=1024 alone"
     assert all(map(whole.serves, found.tests)) and whole.only == ()
 
 
 def test_humming_is_asked_for_bf16_alone():
-    found = problem.find("moe_gemm")
+    found = folders.find("moe_gemm")
     peer = found.variant("peer_humming")
     assert {case.params["activation"] for case in found.tests if peer.serves(case)} == {"bf16"}
     assert all(map(peer.serves, found.benchmarks["cuda"])) and peer.limits == "serves activation=bf16 alone"

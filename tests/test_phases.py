@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import phases, problem, product
-from harness.phases import JUDGE, Plan
-from harness.problem import Case, Entry
-from harness.session import Entrant, Outcome, Session
+from harness.judge import phases
+from harness.judge.phases import JUDGE, Plan
+from harness.judge.session import Entrant, Outcome, Session
+from harness.problem import folders
+from harness.problem.folders import Case, Entry
+from harness.runner import matmul
 from problems.common import load
 
 LINEAR = Path(__file__).resolve().parent / "fixtures" / "problems" / "linear"
@@ -20,7 +22,7 @@ class Counting:
     """A session in which nothing runs: it knows who is alive, and answers each call at once."""
 
     device = "cpu"
-    problem = SimpleNamespace(tests=())
+    folders = SimpleNamespace(tests=())
 
     def __init__(self) -> None:
         self.alive: set[str] = set()
@@ -127,7 +129,7 @@ def test_parts_of_the_entrants_are_resumed_each_by_itself(monkeypatch):
 def test_weights_of_v4_pro_are_prepared_by_few_at_once(entrants, paired):
     """14.3 GB each: two of them in the 32 GiB there are. Without a word, all."""
     how = dataclasses.replace(phases.plan("cuda", paired), samples=1, warmups=1, audits=0)
-    cases = list(problem.find("moe_gemm").benchmarks["cuda"])
+    cases = list(folders.find("moe_gemm").benchmarks["cuda"])
     prepared = max(c.params["experts"] * c.params["hidden"] * c.params["inner"] for c in cases) * 3 * 9 / 16
     assert prepared > 14e9
     alive = max(waves(cases, entrants, how, paired))
@@ -137,7 +139,7 @@ def test_weights_of_v4_pro_are_prepared_by_few_at_once(entrants, paired):
 
 
 def test_a_case_takes_over_what_its_task_says():
-    found = problem.find("moe_gemm")
+    found = folders.find("moe_gemm")
     task, reference = (load.module(found.folder, name) for name in ("task", "reference"))
     assert [c.weight_bytes for c in found.tests] == [spec.weight_bytes() for spec in task.TESTS]
     for spec in (spec for spec in task.TESTS if spec.experts < 100):
@@ -147,7 +149,7 @@ def test_a_case_takes_over_what_its_task_says():
 
 
 def test_a_case_that_says_nothing_has_no_weight_bytes():
-    assert {c.weight_bytes for c in problem.find(str(LINEAR)).tests} == {0}
+    assert {c.weight_bytes for c in folders.find(str(LINEAR)).tests} == {0}
 
 
 class Readings(Counting):
@@ -160,9 +162,9 @@ class Readings(Counting):
         self.products = self.turn = 0
 
     def call(self, entrant: Entrant, slots: int, what: str = "", *_: object, **__: object) -> Outcome:
-        self.products += what == product.NAME
+        self.products += what == matmul.NAME
         self.turn += entrant.name != JUDGE
-        us = {product.NAME: 2000.0, "empty": 3.0}.get(what, 100.0)
+        us = {matmul.NAME: 2000.0, "empty": 3.0}.get(what, 100.0)
         return Outcome("PASSED", us=us, host_us=1.0, ready_us=1.0, outside_us=us, bytes=1000 + 2 * (self.turn % 2))
 
 
@@ -187,7 +189,7 @@ HOW = Plan(processes=4, samples=2, warmups=1, slots=2, audits=0, together=2)
 
 
 def test_the_roof_is_the_larger_of_bytes_and_operations(monkeypatch):
-    rate = product.flops("cuda") / 2000  # operations a microsecond
+    rate = matmul.flops("cuda") / 2000  # operations a microsecond
     found, session, _ = grounds(monkeypatch, [round(50 * rate), round(300 * rate), None], HOW)
     assert [g.roof_kind for g in found] == ["read", "flops", "read"]
     assert [g.roof_us for g in found] == pytest.approx([100, 300, 100], rel=1e-6)
@@ -205,7 +207,7 @@ def test_no_product_is_timed_where_nobody_says_what_is_computed(monkeypatch):
 
 
 def test_a_resumed_run_has_the_rate_of_the_run_before(monkeypatch):
-    flops = [1, product.flops("cuda")]
+    flops = [1, matmul.flops("cuda")]
     whole, _, told = grounds(monkeypatch, flops, HOW)
     again, session, _ = grounds(monkeypatch, flops, HOW, phases.Have(groups=told))
     assert (again, session.products) == (whole, 0)
@@ -215,8 +217,8 @@ def test_a_resumed_run_has_the_rate_of_the_run_before(monkeypatch):
 
 
 def test_a_real_run_times_the_product_and_counts_the_bytes_of_its_contents(monkeypatch):
-    monkeypatch.setattr(product, "DEVICES", ("cpu",))
-    found = problem.find("moe_gemm")
+    monkeypatch.setattr(matmul, "DEVICES", ("cpu",))
+    found = folders.find("moe_gemm")
     spec = next(spec for spec in load.module(found.folder, "task").BENCHMARKS_CPU if spec.tokens == 1)
     case = next(c for c in found.benchmarks["cpu"] if c.params["tokens"] == 1)
     how = Plan(processes=1, samples=2, warmups=1, slots=1, audits=0)
@@ -230,9 +232,9 @@ def test_a_real_run_times_the_product_and_counts_the_bytes_of_its_contents(monke
 
 
 def test_the_product_is_one_of_random_values():
-    made = product.Product("cpu")
+    made = matmul.Product("cpu")
     made()
-    assert made._c.numel() == product.SIZE["cpu"] ** 2 and product.flops("cpu") == 2 * product.SIZE["cpu"] ** 3
+    assert made._c.numel() == matmul.SIZE["cpu"] ** 2 and matmul.flops("cpu") == 2 * matmul.SIZE["cpu"] ** 3
     want = made._a.double() @ made._b.double()
     assert 20 < float(want.std()) < 25, "512 products of two normal values"
     assert float((made._c.double() - want).abs().max()) < 1e-3

@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from harness import guard, private, problem, process, sandbox
-from harness.private import CacheError, Private
-from harness.process import Child
+from harness.problem import folders
+from harness.sandbox import policy, process, reaper, workdir
+from harness.sandbox.process import Child
+from harness.sandbox.workdir import CacheError, Private
 from problems.common import build
 from tests.test_sandbox import answer, ask
 
 ROOT = process.ROOT
-GEMV = problem.find("nvfp4_gemv")
+GEMV = folders.find("nvfp4_gemv")
 CPU = GEMV.variant("cpu_portable").file
-GPU_MODE = problem.find(str(Path(__file__).parent / "fixtures" / "gpu_mode" / "vectoradd"))
+GPU_MODE = folders.find(str(Path(__file__).parent / "fixtures" / "gpu_mode" / "vectoradd"))
 LIMIT_S = 120
 
 
@@ -33,7 +34,7 @@ def place():
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o711)
     yield folder
-    guard.remove_tree(str(folder))
+    reaper.remove_tree(str(folder))
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def box(place):
 @pytest.fixture
 def builds(tmp_path, monkeypatch):
     """A build folder of this test's own, with the judge's code in it."""
-    judge = private.native.library("cpu").path.parent
+    judge = workdir.native.library("cpu").path.parent
     shutil.copytree(judge, tmp_path / "builds" / judge.name)
     monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "builds"))
     return tmp_path / "builds"
@@ -58,7 +59,7 @@ def files(folder: Path) -> set[str]:
 
 def runner(box: Private, extra: dict[str, str] | None = None, **message: object) -> Child:
     """A started runner in `box`, ready."""
-    child = Child("harness.runner", extra, box.jail)
+    child = Child("harness.runner.runner", extra, box.jail)
     start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
     reply, _ = child.request({**start, **message}, LIMIT_S)
     assert reply.get("ready"), reply
@@ -74,7 +75,7 @@ def test_it_holds_the_closure_and_nothing_else(box):
     }  # fmt: skip
     assert {f"problems/common/{path.name}" for path in build.COMMON.iterdir() if path.is_file()} < seen
     judge = {name for name in seen if name.startswith("harness/")}
-    assert {"harness/runner.py", "harness/wire.py", "harness/judge.cpp"} < judge
+    assert {"harness/runner/runner.py", "harness/runner/wire.py", "harness/runner/judge.cpp"} < judge
     roles = ("checker", "session", "phases", "run", "record", "journal", "verdict", "private", "sandbox", "process")
     assert not judge & {f"harness/{name}.py" for name in roles}
     assert not [name for name in seen if "reference" in name or "wrong" in name or name.endswith((".jsonl", ".pyc"))]
@@ -82,11 +83,11 @@ def test_it_holds_the_closure_and_nothing_else(box):
 
 
 def test_the_runner_knows_only_its_own_modules(box):
-    """Every import of harness.runner is served from the private code, the checkout being out of reach."""
+    """Every import of harness.runner.runner is served from the private code, the checkout being out of reach."""
     child = runner(box)
     maps = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
     child.close()
-    assert maps and not [line for line in maps for name in sandbox.SECRET if f"{ROOT}/{name}/" in line]
+    assert maps and not [line for line in maps for name in policy.SECRET if f"{ROOT}/{name}/" in line]
 
 
 def test_a_submission_from_elsewhere_keeps_its_places(tmp_path, place):
@@ -188,15 +189,15 @@ def test_a_gpu_variant_compiles_in_it(name, place):
 
 
 def test_what_a_compile_step_made_serves_the_next_runner(builds, place):
-    assert private.build_folder(CPU, GEMV, "cpu") is None
+    assert workdir.build_folder(CPU, GEMV, "cpu") is None
     first = Private.make(CPU, GEMV, base=place)
     (first.jail.cache / "build" / "mine").mkdir()
     (first.jail.cache / "build" / "mine" / "code.so").write_bytes(b"made")
     (first.jail.cache / "build" / "mine" / "tool").write_bytes(b"run me")
     (first.jail.cache / "build" / "mine" / "tool").chmod(0o755)
-    kept = first.publish(private.key(CPU, GEMV, "cpu"))
+    kept = first.publish(workdir.key(CPU, GEMV, "cpu"))
     first.remove()
-    assert private.build_folder(CPU, GEMV, "cpu") == kept
+    assert workdir.build_folder(CPU, GEMV, "cpu") == kept
     assert files(kept) == {"build/mine/code.so", "build/mine/tool"}, "the judge's own code is not among it"
     second = Private.make(CPU, GEMV, kept, base=place)
     try:
@@ -224,7 +225,7 @@ def test_the_judges_code_in_a_cache_is_the_judges(builds, tmp_path, place):
     artefact.write_bytes(b"poisoned")
     poisoned = tmp_path / "poisoned"
     poisoned.mkdir()
-    private.copy_tree(first.jail.cache, poisoned)
+    workdir.copy_tree(first.jail.cache, poisoned)
     first.remove()
     second = Private.make(CPU, GEMV, poisoned, base=place)
     found = next(second.jail.cache.glob("build/judge-cpu-*/judge.so")).read_bytes()
@@ -250,7 +251,7 @@ def test_a_cache_that_is_too_much_is_refused_whole(builds, box, monkeypatch, lim
     deep = box.jail.cache / "a" / "b" / "c" / "d" / "e"
     deep.mkdir(parents=True)
     (deep / "large").write_bytes(bytes(2000))
-    monkeypatch.setattr(private, limit, value)
+    monkeypatch.setattr(workdir, limit, value)
     with pytest.raises(CacheError, match=said):
         box.publish("k")
     assert not list((builds / "closures").iterdir())
@@ -282,7 +283,7 @@ def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
     file = folder / "variants" / "cpu_portable.py"
 
     def key(target: str = "cpu") -> str:
-        return private.key(file, copy, target)
+        return workdir.key(file, copy, target)
 
     start = key()
     assert key() == start and key("sm90") != start
@@ -300,7 +301,7 @@ def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
             source.write("\n// a change\n" if path.suffix != ".py" else "\n# a change\n")
         seen.add(key())
         assert len(seen) == number, path
-    monkeypatch.setattr(private, "_versions", lambda target: ("another compiler",))
+    monkeypatch.setattr(workdir, "_versions", lambda target: ("another compiler",))
     assert key() not in seen
 
 
@@ -309,7 +310,7 @@ def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
 
 def test_removal_leaves_nothing_however_a_runner_left_it(tmp_path, place):
     box = Private.make(CPU, GEMV, base=place)
-    child = Child("harness.runner", jail=box.jail)
+    child = Child("harness.runner.runner", jail=box.jail)
     child.kill()
     deep = os.open(box.jail.tmp, os.O_RDONLY)
     for _ in range(1500):  # beyond what a path can name, and what a recursion can follow
@@ -340,7 +341,7 @@ from harness import private, problem
 from harness.process import Child
 gemv = problem.find("nvfp4_gemv")
 box = private.Private.make(gemv.variant("cpu_portable").file, gemv)
-child = Child("harness.runner", jail=box.jail)
+child = Child("harness.runner.runner", jail=box.jail)
 print(box._place, child.pid, flush=True)
 {then}
 """
@@ -391,12 +392,12 @@ def test_two_runners_do_not_see_each_other(place):
 def test_remove_tree_needs_nothing_on_the_path(tmp_path, monkeypatch):
     (tmp_path / "folder" / "below").mkdir(parents=True)
     monkeypatch.setenv("PATH", "/nowhere")
-    guard.remove_tree(str(tmp_path / "folder"))
+    reaper.remove_tree(str(tmp_path / "folder"))
     assert not (tmp_path / "folder").exists()
 
 
 def test_remove_tree_says_when_something_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(guard, "_quiet", lambda command: None)
-    monkeypatch.setattr(guard.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(reaper, "_quiet", lambda command: None)
+    monkeypatch.setattr(reaper.time, "sleep", lambda seconds: None)
     with pytest.raises(OSError, match="could not remove"):
-        guard.remove_tree(str(tmp_path))
+        reaper.remove_tree(str(tmp_path))

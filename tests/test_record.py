@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import record, verdict
+from harness.judge import verdict
+from harness.results import record
 from tests.fixtures.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
 from tests.fixtures.records import bench, full, line
 

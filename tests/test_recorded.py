@@ -13,8 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import confirm, environment, judging, phases, ranking, record, run
-from harness.session import Outcome
+from harness import run
+from harness.judge import confirm, judging, phases
+from harness.judge.session import Outcome
+from harness.results import environment, ranking, record
 from leaderboard import board
 
 GPU_MODE = Path(__file__).resolve().parent / "fixtures" / "gpu_mode" / "vectoradd"

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import clock, replies, wire
-from harness.process import Died
+from harness.judge import replies
+from harness.runner import clock, wire
+from harness.sandbox.process import Died
 
 SHORT = 2_500  # characters of a reason, at most
 CLAIM = {"type": "Tensor", "dtype": "float16", "shape": [3, 4], "stride": [4, 1], "device": "cpu", "same": True}

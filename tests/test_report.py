@@ -12,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 from matplotlib import image
 
-from harness import record
+from harness.results import record
 from leaderboard import board, report, tables
 from problems.common import load
 from tests.fixtures.hostile import HOSTILE

@@ -5,7 +5,11 @@ import shutil
 
 import pytest
 
-from harness import lint, problem, record, run, task_yml, verdict
+from harness import run
+from harness.judge import verdict
+from harness.lint import linter
+from harness.problem import folders, task_yml
+from harness.results import record
 from problems.common import load
 
 SMALL = "m=16 k=64"
@@ -143,14 +147,14 @@ def test_an_interruption_is_one_line(monkeypatch, capsys):
 @pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])
 def test_lint_is_passed_on(monkeypatch, right, status):
     asked = []
-    monkeypatch.setattr(lint, "run", lambda *arguments: asked.append(arguments) or right)
+    monkeypatch.setattr(linter, "run", lambda *arguments: asked.append(arguments) or right)
     assert run.main(["nvfp4_gemv", "--lint", "--device", "cpu"]) == status
     ((found, device, _),) = asked
     assert (found.name, device) == ("nvfp4_gemv", "cpu")
 
 
 def test_the_gravest_verdict_is_the_exit_code():
-    entry = problem.find("nvfp4_gemv").variant("cpu_avx2")
+    entry = folders.find("nvfp4_gemv").variant("cpu_avx2")
     judged = [verdict.Judged(entry, "cpu", status) for status in ("PASSED", "UNSUPPORTED", "COMPILED")]
     assert verdict.exit_code(judged, everything=True) == 0
     assert verdict.exit_code([verdict.Judged(entry, "cpu", "UNSUPPORTED")], everything=True) == 7
@@ -158,7 +162,7 @@ def test_the_gravest_verdict_is_the_exit_code():
 
 
 def test_task_yml_is_what_task_py_says():
-    for name in problem.problem_names():
-        found = problem.find(name)
+    for name in folders.problem_names():
+        found = folders.find(name)
         if found.own and not found.composition:
             assert (load.PROBLEMS / name / "task.yml").read_text() == task_yml.render(found)

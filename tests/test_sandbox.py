@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import confine, process, sandbox
-from harness.process import Child, Died
-from harness.sandbox import Jail
+from harness.sandbox import confine, policy, process
+from harness.sandbox.policy import Jail
+from harness.sandbox.process import Child, Died
 
 ROOT = process.ROOT
 SECRET = "held by the judge"
@@ -41,7 +41,7 @@ def jail_in(place: Path, **options: object) -> Jail:
     for folder in folders:
         folder.mkdir(parents=True)
     (folders[0] / "harness").mkdir()
-    for name in ("harness/__init__.py", "harness/wire.py"):
+    for name in ("harness/__init__.py", "harness/runner/wire.py"):
         shutil.copy(ROOT / name, folders[0] / name)
     shutil.copy(Path(__file__).parent / "fixtures" / "jailed.py", folders[0])
     return Jail(*folders, **options)
@@ -60,9 +60,9 @@ def answer(child: Child, code: str) -> object:
 @contextlib.contextmanager
 def child_of_its_own_user(**options: object) -> Iterator[Child]:
     """A jailed child that no other process shares its user with."""
-    if why := sandbox.offered()["uid"]:
+    if why := policy.offered()["uid"]:
         pytest.skip(f"no user of its own is to be had here: {why}")
-    with sandbox.user() as uid, tempfile.TemporaryDirectory() as base:
+    with policy.user() as uid, tempfile.TemporaryDirectory() as base:
         os.chmod(base, 0o711)
         jail = jail_in(Path(base), uid=uid, **options)
         for folder in (jail.home, jail.tmp, jail.cache):
@@ -95,7 +95,7 @@ def open_child():
 
 def needs(*measures: str) -> None:
     for name in measures:
-        if why := sandbox.offered()[name]:
+        if why := policy.offered()[name]:
             pytest.skip(f"{name} is not to be had here: {why}")
 
 
@@ -302,8 +302,8 @@ def test_privileges_are_gone(jailed):
         line.split(":\t", 1) for line in Path(f"/proc/{jailed.pid}/status").read_text().splitlines() if ":\t" in line
     )
     assert status["NoNewPrivs"] == "1" and status["Seccomp"] == "2"
-    own = int(status["Uid"].split()[0]) in sandbox.UIDS
-    left = 1 << 2 if own and sandbox.passing() else 0  # CAP_DAC_READ_SEARCH
+    own = int(status["Uid"].split()[0]) in policy.UIDS
+    left = 1 << 2 if own and policy.passing() else 0  # CAP_DAC_READ_SEARCH
     assert all(int(status[f"Cap{kind}"], 16) == left for kind in ("Inh", "Prm", "Eff", "Amb"))
     if os.geteuid() == 0:
         assert int(status["CapBnd"], 16) == 0 and status["Groups"].strip() == ""
@@ -324,7 +324,7 @@ def test_the_environment_is_made_anew(tmp_path, monkeypatch):
     seen = answer(child, "import os, sys; answer = [dict(os.environ), sys.path]")
     child.close()
     environment, path = seen
-    assert environment["USER"] == environment["LOGNAME"] == sandbox.USER
+    assert environment["USER"] == environment["LOGNAME"] == policy.USER
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     assert SECRET not in str(environment) and "OMP_NUM_THREADS" not in environment
     assert environment["CUDA_VISIBLE_DEVICES"] == "0" and environment["ADDED"] == "yes"
@@ -343,7 +343,7 @@ def test_no_other_descriptor_is_inherited(tmp_path):
     assert seen == [[0, 1, 2, *sorted([3, seen[1]])], seen[1]]
 
 
-@pytest.mark.parametrize("measure", sandbox.MEASURES)
+@pytest.mark.parametrize("measure", policy.MEASURES)
 def test_each_measure_can_be_left_out_alone(tmp_path, measure):
     jail = jail_in(tmp_path, without=frozenset({measure}))
     assert measure not in jail.measures()
@@ -384,15 +384,15 @@ def test_a_jail_that_cannot_be_made_is_the_judges_fault(tmp_path):
     jail = jail_in(tmp_path)
     shutil.rmtree(jail.home)
     child = Child("jailed", jail=jail)
-    with pytest.raises(sandbox.SandboxError, match="home"):
+    with pytest.raises(policy.SandboxError, match="home"):
         child.request({"code": "answer = 1"}, LIMIT_S)
     child.kill()
 
 
 def test_the_probe_says_on_or_why_not():
-    found = sandbox.probe()
-    assert set(sandbox.MEASURES) < set(found) and all(isinstance(value, str) for value in found.values())
-    assert all(found[name].startswith(("on", "off: ")) and found[name] != "off: " for name in sandbox.MEASURES)
+    found = policy.probe()
+    assert set(policy.MEASURES) < set(found) and all(isinstance(value, str) for value in found.values())
+    assert all(found[name].startswith(("on", "off: ")) and found[name] != "off: " for name in policy.MEASURES)
     shown = subprocess.run(
         [sys.executable, "-m", "harness.sandbox", "--probe"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -405,17 +405,17 @@ def test_the_probe_without_landlock_and_filter(monkeypatch):
 
     monkeypatch.setattr(confine, "landlock_abi", missing)
     monkeypatch.setattr(confine, "seccomp_available", missing)
-    sandbox.offered.cache_clear()
+    policy.offered.cache_clear()
     try:
-        found = sandbox.probe()
+        found = policy.probe()
     finally:
-        sandbox.offered.cache_clear()
+        policy.offered.cache_clear()
     assert all(found[name].startswith("off: ") for name in ("landlock", "tcp", "scope", "seccomp", "network", "memfd"))
     assert "can signal" in found["guard"] or found["uid"].startswith("on")
 
 
 def test_who_it_is_needs_no_file_of_users(jailed):
-    assert answer(jailed, "import getpass; answer = getpass.getuser()") == sandbox.USER
+    assert answer(jailed, "import getpass; answer = getpass.getuser()") == policy.USER
 
 
 def test_of_homes_only_the_folders_that_are_named_may_be_read(tmp_path, monkeypatch):
@@ -429,8 +429,8 @@ def test_of_homes_only_the_folders_that_are_named_may_be_read(tmp_path, monkeypa
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*above, str(home / "modules")]))
     monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep.join(above))
     monkeypatch.setattr(sys, "path", [*above, *sys.path])
-    paths = [Path(path) for path in sandbox.read_paths()]
-    assert sandbox.python_path() == [str(home / "modules")] and sandbox.library_path() == []
+    paths = [Path(path) for path in policy.read_paths()]
+    assert policy.python_path() == [str(home / "modules")] and policy.library_path() == []
     assert [path for path in paths if tmp_path in path.parents] == [home / "modules", home / "bin"]
     readable = [*above[:2], str(home / ".ssh"), str(ROOT.parent), str(Path("~root/.ssh").expanduser())]
     assert not [path for path in paths if any(path == Path(x) or path in Path(x).parents for x in readable)]
@@ -440,10 +440,10 @@ def test_the_checkout_is_cut_out_of_what_may_be_read(monkeypatch):
     for entry in (ROOT, ROOT.parent, ROOT / "harness", Path("/")):
         monkeypatch.setattr(sys, "path", [str(entry), *sys.path])
     monkeypatch.setenv("PATH", os.pathsep.join([str(ROOT), str(ROOT.parent), os.environ["PATH"]]))
-    paths = [Path(path) for path in sandbox.read_paths()]
+    paths = [Path(path) for path in policy.read_paths()]
     inside = [path for path in paths if ROOT in path.parents]
     assert not [path for path in paths if path == ROOT or path in ROOT.parents]
-    assert not [path for path in inside if path.relative_to(ROOT).parts[0] in sandbox.SECRET]
+    assert not [path for path in inside if path.relative_to(ROOT).parts[0] in policy.SECRET]
     prefix = Path(sys.prefix).resolve()
     assert [path for path in paths if prefix == path or path in prefix.parents]
     assert not [path for path in paths if path.parent == ROOT.parent and path not in (prefix, *prefix.parents)]
@@ -528,7 +528,7 @@ def test_the_judge_can_read_the_memory_of_another_user(two_users):
     remote = struct.pack("=QQ", address, len(text))
     assert ctypes.CDLL(None).process_vm_readv(child.pid, local, 1, remote, 1, 0) == len(text)
     assert buffer.raw == text.encode()
-    assert os.stat(f"/proc/{child.pid}/environ").st_uid in sandbox.UIDS
+    assert os.stat(f"/proc/{child.pid}/environ").st_uid in policy.UIDS
 
 
 PINS = """
@@ -571,32 +571,32 @@ def test_a_user_of_its_own_can_compile_and_pin_its_threads(two_users):
 def test_a_closed_folder_is_no_reason_to_share_a_user():
     """So that the tests of users of their own are not left out without a word."""
     needs("landlock")
-    why = sandbox.offered()["uid"]
+    why = policy.offered()["uid"]
     if os.geteuid() != 0 or why.startswith(("uids", "root here", "other users cannot use /dev")):
         pytest.skip(why)
     assert why == ""
 
 
 def test_without_landlock_none_passes_closed_folders(monkeypatch):
-    if sandbox.offered()["uid"] or not sandbox.passing():
+    if policy.offered()["uid"] or not policy.passing():
         pytest.skip("users of their own need no help here")
-    with sandbox.user(frozenset({"landlock"})) as uid:
+    with policy.user(frozenset({"landlock"})) as uid:
         assert uid is None
-    jail = Jail(*[Path("/nowhere")] * 4, uid=sandbox.UIDS[0], without=frozenset({"landlock"}))
+    jail = Jail(*[Path("/nowhere")] * 4, uid=policy.UIDS[0], without=frozenset({"landlock"}))
     assert "uid" not in jail.measures() and jail.orders()["uid"] is None
 
 
 def test_the_probe_says_what_a_shared_user_costs(monkeypatch):
     monkeypatch.setattr(
-        sandbox, "offered", lambda: {**dict.fromkeys(sandbox.MEASURES, ""), "uid": "not started as root"}
+        policy, "offered", lambda: {**dict.fromkeys(policy.MEASURES, ""), "uid": "not started as root"}
     )
-    assert sandbox.probe()["uid"] == "off: not started as root; pinning of other threads is refused"
+    assert policy.probe()["uid"] == "off: not started as root; pinning of other threads is refused"
 
 
 def other_user(python: str) -> list[str]:
     if os.geteuid() != 0 or not os.access(python, os.X_OK):
         pytest.skip("needs root and a system-wide Python")
-    command = [python, "-m", "harness.sandbox"]
+    command = [python, "-m", "harness.sandbox.policy"]
     result = subprocess.run([*command, "--probe"], cwd=ROOT, capture_output=True, text=True, env=PLAIN_PATH)
     if result.returncode or not json.loads(result.stdout)["uid"].startswith("on"):
         pytest.skip(f"no user of its own here: {result.stdout}{result.stderr}")
@@ -622,20 +622,20 @@ def test_started_as_root_each_runner_is_a_user_of_its_own(python):
     uids = [int(words[0]) for words in seen]
     assert [run.returncode for run in runs] == [0, 0]
     assert all(words[:6] == [words[0]] * 6 and words[6] == "[]" for words in seen)
-    assert uids[0] != uids[1] and set(uids) <= set(sandbox.UIDS)
+    assert uids[0] != uids[1] and set(uids) <= set(policy.UIDS)
 
 
 def test_two_leases_are_two_uids(monkeypatch):
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    monkeypatch.setattr(sandbox, "offered", lambda: dict.fromkeys(sandbox.MEASURES, ""))
-    monkeypatch.setattr(sandbox, "UIDS", sandbox.UIDS[:2])
-    with sandbox.user() as first, sandbox.user() as second:
-        assert {first, second} == set(sandbox.UIDS)
-        with pytest.raises(sandbox.SandboxError, match="in use"), sandbox.user():
+    monkeypatch.setattr(policy, "offered", lambda: dict.fromkeys(policy.MEASURES, ""))
+    monkeypatch.setattr(policy, "UIDS", policy.UIDS[:2])
+    with policy.user() as first, policy.user() as second:
+        assert {first, second} == set(policy.UIDS)
+        with pytest.raises(policy.SandboxError, match="in use"), policy.user():
             pass
-    with sandbox.user() as again:
-        assert again in sandbox.UIDS
+    with policy.user() as again:
+        assert again in policy.UIDS
 
 
 # ---- nothing is left
@@ -948,8 +948,8 @@ def _holds(test: str, low: int, value: int | tuple[int, int]) -> bool:
 
 PARENT_PID = os.getppid()
 ORDERS = [
-    {"measures": list(sandbox.MEASURES), "uid": None, "abi": 7, "parent": PARENT_PID},
-    {"measures": list(sandbox.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID},
+    {"measures": list(policy.MEASURES), "uid": None, "abi": 7, "parent": PARENT_PID},
+    {"measures": list(policy.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID},
     {"measures": ["seccomp"], "uid": None, "abi": 2, "parent": PARENT_PID},
 ]
 VALUES = st.one_of(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import problem, scan
+from harness.problem import folders, scan
 
 WORD = "str" + "eam"  # this file is no submission, but is to be searchable for the word's uses
 
@@ -42,9 +42,9 @@ def test_headers_of_problems_common_are_exempt(tmp_path):
     assert sorted(file.name for file in scan.closure(tmp_path / "v.py")) == ["v.cu", "v.py"]
 
 
-@pytest.mark.parametrize("name", problem.problem_names())
+@pytest.mark.parametrize("name", folders.problem_names())
 def test_our_own_submissions_keep_the_rule(name):
-    found = problem.find(name)
+    found = folders.find(name)
     places = ("submission.py", "variants/*.py", "wrong/*.py")
     files = [found.folder / "task.py", *(file for place in places for file in sorted(found.folder.glob(place)))]
     assert len(files) > 2

@@ -1,4 +1,4 @@
-"""harness/solo.py, the process that profilers and sanitizers look into, on CPU."""
+"""harness/tools/single.py, the process that profilers and sanitizers look into, on CPU."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.process import ROOT
+from harness.sandbox.process import ROOT
 
 LINEAR = Path(__file__).parent / "fixtures" / "problems" / "linear"
 SUBMISSION = """
@@ -29,7 +29,7 @@ def test_a_problem_with_weights_is_called_on_what_prepare_made(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(SUBMISSION)
     cases = [{"m": 65, "k": 129, "seed": 1}, {"m": 3, "k": 2, "seed": 2}]
-    command = [sys.executable, "-m", "harness.solo", str(LINEAR), str(file), "cpu", json.dumps(cases)]
+    command = [sys.executable, "-m", "harness.tools.single", str(LINEAR), str(file), "cpu", json.dumps(cases)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["called 129 65", "called 2 3"], done.stderr

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import compiling, problem, record, run, scan, sources
-from harness.problem import UsageError
+from harness import run
+from harness.judge import compiling
+from harness.problem import folders, scan, sources
+from harness.problem.folders import UsageError
+from harness.results import record
 from problems.common import load
 
-VECTOR_ADD = problem.find(str(Path(__file__).parent / "fixtures" / "problems" / "vector_add"))
+VECTOR_ADD = folders.find(str(Path(__file__).parent / "fixtures" / "problems" / "vector_add"))
 PLAIN = b"def custom_kernel(data): pass\n"
 
 
@@ -48,7 +51,7 @@ NO_PYTHON = {
 def test_a_python_file_that_cannot_be_read_is_a_usage_error(tmp_path, what):
     content, said = NO_PYTHON[what]
     with pytest.raises(UsageError, match=said):
-        problem.entry(VECTOR_ADD, submission(tmp_path, content))
+        folders.entry(VECTOR_ADD, submission(tmp_path, content))
 
 
 def test_a_deep_call_is_still_searched_for_imports(tmp_path):
@@ -78,7 +81,7 @@ def test_a_source_beside_it_that_is_no_plain_file_is_a_usage_error(tmp_path, mak
     make(tmp_path / "sub.cu")
     start = time.monotonic()
     with pytest.raises(UsageError, match=rf"sub\.cu.*{said}"):
-        problem.entry(VECTOR_ADD, file)
+        folders.entry(VECTOR_ADD, file)
     assert time.monotonic() - start < 5
 
 
@@ -86,14 +89,14 @@ def test_a_name_that_is_no_text_is_a_usage_error(tmp_path):
     file = submission(tmp_path)
     Path(os.fsdecode(bytes(tmp_path) + b"/sub.\xff.cu")).touch()
     with pytest.raises(UsageError, match="plain text"):
-        problem.entry(VECTOR_ADD, file)
+        folders.entry(VECTOR_ADD, file)
 
 
 def test_a_source_may_hold_any_bytes(tmp_path):
     """The compiler says what it thinks of them; the scan reads what can be read."""
     file = submission(tmp_path)
     (tmp_path / "sub.cu").write_bytes(bytes(range(256)) + b'\n#include "a\0b.h"\n// upstr' + b"eam\n")
-    entry = problem.entry(VECTOR_ADD, file)
+    entry = folders.entry(VECTOR_ADD, file)
     (found,) = scan.findings(scan.closure(entry.file, entry.folder))
     assert found.file.name == "sub.cu" and record.source_hash(scan.closure(entry.file, entry.folder))
 

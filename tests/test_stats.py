@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from harness import stats
+from harness.results import stats
 
 
 def test_median_is_that_of_the_standard_library():

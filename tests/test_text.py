@@ -6,7 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 
-from harness import text
+from harness.results import text
 from tests.fixtures.hostile import HOSTILE, brief
 
 PAGE = MarkdownIt("commonmark").enable(["table", "strikethrough"])

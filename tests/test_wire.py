@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import replies, wire
-from harness.process import Died
+from harness.judge import replies
+from harness.runner import wire
+from harness.sandbox.process import Died
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -2,8 +2,9 @@
 
 import pytest
 
-from harness import phases, problem
-from harness.session import Entrant, Session
+from harness.judge import phases
+from harness.judge.session import Entrant, Session
+from harness.problem import folders
 
 AT_ONCE = 4  # processes with torch in each
 LARGEST = 2**20  # bytes of a test case; the small ones catch every file
@@ -11,13 +12,13 @@ LARGEST = 2**20  # bytes of a test case; the small ones catch every file
 
 def judge(names: list[str]) -> dict[str, set[str]]:
     """Statuses that each file got over the small test cases."""
-    gemv = problem.find("nvfp4_gemv")
+    gemv = folders.find("nvfp4_gemv")
     cases = [case for case in gemv.tests if case.bytes <= LARGEST]
     statuses = {}
     with Session(gemv, "cpu") as session:
         for start in range(0, len(names), AT_ONCE):
             entrants = [
-                Entrant(name, problem.entry(gemv, gemv.folder / "wrong" / f"{name}.py"), "cpu")
+                Entrant(name, folders.entry(gemv, gemv.folder / "wrong" / f"{name}.py"), "cpu")
                 for name in names[start : start + AT_ONCE]
             ]
             results = phases.run_tests(session, entrants, cases, lambda *_: None, lambda _: None)
@@ -26,7 +27,7 @@ def judge(names: list[str]) -> dict[str, set[str]]:
 
 
 def names() -> list[str]:
-    return sorted(file.stem for file in (problem.find("nvfp4_gemv").folder / "wrong").glob("*.py"))
+    return sorted(file.stem for file in (folders.find("nvfp4_gemv").folder / "wrong").glob("*.py"))
 
 
 def check(chosen: list[str]) -> None:

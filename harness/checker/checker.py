@@ -1,0 +1,481 @@
+"""The process that holds the reference: makes contents, fills slots, judges outputs. It never imports a submission.
+
+Started as `python -m harness.checker.checker FD`, FD a connected socket; talks as harness/runner/wire.py says.
+"""
+
+import contextlib
+import dataclasses
+import socket
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from harness.runner import flush, gate, native, tree, wire
+from harness.runner.buffers import Page, Slot
+from harness.sandbox import process
+from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
+from problems.common import load
+
+WORD = 8  # bytes of an int64
+CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
+
+
+READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
+# What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
+STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
+
+
+@dataclasses.dataclass
+class Caught:
+    """What a call on a CPU left, taken while nothing of the runner could run. fault: what is wrong beside the outputs;
+    outputs: their bytes, None where they cannot be read.
+    """
+
+    fault: str
+    outputs: list[torch.Tensor | None]
+
+
+class Checker:
+    def __init__(self, start: dict) -> None:
+        self.folder = Path(start["folder"])
+        self.own: bool = start["own"]  # a folder of ours; else GPU MODE's format
+        self.device: str = start["device"]
+        extra = {"utils": load.from_file(self.folder, Path(start["utils"]))} if start["utils"] else {}
+        self.task: ModuleType = load.from_file(self.folder, self.folder / "task.py", extra)
+        self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py", extra)
+        self.split: bool = self.own and hasattr(self.reference, "generate_weights")
+        self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
+        self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.own else ()
+        self.slots: dict[str, list[Slot]] = {}
+        self.held: dict[str, Slot] = {}  # the weights' memory, by runner
+        self.pages: dict[str, Page] = {}  # by runner, on a CPU
+        self.freezers: dict[str, Freezer] = {}
+        self.caught: dict[str, Caught] = {}
+        self.flush_bytes, self.flush = start.get("flush", 0), None  # what makes a CPU's caches cold; made when needed
+        self.weights: object = None
+        self.weights_spec: dict = {}
+        self.pristine: object = None
+        self.want: object = None
+        self.spec: dict = {}
+        self.outputs: list[int] = []
+        self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
+        self.captures: list[dict] = []
+        canary = torch.frombuffer(bytearray(CANARY), dtype=torch.uint8)
+        self.canaries = [canary.to(device) for device in {"cpu", self.device}]
+
+    def new_weights(self, message: dict, _: list[int]) -> dict:
+        """Make the weights of a case from a seed. -> {"split": whether the problem has weights apart from inputs}."""
+        self.weights = self.pristine = self.want = None
+        if self.split:
+            case = {**message["case"], "seed": message["seed"], "device": self.device}
+            self.weights = self.reference.generate_weights(**case)
+            layout = tree.Layout()
+            self.weights_spec = tree.describe(self.weights, layout)
+            self.weights_sizes = layout.used
+        return {"split": self.split}
+
+    def hold(self, message: dict, _: list[int]) -> dict:
+        """The present weights in memory for one runner; what it held before goes."""
+        if old := self.held.pop(message["runner"], None):
+            old.close()
+        slot = self.held[message["runner"]] = Slot(self.weights_sizes)
+        for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
+            _region(leaf, slot).copy_(tree.raw(source))
+        self._sync()
+        part, fds = slot.message()
+        nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
+        return {"slot": part, "spec": self.weights_spec, "bytes": nbytes, "fds": list(fds)}
+
+    def free_memory(self, message: dict, _: list[int]) -> dict:
+        """Bytes of device memory that nobody holds, this process's own caches given back; None on a CPU."""
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return {"free": native.free_memory() if self.device == "cuda" else None}
+
+    def canary(self, message: dict, _: list[int]) -> dict:
+        """Whether the device still computes: a small sum with a known result, through memory and back."""
+        values = torch.arange(1 << 16, device=self.device, dtype=torch.int64)
+        return {"well": int(values.sum()) == (1 << 15) * ((1 << 16) - 1)}
+
+    def content(self, message: dict, _: list[int]) -> dict:
+        """Make the inputs of a case from a seed, and the answer to them."""
+        self.pristine = self.want = None  # before the next ones are made: they may be large
+        case = {**message["case"], "seed": message["seed"]}
+        self.pristine = make(self.reference, self.task, case, self.device, self.own, self.weights)
+        layout = tree.Layout()
+        self.spec = tree.describe(self._delivered(), layout)
+        # On a GPU the runner copies outputs within its slot; on a CPU the checker fetches them.
+        copies = layout if self.device == "cuda" else tree.Layout()
+        if self.own:
+            self.inout = self._inout()
+            self.want = self.reference.ref_kernel(self._for_reference())
+            outputs = self.spec["items"][2] if self.split else self.spec
+            names = outputs.get("fields", [])
+            if not self.outputs_named or not set(self.outputs_named) <= set(names):
+                raise ValueError(f"OUTPUTS must name fields of the NamedTuple of outputs, which has {names}")
+            leaves = tree.leaves(self.spec)
+            first = len(leaves) - len(tree.leaves(outputs))
+            found = [tree.within(outputs, (name,)) for name in self.outputs_named]
+            if any(len(part) != 1 for part in found):
+                raise ValueError(f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}")
+            self.outputs = [first + part[0] for part in found]
+            self.captures = [_capture_spec(leaves[i], copies) for i in self.outputs]
+            _poison(tree.tensors(self._delivered()), self.outputs)
+        else:
+            # The reference may write into its argument and return an element of it: that element is the output.
+            scratch = tree.clone(self.pristine)
+            answer = self.reference.ref_kernel(scratch)
+            pointers = [t.untyped_storage().data_ptr() for t in tree.tensors(scratch)]
+            found = [t.untyped_storage().data_ptr() for t in tree.tensors(answer)]
+            self.outputs = [i for i, pointer in enumerate(pointers) if pointer in found]
+            self.captures = [tree.describe(t.contiguous(), copies) for t in tree.tensors(answer)]
+        cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
+        return {
+            "device": "cuda" if cuda else "cpu", "sizes": layout.used, "bytes": self._bytes(case),
+            "open": {
+                "data": self.spec, "outputs": self.outputs, "inout": self.inout, "captures": self.captures,
+                "own": self.own, "split": self.split,
+            },
+        }  # fmt: skip
+
+    def _bytes(self, case: dict) -> int | None:
+        """What a call on the present content must move at least, where the task says that of contents."""
+        kind = getattr(self.task, "Case", None)
+        if not self.own or not hasattr(kind, "bytes_of"):
+            return None
+        return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
+
+    def allocate(self, message: dict, _: list[int]) -> dict:
+        """`count` slots for runner `runner`, for the present content's layout. Old ones of that runner go. On a CPU
+        also the page by which calls are handed over, its descriptor before the others; `guard`, `pid`, `cgroup`: the
+        runner's.
+        """
+        runner = message["runner"]
+        self.release(message, _)
+        self.slots[runner] = [Slot(message["sizes"]) for _ in range(message["count"])]
+        parts = [slot.message() for slot in self.slots[runner]]
+        fds = [fd for _, fds in parts for fd in fds]
+        if self.device == "cpu":
+            self.pages[runner] = Page()
+            with contextlib.suppress(StopError):  # a runner that is gone; its next call finds that out
+                self.freezers[runner] = Freezer(message["guard"], message["pid"], message["cgroup"])
+            fds.insert(0, self.pages[runner].fd)
+        return {"slots": [part for part, _ in parts], "fds": fds}
+
+    def release(self, message: dict, _: list[int]) -> dict:
+        """Free the slots of a runner, and what it held of weights if it is gone."""
+        runner = message["runner"]
+        for slot in self.slots.pop(runner, []):
+            slot.close()
+        for of_runner in (self.pages, self.freezers):
+            if runner in of_runner:
+                of_runner.pop(runner).close()
+        self.caught.pop(runner, None)
+        if message["op"] == "release" and runner in self.held:
+            self.held.pop(runner).close()
+        return {}
+
+    def fill(self, message: dict, _: list[int]) -> dict:
+        """The present content into a slot; its outputs and the captures poisoned; masked if there is a `key`."""
+        slot = self.slots[message["runner"]][message["slot"]]
+        for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self._delivered()), strict=True):
+            _region(leaf, slot).copy_(tree.raw(source))
+        if self.device == "cuda":
+            for spec in self.captures:
+                _poison([tree.tensor(spec, slot.buffers[spec["space"]])], [0])
+        if message["key"]:
+            native.mask(slot.buffers["device"], bytes.fromhex(message["key"]))
+        self._sync()
+        return {}
+
+    def turn(self, message: dict, _: list[int]) -> dict:
+        """Make call `number` of a runner on a CPU, and time it: stop everything of the runner, fill its slot (`fill`),
+        make caches cold, say "go", wait for "done", stop it again, take what it left.
+
+        first: the runner has said that it is ready; else it has waited since its call before. last: it is to reply.
+        judges: the call is the judge's own, and nothing is taken. which: of the calls that the runner has prepared.
+
+        -> the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what it says
+        of the tensors that it returned, where the folder is not ours.
+        """
+        runner, number = message["runner"], message["number"]
+        if runner not in self.freezers:
+            return {"code": GONE, "waiting": True}
+        page, freezer = self.pages[runner], self.freezers[runner]
+        self.caught.pop(runner, None)
+        if message["first"] and (
+            code := gate.bindings().await_ready(page.address, number, freezer.pid, READY_LIMIT_S)
+        ):
+            return {"code": code, "waiting": False}
+        try:
+            freezer.stop()
+        except StopError:
+            return {"code": RUNS_ON, "waiting": True}
+        before = freezer.processes()
+        if message["fill"]:
+            self.fill(message, [])
+        slot = self.slots[runner][message["slot"]]
+        self._make_cold(slot, message)
+        outputs = [] if message["judges"] else self._written(slot)
+        reading, noted = gate.bindings().time(
+            page.address, number, message["which"], freezer.handle, message["limit_s"], outputs
+        )
+        if reading.code == 0 and not message["judges"]:
+            self.caught[runner] = self._catch(runner, slot, freezer.pid, noted)
+        said = "" if self.own or message["judges"] else gate.bindings().noted(page.address).decode(errors="replace")
+        if message["last"]:
+            gate.bindings().leave(page.address, number)
+        after = freezer.processes()
+        return {**dataclasses.asdict(reading), "waiting": True, "before": before, "after": after, "said": said}
+
+    def leave(self, message: dict, _: list[int]) -> dict:
+        """Call `number` of a runner on a CPU was its last: it replies when it is let go."""
+        if message["runner"] in self.pages:
+            gate.bindings().leave(self.pages[message["runner"]].address, message["number"])
+        return {}
+
+    def _make_cold(self, slot: Slot, message: dict) -> None:
+        """Leave nothing in any cache that the call reads.
+
+        What a runner holds in its private memory (prepared weights, a baseline's setup, the room of the judge's
+        readers) only a read of much more than all caches drives out.
+        """
+        memory = slot.buffers.get("host")
+        own_memory = self.split or message["peer"] or (message["judges"] and message["bytes"] > slot.sizes["host"])
+        if own_memory or not native.forget(memory):
+            self.flush = flush.memory(self.flush_bytes) if self.flush is None else self.flush
+            native.evict(self.flush)
+
+    def _written(self, slot: Slot) -> list[tuple[int, int]]:
+        """(address, bytes) of what a call on the present content writes; address 0: in memory of the runner."""
+        if not self.own:
+            return [(0, STRIDED_FACTOR * spec["nbytes"] + STRIDED_BYTES) for spec in self.captures]
+        regions = [_region(tree.leaves(self.spec)[i], slot) for i in self.outputs]
+        return [(region.data_ptr(), region.numel()) for region in regions]
+
+    def _catch(self, runner: str, slot: Slot, pid: int, noted: list[tuple[int, int]]) -> Caught:
+        """What the call left. noted: (address, bytes) of each output, in the runner where the folder is not ours."""
+        fault = self._changed(runner, slot)
+        if self.own:
+            leaves = tree.leaves(self.spec)
+            return Caught(fault, [_region(leaves[i], slot).clone() for i in self.outputs])
+        outputs: list[torch.Tensor | None] = []
+        for (address, nbytes), (_, most) in zip(noted, self._written(slot), strict=True):
+            try:
+                outputs.append(_fetched(pid, address, nbytes) if nbytes <= most else None)
+            except PermissionError as error:
+                raise RuntimeError(
+                    "this machine does not let the judge read a runner's memory (kernel.yama.ptrace_scope): run the "
+                    "judge as root, or give the folder outputs of its own"
+                ) from error
+            except OSError:
+                outputs.append(None)
+        return Caught(fault, outputs)
+
+    def judge(self, message: dict, _: list[int]) -> dict:
+        """The verdict on the output in a slot. `claims`: what the runner says that the submission returned; None where
+        it was not asked.
+        """
+        runner, claims = message["runner"], message["claims"]
+        slot = self.slots[runner][message["slot"]]
+        self._sync()
+        caught = self.caught.pop(runner, None) if self.device == "cpu" else Caught(self._changed(runner, slot), [])
+        if caught is None:
+            raise RuntimeError(f"{runner} has made no call that could be judged")
+        if caught.fault:
+            return _verdict("INCORRECT", caught.fault)
+        if self.device == "cuda":
+            got = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.captures]
+            taken = [tree.raw(tensor) for tensor in got]
+        else:
+            taken = caught.outputs
+            got = [_interpret(output, claim) for output, claim in zip(taken, self._layouts(claims), strict=False)]
+        if self.own:
+            leaves, names = tree.leaves(self.spec), _names(self.spec)
+            for i, output in zip(self.outputs, taken, strict=True):
+                if not same(_region(leaves[i], slot), output):
+                    return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
+        if claims is not None and (fault := self._returned_fault(claims, self.captures)):
+            return _verdict("INCORRECT", fault)
+        if any(tensor is None for tensor in got):
+            return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
+        if not self.own:
+            answer = got[0] if len(got) == 1 else got
+            ok, text = self.reference.check_implementation(tree.clone(self.pristine), tree.clone(answer))
+            return _verdict("PASSED" if ok else "INCORRECT", "" if ok else str(text))
+        output = got[0] if len(got) == 1 else tuple(got)
+        result = self.reference.compare(self.pristine, self.want, output, message["peer"])
+        error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
+        return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
+
+    def _layouts(self, claims: list[dict]) -> list[dict]:
+        """dtype, shape and stride of each output that is judged: the problem's own, or what came back."""
+        return self.captures if self.own else claims
+
+    def _changed(self, runner: str, slot: Slot) -> str:
+        """What a call changed that it must leave alone, in words. INOUT's tensors are put back."""
+        leaves, names = tree.leaves(self.spec), _names(self.spec)
+        for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
+            if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
+                _region(leaf, slot).copy_(tree.raw(source))
+            elif i not in self.outputs and not same(_region(leaf, slot), tree.raw(source)):
+                return f"input {names[i]} was changed by the call"
+        if held := self.held.get(runner):
+            pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
+            if not all(same(_region(leaf, held), tree.raw(source)) for leaf, source in pairs):
+                return "the weights were changed by the call"
+        return ""
+
+    def _returned_fault(self, claims: list[dict], wanted: list[dict]) -> str:
+        """What is wrong with the forms of what came back. wanted: specifications of tensors
+        (harness/runner/tree.py).
+        """
+        if len(claims) != len(wanted):
+            return f"custom_kernel must return {len(wanted)} tensors, got {len(claims)}"
+        for claim, want in zip(claims, wanted, strict=True):
+            form, device = f"{want['dtype']} {tuple(want['shape'])}", {"device": "cuda", "host": "cpu"}[want["space"]]
+            if claim["type"] != "Tensor":
+                return f"custom_kernel must return a torch.Tensor, {form}, got {claim['type']}"
+            came = f"{claim['dtype']} {tuple(claim['shape'])} on {claim['device']}"
+            if came != f"{form} on {device}":
+                return f"custom_kernel must return {form} on {device}, got {came}"
+            if self.own and not claim["same"]:
+                return f"custom_kernel must return the output tensor it was given ({form}), got another one"
+        return ""
+
+    def _inout(self) -> list[int]:
+        """Which of the delivered tensors are those of INOUT. ValueError: it names what is no input."""
+        # The weights are not delivered, so inputs come first.
+        inputs = self.spec["items"][1] if self.split else self.spec
+        names = [name for name in inputs.get("fields", []) if self.split or name not in self.outputs_named]
+        if not set(self.inout_named) <= set(names):
+            raise ValueError(
+                f"INOUT must name fields of the NamedTuple of inputs that are no outputs, {names}, "
+                f"got {list(self.inout_named)}"
+            )
+        return tree.within(inputs, self.inout_named)
+
+    def _for_reference(self) -> object:
+        """The data, in which the reference may overwrite what a call may."""
+        if not self.inout_named:
+            return self.pristine
+        inputs = self.pristine.inputs if self.split else self.pristine
+        inputs = inputs._replace(**{name: tree.clone(getattr(inputs, name)) for name in self.inout_named})
+        return self.pristine._replace(inputs=inputs) if self.split else inputs
+
+    def _delivered(self) -> object:
+        """The data without its weights, which have memory of their own."""
+        return self.pristine._replace(weights=None) if self.split else self.pristine
+
+    def _sync(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+
+def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: object = None) -> object:
+    """The data of a call: `case` holds generate_input's arguments, the seed among them. Where the reference splits
+    weights from inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
+    """
+    if not own:
+        return reference.generate_input(**case)
+    if not hasattr(reference, "generate_weights"):
+        return reference.generate_input(**case, device=device)
+    if weights is None:
+        raise ValueError("weights must be made before the inputs of a problem that splits them, got None")
+    inputs, outputs = reference.generate_input(**case, device=device)
+    return task.Data(weights, inputs, outputs)
+
+
+def _names(spec: dict) -> list[str]:
+    """A name for each tensor of a specification: its field where it stands in a NamedTuple, else its number."""
+    if "items" not in spec:
+        return ["0"] if spec["kind"] == "tensor" else []
+    if spec["kind"] != "named":
+        return [str(i) for i in range(len(tree.leaves(spec)))]
+    found = []
+    for name, item in zip(spec["fields"], spec["items"], strict=True):
+        inner = _names(item)
+        found += [name] if item["kind"] == "tensor" else inner
+    return found
+
+
+def _region(leaf: dict, slot: Slot) -> torch.Tensor:
+    return slot.buffers[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two flat uint8 tensors hold the same bytes. Compared as words where both are aligned: torch.equal makes a
+    byte for each element, and of a model's weights, looked at after every call, that is as much memory once more.
+    """
+    if one.numel() != other.numel():
+        return False
+    whole = one.numel() // WORD * WORD
+    if whole and not any(place % WORD for t in (one, other) for place in (t.storage_offset(), t.data_ptr())):
+        if not torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64)):
+            return False
+        one, other = one[whole:], other[whole:]
+    return torch.equal(one, other)
+
+
+def _fetched(pid: int, address: int, nbytes: int) -> torch.Tensor:
+    """Memory of a stopped process, flat uint8. OSError: it cannot be read."""
+    into = torch.empty(nbytes, dtype=torch.uint8)
+    gate.bindings().peek(pid, address, nbytes, into.data_ptr())
+    return into
+
+
+def _interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
+    """Flat bytes as a tensor of a dtype, shape and stride; None where they do not hold just such a one."""
+    dtype = getattr(torch, layout["dtype"], None)
+    if output is None or not isinstance(dtype, torch.dtype) or len(layout["shape"]) != len(layout["stride"]):
+        return None
+    pairs = list(zip(layout["shape"], layout["stride"], strict=True))
+    span = 1 + sum((n - 1) * stride for n, stride in pairs) if all(n for n, _ in pairs) else 0
+    if span * dtype.itemsize != output.numel():
+        return None
+    try:
+        return output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
+    except RuntimeError:  # such as a shape whose number of elements is no int64
+        return None
+
+
+def _capture_spec(leaf: dict, layout: tree.Layout) -> dict:
+    return {**leaf, "offset": layout.place(leaf["space"], leaf["nbytes"])}
+
+
+def _poison(tensors: list[torch.Tensor], which: list[int]) -> None:
+    for i in which:
+        tensor = tensors[i]
+        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+def _verdict(status: str, reason: str, error: dict | None = None) -> dict:
+    return {"status": status, "reason": reason, "error": error}
+
+
+def main() -> None:
+    process.harden()
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    message, _ = wire.receive(sock)
+    checker = None
+    while True:
+        fds: list[int] = []
+        try:
+            if checker is None:
+                checker, reply = Checker(message), {"ready": True}
+            else:
+                reply = getattr(checker, message["op"])(message, fds)
+        except Exception as error:
+            reply = {"failed": type(error).__name__, "text": "".join(traceback.format_exception(error))[-8000:]}
+        wire.send(sock, reply, tuple(reply.pop("fds", ())))
+        try:
+            message, fds = wire.receive(sock)
+        except wire.WireError:
+            return
+
+
+if __name__ == "__main__":
+    main()

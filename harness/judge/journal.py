@@ -1,0 +1,396 @@
+"""What an unfinished run has found so far, on disk: a killed one loses nothing, and --resume goes on from there.
+
+results/<machine>/<problem>.<run_id>.partial.jsonl, one JSON object a line, each synced before the next: first the plan,
+then every finished test outcome, every finished group of timed calls (one process, one case, all entrants), decisions,
+and, when all is done, the final records. These are then appended to <problem>.jsonl, and the journal is removed. The
+process that writes it holds a flock on it, which ends with the process.
+
+A journal is read as a killed writer leaves it: a line that is torn, or not as _LINES says, is work that is done again.
+A run that was killed while it appended its records is completed by the next run, without judging anything (`settle`).
+StorageError (harness/results/record.py): a journal cannot be read or written, say because the disk is full. What was
+written before stays, so --resume goes on once there is room.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import glob
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from harness.judge.session import Outcome
+from harness.problem.folders import UsageError
+from harness.results import record, text
+
+_RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
+
+GroupDone = Callable[[int, int, dict[str, list[Outcome]], dict[str, list[float]], list[str], tuple, int], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one process of each entrant, or of those of one part, did on one benchmark case.
+
+    outcomes: by entrant name its scored calls, in order; where it failed in this group, warm-ups included, what failed
+    it comes last. An entrant that failed before has no entry. own: by judge's call its times in us. seeds: of every
+    content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part: which part of the
+    entrants these are, where not all can be alive at once.
+    """
+
+    process: int
+    case: int
+    outcomes: dict[str, list[Outcome]]
+    own: dict[str, list[float]]
+    seeds: list[str]
+    state: tuple = (None, None)
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Have:
+    """What of one phase need not be run again."""
+
+    tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
+    groups: dict[tuple[int, int, int], Group] = field(default_factory=dict)  # by process, case, part
+
+    def test(self, entrant: str, case: int) -> Outcome | None:
+        """The outcome of `entrant` (its name) on test case number `case`."""
+        return self.tests.get((entrant, case))
+
+    def group(self, process: int, case: int, part: int = 0) -> Group | None:
+        return self.groups.get((process, case, part))
+
+
+NOTHING = Have()
+
+
+class Journal:
+    """The journal of one run, held by this process until `finish` or `close`."""
+
+    def __init__(self, path: Path, file: BinaryIO, lines: list[dict], complaints: Sequence[str] = ()) -> None:
+        self.path, self._file = path, file
+        self.problem, self.run_id = _split(path)
+        self.lines, self.complaints = lines, list(complaints)  # about lines that are left out
+
+    @classmethod
+    def create(cls, machine: str, problem: str, plan: dict) -> "Journal":
+        """A new one. plan: JSON; its run_id names the file, the rest is compared when the run is resumed."""
+        path = record.RESULTS / machine / f"{problem}.{plan['run_id']}{record.PARTIAL}"
+        with record.storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            journal = cls(path, _hold(path, create=True), [])
+        try:
+            journal._write({"kind": "plan", **plan})
+            with record.storing(path):
+                _sync_folder(path.parent)
+        except record.StorageError:
+            journal.close()
+            raise
+        return journal
+
+    @classmethod
+    def resume(cls, machine: str, problem: str, run_id: str | None = None) -> "Journal":
+        """The unfinished run `run_id`, by default the newest of the problem that no process holds.
+
+        UsageError: there is none, or a process that still lives holds it.
+        """
+        found = unfinished(machine, problem)
+        if run_id is not None:
+            found = [path for path in found if _split(path)[1] == run_id]
+        held = []
+        for path in reversed(found):
+            try:
+                file = _hold(path)
+            except BlockingIOError:
+                held.append(_split(path)[1])
+                continue
+            except FileNotFoundError:
+                continue  # its process has just finished
+            journal = cls(path, file, *_parse(file.read(), path))
+            if not journal.begun:
+                file.close()  # killed before it had begun; `settle` removes it
+                continue
+            journal._write({"kind": "resumed"})
+            return journal
+        which = f"run {run_id}" if run_id else "unfinished run"
+        if held:
+            raise UsageError(f"--resume: {', '.join(held)} of {problem} is being run by another process")
+        known = ", ".join(_split(path)[1] for path in unfinished(machine, problem)) or "none"
+        raise UsageError(f"--resume: no {which} of {problem} on {machine} (unfinished: {known})")
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a plan; without one nothing else can be used."""
+        return bool(self.lines) and self.lines[0]["kind"] == "plan"
+
+    @property
+    def plan(self) -> dict:
+        return self.lines[0]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether --resume can go on with it: it is still there, and something is known that would be lost."""
+        return self.path.exists() and self._holds_work()
+
+    @property
+    def resumptions(self) -> int:
+        return len(self.noted("resumed"))
+
+    def summary(self) -> str:
+        """What it knows, in words."""
+        return f"{len(self.noted('test'))} test outcomes and {len(self.noted('group'))} groups of timed calls are known"
+
+    def have(self, phase: str = "benchmark") -> Have:
+        """What is known: every test, and the groups of `phase`."""
+        tests = {(at["entrant"], at["case"]): _outcome(at["outcome"]) for at in self.noted("test")}
+        groups = {}
+        for at in self.noted("group"):
+            if at["phase"] == phase:
+                outcomes = {name: [_outcome(one) for one in listed] for name, listed in at["outcomes"].items()}
+                rest = at["own"], at["seeds"], tuple(at["state"]), at["part"]
+                group = Group(at["process"], at["case"], outcomes, *rest)
+                groups[group.process, group.case, group.part] = group
+        return Have(tests, groups)
+
+    def test(self, entrant: str, case: int, outcome: Outcome) -> None:
+        """A test case is done."""
+        self._write({"kind": "test", "entrant": entrant, "case": case, "outcome": dataclasses.asdict(outcome)})
+
+    def group(self, phase: str = "benchmark") -> GroupDone:
+        """The function to call when a group of `phase` is done, with the fields of a Group."""
+
+        def done(
+            process: int, case: int, outcomes: dict, own: dict, seeds: list[str], state: tuple, part: int = 0
+        ) -> None:
+            listed = {name: [dataclasses.asdict(one) for one in calls] for name, calls in outcomes.items()}
+            line = {"kind": "group", "phase": phase, "process": process, "case": case, "outcomes": listed}
+            self._write({**line, "own": own, "seeds": list(seeds), "state": list(state), "part": part})
+
+        return done
+
+    def note(self, kind: str, **facts: object) -> None:
+        """Another thing that is settled, such as a compile result or the choice of whom to confirm against."""
+        self._write({"kind": kind, **facts})
+
+    def noted(self, kind: str) -> list[dict]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def finish(self, records: list[dict]) -> None:
+        """Append the final records to the truth, each exactly once even if this is killed half way, and end.
+
+        ValueError if a record holds what JSON cannot (NaN, infinity); then nothing is written.
+        """
+        json.dumps(records, allow_nan=False)
+        self._write({"kind": "final", "records": records})
+        self._settle()
+
+    def close(self) -> None:
+        """Let go of it. It stays for --resume, unless nothing but its plan is known."""
+        if not self._file.closed and not self._holds_work():
+            with contextlib.suppress(OSError):  # what holds nothing but a plan does no harm
+                self.path.unlink()
+        self._file.close()
+
+    def _holds_work(self) -> bool:
+        return bool(self.complaints) or any(line["kind"] not in ("plan", "resumed") for line in self.lines)
+
+    def _settle(self) -> None:
+        # One process writes the records of a run, in order: what is there is a prefix of what is due.
+        (machine, problem), due = (self.path.parent.name, self.problem), self.noted("final")[-1]["records"]
+        record.append(machine, problem, due[record.written(machine, problem, self.run_id) :])
+        with record.storing(self.path):
+            self.path.unlink()
+            _sync_folder(self.path.parent)
+        self._file.close()
+
+    def _write(self, line: dict) -> None:
+        # NaN and infinity pass: a hostile claim is kept as it came, and Python reads them back. From one line's time to
+        # the next is how long each step took.
+        said = json.dumps({"time": record.now(), **line})
+        with record.storing(self.path):
+            record.close_line(self._file)
+            record.add_line(self._file, said.encode())
+        self.lines.append(json.loads(said))
+
+
+def unfinished(machine: str, problem: str) -> list[Path]:
+    """The journals of `problem` on `machine`, oldest first; held ones too."""
+    return sorted(
+        path
+        for path in (record.RESULTS / machine).glob(f"{glob.escape(problem)}.*{record.PARTIAL}")
+        if _split(path)[0] == problem and _RUN_ID.fullmatch(_split(path)[1])
+    )
+
+
+def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
+    """Complete what killed runs had left to append, and drop journals of runs that were killed before they had begun.
+
+    -> (run ids whose records were completed, run ids that --resume can go on with). Those that a process holds are
+    left alone and not named.
+    """
+    completed, open_ones = [], []
+    for path in unfinished(machine, problem):
+        try:
+            file = _hold(path)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        with file:
+            data = file.read()
+            journal = Journal(path, file, *_parse(data, path))
+            if journal.noted("final"):
+                journal._settle()
+                completed.append(journal.run_id)
+            elif journal.begun:
+                open_ones.append(journal.run_id)
+            elif not journal.lines and data.count(b"\n") <= 1:  # a torn plan; what holds more is kept for a person
+                with record.storing(path):
+                    path.unlink()
+    return completed, open_ones
+
+
+def attempts(machine: str, problem: str, variant: str) -> set[str]:
+    """The unfinished runs that have timed a variant of this name: giving a run up does not undo the attempt."""
+    found = set()
+    for path in unfinished(machine, problem):
+        with contextlib.suppress(FileNotFoundError):
+            lines, _ = _parse(path.read_bytes(), path)
+            if any(variant in line["outcomes"] for line in lines if line["kind"] == "group"):
+                found.add(_split(path)[1])
+    return found
+
+
+def _hold(path: Path, create: bool = False) -> BinaryIO:
+    """`path` open for reading from its start and for appending, locked; a torn last line is closed.
+
+    BlockingIOError: another process holds it. FileNotFoundError: it is gone. With `create` neither happens: it is made
+    anew until it is ours, since `settle` of another process may look at, and remove, what has no plan yet.
+    StorageError: any other trouble with it.
+    """
+    while True:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        with _telling(path, create):
+            file = os.fdopen(os.open(path, flags, 0o644), "ab+", buffering=0)
+        try:
+            with _telling(path):
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if create else fcntl.LOCK_NB))
+                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                    record.close_line(file)
+                    file.seek(0)
+                    return file
+        except FileNotFoundError:
+            if not create:
+                file.close()
+                raise
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # removed between opening and locking, and there again
+
+
+@contextlib.contextmanager
+def _telling(path: Path, create: bool = False) -> Iterator[None]:
+    """As record.storing, but that a file is gone or held by another process comes through, unless it is to be made."""
+    try:
+        with record.storing(path):
+            yield
+    except record.StorageError as error:
+        if isinstance(error.__cause__, BlockingIOError | FileNotFoundError) and not create:
+            raise error.__cause__ from None
+        raise
+
+
+def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
+    """-> (the lines that can be used, complaints about the others)."""
+    lines, complaints = [], []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found = record.loads(line, math.inf)
+            _check(found)
+            lines.append(found)
+        except ValueError as error:
+            complaints.append(f"{path.parent.name}/{path.name}:{number}: {text.line(error, 200)}: left out")
+    return lines, complaints
+
+
+def _check(line: dict) -> None:
+    """Raise ValueError unless a line of a journal is as those that read it rely on."""
+    kind = line.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError("it must have a kind")
+    fields = _LINES.get(kind, {})
+    record.check_fields(line, fields, fields)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _is_outcome(value: object) -> bool:
+    known = {field.name for field in dataclasses.fields(Outcome)}
+    if not isinstance(value, dict) or not value.keys() <= known or value.get("status") not in record.STATUSES:
+        return False
+    numbers = known - {"status", "reason", "error"}
+    error = value.get("error") or {}
+    return (
+        isinstance(value.get("reason", ""), str) and all(_is_number(value.get(name)) for name in numbers)
+        and isinstance(error, dict) and all(map(_is_number, error.values()))
+    )  # fmt: skip
+
+
+def _is_list(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _is_object(fits: Callable[[object], bool] = lambda _: True) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def _is(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+_TEXT, _COUNT, _OBJECT = ("text", _is(str)), ("a whole number", _is(int)), ("an object", _is_object())
+# By kind the fields that are read of such a line. Lines of other kinds are kept, and nobody reads them.
+_LINES: dict[str, record.Fields] = {
+    "plan": {"run_id": _TEXT},
+    "test": {"entrant": _TEXT, "case": _COUNT, "outcome": ("an outcome", _is_outcome)},
+    "group": {
+        "phase": _TEXT, "process": _COUNT, "case": _COUNT, "part": _COUNT,
+        "outcomes": ("lists of outcomes", _is_object(_is_list(_is_outcome))),
+        "own": ("lists of numbers", _is_object(_is_list(_is_number))),
+        "seeds": ("a list of texts", _is_list(_is(str))),
+        "state": ("a pair", lambda value: isinstance(value, list) and len(value) == 2),
+    },
+    "clock": {"name": _TEXT},
+    "audit": {"part": _COUNT, "entrants": ("objects", _is_object(_is_object()))},
+    "compiled": {"entry": _TEXT, "status": ("a verdict", lambda v: v in (*record.STATUSES, "")), "reason": _TEXT,
+                 "artefacts": ("a list of objects", _is_list(_is(dict)))},
+    "confirm": {"challenger": _TEXT, "leader": _OBJECT, "opponent": ("text", lambda v: v is None or _is(str)(v))},
+    "final": {"records": ("a list of objects", _is_list(_is(dict)))},
+}  # fmt: skip
+
+
+def _outcome(line: dict) -> Outcome:
+    return Outcome(**line)
+
+
+def _split(path: Path) -> tuple[str, str]:
+    """-> (problem, run id) of a journal's path."""
+    problem, _, run_id = path.name.removesuffix(record.PARTIAL).rpartition(".")
+    return problem, run_id
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,186 @@
+"""One run's judgement: the test cases, the timed calls, and the confirmation of whoever would take the lead."""
+
+import argparse
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+from harness.judge import confirm, console, device_lock, journal, phases, verdict
+from harness.judge.journal import Journal
+from harness.judge.phases import Progress
+from harness.judge.session import Entrant, Outcome, Session
+from harness.judge.verdict import Judged, Recorder
+from harness.problem.folders import Case, Entry, Problem, UsageError
+from harness.results import environment, ranking, record
+
+
+class Judging:
+    """Fills in what came of each entry; the caller holds the device, and records.
+
+    journal: of a run that is recorded, what of it is done is taken from there; None: the run is not recorded, and
+    nothing has to be confirmed. enter: makes an entry part of the run, or says with None that it cannot be.
+    """
+
+    def __init__(
+        self, problem: Problem, device: str, target: str, args: argparse.Namespace, recorder: Recorder,
+        journal: Journal | None, enter: Callable[[Entry], Judged | None],
+    ) -> None:  # fmt: skip
+        self.problem, self.device, self.target, self.args = problem, device, target, args
+        self.recorder, self.journal, self.enter = recorder, journal, enter
+        self.opponents: list[Judged] = []  # leaders that took part in a confirmation alone
+        self.judged: list[Judged] = []
+        self.cases: list[Case] = []
+        self.entrants: dict[str, Entrant] = {}
+
+    def run(self, judged: list[Judged], tests: list[Case], cases: list[Case]) -> None:
+        """Judge these on the test cases, unless the mode is "benchmark", and time those that pass, unless "test"."""
+        self.judged, self.cases = judged, cases
+        with contextlib.ExitStack() as stack:
+            self._note_others()
+            stack.callback(self._note_others)
+            session = stack.enter_context(Session(self.problem, self.device, self.args.timeout))
+            session.say = console.say
+            progress = stack.enter_context(console.progress())
+            if self.args.mode != "benchmark":
+                self._test(session, tests, progress)
+            if self.args.mode != "test":
+                paired = bool(self.args.against)
+                right = [j for j in judged if j.right]
+                if right and (len(right) == 2 or not paired):
+                    self._time(session, right, paired, progress, "benchmark")
+                    if self.journal:
+                        self._confirm(session, progress)
+            for j in (*judged, *self.opponents):
+                j.audit = self._audit(j.entry.name)
+            self.recorder.downgrades += session.notes
+            # Where a resumed run had nothing left to call, its journal knows the clock.
+            noted = self.journal.noted("clock") if self.journal else []
+            self.recorder.clock_name = session.clock_name or (noted[-1]["name"] if noted else "")
+
+    def _test(self, session: Session, cases: list[Case], progress: Progress) -> None:
+        by_name = {j.entry.name: j for j in self.judged}
+        have = self.journal.have() if self.journal else journal.NOTHING
+
+        def done(entrant: Entrant, case: Case, outcome: Outcome) -> None:
+            tests = by_name[entrant.name].tests
+            if self.journal and have.test(entrant.name, len(tests)) is None:
+                self.journal.test(entrant.name, len(tests), outcome)
+            tests.append((case, outcome))
+            if len(by_name) == 1 or outcome.status not in ("PASSED", "UNSUPPORTED"):
+                console.test_line(entrant.name, case, outcome)
+
+        entrants = [self._entrant(j) for j in self.judged]
+        phases.run_tests(session, entrants, cases, done, progress, have, self.problem.timeouts_s.get("test"))
+        self._note_audits()
+        if len(self.judged) > 1:
+            for j in self.judged:
+                count = Counter(o.status for _, o in j.tests)
+                rest = f"; {count['UNSUPPORTED']} UNSUPPORTED: {j.entry.limits}" if count["UNSUPPORTED"] else ""
+                console.say(f"{j.entry.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
+
+    def _time(self, session: Session, judged: list[Judged], paired: bool, progress: Progress, phase: str) -> None:
+        """Time these, and pair the first with the second; what of `phase` the journal has is taken from there."""
+        group, have = None, journal.NOTHING
+        if self.journal:
+            write, have = self.journal.group(phase), self.journal.have(phase)
+
+            def group(*facts: object) -> None:
+                if not self.journal.noted("clock"):
+                    self.journal.note("clock", name=session.clock_name)
+                self._note_audits()
+                write(*facts)
+
+        entrants = [self._entrant(j) for j in judged]
+        limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
+        timings, grounds = phases.run_benchmarks(session, entrants, self.cases, progress, paired, group, have, limit_s)
+        for j in judged:
+            j.times = [verdict.weigh(t, g) for t, g in zip(timings[j.entry.name], grounds, strict=True)]
+        if paired:
+            verdict.pair(*judged)
+
+    def _confirm(self, session: Session, progress: Progress) -> None:
+        """Time whoever would take the lead once more (see harness/judge/confirm.py), until nobody else would."""
+        settled = self.journal.noted("confirm")  # by the run that is resumed
+        while said := settled.pop(0) if settled else self._challenge():
+            leader, name = said["leader"], said["challenger"]
+            two = [next(j for j in self.judged if j.entry.name == name)]
+            if said["opponent"]:
+                opponent = self._opponent(leader["variant"])
+                if opponent is None or opponent.source_hash != said["opponent"]:
+                    raise UsageError(f"--resume: {leader['variant']} changed since run {self.recorder.run_id} began")
+                two.append(opponent)
+            console.say(
+                f"{name} would lead: {two[0].figure[0]:.2f} us, {leader['variant']} {leader['value']:.2f} us in run "
+                f"{leader['run_id']}. Confirming in fresh processes, {'paired with it' if two[1:] else 'alone'}"
+            )
+            for j in two:
+                if j.times:
+                    j.before.append(dataclasses.replace(j, before=[]))
+                j.times, j.against, j.against_all = [], [], None
+            keys = ("variant", "run_id", "source_hash")
+            two[0].confirms = {key: leader[key] for key in keys} | {"paired": len(two) == 2}
+            self._time(session, two, len(two) == 2, progress, f"confirm {name}")
+
+    def _challenge(self) -> dict | None:
+        """Who has to be confirmed now, noted in the journal: challenger, leader, opponent (its source hash or None)."""
+        wanted = [ranking.case_label(case.params) for case in self.cases]
+        records = record.read(environment.machine(self.device), self.problem.name)
+        leader = confirm.present_leader(records, self.target, wanted, self.problem.ranking_by)
+        j = confirm.challenger(self.judged, leader, self.args.all)
+        if j is None:
+            return None
+        opponent = None if leader.variant == j.entry.name else self._opponent(leader.variant)
+        said = {"challenger": j.entry.name, "leader": dataclasses.asdict(leader)}
+        said["opponent"] = opponent.source_hash if opponent else None
+        self.journal.note("confirm", **said)
+        return said
+
+    def _opponent(self, name: str) -> Judged | None:
+        """The leader of that name, from this run or from variants/; None where it cannot be timed here."""
+        for j in (*self.judged, *self.opponents):
+            if j.entry.name == name:
+                return j if not j.status and all(o.status == "PASSED" for _, o in j.tests) else None
+        if not (self.problem.folder / "variants" / f"{name}.py").is_file():
+            return None
+        j = self.enter(self.problem.variant(name))
+        if j:
+            self.opponents.append(j)
+        return j
+
+    def _entrant(self, j: Judged) -> Entrant:
+        return self.entrants.setdefault(j.entry.name, Entrant(j.entry.name, j.entry, self.target))
+
+    def _note_audits(self) -> None:
+        if self.journal:
+            audits = {name: dataclasses.asdict(entrant.audit) for name, entrant in self.entrants.items()}
+            self.journal.note("audit", part=self.journal.resumptions, entrants=audits)
+
+    def _audit(self, name: str) -> dict | None:
+        """What was looked at in this entrant's processes, those before an interruption too; None: it had none."""
+        parts = {}
+        for line in self.journal.noted("audit") if self.journal else ():
+            parts[line["part"]] = line["entrants"].get(name)
+        here = self.journal.resumptions if self.journal else 0
+        parts[here] = dataclasses.asdict(self.entrants[name].audit) if name in self.entrants else None
+        found = [part for part in parts.values() if part]
+        if not found:
+            return None
+        total = {}
+        for key in found[0]:
+            values = [part[key] for part in found if part[key] is not None]
+            total[key] = (sum if key in ("calls", "records") else max)(values) if values else None
+        return total
+
+    def _note_others(self) -> None:
+        """Say and record who else is on the GPU; called while no process of this run is."""
+        if self.device == "cpu":
+            return
+        try:
+            found = [f"device shared with {user}" for user in device_lock.users(environment.gpu_uuid())]
+        except RuntimeError as error:
+            found = [f"other users of the device unknown: {error}"]
+        for text in found:
+            if text not in self.recorder.downgrades:
+                console.say(f"warning: {text}")
+                self.recorder.downgrades.append(text)

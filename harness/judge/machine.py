@@ -1,0 +1,59 @@
+"""What the machine did to the judge, in one line: a full disk, no compiler, no memory. No submission is to blame.
+
+An exception that this module does not know is a bug of the judge, and keeps its traceback.
+"""
+
+import errno
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from harness.judge.session import DeviceError
+from harness.results import record, text
+from harness.sandbox.policy import SandboxError
+from problems.common import build
+
+_ERRORS = {
+    errno.EACCES, errno.EAGAIN, errno.EBUSY, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ELOOP, errno.EMFILE,
+    errno.ENAMETOOLONG, errno.ENFILE, errno.ENODEV, errno.ENOEXEC, errno.ENOLCK, errno.ENOMEM, errno.ENOSPC,
+    errno.ENOTDIR, errno.ENXIO, errno.EOPNOTSUPP, errno.EPERM, errno.EROFS, errno.ESTALE, errno.ETXTBSY,
+}  # fmt: skip
+_SAID = 500  # characters
+
+
+def said_of(error: Exception) -> str | None:
+    """Return what failed, where, and what to do, on one line; None for what is no failure of the machine."""
+    if isinstance(error, record.StorageError | DeviceError | SandboxError):
+        return text.line(error, _SAID)
+    if isinstance(error, build.BuildError):
+        return f"the judge's own code, or a submission's header, could not be compiled: {text.line(error, _SAID)}"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return f"out of memory in the judge: free some and run again ({text.first_line(error, _SAID) or 'no details'})"
+    if isinstance(error, subprocess.SubprocessError):
+        return text.line(error, _SAID)
+    return _of_system(error) if isinstance(error, OSError) else None
+
+
+def _of_system(error: OSError) -> str | None:
+    places = {build.directory(): "set KERNEL_BUILD_DIR", **_temporary()}
+    path = Path(error.filename) if isinstance(error.filename, str) else None
+    helps = [f"{what} to a folder that can be written" for folder, what in places.items() if _within(path, folder)]
+    # A file that is not there is a bug of ours, but in folders that the user chose, or where tempfile finds none.
+    missing = error.errno in (errno.ENOENT, errno.EEXIST) and (helps or path is None)
+    if error.errno is not None and error.errno not in _ERRORS and not missing:
+        return None
+    return "; ".join([record.said_of(error), *helps[:1]])
+
+
+def _temporary() -> dict[Path, str]:
+    try:
+        return {Path(tempfile.gettempdir()): "set TMPDIR"}
+    except OSError:
+        return {}
+
+
+def _within(path: Path | None, folder: Path) -> bool:
+    """Whether `path` is `folder`, directly in it, or on the way to it."""
+    return path is not None and (path.parent == folder or folder.is_relative_to(path))

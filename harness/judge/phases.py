@@ -1,0 +1,542 @@
+"""The two phases of a judgement: every test case once, then fixed numbers of timed calls on the benchmark cases.
+
+All entrants get equal contents, one after the other in a random order, so what drifts falls on all of them. Each
+timed call is checked; its seed is drawn after the call before it was closed.
+"""
+
+import dataclasses
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from harness.judge.journal import NOTHING, Group, GroupDone, Have
+from harness.judge.session import Entrant, Outcome, Session
+from harness.problem.folders import Case
+from harness.results import environment, stats
+from harness.runner import gate, matmul, native
+
+# Processes of each entrant, and in a paired run: a process has a level of its own, which only more of them average out.
+PROCESSES = {"cuda": 6, "cpu": 3}
+PAIRED_PROCESSES = {"cuda": 40, "cpu": 3}
+TOGETHER = {"cuda": 3, "cpu": 1}  # of them alive at once, taking turns, so that starting them costs less
+PAIRED_TOGETHER = {"cuda": 8, "cpu": 1}
+# Of weights that all processes alive at once may have prepared. The judge has as much again for each, its own copy, and
+# for a moment two more; three times the 14.3 GB of V4-Pro ran out of an H200's memory.
+PREPARED_BYTES = 32 * 2**30
+SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
+PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
+SLOTS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
+# Calls that compile, show the enqueue time and touch every slot once; checked like all others.
+WARMUPS = {"cuda": 3, "cpu": 1}
+# Unscored calls of a case in one process, at random places, with a look at the driver's records. On a CPU every call is
+# looked at.
+AUDITS = {"cuda": 3, "cpu": 0}
+# Times the samples of a process: rounds more at most, in place of calls beside which other processes took the machine.
+EXTRA_ROUNDS = {"cuda": 0, "cpu": 2}
+# The parent's clock against the claimed time: allowed is OUTSIDE_FACTOR times it and this many us more.
+OUTSIDE_FACTOR = 1.25
+OUTSIDE_SLACK_US = 300
+# On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
+COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
+# Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
+DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
+FLOOR_SHARE = 0.95  # of the physical bound: a time below it is no measurement
+JUDGE = "(judge)"
+
+# Keys of what the parent's clock reads of the judge's own calls, among their times: the empty ones from "go" to the
+# reply, and the readers until they are ready.
+OUTSIDE, READY = "outside", "ready"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many of what, in a benchmark. processes: fresh ones of each entrant, `together` of them at once; samples,
+    warmups, audits: calls a process and case; extra: rounds more at most, where the machine was busy.
+    """
+
+    processes: int
+    samples: int
+    warmups: int
+    slots: int
+    audits: int
+    together: int = 1
+    extra: int = 0
+
+
+def plan(device: str, paired: bool = False) -> Plan:
+    """What a run on `device` does; nothing that a submission does changes it."""
+    count, together, samples = (
+        (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
+    )  # fmt: skip
+    extra = EXTRA_ROUNDS[device] * samples[device]
+    return Plan(count[device], samples[device], WARMUPS[device], SLOTS[device], AUDITS[device], together[device], extra)
+
+
+@dataclass
+class Timing:
+    """One entrant's timed calls on one case; the lists hold one list per process."""
+
+    case: Case
+    outcomes: list[list[Outcome]] = field(default_factory=list)
+    failure: Outcome | None = None
+
+    @property
+    def samples(self) -> list[list[float]]:
+        return [[o.us for o in group] for group in self.outcomes if group]
+
+    def flat(self, name: str) -> list[float]:
+        return [getattr(o, name) for group in self.outcomes for o in group if getattr(o, name) is not None]
+
+    @property
+    def median_us(self) -> float:
+        return stats.median(self.flat("us"))
+
+    @property
+    def worst_error(self) -> dict | None:
+        errors = [o.error for group in self.outcomes for o in group if o.error]
+        return max(errors, key=lambda e: e["rel"]) if errors else None
+
+
+@dataclass
+class Ground:
+    """What the judge measured beside the entrants on one case, under the same clock, in us."""
+
+    roof_us: float
+    roof_config: str
+    roof_kind: str  # what it stands for: "read", the bytes, or "flops", the operations
+    empty_us: float
+    bytes: int
+    seeds: list[str]
+    clocks_mhz: dict | None
+    throttle: list[str] | None
+    resolution_us: float = 0.0  # on a CPU, what a reading is at least: how far readings of the empty call lie apart
+
+
+def run_tests(
+    session: Session, entrants: list[Entrant], cases: list[Case], done: Callable[[Entrant, Case, Outcome], None],
+    progress: Progress, have: Have = NOTHING, limit_s: float | None = None,
+) -> dict[str, list[Outcome]]:  # fmt: skip
+    """Every entrant on every case, once. -> outcomes by entrant, in the order of the cases.
+
+    What `have` holds is not run again, but is told to `done` too. limit_s: for all calls of an entrant together.
+    """
+    results: dict[str, list[Outcome]] = {entrant.name: [] for entrant in entrants}
+    budget = _Budget(limit_s)
+    missing = [[e for e in entrants if have.test(e.name, number) is None] for number in range(len(cases))]
+    session.start(*(e for e in entrants if any(e in part for part in missing)))
+    audited = {entrant.name: random.randrange(len(cases)) for entrant in entrants} if cases else {}
+    for number, case in enumerate(cases):
+        if missing[number]:
+            session.weights(case, case.seed)
+            session.content(case, case.seed)
+        for entrant in entrants:
+            outcome = have.test(entrant.name, number)
+            if outcome is None:
+                progress(f"test {number + 1}/{len(cases)}  {case}  {entrant.name}")
+                outcome = budget.call(session, entrant, 1, audit=audited[entrant.name] == number)
+                if outcome.status == "PASSED" and number == len(cases) - 1:
+                    outcome = session.look(entrant) or outcome
+            results[entrant.name].append(outcome)
+            done(entrant, case, outcome)
+    session.stop(*entrants)
+    return results
+
+
+def run_benchmarks(
+    session: Session, entrants: list[Entrant], cases: list[Case], progress: Progress, paired: bool = False,
+    group: GroupDone | None = None, have: Have = NOTHING, limit_s: float | None = None, how: Plan | None = None,
+) -> tuple[dict[str, list[Timing]], list[Ground]]:  # fmt: skip
+    """Timed calls of every entrant on every case. -> (timings by entrant, the judge's own readings by case).
+
+    `group` is told each finished group of calls (one process, one case); those that `have` holds are not run again.
+    limit_s: for all calls of an entrant together.
+    """
+    return _Benchmark(session, entrants, cases, progress, paired, group, have, limit_s, how).run()
+
+
+@dataclass
+class _Group:
+    """The calls of one process of each entrant, of one part of them, on one case, as they come in. audits: samples at
+    which one is due. spare: calls beside which other processes took the machine, used where there are no others; late:
+    how many ended in a way that leaves too much unknown.
+    """
+
+    process: int
+    part: int
+    entrants: list[Entrant]
+    outcomes: dict[str, list[Outcome]]
+    audits: dict[str, list[int]]
+    seeds: list[str] = field(default_factory=list)
+    own: dict[str, list[float]] = field(default_factory=dict)
+    spare: dict[str, list[Outcome]] = field(default_factory=dict)
+    late: dict[str, int] = field(default_factory=dict)
+
+
+class _Benchmark:
+    def __init__(
+        self, session: Session, entrants: list[Entrant], cases: list[Case], progress: Progress, paired: bool,
+        done: GroupDone | None, have: Have, limit_s: float | None, how: Plan | None,
+    ) -> None:  # fmt: skip
+        self.session, self.entrants, self.cases = session, entrants, cases
+        self.progress, self.paired, self.done, self.have = progress, paired, done, have
+        self.how = how or plan(session.device, paired)
+        self.budget = _Budget(limit_s)
+        self.judge = Entrant(JUDGE, None, session.device)
+        self.reads = {f"read {i}": i for i in range(native.read_configs(session.device))}
+        count = self.how.processes
+        self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in cases] for e in entrants}
+        self.own: list[dict[str, list[float]]] = [{} for _ in cases]
+        self.bytes = [case.bytes for case in cases]
+        self.seeds: list[list[str]] = [[] for _ in cases]
+        self.states: list[tuple] = [(None, None)] * len(cases)
+        self.computes = session.device in matmul.DEVICES and any(case.flops for case in cases)
+        # Each entrant's audited calls come at random places of one process, between scored ones.
+        self.watched = {entrant.name: random.randrange(count) for entrant in entrants}
+
+    def run(self) -> tuple[dict[str, list[Timing]], list[Ground]]:
+        for entrant in self.entrants:
+            entrant.lost = 0
+        parts, together = self._parts()
+        for first in range(0, self.how.processes, together):
+            for part, entrants in enumerate(parts):
+                self._wave(range(first, min(first + together, self.how.processes)), part, entrants)
+        return self.timings, [self._ground(number) for number in range(len(self.cases))]
+
+    def _parts(self) -> tuple[list[list[Entrant]], int]:
+        """Entrants that are alive at once, in parts, and how many processes of each. One part, but where so many
+        prepared weights leave no room; those of a pair take turns in any case.
+        """
+        largest = max((case.weight_bytes for case in self.cases), default=0)
+        room = PREPARED_BYTES // largest if largest else self.how.together * len(self.entrants)
+        size = len(self.entrants) if self.paired else min(len(self.entrants), max(1, room))
+        parts = [self.entrants[i : i + size] for i in range(0, len(self.entrants), size)]
+        return parts, max(1, min(self.how.together, room // size))
+
+    def _wave(self, processes: range, part: int, entrants: list[Entrant]) -> None:
+        """Some processes of each of these, which live at the same time and take turns."""
+        todo = [p for p in processes if any(self.have.group(p, n, part) is None for n in range(len(self.cases)))]
+        self.session.build(*entrants)
+        living = {p: [_replica(entrant, p) for entrant in entrants] for p in todo}
+        everybody = [entrant for replicas in living.values() for entrant in replicas]
+        if todo:
+            self.session.start(self.judge, *everybody)
+            self._shake_down(everybody)
+        rated = not self.computes
+        for number in range(len(self.cases)):
+            groups = []
+            for process in processes:
+                if known := self.have.group(process, number, part):
+                    self._take(known)
+                else:
+                    groups.append(self._group(process, part, number, living[process]))
+            if groups:
+                self._case(number, groups, rated)
+                rated = True
+        self.session.stop(self.judge, *everybody)
+
+    def _take(self, known: Group) -> None:
+        """A group that an interrupted run had finished."""
+        for name, outcomes in known.outcomes.items():
+            timing = self.timings[name][known.case]
+            timing.outcomes[known.process] += [o for o in outcomes if o.status == "PASSED"]
+            timing.failure = timing.failure or next((o for o in outcomes if o.status != "PASSED"), None)
+        self._add(known.case, known.own, known.seeds)
+        self.states[known.case] = known.state
+
+    def _add(self, number: int, own: dict[str, list[float]], seeds: list[str]) -> None:
+        for what, times in own.items():
+            self.own[number].setdefault(what, []).extend(times)
+        self.seeds[number] += seeds
+
+    def _group(self, process: int, part: int, number: int, entrants: list[Entrant]) -> _Group:
+        names = [_name(entrant) for entrant in entrants]
+        audits = {
+            name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
+            for name in names
+            if self.watched[name] == process
+        }
+        return _Group(process, part, entrants, {n: [] for n in names if not self.timings[n][number].failure}, audits)
+
+    def _case(self, number: int, groups: list[_Group], rated: bool) -> None:
+        """The calls of one case in the processes that are alive. rated: these have timed the matrix product."""
+        session, case, device = self.session, self.cases[number], self.session.device
+        of_weights = [session.weights(case)]
+        for sample in range(-self.how.warmups, self.how.samples + self.how.extra):
+            if sample == 0 and of_weights[0]:  # others, for which every answer and everything prepared is new
+                of_weights.append(session.weights(case))
+                self._unscored(number, groups)
+            for group in groups:
+                if sample < self.how.samples or self._lacking(number, group):
+                    count = f"{group.process + 1}/{self.how.processes}"
+                    self.progress(f"process {count}  {case}  call {max(sample + 1, 0)}/{self.how.samples}")
+                    scored = sample >= 0
+                    measure = not scored or (device == "cuda" and sample == self.how.samples - 1)
+                    self._round(number, group, sample, scored, measure)
+            if sample < self.how.samples:
+                self._own_calls(groups[0], sample)
+        if of_weights[0]:
+            self._unscored(number, groups, measure=True)
+        if not rated:
+            for sample in range(-self.how.warmups, self.how.samples):
+                self._own_call(groups[0], matmul.NAME, sample)
+        groups[0].seeds += [f"weights {seed}" for seed in of_weights if seed]
+        if device == "cuda":
+            self.states[number] = environment.clocks()
+        self.bytes[number] = self.bytes[number] or session.default_bytes()
+        for group in groups:
+            for entrant in group.entrants:
+                timing = self.timings[_name(entrant)][number]
+                self._complete(timing, group, _name(entrant))
+                if not timing.failure and (found := session.look(entrant)):
+                    timing.failure = found
+                    group.outcomes[_name(entrant)].append(found)
+            self._add(number, group.own, group.seeds)
+            if self.done:
+                state = self.states[number]
+                self.done(group.process, number, group.outcomes, group.own, group.seeds, state, group.part)
+
+    def _lacking(self, number: int, group: _Group) -> list[str]:
+        """Names of the entrants that have too few calls yet."""
+        timings = {_name(entrant): self.timings[_name(entrant)][number] for entrant in group.entrants}
+        return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
+
+    def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
+        """On a CPU, a round that is not scored: a process whose memory is measured, or which prepares weights, runs
+        before its call, and could do work for it there.
+        """
+        for group in groups if self.session.device == "cpu" else ():
+            self._round(number, group, 0, False, measure)
+
+    def _round(self, number: int, group: _Group, sample: int, scored: bool, measure: bool) -> None:
+        """One call of each entrant on the same new contents; of a pair both count or none. measure: what it leaves
+        behind in memory counts.
+        """
+        group.seeds.append(self.session.content(self.cases[number]))
+        lacking = self._lacking(number, group)
+        # What is taken off a reading is read where readings are: beside the same work of the judge.
+        judge = [self.judge] if self.session.device == "cpu" else []
+        outcomes = {}
+        for entrant in _order([*group.entrants, *judge], sample, self.paired):
+            if entrant is self.judge:
+                self._own_call(group, "empty", sample if scored else -1)
+            elif not scored or self.paired or _name(entrant) in lacking:
+                outcomes[_name(entrant)] = self._turn(number, group, entrant, sample, measure)
+        if not scored or (None in outcomes.values() and self.paired):
+            return
+        quiet = {name for name, outcome in outcomes.items() if outcome and not outcome.busy and not outcome.late}
+        late = {name for name, outcome in outcomes.items() if outcome and outcome.late}
+        if self.paired and len(quiet) < len(outcomes):
+            quiet, late = set(), set(outcomes) if late else set()
+        for name, outcome in outcomes.items():
+            if name in quiet:
+                self.timings[name][number].outcomes[group.process].append(outcome)
+                group.outcomes[name].append(outcome)
+            elif name in late:
+                group.late[name] = group.late.get(name, 0) + 1
+            elif outcome:
+                group.spare.setdefault(name, []).append(outcome)
+
+    def _complete(self, timing: Timing, group: _Group, name: str) -> None:
+        """Give an entrant that the machine left too few quiet calls those beside which it was busy."""
+        missing = self.how.samples - len(timing.outcomes[group.process])
+        if timing.failure or missing <= 0:
+            return
+        spare = group.spare.get(name, [])[:missing]
+        timing.outcomes[group.process] += spare
+        group.outcomes[name] += spare
+        if len(spare) < missing:
+            timing.failure = Outcome(
+                "INVALID_MEASUREMENT",
+                f"machine too busy: after {group.late.get(name, 0)} calls the runner was told too late to "
+                f"stop, so that {missing - len(spare)} of {self.how.samples} times are missing (load "
+                f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors); run again when it is idle",
+            )
+            group.outcomes[name].append(timing.failure)
+
+    def _turn(self, number: int, group: _Group, entrant: Entrant, sample: int, measure: bool) -> Outcome | None:
+        """One scored call of an entrant, and before it the audited ones that are due. -> None: it failed."""
+        name, case = _name(entrant), self.cases[number]
+        timing = self.timings[name][number]
+        due = group.audits.get(name, []).count(sample)
+        for turn in range(due + 1):
+            if timing.failure:
+                return None
+            audit = turn < due
+            if audit:  # on contents that no other call has
+                seed = group.seeds[-1]
+                group.seeds.insert(-1, self.session.content(case))
+            found = self.session.look(entrant) if audit else None
+            outcome = found or self.budget.call(self.session, entrant, self.how.slots, audit, measure, stay=True)
+            if audit:
+                self.session.content(case, int(seed))
+            if outcome.status != "PASSED":
+                timing.failure = outcome
+                group.outcomes.setdefault(name, []).append(outcome)
+                return None
+        return outcome
+
+    def _own_calls(self, group: _Group, sample: int) -> None:
+        """The judge's own, beside one process of the entrants: the readers, and on a GPU the empty call."""
+        for what in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
+            outcome = self._own_call(group, what, sample)
+            if sample >= 0 and self.session.device == "cuda":
+                key, us = (OUTSIDE, outcome.outside_us) if what == "empty" else (READY, outcome.ready_us)
+                group.own.setdefault(key, []).append(us)
+
+    def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
+        outcome = self.session.call(self.judge, self.how.slots, what, self.reads, stay=True)
+        if outcome.status != "PASSED":
+            raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
+        if sample >= 0:
+            spun_us = gate.EMPTY_US if what == "empty" and self.session.device == "cpu" else 0.0
+            group.own.setdefault(what, []).append(outcome.us - spun_us)
+        return outcome
+
+    def _shake_down(self, everybody: list[Entrant]) -> None:
+        """Where weights are prepared, what a process keeps is counted from a point where its code is loaded: one call
+        on the first test case. Its outcome is not judged here; run_tests did that.
+        """
+        tests = self.session.problem.tests
+        if not tests or self.session.weights(tests[0]) is None:
+            return
+        self.session.content(tests[0])
+        for entrant in everybody:
+            # Where calls are going to be audited, the profiler's memory is there before anything is counted.
+            audit = entrant.name == f"{_name(entrant)} {self.watched[_name(entrant)]}"
+            self.session.call(entrant, self.how.slots, audit=audit)
+            self.session.baseline(entrant)
+
+    def _net(self, number: int) -> tuple[float, float]:
+        """Take what the clock itself costs off all readings of a case on a CPU. -> (that cost, the resolution), in us.
+
+        Both are of the judge's empty calls, in a runner without a submission.
+        """
+        readings = self.own[number]["empty"]
+        cost = min(stats.median(readings), COST_LIMIT_US)
+        resolution = min(max(stats.spread(readings), 1.0), RESOLUTION_LIMIT_US)
+        for of_entrant in self.timings.values():
+            for group in of_entrant[number].outcomes:
+                group[:] = [dataclasses.replace(o, us=max(o.us - cost, resolution)) for o in group]
+        for what in self.reads:
+            self.own[number][what] = [max(us - cost, resolution) for us in self.own[number][what]]
+        return cost, resolution
+
+    def _ground(self, number: int) -> Ground:
+        resolution = 0.0
+        if self.session.device == "cpu":
+            empty, resolution = self._net(number)
+            medians = {what: stats.median(self.own[number][what]) for what in self.reads}
+        else:
+            own = {what: times for what, times in self.own[number].items() if what != matmul.NAME}
+            medians = {what: stats.median(times) for what, times in own.items()}
+            empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
+            for of_entrant in self.timings.values():
+                timing = of_entrant[number]
+                timing.failure = timing.failure or _contradicted(timing, outside, ready)
+        best = min(medians, key=medians.get)
+        counted = [o.bytes for t in self.timings.values() for group in t[number].outcomes for o in group if o.bytes]
+        if counted:
+            self.bytes[number] = round(sum(counted) / len(counted))
+        if self.bytes[number] is None:  # a folder that does not say, and no group was run now
+            self.session.content(self.cases[number])
+            self.bytes[number] = self.session.default_bytes()
+        roof = (medians[best], best, "read")
+        # Processes of a wave share a reading, and a resumed run has those of the run before, beside their first case.
+        readings = [us for own in self.own for us in own.get(matmul.NAME, [])]
+        if readings and self.cases[number].flops:
+            rate = matmul.flops(self.session.device) / stats.median(readings)  # a microsecond
+            if (least := self.cases[number].flops / rate) > medians[best]:
+                roof = (least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
+        return Ground(*roof, empty, self.bytes[number], self.seeds[number], *self.states[number], resolution)
+
+
+def _replica(entrant: Entrant, process: int) -> Entrant:
+    """The entrant's process of that number, with the same audit."""
+    return dataclasses.replace(entrant, name=f"{entrant.name} {process}", child=None, private=None)
+
+
+def _name(replica: Entrant) -> str:
+    return replica.name.rpartition(" ")[0]
+
+
+def floor_us(case: Case, ground: Ground, gpu: str | None) -> float:
+    """What no call can undercut, in us: bytes or flops at the datasheet's rate, or the empty call; of that, 95 %. 0 for
+    a device without a datasheet here: a rate that was measured is no bound, and the judge's clock runs outside.
+    """
+    known = next((rates for name, rates in DATASHEET.items() if gpu and name in gpu), None)
+    if known is None:
+        return 0.0
+    flops_us = (case.flops or 0) / known[1] * 1e6
+    return FLOOR_SHARE * max(ground.bytes / known[0] * 1e6, flops_us, ground.empty_us)
+
+
+def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
+    """Pairs of times on equal contents, by process."""
+    return [
+        [(a.us, b.us) for a, b in zip(mine, theirs, strict=True)]
+        for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
+    ]
+
+
+def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome | None:
+    """Whether the parent's own clock contradicts the claimed times: on it an empty call takes `empty_us`, and the
+    judge's own readers are ready after `ready_us`.
+    """
+    calls = [o for group in timing.outcomes for o in group]
+    if not calls:
+        return None
+    # A busy machine makes some calls look longer from outside; a false claim does that to every one of them.
+    slack = OUTSIDE_SLACK_US
+    nearest = min(calls, key=lambda o: o.outside_us - OUTSIDE_FACTOR * o.us)
+    allowed = OUTSIDE_FACTOR * nearest.us + slack + empty_us
+    if nearest.outside_us > allowed:
+        return Outcome(
+            "CHEAT_SUSPECTED",
+            f"the outside clock saw {nearest.outside_us:.0f} us where {nearest.us:.2f} us are claimed and allows "
+            f"{allowed:.0f} us; no call of {len(calls)} is nearer to its claim",
+        )
+    earliest = min(o.ready_us for o in calls if o.ready_us is not None)
+    allowed = OUTSIDE_FACTOR * ready_us + slack
+    if earliest > allowed and not timing.flat("untimed_us"):
+        return Outcome(
+            "CHEAT_SUSPECTED",
+            f"the outside clock saw {earliest:.0f} us before any of {len(calls)} calls was ready, and allows "
+            f"{allowed:.0f} us: the judge's own are ready after {ready_us:.0f} us",
+        )
+    return None
+
+
+class _Budget:
+    """The seconds that the calls of each entrant may take together in one phase, None for no such limit.
+
+    GPU MODE's test_timeout, benchmark_timeout and ranked_timeout. Every call has its own limit besides.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = math.inf if limit_s is None else limit_s
+        self.spent_s: dict[str, float] = {}
+
+    def call(
+        self, session: Session, entrant: Entrant, slots: int, audit: bool = False, measure: bool = False,
+        stay: bool = False,
+    ) -> Outcome:  # fmt: skip
+        name = entrant.entry.name  # of all its processes
+        spent_s = self.spent_s.get(name, 0.0)
+        left_s = self.limit_s - spent_s
+        if left_s <= 0:
+            return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
+        before = time.monotonic()
+        outcome = session.call(entrant, slots, within_s=left_s, audit=audit, measure=measure, stay=stay)
+        self.spent_s[name] = spent_s + time.monotonic() - before
+        return outcome
+
+
+def _order(entrants: list[Entrant], sample: int, paired: bool) -> list[Entrant]:
+    if paired:
+        return entrants if sample % 2 == 0 else entrants[::-1]  # A B B A
+    return random.sample(entrants, len(entrants))

@@ -1,0 +1,71 @@
+"""The plan of a recorded run: what it was asked and what it depends on. A resumed run must find all of it unchanged."""
+
+import argparse
+from pathlib import Path
+
+from harness.judge.verdict import Judged
+from harness.problem import sources
+from harness.problem.folders import Case, Problem, UsageError
+from harness.results import environment, record
+
+# Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
+OPTIONS = ("mode", "variant", "submission", "against", "all", "seed", "timeout")
+_WORDS = {
+    "arguments": "its arguments", "entries": "the submissions", "tests": "the test cases", "target": "the target",
+    "benchmarks": "the benchmark cases", "problem_hash": "the problem's own files", "environment": "the environment",
+    "harness_hash": "the judge", "schema": "the records' schema",
+}  # fmt: skip
+
+
+def make(
+    run_id: str, problem: Problem, target: str, arguments: argparse.Namespace, entries: list[Judged],
+    tests: list[Case], benchmarks: list[Case],
+) -> dict:  # fmt: skip
+    """The plan as JSON: what a record names, and a hash of everything that an outcome depends on."""
+    files = [problem.folder / name for name in ("task.py", "reference.py", "task.yml")]
+    files += [problem.utils] if problem.utils else []
+    if problem.composition:  # whose reference is made of the folder's modules
+        files += sources.modules(problem.folder / "reference.py", problem.folder)
+    return {
+        "run_id": run_id, "schema": record.SCHEMA, "target": target,
+        "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},
+        "entries": {one.entry.name: one.source_hash for one in entries},
+        "tests": [_case(case) for case in tests], "benchmarks": [_case(case) for case in benchmarks],
+        "problem_hash": record.source_hash(file for file in files if file.is_file()),
+        "harness_hash": record.harness_hash(), "environment": environment.describe(),
+    }  # fmt: skip
+
+
+def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespace) -> None:
+    """Give `arguments` the plan's options. UsageError if one was given that the run did not have, or the plan is not as
+    `make` makes it.
+    """
+    began_with = plan.get("arguments")
+    if not isinstance(began_with, dict) or not set(OPTIONS) <= set(began_with):
+        raise UsageError(f"--resume: the plan of run {plan['run_id']} does not say its options; start a new run")
+    for name in OPTIONS:
+        given, planned = _absolute(getattr(arguments, name)), began_with[name]
+        if given != getattr(defaults, name) and given != planned:
+            raise UsageError(f"--resume goes on with the options of that run: --{name} was {planned!r}, got {given!r}")
+        setattr(arguments, name, planned)
+
+
+def compare(was: dict, now: dict, path: Path) -> None:
+    """UsageError, saying what changed, unless the two plans are equal but for their run ids."""
+    changed = [words for key, words in _WORDS.items() if was.get(key) != now[key]]
+    before = was.get("entries") if isinstance(was.get("entries"), dict) else {}
+    changed += [name for name in {**before, **now["entries"]} if before.get(name) != now["entries"].get(name)]
+    if changed:
+        raise UsageError(
+            f"--resume: run {was['run_id']} cannot go on, since it began {', '.join(changed)} changed; "
+            f"start a new run (to forget this one, remove {path})"
+        )
+
+
+def _absolute(value: object) -> object:
+    """A path as one that means the same from any folder; the name of a variant, and any other value, as it is."""
+    return str(Path(value).resolve()) if isinstance(value, str) and value.endswith(".py") else value
+
+
+def _case(case: Case) -> dict:
+    return {"params": case.params, "seed": case.seed, "bytes": case.bytes, "flops": case.flops}

@@ -1,0 +1,224 @@
+"""What a runner may say, field by field. A reply is the word of the process that holds the submission.
+
+`read` is the one way in: it checks type, range and length of every field and cleans every text. What does not fit is
+that submission's RUNTIME_ERROR.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from harness.results import text
+from harness.runner import clock
+from harness.sandbox.process import Died
+
+TEXT_LIMIT = 20_000  # characters; a runner cuts its own texts at 16,000
+NAME_LIMIT = 200
+TABLE_LIMIT = 2**20
+LISTED = 64  # items of a list: tensors that came back, names
+DIMENSIONS = 16
+SHOWN_FAULTS = 3
+PLACE_LIMIT = 60  # characters of the place of a fault: a runner may name a field as it likes
+WORDY = 5  # times a text's limit: a longer text is refused, since cleaning takes time
+_MOST_US = 1e12  # no call takes eleven days
+_LEAST_US = 1e-3  # nor less than a cycle of a GPU; ratios and geometric means are of times above 0
+_MOST_BYTES = 2**48
+
+
+def _cleaned(clean: Callable[[str, int], str], limit: int, most: int = WORDY * TEXT_LIMIT) -> AfterValidator:
+    """Return what cleans a text and cuts it to `limit` characters. A text of more than `most` is a fault."""
+
+    def cleaned(value: str) -> str:
+        if len(value) > most:
+            raise ValueError(f"a text must have at most {most} characters, got {len(value)}")
+        return clean(value, limit)
+
+    return AfterValidator(cleaned)
+
+
+def _known_clock(name: str) -> str:
+    """Return `name`. ValueError if it is no clock of the judge."""
+    if name != clock.CudaClock.name:
+        raise ValueError(f"the clock must be {clock.CudaClock.name!r}")
+    return name
+
+
+Text = Annotated[str, _cleaned(text.clean, TEXT_LIMIT)]
+Name = Annotated[str, _cleaned(text.line, NAME_LIMIT)]
+Count = Annotated[int, Field(ge=0, le=_MOST_BYTES)]
+# -0.0 becomes 0.0.
+Time = Annotated[float, Field(ge=0, le=_MOST_US, allow_inf_nan=False), AfterValidator(abs)]
+Taken = Annotated[float, Field(ge=_LEAST_US, le=_MOST_US, allow_inf_nan=False)]
+Names = Annotated[list[Name], Field(max_length=LISTED)]
+
+
+class Reply(BaseModel):
+    """Any reply: its own fields and no others, and no value turned into another type.
+
+    most_values: of objects, lists and what is in them. Each may be a fault, and pydantic lists all faults.
+    """
+
+    most_values: ClassVar[int] = 10_000
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Done(Reply):
+    """It was done as asked, and there is nothing to say of it."""
+
+
+class Ready(Reply):
+    """It waits for the judge's "go"."""
+
+    ready: Literal[True]
+
+
+class Failed(Reply):
+    """An exception came through. failed: the request that it was in, or "compile"."""
+
+    failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "profile", "sealed"]
+    type: Name
+    memory: bool
+    text: Text
+
+
+class Started(Reply):
+    """The submission was imported. switches: torch's global settings that its import had changed, put back."""
+
+    ready: Literal[True]
+    clock: Annotated[str, AfterValidator(_known_clock)] | None
+    tamper: Names
+    switches: Names
+
+
+class Prepared(Reply):
+    """Weights are held. prepared: the submission has a `prepare`, and it was called."""
+
+    prepared: bool
+
+
+class Claim(Reply):
+    """One object that a call returned. same: it is the tensor that the judge handed out."""
+
+    type: Name
+    dtype: Name = ""
+    shape: Annotated[list[Count], Field(max_length=DIMENSIONS)] = []
+    stride: Annotated[list[Count], Field(max_length=DIMENSIONS)] = []
+    device: Name = ""
+    same: bool = False
+
+
+Claims = Annotated[list[Claim], Field(max_length=LISTED)]
+
+
+class Called(Reply):
+    """A call on a CPU is over. It holds no time: the judge has its own. switches: as in Started."""
+
+    claims: Claims
+    switches: Names
+
+
+class Noted(Reply):
+    """What a call on a CPU in a folder that is not ours noted of its tensors, where it does not reply."""
+
+    claims: Claims
+
+
+class Seen(Reply):
+    """What the driver recorded of a call. elsewhere: names of work by queue."""
+
+    records: Count
+    elsewhere: Annotated[dict[Name, Names], Field(max_length=LISTED)]
+
+
+class Timed(Reply):
+    """A call on a GPU is over; times in us. untimed_us: of a baseline's preparations."""
+
+    us: Taken
+    host_us: Time
+    host_bound: bool
+    untimed_us: Time | None = None
+    claims: Claims = []
+    queues: Seen | None = None
+
+
+class Kernel(Reply):
+    """What a compiler says of one kernel."""
+
+    name: Name
+    registers: Count
+    stack_bytes: Count
+    spill_bytes: Count
+    shared_bytes: Count
+
+
+class Artefact(Reply):
+    bytes: Count
+    kernels: Annotated[list[Kernel], Field(max_length=4096)]
+
+
+class Compiled(Reply):
+    most_values: ClassVar[int] = 30_000
+    artefacts: Annotated[list[Artefact], Field(max_length=256)]
+
+
+class Profiled(Reply):
+    """A profiler's table."""
+
+    table: Annotated[str, _cleaned(text.clean, TABLE_LIMIT, TABLE_LIMIT)]
+
+
+class Sealed(Reply):
+    """Names of what was replaced in the process."""
+
+    tamper: Names
+    switches: Names
+
+
+Wanted = TypeVar("Wanted", bound=Reply)
+
+
+def read(wanted: type[Wanted], message: dict) -> Wanted | Failed:
+    """`message` as the reply that was asked for, or as the failure that it reports. Died: it is neither."""
+    kind = Failed if "failed" in message else wanted
+    if _has_more(message, kind.most_values):
+        raise _malformed(f"it holds more than {kind.most_values} values")
+    try:
+        return kind.model_validate(message)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+    shown = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}" for fault in faults[:SHOWN_FAULTS])
+    raise _malformed(shown + (f" and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""))
+
+
+def noted(said: str) -> list[Claim]:
+    """What a call noted, as JSON. Died: it is none."""
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        raise _malformed("what its call noted is no JSON") from None
+    return read(Noted, {"claims": found}).claims
+
+
+def _has_more(message: dict, most: int) -> bool:
+    """Whether `message` and all within it are more than `most` values. It looks at no more than that many."""
+    todo: list[object] = [message]
+    seen = 0
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, dict | list):
+            seen += len(inner)
+            if seen > most:
+                return True
+            todo += inner.values() if isinstance(inner, dict) else inner
+    return False
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """Where in a reply a fault is, as text."""
+    return text.line(".".join(text.line(part, PLACE_LIMIT) for part in loc), 2 * PLACE_LIMIT) or "the reply"
+
+
+def _malformed(why: str) -> Died:
+    return Died("RUNTIME_ERROR", f"its process sent a malformed reply: {text.line(why)}")

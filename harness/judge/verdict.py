@@ -1,0 +1,233 @@
+"""Verdicts: their words, exit codes, and the records that they become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from harness.judge import phases
+from harness.judge.session import Outcome
+from harness.problem import scan
+from harness.problem.folders import Case, Entry, Problem
+from harness.results import environment, ranking, record, stats
+from harness.runner import clock, flush
+from harness.sandbox import policy
+
+EXIT_CODES = {
+    "PASSED": 0, "COMPILED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3, "COMPILE_ERROR": 4,
+    "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
+}  # fmt: skip
+USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
+# Where an entrant failed in several ways, the one that says most about it is its verdict.
+_GRAVEST = record.STATUSES
+
+
+@dataclass(frozen=True)
+class CaseTime:
+    """A case that was timed and found valid, or `failure`. Times in us."""
+
+    case: Case
+    timing: phases.Timing
+    ground: phases.Ground
+    failure: Outcome | None = None
+    median: float = float("nan")
+    interval: tuple[float, float] = (float("nan"), float("nan"))
+
+
+@dataclass
+class Judged:
+    """All that came out for one entry. reason: of a verdict that concerns the entry as a whole. source_hash: of its
+    closure when it was chosen.
+
+    ranking_by: the problem's. attempt: how many runs timed a variant of this name on this machine, this one included;
+    None for a run that does not count. confirms: of times that confirm a first place, the leader that they were taken
+    against. before: the entry as it stood at each earlier measurement of this run; those times are superseded.
+    audit: the session's, as in the record.
+    """
+
+    entry: Entry
+    target: str
+    status: str = ""
+    reason: str = ""
+    tests: list[tuple[Case, Outcome]] = field(default_factory=list)
+    times: list[CaseTime] = field(default_factory=list)
+    artefacts: list[dict] = field(default_factory=list)
+    # By case {variant, ratio, ci95}; None: one of the two does not serve it.
+    against: list[dict | None] = field(default_factory=list)
+    against_all: dict | None = None  # the geomean over the cases that have a ratio
+    source_hash: str = ""
+    ranking_by: str = "geom"
+    attempt: int | None = None
+    confirms: dict | None = None  # {variant, run_id, source_hash, paired}
+    before: list[Judged] = field(default_factory=list)
+    audit: dict | None = None
+
+    def __post_init__(self) -> None:
+        self.source_hash = self.source_hash or source_hash(self.entry)
+
+    @property
+    def right(self) -> bool:
+        """Whether it passed every test case that it was called on."""
+        return all(outcome.status in ("PASSED", "UNSUPPORTED") for _, outcome in self.tests)
+
+    @property
+    def verdict(self) -> str:
+        statuses = [o.status for _, o in self.tests]
+        statuses += [t.failure.status if t.failure else "PASSED" for t in self.times]
+        # Single cases that a peer does not serve say nothing about the others.
+        statuses = [status for status in statuses if status != "UNSUPPORTED"]
+        statuses += [self.status] if self.status else []
+        return min(statuses, key=_GRAVEST.index) if statuses else "UNSUPPORTED"
+
+    @property
+    def figure(self) -> tuple[float, float, float] | None:
+        """(what the problem ranks by, lo, hi) in us over all benchmark cases; None unless every one was timed."""
+        if not self.times or any(t.failure for t in self.times):
+            return None
+        lo, hi = ranking.interval(self.ranking_by, [t.timing.samples for t in self.times])
+        return ranking.figure(self.ranking_by, [t.median for t in self.times]), lo, hi
+
+
+def source_hash(entry: Entry) -> str:
+    """Of the submission and what it is made of, as it stands now."""
+    return record.source_hash(scan.closure(entry.file, entry.folder))
+
+
+def exit_code(judged: list[Judged], everything: bool) -> int:
+    """The single entry's code; for --all, that of the gravest verdict, variants of other machines aside."""
+    return code_of([j.verdict for j in judged], everything)
+
+
+def code_of(verdicts: list[str], everything: bool) -> int:
+    """The same, of verdicts."""
+    if everything:
+        verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]
+    return EXIT_CODES[min(verdicts, key=_GRAVEST.index)]
+
+
+def weigh(timing: phases.Timing, ground: phases.Ground) -> CaseTime:
+    """The time of a case, or why it has none."""
+    if timing.failure:
+        return CaseTime(timing.case, timing, ground, timing.failure)
+    median = timing.median_us
+    floor = phases.floor_us(timing.case, ground, environment.describe()["gpu"])
+    if not median > floor:
+        text = f"median {median:.3f} us is under the physical floor of {floor:.3f} us"
+        return CaseTime(timing.case, timing, ground, Outcome("INVALID_MEASUREMENT", text))
+    return CaseTime(timing.case, timing, ground, None, median, stats.bootstrap_interval(timing.samples))
+
+
+def pair(first: Judged, second: Judged) -> None:
+    """Give `first` the ratios of its times to the second's, on equal contents, in the cases that both serve; none
+    where one of them failed.
+    """
+    if any(t.failure and t.failure.status != "UNSUPPORTED" for j in (first, second) for t in j.times):
+        return
+    both = zip(first.times, second.times, strict=True)
+    cases = [None if a.failure or b.failure else phases.ratios(a.timing, b.timing) for a, b in both]
+    if served := [case for case in cases if case]:
+        first.against = [_against(second, stats.compare([case])) if case else None for case in cases]
+        first.against_all = _against(second, stats.compare(served))
+
+
+def _against(other: Judged, found: stats.Ratio) -> dict:
+    return {
+        "variant": other.entry.name, "ratio": found.ratio, "ci95": list(found.ci95), "ci99": list(found.ci99),
+        "word": found.word,
+    }  # fmt: skip
+
+
+class Recorder:
+    """Makes the records of one run. `run_id` is common to all of them.
+
+    downgrades: what was less than it should be for all of its times, in words.
+    """
+
+    def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
+        self.problem, self.device, self.clock_name = problem, device, ""
+        self.run_id = run_id or record.new_run_id()
+        self.downgrades: list[str] = []
+        self.sandbox = policy.probe()
+
+    def lines(self, judged: Judged) -> list[dict]:
+        """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole entry.
+
+        Benchmark records that a confirmation superseded stand before those of the confirmation.
+        """
+        lines = [self._test(judged, case, outcome) for case, outcome in judged.tests]
+        for earlier in judged.before:
+            lines += [self._benchmark(earlier, i) | {"superseded": True} for i in range(len(earlier.times))]
+        lines += [self._benchmark(judged, i) for i in range(len(judged.times))]
+        if judged.status:  # a verdict on the whole entry: a rule broken, unsupported here, compiled
+            kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
+            lines.append(
+                {**self._base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
+                | ({"resources": judged.artefacts} if kind == "compile" else {})
+            )
+        return [record.plain(line) for line in lines]
+
+    def _base(self, judged: Judged, kind: str, case: dict) -> dict:
+        commit, dirty = environment.commit()
+        return {
+            "schema": record.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
+            "case": case, "kind": kind, "variant": judged.entry.name, "target": judged.target,
+            "peer": judged.entry.peer, "source_hash": judged.source_hash,
+            "environment": environment.describe(), "commit": commit, "dirty": dirty,
+            "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
+        }  # fmt: skip
+
+    def _test(self, judged: Judged, case: Case, outcome: Outcome) -> dict:
+        return {
+            **self._base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
+            "error": _error(outcome.error), "seeds": [str(case.seed)], "device": self.device,
+        }  # fmt: skip
+
+    def _benchmark(self, judged: Judged, index: int) -> dict:
+        time = judged.times[index]
+        timing, ground = time.timing, time.ground
+        line = {
+            **self._base(judged, "benchmark", time.case.params), "device": self.device,
+            "status": time.failure.status if time.failure else "PASSED",
+            "reason": time.failure.reason if time.failure else "",
+            "roof_us": ground.roof_us, "roof_kind": ground.roof_kind, "roof_config": ground.roof_config,
+            "empty_call_us": ground.empty_us, "bytes": ground.bytes, "flops": time.case.flops, "seeds": ground.seeds,
+            "clocks_mhz": ground.clocks_mhz, "throttle": ground.throttle, "error": _error(timing.worst_error),
+            "clock": self._clock(timing, ground), "ranking_by": judged.ranking_by, "attempt": judged.attempt,
+            "audit": judged.audit,
+        }  # fmt: skip
+        if judged.confirms:
+            line["confirms"] = judged.confirms
+        if timing.samples:  # of a failed case too: they are the evidence
+            untimed = timing.flat("untimed_us")
+            line |= {
+                "n": len(timing.flat("us")),
+                "samples_us": [[round(us, 4) for us in group] for group in timing.samples],
+                "host_us": stats.median(timing.flat("host_us")),
+                "untimed_us": stats.median(untimed) if untimed else None,
+            }  # fmt: skip
+        if time.failure is None:
+            line |= {"median_us": time.median, "ci95_us": list(time.interval)}
+        if judged.against and judged.against[index]:
+            line["against"] = judged.against[index]
+        return line
+
+    def _clock(self, timing: phases.Timing, ground: phases.Ground) -> dict:
+        downgrades = list(self.downgrades)
+        if bound := sum(timing.flat("host_bound")):
+            downgrades.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
+        if self.device == "cuda" and environment.clocks()[0] is None:
+            downgrades.append("no NVML: clocks and throttle reasons unknown")
+        if busy := sum(timing.flat("busy")):
+            downgrades.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")
+        if under := sum(us <= ground.resolution_us for us in timing.flat("us")):
+            downgrades.append(f"{under} calls read less than the clock resolves, {ground.resolution_us:.1f} us")
+        delivery = "memory files, filled while everything of the runner is stopped"
+        large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
+        cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
+        if self.device == "cuda":
+            delivery = "slots shared by CUDA IPC, masked until the call"
+            cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {flush.FLUSH_FACTOR}x L2"
+        return {"name": self.clock_name, "cold": cold, "delivery": delivery, "downgrades": downgrades}
+
+
+def _error(error: dict | None) -> dict | None:
+    return {key: record.finite(value) for key, value in error.items()} if error else None

@@ -1,0 +1,276 @@
+"""Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (task.yml with tests and benchmarks), as one type.
+
+A GPU MODE folder is used unchanged: ../eval.py is ignored, ../utils.py is loaded under its bare name, and the values
+of its cases go to generate_input as they stand.
+"""
+
+import contextlib
+import dataclasses
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from harness.problem import sources
+from harness.results import text
+from problems.common import build, load
+
+TARGETS = ("cpu", "sm90", "sm100")
+DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
+_DIRECTIVE = re.compile(r"^\s*(?:#|//)!POPCORN\s+(\w+)\s+(.+?)\s*$")
+
+
+class UsageError(ValueError):
+    """Bad input of a user: it names the argument, what was wanted and what came."""
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Within, files of a problem or a submission are read. UsageError, on one line, for any trouble with them."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        said = text.line(f"{type(error).__name__}: {error}".rstrip(": "), 300)
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, SyntaxError | build.BuildError) else f" ({Path(at.filename).name}:{at.lineno})"
+        raise UsageError(f"{what} cannot be read: {said}{where}") from error
+
+
+@dataclass(frozen=True)
+class Case:
+    """One argument set of generate_input. bytes: least traffic, None where the folder does not say; flops likewise.
+    weight_bytes: what the weights take in memory, 0 where it does not say.
+    """
+
+    params: dict
+    seed: int
+    bytes: int | None = None
+    flops: int | None = None
+    weight_bytes: int = 0
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.params.items()) or "(no parameters)"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A submission file and what it says of itself, read without running it. folder: its problem's.
+
+    only: (field of the case, values that it serves), of a peer that cannot serve every case; () serves all.
+    """
+
+    name: str
+    file: Path
+    targets: tuple[str, ...]
+    requires: tuple[str, ...] = ()
+    peer: bool = False
+    summary: str = ""
+    directives: tuple[tuple[str, str], ...] = ()
+    folder: Path | None = None
+    only: tuple[tuple[str, tuple], ...] = ()
+
+    def serves(self, case: Case) -> bool:
+        return all(case.params.get(field) in values for field, values in self.only)
+
+    @property
+    def limits(self) -> str:
+        """Why other cases are UNSUPPORTED: "serves activation=bf16 alone"."""
+        parts = (f"{field}={' or '.join(map(str, values))}" for field, values in self.only)
+        return f"serves {', '.join(parts)} alone"
+
+
+@dataclass(frozen=True)
+class Problem:
+    name: str
+    folder: Path
+    own: bool  # ours: outputs allocated by the judge, peers and prepared weights possible
+    tests: tuple[Case, ...]
+    benchmarks: dict[str, tuple[Case, ...]]  # by device type
+    utils: Path | None = None
+    ranking_by: str = "geom"
+    timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
+    composition: bool = False  # see harness/problem/sources.py
+
+    def entries(self) -> list[Entry]:
+        """Every file in variants/, by name."""
+        return [entry(self, file) for file in sorted((self.folder / "variants").glob("*.py"))]
+
+    def winner(self, target: str) -> Entry:
+        """What runs when nothing is named: the winner for `target` of our problems, else submission.py."""
+        file = self.folder / "submission.py"
+        if not file.is_file():
+            raise UsageError(f"{self.name} has no submission.py: name one with --submission FILE")
+        winners = load.constants(file, "WINNERS").get("WINNERS")
+        if winners is None:
+            return entry(self, file)
+        try:
+            return self.variant(load.winner(self.folder, winners, target))
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}: name a --variant") from None
+
+    def variant(self, name: str) -> Entry:
+        file = self.folder / "variants" / f"{name}.py"
+        if not file.is_file():
+            known = ", ".join(e.name for e in self.entries()) or "none"
+            raise UsageError(f"variant must be one of {self.name}'s ({known}), got {name!r}")
+        return entry(self, file)
+
+
+def find(name: str) -> Problem:
+    """The problem of that name in problems/, or the problem folder at that path. UsageError: neither, or malformed."""
+    for folder in (load.PROBLEMS / name, Path(name)):
+        if (folder / "task.py").is_file():
+            return _read(folder.resolve())
+    known = ", ".join(problem_names())
+    raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py, got {name!r}")
+
+
+def problem_names() -> list[str]:
+    return sorted(p.parent.name for p in load.PROBLEMS.glob("*/task.py"))
+
+
+def entry(problem: Problem, file: Path) -> Entry:
+    """What the submission `file` says of itself. UsageError: no such file, no Python, an unknown target, or ONLY where
+    it may not stand or with other fields than the cases have.
+    """
+    if not file.is_file():
+        raise UsageError(f"submission must be a Python file, found none at {file}")
+    with reading(file.name):
+        return _entry(problem, file)
+
+
+def _entry(problem: Problem, file: Path) -> Entry:
+    try:
+        said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
+        summary = load.summary(file)
+        for path in (*sources.own(file), *sources.brought(file, problem.folder)):
+            if path.suffix == ".py":
+                load.parse(path)
+    except SyntaxError as error:
+        raise UsageError(f"{Path(error.filename or file).name}:{error.lineno}: not Python: {error.msg}") from error
+    except UnicodeError:
+        raise
+    except (ValueError, build.BuildError) as error:
+        raise UsageError(str(error)) from error
+    for name in ("TARGETS", "REQUIRES", "CPU_FLAGS"):
+        words = said.get(name, ())
+        if not isinstance(words, tuple | list) or not all(isinstance(w, str) and w.isidentifier() for w in words):
+            raise UsageError(f"{file.name}: {name} must be a tuple of names, got {words!r}")
+    targets = tuple(said.get("TARGETS", TARGETS))
+    if unknown := set(targets) - set(TARGETS):
+        raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
+    peer = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
+    requires, directives = tuple(said.get("REQUIRES", ())), _directives(load.text(file))
+    only = _only(problem, file, said["ONLY"], peer) if "ONLY" in said else ()
+    return Entry(file.stem, file.resolve(), targets, requires, peer, summary, directives, problem.folder, only)
+
+
+def utils_of(folder: Path, named: Path | None = None) -> Path | None:
+    """The utils.py that a GPU MODE folder imports by bare name: where task.yml says, in the folder, or beside it."""
+    places = (named, folder / "utils.py", folder.parent / "utils.py")
+    return next((path for path in places if path and path.is_file()), None)
+
+
+def _only(problem: Problem, file: Path, said: object, peer: bool) -> tuple[tuple[str, tuple], ...]:
+    """The literal ONLY as Entry has it. UsageError: not a peer's, or not fields of the cases with values."""
+    if not peer:
+        raise UsageError(f"{file.name}: ONLY is for peer_* files of variants/, an entry must serve every case")
+    if not isinstance(said, dict) or not said or any(isinstance(v, list | set | dict) for v in said.values()):
+        raise UsageError(f"{file.name}: ONLY must map fields of the case to a value or a tuple of values, got {said!r}")
+    cases = [*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)]
+    known = list(dict.fromkeys(field for case in cases for field in case.params))
+    if unknown := [field for field in said if field not in known]:
+        raise UsageError(f"{file.name}: ONLY must name fields of the case ({', '.join(known)}), got {unknown[0]!r}")
+    return tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
+
+
+def _directives(text: str) -> tuple[tuple[str, str], ...]:
+    """GPU MODE's header lines, which count in the first comment block only."""
+    found = []
+    for line in text.splitlines():
+        if line.strip() and not line.lstrip().startswith(("#", "//")):
+            break
+        if match := _DIRECTIVE.match(line):
+            found.append((match[1], match[2]))
+    return tuple(found)
+
+
+def _read(folder: Path) -> Problem:
+    if "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
+        _see_names(folder / "task.py", "INOUT", "OPAQUE")
+        task = load.module(folder, "task")
+
+        def cases(specs: list) -> tuple[Case, ...]:
+            return tuple(
+                Case(
+                    {k: v for k, v in dataclasses.asdict(spec).items() if k != "seed"},
+                    spec.seed, spec.bytes_moved(), spec.flops() if hasattr(spec, "flops") else None,
+                    spec.weight_bytes() if hasattr(spec, "weight_bytes") else 0,
+                )
+                for spec in specs
+            )  # fmt: skip
+
+        benchmarks = {"cuda": cases(task.BENCHMARKS), "cpu": cases(task.BENCHMARKS_CPU)}
+        composition = sources.is_composition(folder)
+        if composition and folder.parent != load.PROBLEMS:
+            raise UsageError(f"{folder} is a composition: it must stand in {load.PROBLEMS}, as its imports say")
+        return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks, composition=composition)
+    return _read_gpu_mode(folder)
+
+
+def _see_names(file: Path, *literals: str) -> None:
+    """UsageError unless each of these literals of task.py, where it is there, is a tuple of names."""
+    for literal in literals:
+        try:
+            said = load.constants(file, literal).get(literal, ())
+        except ValueError as error:
+            raise UsageError(f"{file.parent.name}: {error}") from None
+        if not isinstance(said, tuple) or not all(isinstance(name, str) for name in said):
+            raise UsageError(f"{file.parent.name}/task.py: {literal} must be a tuple of fields' names, got {said!r}")
+
+
+def _read_gpu_mode(folder: Path) -> Problem:
+    file = folder / "task.yml"
+    if not file.is_file():
+        raise UsageError(f"{folder.name}/task.py names no OUTPUTS, and there is no task.yml: no problem folder")
+    try:
+        spec = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise UsageError(f"{file}: not YAML: {error}") from error
+    if not isinstance(spec, dict) or not isinstance(spec.get("tests"), list):
+        raise UsageError(f"{file}: wanted a mapping with a list of tests")
+    if spec.get("lang", "py") != "py" or spec.get("multi_gpu"):
+        raise UsageError(f"{file}: only Python problems for one GPU are judged, got lang {spec.get('lang')!r}")
+    ranking = spec.get("ranking_by", "last")
+    if ranking not in ("last", "mean", "geom"):
+        raise UsageError(f"{file}: ranking_by must be last, mean or geom, got {ranking!r}")
+    files = [item for item in spec.get("files", []) if "@" not in item["source"]]
+    sources = {item["name"]: (folder / item["source"]).resolve() for item in files}
+    for needed in ("task.py", "reference.py"):
+        path = sources.get(needed, folder / needed)
+        if not path.is_file() or path.parent != folder:
+            raise UsageError(f"{file}: {needed} must stand in the folder, got {path}")
+    utils = utils_of(folder, sources.get("utils.py"))
+    timeouts = {
+        "test": spec.get("test_timeout", DEFAULT_TIMEOUT_S),
+        "benchmark": spec.get("benchmark_timeout", DEFAULT_TIMEOUT_S),
+        "leaderboard": spec.get("ranked_timeout", DEFAULT_TIMEOUT_S),
+    }  # fmt: skip
+
+    def cases(key: str) -> tuple[Case, ...]:
+        return tuple(
+            Case({k: v for k, v in case.items() if k != "seed"}, int(case.get("seed", spec.get("seed", 0))))
+            for case in spec.get(key) or []
+        )
+
+    benchmarks = cases("benchmarks")
+    if ranking == "last" and len(benchmarks) > 1:
+        benchmarks = benchmarks[-1:]
+    return Problem(
+        folder.name, folder, False, cases("tests"), {"cuda": benchmarks, "cpu": benchmarks}, utils, ranking, timeouts
+    )

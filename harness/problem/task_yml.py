@@ -1,0 +1,51 @@
+"""task.yml of our problems, generated from task.py, so that a competition in GPU MODE's format can be run on them.
+Compositions have none: that format knows no modules of a folder, and no other problems.
+
+`python -m harness.problem.task_yml` writes every problem's; `--check` says which are stale, exit status 1.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import yaml
+
+from harness.problem.folders import Problem, find, problem_names
+
+_FILES = ("task.py", "reference.py")
+
+
+def render(problem: Problem) -> str:
+    """The text of task.yml. Benchmarks are those for a GPU."""
+    docstring = ast.get_docstring(ast.parse((problem.folder / "task.py").read_text()))
+    spec = {
+        "files": [{"name": "submission.py", "source": "@SUBMISSION@"}, *({"name": n, "source": n} for n in _FILES)],
+        "lang": "py",
+        "description": docstring + "\n",
+        "ranking_by": problem.ranking_by,
+        "tests": [{**case.params, "seed": case.seed} for case in problem.tests],
+        "benchmarks": [{**case.params, "seed": case.seed} for case in problem.benchmarks["cuda"]],
+    }
+    head = "# Generated from task.py by `python -m harness.problem.task_yml`; edit that.\n"
+    return head + yaml.safe_dump(spec, sort_keys=False, width=120, default_flow_style=None)
+
+
+def main() -> int:
+    stale = []
+    for name in problem_names():
+        problem = find(name)
+        file: Path = problem.folder / "task.yml"
+        if not problem.own or problem.composition or (file.is_file() and file.read_text() == render(problem)):
+            continue
+        stale.append(name)
+        if "--check" not in sys.argv:
+            file.write_text(render(problem))
+            print(f"wrote {file}")
+    if stale and "--check" in sys.argv:
+        print(f"stale task.yml: {', '.join(stale)}; run python -m harness.problem.task_yml")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What the machine is: the environment block that is printed and recorded, and the machine's slug."""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+@functools.cache
+def describe() -> dict[str, str | None]:
+    """gpu, cpu, driver, cuda, torch, python, platform, cutlass_dsl; None where there is none."""
+    gpu = _smi("name")
+    return {
+        "gpu": gpu,
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
+        "driver": _smi("driver_version"),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cutlass_dsl": _version("nvidia-cutlass-dsl"),
+    }
+
+
+def block() -> str:
+    """The environment as five lines: GPU, CPU, Runtime, Platform, Torch."""
+    e = describe()
+    runtime = f"CUDA {e['cuda']}, driver {e['driver']}" if e["driver"] else "no GPU driver"
+    dsl = f", CuTe DSL {e['cutlass_dsl']}" if e["cutlass_dsl"] else ""
+    rows = (
+        ("GPU", e["gpu"] or "none"), ("CPU", e["cpu"]), ("Runtime", runtime), ("Platform", e["platform"]),
+        ("Torch", f"{e['torch']}, Python {e['python']}{dsl}"),
+    )  # fmt: skip
+    return "\n".join(f"{name + ':':<10}{value}" for name, value in rows)
+
+
+def machine(device: str) -> str:
+    """Slug of the machine whose results these are: the GPU's name, or "cpu-" and the processor's and its cores."""
+    name = describe()["gpu"] if device == "cuda" else f"cpu {_cpu_name()} {os.cpu_count()}c"
+    name = re.sub(r"\(r\)|\(tm\)|processor|cpu @", "", (name or "unknown gpu").lower())
+    return re.sub(r"[^a-z0-9.]+", "-", name).strip("-")
+
+
+@functools.cache
+def gpu_uuid() -> str:
+    """The GPU's own name, the same in every process and container. RuntimeError: there is no GPU."""
+    if (uuid := _smi("uuid")) is None:
+        raise RuntimeError("nvidia-smi names no GPU")
+    return uuid
+
+
+def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
+    """({"sm": MHz, "mem": MHz}, names of the active throttle reasons), or (None, None) without NVML's Python module."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        mhz = {
+            "sm": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "mem": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+        }
+        mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    except pynvml.NVMLError:
+        return None, None
+    prefix = "nvmlClocksThrottleReason"
+    names = [n.removeprefix(prefix) for n in dir(pynvml) if n.startswith(prefix) and n not in (f"{prefix}None",)]
+    idle = {"All", "GpuIdle", "ApplicationsClocksSetting", "UserDefinedClocks"}
+    return mhz, sorted(n for n in names if n not in idle and mask & getattr(pynvml, prefix + n))
+
+
+@functools.cache
+def commit() -> tuple[str | None, bool | None]:
+    """(commit of the checkout, whether it has uncommitted changes). Where whoever copied the tree set $GIT_COMMIT that
+    one, and an unknown second; outside git without it (None, None).
+    """
+    if os.environ.get("GIT_COMMIT"):
+        return os.environ["GIT_COMMIT"], None
+    root = Path(__file__).resolve().parents[2]
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+    return head.stdout.strip(), bool(status.stdout.strip())
+
+
+@functools.cache
+def _smi(field: str) -> str | None:
+    if not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+@functools.cache
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,190 @@
+"""Which run a board compares, by what figure, and who leads: one rule for the board and for the judge.
+
+Pure: works on records, newest run last or not, and reads nothing. A board is one problem and target on one machine.
+
+Absolute times compare only within one run, so a board has a base run: the newest that timed at least two variants on
+every case, else the newest that timed one on every case, else the newest; a failed case was not timed. (So neither a
+paired run of two variants displaces one of the whole field, nor a failed submission anything.) Records that a
+confirmation superseded count nowhere.
+
+A variant that is not in the base run can still take the lead, by its confirmation: it was timed once more, in fresh
+processes, in interleaved pairs with the leader, and was FASTER.
+"""
+
+import dataclasses
+import datetime
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.results import stats
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Who is, or was, first. value, lo, hi: the board's figure with its 95 % interval, in us, from run `run_id`.
+
+    over, ratio: of one that took the lead by its confirmation, from whom, and (ratio of times, lo, hi), all below 1,
+    with the 99 % interval by which it is called faster.
+    """
+
+    variant: str
+    source_hash: str | None
+    run_id: str
+    value: float
+    lo: float
+    hi: float
+    over: str = ""
+    ratio: tuple[float, float, float] | None = None
+
+
+def case_label(case: Mapping | None) -> str:
+    """A case's name, "m=7168 k=16384 l=1". The seed is no part of it: each run draws its own."""
+    return " ".join(f"{key}={value}" for key, value in (case or {}).items() if key != "seed")
+
+
+def apart(labels: Sequence[str]) -> tuple[dict[str, str], str]:
+    """-> (by label what a case has for itself, what all have in common). A case alone has all for itself."""
+    fields = {label: re.split(r" (?=\w+=)", label) for label in labels}
+    first = next(iter(fields.values()), [])
+    common = [field for field in first if len(fields) > 1 and all(field in other for other in fields.values())]
+    own = {label: " ".join(f for f in mine if f not in common) or label for label, mine in fields.items()}
+    return own, " ".join(common)
+
+
+def is_repeat(variant: str) -> bool:
+    """Whether this is "NAME#2", the second side of a variant paired with itself, which is no variant of its own."""
+    return re.fullmatch(r".+#\d+", variant) is not None
+
+
+def name(ranking_by: str) -> str:
+    """What a problem's figure is called. GPU MODE's `last` ranks by one case, of which any mean is its time."""
+    return "mean" if ranking_by == "mean" else "geomean"
+
+
+def figure(ranking_by: str, medians: Sequence[float]) -> float:
+    """The figure over the medians of all cases, in us. ValueError as stats.geomean says."""
+    geomean = stats.geomean(medians)  # also looks at every value
+    return sum(medians) / len(medians) if name(ranking_by) == "mean" else geomean
+
+
+def interval(ranking_by: str, cases: Sequence[stats.Groups]) -> tuple[float, float]:
+    """The figure's 95 % interval. cases: of each case the samples by process. ValueError as stats says."""
+    return (stats.mean_interval if name(ranking_by) == "mean" else stats.geomean_interval)(cases)
+
+
+def timed(records: Iterable[dict]) -> list[dict]:
+    """The benchmark records that count, sorted by run, newest last."""
+    kept = [r for r in records if r["kind"] == "benchmark" and not r.get("superseded") and not is_repeat(r["variant"])]
+    return _by_run(kept)
+
+
+def base_run(records: Iterable[dict], wanted: Sequence[str] | None) -> str | None:
+    """The run whose times the board compares. wanted: the labels of its cases; None: those of each run itself."""
+    best, best_grade = None, -1
+    for run_id, run in _runs(timed(records)).items():
+        cases: dict[str, set[str]] = {}
+        for record in run:
+            of_variant = cases.setdefault(record["variant"], set())
+            of_variant |= {case_label(record["case"])} if record["status"] == "PASSED" else set()
+        labels = {case_label(record["case"]) for record in run} if wanted is None else set(wanted)
+        complete = sum(labels <= its for its in cases.values())
+        of_two = any(record.get("against") for record in run) and len(cases) <= 2
+        grade = 2 if complete >= 2 and not of_two else int(complete >= 1)
+        if grade >= best_grade:
+            best, best_grade = run_id, grade
+    return best
+
+
+def leaders(records: Iterable[dict], wanted: Sequence[str], ranking_by: str = "geom") -> list[Leader]:
+    """Who has led the board of these records, which are all of one problem and target: the first of the base run, then
+    who took the lead from whom; the last leads now. Empty where nobody does. wanted: the labels of the board's cases.
+    """
+    records = list(records)
+    base, runs = base_run(records, wanted), _runs(timed(records))
+    if base is None:
+        return []
+    of_base = dict.fromkeys(record["variant"] for record in runs[base])
+    standings = [_standing(records, v, base, wanted, ranking_by) for v in of_base if not _failed(records, v)]
+    found = sorted((one for one in standings if one), key=lambda one: (one.value, one.variant))[:1]
+    for run_id in list(runs)[list(runs).index(base) + 1 :]:
+        for variant in dict.fromkeys(record["variant"] for record in runs[run_id] if record.get("confirms")):
+            mine = {case_label(r["case"]): r for r in runs[run_id] if r["variant"] == variant}
+            over = {r["confirms"]["variant"] for r in mine.values() if (r.get("confirms") or {}).get("paired")}
+            if not found or over != {found[-1].variant} or variant in over or _failed(records, variant):
+                continue
+            theirs = {case_label(r["case"]): r for r in runs[run_id] if r["variant"] == found[-1].variant}
+            standing, ratio = _standing(records, variant, run_id, wanted, ranking_by), _pair(mine, theirs)
+            if standing and ratio and ratio[2] < 1:
+                found.append(dataclasses.replace(standing, over=found[-1].variant, ratio=ratio))
+    return found
+
+
+def attempts(records: Iterable[dict], variant: str) -> set[str]:
+    """The runs that timed a variant of this name, whatever came of it."""
+    return {r["run_id"] for r in records if r["kind"] == "benchmark" and r["variant"] == variant}
+
+
+def attempt(records: Iterable[dict], variant: str) -> int:
+    """How many runs timed it: those on record, or what a record says, which also counts runs that were given up."""
+    said = [r.get("attempt") or 0 for r in records if r["kind"] == "benchmark" and r["variant"] == variant]
+    return max([len(attempts(records, variant)), *said])
+
+
+def _standing(
+    records: list[dict], variant: str, run_id: str | None, wanted: Sequence[str], ranking_by: str
+) -> Leader | None:
+    """The figure of a variant in a run; None for a peer, or where a case is missing, failed or no time."""
+    cases = {case_label(r["case"]): r for r in timed(records) if (r["variant"], r["run_id"]) == (variant, run_id)}
+    if any(r.get("peer") or r["status"] != "PASSED" for r in cases.values()) or not set(wanted) <= set(cases):
+        return None
+    of_board = [cases[label] for label in wanted]
+    try:
+        value = figure(ranking_by, [record["median_us"] for record in of_board])
+        lo, hi = interval(ranking_by, [record["samples_us"] for record in of_board])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Leader(variant, of_board[0].get("source_hash"), run_id, value, lo, hi)
+
+
+def _failed(records: Iterable[dict], variant: str) -> bool:
+    """Whether the variant's newest run, of those that were about it and not about the machine, failed anywhere."""
+    mine = [r for r in records if r["variant"] == variant and r["kind"] != "compile" and not r.get("superseded")]
+    runs = [run for run in _runs(_by_run(mine)).values() if any(r["status"] != "UNSUPPORTED" for r in run)]
+    if not runs:
+        return True
+    last = {(r["kind"], case_label(r["case"])): r["status"] for r in runs[-1]}
+    return any(status != "PASSED" for status in last.values())
+
+
+def _pair(mine: Mapping[str, dict], theirs: Mapping[str, dict]) -> tuple[float, float, float] | None:
+    """Ratio mine / theirs over the cases with its 99 % interval, by which it is FASTER, from samples taken in pairs."""
+    if not mine or set(mine) != set(theirs):
+        return None
+    try:
+        pairs = [
+            [list(zip(a, b, strict=True)) for a, b in zip(r["samples_us"], theirs[c]["samples_us"], strict=True)]
+            for c, r in mine.items()
+        ]
+        found = stats.compare(pairs)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return (found.ratio, *found.ci99) if math.isfinite(found.ratio) else None
+
+
+def _by_run(records: list[dict]) -> list[dict]:
+    """Sorted by the time at which their runs ended, as the board's; the order within a run is kept."""
+    newest: dict[str, datetime.datetime] = {}
+    for record in records:
+        at = datetime.datetime.fromisoformat(record["time"])
+        at = at if at.tzinfo else at.replace(tzinfo=datetime.UTC)
+        newest[record["run_id"]] = max(at, newest.get(record["run_id"], at))
+    return sorted(records, key=lambda record: (newest[record["run_id"]], record["run_id"]))
+
+
+def _runs(records: list[dict]) -> dict[str, list[dict]]:
+    found: dict[str, list[dict]] = {}
+    for record in records:
+        found.setdefault(record["run_id"], []).append(record)
+    return found

@@ -1,0 +1,380 @@
+"""The truth: one JSON object a line, appended under a lock, never rewritten.
+
+Whoever reads the records gets whole and well-formed ones only: what a reader relies on is checked here, in `check`. A
+line that is none stays in its file, is left out, and is named in a complaint.
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from harness.results import text
+
+SCHEMA = 1
+KINDS = ("test", "benchmark", "compile")
+# Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
+STATUSES = (
+    "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
+    "UNSUPPORTED", "COMPILED", "PASSED",
+)  # fmt: skip
+PARTIAL = ".partial.jsonl"  # how the file of an unfinished run ends
+RESULTS = Path(__file__).resolve().parents[2] / "leaderboard" / "results"
+LINE_BYTES = 8 * 2**20  # of a record; the longest so far has 6000
+DEPTH = 12  # lists and objects within each other
+INTEGERS = 2**63  # what every reader can hold
+_HELP = {
+    errno.ENOSPC: "free some space", errno.EDQUOT: "free some of the quota", errno.EFBIG: "raise `ulimit -f`",
+    errno.EROFS: "make it writable", errno.EACCES: "make it writable", errno.EPERM: "make it writable",
+    errno.ENOTDIR: "a folder is wanted where a file is", errno.EEXIST: "a folder is wanted where a file is",
+}  # fmt: skip
+
+
+class StorageError(RuntimeError):
+    """The folder of results cannot be read or written. The message names the file, the reason and what to do."""
+
+
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Within: an OSError about the file of results `path` becomes a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(said_of(error, path)) from error
+
+
+def said_of(error: OSError, path: object = None) -> str:
+    """Return the reason of an OSError, where it happened, and what to do about it, on one line."""
+    where = path or error.filename
+    help_ = f" ({_HELP[error.errno]})" if error.errno in _HELP else ""
+    return text.line(f"{error.strerror or error}{f': {where}' if where else ''}{help_}")
+
+
+def path_of(machine: str, problem: str, results: Path | None = None) -> Path:
+    return (results or RESULTS) / machine / f"{problem}.jsonl"
+
+
+def see_writable(machine: str, results: Path | None = None) -> None:
+    """Raise StorageError if it is clear beforehand that no record of the machine can be written."""
+    folder = (results or RESULTS) / machine
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    with storing(folder):
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def append(machine: str, problem: str, lines: Iterable[dict], results: Path | None = None) -> Path:
+    """Append records to results/<machine>/<problem>.jsonl, each synced to disk before the next. -> the file.
+
+    A last line that a killed writer left unfinished is closed first, so that nothing is glued to it. ValueError if a
+    record holds what JSON cannot (NaN, infinity). StorageError: it cannot be written; the records before it are there.
+    """
+    path = path_of(machine, problem, results)
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            close_line(file)
+            for line in lines:
+                add_line(file, json.dumps(line, allow_nan=False).encode())
+    return path
+
+
+def read(machine: str, problem: str, results: Path | None = None) -> list[dict]:
+    """The records of a problem on a machine, oldest first; a line that is no record is left out."""
+    return reading(machine, problem, results)[0]
+
+
+def reading(machine: str, problem: str, results: Path | None = None) -> tuple[list[dict], list[str]]:
+    """-> (records of a problem on a machine, oldest first; complaints about lines that are none).
+
+    StorageError: the file is there and cannot be read.
+    """
+    return parse(_bytes_of(path := path_of(machine, problem, results)), f"{path.parent.name}/{path.name}")
+
+
+def written(machine: str, problem: str, run_id: str) -> int:
+    """How many lines of the run are in the file of records, whether or not a reader would take them."""
+    count = 0
+    for line in _bytes_of(path_of(machine, problem)).split(b"\n"):
+        with contextlib.suppress(ValueError):
+            count += loads(line).get("run_id") == run_id
+    return count
+
+
+def parse(data: bytes | str, source: str) -> tuple[list[dict], list[str]]:
+    """-> (records, complaints).  data: JSON lines; source: their file's name in complaints.
+
+    Keys that are not known here are kept. A lone surrogate in a text becomes U+FFFD, so that all can be written.
+    """
+    lines = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data).split(b"\n")
+    records, complaints = [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = _sound(loads(line))
+            check(record)
+            records.append(record)
+        except ValueError as error:
+            complaints.append(f"{source}:{number}: not a record ({text.line(error, 200)}): left out")
+    return records, complaints
+
+
+def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
+    """The JSON object of a line. ValueError: it has more than `limit` bytes, or is none.
+
+    NaN and infinity pass, since Python writes them into journals; `check` refuses them.
+    """
+    if len(line) > limit:
+        raise ValueError(f"{len(line)} bytes, at most {limit} are read")
+    try:
+        found = json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise ValueError("broken line, not UTF-8") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"broken line, no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"a JSON object is wanted, got {_short(found)}")
+    return found
+
+
+def check(record: dict) -> None:
+    """Raise ValueError unless each field that a reader of records relies on is there and of its type."""
+    if type(record.get("schema")) is not int or record["schema"] != SCHEMA:
+        raise ValueError(f"schema must be {SCHEMA}, got {_short(record.get('schema'))}")
+    check_fields(record, _RECORD, _REQUIRED)
+
+
+def check_latency(record: dict) -> None:
+    """Raise ValueError unless this is a latency record as leaderboard/latency.py relies on."""
+    check_fields(record, _LATENCY, tuple(_LATENCY))
+
+
+def check_fields(found: dict, fields: "Fields", required: Iterable[str]) -> None:
+    """Raise ValueError unless `found` has the required fields, and each that `fields` knows is as that says."""
+    if missing := [name for name in required if name not in found]:
+        raise ValueError(f"it must have {', '.join(missing)}")
+    for name, (wanted, fits) in fields.items():
+        if name in found and not fits(found[name]):
+            raise ValueError(f"{name} must be {wanted}, got {_short(found[name])}")
+
+
+def plain(value: object, depth: int = DEPTH - 2) -> object:
+    """`value` as JSON that every reader takes: a number that is not finite is None, text is clean, an integer too large
+    is text, and so is what lies too deep or is of another type.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < INTEGERS else f"about 2**{value.bit_length()}"
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict) and depth:
+        return {text.line(key): plain(one, depth - 1) for key, one in value.items()}
+    if isinstance(value, list | tuple) and depth:
+        return [plain(one, depth - 1) for one in value]
+    return text.clean(value) if isinstance(value, str) else text.line(f"({type(value).__name__})")
+
+
+def add_line(file: BinaryIO, line: bytes) -> None:
+    """Append `line` and a newline to `file`, open without a buffer and locked, and sync it to disk.
+
+    OSError: nothing of the line stays, or, where not even that can be had, what stays is closed by the next writer.
+    """
+    data, end = memoryview(line + b"\n"), os.fstat(file.fileno()).st_size
+    try:
+        while data:
+            data = data[os.write(file.fileno(), data) :]
+        os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), end)
+        raise
+
+
+def close_line(file: BinaryIO) -> None:
+    """End the last line of `file`, open for reading and appending, where a killed writer did not."""
+    file.seek(0, os.SEEK_END)
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+            file.flush()
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def new_run_id() -> str:
+    return f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
+
+
+def source_hash(files: Iterable[Path]) -> str:
+    """Hash of a submission's closure: names and contents."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(os.fsencode(file.name) + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def harness_hash() -> str:
+    """Hash of the judge and of what problems share."""
+    root = Path(__file__).resolve().parents[2]
+    found = [path for part in ("harness", "problems/common") for path in (root / part).rglob("*.[pc]*")]
+    return source_hash(path for path in found if path.is_file() and path.parent.name != "__pycache__")
+
+
+def can_name(name: str) -> bool:
+    """Whether a submission or a problem may have this name: it is shown as it is, and is part of files' names."""
+    return _is_name(name) and text.line(name) == name
+
+
+def finite(value: float | None) -> float | None:
+    """`value`, or None where it is NaN or infinite: JSON has neither."""
+    return value if value is not None and abs(value) < float("inf") else None
+
+
+def _bytes_of(path: Path) -> bytes:
+    with storing(path):
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+
+
+def _sound(value: object, depth: int = DEPTH) -> object:
+    """`value` with text that can be encoded. ValueError: nested too deeply, or a number that no reader can hold."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"a number must be finite, got {value}")
+    if isinstance(value, int) and abs(value) >= INTEGERS:
+        raise ValueError("an integer must be below 2**63")
+    if isinstance(value, dict | list) and not depth:
+        raise ValueError("nested too deeply")
+    if isinstance(value, dict):
+        return {_sound(key): _sound(one, depth - 1) for key, one in value.items()}
+    return [_sound(one, depth - 1) for one in value] if isinstance(value, list) else value
+
+
+def _short(value: object) -> str:
+    return text.line(repr(value), 60)
+
+
+# --- what readers rely on: of each field what it must be, in words and as a test
+
+Fields = dict[str, tuple[str, Callable[[object], bool]]]
+_TIME = re.compile(r"(19[7-9]\d|20\d\d|21\d\d)-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
+_NAME = re.compile(r"[^/\0]{1,200}")  # part of a file's name: of a picture, a folder, a source
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None and not value.startswith(".")
+
+
+def _is_time(value: object) -> bool:
+    if not isinstance(value, str) or not _TIME.fullmatch(value):
+        return False
+    try:
+        return datetime.datetime.fromisoformat(value) is not None
+    except ValueError:
+        return False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_us(value: object) -> bool:
+    """A time, or 0. Far beyond what can be measured no axis could show it."""
+    return value is None or (_is_number(value) and (value == 0 or 1e-12 <= abs(value) <= 1e18))
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_pair(value: object) -> bool:
+    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)))
+
+
+def _is_samples(value: object) -> bool:
+    return value is None or (
+        isinstance(value, list)
+        and all(isinstance(group, list) and all(one is not None and _is_us(one) for one in group) for group in value)
+    )
+
+
+def _is_object(fits: Callable[[object], bool] = lambda _: True) -> Callable[[object], bool]:
+    """Whether a value is None, or an object each of whose values `fits`."""
+    return lambda value: value is None or (isinstance(value, dict) and all(map(fits, value.values())))
+
+
+def _is_with(**fields: Callable[[object], bool]) -> Callable[[object], bool]:
+    """Whether a value is None, or an object whose fields are so; one that is missing counts as None."""
+    return lambda value: (
+        value is None or (isinstance(value, dict) and all(fits(value.get(name)) for name, fits in fields.items()))
+    )
+
+
+def _is_resources(value: object) -> bool:
+    row = _is_with(target=lambda name: name is None or _is_name(name), registers=_is_count, spill_bytes=_is_count)
+    return value is None or (isinstance(value, list) and all(one is not None and row(one) for one in value))
+
+
+_REQUIRED = ("run_id", "time", "problem", "case", "kind", "variant", "target", "status")
+_RECORD: Fields = {
+    **dict.fromkeys(("run_id", "problem", "target", "variant"), ("a name", _is_name)),
+    "time": ("a time in ISO 8601", _is_time),
+    "kind": (f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
+    "status": ("a verdict", lambda value: value in STATUSES),
+    "case": ("an object", _is_object()),
+    **dict.fromkeys(("reason", "source_hash", "commit", "ranking_by", "roof_kind"), ("text", _is_text)),
+    **dict.fromkeys(("peer", "dirty", "superseded"), ("true or false", lambda v: v is None or isinstance(v, bool))),
+    **dict.fromkeys(("median_us", "roof_us", "empty_call_us", "host_us", "untimed_us"), ("a time in us", _is_us)),
+    **dict.fromkeys(("n", "attempt"), ("a whole number", _is_count)),
+    **dict.fromkeys(("bytes", "flops"), ("a number", lambda value: value is None or _is_number(value))),
+    "ci95_us": ("two numbers", _is_pair),
+    "samples_us": ("lists of times in us", _is_samples),
+    "environment": ("an object of texts", _is_object(_is_text)),
+    "clock": ("an object", _is_object()),
+    "error": ("an object of numbers", _is_object(lambda value: value is None or _is_number(value))),
+    "against": (
+        "an object with variant, ratio and ci95",
+        _is_with(variant=_is_text, ratio=lambda v: v is None or _is_number(v), ci95=_is_pair, word=_is_text),
+    ),
+    "confirms": ("an object with variant", _is_with(variant=_is_name)),
+    "resources": ("a list of objects", _is_resources),
+}
+_LATENCY: Fields = {
+    **dict.fromkeys(("config", "format"), ("text", lambda value: isinstance(value, str))),
+    **dict.fromkeys(("batch", "context", "graph_launches"), ("a whole number", lambda v: type(v) is int)),
+    **dict.fromkeys(("eager_ms", "graph_ms"), ("a time in ms", lambda v: _is_number(v) and v > 0)),
+    "floor_ms": ("a number", _is_number),  # NaN where the device's bandwidth is not known
+    "kernels": ("an object of texts", lambda value: isinstance(value, dict) and _is_object(_is_text)(value)),
+    "checks": ("an object", lambda value: isinstance(value, dict)),
+    "ok": ("true or false", lambda value: isinstance(value, bool)),
+    "commit": ("text", lambda value: isinstance(value, str)),
+}

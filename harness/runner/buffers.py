@@ -1,0 +1,96 @@
+"""Slots: memory that the checker owns and a runner maps, one call's data in each.
+
+The device part is one cudaMalloc shared by CUDA IPC; the host part is an anonymous memory file. Nothing is copied
+through a pipe. What a runner is not to read yet lies there masked (harness/runner/native.py).
+"""
+
+import base64
+import ctypes
+import fcntl
+import mmap
+import os
+
+import torch
+
+from harness.runner import gate, native
+
+
+class Slot:
+    """Buffers of given sizes in bytes, {"device": n, "host": n}; 0 means none. `buffers`: flat uint8 tensors."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._device = native.DeviceBuffer(sizes["device"]) if sizes["device"] else None
+        self._fd = -1
+        if self._device:
+            self.buffers["device"] = self._device.bytes
+        if sizes["host"]:
+            self._fd = _sealed_file("slot", sizes["host"])
+            self.buffers["host"] = _map(self._fd, sizes["host"])
+
+    def message(self) -> tuple[dict, tuple[int, ...]]:
+        """What `MappedSlot` needs: sizes and the handle of the device part; and descriptors to send beside them."""
+        handle = base64.b64encode(self._device.handle).decode() if self._device else None
+        return {"sizes": self.sizes, "handle": handle}, ((self._fd,) if self._fd >= 0 else ())
+
+    def close(self) -> None:
+        self.buffers.clear()
+        if self._device:
+            self._device.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class MappedSlot:
+    """A slot as its runner sees it. The host part is mapped from the first of `fds`, which is taken."""
+
+    def __init__(self, message: dict, fds: list[int]) -> None:
+        sizes = message["sizes"]
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._device: native.DeviceBuffer | None = None
+        if sizes["host"]:
+            fd = fds.pop(0)
+            self.buffers["host"] = _map(fd, sizes["host"])
+            os.close(fd)
+        if sizes["device"]:
+            self._device = native.DeviceBuffer(sizes["device"], base64.b64decode(message["handle"]))
+            self.buffers["device"] = self._device.bytes
+
+    def close(self) -> None:
+        """Unmap the device part; the host part goes with the last tensor over it."""
+        self.buffers.clear()
+        if self._device:
+            self._device.close()
+            self._device = None
+
+
+class Page:
+    """The page by which judge and runner hand over a call on a CPU (harness/runner/gate.cpp). The checker makes it, a
+    runner maps `fd`, which is taken.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        nbytes = -(-gate.bindings().page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = _sealed_file("gate", nbytes) if fd is None else fd
+        self._pages = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close the checker's descriptor; the memory goes with this object."""
+        os.close(self.fd)
+
+
+def _sealed_file(name: str, nbytes: int) -> int:
+    """A memory file whose size is fixed: a runner that shrank it would have the checker killed at its next look."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def _map(fd: int, nbytes: int) -> torch.Tensor:
+    # Populated now, so that no timed call pays for page faults.
+    return torch.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)

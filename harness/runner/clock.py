@@ -1,0 +1,78 @@
+"""The clock of a GPU. It times one call on cold caches and captures its outputs directly behind it.
+
+Device sync; persisting L2 reset; contents unmasked; L2 cleaned of every written line, then a read of 3x L2; one
+word of every 64 KiB of the slot, so that address translations are warm and data is cold; a spin kernel over all SMs, of
+at least twice the call's own enqueue time, so that the device never waits for the host; start event; an empty kernel;
+the call; stop event; copy of the outputs on the same queue; device sync. On a CPU the judge's own clock runs outside
+the runner: harness/runner/gate.cpp.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter_ns  # bound here: a submission that replaces time.perf_counter_ns does not reach it
+
+import torch
+
+from harness.runner import flush, native
+
+JUNK_FACTOR = 4  # times L2: written and discarded before the flush
+FLUSH_CONFIG = 4  # of the reader
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call. us: the clock's reading; host_us: until the call returned to Python; host_bound: the device ran
+    dry before everything was enqueued, so `us` holds host time.
+    """
+
+    us: float
+    host_us: float
+    host_bound: bool
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a call is timed on. slot: the device buffer that it reads, if any. key: what unmasks it, if it is masked.
+    spin_us: how long the device is kept busy while the call is enqueued.
+    """
+
+    slot: torch.Tensor | None = None
+    key: bytes | None = None
+    spin_us: float = 0.0
+    ready: Callable[[], None] = lambda: None  # called when caches are cold; returns when the call is to be made
+
+
+class CudaClock:
+    name = "event pair behind a spin"
+
+    def __init__(self) -> None:
+        l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
+        self._flush = torch.zeros(flush.FLUSH_FACTOR * l2, dtype=torch.uint8, device="cuda")
+        self._junk = torch.zeros(JUNK_FACTOR * l2, dtype=torch.uint8, device="cuda")
+        self._timer = native.Timer()
+
+    def time(self, call: Callable[[], object], capture: Callable[[object], None], delivery: Delivery) -> Sample:
+        torch.cuda.synchronize()
+        native.reset_persisting_l2()
+        if delivery.key is not None:
+            native.mask(delivery.slot, delivery.key)
+        native.clean_l2(self._junk)
+        native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)
+        if delivery.slot is not None:
+            native.touch(delivery.slot)
+        torch.cuda.synchronize()
+        gc.disable()
+        try:
+            delivery.ready()
+            self._timer.begin(int(delivery.spin_us * 1e3))
+            before = perf_counter_ns()
+            result = call()
+            host_us = (perf_counter_ns() - before) / 1e3
+            self._timer.end()
+            capture(result)
+            host_bound = self._timer.started()  # the spin was over before the last command was enqueued
+        finally:
+            gc.enable()
+        torch.cuda.synchronize()
+        return Sample(self._timer.elapsed_us(), host_us, host_bound)

@@ -1,0 +1,427 @@
+// The judge's clock on a CPU: stop a runner's processes, let them go, wait for one word, stop them again.
+//
+// The runner waits in judge_take_turns. The judge (harness/checker/checker.py) stops it, fills its memory, makes caches cold, and
+// then measures, in judge_time, from "continue" to "done". Nothing that the runner writes here is believed: a word that
+// says "done" too early only makes the judge copy outputs too early.
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <dirent.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <string>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#include <vector>
+
+extern "C" {
+// Of the interpreter that loads this file.
+void* PyObject_CallObject(void* callable, void* arguments);
+void* PyTuple_GetItem(void* tuple, ssize_t index);
+void Py_DecRef(void* object);
+}
+
+namespace {
+
+constexpr int RETURNED = 64;     // tensors that a call may return where the judge hands out no outputs
+constexpr double STOP_LIMIT_S = 2.0;  // for all that was told to stop; beside load each thread needs a turn for it
+constexpr int SAID = 32768;      // bytes in which a runner says what its tensors are, where the judge hands out none
+constexpr int WORDS = 64;        // of the outputs, looked at when a call says that it is done
+constexpr uint32_t LEAVE = 1u << 31;  // with the number of the last call, in `go`: there is no next one
+constexpr double SPIN_US = 20'000;  // that a runner spins before it sleeps
+constexpr long LOOK_NS = 50'000'000;  // how often a wait sees whether the runner still lives
+constexpr long NAP_NS = 20'000;   // between looks at processes that stop: they need the processor that an urgent judge leaves
+
+// One page that judge and runner share. Each word has a cache line.
+struct Gate {
+    alignas(64) std::atomic<uint32_t> ready;  // the runner: number of the call that it waits for
+    alignas(64) std::atomic<uint32_t> go;     // the judge: number of the call that may be made
+    alignas(64) std::atomic<uint32_t> done;   // the runner: number of the call that is over
+    alignas(64) uint32_t which;               // the judge, before `go`: of the runner's calls
+    alignas(64) uint32_t raised;              // the runner, before `done`: the call raised, and is its last
+    alignas(64) uint64_t count;               // the runner, before `done`: where the tensors are that came back
+    struct { uint64_t address, bytes; } returned[RETURNED];
+    uint64_t said_bytes;                      // the same: what they are, as JSON
+    char said[SAID];
+};
+
+double now_us() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
+}
+
+int futex_wait(std::atomic<uint32_t>* word, uint32_t seen, long ns) {
+    const timespec limit{ns / 1'000'000'000, ns % 1'000'000'000};
+    return syscall(SYS_futex, word, FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+// What one process group of a runner is stopped by. freeze, events: descriptors of its cgroup's files, -1 without one.
+struct Group {
+    int guard, pid, freeze, events;
+};
+
+int read_text(const char* path, char* text, int size) {
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return -1;
+    int got = 0;
+    for (int part; got < size - 1 && (part = read(fd, text + got, size - 1 - got)) > 0;) got += part;
+    close(fd);
+    text[got] = 0;
+    return got;
+}
+
+// The numbers that are entries of a folder in /proc.
+std::vector<int> numbers(const std::string& folder) {
+    std::vector<int> found;
+    if (DIR* listed = opendir(folder.c_str())) {
+        while (const dirent* entry = readdir(listed))
+            if (entry->d_name[0] >= '1' && entry->d_name[0] <= '9') found.push_back(atoi(entry->d_name));
+        closedir(listed);
+    }
+    return found;
+}
+
+std::string task_folder(int pid) { return "/proc/" + std::to_string(pid) + "/task"; }
+
+// pids of everything below the guard, which is the subreaper of all that a runner ever starts.
+std::vector<int> descendants(int guard) {
+    std::vector<int> found, todo{guard};
+    char text[65536];
+    while (!todo.empty()) {
+        const int pid = todo.back();
+        todo.pop_back();
+        for (int thread : numbers(task_folder(pid))) {
+            const std::string path = task_folder(pid) + "/" + std::to_string(thread) + "/children";
+            if (read_text(path.c_str(), text, sizeof text) <= 0) continue;
+            for (char* at = text; *at;) {
+                char* end;
+                const long child = strtol(at, &end, 10);
+                if (end == at) break;
+                found.push_back(int(child));
+                todo.push_back(int(child));
+                at = end;
+            }
+        }
+    }
+    return found;
+}
+
+// Whether no thread of a process can run its own code: stopped, dead, or (D) in a system call at whose end it stops.
+bool still(int pid) {
+    char text[1024];
+    for (int thread : numbers(task_folder(pid))) {
+        const std::string path = task_folder(pid) + "/" + std::to_string(thread) + "/stat";
+        if (read_text(path.c_str(), text, sizeof text) <= 0) continue;
+        const char* end = strrchr(text, ')');
+        if (end && !strchr("TtZXxD", end[2])) return false;
+    }
+    return true;
+}
+
+bool frozen(int events) {
+    char text[256];
+    const int got = pread(events, text, sizeof text - 1, 0);
+    if (got <= 0) return false;
+    text[got] = 0;
+    return strstr(text, "frozen 1") != nullptr;
+}
+
+void nap() {
+    const timespec t{0, NAP_NS};
+    nanosleep(&t, nullptr);
+}
+
+// Whether the runner's process is there, and no zombie.
+bool lives(int pid) {
+    char text[1024];
+    if (read_text(("/proc/" + std::to_string(pid) + "/stat").c_str(), text, sizeof text) <= 0) return false;
+    const char* end = strrchr(text, ')');
+    return end && !strchr("ZXx", end[2]);
+}
+
+enum { WELL = 0, LATE = 1, GONE = 2, RUNS_ON = 3 };  // what became of a wait; RUNS_ON: done, and not to be stopped
+
+// told: when every process had been told. From then on none gets back to its own code: who runs is interrupted at once,
+// and who waits for a processor finds the order when it gets one.
+int stop(const Group& group, double limit_s, double* told) {
+    const double deadline = now_us() + 1e6 * limit_s;
+    if (group.freeze >= 0) {
+        // The signal is quicker than the freezer; the freezer holds what no signal stops.
+        kill(group.pid, SIGSTOP);
+        if (pwrite(group.freeze, "1", 1, 0) != 1) return GONE;
+        *told = now_us();
+        while (!frozen(group.events)) {
+            if (!lives(group.pid)) return GONE;
+            if (now_us() > deadline) return LATE;
+            nap();
+        }
+        return lives(group.pid) ? WELL : GONE;
+    }
+    // Whoever is stopped stays so: the filter of system calls refuses SIGCONT. So a round that finds all stopped is the
+    // last, and one that started a process before it was stopped only causes another round.
+    std::vector<int> known;
+    while (true) {
+        bool all = true;
+        const std::vector<int> found = descendants(group.guard);
+        for (int pid : found) kill(pid, SIGSTOP);
+        if (found != known) *told = now_us();
+        known = found;
+        for (int pid : found) all = still(pid) && all;
+        if (all) return lives(group.pid) ? WELL : GONE;
+        if (now_us() > deadline) return lives(group.pid) ? LATE : GONE;
+        nap();
+    }
+}
+
+void resume(const Group& group) {
+    if (group.freeze >= 0) {
+        kill(group.pid, SIGCONT);
+        (void)!pwrite(group.freeze, "0", 1, 0);  // where its cgroup is gone, the wait for "done" finds that out
+        return;
+    }
+    for (int pid : descendants(group.guard))
+        if (pid != group.pid) kill(pid, SIGCONT);
+    kill(group.pid, SIGCONT);
+}
+
+int wait_for(std::atomic<uint32_t>* word, uint32_t number, int pid, double limit_s) {
+    const double deadline = now_us() + 1e6 * limit_s;
+    for (uint32_t seen; (seen = word->load()) != number;) {
+        const double left_ns = (deadline - now_us()) * 1e3;
+        if (left_ns <= 0) return LATE;
+        const long ns = left_ns < LOOK_NS ? long(left_ns) + 1 : LOOK_NS;
+        if (futex_wait(word, seen, ns) && errno == ETIMEDOUT && !lives(pid)) return GONE;
+    }
+    return WELL;
+}
+
+// Nanoseconds that the threads of a process waited for a processor while they could have run.
+uint64_t run_delay(int pid) {
+    uint64_t sum = 0;
+    char text[256];
+    for (int thread : numbers(task_folder(pid))) {
+        const std::string path = task_folder(pid) + "/" + std::to_string(thread) + "/schedstat";
+        unsigned long long ran, waited;
+        if (read_text(path.c_str(), text, sizeof text) > 0 && sscanf(text, "%llu %llu", &ran, &waited) == 2)
+            sum += waited;
+    }
+    return sum;
+}
+
+// Tasks of the machine that want a processor now, the caller left out.
+int others() {
+    char text[256];
+    int running = 1;
+    if (read_text("/proc/loadavg", text, sizeof text) > 0) sscanf(text, "%*s %*s %*s %d/", &running);
+    return running > 1 ? running - 1 : 0;
+}
+
+// Woken at once, also beside load. Without the right to it nothing changes.
+bool urgent(bool on) {
+    prctl(PR_SET_TIMERSLACK, on ? 1 : 0);  // naps as short as they are meant; 0: the default again
+    const sched_param first{1}, plain{0};
+    return sched_setscheduler(0, on ? SCHED_FIFO : SCHED_OTHER, on ? &first : &plain) == 0;
+}
+
+// Words of the outputs at random places, or all of them where there are few; the last of a region may be a shorter one.
+// `remote`: the regions are the runner's own memory.
+struct Look {
+    iovec places[WORDS];
+    uint64_t words[WORDS];
+    int count = 0;
+    bool remote = false;
+
+    void choose(const iovec* regions, int n, bool in_runner) {
+        remote = in_runner;
+        uint64_t total = 0, random[WORDS];
+        for (int i = 0; i < n; ++i) total += words_of(regions[i]);
+        if (!total || getrandom(random, sizeof random, 0) != sizeof random) return;
+        for (; count < WORDS && uint64_t(count) < total; ++count) {
+            uint64_t at = total <= WORDS ? count : random[count] % total;
+            int i = 0;
+            while (at >= words_of(regions[i])) at -= words_of(regions[i++]);
+            const uint64_t left = regions[i].iov_len - 8 * at;
+            places[count] = {(char*)regions[i].iov_base + 8 * at, left < 8 ? left : 8};
+        }
+    }
+    // false: the runner's memory cannot be read.
+    bool take(int pid, uint64_t* into) {
+        iovec here[WORDS];
+        ssize_t bytes = 0;
+        for (int i = 0; i < count; ++i) {
+            into[i] = 0;
+            here[i] = {&into[i], places[i].iov_len};
+            bytes += places[i].iov_len;
+            if (!remote) memcpy(&into[i], (const void*)places[i].iov_base, places[i].iov_len);
+        }
+        return !remote || process_vm_readv(pid, here, count, places, count, 0) == bytes;
+    }
+    static uint64_t words_of(const iovec& region) { return (region.iov_len + 7) / 8; }
+};
+
+}  // namespace
+
+extern "C" {
+
+int judge_gate_bytes() { return sizeof(Gate); }
+
+// The runner: make call `number` and those after it, each when the judge says go, until it says leave. Of `calls`, a
+// tuple of argument tuples for `kernel`, the judge names one each time. -> what the last call returned, NULL where it
+// raised. To be called with the interpreter's lock held.
+//
+// Between two calls nothing else runs here, so that a submission finds no moment off the clock. It spins: the judge stops
+// it soon, and a thread that sleeps comes to its call later than one of a submission's own that watches the page.
+void* judge_take_turns(void* page, uint32_t number, void* kernel, void* calls) {
+    Gate* gate = (Gate*)page;
+    gate->ready.store(number);
+    futex_wake(&gate->ready);
+    for (void* result = nullptr;; ++number) {
+        const double patience = now_us() + SPIN_US;
+        for (uint32_t seen; (seen = gate->go.load()) != number;) {
+            if (result && seen == ((number - 1) | LEAVE)) return result;
+            if (now_us() > patience) futex_wait(&gate->go, seen, 1'000'000'000);
+        }
+        if (result) Py_DecRef(result);
+        void* arguments = PyTuple_GetItem(calls, gate->which);
+        result = arguments ? PyObject_CallObject(kernel, arguments) : nullptr;
+        gate->raised = !result;
+        gate->done.store(number);
+        futex_wake(&gate->done);
+        if (!result) return nullptr;
+    }
+}
+
+// The judge: call `number` of a runner was its last. It is stopped, and leaves when it is let go.
+void judge_leave(void* page, uint32_t number) {
+    Gate* gate = (Gate*)page;
+    gate->go.store(number | LEAVE);
+    futex_wake(&gate->go);
+}
+
+// The runner, within its call: where the tensors are that it returns, and what they are (`bytes` of JSON).
+void judge_note_returned(void* page, const uint64_t* address_and_bytes, int count, const char* said, uint64_t bytes) {
+    Gate* gate = (Gate*)page;
+    gate->count = count < RETURNED ? count : RETURNED;
+    memcpy(gate->returned, address_and_bytes, 16 * gate->count);
+    gate->said_bytes = bytes < SAID ? bytes : SAID;
+    memcpy(gate->said, said, gate->said_bytes);
+}
+
+// The judge: copy what a stopped runner noted last into `said` (SAID bytes). -> how many bytes.
+uint64_t judge_noted(void* page, char* said) {
+    const Gate* gate = (Gate*)page;
+    const uint64_t bytes = gate->said_bytes < SAID ? gate->said_bytes : SAID;
+    memcpy(said, gate->said, bytes);
+    return bytes;
+}
+
+int judge_said_bytes() { return SAID; }
+
+// Each of these: 0, or 1: not within limit_s, or 2: the runner's process is gone.
+int judge_stop(int guard, int pid, int freeze, int events, double limit_s) {
+    double told;
+    return stop({guard, pid, freeze, events}, limit_s, &told);
+}
+int judge_resume(int guard, int pid, int freeze, int events) {
+    resume({guard, pid, freeze, events});
+    return 0;
+}
+int judge_await_ready(void* page, uint32_t number, int pid, double limit_s) {
+    return wait_for(&((Gate*)page)->ready, number, pid, limit_s);
+}
+
+struct Reading {
+    double call_us;   // from continue to done
+    double stop_us;   // from done until every process of the runner had been told to stop
+    double delay_us;  // that the runner's threads waited for a processor meanwhile
+    int32_t others;   // tasks of other processes that wanted a processor, before and after; the smaller
+    int32_t changed;  // of the words of the outputs that were looked at when it was done, how many changed later; -1:
+                      // they could not be read
+    int32_t urgent;   // whether the judge has the right to be woken first
+    int32_t threads;  // of the runner's process
+    int32_t noted;    // how many regions the runner noted
+    int32_t raised;   // 1: the runner says that the call raised, and has left
+};
+
+// Time call `number` of a stopped runner, the one of its calls that `which` says. outputs: `count` regions that the call
+// writes, of this process's memory. Where their addresses are 0, they are in the runner, which notes where: what it has
+// noted at "done" is put in their place, cut to their sizes here; `found` gets the sizes that it noted.
+int judge_time(void* page, uint32_t number, uint32_t which, int guard, int pid, int freeze, int events, double limit_s,
+               iovec* outputs, int count, uint64_t* found, Reading* reading) {
+    Gate* gate = (Gate*)page;
+    const Group group{guard, pid, freeze, events};
+    const bool remote = count && !outputs[0].iov_base;
+    Look look;
+    if (!remote) look.choose(outputs, count, false);
+    if (freeze >= 0) {  // the thaw alone is to be on the clock
+        kill(pid, SIGCONT);
+        for (const double deadline = now_us() + 1e6; !frozen(events); nap())
+            if (now_us() > deadline) return lives(pid) ? LATE : GONE;
+    }
+    const uint64_t waited = run_delay(pid);
+    reading->others = others();
+    gate->count = gate->said_bytes = gate->raised = 0;
+    gate->which = which;
+    reading->urgent = urgent(true);
+    gate->go.store(number);
+    futex_wake(&gate->go);
+    const double start = now_us();
+    resume(group);
+    const int came = wait_for(&gate->done, number, pid, limit_s);
+    const double end = now_us();
+    reading->noted = 0;
+    reading->raised = gate->raised != 0;
+    if (remote) {
+        reading->noted = int(gate->count < RETURNED ? gate->count : RETURNED);
+        for (int i = 0; i < count; ++i) {
+            found[i] = i < reading->noted ? gate->returned[i].bytes : 0;
+            outputs[i].iov_base = (void*)(i < reading->noted ? gate->returned[i].address : 0);
+            if (outputs[i].iov_len > found[i]) outputs[i].iov_len = found[i];
+        }
+        look.choose(outputs, count, true);
+    }
+    uint64_t first[WORDS] = {}, last[WORDS] = {};
+    const bool seen = look.take(pid, first);
+    double told = end;
+    const int stopped = stop(group, STOP_LIMIT_S, &told);
+    urgent(false);
+    const int later = others();
+    if (later < reading->others) reading->others = later;  // not the judge's own, which look up now and then
+    reading->changed = seen && look.take(pid, last) ? 0 : -1;
+    if (reading->changed == 0)
+        for (int i = 0; i < look.count; ++i) reading->changed += first[i] != last[i];
+    reading->threads = int(numbers(task_folder(pid)).size());
+    reading->call_us = end - start;
+    reading->stop_us = told - end;
+    const uint64_t after = run_delay(pid);
+    reading->delay_us = after > waited ? double(after - waited) / 1e3 : 0.0;  // a thread that ended takes its count along
+    if (came != WELL) return came;
+    return stopped == LATE ? RUNS_ON : stopped;
+}
+
+// Copy `bytes` at `address` of a stopped runner's memory. -> 0, or an errno.
+int judge_peek(int pid, uint64_t address, uint64_t bytes, void* into) {
+    uint64_t got = 0;
+    while (got < bytes) {
+        iovec here{(char*)into + got, size_t(bytes - got)}, there{(void*)(address + got), size_t(bytes - got)};
+        const ssize_t part = process_vm_readv(pid, &here, 1, &there, 1, 0);
+        if (part <= 0) return part < 0 ? errno : EFAULT;
+        got += part;
+    }
+    return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,140 @@
+"""Bindings to gate.cpp: stop and resume a runner, wait for its turn, time its call. Standard library only."""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from ctypes import c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+from problems.common import build
+
+RETURNED, WORDS = 64, 64  # as in gate.cpp: tensors that a call may return, words of its outputs that are looked at
+
+# That the judge's empty call works for: a judge that waits as long as for a kernel sleeps as deep.
+EMPTY_US = 300.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the judge's clock says of one call on a CPU (harness/runner/gate.cpp). code: 0, or 1: no end within the
+    limit, or 2: the process is gone, or 3: it ended and could not be stopped. Times in us.
+    """
+
+    code: int
+    call_us: float  # from "continue" to "done"
+    stop_us: float  # from "done" until all of the runner had been told to stop
+    delay_us: float  # that its threads waited for a processor meanwhile
+    others: int  # tasks of other processes that wanted a processor
+    changed: int  # words of the outputs that changed after "done"; -1: they could not be read
+    urgent: int  # 1: the judge may be woken before others
+    threads: int  # of its process
+    noted: int  # tensors that it noted as returned
+    raised: int  # 1: the runner says that the call raised, and makes no more
+
+
+class Gate:
+    """Bindings to gate.cpp. `group`: guard, pid and the cgroup's descriptors (Freezer.handle)."""
+
+    def __init__(self) -> None:
+        path = str(artefact().path)
+        # One handle that lets go of the interpreter's lock in a call, and one that does not.
+        code, locked = ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path)
+        group = (c_int,) * 4
+        self.page_bytes: int = code.judge_gate_bytes()
+        self._said_bytes: int = code.judge_said_bytes()
+        self._stop = _typed(code.judge_stop, *group, c_double)
+        self._resume = _typed(code.judge_resume, *group)
+        self._await_ready = _typed(code.judge_await_ready, c_void_p, c_uint32, c_int, c_double)
+        self._time = _typed(
+            code.judge_time, c_void_p, c_uint32, c_uint32, *group, c_double, c_void_p, c_int, c_void_p,
+            ctypes.POINTER(_Reading),
+        )  # fmt: skip
+        self._peek = _typed(code.judge_peek, c_int, c_uint64, c_uint64, c_void_p)
+        self._note_returned = _typed(code.judge_note_returned, c_void_p, c_void_p, c_int, c_char_p, c_uint64)
+        self._leave = _typed(code.judge_leave, c_void_p, c_uint32)
+        self._note_returned.restype = self._leave.restype = None
+        self._noted = _typed(code.judge_noted, c_void_p, c_char_p)
+        self._noted.restype = c_uint64
+        self._take_turns = locked.judge_take_turns
+        self._take_turns.argtypes = (c_void_p, c_uint32, ctypes.py_object, ctypes.py_object)
+        self._take_turns.restype = ctypes.py_object
+
+    def stop(self, *group: int, limit_s: float) -> int:
+        """0: nothing of the group can run; 1: not within the limit; 2: the runner's process is gone."""
+        return self._stop(*group, limit_s)
+
+    def resume(self, *group: int) -> None:
+        self._resume(*group)
+
+    def await_ready(self, page: int, number: int, pid: int, limit_s: float) -> int:
+        """Wait until the runner waits for call `number`. -> as for stop."""
+        return self._await_ready(page, number, pid, limit_s)
+
+    def time(
+        self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float,
+        outputs: list[tuple[int, int]],
+    ) -> tuple[Reading, list[tuple[int, int]]]:  # fmt: skip
+        """Let a stopped runner make call `number`, which of its calls is given, and stop it again. outputs: (address,
+        bytes) of what the call writes; address 0: the runner notes where it is. -> (the reading, (address, bytes) of
+        each as noted: untrusted numbers).
+        """
+        regions, sizes, found = _pairs(outputs), (c_uint64 * len(outputs))(), _Reading()
+        code = self._time(page, number, which, *group, limit_s, regions, len(outputs), sizes, ctypes.byref(found))
+        reading = Reading(code, *(getattr(found, name) for name, _ in _Reading._fields_))
+        return reading, [(regions[2 * i], sizes[i]) for i in range(len(outputs))]
+
+    def peek(self, pid: int, address: int, nbytes: int, into: int) -> None:
+        """Copy memory of the stopped process `pid` to the address `into` here. OSError: it cannot be read."""
+        if nbytes and (code := self._peek(pid, address, nbytes, into)):
+            raise OSError(code, f"cannot read {nbytes} bytes of process {pid}: {os.strerror(code)}")
+
+    def leave(self, page: int, number: int) -> None:
+        """Call `number` of a stopped runner was its last: when it is let go it replies."""
+        self._leave(page, number)
+
+    def noted(self, page: int) -> bytes:
+        """What a stopped runner noted of the tensors that its last call returned: JSON, or anything."""
+        said = ctypes.create_string_buffer(self._said_bytes)
+        nbytes = self._noted(page, said)
+        return said.raw[:nbytes]
+
+    def note_returned(self, page: int, places: list[tuple[int, int]], said: bytes) -> None:
+        """The runner, within its call: (address, bytes) of each tensor that it returns, and JSON that says what they
+        are.
+        """
+        self._note_returned(page, _pairs(places), len(places), said, len(said))
+
+    def take_turns(self, page: int, number: int, kernel: Callable, calls: tuple[tuple, ...]) -> object:
+        """The runner: from call `number` on wait for "go", call, say "done", until the judge says that it was the last.
+        calls: arguments, of which the judge picks. -> what the last one returned; what it raised comes through.
+        """
+        return self._take_turns(page, number, kernel, calls)
+
+
+class _Reading(ctypes.Structure):
+    _fields_ = (
+        ("call_us", c_double), ("stop_us", c_double), ("delay_us", c_double), ("others", c_int32),
+        ("changed", c_int32), ("urgent", c_int32), ("threads", c_int32), ("noted", c_int32), ("raised", c_int32),
+    )  # fmt: skip
+
+
+def artefact() -> build.Artefact:
+    """The compiled gate.cpp. BuildError: no compiler, or it failed."""
+    return build.cpp(Path(__file__).with_name("gate.cpp"))
+
+
+@functools.cache
+def bindings() -> Gate:
+    """The code by which a call on a CPU is timed. BuildError: no compiler, or it failed."""
+    return Gate()
+
+
+def _pairs(places: list[tuple[int, int]]) -> ctypes.Array:
+    return (c_uint64 * (2 * len(places)))(*(number for place in places for number in place))
+
+
+def _typed(function: "ctypes._CFuncPtr", *argtypes: type) -> "ctypes._CFuncPtr":
+    function.argtypes, function.restype = argtypes, c_int
+    return function

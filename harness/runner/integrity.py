@@ -1,0 +1,142 @@
+"""Whether the Python that the GPU's clock relies on in a runner is still what it was before the submission came.
+
+The id of a function is not enough, since its __code__ can be swapped in place: what is kept is each function and the
+code object within it, its constants too. It sees what Python does to Python. Native code that writes into the process
+is beyond it; that is bounded by the parent's own clock (harness/judge/session.py) and by the checker being another
+process. On a CPU the runner has nothing that is worth replacing, and nothing is looked at.
+
+torch's global switches are another matter: a library may set them on import. They are put back, which is no accusation.
+"""
+
+import builtins
+import gc
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+
+import torch
+
+# Named by hand: what harness.runner.runner, clock, native, slots, tree and wire call, and what is patched to forge a
+# time.
+_MODULES: tuple[ModuleType, ...] = (time, json, socket, select, struct, gc, builtins)
+_CLASSES: tuple[type, ...] = (socket.socket, json.JSONEncoder, json.JSONDecoder, torch.cuda.Event)
+_OS = ("read", "write", "close", "open", "getpid", "sched_yield")
+_CUDA = ("synchronize", "current_stream", "default_stream", "Event", "get_device_properties")
+_TENSOR = (
+    "copy_", "data_ptr", "view", "as_strided", "set_", "storage_offset", "untyped_storage", "numel", "stride",
+    "element_size", "is_contiguous", "__eq__", "__getitem__", "shape", "dtype", "device",
+)  # fmt: skip
+_TORCH = ("empty", "as_tensor", "frombuffer", "equal", "zeros", "allclose")
+_TESTING = ("assert_close",)
+_PREFIXES = ("harness", "problems.common")
+
+
+class Seal:
+    """A snapshot, taken before a submission is imported. `broken()` says what was changed since."""
+
+    def __init__(self) -> None:
+        self._kept = [(name, names, key, value, _inner(value)) for name, names, key, value in _watched()]
+        self._codes = [(inner.__code__, inner.__defaults__) if inner else None for *_, inner in self._kept]
+        # Mostly inherited, so the class is asked, as a call does it.
+        self._methods = {name: getattr(torch.Tensor, name) for name in _TENSOR}
+
+    def broken(self) -> list[str]:
+        """Names of what was replaced or rewritten, sorted; empty if nothing was."""
+        found = []
+        for (name, names, key, value, inner), code in zip(self._kept, self._codes, strict=True):
+            same = names.get(key) is value
+            if same and inner is not None:
+                # Compared by their contents: code that was swapped for its equal is no change.
+                same = inner.__code__ == code[0] and inner.__defaults__ == code[1]
+            if not same:
+                found.append(name)
+        methods = self._methods.items()
+        found += [f"torch.Tensor.{name}" for name, was in methods if getattr(torch.Tensor, name) is not was]
+        if sys.gettrace() is not None or sys.getprofile() is not None:
+            found.append("a trace function is set")
+        return sorted(found)
+
+
+class Switches:
+    """Settings of the whole process that change what numbers come out, as they were before the submission came."""
+
+    def __init__(self) -> None:
+        self._was = {name: _value(get) for name, (get, _) in _SWITCHES.items()}
+
+    def restore(self) -> list[str]:
+        """Put back what was changed. -> in words, what that was."""
+        found = []
+        for name, (get, put) in _SWITCHES.items():
+            was, now = self._was[name], _value(get)
+            if was != now:
+                found.append(f"{name}, from {was} to {now}")
+                put(was)
+        return found
+
+
+def _value(get: Callable[[], object]) -> object:
+    try:
+        return get()
+    except RuntimeError:  # torch refuses to say where its old and new settings were mixed
+        return "a mixture of old and new settings"
+
+
+def _flushes_denormals() -> bool:
+    return float(torch.tensor([1e-40], dtype=torch.float32) * 1) == 0.0
+
+
+def _attribute(owner: object, name: str) -> tuple[Callable[[], object], Callable[[object], object]]:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+# Name -> how it is read, how it is set.
+_SWITCHES: dict[str, tuple[Callable[[], object], Callable[[object], object]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "cuda.matmul.allow_tf32": _attribute(torch.backends.cuda.matmul, "allow_tf32"),
+    "cudnn.allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "flush denormals": (_flushes_denormals, torch.set_flush_denormal),
+}
+
+
+def _watched() -> Iterator[tuple[str, Mapping, str, object]]:
+    """(name to report, the namespace that holds it, its key there, what it is)."""
+    for name, module in list(sys.modules.items()):
+        if name == "harness" or name.startswith(("harness.", "problems.common.")):
+            yield from _namespace(name, vars(module))
+    for module in _MODULES:
+        yield from _namespace(module.__name__, vars(module))
+    for cls in _CLASSES:
+        yield from _namespace(f"{cls.__module__}.{cls.__qualname__}", vars(cls))
+    for prefix, module, names in (
+        ("os", os, _OS), ("torch.cuda", torch.cuda, _CUDA), ("torch", torch, _TORCH),
+        ("torch.testing", torch.testing, _TESTING),
+    ):  # fmt: skip
+        yield from ((f"{prefix}.{name}", vars(module), name, vars(module)[name]) for name in names)
+
+
+def _namespace(prefix: str, names: Mapping) -> Iterator[tuple[str, Mapping, str, object]]:
+    for name, value in list(names.items()):
+        if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type | property | staticmethod):
+            yield f"{prefix}.{name}", names, name, value
+            if isinstance(value, type) and value.__module__.startswith(_PREFIXES):
+                yield from (
+                    (f"{prefix}.{name}.{inner}", vars(value), inner, member)
+                    for inner, member in list(vars(value).items())
+                    if isinstance(member, FunctionType | property | staticmethod | classmethod)
+                )
+
+
+def _inner(value: object) -> FunctionType | None:
+    """The Python function in a method, property or the like; None for what is no Python code."""
+    inner = getattr(value, "__func__", value)
+    inner = inner.fget if isinstance(inner, property) else inner
+    return inner if isinstance(inner, FunctionType) else None

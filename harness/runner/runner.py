@@ -1,0 +1,412 @@
+"""The process that runs a submission: imports it, receives one call's data at a time, and says what came back.
+
+It knows no reference, no expected value and no seed, and decides nothing. On a CPU it has no clock either: it waits for
+the judge's "go" and says "done" (harness/runner/gate.cpp). With no submission it runs the judge's own calls (the empty
+one, the plain readers, a matrix product) under the same clock.
+
+Started as `python -m harness.runner.runner FD`, FD a connected socket; talks as harness/runner/wire.py says.
+"""
+
+import gc
+import json
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from harness.runner import clock, gate, integrity, matmul, native, streams, tree, wire
+from harness.runner.buffers import MappedSlot, Page
+from problems.common import build, load
+
+CLAIMS = 64  # objects that a call returns and that are told of
+TEXT_LIMIT = 16_000  # characters of a traceback or compiler report that are passed on, from both ends
+
+
+class Runner:
+    def __init__(self, sock: socket.socket, start: dict, fds: list[int]) -> None:
+        self.sock = sock
+        self.device: str = start["device"]
+        self.folder = Path(start["folder"])
+        self.task = self.module = None
+        self.slots: list[MappedSlot] = []
+        self.page: Page | None = None
+        self.opened: dict = {}
+        self.held: MappedSlot | None = None  # the weights' memory
+        self.room: torch.Tensor | None = None  # what plain readers read where the slot is smaller
+        self.product: matmul.Product | None = None
+        self.weights: object = None  # what stands for the weights in the data of a call: they, or what prepare made
+        native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
+        self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] else None
+        self.seal = integrity.Seal() if self.clock else None
+        self.switches = integrity.Switches()
+        # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
+        # submission's yet.
+        gc.freeze()
+        if start["file"]:
+            extra = {"utils": load.from_file(self.folder, Path(start["utils"]))} if start["utils"] else {}
+            self.task = load.from_file(self.folder, self.folder / "task.py", extra)
+            self.module = load.from_file(self.folder, Path(start["file"]), extra)
+            if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
+                raise AttributeError(f"{Path(start['file']).name} defines no custom_kernel")
+
+    def changes(self) -> dict:
+        """What was replaced in this process, and which of torch's switches were changed and are put back now."""
+        return {"tamper": self.seal.broken() if self.seal else [], "switches": self.switches.restore()}
+
+    def open(self, message: dict, fds: list[int]) -> dict:
+        """Map a case's slots, and on a CPU the page by which calls are handed over."""
+        for slot in self.slots:
+            slot.close()
+        if self.device == "cpu":
+            self.page = Page(fds.pop(0))
+        self.opened = message
+        self.slots = [MappedSlot(slot, fds) for slot in message["slots"]]
+        return {}
+
+    def hold(self, message: dict, fds: list[int]) -> dict:
+        """Map a case's weights, and let the submission prepare them, if it does that."""
+        self.weights = None  # what was made of the weights before goes first
+        if self.held is not None:
+            self.held.close()
+        # And out of torch's cache: a small tensor there would keep the whole of what a large one had.
+        self.trim({}, [])
+        self.held = MappedSlot(message["slot"], fds)
+        self.weights = tree.build(message["spec"], self.held.buffers, self.task)
+        if not hasattr(self.module, "prepare"):
+            return {"prepared": False}
+        self.weights = self.module.prepare(self.weights)
+        self._sync()
+        return {"prepared": True}
+
+    def trim(self, message: dict, _: list[int]) -> dict:
+        """Give back what no tensor holds, before somebody looks at how much this process takes."""
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        return {}
+
+    def warm(self, message: dict, _: list[int]) -> dict:
+        """One call on a slot whose call is closed: code is fetched, and nobody looks at what it writes."""
+        data = self._data(self.slots[message["slot"]])
+        self.module.custom_kernel(data, *self._untimed(data, message))
+        self._sync()
+        return {}
+
+    def call(self, message: dict, _: list[int]) -> dict:
+        """One timed call on one slot; on a CPU several."""
+        if self.device == "cpu":
+            return self._turns(message)
+        slot = self.slots[message["slot"]]
+        if self.module is None:
+            return self._judge_call(message, slot)
+        return self._timed_call(message, slot)
+
+    def _turns(self, message: dict) -> dict:
+        """Calls on a CPU, of one slot or another: for each wait for the judge's "go", call, say "done"; reply after the
+        last one. `slot`: of the first. The judge's own are a call for each of `whats` and each slot.
+        """
+        if self.module is None:
+            kernel = _call
+            calls = tuple(
+                (self._judges_kernel(what, message["bytes"], slot),) for what in message["whats"] for slot in self.slots
+            )
+        else:
+            kernel = self.module.custom_kernel
+            calls = tuple((data, *self._untimed(data, message)) for data in map(self._data, self.slots))
+        if not self.opened["own"]:
+            kernel = _noting(kernel, self.page)
+        gc.disable()
+        try:
+            wire.send(self.sock, {"ready": True})
+            result = gate.bindings().take_turns(self.page.address, message["number"], kernel, calls)
+        finally:
+            gc.enable()
+        if self.module is None:
+            return {"claims": [], "switches": []}
+        if self.opened["own"]:
+            forms = _forms(result, [self._leaf(calls[message["slot"]][0], i) for i in self.opened["outputs"]])
+        else:
+            forms = [_form(item) for item in _flat(result)[:CLAIMS]]
+        return {"claims": forms, "switches": self.switches.restore()}
+
+    def _timed_call(self, message: dict, slot: MappedSlot) -> dict:
+        """A call on a GPU between two events; `audit`: with a look at which queues its work ran on."""
+        key = bytes.fromhex(message["key"]) if message["key"] else None
+        data = self._data(slot)
+        outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
+        # Views of the judge's own, made before the call: what comes back may have been given other methods.
+        sources = [tree.raw(output) for output in outputs]
+        captures = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.opened["captures"]]
+        claims: list[dict] = []
+        untimed_us, state = None, ()
+        if message["peer"] and hasattr(self.module, "untimed"):
+            if key is not None:  # a peer's preparations see the contents; peers are not adversaries
+                native.mask(slot.buffers["device"], key)
+                key = None
+            before = time.perf_counter_ns()
+            state = self._untimed(data, message)
+            self._sync()
+            untimed_us = (time.perf_counter_ns() - before) / 1e3
+        kernel = self.module.custom_kernel
+
+        def run() -> object:
+            return kernel(data, *state)
+
+        def capture(result: object) -> None:
+            if self.opened["own"]:
+                claims.extend(_capture_own(result, outputs, sources, captures))
+            else:
+                claims.extend(_capture_any(result, captures))
+
+        timed = self._timed(run, capture, self._delivery(slot, key, message), message["audit"])
+        return {**timed, "untimed_us": untimed_us, "claims": claims}
+
+    def sealed(self, message: dict, _: list[int]) -> dict:
+        """What was replaced in this process since it began."""
+        return self.changes()
+
+    def profile(self, message: dict, _: list[int]) -> dict:
+        """The torch profiler's table of one call on slot 0."""
+        slot = self.slots[0]
+        if message["key"]:
+            native.mask(slot.buffers["device"], bytes.fromhex(message["key"]))
+        data = self._data(slot)
+        state = self._untimed(data, message)
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self.device == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        overwritten = [tree.raw(self._leaf(data, i)) for i in self.opened["inout"]]
+        before = [tensor.clone() for tensor in overwritten]
+        self.module.custom_kernel(data, *state)
+        for tensor, content in zip(overwritten, before, strict=True):
+            tensor.copy_(content)
+        self._sync()
+        with torch.profiler.profile(activities=kinds) as profiler:
+            self.module.custom_kernel(data, *state)
+            self._sync()
+        order = "cuda_time_total" if self.device == "cuda" else "cpu_time_total"
+        return {"table": profiler.key_averages().table(sort_by=order, row_limit=20)}
+
+    def compile(self, message: dict, _: list[int]) -> dict:
+        """Machine code for a target, without a GPU."""
+        if not callable(getattr(self.module, "compile_for", None)):
+            raise AttributeError(f"{self.module.__name__.rpartition('.')[2]} defines no compile_for(target)")
+        artefacts = self.module.compile_for(message["target"])
+        return {
+            "artefacts": [
+                {"bytes": a.path.stat().st_size, "kernels": [vars(kernel) for kernel in a.kernels()]} for a in artefacts
+            ]
+        }
+
+    def _data(self, slot: MappedSlot) -> object:
+        """A call's data over a slot, with the weights, where the problem has such, in their place."""
+        data = tree.build(self.opened["data"], slot.buffers, self.task)
+        return data._replace(weights=self.weights) if self.opened["split"] else data
+
+    def _leaf(self, data: object, index: int) -> torch.Tensor:
+        """The tensor that is leaf `index` of the slot."""
+        return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
+
+    def _untimed(self, data: object, message: dict) -> tuple:
+        return (self.module.untimed(data),) if message["peer"] and hasattr(self.module, "untimed") else ()
+
+    def _delivery(self, slot: MappedSlot | None, key: bytes | None, message: dict) -> clock.Delivery:
+        """The parent is told when caches are cold, and says go: it has a clock of its own."""
+
+        def ready() -> None:
+            wire.send(self.sock, {"ready": True})
+            wire.receive(self.sock)
+
+        return clock.Delivery(slot and slot.buffers.get("device"), key, message["spin_us"], ready)
+
+    def _timed(
+        self, run: Callable[[], object], capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
+    ) -> dict:
+        """The clock's reading, and of an audited call on a GPU the queues that its work ran on."""
+        if not audit or self.device != "cuda":
+            return vars(self.clock.time(run, capture, delivery))
+        with streams.Watch() as watch:
+            sample = self.clock.time(run, capture, delivery)
+        return {**vars(sample), "queues": watch.seen()}
+
+    def _judge_call(self, message: dict, slot: MappedSlot) -> dict:
+        """One of the judge's own calls on a GPU."""
+        what = message["what"]
+        if what == "empty":
+            return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
+        kernel = self._judges_kernel(what, message["bytes"], slot)
+        kernel()  # its code is fetched, as a submission's is
+        delivery = self._delivery(None if what == matmul.NAME else slot, None, message)
+        return vars(self.clock.time(kernel, lambda _: None, delivery))
+
+    def _judges_kernel(self, what: str, nbytes: int, slot: MappedSlot) -> Callable[[], object]:
+        """A call of the judge: "empty", the product, or one of the plain readers over `nbytes`."""
+        if what == "empty":
+            return _nothing if self.device == "cuda" else self._empty_call(slot)
+        if what == matmul.NAME:
+            self.product = self.product or matmul.Product(self.device)
+            return self.product
+        config = self.opened["reads"][what]
+        buffer = slot.buffers.get("device" if self.device == "cuda" else "host")
+        if buffer is None or buffer.numel() < nbytes:  # weights are not in the slot
+            buffer = self._stand_in(nbytes)
+        return lambda: native.read(buffer, nbytes, config)
+
+    def _empty_call(self, slot: MappedSlot) -> Callable[[], torch.Tensor]:
+        """A kernel for a CPU that takes a known time: what its reading has beyond that, any call's has. It is written
+        as submissions are, since on cold caches the interpreter takes more than the clock's own part for what they all
+        do: take fields, pass pointers and a length to native code, look at its status, return a tensor.
+        """
+        spin = build.cpp(Path(__file__).with_name("empty.cpp")).function("spin", c_void_p, c_void_p, c_int64, c_double)
+        leaves = tree.leaves(self.opened["data"])
+        data = _Empty(*(tree.raw(tree.tensor(leaf, slot.buffers[leaf["space"]])) for leaf in (leaves[0], leaves[-1])))
+
+        def empty() -> torch.Tensor:
+            build.check(spin(data.x.data_ptr(), data.y.data_ptr(), len(data.x), gate.EMPTY_US), "spin")
+            return data.y
+
+        return empty
+
+    def _stand_in(self, nbytes: int) -> torch.Tensor:
+        """As many bytes as a call moves, zeros, for the plain readers of a problem whose weights lie elsewhere."""
+        if self.room is None or self.room.numel() < nbytes:
+            self.room = None  # before the next one is made
+            self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
+        return self.room
+
+    def _sync(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+class _Empty(NamedTuple):
+    """What the empty call is given: bytes of the first and the last tensor, uint8 (n,)."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def _call(kernel: Callable[[], object]) -> object:
+    return kernel()
+
+
+def _nothing() -> None:
+    """What the clock reads of this is what it costs itself."""
+
+
+def _noting(kernel: Callable, page: Page) -> Callable:
+    """`kernel`, which then also tells the judge where the tensors are that it returned, and what they are."""
+
+    def noted(*arguments: object) -> object:
+        result = kernel(*arguments)
+        returned = _flat(result)
+        places = [
+            (item.data_ptr(), tree.extent(item) * item.element_size()) if _is_plain(item) else (0, 0)
+            for item in returned[: gate.RETURNED]
+        ]
+        said = json.dumps([_form(item) for item in returned[:CLAIMS]]).encode()
+        gate.bindings().note_returned(page.address, places, said)
+        return result
+
+    return noted
+
+
+def _capture_own(
+    result: object, outputs: list[torch.Tensor], sources: list[torch.Tensor], captures: list[torch.Tensor]
+) -> list[dict]:
+    """Copy the judge's output tensors (`sources`: their bytes); say whether they are what came back."""
+    for source, target in zip(sources, captures, strict=True):
+        tree.raw(target).copy_(source)
+    return _forms(result, outputs)
+
+
+def _forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
+    """What came back of a call that was handed its outputs."""
+    returned = list(result) if isinstance(result, tuple | list) else [result]
+    return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned[:CLAIMS])]
+
+
+def _capture_any(result: object, captures: list[torch.Tensor]) -> list[dict]:
+    """Copy whatever tensors came back, where they have the form of the expected ones; say what came."""
+    returned = _flat(result)
+    for item, target in zip(returned, captures, strict=False):
+        if type(item) is torch.Tensor and item.dtype == target.dtype and item.shape == target.shape:
+            target.copy_(item)
+    return [_form(item) for item in returned[:CLAIMS]]
+
+
+def _flat(value: object) -> list[object]:
+    """`value`, or what is in its tuples and lists."""
+    if type(value) not in (tuple, list):
+        return [value]
+    return [inner for item in value for inner in _flat(item)]
+
+
+def _is_plain(item: object) -> bool:
+    """Whether it is a dense tensor and nothing that only behaves like one."""
+    return type(item) is torch.Tensor and not vars(item) and item.layout is torch.strided
+
+
+def _form(item: object, own: torch.Tensor | None = None) -> dict:
+    """What one returned object is; `same`: the very tensor that the judge handed out."""
+    if not _is_plain(item):
+        return {"type": f"{type(item).__name__}{' that is no plain one' if type(item) is torch.Tensor else ''}"}
+    same = (
+        own is not None
+        and (item is own or item.data_ptr() == own.data_ptr())
+        and (item.dtype, item.shape, item.stride()) == (own.dtype, own.shape, own.stride())
+    )
+    return {
+        "type": "Tensor", "dtype": str(item.dtype).removeprefix("torch."), "shape": list(item.shape),
+        "stride": list(item.stride()), "device": item.device.type, "same": same,
+    }  # fmt: skip
+
+
+def _clip(text: str) -> str:
+    if len(text) <= TEXT_LIMIT:
+        return text
+    return f"{text[: TEXT_LIMIT // 2]}\n[{len(text) - TEXT_LIMIT} characters left out]\n{text[-TEXT_LIMIT // 2 :]}"
+
+
+def _error(where: str, error: BaseException) -> dict:
+    kind = "compile" if isinstance(error, build.BuildError) else where
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    text = str(error) if kind == "compile" else "".join(traceback.format_exception(error))
+    return {"failed": kind, "type": type(error).__name__, "memory": out_of_memory, "text": _clip(text)}
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    message, fds = wire.receive(sock)
+    try:
+        runner = Runner(sock, message, fds)
+    except Exception as error:  # whatever a submission raises on import is its verdict, not ours
+        wire.send(sock, _error("import", error))
+        return
+    wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
+    handlers: dict[str, Callable] = {
+        "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
+        "profile": runner.profile, "compile": runner.compile, "sealed": runner.sealed,
+    }  # fmt: skip
+    while True:
+        try:
+            message, fds = wire.receive(sock)
+        except wire.WireError:
+            return  # the parent is done with us
+        try:
+            reply = handlers[message["op"]](message, fds)
+        except Exception as error:
+            reply = _error(message["op"], error)
+        sys.stdout.flush()
+        wire.send(sock, reply)
+
+
+if __name__ == "__main__":
+    main()

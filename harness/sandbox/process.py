@@ -1,0 +1,413 @@
+"""Child processes that may crash, hang, eat memory or print for ever: each under a guard, in a session, and watched.
+
+The reaper (harness/sandbox/reaper.py) ends a child and everything it ever started when the child ends, when the judge
+says so, and when the judge dies, however it dies.
+"""
+
+import contextlib
+import functools
+import marshal
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from harness.results import text
+from harness.runner import wire
+from harness.sandbox import confine, freezer, reaper
+from harness.sandbox.freezer import Freezer, StopError
+from harness.sandbox.policy import Jail, SandboxError
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTPUT_LIMIT = 16 * 2**20  # bytes that a child may print before it is killed
+OUTPUT_KEPT = 4000  # bytes of its last output that are kept for the report
+POLL_S = 0.05
+WATCH_S = 0.25  # the same while a call is timed: each look takes a processor for a moment
+TREE_S = 0.5  # how often a child's own processes are looked up, which takes longer than to read their memory
+GUARD_LIMIT_S = 30  # until the guard has started the child; and beyond its own limit until it has ended
+SEND_LIMIT_S = 30  # for a child to take a message off its socket; reading has limits of its own
+CLOSE_S = 0.1  # for a child to end by itself; what a torch process does beyond that is of no use to anybody
+MEMORY_SHARE = 0.6  # of the memory that is available when a child starts; beyond that it is killed
+KEPT_ENVIRONMENT = ("PATH", "LANG", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "KERNEL_BUILD_DIR")
+KEPT_PREFIXES = ("CUDA_", "OMP_", "TRITON_", "NVIDIA_")
+
+
+class Died(RuntimeError):
+    """A child ended, or was killed, before it answered. `status` is the verdict that this amounts to."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+def harden() -> None:
+    """Nobody of the same user may read or trace this process from now on, and it leaves no core. Not for runners."""
+    confine.prctl("dumpable", 0)
+
+
+class Guarded:
+    """`argv` under a guard. `keep`: descriptors that the process inherits under the same numbers. cgroup: the folder of
+    one that the guard makes for it.
+    """
+
+    def __init__(
+        self, argv: list[str], env: dict[str, str], keep: tuple[int, ...], jail: Jail | None, stdout: int | None,
+        cgroup: str | None = None,
+    ) -> None:  # fmt: skip
+        config = {
+            "argv": argv, "env": env, "cwd": str(ROOT), "keep": list(keep), "jail": jail.orders() if jail else None,
+            "cgroup": cgroup,
+        }  # fmt: skip
+        control, self._control = os.pipe()
+        self._status, status = os.pipe()
+        kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "LD_LIBRARY_PATH")}
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", reaper.__file__, str(control), str(status)],
+                stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT if stdout else None,
+                pass_fds=(control, status, *keep), env=kept, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(control)
+            os.close(status)
+        body = marshal.dumps(config)
+        with contextlib.suppress(BrokenPipeError):  # what became of the guard is seen when it is asked for the pid
+            data = struct.pack("=I", len(body)) + body
+            while data:
+                data = data[os.write(self._control, data) :]
+        self._pid: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process itself. SandboxError: it could not be started as asked."""
+        if self._pid is None:
+            said = b""
+            deadline = time.monotonic() + GUARD_LIMIT_S
+            while not said.endswith(b"\n"):
+                if not select.select([self._status], [], [], max(0, deadline - time.monotonic()))[0]:
+                    break
+                part = os.read(self._status, 4096)
+                if not part:
+                    break
+                said += part
+            word, _, rest = said.decode(errors="replace").strip().partition(" ")
+            if word != "pid":
+                raise SandboxError(f"a child process could not be started: {rest or 'its guard said nothing'}")
+            self._pid = int(rest)
+        return self._pid
+
+    def end(self) -> None:
+        """End it and everything below it, however it is; nothing if that was done."""
+        if self._control < 0:
+            return
+        os.close(self._control)
+        self._control = -1
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=reaper.GIVE_UP_S + GUARD_LIMIT_S)
+        os.close(self._status)
+
+    def __del__(self) -> None:
+        # Without this the pipe of a forgotten child would stay open, and the child with it.
+        with contextlib.suppress(AttributeError):
+            self.end()
+
+
+class Child:
+    """`python -m MODULE FD` with a socket to it. `extra`: further environment variables; `jail`: its bounds, if any.
+
+    stoppable: it runs only between `send` and the next `rest`.
+    """
+
+    def __init__(
+        self, module: str, extra: dict[str, str] | None = None, jail: Jail | None = None, stoppable: bool = False
+    ) -> None:
+        self.sock, theirs = socket.socketpair()
+        self.sock.settimeout(SEND_LIMIT_S)
+        environment = jail.environment(extra) if jail else _environment(extra)
+        argv = [sys.executable, "-m", module, str(theirs.fileno())]
+        try:
+            self._cgroup = freezer.new_cgroup() if stoppable else None
+            self._guarded = Guarded(argv, environment, (theirs.fileno(),), jail, subprocess.PIPE, self._cgroup)
+        finally:
+            theirs.close()
+        self._stoppable, self._resting = stoppable, False
+        self._process = self._guarded.process
+        self._jailed = jail is not None
+        self._memory_limit = int(MEMORY_SHARE * available_memory())
+        self.excess = ""  # why it was killed while another child was waited for
+        self._given: set[tuple[int, int]] = set()  # (device, inode) of what came with messages
+        self._below: list[int] = []
+        self._looked = -TREE_S
+        self._printed = 0
+        self._tail = b""
+        self._drain = threading.Thread(target=self._read_output, daemon=True)
+        self._drain.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the child itself, not of its guard. SandboxError: it could not be started as asked."""
+        return self._guarded.pid
+
+    def lend(self, nbytes: int) -> None:
+        """So many bytes that it will take are needed for the judge's own work: they do not count."""
+        self._memory_limit += nbytes
+
+    @functools.cached_property
+    def freezer(self) -> Freezer:
+        """What stops a stoppable child. SandboxError: it could not be started as asked."""
+        return Freezer(self._process.pid, self.pid, self._cgroup)
+
+    def rest(self) -> None:
+        """Stop all processes of a stoppable child until the next `send`. Died: they would not, or it is gone."""
+        if not self._stoppable or self._resting:
+            return
+        try:
+            self.freezer.stop()
+        except StopError as error:
+            if self._process.poll() is not None:
+                raise self._died() from None
+            self.kill()
+            raise Died("RUNTIME_ERROR", str(error)) from None
+        self._resting = True
+
+    def resume(self) -> None:
+        """Let a stopped child run."""
+        if self._resting:
+            self.freezer.resume()
+            self._resting = False
+
+    def stopped(self) -> None:
+        """Another process of the judge has stopped this child."""
+        self._resting = True
+
+    def send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
+        self.resume()
+        for found in map(os.fstat, fds):
+            self._given.add((found.st_dev, found.st_ino))
+        try:
+            wire.send(self.sock, message, fds)
+        except wire.WireError as error:
+            raise self._died(str(error)) from None
+
+    def receive(self, timeout_s: float, watch: "Child | None" = None) -> tuple[dict, list[int]]:
+        """The next message. Died: the child ended, printed or took too much, sent nonsense, or ran out of time.
+
+        watch: a child that works meanwhile, and is killed where it prints or takes too much.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # What a dead child had sent is still read first.
+            if select.select([self.sock], [], [], WATCH_S if watch else POLL_S)[0]:
+                try:
+                    return self._checked(*wire.receive(self.sock, max(0.1, deadline - time.monotonic()), self._look))
+                except TimeoutError:
+                    pass
+                except (wire.WireError, OSError) as error:  # a reset is one: it died with a message unread
+                    raise self._died(str(error)) from None
+            if excess := (watch or self)._excess():
+                (watch or self).kill()
+                if watch is None:
+                    raise Died("RUNTIME_ERROR", excess)
+                watch.excess = excess  # the message that tells of its end is still to come
+            if time.monotonic() > deadline:
+                self.kill()
+                raise Died("TIMEOUT", f"no answer within {timeout_s:g} s; it and all it had started were killed")
+
+    def _look(self) -> None:
+        """Died: it took too much, in the middle of a message."""
+        if excess := self._excess():
+            self.kill()
+            raise Died("RUNTIME_ERROR", excess)
+
+    def _excess(self) -> str:
+        """What it printed or took too much, in words."""
+        if self.excess:
+            return ""
+        if self._printed > OUTPUT_LIMIT:
+            return f"printed more than {OUTPUT_LIMIT // 2**20} MiB and was stopped"
+        if (resident := self._resident()) > self._memory_limit:
+            return (
+                f"out of memory: took {resident / 2**30:.1f} GiB of host memory, the limit is "
+                f"{self._memory_limit / 2**30:.1f} GiB"
+            )
+        return ""
+
+    def request(self, message: dict, timeout_s: float, fds: tuple[int, ...] = ()) -> tuple[dict, list[int]]:
+        self.send(message, fds)
+        return self.receive(timeout_s)
+
+    def processes(self) -> list[int]:
+        """pids of what the child started, also of what has left its session, and what has not ended."""
+        return [other for other in reaper.descendants(self._process.pid) if other != self.pid]
+
+    def private_bytes(self) -> int:
+        """Bytes of host memory that only the child and what it started hold, with files that have no name any more.
+
+        What came with messages (its slots) and what it maps of files that have a name do not count; memory that a
+        driver pins for it is not to be seen.
+        """
+        total, nameless = 0, {}
+        for pid in (self.pid, *reaper.descendants(self.pid)):
+            own, files = _private(pid)
+            total += own
+            nameless |= {key: max(size, nameless.get(key, 0)) for key, size in files.items()}
+        return total + sum(size for key, size in nameless.items() if key not in self._given)
+
+    def close(self) -> None:
+        """Ask it to end by closing the socket; kill what is left after a moment."""
+        self.resume()
+        self.sock.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=CLOSE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and everything it started, however it is."""
+        self._guarded.end()
+        self._drain.join(timeout=1)
+        self.sock.close()
+        if "freezer" in vars(self):
+            self.freezer.close()
+
+    @property
+    def tail(self) -> str:
+        """The end of what it printed."""
+        return text.clean(self._tail.decode(errors="replace")).strip()
+
+    def _checked(self, message: dict, fds: list[int]) -> tuple[dict, list[int]]:
+        """What came, as it is; but a jailed child has no descriptors to give: they would fill up this process."""
+        if self._jailed and fds:
+            for fd in fds:
+                os.close(fd)
+            self.kill()
+            raise Died("RUNTIME_ERROR", f"its process sent {len(fds)} descriptors with a message")
+        return message, fds
+
+    def _died(self, what: str = "") -> Died:
+        self._guarded.pid  # noqa: B018  SandboxError here if it never ran: then nothing is its fault
+        # The socket is closed; the exit status follows at once unless it closed the socket on purpose.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1)
+        code = self._process.poll()
+        self.kill()
+        if code is None:
+            how = f"broke its connection: {what}"
+        elif code < 0:
+            how = f"killed by {_signal_name(-code)}"
+        else:
+            how = f"exited with status {code} before the call was done"
+        tail = f"; it printed: {self.tail[-600:]}" if self.tail else ""
+        return Died("RUNTIME_ERROR", how + tail)
+
+    def _resident(self) -> int:
+        """Bytes of memory of the child and all it has started; shared pages count once, as the child's."""
+        if time.monotonic() - self._looked > TREE_S:
+            self._below = [pid for pid in reaper.descendants(self._process.pid) if pid != self.pid]
+            self._looked = time.monotonic()
+        return _resident(self.pid) + sum(_resident(pid, private=True) for pid in self._below)
+
+    def _read_output(self) -> None:
+        with self._process.stdout as pipe:
+            while part := pipe.read1(2**16):
+                self._printed += len(part)
+                self._tail = (self._tail + part)[-OUTPUT_KEPT:]
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal. Most real-time signals have a number only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def run_jailed(command: list[str], jail: Jail) -> int:
+    """Run `command` (a program on PATH and its arguments) in `jail` to its end, its output on ours. -> exit status."""
+    program = Path(command[0])
+    if not program.is_absolute():
+        found = [Path(folder, program) for folder in os.get_exec_path() if os.access(Path(folder, program), os.X_OK)]
+        if not found:
+            raise FileNotFoundError(f"{program} is not on PATH")
+        program = found[0]
+    guarded = Guarded([str(program), *command[1:]], jail.environment(), (), jail, None)
+    try:
+        guarded.pid  # noqa: B018  SandboxError if it could not be started
+        return guarded.process.wait()
+    finally:
+        guarded.end()
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be taken without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def _environment(extra: dict[str, str] | None) -> dict[str, str]:
+    """Of a child that is not jailed: the judge's own code."""
+    kept = {k: v for k, v in os.environ.items() if k in KEPT_ENVIRONMENT or k.startswith(KEPT_PREFIXES)}
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", **(extra or {})}
+
+
+def _resident(pid: int, private: bool = False) -> int:
+    try:
+        _, resident, shared = map(int, Path(f"/proc/{pid}/statm").read_text().split()[:3])
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared if private else resident) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _private(pid: int) -> tuple[int, dict[tuple[int, int], int]]:
+    """-> (bytes of anonymous memory, swapped or not; bytes by (device, inode) of nameless files, open or shared).
+
+    Memory files and shared anonymous memory are such files.
+    """
+    sizes = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            key, _, rest = line.partition(":")
+            if key in ("RssAnon", "VmSwap", "RssShmem"):
+                sizes[key] = int(rest.split()[0]) * 1024
+    total = sizes.get("RssAnon", 0) + sizes.get("VmSwap", 0)
+    try:
+        files = _nameless_mappings(Path(f"/proc/{pid}/smaps").read_text(errors="replace"))
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except PermissionError:  # it has closed itself to us, for which there is no honest reason: everything counts
+        return total + sizes.get("RssShmem", 0), {}
+    except OSError:
+        return total, {}
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            found = descriptor.stat()
+            if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                key = found.st_dev, found.st_ino
+                files[key] = max(files.get(key, 0), 512 * found.st_blocks)
+    return total, files
+
+
+def _nameless_mappings(smaps: str) -> dict[tuple[int, int], int]:
+    """Resident bytes by (device, inode) of the deleted files that a process maps to share, from its smaps."""
+    found: dict[tuple[int, int], int] = {}
+    key = None
+    for line in smaps.splitlines():
+        fields = line.split(maxsplit=5)
+        if fields[0] == "Rss:":
+            if key is not None:
+                found[key] = found.get(key, 0) + int(fields[1]) * 1024
+        elif not fields[0].endswith(":"):  # a mapping: range, rights, offset, device, inode, name
+            key = None
+            if fields[1].endswith("s") and line.endswith("(deleted)"):
+                major, minor = (int(part, 16) for part in fields[3].split(":"))
+                key = os.makedev(major, minor), int(fields[4])
+    return found

@@ -1,0 +1,283 @@
+"""The small process between the judge and one of its children: when either is gone, everything below it goes too.
+
+Started as `python -I -S harness/sandbox/reaper.py CONTROL STATUS`. CONTROL: a pipe from the judge with one marshalled
+dict ({"argv", "env", "cwd", "keep": descriptors to pass on, "jail": orders or None, "cgroup": the folder of one to
+make for the child, or None}, its length in 4 bytes before it); its end means that the judge is done or dead. STATUS: a
+pipe to the judge, one line: `pid N`, or `failed WHY`.
+
+Descendants that fork twice and start a session of their own are handed to this process by the kernel, so they die with
+the rest. It ends as the child ended: with its exit status, or by the signal that killed it.
+Another use: `--folder CONTROL PLACE` makes a folder and removes it when CONTROL ends.
+Standard library only, and little of it: this runs once for every child.
+"""
+
+import ctypes
+import marshal
+import os
+import select
+import struct
+import sys
+import time
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+
+SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGSTOP, SIGXFSZ = 1, 2, 9, 13, 15, 19, 25  # importing signal takes 5 ms
+GIVE_UP_S = 10  # a process that the kernel cannot end (a hung device) is left after that, and named
+_libc = ctypes.CDLL(None)
+_libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+
+
+def descendants(root: int) -> list[int]:
+    """pids of the living processes below `root`, zombies left out; parents before their children."""
+    # Not every kernel lists children; then all processes are asked for their parent.
+    listed = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+    table = {} if listed else _table()
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        pid = todo.pop()
+        for child in _children(pid) if listed else table.get(pid, []):
+            todo.append(child)
+            if _state(child) not in ("Z", "X", ""):
+                found.append(child)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []  # it is gone, and its children are the guard's
+    for thread in threads:
+        try:
+            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+        except OSError:
+            continue  # that thread ended
+    return found
+
+
+def _table() -> dict[int, list[int]]:
+    """Every process by its parent."""
+    table: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            fields = _stat(int(name))
+            if fields:
+                table.setdefault(int(fields[1]), []).append(int(name))
+    return table
+
+
+def _state(pid: int) -> str:
+    return (_stat(pid) or [""])[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from its third field (the state) on; [] if there is no such process."""
+    try:
+        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _read(path: str) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(fd, 65536):
+            parts.append(part)
+        return b"".join(parts).decode(errors="replace")
+    finally:
+        os.close(fd)
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _remove_cgroup(path: str) -> None:
+    """Remove a cgroup, in which what was killed may take a moment to be gone. One that stays has a dead member."""
+    for _ in range(200):
+        try:
+            os.rmdir(path)
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.005)
+
+
+def end_all() -> list[int]:
+    """End every descendant of this process. -> pids that would not go."""
+    deadline = time.monotonic() + GIVE_UP_S
+    pause = 0.0005
+    while True:
+        below = descendants(os.getpid())
+        # Stopped first, so that none forks on while the list is worked through.
+        for number in (SIGSTOP, SIGKILL):
+            for pid in below:
+                try:  # noqa: SIM105  contextlib takes milliseconds to import
+                    os.kill(pid, number)
+                except (ProcessLookupError, PermissionError):
+                    pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return []
+        if time.monotonic() > deadline:
+            return below
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
+def _start(config: dict) -> int:
+    """Fork the child, confine it, exec. -> its pid. RuntimeError: it never came to run."""
+    told, tell = os.pipe()
+    guard = os.getpid()
+    if config["cgroup"]:
+        os.mkdir(config["cgroup"], 0o755)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            if config["cgroup"]:
+                _write(f"{config['cgroup']}/cgroup.procs", "0")
+            for number in (SIGHUP, SIGINT, SIGPIPE, SIGTERM, SIGXFSZ):
+                _libc.signal(number, None)  # to the default; what is ignored would stay so through exec
+            for fd in config["keep"]:
+                os.set_inheritable(fd, True)
+            if config["jail"]:
+                import confine
+
+                confine.confine(config["jail"], guard)
+            else:
+                os.chdir(config["cwd"])
+                _libc.prctl(1, SIGKILL, 0, 0, 0)  # dies with the guard
+            os.execve(config["argv"][0], config["argv"], config["env"])
+        except BaseException as error:
+            os.write(tell, f"{type(error).__name__}: {error}".encode()[:2000])
+        finally:
+            os._exit(127)
+    os.close(tell)
+    why = b""
+    while part := os.read(told, 4096):
+        why += part
+    os.close(told)
+    if why:
+        raise RuntimeError(why.decode(errors="replace"))
+    return pid
+
+
+def _watch(control: int, pid: int) -> int | None:
+    """Wait until the child ends or the judge is done. -> the child's wait status, None if it still runs."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN | select.POLLHUP)
+    try:
+        poll.register(os.pidfd_open(pid), select.POLLIN)
+        pause = None
+    except OSError:
+        pause = 50  # ms; a kernel without such descriptors
+    while True:
+        ready = [fd for fd, _ in poll.poll(pause)]
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        if control in ready:
+            return None
+
+
+def remove_tree(path: str) -> None:
+    """Delete a folder with all that is in it, also where a process made it unreadable or deeper than any path.
+
+    OSError: something is still there after a while.
+    """
+    for attempt in range(50):
+        for command in (["chmod", "-R", "u+rwx", "--", path], ["rm", "-rf", "--one-file-system", "--", path]):
+            # rm alone is enough for all but folders that their owner may not enter.
+            if (command[0] == "rm" or attempt) and os.path.lexists(path):
+                _quiet(command)
+        if not os.path.lexists(path):
+            return
+        time.sleep(0.05)  # a process that is about to be killed may still write there
+    raise OSError(f"could not remove {path}")
+
+
+def _quiet(command: list[str]) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    actions = [(os.POSIX_SPAWN_DUP2, nothing, fd) for fd in (0, 1, 2)]
+    try:
+        # Also where the user's PATH has no such program.
+        found = [path for path in (f"/usr/bin/{command[0]}", f"/bin/{command[0]}") if os.access(path, os.X_OK)]
+        os.waitpid(os.posix_spawnp((found or command)[0], command, os.environ, file_actions=actions), 0)
+    finally:
+        os.close(nothing)
+
+
+def _keep_folder(control: int, place: str) -> None:
+    """Make a folder in `place`, say where it is, and remove it when CONTROL ends."""
+    for number in (SIGHUP, SIGINT, SIGTERM):
+        _libc.signal(number, 1)
+    folder = os.path.join(place, f"kernel-judge-{os.getpid()}-{os.urandom(6).hex()}")
+    os.mkdir(folder, 0o711)
+    os.write(1, os.fsencode(folder) + b"\n")
+    os.read(control, 1)
+    remove_tree(folder)
+
+
+def main() -> None:
+    if sys.argv[1] == "--folder":
+        _keep_folder(int(sys.argv[2]), sys.argv[3])
+        return
+    control, status = int(sys.argv[1]), int(sys.argv[2])
+    for number in (SIGHUP, SIGINT, SIGTERM):
+        _libc.signal(number, 1)  # ignored: only the end of the pipe, or SIGKILL, ends this
+    _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    _libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    header = _exactly(control, 4)
+    config = marshal.loads(_exactly(control, struct.unpack("=I", header)[0]))
+    for fd in (control, status):
+        os.set_inheritable(fd, False)
+    try:
+        pid = _start(config)
+    except (OSError, RuntimeError) as error:
+        os.write(status, f"failed {error}\n".encode())
+        if config["cgroup"]:
+            _remove_cgroup(config["cgroup"])
+        return
+    # The child's connections must end with the child, so none is kept here.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    for fd in config["keep"]:
+        os.close(fd)
+    os.write(status, f"pid {pid}\n".encode())
+    ended = _watch(control, pid)
+    left = end_all()
+    if config["cgroup"]:
+        _remove_cgroup(config["cgroup"])
+    if left:
+        os.write(status, f"left {' '.join(map(str, left))}\n".encode())
+    code = os.waitstatus_to_exitcode(ended) if ended is not None else -SIGKILL
+    if code < 0:
+        _libc.signal(-code, None)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _exactly(fd: int, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = os.read(fd, count - len(data))
+        if not part:
+            os._exit(0)  # the judge is gone before it said what to start
+        data += part
+    return data
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""The folder that one runner lives in: a copy of what it may see, and what it may write. Gone with the judge.
+
+Everything lies in one folder a judge process, kept by a small process (harness/sandbox/reaper.py --folder) that
+removes it when the judge is gone, so that nothing is left behind even by kill -9.
+
+    code/    harness modules of the runner, problems/common, problems/NAME with task.py and the submission's closure;
+             of a composition also problems/OTHER with task.py, submission.py and the winners
+    home/ tmp/ cache/    writable; cache/ starts as what an earlier compile step of the same closure made, and the
+                         judge's own machine code
+
+No reference, no wrong/, no other variant, no results.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.problem import scan, sources
+from harness.problem.folders import Problem
+from harness.runner import gate, native
+from harness.sandbox import freezer, policy, reaper
+from problems.common import build, load
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE_LIMIT = 2 * 2**30  # bytes of one compile step's caches
+CACHE_FILES = 50_000  # files and folders of them
+CACHE_DEPTH = 40  # folders within folders
+COMPILERS = {"cpu": ("g++",), "sm90": ("nvcc", "g++"), "sm100": ("nvcc", "g++")}
+# Whose caches are kept, or against which code is built.
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
+
+
+class CacheError(RuntimeError):
+    """A compile step left something that is not kept: too large, or too many files."""
+
+
+@dataclass
+class Private:
+    """`jail`: for Child; `file`, `folder`, `utils`: the submission, its problem's folder and GPU MODE's utils.py, as
+    the runner is told. Remove it when the runner has ended.
+    """
+
+    jail: policy.Jail
+    file: Path
+    folder: Path
+    utils: Path | None
+    _place: Path
+    _real: list[tuple[str, str]]  # private path, what it stands for; the longest first
+    _stack: contextlib.ExitStack
+
+    @classmethod
+    def make(cls, file: Path, problem: Problem, built: Path | None = None, device: str = "cpu",
+             base: Path | None = None, without: frozenset[str] = frozenset()) -> "Private":  # fmt: skip
+        """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
+        is made; without: see sandbox.Jail. BuildError: the judge's own code does not compile here. ValueError: its
+        closure cannot be read, or laid out.
+        """
+        with contextlib.ExitStack() as stack:
+            uid = stack.enter_context(policy.user(without))
+            place = Path(tempfile.mkdtemp(dir=base or _folder(os.getpid())))
+            stack.callback(reaper.remove_tree, str(place))
+            code, home, tmp, cache = (place / name for name in ("code", "home", "tmp", "cache"))
+            for folder in (code, home, tmp, cache):
+                folder.mkdir()
+            copied = _copy_code(code)
+            folder = code / "problems" / problem.folder.name
+            copied |= _copy_submission(file, problem, folder)
+            utils = folder / "utils.py" if problem.utils else None
+            if utils:
+                copied |= _copy(problem.utils, utils)
+            if built:
+                copy_tree(built, cache)
+            for own in (gate.artefact(), *map(native.library, {"cpu", device})):
+                _copy_artefact(own.path.parent, cache / "build")
+            if uid is not None:
+                os.chown(place, -1, uid)  # its group may go through, to code/ that stays the judge's
+                place.chmod(0o710)
+                for path in (home, tmp, cache, *cache.rglob("*")):
+                    os.chown(path, uid, uid)
+            by_signals = device == "cpu" and freezer.place() is None
+            jail = policy.Jail(code, home, tmp, cache, uid=uid, without=without, stays_stopped=by_signals)
+            real = [(str(private), str(path)) for private, path in copied.items()]
+            real += [(str(folder), str(problem.folder)), (str(code), str(ROOT)), (str(place), "<private>")]
+            real.sort(key=lambda pair: -len(pair[0]))
+            entry = next(private for private, path in copied.items() if path == file.resolve())
+            return cls(jail, entry, folder, utils, place, real, stack.pop_all())
+
+    def restore(self, text: str) -> str:
+        """`text` with the files that the runner saw named by where they really are."""
+        for private, path in self._real:
+            text = text.replace(private, path)
+        return text
+
+    def bytes_written(self) -> int:
+        """Bytes of disk that home/, tmp/ and cache/ take now."""
+        total = 0
+        for top in (self.jail.home, self.jail.tmp, self.jail.cache):
+            for folder, folders, files in os.walk(top):
+                for name in folders + files:
+                    with contextlib.suppress(OSError):
+                        total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+        return total
+
+    def publish(self, key: str) -> Path:
+        """Keep cache/, less the judge's own code, for the next runners of this closure. -> the folder that holds it.
+
+        Only once the runner has ended. What has this key already stays as it is. CacheError: see CACHE_LIMIT,
+        CACHE_FILES, CACHE_DEPTH. Links and special files are left out.
+        """
+        target = _closures() / key
+        if target.is_dir():
+            return target
+        _closures().mkdir(parents=True, exist_ok=True)
+        _sweep()
+        scratch = _closures() / f"tmp-{os.urandom(8).hex()}"
+        with _locked(scratch):  # says that somebody is at it: _sweep removes what nobody holds
+            try:
+                scratch.mkdir()
+                copy_tree(self.jail.cache, scratch, skip=("judge-", "gate-"))
+                with contextlib.suppress(OSError):  # somebody else was quicker: a folder with files is not replaced
+                    os.rename(scratch, target)
+            finally:
+                if scratch.exists():
+                    reaper.remove_tree(str(scratch))
+        return target
+
+    def remove(self) -> None:
+        """Delete the folder and free its uid."""
+        self._stack.close()
+
+
+def build_folder(file: Path, problem: Problem, target: str) -> Path | None:
+    """What an earlier compile step of exactly this closure left, if there was one."""
+    folder = _closures() / key(file, problem, target)
+    return folder if folder.is_dir() else None
+
+
+def key(file: Path, problem: Problem, target: str) -> str:
+    """Of everything that a compile step of the submission `file` for `target` depends on. ValueError: as for make."""
+    digest = hashlib.sha256(repr((target, _versions(target))).encode())
+    common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
+    ours = [problem.folder / "task.py", *filter(None, [problem.utils]), *common]
+    files = [(path, build.read(path)) for path in scan.closure(file, problem.folder)]
+    for path, content in files + [(path, path.read_bytes()) for path in ours]:
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(content).digest())
+    return digest.hexdigest()[:32]
+
+
+def copy_tree(source: Path, target: Path, skip: tuple[str, ...] = ()) -> None:
+    """The plain files and folders of `source` into `target`, which exists. Nothing else: a link could lead anywhere.
+
+    Files keep only whether they are executable. skip: folders whose name begins so are left out. CacheError: too much.
+    """
+    todo = [(source, target, 0)]
+    size = count = 0
+    while todo:
+        here, there, depth = todo.pop()
+        if depth > CACHE_DEPTH:
+            raise CacheError(f"caches may be {CACHE_DEPTH} folders deep: {here.name}")
+        with os.scandir(here) as entries:
+            for entry in entries:
+                count += 1
+                if count > CACHE_FILES:
+                    raise CacheError(f"caches may hold {CACHE_FILES} files, these hold more")
+                if entry.is_dir(follow_symlinks=False):
+                    if not entry.name.startswith(skip):
+                        (there / entry.name).mkdir(mode=0o755)
+                        todo.append((Path(entry.path), there / entry.name, depth + 1))
+                elif entry.is_file(follow_symlinks=False):
+                    size += entry.stat(follow_symlinks=False).st_size
+                    if size > CACHE_LIMIT:
+                        raise CacheError(f"caches may take {CACHE_LIMIT / 2**30:g} GiB, these take more")
+                    _copy_file(entry.path, there / entry.name)
+
+
+def _copy_file(source: str | Path, target: Path) -> None:
+    with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as reader:
+        found = os.fstat(reader.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise CacheError(f"{source} is no plain file any more")
+        with open(target, "xb") as writer:
+            shutil.copyfileobj(reader, writer, 2**20)
+    target.chmod(0o755 if found.st_mode & 0o100 else 0o644)
+
+
+def _copy(source: Path, target: Path) -> dict[Path, Path]:
+    """Copy one of our files. -> {the copy: the file}."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy_file(source.resolve(), target)
+    return {target: source.resolve()}
+
+
+def _copy_code(code: Path) -> dict[Path, Path]:
+    copied: dict[Path, Path] = {}
+    files = [*runner_modules(), ROOT / "problems" / "__init__.py"]
+    files += [path for path in build.COMMON.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for path in files:
+        copied |= _copy(path, code / path.relative_to(ROOT))
+    return copied
+
+
+def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, Path]:
+    """task.py and the closure, which keeps its places: from the problem's folder, or else from the submission's.
+
+    What a composition brings along lies as in problems/, where `folder` is.
+    """
+    copied = _copy(problem.folder / "task.py", folder / "task.py")
+    files = sources.own(file)
+    if all(problem.folder in path.parents for path in files):
+        top, place = problem.folder, folder
+    else:
+        top, place = file.resolve().parent, folder / "submission"
+    targets = [(path, place / path.relative_to(top)) for path in files]
+    targets += [
+        (path, folder.parent / path.relative_to(load.PROBLEMS)) for path in sources.brought(file, problem.folder)
+    ]
+    for path, target in targets:
+        if target in copied and copied[target] != path:
+            raise ValueError(f"{path} would take the place of {copied[target]} in the runner's folder")
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(build.read(path))
+        copied[target] = path
+    return copied
+
+
+def _copy_artefact(folder: Path, cache: Path) -> None:
+    """The judge's own machine code, in place of whatever a compile step may have put there."""
+    target = cache / folder.name
+    if target.exists():
+        reaper.remove_tree(str(target))
+    target.mkdir(parents=True)
+    copy_tree(folder, target)
+
+
+@functools.cache
+def runner_modules() -> tuple[Path, ...]:
+    """Files of harness/ that a runner needs: all of harness/runner/, and nothing else."""
+    found = [path for path in (ROOT / "harness" / "runner").iterdir() if path.is_file()]
+    return (ROOT / "harness" / "__init__.py", *sorted(found))
+
+
+@functools.cache
+def _versions(target: str) -> tuple[str, ...]:
+    found = [sys.version]
+    for compiler in COMPILERS[target]:
+        if shutil.which(compiler):
+            found.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout)
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return tuple(found)
+
+
+def _closures() -> Path:
+    return build.directory() / "closures"
+
+
+@contextlib.contextmanager
+def _locked(scratch: Path) -> Iterator[None]:
+    """Hold `scratch`.lock. BlockingIOError: somebody else does."""
+    lock = scratch.with_name(f"{scratch.name}.lock")
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(held.fileno()).st_nlink:
+            raise BlockingIOError(f"{lock} was removed by another process meanwhile")
+        try:
+            yield
+        finally:
+            lock.unlink()
+
+
+def _sweep() -> None:
+    """Remove what killed processes left half filled."""
+    for name in {path.name.removesuffix(".lock") for path in _closures().glob("tmp-*")}:
+        with contextlib.suppress(BlockingIOError), _locked(_closures() / name):
+            reaper.remove_tree(str(_closures() / name))
+
+
+_keepers: dict[int, "_Keeper"] = {}  # by the process that started it: a fork must not share its parent's
+
+
+def _folder(pid: int) -> Path:
+    if pid not in _keepers:
+        _keepers.clear()
+        _keepers[pid] = _Keeper()
+    return _keepers[pid].folder
+
+
+class _Keeper:
+    """The folder of this process, and the small process that removes it when this one is gone."""
+
+    def __init__(self) -> None:
+        control, self._control = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", reaper.__file__, "--folder", str(control), str(_executable_place())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=(control,), start_new_session=True,
+                env={k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")}, cwd="/",
+            )  # fmt: skip
+        finally:
+            os.close(control)
+        self.folder = Path(os.fsdecode(self._process.stdout.readline()).rstrip("\n"))
+        if not self.folder.is_dir():
+            raise OSError(f"no private folder could be made in {_executable_place()}")
+
+
+def _executable_place() -> Path:
+    """The folder for temporary files, or, where code must not be loaded from there, one beside the builds."""
+    place = Path(tempfile.gettempdir())
+    if not os.statvfs(place).f_flag & os.ST_NOEXEC:
+        return place
+    place = build.directory() / "private"
+    place.mkdir(parents=True, exist_ok=True)
+    return place

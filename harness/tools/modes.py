@@ -1,0 +1,92 @@
+"""What a run does beside judging: compile for machines that are not here, profile, and run under a sanitizer."""
+
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+from harness.judge import console
+from harness.judge.phases import Progress
+from harness.judge.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, Session
+from harness.judge.verdict import Judged
+from harness.problem.folders import Case, Entry, Problem, UsageError
+from harness.tools import profiling
+
+SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
+SANITIZE_TOOLS = ("memcheck", "racecheck")
+
+
+def compile_only(problem: Problem, device: str, judged: list[Judged], progress: Progress) -> Iterator[Judged]:
+    """Compile entries for their own targets, without their device, where their compiler is installed.
+
+    -> each one whose verdict this settled, as soon as it did: COMPILED, or COMPILE_ERROR with the compiler's words.
+    """
+    todo = [j for j in judged if j.target in ARCH and not j.entry.peer]
+    if not todo:
+        return
+    if not shutil.which("nvcc"):
+        console.say("nvcc is not on PATH: variants for other targets are not compiled")
+        return
+    with Session(problem, device) as session:
+        for j in todo:
+            if all(importlib.util.find_spec(name) for name in j.entry.requires):
+                _compile(session, j, progress)
+                yield j
+
+
+def _compile(session: Session, j: Judged, progress: Progress) -> None:
+    for target in (t for t in j.entry.targets if t in ARCH):
+        progress(f"compile {j.entry.name} for {target}")
+        entrant = Entrant(f"{j.entry.name}@{target}", j.entry, target)
+        reply = session.ask_runner(entrant, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
+        session.stop(entrant)
+        if isinstance(reply, Outcome):
+            j.status, j.reason = "COMPILE_ERROR", reply.reason
+            console.say(f"{j.entry.name}: COMPILE_ERROR for {target}\n{reply.reason}")
+            return
+        # One row a kernel; a compiler that reports no resources leaves the size alone.
+        j.artefacts += [
+            {"target": target, "bytes": a.bytes, **kernel}
+            for a in reply.artefacts
+            for kernel in [kernel.model_dump() for kernel in a.kernels] or [{}]
+        ]
+        j.status, j.reason = "COMPILED", f"compiled for {', '.join(j.entry.targets)}, not run here"
+
+
+def profile(
+    problem: Problem, device: str, target: str, entry: Entry, cases: list[Case], timeout_s: float | None
+) -> str:
+    """Print the torch profiler's table of one call on each case, and on a GPU a digest of ncu's report. -> verdict."""
+    with Session(problem, device, timeout_s) as session:
+        entrant = Entrant(entry.name, entry, target)
+        for case in cases:
+            session.weights(case)
+            session.content(case)
+            reply = session.ask_runner(entrant, {"op": "profile", "peer": entry.peer}, 2 * COMPILE_LIMIT_S, slots=1)
+            if isinstance(reply, Outcome):
+                console.say(f"{entry.name}: {reply.status}: {reply.reason}")
+                return reply.status
+            console.say(f"{case}\n{reply.table}")
+    for case in cases if device == "cuda" else ():
+        try:
+            console.say(f"{case}\n{profiling.ncu(problem, entry, case, target)}")
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            console.say(f"no ncu report: {error}")
+            break
+    return "PASSED"
+
+
+def sanitize(problem: Problem, judged: list[Judged], cases: list[Case], target: str) -> bool:
+    """Run the small ones of `cases` under compute-sanitizer. -> whether all were clean. UsageError: no such tool."""
+    cases, clean = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], True
+    for j in judged:
+        for tool in SANITIZE_TOOLS:
+            try:
+                ok, tail = profiling.sanitize(problem, j.entry, cases, tool, target)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                raise UsageError(f"--sanitize: {error}") from None
+            clean &= ok
+            console.say(f"{j.entry.name:<20} {tool:<10} {'clean' if ok else 'ERRORS'} on {len(cases)} cases")
+            if not ok:
+                console.say(tail)
+    return clean

@@ -1,0 +1,127 @@
+"""Profile and sanitize: the torch profiler's table, one call under Nsight Compute with a digest, compute-sanitizer.
+
+Each tool runs alone, in a pass of its own, and a tool that is missing is said to be missing.
+"""
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.judge.session import ARCH
+from harness.problem.folders import Case, Entry, Problem
+from harness.sandbox.process import ROOT
+
+OUT = ROOT / "leaderboard" / "out" / "profile"
+TOOL_LIMIT_S = 540
+NCU_SECTIONS = (
+    "SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats",
+)  # fmt: skip
+_MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3, "msecond": 1e3}
+_TERABYTES = {
+    "byte/second": 1e-12, "byte/s": 1e-12, "Mbyte/second": 1e-6, "Mbyte/s": 1e-6, "Gbyte/second": 1e-3,
+    "Gbyte/s": 1e-3, "Tbyte/second": 1, "Tbyte/s": 1,
+}  # fmt: skip
+_STALL = "smsp__average_warps_issue_stalled_"
+_DIGEST = (
+    ("duration", "gpu__time_duration.sum", "us", _MICROSECONDS),
+    ("DRAM read", "dram__bytes_read.sum.per_second", "TB/s", _TERABYTES),
+    ("DRAM of peak", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "%", {}),
+    ("SM of peak", "sm__throughput.avg.pct_of_peak_sustained_elapsed", "%", {}),
+    ("occupancy", "sm__warps_active.avg.pct_of_peak_sustained_active", "%", {}),
+    ("registers", "launch__registers_per_thread", "a thread", {}),
+    ("grid", "launch__grid_size", "CTAs", {}),
+    ("block", "launch__block_size", "threads", {}),
+    ("waves", "launch__waves_per_multiprocessor", "a SM", {}),
+)  # fmt: skip
+
+
+def ncu(problem: Problem, entry: Entry, case: Case, target: str) -> str:
+    """One call of `case` under ncu; the full report is kept. -> the digest. RuntimeError: ncu missing or failed."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    report = OUT / f"{problem.name}-{entry.name}-{'-'.join(map(str, case.params.values()))}.ncu-rep"
+    sections = [argument for section in NCU_SECTIONS for argument in ("--section", section)]
+    command = [
+        _tool("ncu"), "--clock-control", "none", "--profile-from-start", "off",
+        "--target-processes", "application-only", "-f", "-o", str(report), *sections,
+        "--metrics", "dram__bytes_read.sum.per_second",
+        *_solo(problem, entry, [case]),
+    ]  # fmt: skip
+    _run(command, "ncu", _dsl(target))
+    page = _run([_tool("ncu"), "--import", str(report), "--page", "raw", "--csv"], "ncu --import", {})
+    return f"{digest(page)}\nfull report: {report.relative_to(ROOT)}"
+
+
+def digest(page: str) -> str:
+    """What a kernel engineer reads first, from ncu's raw CSV page: a block of lines for each kernel."""
+    lines = [line for line in page.splitlines() if line.startswith('"')]
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
+    if len(rows) < 2:
+        raise RuntimeError("ncu saw no kernel in the call")
+    units, kernels = rows[0], rows[1:]
+    text = []
+    for kernel in kernels:
+        text.append(kernel["Kernel Name"])
+        for label, metric, unit, scales in _DIGEST:
+            if kernel.get(metric):
+                value = float(kernel[metric].replace(",", "")) * scales.get(units[metric], 1)
+                text.append(f"  {label:<14}{value:>10.2f} {unit}")
+        stalls = [
+            (float(kernel[name].replace(",", "")), name.removeprefix(_STALL).partition("_per_issue")[0])
+            for name in kernel
+            if name and name.startswith(_STALL) and "_per_issue" in name and "not_issued" not in name and kernel[name]
+        ]
+        for cycles, name in sorted(stalls, reverse=True)[:4]:
+            text.append(f"  stall {name:<20}{cycles:>6.2f} warps an issue")
+    return "\n".join(text)
+
+
+def sanitize(problem: Problem, entry: Entry, cases: list[Case], tool: str, target: str) -> tuple[bool, str]:
+    """`cases` under compute-sanitizer's `tool`. -> (clean, its last lines). RuntimeError if it is missing."""
+    # Every tensor an allocation of its own, so that an access past one is seen.
+    command = [
+        _tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "66", "--launch-timeout", "120",
+        *_solo(problem, entry, cases),
+    ]  # fmt: skip
+    extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **_dsl(target)}
+    result = subprocess.run(
+        command, cwd=ROOT, env=_environment(extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=TOOL_LIMIT_S, errors="replace",
+    )  # fmt: skip
+    tail = "\n".join(result.stdout.strip().splitlines()[-12:])
+    said_clean = any(word in result.stdout for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards"))
+    return result.returncode == 0 and said_clean, tail
+
+
+def _solo(problem: Problem, entry: Entry, cases: list[Case]) -> list[str]:
+    specs = json.dumps([{**case.params, "seed": case.seed} for case in cases])
+    return [sys.executable, "-m", "harness.tools.single", str(problem.folder), str(entry.file), "cuda", specs]
+
+
+def _dsl(target: str) -> dict[str, str]:
+    """Told its target, the CuTe DSL does not probe the device, whose failing look-ups a sanitizer counts as errors."""
+    return {"CUTE_DSL_ARCH": ARCH[target]}
+
+
+def _environment(extra: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **extra}
+
+
+def _run(command: list[str], what: str, extra: dict[str, str]) -> str:
+    result = subprocess.run(
+        command, cwd=ROOT, env=_environment(extra), capture_output=True, text=True, timeout=TOOL_LIMIT_S
+    )
+    if result.returncode:
+        raise RuntimeError(f"{what} failed with status {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
+    return result.stdout
+
+
+def _tool(name: str) -> str:
+    for path in (shutil.which(name), *map(str, Path("/usr/local/cuda/bin").glob(name))):
+        if path:
+            return path
+    raise RuntimeError(f"{name} is not on PATH: install the CUDA toolkit's {name}")

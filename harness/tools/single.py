@@ -1,0 +1,43 @@
+"""Call a submission once per case in this very process, for tools that look into a process: ncu, compute-sanitizer.
+
+No verdict comes from here: inputs are made beside the submission. Started as
+`python -m harness.tools.single FOLDER FILE DEVICE CASES`, CASES a JSON list of argument sets with their seeds.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from harness.checker import checker
+from harness.problem.folders import utils_of
+from problems.common import load
+
+
+def main() -> None:
+    folder, file, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+    utils = utils_of(folder)
+    extra = {"utils": load.from_file(folder, utils)} if utils else {}
+    reference = load.from_file(folder, folder / "reference.py", extra)
+    module = load.from_file(folder, file, extra)
+    task = load.from_file(folder, folder / "task.py", extra)
+    own = hasattr(task, "OUTPUTS")
+    for case in cases:
+        split = own and hasattr(reference, "generate_weights")
+        weights = reference.generate_weights(**case, device=device) if split else None
+        data = checker.make(reference, task, case, device, own, weights)
+        if split and hasattr(module, "prepare"):
+            data = data._replace(weights=module.prepare(weights))
+        state = (module.untimed(data),) if hasattr(module, "untimed") else ()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+        module.custom_kernel(data, *state)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main()

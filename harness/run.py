@@ -18,9 +18,9 @@ from harness.judge import console, device_lock, journal, machine, plan, verdict 
 from harness.judge.journal import Journal  # noqa: E402
 from harness.judge.judging import Judging  # noqa: E402
 from harness.judge.session import ProblemError  # noqa: E402
-from harness.judge.verdict import Judged, Recorder  # noqa: E402
+from harness.judge.verdict import Recorder, Result  # noqa: E402
 from harness.problem import folders, scan  # noqa: E402
-from harness.problem.folders import Case, Entry, Problem, UsageError, reading  # noqa: E402
+from harness.problem.folders import Case, Problem, Submission, UsageError, reading  # noqa: E402
 from harness.results import environment, output, ranking, record, text  # noqa: E402
 from harness.sandbox import process  # noqa: E402
 from harness.tools import endtoend, modes  # noqa: E402
@@ -39,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
     p.add_argument("--submission", metavar="FILE", help="a file of your own")
     p.add_argument("--against", metavar="VARIANT_OR_FILE", help="interleaved pairs; ratio with its 95 %% interval")
-    p.add_argument("--all", action="store_true", help="every variant that this machine can run, peers too, in one run")
+    p.add_argument(
+        "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
+    )
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     p.add_argument("--case", metavar="TEXT", help="only cases whose text holds this, such as k=64 or 'm=7168 k=2048'")
     p.add_argument("--seed", type=int, help="seed of the test cases (timed calls have secret seeds)")
@@ -90,7 +92,7 @@ class Run:
         self.args, self.further = arguments, further
         self.lines: list[dict] = []
         self.journal: Journal | None = None
-        self.opponents: list[Judged] = []  # leaders that took part in a confirmation alone
+        self.opponents: list[Result] = []  # leaders that took part in a confirmation alone
 
     @property
     def resumable(self) -> bool:
@@ -158,16 +160,16 @@ class Run:
             return self._profile(chosen[0])
         self.recorder = Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)
         self.recorded = args.mode == "leaderboard" and not args.case and not args.sanitize
-        judged = [self._judged(entry) for entry in chosen]
+        judged = [self._judged(submission) for submission in chosen]
         runnable = [j for j in judged if self._admit(j)]
         if args.sanitize:
-            return self._sanitize([j for j in runnable if not j.entry.peer])
+            return self._sanitize([j for j in runnable if not j.submission.baseline])
         if self.recorded:
             self._plan(judged)
             stack.callback(self.journal.close)
         if runnable:
             self._judge(runnable)
-        self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.entry.targets])
+        self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets])
         self._see_unchanged(judged)
         self._record(judged)
         try:
@@ -201,7 +203,7 @@ class Run:
             return verdict.code_of([r["status"] for r in records if not r.get("superseded")], everything=True)
         return None
 
-    def _plan(self, judged: list[Judged]) -> None:
+    def _plan(self, judged: list[Result]) -> None:
         """Begin the journal, or see that what the resumed run depends on is unchanged."""
         tests, benchmarks = self._tests(), list(self.problem.benchmarks[self.device])
         now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
@@ -210,7 +212,7 @@ class Run:
             return
         plan.compare(self.journal.plan, now, self.journal.path)
         times = self.journal.resumptions
-        self.recorder.downgrades.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
+        self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
 
     def _lint(self) -> int:
@@ -250,8 +252,8 @@ class Run:
                     about = load.summary(folders.find(name).folder / "task.py")
                 console.say(f"{name:<20} {text.line(about)}")
             return 0
-        for entry in self._problem().entries():
-            console.say(text.line(f"{entry.name:<24} {','.join(entry.targets):<12} {entry.summary}"))
+        for submission in self._problem().submissions():
+            console.say(text.line(f"{submission.name:<24} {','.join(submission.targets):<12} {submission.summary}"))
         return 0
 
     def _device(self) -> str:
@@ -275,7 +277,7 @@ class Run:
             raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {result.stdout.strip()!r}")
         return load.TARGETS[int(major)]
 
-    def _chosen(self) -> list[Entry]:
+    def _chosen(self) -> list[Submission]:
         """The submissions that this run judges. UsageError: not these options together, or a file is no submission."""
         chosen = self._named()
         for one in chosen:
@@ -288,27 +290,27 @@ class Run:
                 console.say(f"note: {text.line(said)}")
         return chosen
 
-    def _named(self) -> list[Entry]:
+    def _named(self) -> list[Submission]:
         args = self.args
         if sum(map(bool, (args.variant, args.submission, args.all))) > 1:
             raise UsageError("give one of --variant, --submission and --all")
         if args.all and (args.against or args.mode == "profile"):
             raise UsageError("--all goes with neither --against nor --mode profile")
         if args.all:
-            entries = self.problem.entries()
-            if not entries:
+            submissions = self.problem.submissions()
+            if not submissions:
                 raise UsageError(f"{self.problem.name} has no variants/")
-            return entries
+            return submissions
         if args.variant:
             first = self.problem.variant(args.variant)
         elif args.submission:
-            first = folders.entry(self.problem, Path(args.submission))
+            first = folders.submission(self.problem, Path(args.submission))
         else:
             first = self.problem.winner(self.target)
         if not args.against:
             return [first]
         path = Path(args.against)
-        second = folders.entry(self.problem, path) if path.suffix == ".py" else self.problem.variant(args.against)
+        second = folders.submission(self.problem, path) if path.suffix == ".py" else self.problem.variant(args.against)
         if second.name == first.name:
             second = dataclasses.replace(second, name=f"{second.name}#2")
         return [first, second]
@@ -319,38 +321,41 @@ class Run:
             return device_lock.hold(environment.gpu_uuid(), console.say)
         return device_lock.hold("cpu", console.say) if timed else contextlib.nullcontext()
 
-    def _target_of(self, entry: Entry) -> str:
-        return self.target if self.target in entry.targets else entry.targets[0]
+    def _target_of(self, submission: Submission) -> str:
+        return self.target if self.target in submission.targets else submission.targets[0]
 
-    def _judged(self, entry: Entry) -> Judged:
-        with reading(entry.file.name):
-            judged = Judged(entry, self._target_of(entry), ranking_by=self.problem.ranking_by)
+    def _judged(self, submission: Submission) -> Result:
+        with reading(submission.file.name):
+            judged = Result(submission, self._target_of(submission), ranking_by=self.problem.ranking_by)
         if self.recorded:
             name = self.problem.name
-            runs = ranking.attempts(record.read(self.machine, name), entry.name)
-            runs |= journal.attempts(self.machine, name, entry.name)
+            runs = ranking.attempts(record.read(self.machine, name), submission.name)
+            runs |= journal.attempts(self.machine, name, submission.name)
             judged.attempt = len(runs | {self.recorder.run_id})
         return judged
 
-    def _admit(self, j: Judged) -> bool:
-        """Whether an entry may and can run here; else its verdict is set."""
-        with reading(j.entry.file.name):
-            findings = scan.findings(scan.closure(j.entry.file, j.entry.folder), j.entry.peer)
-            missing = [str(name) for name in j.entry.requires if not _installed(name)]
-            flags = load.missing_cpu_flags(j.entry.file)
+    def _admit(self, j: Result) -> bool:
+        """Whether a submission may and can run here; else its verdict is set."""
+        with reading(j.submission.file.name):
+            findings = scan.findings(scan.closure(j.submission.file, j.submission.folder), j.submission.baseline)
+            missing = [str(name) for name in j.submission.requires if not _installed(name)]
+            flags = load.missing_cpu_flags(j.submission.file)
         if findings:
             j.status, j.reason = "RULE_BROKEN", "\n".join(map(str, findings))
-            console.say(f"{j.entry.name}: RULE_BROKEN\n{j.reason}")
-        elif self.target not in j.entry.targets:
-            j.status, j.reason = "UNSUPPORTED", f"made for {', '.join(j.entry.targets)}, this run is on {self.target}"
+            console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
+        elif self.target not in j.submission.targets:
+            j.status, j.reason = (
+                "UNSUPPORTED",
+                f"made for {', '.join(j.submission.targets)}, this run is on {self.target}",
+            )
         elif missing:
             j.status, j.reason = "UNSUPPORTED", f"needs the Python package {', '.join(missing)}, which is not installed"
         elif flags:
             j.status, j.reason = "UNSUPPORTED", f"needs a CPU with {', '.join(flags)}"
         elif self.device == "cuda" and not shutil.which("nvcc"):
             raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
-        elif j.entry.only and not any(j.entry.serves(case) for cases in self._of_run() for case in cases):
-            j.status, j.reason = "UNSUPPORTED", f"{j.entry.limits}, and no case of this run is such"
+        elif j.submission.only and not any(j.submission.serves(case) for cases in self._of_run() for case in cases):
+            j.status, j.reason = "UNSUPPORTED", f"{j.submission.limits}, and no case of this run is such"
         return not j.status
 
     def _cases(self, cases: tuple[Case, ...], what: str) -> list[Case]:
@@ -376,26 +381,26 @@ class Run:
         tests = self._tests() if mode in ("test", "leaderboard") else []
         return tests, self._cases(timed, "benchmark") if mode != "test" else []
 
-    def _judge(self, judged: list[Judged]) -> None:
+    def _judge(self, judged: list[Result]) -> None:
         args, (tests, cases) = self.args, self._of_run()
         judging = Judging(self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter)
         with self._held(args.mode != "test"):
             judging.run(judged, tests, cases)
         self.opponents = judging.opponents
 
-    def _enter(self, entry: Entry) -> Judged | None:
-        """An entry that nobody named; None where it may not, or cannot, run here."""
-        judged = self._judged(entry)
+    def _enter(self, submission: Submission) -> Result | None:
+        """A submission that nobody named; None where it may not, or cannot, run here."""
+        judged = self._judged(submission)
         return judged if self._admit(judged) else None
 
-    def _compile(self, judged: list[Judged]) -> None:
+    def _compile(self, judged: list[Result]) -> None:
         """Entries for other targets are compiled here, without their device, where their compiler is installed."""
         if self.args.mode != "leaderboard":
             return
-        settled = {line["entry"]: line for line in self.journal.noted("compiled")} if self.journal else {}
+        settled = {line["submission"]: line for line in self.journal.noted("compiled")} if self.journal else {}
         todo = []
         for j in judged:
-            if line := settled.get(j.entry.name):
+            if line := settled.get(j.submission.name):
                 j.status, j.reason, j.artefacts = line["status"], line["reason"], line["artefacts"]
             else:
                 todo.append(j)
@@ -403,38 +408,38 @@ class Run:
             for j in modes.compile_only(self.problem, self.device, todo, progress):
                 if self.journal:
                     facts = {"status": j.status, "reason": j.reason, "artefacts": j.artefacts}
-                    self.journal.note("compiled", entry=j.entry.name, **facts)
+                    self.journal.note("compiled", submission=j.submission.name, **facts)
 
-    def _see_unchanged(self, judged: list[Judged]) -> None:
+    def _see_unchanged(self, judged: list[Result]) -> None:
         """Every process takes a copy of its submission when it starts, so all must have found the same."""
         for j in (*judged, *self.opponents):
             if not (j.tests or j.times):
                 continue
             try:
-                with reading(j.entry.file.name):
-                    changed = verdict.source_hash(j.entry) != j.source_hash
+                with reading(j.submission.file.name):
+                    changed = verdict.source_hash(j.submission) != j.source_hash
             except UsageError:
                 changed = True  # or removed
             if changed:
                 j.status, j.reason = "INVALID_MEASUREMENT", "its files were changed during the run"
 
-    def _record(self, judged: list[Judged]) -> None:
+    def _record(self, judged: list[Result]) -> None:
         """All records of the run at once; --mode leaderboard without --case alone has any."""
         if not self.journal:
             return
         for j in (*judged, *self.opponents):
             # That a file is made for another machine is no result of this one.
-            if self.target in j.entry.targets or j.status != "UNSUPPORTED" or not self.args.all:
+            if self.target in j.submission.targets or j.status != "UNSUPPORTED" or not self.args.all:
                 self.lines += self.recorder.lines(j)
         self.journal.finish(self.lines)
 
-    def _print(self, judged: list[Judged]) -> None:
+    def _print(self, judged: list[Result]) -> None:
         args = self.args
         console.say()
         timed = [j for j in (*judged, *self.opponents) if j.times]
         if timed:
             console.times(timed)
-            console.ground(timed)
+            console.readings(timed)
         for one in (one for j in judged for one in (*j.before, j) if one.against_all):
             console.say()
             console.against(one)
@@ -445,27 +450,27 @@ class Run:
         elif args.mode == "leaderboard":
             console.say("selected cases only: nothing recorded")
 
-    def _write_json(self, judged: list[Judged]) -> None:
+    def _write_json(self, judged: list[Result]) -> None:
         if self.args.json:
             lines = self.lines or [line for j in judged for line in self.recorder.lines(j)]
             said = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
             output.write_whole(Path(self.args.json), said)
 
-    def _profile(self, entry: Entry) -> int:
-        j = Judged(entry, self._target_of(entry))
+    def _profile(self, submission: Submission) -> int:
+        j = Result(submission, self._target_of(submission))
         if not self._admit(j):
-            console.say(f"{entry.name}: {j.status}: {j.reason}")
+            console.say(f"{submission.name}: {j.status}: {j.reason}")
             return verdict.EXIT_CODES[j.status]
         _, cases = self._of_run()
         for case in cases:
-            if not entry.serves(case):
-                console.say(f"{case}\nUNSUPPORTED: {entry.limits}")
-        cases = [case for case in cases if entry.serves(case)]
+            if not submission.serves(case):
+                console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
+        cases = [case for case in cases if submission.serves(case)]
         with self._held():
-            said = modes.profile(self.problem, self.device, self.target, entry, cases, self.args.timeout)
+            said = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
         return verdict.EXIT_CODES[said]
 
-    def _sanitize(self, judged: list[Judged]) -> int:
+    def _sanitize(self, judged: list[Result]) -> int:
         if self.device != "cuda":
             raise UsageError("--sanitize needs a GPU")
         cases, _ = self._of_run()

@@ -7,9 +7,9 @@ record has a row, and a row without a rank says why. A measurement that a confir
 
 A variant's state is that of its newest run: if that failed, in any test or benchmark case, so does its row, whatever an
 older run said. A run in which it was UNSUPPORTED throughout is about the machine, so it counts only for a variant that
-has neither run nor been compiled. Single UNSUPPORTED cases of a peer (its ONLY) are gaps: it has no geomean without all
-benchmark cases, and measures the others in the cases that it has. "NAME#2", the second side of a variant paired with
-itself, is no variant of its own.
+has neither run nor been compiled. Single UNSUPPORTED cases of a baseline (its ONLY) are gaps: it has no geomean without
+all benchmark cases, and measures the others in the cases that it has. "NAME#2", the second side of a variant paired
+with itself, is no variant of its own.
 """
 
 import json
@@ -26,12 +26,33 @@ OTHER_RUN = "from another run: not comparable"
 COMPILED = "compiled, not run"
 
 STANDING = [
-    *("rank", "variant", "peer", "geomean_us", "lo_us", "hi_us", "roof_share", "peer_ratio", "done", "wanted"),
+    *(
+        "rank",
+        "variant",
+        "baseline",
+        "geomean_us",
+        "lo_us",
+        "hi_us",
+        "roofline_share",
+        "baseline_ratio",
+        "done",
+        "wanted",
+    ),
     *("status", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes", "kernels"),
 ]
 TIMES = [
-    *("variant", "case", "peer", "run_id", "base", "status", "reason", "median_us", "lo_us", "hi_us", "n"),
-    *("roof_us", "roof_kind", "roof_share", "peer_ratio", "bytes", "flops", "empty_call_us", "host_us", "untimed_us"),
+    *("variant", "case", "baseline", "run_id", "base", "status", "reason", "median_us", "lo_us", "hi_us", "n"),
+    *(
+        "roofline_us",
+        "roofline_kind",
+        "roofline_share",
+        "baseline_ratio",
+        "bytes",
+        "flops",
+        "empty_call_us",
+        "host_us",
+        "setup_us",
+    ),
     *("rel_error", "max_error", "tolerance"),
 ]
 PAIRS = ["variant", "against", "case", "ratio", "lo", "hi", "word", "run_id"]
@@ -41,7 +62,7 @@ PAIRS = ["variant", "against", "case", "ratio", "lo", "hi", "word", "run_id"]
 class Board:
     """What was measured for one target of one problem on one machine.
 
-    standing  one row per variant, columns STANDING: ranked, peers, other runs, failures, compiled; fastest first
+    standing  one row per variant, columns STANDING: ranked, baselines, other runs, failures, compiled; fastest first
     times     one row per variant and case of the board, columns TIMES; times in us, NaN where there is none
     pairs     one row per case of each two variants' newest paired run, columns PAIRS; ratio < 1: variant is faster
     run       the base run's facts: run_id, time, commit, environment, clock; where nothing was timed, the newest run's
@@ -55,7 +76,7 @@ class Board:
     cases: list[str]
     run: dict
     timed: bool
-    figure: str
+    metric: str
     standing: pd.DataFrame
     times: pd.DataFrame
     pairs: pd.DataFrame
@@ -138,8 +159,8 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
         notes.append(f"clocks were throttled in run {base}: {', '.join(throttled)}")
     run, ever_ran = _facts(told), not ran.empty
     pairs = _pairs(everything[everything.kind == "benchmark"])
-    figure = ranking.name(ranking_by)
-    return Board(machine, problem, target, cases, run, ever_ran, figure, standing, times, pairs, notes)
+    metric = ranking.name(ranking_by)
+    return Board(machine, problem, target, cases, run, ever_ran, metric, standing, times, pairs, notes)
 
 
 def _row(
@@ -151,8 +172,8 @@ def _row(
     lead: how it took the lead after the base run, if it did.
     """
     row = dict.fromkeys(STANDING) | {"variant": variant, "done": 0, "wanted": len(cases), "notes": [], "base": False}
-    row |= {"peer": any(record.get("peer") for record in lines.record), "reason": ""} | _resources(lines)
-    row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roof_share", "peer_ratio"), math.nan)
+    row |= {"baseline": any(record.get("baseline") for record in lines.record), "reason": ""} | _resources(lines)
+    row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio"), math.nan)
     ran = lines[lines.kind != "compile"]
     ran = ran[(ran.status != "UNSUPPORTED").groupby(ran.run_id).transform("any")]
     if ran.empty:
@@ -161,8 +182,8 @@ def _row(
         row |= {"status": last.status, "run_id": last.run_id, "reason": _text(last.record.get("reason"))}
         row["notes"] = [COMPILED] if last.status == "COMPILED" else []
         return row, []
-    # Of a peer, single cases that it does not serve are gaps, no failures.
-    gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & row["peer"]
+    # Of a baseline, single cases that it does not serve are gaps, no failures.
+    gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & row["baseline"]
     ran, gaps = ran[~gaps], ran[gaps]
     run_id = _shown_run(ran, lead.run_id if lead else base)
     run = ran[ran.run_id == run_id].drop_duplicates(["kind", "case"], keep="last")  # an attempt replaces the one before
@@ -180,21 +201,21 @@ def _row(
             row["notes"].append("source changed since")
 
     bench = {line.case: line.record for line in pd.concat([gaps, run]).itertuples() if line.kind == "benchmark"}
-    times = [_time(variant, case, bench.get(case), run_id, row["base"], row["peer"]) for case in cases]
+    times = [_time(variant, case, bench.get(case), run_id, row["base"], row["baseline"]) for case in cases]
     done = [time for time in times if time["status"] == "PASSED"]
     row["done"] = len(done)
     row["status"], row["reason"] = _state(run, times, lines)
     row["notes"] += dict.fromkeys(_text(record.get("reason")) for record in gaps.record)
     if row["status"] == "PASSED" and done and len(done) == len(cases):
-        row["geomean_us"] = ranking.figure(ranking_by, [time["median_us"] for time in done])
-        if all(time["roof_share"] > 0 for time in done):
-            row["roof_share"] = stats.geomean([time["roof_share"] for time in done])
+        row["geomean_us"] = ranking.metric(ranking_by, [time["median_us"] for time in done])
+        if all(time["roofline_share"] > 0 for time in done):
+            row["roofline_share"] = stats.geomean([time["roofline_share"] for time in done])
         try:
             samples = [bench[case].get("samples_us") or [] for case in cases]
             row["lo_us"], row["hi_us"] = ranking.interval(ranking_by, samples)
         except (TypeError, ValueError) as error:
             row["notes"].append(f"no interval, hence no rank: samples_us: {error}")
-    if left_out := [time["untimed_us"] for time in done if time["untimed_us"] > 0]:
+    if left_out := [time["setup_us"] for time in done if time["setup_us"] > 0]:
         row["notes"].append(f"left out of the time: {_span(left_out)} us a call")
     return row, times
 
@@ -203,7 +224,7 @@ def _first(before: pd.DataFrame, cases: list[str], ranking_by: str) -> str:
     """As " of 22.10 us": the figure of superseded records, as far as they give one."""
     medians = {line.case: line.record.get("median_us") for line in before.itertuples()}
     try:
-        return f" of {ranking.figure(ranking_by, [medians[case] for case in cases]):.2f} us"
+        return f" of {ranking.metric(ranking_by, [medians[case] for case in cases]):.2f} us"
     except (KeyError, TypeError, ValueError):
         return ""
 
@@ -226,7 +247,7 @@ def _state(run: pd.DataFrame, times: list[dict], lines: pd.DataFrame) -> tuple[s
         first = failed.iloc[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         reason = _text(first.record.get("reason")) or "no reason given"
-        where = f"{first.kind} {first.case}" if first.case else "all cases"  # a verdict on the whole entry
+        where = f"{first.kind} {first.case}" if first.case else "all cases"  # a verdict on the whole submission
         return first.status, f"{where}{more}: {reason}"
     compiled = lines[(lines.kind == "compile") & (lines.newest >= run.newest.iloc[-1])]
     if len(compiled) and compiled.status.iloc[-1] not in ("COMPILED", "UNSUPPORTED"):
@@ -240,16 +261,16 @@ def _state(run: pd.DataFrame, times: list[dict], lines: pd.DataFrame) -> tuple[s
     return ("MISSING", f"not timed: {'; '.join(time['case'] for time in bad)}") if bad else ("PASSED", "")
 
 
-def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool, peer: bool) -> dict:
+def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool, baseline: bool) -> dict:
     """One variant's time in one case. A time that is no positive finite number is INVALID_MEASUREMENT, whatever the
     record says; a case without a record is MISSING."""
     time = dict.fromkeys(TIMES, math.nan) | {"variant": variant, "case": case, "run_id": run_id, "base": base}
-    time |= {"peer": peer, "status": "MISSING", "reason": "no record", "roof_kind": ""}
+    time |= {"baseline": baseline, "status": "MISSING", "reason": "no record", "roofline_kind": ""}
     if record is None:
         return time
     time |= {"status": record["status"], "reason": _text(record.get("reason"))}
-    numbers = ("n", "roof_us", "bytes", "flops", "empty_call_us", "host_us", "untimed_us")
-    time |= {key: _number(record.get(key)) for key in numbers} | {"roof_kind": _text(record.get("roof_kind"))}
+    numbers = ("n", "roofline_us", "bytes", "flops", "empty_call_us", "host_us", "setup_us")
+    time |= {key: _number(record.get(key)) for key in numbers} | {"roofline_kind": _text(record.get("roofline_kind"))}
     error = record.get("error") or {}
     time |= {to: _number(error.get(key)) for to, key in zip(TIMES[-3:], ("rel", "max", "tol"), strict=True)}
     if time["status"] != "PASSED":
@@ -258,19 +279,19 @@ def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool,
     if not (math.isfinite(median) and median > 0):
         return time | {"status": "INVALID_MEASUREMENT", "reason": f"median_us is no time: {record.get('median_us')!r}"}
     lo, hi = (_number(bound) for bound in record.get("ci95_us") or (math.nan, math.nan))
-    return time | {"median_us": median, "lo_us": lo, "hi_us": hi, "roof_share": time["roof_us"] / median}
+    return time | {"median_us": median, "lo_us": lo, "hi_us": hi, "roofline_share": time["roofline_us"] / median}
 
 
 def _against_peers(standing: pd.DataFrame, times: pd.DataFrame) -> None:
-    """Fill peer_ratio, best peer's time / this time, for the base run: by case in times; in standing of geomeans, which
-    a peer with gaps has not.
+    """Fill peer_ratio, best baseline's time / this time, for the base run: by case in times; in standing of geomeans,
+    which a baseline with gaps has not.
     """
     standing["base"], times["base"] = standing["base"].astype(bool), times["base"].astype(bool)
-    best = standing.loc[standing.base & standing.peer, "geomean_us"].min()
-    standing["peer_ratio"] = (best / standing.geomean_us).where(standing.base)
+    best = standing.loc[standing.base & standing.baseline, "geomean_us"].min()
+    standing["baseline_ratio"] = (best / standing.geomean_us).where(standing.base)
     right = set(standing.loc[standing.base & (standing.status == "PASSED"), "variant"])
-    peers = times[times.base & times.peer & times.variant.isin(right)].groupby("case")["median_us"].min()
-    times["peer_ratio"] = (times.case.map(peers).astype(float) / times.median_us).where(times.base)
+    baselines = times[times.base & times.baseline & times.variant.isin(right)].groupby("case")["median_us"].min()
+    times["baseline_ratio"] = (times.case.map(baselines).astype(float) / times.median_us).where(times.base)
 
 
 def _ranked(standing: pd.DataFrame, promoted: list[str]) -> pd.DataFrame:
@@ -280,11 +301,11 @@ def _ranked(standing: pd.DataFrame, promoted: list[str]) -> pd.DataFrame:
     """
     passed = (standing.status == "PASSED") & standing.geomean_us.notna()
     ahead = passed & standing.variant.isin(promoted)
-    eligible = passed & standing.base & ~standing.peer.astype(bool) & standing.lo_us.notna() & ~ahead
+    eligible = passed & standing.base & ~standing.baseline.astype(bool) & standing.lo_us.notna() & ~ahead
     section = pd.Series(3, index=standing.index)  # failures and gaps
     section[standing.status == "COMPILED"] = 4
     section[passed] = 2
-    section[passed & standing.base & standing.peer] = 1
+    section[passed & standing.base & standing.baseline] = 1
     section[eligible] = 0
     for place, name in enumerate(promoted, 1):
         section[ahead & (standing.variant == name)] = -place

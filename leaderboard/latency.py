@@ -59,7 +59,7 @@ def notes(records: list[dict]) -> list[str]:
     return [
         "Time per decode step of B sequences, median; eager on the host's clock, and one replayed graph a step. The "
         "floor is the least memory traffic at the datasheet's bandwidth. A state other than ok names the check that "
-        f"failed. Kernels in slots: {', '.join(filled) or 'none'}; commit {', '.join(commits)}."
+        f"failed. Kernels in buffers: {', '.join(filled) or 'none'}; commit {', '.join(commits)}."
     ]
 
 

@@ -1,4 +1,4 @@
-"""The picture of a board: each variant's time against the roof, case by case."""
+"""The picture of a board: each variant's time against the measured roofline, case by case."""
 
 import math
 from pathlib import Path
@@ -36,8 +36,8 @@ def write(board: Board, folder: Path) -> Path | None:
 
 
 def draw(board: Board) -> Figure:
-    """One panel per case. A bar runs from the roof, a line, to the time, so on the log axis its length is the factor
-    between them; whiskers are 95 % intervals. Variants come in the board's order, fastest first."""
+    """One panel per case. A bar runs from the measured roofline, a line, to the time, so on the log axis its length is
+    the factor between them; whiskers are 95 % intervals. Variants come in the board's order, fastest first."""
     shown = board.standing[board.standing.variant.isin(board.times.variant)]
     height = 0.34 * len(shown) + 2.0
     width = 2.1 + 3.3 * len(board.cases)
@@ -54,7 +54,7 @@ def draw(board: Board) -> Figure:
     run = board.run
     gpu = run["environment"].get("cpu" if board.target == "cpu" else "gpu") or board.machine
     left = 0.12 / width
-    heading = text.picture(f"{board.problem}, {board.target}", HEADING) + ": time against the roof"
+    heading = text.picture(f"{board.problem}, {board.target}", HEADING) + ": time against the measured roofline"
     figure.text(left, 1 - 0.25 / height, heading, weight="bold", size=11)
     about = text.picture(f"{gpu}, run {run['run_id']}, {run['time']}", HEADING)
     figure.text(left, 1 - 0.45 / height, about, color="#555555", size=8)
@@ -65,16 +65,16 @@ def draw(board: Board) -> Figure:
 
 def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
     times = board.times[board.times.case == case].set_index("variant")
-    roofs = times.roof_us.where(times.base).dropna()
-    roofs = roofs if len(roofs) else times.roof_us.dropna()
+    rooflines = times.roofline_us.where(times.base).dropna()
+    rooflines = rooflines if len(rooflines) else times.roofline_us.dropna()
     valid = times.median_us.dropna()
-    lows = [*valid, *roofs]
+    lows = [*valid, *rooflines]
     if not lows:
         panel.set_title(f"{text.picture(case, HEADING)}\nno time", size=9)
         return
-    roof = float(roofs.median()) if len(roofs) else None
+    roofline = float(rooflines.median()) if len(rooflines) else None
     lo, hi = min(lows), max(lows)
-    start = roof if roof else lo / 1.1
+    start = roofline if roofline else lo / 1.1
     span = max(hi / lo, 1.3)
     left, right = min(lo, start) / span**0.06, lo * span ** (1 + LABEL_ROOM)
     panel.set_xscale("log")
@@ -85,7 +85,7 @@ def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
             state = {"MISSING": "not timed"}.get(row.status, row.status)
             panel.text(start * span**0.03, position, state, va="center", size=8, color="#777777", style="italic")
             continue
-        colour, hatch = (OTHER, "....") if not row.base else (PEER, "////") if row.peer else (RANKED, None)
+        colour, hatch = (OTHER, "....") if not row.base else (PEER, "////") if row.baseline else (RANKED, None)
         ends = sorted((start, row.median_us))
         panel.barh(position, ends[1] - ends[0], left=ends[0], height=0.62, color=colour, hatch=hatch, linewidth=0)
         reach = row.median_us
@@ -94,14 +94,16 @@ def _panel(panel: Axes, board: Board, case: str, variants: list[str]) -> None:
             whisker = [[max(0.0, row.median_us - row.lo_us)], [max(0.0, row.hi_us - row.median_us)]]
             panel.errorbar(row.median_us, position, xerr=whisker, ecolor=INK, elinewidth=1.1, capsize=2.5, fmt="none")
             reach = max(reach, row.hi_us)
-        share = f"  {tables.percent(row.roof_share)}" if row.roof_share > 0 else ""
+        share = f"  {tables.percent(row.roofline_share)}" if row.roofline_share > 0 else ""
         figures = f"{tables.us(row.median_us)}{share}"
         panel.text(max(reach, start) * span**0.03, position, figures, va="center", size=8, color=INK)
-    if roof:
-        panel.axvline(roof, color=INK, linewidth=1.3, zorder=3)
-    kind = text.picture("/".join(sorted(set(times.roof_kind) - {""})))
+    if roofline:
+        panel.axvline(roofline, color=INK, linewidth=1.3, zorder=3)
+    kind = text.picture("/".join(sorted(set(times.roofline_kind) - {""})))
     panel.set_title(
-        f"{text.picture(case, HEADING)}\n" + (f"roof ({kind}) {tables.us(roof)} us" if roof else "no roof"), size=9
+        f"{text.picture(case, HEADING)}\n"
+        + (f"measured roofline ({kind}) {tables.us(roofline)} us" if roofline else "no measured roofline"),
+        size=9,
     )
     _axis(panel)
 
@@ -135,10 +137,12 @@ def _between(lo: float, hi: float, subs: tuple[float, ...]) -> list[float]:
 
 
 def _legend() -> list[Patch]:
-    reading = "bar: from the roof (line) to the median; whisker: 95 %; figures: us, share of roof"
+    reading = (
+        "bar: from the measured roofline (line) to the median; whisker: 95 %; figures: us, share of measured roofline"
+    )
     return [
         Patch(facecolor=RANKED, label="variant"),
-        Patch(facecolor=PEER, hatch="////", label="peer, unranked"),
+        Patch(facecolor=PEER, hatch="////", label="baseline, unranked"),
         Patch(facecolor=OTHER, hatch="....", label="from another run: not comparable"),
         Patch(facecolor="white", label=reading),
     ]

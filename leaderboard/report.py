@@ -134,7 +134,7 @@ def terminal(boards: list[board.Board], steps: dict[str, list[dict]], console: C
         for line in tables.facts(one):
             console.print(_text(line, "dim"))
         header, rows = tables.standing(one)
-        styles = ["bold green" if row[0] == "1" else "yellow" if row[0] == "peer" else "" for row in rows]
+        styles = ["bold green" if row[0] == "1" else "yellow" if row[0] == "baseline" else "" for row in rows]
         _print(console, header, rows, styles)
         (header, rows), common = tables.by_case(one)
         if rows:

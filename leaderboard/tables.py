@@ -14,9 +14,34 @@ from leaderboard.board import Board
 WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 CSV = [
-    *("machine", "problem", "target", "rank", "variant", "peer", "case", "run_id", "base", "status", "reason", "done"),
-    *("wanted", "time_us", "lo_us", "hi_us", "n", "roof_us", "roof_kind", "roof_share", "peer_ratio", "bytes", "flops"),
-    *("empty_call_us", "host_us", "untimed_us", "rel_error", "max_error", "tolerance", "attempts"),
+    *(
+        "machine",
+        "problem",
+        "target",
+        "rank",
+        "variant",
+        "baseline",
+        "case",
+        "run_id",
+        "base",
+        "status",
+        "reason",
+        "done",
+    ),
+    *(
+        "wanted",
+        "time_us",
+        "lo_us",
+        "hi_us",
+        "n",
+        "roofline_us",
+        "roofline_kind",
+        "roofline_share",
+        "baseline_ratio",
+        "bytes",
+        "flops",
+    ),
+    *("empty_call_us", "host_us", "setup_us", "rel_error", "max_error", "tolerance", "attempts"),
     *("registers", "spill_bytes"),
 ]
 
@@ -40,38 +65,40 @@ def facts(board: Board) -> list[str]:
     lines = ["Machine: " + (", ".join(parts) or "not recorded")]
     if board.timed:
         about = [f"{key} {_words(clock[key])}" for key in ("cold", "delivery") if clock.get(key) is not None]
-        about.append(f"downgrades: {_words(clock['downgrades'])}" if clock.get("downgrades") else "no downgrades")
+        about.append(f"warnings: {_words(clock['warnings'])}" if clock.get("warnings") else "no warnings")
         lines.append("Clock: " + ", ".join([_words(clock.get("name")) or "not recorded", *about]))
     commit = (run["commit"][:12] or "unknown") + (" with uncommitted changes" if run["dirty"] else "")
     return lines + [f"Run: {run['run_id']}, {run['time']}, commit {commit}"]
 
 
 def standing(board: Board) -> Table:
-    """-> (header, rows). With times: a row per variant, and up to WIDE cases as columns, for which the roof and the
-    empty call have rows. Without: what was compiled.
+    """-> (header, rows). With times: a row per variant, and up to WIDE cases as columns, for which the measured
+    roofline and the empty call have rows. Without: what was compiled.
     """
     if not board.timed:
         return ["variant", "state", "registers", "spilled"], [
             [row.variant, _state(row, resources=False), *_compiled(row)] for row in board.standing.itertuples()
         ]
     with_run = not board.standing.base.all()
-    with_peer = bool(board.standing.peer_ratio.notna().any())
-    header = ["rank", "variant", f"{board.figure} us", "95 % interval", "of roof"] + ["peer / this"] * with_peer
+    with_peer = bool(board.standing.baseline_ratio.notna().any())
+    header = ["rank", "variant", f"{board.metric} us", "95 % interval", "of measured roofline"] + [
+        "baseline / this"
+    ] * with_peer
     shown = board.cases if len(board.cases) <= WIDE else []
     header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run + ["state"]
     cells = {(row.variant, row.case): row for row in board.times.itertuples()}
     rows = []
     for row in board.standing.itertuples():
-        rank = "peer" if row.peer else "-" if pd.isna(row.rank) else str(row.rank)
-        line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roof_share)]
-        line += [f"{row.peer_ratio:.2f}x" if row.peer_ratio > 0 else ""] * with_peer
+        rank = "baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank)
+        line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roofline_share)]
+        line += [f"{row.baseline_ratio:.2f}x" if row.baseline_ratio > 0 else ""] * with_peer
         line += [_cell(cells.get((row.variant, case))) for case in shown]
         line += [f"{row.done}/{row.wanted}", _error(board.times, row), str(row.attempts or "")]
         rows.append(line + ["" if row.base else row.run_id] * with_run + [_state(row)])
     of_base = board.times[board.times.base]
-    for name, column in (("roof", "roof_us"), ("empty call", "empty_call_us")) if shown else ():
+    for name, column in (("measured roofline", "roofline_us"), ("empty call", "empty_call_us")) if shown else ():
         spans = [_span(of_base.loc[of_base.case == case, column]) for case in shown]
-        kinds = "/".join(sorted(set(of_base.roof_kind) - {""})) if name == "roof" else ""
+        kinds = "/".join(sorted(set(of_base.roofline_kind) - {""})) if name == "measured roofline" else ""
         line = ["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_peer + spans
         rows.append(line + [""] * (len(header) - len(line)))
     return header, rows
@@ -79,7 +106,7 @@ def standing(board: Board) -> Table:
 
 def by_case(board: Board) -> tuple[Table, str]:
     """Of a board with more than WIDE cases -> ((header, rows), what all cases have in common): a row per case, with the
-    time, share of the roof and rate of each variant of the base run. No rows for another board.
+    time, share of the measured roofline and rate of each variant of the base run. No rows for another board.
     """
     if not board.timed or len(board.cases) <= WIDE:
         return ([], []), ""
@@ -89,17 +116,17 @@ def by_case(board: Board) -> tuple[Table, str]:
     variants = [name for name in board.standing.variant if name in timed]
     cells = {(row.variant, row.case): row for row in of_base.itertuples()}
     best = board.standing[board.standing["rank"] == 1].variant
-    with_peer = bool(len(best)) and bool(board.standing.peer_ratio.notna().any())
+    with_peer = bool(len(best)) and bool(board.standing.baseline_ratio.notna().any())
     rows = []
     for case in board.cases:
         line = [own[case]]
         line += [_cell(cells.get((name, case)), rate=True) for name in variants]
         if with_peer:
-            ratio = getattr(cells.get((best.iloc[0], case)), "peer_ratio", math.nan)
+            ratio = getattr(cells.get((best.iloc[0], case)), "baseline_ratio", math.nan)
             line.append(f"{ratio:.2f}x" if ratio > 0 else "")
         its = of_base[of_base.case == case]
-        rows.append(line + [_span(its.roof_us), _span(its.empty_call_us)])
-    header = ["case", *variants] + ["peer / first"] * with_peer + ["roof", "empty call"]
+        rows.append(line + [_span(its.roofline_us), _span(its.empty_call_us)])
+    header = ["case", *variants] + ["baseline / first"] * with_peer + ["measured roofline", "empty call"]
     return (header, rows), shared
 
 
@@ -117,15 +144,16 @@ def notes(board: Board) -> list[str]:
     if not board.timed:
         return board.notes
     lines = [
-        "Times are medians in us of calls with cold caches; a case's share is roof / time, the roof being the least "
+        "Times are medians in us of calls with cold caches. % of roofline is the measured roofline / time: the least "
         "time for the same bytes (read) or operations (flops) under the same clock in the same run.",
-        f"The {board.figure} is over all cases of the board; overlapping 95 % intervals share a rank (with the group's "
+        f"The {board.metric} is over all cases of the board; overlapping 95 % intervals share a rank (with the group's "
         "first). Attempts: the runs that timed a variant of this name here.",
-        "Error: the largest, and what was admitted at that element; for peers relative (Frobenius) and its limit.",
+        "Error: the largest, and what was admitted at that element; for baselines relative (Frobenius) and its limit.",
     ]
-    if board.standing.peer.any():
+    if board.standing.baseline.any():
         lines.append(
-            "Peers are public kernels, unranked; peer / this is the best peer's time over this one's, of the same run."
+            "Baselines are public kernels, unranked; baseline / this is the best baseline's time over this one's, of "
+            "the same run."
         )
     return lines + board.notes
 
@@ -163,7 +191,7 @@ def frame(boards: list[Board]) -> pd.DataFrame:
     tables = []
     for board in boards:
         place = {"machine": board.machine, "problem": board.problem, "target": board.target}
-        total = board.standing.rename(columns={"geomean_us": "time_us"}).assign(case=board.figure, **place)
+        total = board.standing.rename(columns={"geomean_us": "time_us"}).assign(case=board.metric, **place)
         total["reason"] = ["; ".join(filter(None, [r, *n])) for r, n in zip(total.reason, total.notes, strict=True)]
         cases = board.times.rename(columns={"median_us": "time_us"}).assign(**place)
         tables += [table.reindex(columns=CSV).astype(object) for table in (total, cases) if len(table)]
@@ -204,12 +232,14 @@ def _grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
 
 
 def _cell(time: tuple | None, rate: bool = False) -> str:
-    """A case's time with its share of the roof, and with its `rate`, or what there is instead of a time."""
+    """A case's time with its share of the measured roofline, and with its `rate`, or what there is instead of a
+    time.
+    """
     if time is None or time.status == "MISSING":
         return "-"
     if time.status != "PASSED":
         return time.status
-    about = [percent(time.roof_share)] if time.roof_share > 0 else []
+    about = [percent(time.roofline_share)] if time.roofline_share > 0 else []
     about += [f"{time.flops / time.median_us / 1e6:.3g} TFLOP/s"] if rate and time.flops > 0 else []
     return us(time.median_us) + (f" ({', '.join(about)})" if about else "")
 
@@ -220,7 +250,7 @@ def _interval(row: tuple) -> str:
 
 def _error(times: pd.DataFrame, row: tuple) -> str:
     """The error of the case that used most of its tolerance."""
-    measure = "rel_error" if row.peer else "max_error"
+    measure = "rel_error" if row.baseline else "max_error"
     its = times[(times.variant == row.variant) & times[measure].notna() & (times.tolerance > 0)]
     if its.empty:
         return ""
@@ -259,7 +289,7 @@ def _span(values: pd.Series) -> str:
 
 
 def _words(value: object) -> str:
-    """A clock's entry as words: a list is joined, a truth value says yes or no."""
+    """A clock's submission as words: a list is joined, a truth value says yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):

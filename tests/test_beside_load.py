@@ -20,8 +20,8 @@ import pytest
 
 from harness.judge import phases, session
 from harness.judge.phases import Plan
-from harness.judge.session import Entrant, Outcome, Session
-from harness.judge.verdict import CaseTime, weigh
+from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.verdict import CaseTime, aggregate
 from harness.problem import folders, scan
 from harness.problem.folders import Case, Problem
 from harness.results import stats
@@ -33,7 +33,7 @@ from tests.fixtures.busy import COUNT, Busy
 FOLDER = Path(__file__).parent / "exploits"
 PROBLEMS = Path(__file__).parent / "fixtures" / "problems"
 CASES = {"vector_add": {"n": 2**18}, "linear": {"m": 257, "k": 1031}}
-HOW = Plan(processes=1, samples=3, warmups=1, slots=2, audits=0, extra=6)
+HOW = Plan(processes=1, samples=3, warmups=1, buffers=2, audits=0, extra=6)
 RUNS = {"vector_add": 88, "linear": 12}  # idle, and as many beside load
 SHORT = ("control_honest", "control_scratch")
 SHORT_RUNS = 4
@@ -45,7 +45,7 @@ ACCUSATIONS = {"CHEAT_SUSPECTED", "RULE_BROKEN"}
 # that may be PASSED, with an honest time, that one: they write late, leave work behind, keep answers, work before the
 # clock, patch it, answer early, sleep in the warm-up, forge a time, load the machine.
 ROWS = (4, 5, 9, 11, 13, 14, 16, 39, 40, 53)
-ATTACK_HOW = Plan(processes=2, samples=5, warmups=1, slots=2, audits=0, extra=10)
+ATTACK_HOW = Plan(processes=2, samples=5, warmups=1, buffers=2, audits=0, extra=10)
 CAUGHT = {"CHEAT_SUSPECTED", "INVALID_MEASUREMENT", "INCORRECT", "RUNTIME_ERROR", "TIMEOUT", "RULE_BROKEN"}
 NOT_FASTER = 0.95  # times the honest control's median
 LIMIT_S = 20  # for a call
@@ -89,27 +89,29 @@ def busy() -> Iterator[Busy]:
 
 
 @contextlib.contextmanager
-def judging(name: str, files: list[Path]) -> Iterator[tuple[Session, Problem, list[Entrant]]]:
+def judging(name: str, files: list[Path]) -> Iterator[tuple[Session, Problem, list[RunnerHandle]]]:
     found = folders.find(str(PROBLEMS / name))
-    entrants = [Entrant(file.stem, folders.entry(found, file), "cpu") for file in files]
+    handles = [RunnerHandle(file.stem, folders.submission(found, file), "cpu") for file in files]
     with Session(found, "cpu", LIMIT_S) as running:
-        yield running, found, entrants
+        yield running, found, handles
 
 
 def timed(
-    running: Session, found: Problem, entrants: list[Entrant], runs: int, busy: Busy | None, how: Plan = HOW
+    running: Session, found: Problem, handles: list[RunnerHandle], runs: int, busy: Busy | None, how: Plan = HOW
 ) -> dict[str, list[CaseTime]]:
-    """So many runs of each entrant, by name. The load begins when all processes are there."""
+    """So many runs of each submission, by name. The load begins when all processes are there."""
     params = CASES[found.name]
     cases = [Case(params, 1, bytes=found.benchmarks["cpu"][0].bytes)] * runs
     progress = busy.start if busy else lambda _: None
-    timings, grounds = phases.run_benchmarks(running, entrants, cases, progress, how=how)
-    return {name: [weigh(t, g) for t, g in zip(of, grounds, strict=True)] for name, of in timings.items()}
+    timings, all_readings = phases.run_benchmarks(running, handles, cases, progress, how=how)
+    return {name: [aggregate(t, g) for t, g in zip(of, all_readings, strict=True)] for name, of in timings.items()}
 
 
-def on_tests(running: Session, found: Problem, entrants: list[Entrant], busy: Busy | None) -> dict[str, list[Outcome]]:
+def on_tests(
+    running: Session, found: Problem, handles: list[RunnerHandle], busy: Busy | None
+) -> dict[str, list[Outcome]]:
     progress = busy.start if busy else lambda _: None
-    return phases.run_tests(running, entrants, list(found.tests[:3]), lambda *_: None, progress)
+    return phases.run_tests(running, handles, list(found.tests[:3]), lambda *_: None, progress)
 
 
 def failures(times: list[CaseTime]) -> list[Outcome]:
@@ -118,9 +120,9 @@ def failures(times: list[CaseTime]) -> list[Outcome]:
 
 def judged(name: str, files: list[Path], runs: int, busy: Busy | None, test: bool = True) -> list[Outcome]:
     """What each of the runs came to, and what failed of the test cases."""
-    with judging(name, files) as (running, found, entrants):
-        outcomes = on_tests(running, found, entrants, busy) if test else {}
-        times = timed(running, found, entrants, runs, busy)
+    with judging(name, files) as (running, found, handles):
+        outcomes = on_tests(running, found, handles, busy) if test else {}
+        times = timed(running, found, handles, runs, busy)
     wrong = [outcome for of in outcomes.values() for outcome in of if outcome.status != "PASSED"]
     return wrong + [time.failure or Outcome("PASSED") for of in times.values() for time in of]
 
@@ -177,10 +179,10 @@ def gained(files: list[Path], busy: Busy) -> list[str]:
     contents, surely does not reach.
     """
     honest = FOLDER / "control_honest.py"
-    with judging("vector_add", [honest, *files]) as (running, found, entrants):
-        outcomes = on_tests(running, found, entrants, busy)
+    with judging("vector_add", [honest, *files]) as (running, found, handles):
+        outcomes = on_tests(running, found, handles, busy)
         statuses = {name: {o.status for o in of if o.status != "PASSED"} for name, of in outcomes.items()}
-        right = [entrant for entrant in entrants if not statuses[entrant.name]]
+        right = [handle for handle in handles if not statuses[handle.name]]
         times = timed(running, found, right, 1, busy, ATTACK_HOW)
     assert not statuses[honest.stem], "the honest control is right beside all of them"
     (control,) = times.pop(honest.stem)

@@ -59,8 +59,8 @@ def test_board_ranks_by_geomean_and_shares_ranks():
     assert list(found) == ["first", "tied", "slow"]
     assert [int(row["rank"]) for row in found.values()] == [1, 1, 3]
     assert found["slow"].geomean_us == pytest.approx(2 * stats.geomean(ROOFS))
-    assert found["slow"].roof_share == pytest.approx(0.5)
-    interval = stats.geomean_interval([samples(2 * roof) for roof in ROOFS])
+    assert found["slow"].roofline_share == pytest.approx(0.5)
+    interval = stats.geomean_interval([samples(2 * roofline) for roofline in ROOFS])
     assert (found["slow"].lo_us, found["slow"].hi_us) == interval
 
 
@@ -72,7 +72,7 @@ def test_times_follow_the_standing_and_the_boards_cases():
 
 
 def test_order_of_lines_within_a_run_does_not_matter():
-    records = full("a", 1.1) + full("b", 1.5) + full("peer_p", 2.0, peer=True)
+    records = full("a", 1.1) + full("b", 1.5) + full("peer_p", 2.0, baseline=True)
     pd.testing.assert_frame_equal(one(records).standing, one(records[::-1]).standing)
 
 
@@ -260,43 +260,51 @@ def test_times_of_cases_outside_the_set_are_named():
     assert any("m=1 k=64 l=1" in note for note in found.notes) and rows(found)["a"]["rank"] == 1
 
 
-# --- peers, compiled variants, targets
+# --- baselines, compiled variants, targets
 
 
 def test_peers_are_unranked_and_measure_the_others():
-    records = full("a", 1.0) + full("b", 3.0) + full("peer_slow", 4.0, peer=True)
-    found = one(records + full("peer_fast", 2.0, peer=True, untimed_us=812.0))
-    peer = rows(found)["peer_fast"]
-    assert unranked(peer) and peer.notes == ["left out of the time: 812 us a call"]
+    records = full("a", 1.0) + full("b", 3.0) + full("peer_slow", 4.0, baseline=True)
+    found = one(records + full("peer_fast", 2.0, baseline=True, setup_us=812.0))
+    baseline = rows(found)["peer_fast"]
+    assert unranked(baseline) and baseline.notes == ["left out of the time: 812 us a call"]
     assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
-    assert rows(found)["a"].peer_ratio == pytest.approx(2.0) and rows(found)["b"].peer_ratio == pytest.approx(2 / 3)
-    assert list(found.times[found.times.variant == "a"].peer_ratio) == pytest.approx([2.0] * 3)
+    assert rows(found)["a"].baseline_ratio == pytest.approx(2.0) and rows(found)["b"].baseline_ratio == pytest.approx(
+        2 / 3
+    )
+    assert list(found.times[found.times.variant == "a"].baseline_ratio) == pytest.approx([2.0] * 3)
 
 
 def test_a_peer_that_failed_or_is_from_another_run_is_no_measure():
-    wrong = [*full("peer_w", 0.5, peer=True), line("test", "peer_w", status="INCORRECT", peer=True)]
-    other = full("peer_o", 0.5, peer=True, run="r0", minute=0)
+    wrong = [*full("peer_w", 0.5, baseline=True), line("test", "peer_w", status="INCORRECT", baseline=True)]
+    other = full("peer_o", 0.5, baseline=True, run="r0", minute=0)
     records = [record | {"time": "2026-01-02T04:00:00Z"} for record in full("a", 1.0) + full("b", 1.1) + wrong]
     found = one(other + records)
-    assert found.standing.peer_ratio.isna().all() and found.times.peer_ratio.isna().all()
+    assert found.standing.baseline_ratio.isna().all() and found.times.baseline_ratio.isna().all()
     assert board.OTHER_RUN in rows(found)["peer_o"].notes
 
 
 def test_a_peer_that_serves_some_cases_is_the_measure_in_those_alone():
-    says = {"status": "UNSUPPORTED", "reason": "serves l=1 or 8 alone", "peer": True}
+    says = {"status": "UNSUPPORTED", "reason": "serves l=1 or 8 alone", "baseline": True}
     gaps = [line("test", "peer_p", case=2, **says), line("benchmark", "peer_p", case=2, **says)]
-    found = one(full("a", 1.0) + full("peer_p", 2.0, peer=True)[:2] + gaps)
-    a, peer = rows(found)["a"], rows(found)["peer_p"]
-    assert (peer.status, peer.done, peer.wanted, peer.notes) == ("PASSED", 2, 3, ["serves l=1 or 8 alone"])
-    assert unranked(peer) and math.isnan(peer.geomean_us) and math.isnan(a.peer_ratio) and a["rank"] == 1
-    ratios = list(found.times[found.times.variant == "a"].peer_ratio)
+    found = one(full("a", 1.0) + full("peer_p", 2.0, baseline=True)[:2] + gaps)
+    a, baseline = rows(found)["a"], rows(found)["peer_p"]
+    assert (baseline.status, baseline.done, baseline.wanted, baseline.notes) == (
+        "PASSED",
+        2,
+        3,
+        ["serves l=1 or 8 alone"],
+    )
+    assert unranked(baseline) and math.isnan(baseline.geomean_us) and math.isnan(a.baseline_ratio) and a["rank"] == 1
+    ratios = list(found.times[found.times.variant == "a"].baseline_ratio)
     assert ratios[:2] == pytest.approx([2.0] * 2) and math.isnan(ratios[2])
     assert list(found.times[found.times.variant == "peer_p"].status) == ["PASSED", "PASSED", "UNSUPPORTED"]
-    whole = rows(one(full("a", 1.0) + full("peer_p", 2.0, peer=True) + gaps[:1]))  # of the tests alone
-    assert whole["peer_p"].geomean_us > 0 and whole["a"].peer_ratio == pytest.approx(2.0)
-    wrong = line("test", "peer_p", case=1, status="INCORRECT", peer=True)
+    whole = rows(one(full("a", 1.0) + full("peer_p", 2.0, baseline=True) + gaps[:1]))  # of the tests alone
+    assert whole["peer_p"].geomean_us > 0 and whole["a"].baseline_ratio == pytest.approx(2.0)
+    wrong = line("test", "peer_p", case=1, status="INCORRECT", baseline=True)
     assert (
-        rows(one([*full("a", 1.0), *full("peer_p", 2.0, peer=True)[:2], *gaps, wrong]))["peer_p"].status == "INCORRECT"
+        rows(one([*full("a", 1.0), *full("peer_p", 2.0, baseline=True)[:2], *gaps, wrong]))["peer_p"].status
+        == "INCORRECT"
     )
 
 
@@ -347,7 +355,9 @@ CONFIRMS = {"variant": "a", "run_id": "r1", "source_hash": "abc", "paired": True
 
 
 def confirmed(factor: float, of_leader: float = 1.1, **more) -> list[dict]:
-    """Run r2: `b` first seemed to take 0.9 times the roof; its confirmation, in pairs with `a`, gave `factor`."""
+    """Run r2: `b` first seemed to take 0.9 times the measured roofline; its confirmation, in pairs with `a`, gave
+    `factor`.
+    """
     where = {"run": "r2", "minute": 9}
     ratio = factor / of_leader
     against = {"variant": "a", "ratio": ratio, "ci95": [ratio * 0.99, ratio * 1.01]}
@@ -408,7 +418,7 @@ def test_the_judge_and_the_board_agree_on_the_leader():
     failed = line("test", "a", run="r5", minute=20, status="INCORRECT", reason="wrong")
     for records in (
         FIELD, FIELD + confirmed(1.0), FIELD + confirmed(1.1), [*FIELD, failed], full("a", 1.1)[:2], [],
-        FIELD + full("peer_p", 0.9, peer=True), FIELD + full("e", 0.5, run="r6", minute=21), confirmed(1.0),
+        FIELD + full("peer_p", 0.9, baseline=True), FIELD + full("e", 0.5, run="r6", minute=21), confirmed(1.0),
         [*FIELD, *confirmed(1.0), failed], full("a", 1.1) + full("a#2", 1.0),
     ):  # fmt: skip
         chain = ranking.leaders(records, wanted)
@@ -432,7 +442,7 @@ def test_a_problem_that_ranks_by_the_mean_is_ranked_by_the_mean():
     a = [bench("a", case, us, **by) for case, us in enumerate((10.0, 100.0, 1.0))]
     b = [bench("b", case, us, **by) for case, us in enumerate((20.0, 50.0, 9.0))]
     found = one(a + b)
-    assert found.figure == "mean" and list(found.standing.variant) == ["b", "a"]
+    assert found.metric == "mean" and list(found.standing.variant) == ["b", "a"]
     assert list(found.standing.geomean_us) == pytest.approx([79 / 3, 37.0])
     without = [{key: value for key, value in record.items() if key != "ranking_by"} for record in a + b]
-    assert one(without).figure == "geomean" and list(one(without).standing.variant) == ["a", "b"]
+    assert one(without).metric == "geomean" and list(one(without).standing.variant) == ["a", "b"]

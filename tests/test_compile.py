@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from harness.judge.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, Session
+from harness.judge.session import ARCH, COMPILE_LIMIT_S, Outcome, RunnerHandle, Session
 from harness.problem import folders
 
 # By variant and target, kernels by their mangled names, and the bytes that they may spill and load. sm90_grouped: three
@@ -34,9 +34,9 @@ def _jobs() -> list[object]:
 
 def _each():
     for name in folders.problem_names():
-        for entry in folders.find(name).entries():
-            if not entry.peer and "cpu" not in entry.targets:
-                yield from ((name, entry.name, target) for target in entry.targets if target in ARCH)
+        for submission in folders.find(name).submissions():
+            if not submission.baseline and "cpu" not in submission.targets:
+                yield from ((name, submission.name, target) for target in submission.targets if target in ARCH)
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,10 @@ def test_compiles_for(name, variant, target, sessions):
         pytest.skip("needs nvcc")
     if missing := [p for p in found.variant(variant).requires if importlib.util.find_spec(p) is None]:
         pytest.skip(f"needs the Python package {', '.join(missing)}")
-    entrant = Entrant(variant, found.variant(variant), target)
+    handle = RunnerHandle(variant, found.variant(variant), target)
     session = sessions(name)
-    reply = session.ask_runner(entrant, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
-    session.stop(entrant)  # which keeps what it compiled: the same closure need not be compiled again
+    reply = session.ask_runner(handle, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
+    session.stop(handle)  # which keeps what it compiled: the same closure need not be compiled again
     assert not isinstance(reply, Outcome), reply
     assert all(artefact.bytes > 1000 for artefact in reply.artefacts)
     kernels = [kernel for artefact in reply.artefacts for kernel in artefact.kernels]
@@ -70,10 +70,10 @@ def test_compiles_for(name, variant, target, sessions):
 def test_every_gpu_target_has_a_variant_in_each_language():
     """CUDA C++ (a .cu beside it) and CuTe DSL (imports cutlass), for both targets."""
     files = {target: set() for target in ARCH}
-    for entry in folders.find("nvfp4_gemv").entries():
-        for target in set(entry.targets) & set(ARCH):
-            if entry.file.with_suffix(".cu").is_file():
+    for submission in folders.find("nvfp4_gemv").submissions():
+        for target in set(submission.targets) & set(ARCH):
+            if submission.file.with_suffix(".cu").is_file():
                 files[target].add("CUDA")
-            elif "cutlass" in entry.requires:
+            elif "cutlass" in submission.requires:
                 files[target].add("CuTe DSL")
     assert files == {target: {"CUDA", "CuTe DSL"} for target in ARCH}

@@ -22,7 +22,7 @@ from harness.problem import folders, scan, sources
 from harness.problem.folders import UsageError
 from harness.sandbox import process, reaper, workdir
 from harness.sandbox.process import Child
-from harness.sandbox.workdir import Private
+from harness.sandbox.workdir import Workdir
 from problems.common import build, load
 
 FIXTURE = Path(__file__).parent / "fixtures" / "problems" / "composed"
@@ -67,9 +67,9 @@ def place() -> Iterator[Path]:
     reaper.remove_tree(str(folder))
 
 
-def submission(name: str = "composed") -> folders.Entry:
+def winner(name: str = "composed") -> folders.Submission:
     found = folders.find(name)
-    return folders.entry(found, found.folder / "submission.py")
+    return folders.submission(found, found.folder / "submission.py")
 
 
 def names(files: list[Path], top: Path) -> set[str]:
@@ -84,11 +84,11 @@ def add(file: Path, text: str) -> None:
 
 
 def test_a_composition_brings_modules_and_winners(problems):
-    entry = submission()
-    files = scan.closure(entry.file, entry.folder)
+    submission = winner()
+    files = scan.closure(submission.file, submission.folder)
     assert names(files, problems) == OWN | MODULES | WINNERS
-    assert len(files) == len(set(files)) and files[0] == entry.file
-    assert scan.closure(entry.file) == [entry.file], "without its folder, a file is what stands beside it"
+    assert len(files) == len(set(files)) and files[0] == submission.file
+    assert scan.closure(submission.file) == [submission.file], "without its folder, a file is what stands beside it"
 
 
 def test_modules_are_found_at_any_distance_and_however_they_are_imported(problems):
@@ -110,8 +110,8 @@ def test_another_problem_brings_nothing(problems):
     """Also where a file imports what only a composition may: then it is not there when it runs."""
     add(problems / "composed" / "task.py", "\nCOMPOSITION = False\n")
     (problems / "composed" / "submission.py").write_text("from problems.composed import model\n")
-    entry = submission()
-    assert scan.closure(entry.file, entry.folder) == [entry.file]
+    submission = winner()
+    assert scan.closure(submission.file, submission.folder) == [submission.file]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_bad_declaration_is_named(problems, line, message):
     (problems / "composed" / "broken.py").write_text("x = (\n")
     (problems / "composed" / "submission.py").write_text(line + "\n")
     with pytest.raises(UsageError, match=message):
-        submission()
+        winner()
 
 
 def test_only_a_composition_may_compose(problems):
@@ -140,7 +140,7 @@ def test_a_winner_that_is_missing_is_named(problems):
     name = min(NAMED)
     (problems / "nvfp4_gemv" / "variants" / f"{name}.py").unlink()
     with pytest.raises(UsageError, match=rf"nvfp4_gemv/submission\.py: WINNERS names '{name}'"):
-        submission()
+        winner()
 
 
 def test_a_composition_stands_in_problems():
@@ -158,11 +158,11 @@ def test_one_folder_of_ours_at_most_is_a_composition():
 
 @pytest.mark.parametrize("name", sorted(OWN | MODULES | WINNERS))
 def test_the_scan_reads_all_of_it(problems, name):
-    entry = submission()
-    assert scan.findings(scan.closure(entry.file, entry.folder)) == []
+    submission = winner()
+    assert scan.findings(scan.closure(submission.file, submission.folder)) == []
     lines = len((problems / name).read_text().splitlines())
     add(problems / name, f"# up{WORD}\n" if name.endswith(".py") else f"// up{WORD}\n")
-    (found,) = scan.findings(scan.closure(entry.file, entry.folder))
+    (found,) = scan.findings(scan.closure(submission.file, submission.folder))
     assert (found.file, found.line) == (problems / name, lines + 1)
 
 
@@ -178,19 +178,19 @@ def test_the_scan_reads_all_of_it(problems, name):
 def test_what_nobody_gets_to_see_is_not_imported(problems, line):
     file = problems / "composed" / "model.py"
     add(file, line + "\n")
-    entry = submission()
-    files = scan.closure(entry.file, entry.folder)
+    submission = winner()
+    files = scan.closure(submission.file, submission.folder)
     (found,) = scan.findings(files)
     assert found.file == file and "which no submission gets to see" in found.what
     assert names(files, problems) == OWN | MODULES | WINNERS
 
 
 def test_hash_and_key_are_of_all_of_it(problems):
-    entry = submission()
+    submission = winner()
     found = folders.find("composed")
 
     def known_by() -> tuple[str, str]:
-        return verdict.source_hash(entry), workdir.key(entry.file, found, "cpu")
+        return verdict.source_hash(submission), workdir.key(submission.file, found, "cpu")
 
     start = known_by()
     others = ("composed/reference.py", "composed/check.py", "composed/wrong/forgets_the_state.py",
@@ -207,18 +207,18 @@ def test_hash_and_key_are_of_all_of_it(problems):
 
 def test_it_is_compiled_as_what_it_brings_asks_for(problems):
     """A winner that builds makes the composition one that is compiled by a call, or by its own compile_for."""
-    entry = submission()
-    assert compiling.kind(entry.file) == "" and compiling.kind(entry.file, entry.folder) == "call"
-    add(entry.file, "\n\ndef compile_for(target):\n    return []\n")
-    assert compiling.kind(entry.file, entry.folder) == "compile_for"
+    submission = winner()
+    assert compiling.kind(submission.file) == "" and compiling.kind(submission.file, submission.folder) == "call"
+    add(submission.file, "\n\ndef compile_for(target):\n    return []\n")
+    assert compiling.kind(submission.file, submission.folder) == "compile_for"
 
 
 # What the runner gets.
 
 
 def test_the_runner_gets_the_closure_in_its_places(problems, place):
-    entry = submission()
-    box = Private.make(entry.file, folders.find("composed"), base=place)
+    submission = winner()
+    box = Workdir.make(submission.file, folders.find("composed"), base=place)
     try:
         top = box.jail.code / "problems"
         seen = names([path for path in top.rglob("*") if path.is_file()], top)
@@ -238,8 +238,8 @@ def test_a_submission_from_elsewhere_gets_it_too(problems, place, tmp_path):
     """Its own file has a place of its own; what it brings along lies as in problems/."""
     file = tmp_path / "mine.py"
     file.write_text('from problems.composed import state\nCOMPOSES = ("nvfp4_gemv",)\n')
-    entry = folders.entry(folders.find("composed"), file)
-    box = Private.make(entry.file, folders.find("composed"), base=place)
+    submission = folders.submission(folders.find("composed"), file)
+    box = Workdir.make(submission.file, folders.find("composed"), base=place)
     try:
         assert box.file == box.folder / "submission" / "mine.py" and (box.folder / "state.py").is_file()
         assert not (box.folder / "model.py").exists() and not (box.folder / "submission.py").exists()
@@ -256,20 +256,20 @@ def test_a_problem_that_is_not_composed_is_named(problems):
 
 
 def test_an_entry_knows_its_problem(problems):
-    entry = submission()
-    assert entry.folder == problems / "composed"
-    assert dataclasses.replace(entry, name="again").folder == entry.folder
-    assert sources.is_composition(entry.folder) and not sources.is_composition(problems / "nvfp4_gemv")
+    submission = winner()
+    assert submission.folder == problems / "composed"
+    assert dataclasses.replace(submission, name="again").folder == submission.folder
+    assert sources.is_composition(submission.folder) and not sources.is_composition(problems / "nvfp4_gemv")
 
 
 def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
     """state.py alone is what composed's reference.py imports."""
-    entry = submission()
+    submission = winner()
     found = folders.find("composed")
     arguments = run.parser().parse_args(["composed"])
 
     def planned() -> str:
-        return plan.make("id", found, "cpu", arguments, [verdict.Judged(entry, "cpu")], [], [])["problem_hash"]
+        return plan.make("id", found, "cpu", arguments, [verdict.Result(submission, "cpu")], [], [])["problem_hash"]
 
     start = planned()
     add(problems / "composed" / "model.py", "\n# a change\n")

@@ -22,15 +22,15 @@ def printed(monkeypatch, capsys, cases: list[Case], names: list[str], failing: s
     """The table of times of variants of moe_gemm that took 1234.56 us in every case."""
     plain = console.Screen(width=console.PLAIN_WIDTH, highlight=False, soft_wrap=True)
     monkeypatch.setattr(console, "console", plain)
-    ground = phases.Ground(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"], None, None)
+    readings = phases.ReferenceReadings(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"], None, None)
     judged = []
     for name in names:
-        judged.append(verdict.Judged(MOE.variant(name), "cpu"))
+        judged.append(verdict.Result(MOE.variant(name), "cpu"))
         for case in cases:
             calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
             failure = Outcome("INCORRECT", "mismatch found!") if name == failing else None
             timing = phases.Timing(case, [calls, calls], failure)
-            judged[-1].times.append(verdict.weigh(timing, ground))
+            judged[-1].times.append(verdict.aggregate(timing, readings))
     console.times(judged)
     return capsys.readouterr().out
 
@@ -91,12 +91,12 @@ def screen(monkeypatch):
 @pytest.mark.parametrize("said", HOSTILE, ids=brief)
 def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
     """In every function that prints; rich's own codes for bold and the like aside, nothing but text comes out."""
-    case, entry = Case({"m": said}, 1), dataclasses.replace(MOE.variant("cpu_avx512"), name=said, summary=said)
-    ground = phases.Ground(800.25, said, said, 3.0, 10**9, ["1"], None, None)
+    case, submission = Case({"m": said}, 1), dataclasses.replace(MOE.variant("cpu_avx512"), name=said, summary=said)
+    readings = phases.ReferenceReadings(800.25, said, said, 3.0, 10**9, ["1"], None, None)
     calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
-    judged = [verdict.Judged(entry, "cpu") for _ in range(3)]
+    judged = [verdict.Result(submission, "cpu") for _ in range(3)]
     for j, failure in zip(judged, (None, Outcome("INCORRECT", said), None), strict=True):
-        j.times.append(verdict.weigh(phases.Timing(case, [calls, calls], failure), ground))
+        j.times.append(verdict.aggregate(phases.Timing(case, [calls, calls], failure), readings))
         j.tests.append((case, Outcome("RUNTIME_ERROR" if failure else "PASSED", said)))
     judged[0].against = [{"variant": said, "ratio": 1.0, "ci95": [0.9, 1.1], "word": said}]
     judged[0].against_all = judged[0].against[0]
@@ -104,7 +104,7 @@ def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
     console.say(said)
     console.test_line(said, case, Outcome("INCORRECT", said))
     console.times(judged)
-    console.ground(judged)
+    console.readings(judged)
     console.against(judged[0])
     console.summary(judged, baseline=said)
     with console.progress() as progress:
@@ -117,13 +117,13 @@ def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
 
 @pytest.mark.parametrize("status", ["INCORRECT", "COMPILE_ERROR"])
 def test_an_empty_reason_is_no_error(screen, status):
-    judged = verdict.Judged(MOE.variant("cpu_avx512"), "cpu", status if status == "COMPILE_ERROR" else "")
+    judged = verdict.Result(MOE.variant("cpu_avx512"), "cpu", status if status == "COMPILE_ERROR" else "")
     case = MOE.benchmarks["cpu"][0]
     if not judged.status:
         judged.tests.append((case, Outcome(status, "")))
     console.summary([judged])
-    ground = phases.Ground(800.25, "", "read", 3.0, 10**9, ["1"], None, None)
-    judged.times.append(verdict.weigh(phases.Timing(case, [], Outcome(status, "")), ground))
+    readings = phases.ReferenceReadings(800.25, "", "read", 3.0, 10**9, ["1"], None, None)
+    judged.times.append(verdict.aggregate(phases.Timing(case, [], Outcome(status, "")), readings))
     console.times([judged])
     assert status in screen.file.getvalue()
 
@@ -139,8 +139,8 @@ def test_the_end_of_a_reader_is_said_and_does_not_end_the_process(screen):
 
 
 def test_records_hold_clean_text_and_finite_numbers():
-    entry = dataclasses.replace(MOE.variant("cpu_avx512"), name=HOSTILE[1])
-    judged = verdict.Judged(entry, "cpu", "COMPILE_ERROR", "".join(HOSTILE))
+    submission = dataclasses.replace(MOE.variant("cpu_avx512"), name=HOSTILE[1])
+    judged = verdict.Result(submission, "cpu", "COMPILE_ERROR", "".join(HOSTILE))
     judged.tests.append((Case({"m": 1}, 1), Outcome("INCORRECT", "".join(HOSTILE), {"rel": math.nan, "max": math.inf})))
     judged.artefacts = [
         {"target": "sm90", "registers": math.inf, "name": HOSTILE[3], "deep": [[[[[[[[[[[[[1]]]]]]]]]]]]]}

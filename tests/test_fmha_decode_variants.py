@@ -25,7 +25,7 @@ def run(file: Path, case: object, device: str = "cpu") -> object:
     module = load.module(FOLDER, f"variants/{file.stem}")
     data, want = solved(case, device)
     data, peer = poisoned(data), file.stem.startswith("peer_")
-    output = module.custom_kernel(*((data, module.untimed(data)) if peer else (data,)))
+    output = module.custom_kernel(*((data, module.setup(data)) if peer else (data,)))
     assert output[0] is data.out and output[1] is data.lse
     return reference.compare(data, want, output, peer)
 
@@ -111,7 +111,7 @@ def test_every_gpu_variant_repeats_itself_bit_by_bit(file):
     module = load.module(FOLDER, f"variants/{file.stem}")
     for case in (next(c for c in task.TESTS if (c.content, c.heads) == kind) for kind in REPEATED):
         data = poisoned(solved(case, "cuda")[0])
-        prepared = (module.untimed(data),) if file.stem.startswith("peer_") else ()
+        prepared = (module.setup(data),) if file.stem.startswith("peer_") else ()
         first = [t.clone() for t in module.custom_kernel(data, *prepared)]
         for _ in range(20):
             data.out.fill_(torch.nan), data.lse.fill_(torch.nan)

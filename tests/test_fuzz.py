@@ -22,10 +22,10 @@ from rich.console import Console
 from harness.judge import console, phases, replies
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
-from harness.judge.session import Entrant, Outcome, Session
-from harness.judge.verdict import Judged, Recorder
+from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
-from harness.problem.folders import Case, Entry, Problem
+from harness.problem.folders import Case, Problem, Submission
 from harness.results import record
 from harness.runner import flush
 from harness.tools import modes
@@ -63,8 +63,12 @@ LEAVES = (
 )  # fmt: skip
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.sampled_from(["us", "claims", "failed", "ready", "x", "tamper", "\x1b"]), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["us", "claims", "failed", "ready", "x", "replaced", "\x1b"]), inner, max_size=4
+        )
+    ),
     max_leaves=6,
 )
 
@@ -97,7 +101,7 @@ class Fuzz:
         self.kind = "gpu" if device == "cuda" else name
         self.runs, self.sent, self.read = 0, 0, 0
         self.verdicts: Counter[str] = Counter()
-        self.entries: dict[str, Entry] = {}
+        self.submissions: dict[str, Submission] = {}
         self.results = folder / "results"
         self.written: dict[Path, int] = {}
         for number in range(HOSTILE):
@@ -107,7 +111,7 @@ class Fuzz:
     def _file(self, name: str, defines: str) -> None:
         file = self.folder / f"{name}.py"
         file.write_text(f"def {defines}(data):\n    pass\n")
-        self.entries[name] = folders.entry(self.problem, file)
+        self.submissions[name] = folders.submission(self.problem, file)
 
     @property
     def machine(self) -> str:
@@ -136,29 +140,33 @@ class Fuzz:
 
     def _judging(self, recorder: Recorder, held: Journal) -> Judging:
         args = argparse.Namespace(mode="leaderboard", timeout=None, against=None, all=True)
-        return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda entry: None)
+        return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda submission: None)
 
-    def _judged(self, name: str) -> Judged:
-        return Judged(self.entries[name], "cpu", source_hash="abc")
+    def _judged(self, name: str) -> Result:
+        return Result(self.submissions[name], "cpu", source_hash="abc")
 
-    def _profile(self, made: list[Script], judged: list[Judged]) -> None:
+    def _profile(self, made: list[Script], judged: list[Result]) -> None:
         for script, one in zip(made, judged, strict=False):
             if script.at == "profile":
                 script.seen.clear()
-                verdict = modes.profile(
-                    self.problem, self.device, "cpu", one.entry, list(self.problem.tests[:1]), None
-                ) if self.device == "cpu" else self._profiled(one)
+                verdict = (
+                    modes.profile(self.problem, self.device, "cpu", one.submission, list(self.problem.tests[:1]), None)
+                    if self.device == "cpu"
+                    else self._profiled(one)
+                )
                 assert verdict in WORDS and not (broken(script) and verdict == "PASSED"), script
 
-    def _profiled(self, one: Judged) -> str:
+    def _profiled(self, one: Result) -> str:
         """As beside.profile, less what needs a GPU's tools."""
         with Session(self.problem, "cuda") as running:
             running.weights(self.problem.tests[0])
             running.content(self.problem.tests[0])
-            found = running.ask_runner(Entrant("p", one.entry, "cpu"), {"op": "profile", "peer": False}, 5, slots=1)
+            found = running.ask_runner(
+                RunnerHandle("p", one.submission, "cpu"), {"op": "profile", "baseline": False}, 5, buffers=1
+            )
             return getattr(found, "status", "PASSED")
 
-    def _check(self, script: Script, got: Judged) -> None:
+    def _check(self, script: Script, got: Result) -> None:
         """The verdict is one, and right as far as the script says; its reasons can be shown."""
         said = reasons(got)
         assert len(got.tests) == len(self.problem.tests), "every case gets its outcome"
@@ -173,7 +181,7 @@ class Fuzz:
             assert got.verdict == "PASSED" or (got.verdict == "TIMEOUT" and script.way not in HARMLESS), (script, said)
         self.verdicts[got.verdict] += 1
 
-    def _record(self, recorder: Recorder, judged: list[Judged], held: Journal) -> None:
+    def _record(self, recorder: Recorder, judged: list[Result], held: Journal) -> None:
         """The records are written and read again, and so is the journal."""
         records = [line for one in judged for line in recorder.lines(one)]
         known = held.have()
@@ -201,7 +209,7 @@ def broken(script: Script) -> bool:
     return script.did > 0 and script.way in BROKEN
 
 
-def reasons(judged: Judged) -> list[str]:
+def reasons(judged: Result) -> list[str]:
     failures = [*(outcome for _, outcome in judged.tests), *filter(None, (time.failure for time in judged.times))]
     return [*filter(None, [judged.reason, *(failure.reason for failure in failures)])]
 
@@ -346,12 +354,12 @@ def custom_kernel(data):
 def on_tests(folder: Path, name: str, sources: dict[str, str]) -> dict[str, list[Outcome]]:
     """What real processes of these submissions get on two test cases, by name."""
     found = folders.find(str(FOLDERS[name]))
-    entrants = []
+    handles = []
     for stem, source in sources.items():
         (folder / f"{stem}.py").write_text(source)
-        entrants.append(Entrant(stem, folders.entry(found, folder / f"{stem}.py"), "cpu"))
+        handles.append(RunnerHandle(stem, folders.submission(found, folder / f"{stem}.py"), "cpu"))
     with Session(found, "cpu") as running:
-        return phases.run_tests(running, entrants, list(found.tests[:2]), lambda *_: None, lambda _: None)
+        return phases.run_tests(running, handles, list(found.tests[:2]), lambda *_: None, lambda _: None)
 
 
 def test_real_runners_that_break_their_word(tmp_path, monkeypatch):

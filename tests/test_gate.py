@@ -29,7 +29,7 @@ UNSTOPPED_BY_SIGNALS = ("continue_timer", "continuing_child")
 
 
 class Gated:
-    """A runner of fixtures/gated.py under a guard, and its clock."""
+    """A runner of fixtures/gated.py under a reaper, and its clock."""
 
     def __init__(self, way: str, call: str, beside: str = "") -> None:
         self.page, self.fd = Page(), os.memfd_create("shared")

@@ -1,4 +1,4 @@
-"""The judge on a GPU: shared slots, the clock, and submissions that fault, hang or write late there."""
+"""The judge on a GPU: shared buffers, the clock, and submissions that fault, hang or write late there."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from harness.judge.phases import DATASHEET, run_tests
-from harness.judge.session import Entrant, Session
+from harness.judge.session import RunnerHandle, Session
 from harness.problem import folders
 from harness.runner import buffers, clock, matmul, native, wire
 from harness.sandbox.process import ROOT
@@ -61,30 +61,30 @@ SUBMISSIONS = {
 
 
 def test_a_slot_is_one_memory_for_two_processes():
-    """What another process writes into a mapped slot is seen by its owner, at the same offset, and nothing beside."""
-    slot = buffers.Slot({"device": 4096, "host": 4096})
-    slot.buffers["device"].zero_()
-    slot.buffers["host"].zero_()
+    """What another process writes into a mapped buffer is seen by its owner, at the same offset, and nothing beside."""
+    buffer = buffers.Buffer({"device": 4096, "host": 4096})
+    buffer.memory["device"].zero_()
+    buffer.memory["host"].zero_()
     code = (
-        "import socket, sys, torch\nfrom harness import slots, wire\n"
+        "import socket, sys, torch\nfrom harness import buffers, wire\n"
         "sock = socket.socket(fileno=int(sys.argv[1]))\nmessage, fds = wire.receive(sock)\n"
-        "mapped = slots.MappedSlot(message, fds)\n"
-        "mapped.buffers['device'][100:104] = 7\nmapped.buffers['host'][200] = 9\ntorch.cuda.synchronize()\n"
-        "mapped.close()\nassert 'device' not in mapped.buffers\nwire.send(sock, {})\n"
+        "mapped = buffers.MappedSlot(message, fds)\n"
+        "mapped.memory['device'][100:104] = 7\nmapped.memory['host'][200] = 9\ntorch.cuda.synchronize()\n"
+        "mapped.close()\nassert 'device' not in mapped.memory\nwire.send(sock, {})\n"
     )
     ours, theirs = socket.socketpair()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=environment
     )
-    message, fds = slot.message()
+    message, fds = buffer.message()
     wire.send(ours, message, fds)
     wire.receive(ours, 120)
     assert child.wait(30) == 0
-    device = slot.buffers["device"].cpu()
+    device = buffer.memory["device"].cpu()
     assert device[100:104].tolist() == [7] * 4 and int(device.sum()) == 28
-    assert int(slot.buffers["host"][200]) == 9
-    slot.close()
+    assert int(buffer.memory["host"][200]) == 9
+    buffer.close()
 
 
 def test_the_clock_reads_what_a_kernel_takes():
@@ -191,13 +191,13 @@ def test_the_matrix_product_runs_at_a_rate_of_this_device():
 def outcomes(tmp_path_factory):
     gemv = folders.find("nvfp4_gemv")
     folder = tmp_path_factory.mktemp("gpu")
-    entrants = []
+    handles = []
     for name, (body, *_) in SUBMISSIONS.items():
         file = folder / f"{name}.py"
         file.write_text(HEAD.format(name=name) + body)
-        entrants.append(Entrant(name, folders.entry(gemv, file), "sm90"))
+        handles.append(RunnerHandle(name, folders.submission(gemv, file), "sm90"))
     with Session(gemv, "cuda", timeout_s=20) as session:
-        return run_tests(session, entrants, list(gemv.tests[:2]), lambda *_: None, lambda _: None)
+        return run_tests(session, handles, list(gemv.tests[:2]), lambda *_: None, lambda _: None)
 
 
 @pytest.mark.parametrize("name", SUBMISSIONS)
@@ -232,17 +232,17 @@ def test_what_prepare_keeps_is_counted_again_with_each_weights(tmp_path, states,
     small = moe.tests[0]
     wide = {"topk": 1, "hidden": 4096, "inner": 2048}
     one, many = (replace(small, params={**small.params, **wide, "experts": e}) for e in (1, 64))
-    entrant = Entrant("prepares", folders.entry(moe, file), "sm90")
+    handle = RunnerHandle("prepares", folders.submission(moe, file), "sm90")
     found = []
     with Session(moe, "cuda", timeout_s=60) as session:
         session.weights(small)
         session.content(small)
-        assert session.call(entrant, 1).status == "PASSED"
-        session.baseline(entrant)
+        assert session.call(handle, 1).status == "PASSED"
+        session.baseline(handle)
         for case in (one, many, many, one)[: len(verdicts)]:
             session.weights(case)
             session.content(case)
-            found.append(session.call(entrant, 1))
+            found.append(session.call(handle, 1))
     assert [outcome.status for outcome in found] == verdicts, found
     nbytes = 64 * 3 * 4096 * 2048 * 9 // 16
-    assert states * nbytes <= entrant.audit.kept_bytes <= states * nbytes + 2**28
+    assert states * nbytes <= handle.audit.kept_bytes <= states * nbytes + 2**28

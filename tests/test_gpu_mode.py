@@ -22,8 +22,8 @@ def test_the_folder_is_read_as_it_stands():
 
 
 def test_directives_of_the_first_comment_block():
-    entry = folders.entry(folders.find(str(FOLDER)), FOLDER / "submission.py")
-    assert entry.directives == (("leaderboard", "vectoradd"), ("gpu", "H100"))
+    submission = folders.submission(folders.find(str(FOLDER)), FOLDER / "submission.py")
+    assert submission.directives == (("leaderboard", "vectoradd"), ("gpu", "H100"))
 
 
 def test_a_right_submission_passes(capsys):

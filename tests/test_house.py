@@ -58,8 +58,8 @@ def test_without_a_gpu_cpu_torch_is_installed_at_its_exact_pin():
 
 
 def test_peers_are_for_machines_with_a_gpu():
-    peers = {"humming-kernels", "tokenspeed-flashmla"}
-    assert peers <= set(names(GPU_NEEDS)) and not peers & set(names(CPU_NEEDS))
+    baselines = {"humming-kernels", "tokenspeed-flashmla"}
+    assert baselines <= set(names(GPU_NEEDS)) and not baselines & set(names(CPU_NEEDS))
 
 
 def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
@@ -221,7 +221,7 @@ def test_the_pins_fit_together():
         try:
             wanted = [Requirement(text) for text in importlib.metadata.requires(name) or []]
         except importlib.metadata.PackageNotFoundError:
-            continue  # [peers], on a machine without a GPU
+            continue  # [baselines], on a machine without a GPU
         checked += 1
         for need in wanted:
             pin = PINS.get(setup.normal(need.name))

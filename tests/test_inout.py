@@ -8,7 +8,7 @@ import torch
 
 from harness.checker.checker import WORD, Checker, same
 from harness.judge import phases
-from harness.judge.session import Entrant, Outcome, ProblemError, Session
+from harness.judge.session import Outcome, ProblemError, RunnerHandle, Session
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.runner import tree
@@ -100,7 +100,7 @@ def check_implementation(data, output):
     return result.ok, result.message
 
 
-def compare(data, want, output, peer=False):
+def compare(data, want, output, baseline=False):
     assert int(parts(data).state.count) == 0, "the state as it was before the call"
     return check.elementwise(output, want, 2**-22 * want.abs() + 2**-40, torch.float32)
 '''
@@ -132,7 +132,7 @@ SUBMISSIONS = {
     "changes_x": ("state.sums.copy_(y), x.add_(1)", "INCORRECT", f"input x {CHANGED}"),
 }
 SPLIT_ONLY = {"changes_weights": ("data.weights.ones.zero_()", "INCORRECT", "the weights were changed")}
-ONE_PROCESS = phases.Plan(processes=1, samples=4, warmups=1, slots=2, audits=1)
+ONE_PROCESS = phases.Plan(processes=1, samples=4, warmups=1, buffers=2, audits=1)
 
 
 def folder(path: Path, classes: str, *changes: tuple[str, str]) -> Path:
@@ -161,43 +161,43 @@ def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
     """On test cases and in calls of one process: each call finds the state as it was made."""
     found = folders.find(str(folder(tmp_path / "running", classes)))
     submissions = SUBMISSIONS | (SPLIT_ONLY if classes == SPLIT else {})
-    entrants = []
+    handles = []
     for name, (then, *_) in submissions.items():
         file = tmp_path / f"{name}.py"
         file.write_text(KERNEL.format(name=name, then=then))
-        entrants.append(Entrant(name, folders.entry(found, file), "cpu"))
+        handles.append(RunnerHandle(name, folders.submission(found, file), "cpu"))
     with Session(found, "cpu") as session:
-        results = phases.run_tests(session, entrants, list(found.tests), lambda *_: None, lambda _: None)
+        results = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
         for name, (_, status, reason) in submissions.items():
             for outcome in results[name]:
                 assert (outcome.status, reason in outcome.reason) == (status, True), (name, outcome)
         cases = list(found.benchmarks["cpu"])
-        timings, _ = phases.run_benchmarks(session, entrants[:1], cases, lambda _: None, how=ONE_PROCESS)
+        timings, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, how=ONE_PROCESS)
         (timing,) = timings["advances"]
         assert timing.failure is None and len(timing.flat("us")) == ONE_PROCESS.samples, timing.failure
-        session.start(entrants[0])
+        session.start(handles[0])
         session.weights(cases[0], 1)
         session.content(cases[0], 1)
-        reply = session.ask_runner(entrants[0], {"op": "profile", "peer": False}, 60, slots=1)
+        reply = session.ask_runner(handles[0], {"op": "profile", "baseline": False}, 60, buffers=1)
         assert not isinstance(reply, Outcome) and "add" in reply.table, reply
 
 
 @pytest.mark.parametrize("classes", [FLAT, SPLIT], ids=["flat", "split"])
 def test_after_a_call_the_slot_holds_them_as_before(tmp_path, classes):
-    """A GPU's runner makes a call on a slot that was looked at, to fetch code: it finds no state that is full."""
+    """A GPU's runner makes a call on a buffer that was looked at, to fetch code: it finds no state that is full."""
     made = checker(folder(tmp_path / "running", classes))
     said = content(made)
     assert len(said["open"]["inout"]) == 2
-    own = {"guard": os.getpid(), "pid": os.getpid(), "cgroup": None}
+    own = {"reaper": os.getpid(), "pid": os.getpid(), "cgroup": None}
     made.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **own}, [])
-    made.fill({"runner": "r", "slot": 0, "key": None}, [])
-    (slot,) = made.slots["r"]
+    made.fill({"runner": "r", "buffer": 0, "key": None}, [])
+    (buffer,) = made.buffers["r"]
     leaves = tree.leaves(made.spec)
-    regions = [tree.tensor(leaves[i], slot.buffers["host"]) for i in said["open"]["inout"]]
+    regions = [tree.tensor(leaves[i], buffer.buffers["host"]) for i in said["open"]["inout"]]
     before = [region.clone() for region in regions]
     for region in regions:
         region.fill_(3)
-    assert made._changed("r", slot) == ""
+    assert made._changed("r", buffer) == ""
     assert all(torch.equal(*pair) for pair in zip(regions, before, strict=True))
     made.release({"op": "release", "runner": "r"}, [])
 

@@ -19,7 +19,7 @@ from harness import run
 from harness.judge import journal, plan
 from harness.judge.journal import Group, Journal
 from harness.judge.session import Outcome
-from harness.judge.verdict import Judged
+from harness.judge.verdict import Result
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import record
@@ -27,7 +27,7 @@ from tests.fixtures.hostile import brief
 from tests.fixtures.records import full
 
 ROOT = Path(__file__).resolve().parent.parent
-RIGHT = Outcome("PASSED", "", {"rel": 1e-4, "max": 0.5, "tol": 1.0}, us=12.5, host_us=3.0, untimed_us=None)
+RIGHT = Outcome("PASSED", "", {"rel": 1e-4, "max": 0.5, "tol": 1.0}, us=12.5, host_us=3.0, setup_us=None)
 WRONG = Outcome("INCORRECT", "mismatch found!\nERROR AT (0,): nan 1", {"rel": math.nan, "max": math.inf, "tol": 1.0})
 OWN = {"empty": [1.0, 1.1], "read 0": [9.0, 9.1]}
 RUN_IDS = [f"2026010{day}T000000-0000000{day}" for day in (1, 2, 3)]
@@ -238,7 +238,7 @@ def planned(**changes: object) -> dict:
     gemv = folders.find("nvfp4_gemv")
     arguments = run.parser().parse_args(["nvfp4_gemv", "--variant", "cpu_avx2"])
     tests, benchmarks = gemv.tests[:2], gemv.benchmarks["cpu"]
-    made = plan.make(RUN_IDS[0], gemv, "cpu", arguments, [Judged(gemv.variant("cpu_avx2"), "cpu")], tests, benchmarks)
+    made = plan.make(RUN_IDS[0], gemv, "cpu", arguments, [Result(gemv.variant("cpu_avx2"), "cpu")], tests, benchmarks)
     return {**json.loads(json.dumps(made)), **changes}
 
 
@@ -251,8 +251,8 @@ def test_a_plan_holds_against_itself():
     [
         ("harness_hash", "0", "the judge"), ("problem_hash", "0", "the problem's own files"),
         ("tests", [], "the test cases"), ("benchmarks", [], "the benchmark cases"), ("target", "sm90", "the target"),
-        ("entries", {"cpu_avx2": "0"}, "the submissions, cpu_avx2"), ("environment", {}, "the environment"),
-        ("entries", {}, "the submissions, cpu_avx2"), ("schema", 0, "the records' schema"),
+        ("submissions", {"cpu_avx2": "0"}, "the submissions, cpu_avx2"), ("environment", {}, "the environment"),
+        ("submissions", {}, "the submissions, cpu_avx2"), ("schema", 0, "the records' schema"),
     ],
 )  # fmt: skip
 def test_what_changed_is_said(key, value, said):
@@ -276,7 +276,7 @@ def test_a_submission_means_the_same_from_another_folder(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("")
     gemv = folders.find("nvfp4_gemv")
     arguments = run.parser().parse_args(["nvfp4_gemv", "--submission", "mine.py", "--against", "cpu_avx2"])
-    made = plan.make(RUN_IDS[0], gemv, "cpu", arguments, [Judged(gemv.variant("cpu_avx2"), "cpu")], gemv.tests, ())
+    made = plan.make(RUN_IDS[0], gemv, "cpu", arguments, [Result(gemv.variant("cpu_avx2"), "cpu")], gemv.tests, ())
     assert made["arguments"]["submission"] == str(tmp_path / "mine.py")
     assert made["arguments"]["against"] == "cpu_avx2"
 
@@ -351,11 +351,12 @@ def test_a_file_system_without_locks_is_an_error_and_no_endless_loop(monkeypatch
     [
         "[" * 100_000, '{"kind": "test", "a": ' + "[" * 100_000, b"\xff\xfe{", '{"kind": ' + "1" * 10_000 + "}",
         "17", "null", '{"kind": 5}', '{"kind": "test"}',
-        '{"kind": "test", "entrant": "a", "case": 0, "outcome": {"status": "FINE"}}',
-        '{"kind": "test", "entrant": "a", "case": 0, "outcome": {"status": "PASSED", "us": "x"}}',
-        '{"kind": "test", "entrant": "a", "case": 0, "outcome": {"status": "PASSED", "other": 1}}',
+        '{"kind": "test", "submission": "a", "case": 0, "outcome": {"status": "FINE"}}',
+        '{"kind": "test", "submission": "a", "case": 0, "outcome": {"status": "PASSED", "us": "x"}}',
+        '{"kind": "test", "submission": "a", "case": 0, "outcome": {"status": "PASSED", "other": 1}}',
         '{"kind": "group", "outcomes": {"a": 5}}', '{"kind": "final", "records": [5]}', '{"kind": "final"}',
-        '{"kind": "compiled", "entry": "a"}', '{"kind": "clock"}', '{"kind": "audit", "part": 0, "entrants": {"a": 5}}',
+        '{"kind": "compiled", "submission": "a"}', '{"kind": "clock"}',
+        '{"kind": "audit", "part": 0, "submissions": {"a": 5}}',
         '{"kind": "confirm"}', '{"kind": "plan"}', "x" * 2**20,
     ],
     ids=brief,
@@ -378,7 +379,7 @@ def test_numbers_beyond_json_come_back():
     """A claim is kept as it came."""
     path = filled().path
     with path.open("a") as file:
-        file.write('{"kind": "test", "entrant": "b", "case": 0, "outcome": ')
+        file.write('{"kind": "test", "submission": "b", "case": 0, "outcome": ')
         file.write('{"status": "PASSED", "us": 1e999, "host_us": NaN}}\n')
     assert Journal.resume("box", "p").have().test("b", 0).us == math.inf
 
@@ -407,4 +408,4 @@ def test_a_plan_without_options_is_bad_use():
         with pytest.raises(UsageError, match="does not say its options"):
             plan.adopt(planned(arguments=arguments), run.parser().parse_args([]), defaults)
     with pytest.raises(UsageError, match="the submissions, cpu_avx2"):
-        plan.compare(planned(entries=[5]), planned(), Path("x"))
+        plan.compare(planned(submissions=[5]), planned(), Path("x"))

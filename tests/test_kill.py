@@ -87,7 +87,7 @@ class Place:
         return found
 
     def left_behind(self) -> list[str]:
-        """Private folders."""
+        """Workdir folders."""
         return sorted(path.name for path in self.tmp.iterdir())
 
 

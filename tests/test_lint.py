@@ -74,17 +74,17 @@ def ref_kernel(data):
     return terms.sum(1) + data.bias.double(), terms.argmax(1).int()
 
 
-def compare_y(y, want, data, peer):
-    if peer:
+def compare_y(y, want, data, baseline):
+    if baseline:
         return check.norm(y.unsqueeze(0), want.unsqueeze(0), PEER_TOL, torch.float16, batch=0)
     size = (data.w.abs().double() @ data.x.abs().double())
     return check.elementwise(y, want, RTOL * want.abs() + 2**-20 * size + ATOL, torch.float16)
 
 
-def compare(data, want, output, peer=False):
+def compare(data, want, output, baseline=False):
     if not isinstance(output, tuple) or len(output) != 2:
         return check.Result(False, "mismatch found! want two tensors")
-    result = compare_y(output[0], want[0], data, peer)
+    result = compare_y(output[0], want[0], data, baseline)
     if not result.ok:
         return result
     if problem := check.form_error(output[1], want[1].shape, torch.int32):
@@ -129,10 +129,10 @@ def asked(found: folders.Problem) -> linter.Ask:
     return lambda message: getattr(helper, message["op"])(message, [])
 
 
-def surveyed(path: Path, peers: bool = True, short: bool = False) -> tuple[dict[str, linter.Row], list[str]]:
+def surveyed(path: Path, baselines: bool = True, short: bool = False) -> tuple[dict[str, linter.Row], list[str]]:
     """-> (rows by name, holes: names of candidates, and in full what else was found)."""
     found = folders.find(str(path))
-    rows, faults = linter.survey(asked(found), linter.chosen(found, "cpu", short), peers and found.own)
+    rows, faults = linter.survey(asked(found), linter.chosen(found, "cpu", short), baselines and found.own)
     holes = [row.name for row in rows if row.hole()] + linter.left_out(rows) + faults
     return {row.name: row for row in rows}, holes
 
@@ -154,8 +154,8 @@ def test_a_sound_problem_is_left_alone(tmp_path):
             assert row.right and row.refused + len(row.right) == 3, row
         else:
             assert row.refused == (0 if row.kind == trivial.EXACT else 3), row
-    peers = [row for name, row in rows.items() if row.kind == trivial.BLIND and row.peer_formed]
-    assert {row.peer_refused for row in peers} == {3} and len(peers) > 15
+    baselines = [row for name, row in rows.items() if row.kind == trivial.BLIND and row.baseline_formed]
+    assert {row.baseline_refused for row in baselines} == {3} and len(baselines) > 15
     assert {"copy of w [y]", "x shifted [top]", "bias zero [y]", "one output fewer"} <= set(rows)
 
 
@@ -214,7 +214,9 @@ LAX = {
     "check_implementation is another check": (
         [("    return result.ok, result.message", '    return True, ""')], {"zeros, by check_implementation [y]"},
     ),
-    "a peer may answer anything": ([("PEER_TOL = 1e-2", "PEER_TOL = 1e9")], {"zeros [y]", "answer to inputs x10 [y]"}),
+    "a baseline may answer anything": (
+        [("PEER_TOL = 1e-2", "PEER_TOL = 1e9")], {"zeros [y]", "answer to inputs x10 [y]"},
+    ),
 }  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def test_each_weakness_is_found(tmp_path, name):
 
 def test_a_narrow_weakness_is_told_from_the_others(tmp_path):
     """What still is refused is not reported."""
-    _, holes = surveyed(folder(tmp_path / "precision", ("RTOL, ATOL = 2**-11", "RTOL, ATOL = 2**-8")), peers=False)
+    _, holes = surveyed(folder(tmp_path / "precision", ("RTOL, ATOL = 2**-11", "RTOL, ATOL = 2**-8")), baselines=False)
     assert holes == ["answer in less precision [y]"]
     _, holes = surveyed(folder(tmp_path / "seed", ("manual_seed(seed)", "manual_seed(5)")))
     assert holes == ["previous answer [y]", "previous answer [top]"]
@@ -375,7 +377,7 @@ def check_implementation(data, output):
     return result.ok, result.message
 
 
-def compare(data, want, output, peer=False):
+def compare(data, want, output, baseline=False):
     if not isinstance(output, tuple) or len(output) != len(want):
         return check.Result(False, f"mismatch found! want {len(want)} tensors")
     for got, right in zip(output, want):
@@ -479,7 +481,7 @@ def check_implementation(data, output):
     return result.ok, result.message
 
 
-def compare(data, want, output, peer=False):
+def compare(data, want, output, baseline=False):
     return check.elementwise(output, want, 2**-21 * want.abs() + 2**-22, torch.float32)
 ''',
 )

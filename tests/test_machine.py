@@ -363,13 +363,13 @@ def test_docstrings_are_listed_as_text(folder, capsys):
 
 @pytest.mark.slow
 def test_a_run_and_its_boards_with_hostile_names_and_reasons(tmp_path, folder):
-    """Judged for real, by names that are markup; then shown in every form."""
+    """Result for real, by names that are markup; then shown in every form."""
     (folder / "variants" / "good.py").unlink()
     names = [name for name in NAMES if "x" * 9 not in name]
     for name in names[:3]:
         (folder / "variants" / f"{name}.py").write_text(GOOD.format(docstring=name))
     (folder / "variants" / f"{names[3]}.py").write_text(BAD)
-    found = [entry.name for entry in folders.find(str(folder)).entries()]
+    found = [submission.name for submission in folders.find(str(folder)).submissions()]
     assert sorted(names[:4]) == found
     started = short(tmp_path, folder, "--all")
     out, said = started.communicate(timeout=300)

@@ -419,10 +419,10 @@ def test_a_peer_may_be_a_little_coarser():
 
 def called(module: object, data: object) -> object:
     """-> a function that calls a variant on `data`, with its weights prepared."""
-    peer = hasattr(module, "untimed")
+    peer = hasattr(module, "setup")
     if hasattr(module, "prepare"):
         data = data._replace(weights=module.prepare(data.weights))
-    extra = (module.untimed(data),) if peer else ()
+    extra = (module.setup(data),) if peer else ()
     return lambda: module.custom_kernel(data, *extra)
 
 

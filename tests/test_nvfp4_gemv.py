@@ -390,7 +390,7 @@ def test_peer_torch_fp16_computes_the_product(case):
     peer = load.variant("nvfp4_gemv", "peer_torch_fp16")
     data, want = solved(case)
     data = poisoned(data)
-    state = peer.untimed(data)
+    state = peer.setup(data)
     assert peer.custom_kernel(data, state) is data.c
     result = reference.compare(data, want, data.c, peer=True)
     assert result.ok, result.message

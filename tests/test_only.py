@@ -34,7 +34,7 @@ SAYS = f"serves n=1024 or {2**20} alone"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """vector_add with two tests and two benchmarks, a variant for all and a peer for one of each; short runs."""
+    """vector_add with two tests and two benchmarks, a variant for all and a baseline for one of each; short runs."""
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(phases, "PROCESSES", {"cpu": 1})
     monkeypatch.setattr(phases, "SAMPLES", {"cpu": 2})
@@ -74,7 +74,9 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
         ],
     }  # fmt: skip
     assert re.search(rf"peer_part +1/2 test cases right; 1 UNSUPPORTED: {SAYS}", text)
-    assert re.search(rf"peer_part +PASSED +1 test cases right; timed on 1 of 2 cases \(peer, unranked; {SAYS}\)", text)
+    assert re.search(
+        rf"peer_part +PASSED +1 test cases right; timed on 1 of 2 cases \(baseline, unranked; {SAYS}\)", text
+    )
     (found,) = board.build(lines, "box", {("vector_add", "cpu"): CASES})
     standing = found.standing.set_index("variant")
     assert standing["rank"]["whole"] == 1 and standing.status["peer_part"] == "PASSED"
@@ -84,7 +86,7 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
 @pytest.mark.parametrize("served", [[False, True], [True, True], [False, False]])
 def test_pairs_are_of_the_cases_that_both_serve(folder, capsys, served):
     found = folders.find(str(folder))
-    whole, part = (verdict.Judged(found.variant(name), "cpu") for name in ("whole", "peer_part"))
+    whole, part = (verdict.Result(found.variant(name), "cpu") for name in ("whole", "peer_part"))
     for j, us, called in ((whole, 10.0, [True, True]), (part, 20.0, served)):
         for case, here in zip(found.benchmarks["cpu"], called, strict=True):
             calls = [[Outcome("PASSED", us=us * (1 + 0.001 * i)) for i in range(3)] for _ in range(3)]
@@ -143,6 +145,6 @@ def test_what_it_serves_is_read_from_the_file(folder):
 
 def test_humming_is_asked_for_bf16_alone():
     found = folders.find("moe_gemm")
-    peer = found.variant("peer_humming")
-    assert {case.params["activation"] for case in found.tests if peer.serves(case)} == {"bf16"}
-    assert all(map(peer.serves, found.benchmarks["cuda"])) and peer.limits == "serves activation=bf16 alone"
+    baseline = found.variant("peer_humming")
+    assert {case.params["activation"] for case in found.tests if baseline.serves(case)} == {"bf16"}
+    assert all(map(baseline.serves, found.benchmarks["cuda"])) and baseline.limits == "serves activation=bf16 alone"

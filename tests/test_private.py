@@ -17,7 +17,7 @@ import pytest
 from harness.problem import folders
 from harness.sandbox import policy, process, reaper, workdir
 from harness.sandbox.process import Child
-from harness.sandbox.workdir import CacheError, Private
+from harness.sandbox.workdir import CacheError, Workdir
 from problems.common import build
 from tests.test_sandbox import answer, ask
 
@@ -39,7 +39,7 @@ def place():
 
 @pytest.fixture
 def box(place):
-    made = Private.make(CPU, GEMV, base=place)
+    made = Workdir.make(CPU, GEMV, base=place)
     yield made
     made.remove()
 
@@ -57,7 +57,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def runner(box: Private, extra: dict[str, str] | None = None, **message: object) -> Child:
+def runner(box: Workdir, extra: dict[str, str] | None = None, **message: object) -> Child:
     """A started runner in `box`, ready."""
     child = Child("harness.runner.runner", extra, box.jail)
     start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
@@ -101,7 +101,7 @@ def test_a_submission_from_elsewhere_keeps_its_places(tmp_path, place):
     )
     file = tmp_path / "mine" / "sub.py"
     file.write_text("from task import Case\ndef custom_kernel(data): pass\n")
-    box = Private.make(file, GEMV, base=place)
+    box = Workdir.make(file, GEMV, base=place)
     try:
         top = box.folder / "submission"
         assert files(top) == {"deep/shared.h", "sub.py", "sub.cpp"} and box.file == top / "sub.py"
@@ -116,13 +116,13 @@ def test_a_submission_cannot_take_the_place_of_the_task(tmp_path, place):
     folder = tmp_path / "vectoradd"
     shutil.copytree(GPU_MODE.folder, folder)
     other = replace(GPU_MODE, folder=folder)
-    box = Private.make(folder / "task.py", other, base=place)
+    box = Workdir.make(folder / "task.py", other, base=place)
     box.remove()
     assert box.file.name == "task.py"  # itself is allowed: it is the same file
 
 
 def test_a_folder_of_gpu_mode_brings_its_utils(place):
-    box = Private.make(GPU_MODE.folder / "submission.py", GPU_MODE, base=place)
+    box = Workdir.make(GPU_MODE.folder / "submission.py", GPU_MODE, base=place)
     try:
         assert box.utils.read_bytes() == GPU_MODE.utils.read_bytes()
         assert not list(box.jail.code.rglob("reference.py")) and not list(box.jail.code.rglob("eval.py"))
@@ -158,7 +158,7 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
             return [made]
     """)
     )
-    box = Private.make(file, GEMV, base=place)
+    box = Workdir.make(file, GEMV, base=place)
     try:
         child = runner(box, compile=True)
         reply, _ = child.request({"op": "compile", "target": "cpu"}, LIMIT_S)
@@ -173,8 +173,8 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("name", ["sm90_plain", pytest.param("sm90_cute", marks=pytest.mark.slow)])
 def test_a_gpu_variant_compiles_in_it(name, place):
-    entry = GEMV.variant(name)
-    box = Private.make(entry.file, GEMV, base=place)
+    submission = GEMV.variant(name)
+    box = Workdir.make(submission.file, GEMV, base=place)
     try:
         child = runner(box, {"CUTE_DSL_ARCH": "sm_90a"}, compile=True)
         reply, _ = child.request({"op": "compile", "target": "sm90"}, LIMIT_S)
@@ -190,7 +190,7 @@ def test_a_gpu_variant_compiles_in_it(name, place):
 
 def test_what_a_compile_step_made_serves_the_next_runner(builds, place):
     assert workdir.build_folder(CPU, GEMV, "cpu") is None
-    first = Private.make(CPU, GEMV, base=place)
+    first = Workdir.make(CPU, GEMV, base=place)
     (first.jail.cache / "build" / "mine").mkdir()
     (first.jail.cache / "build" / "mine" / "code.so").write_bytes(b"made")
     (first.jail.cache / "build" / "mine" / "tool").write_bytes(b"run me")
@@ -199,7 +199,7 @@ def test_what_a_compile_step_made_serves_the_next_runner(builds, place):
     first.remove()
     assert workdir.build_folder(CPU, GEMV, "cpu") == kept
     assert files(kept) == {"build/mine/code.so", "build/mine/tool"}, "the judge's own code is not among it"
-    second = Private.make(CPU, GEMV, kept, base=place)
+    second = Workdir.make(CPU, GEMV, kept, base=place)
     try:
         assert (second.jail.cache / "build" / "mine" / "code.so").read_bytes() == b"made"
         assert os.access(second.jail.cache / "build" / "mine" / "tool", os.X_OK)
@@ -219,7 +219,7 @@ def test_what_was_published_first_stays(builds, box):
 
 def test_the_judges_code_in_a_cache_is_the_judges(builds, tmp_path, place):
     """A compile step that replaces it serves nobody, not even where it was published by other means."""
-    first = Private.make(CPU, GEMV, base=place)
+    first = Workdir.make(CPU, GEMV, base=place)
     artefact = next(first.jail.cache.glob("build/judge-cpu-*/judge.so"))
     honest = artefact.read_bytes()
     artefact.write_bytes(b"poisoned")
@@ -227,7 +227,7 @@ def test_the_judges_code_in_a_cache_is_the_judges(builds, tmp_path, place):
     poisoned.mkdir()
     workdir.copy_tree(first.jail.cache, poisoned)
     first.remove()
-    second = Private.make(CPU, GEMV, poisoned, base=place)
+    second = Workdir.make(CPU, GEMV, poisoned, base=place)
     found = next(second.jail.cache.glob("build/judge-cpu-*/judge.so")).read_bytes()
     second.remove()
     assert found == honest
@@ -309,7 +309,7 @@ def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
 
 
 def test_removal_leaves_nothing_however_a_runner_left_it(tmp_path, place):
-    box = Private.make(CPU, GEMV, base=place)
+    box = Workdir.make(CPU, GEMV, base=place)
     child = Child("harness.runner.runner", jail=box.jail)
     child.kill()
     deep = os.open(box.jail.tmp, os.O_RDONLY)
@@ -371,7 +371,7 @@ def test_the_folder_goes_with_its_judge(then):
 
 
 def test_two_runners_do_not_see_each_other(place):
-    boxes = [Private.make(CPU, GEMV, base=place) for _ in range(2)]
+    boxes = [Workdir.make(CPU, GEMV, base=place) for _ in range(2)]
     for made in boxes:
         shutil.copy(Path(__file__).parent / "fixtures" / "jailed.py", made.jail.code)
     children = [Child("jailed", jail=made.jail) for made in boxes]

@@ -30,10 +30,10 @@ WRONG = {
     "time": ["yesterday", None, 5, "2026-13-01T00:00:00Z", "0001-01-01T00:00:00Z", "2026-W01-1"],
     "samples_us": [5, [5], [["a"]], [[None]], {"a": 1}],
     "median_us": ["1", [], 1e300, True, float("nan"), float("inf")],
-    "ci95_us": [[1], 5, ["a", "b"]], "peer": ["yes", 1], "environment": [[], {"gpu": {}}], "clock": ["x", []],
+    "ci95_us": [[1], 5, ["a", "b"]], "baseline": ["yes", 1], "environment": [[], {"gpu": {}}], "clock": ["x", []],
     "error": [5, {"rel": "x"}], "against": [5, {"ratio": "x"}, {"ci95": [1]}], "confirms": [[], {"paired": True}],
     "resources": [{}, [5], [None], [{"target": "../x"}], [{"registers": "x"}]], "commit": [5], "reason": [5, ["x"]],
-    "attempt": ["1", 1.5], "roof_us": ["x"], "ranking_by": [{}], "bytes": ["x", 2**70], "flops": [float("-inf")],
+    "attempt": ["1", 1.5], "roofline_us": ["x"], "ranking_by": [{}], "bytes": ["x", 2**70], "flops": [float("-inf")],
 }  # fmt: skip
 
 

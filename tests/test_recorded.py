@@ -63,8 +63,8 @@ class World:
 
     def __init__(self) -> None:
         self.us: dict[str, float | list[float]] = dict(US)
-        self.tests: list[tuple[str, int]] = []  # (entrant, case) that were really called
-        self.groups: list[tuple[str, int, int]] = []  # (entrants, process, case) that were really timed
+        self.tests: list[tuple[str, int]] = []  # (submission, case) that were really called
+        self.groups: list[tuple[str, int, int]] = []  # (submissions, process, case) that were really timed
         self.left = 10**9  # calls until the process is killed
         self.wrong: set[str] = set()
         self.measured: dict[str, int] = {}
@@ -74,20 +74,20 @@ class World:
             raise Stop
         self.left -= 1
 
-    def run_tests(self, session, entrants, cases, done, progress, have, limit_s):
+    def run_tests(self, session, handles, cases, done, progress, have, limit_s):
         for number, case in enumerate(cases):
-            for entrant in entrants:
-                outcome = have.test(entrant.name, number)
+            for handle in handles:
+                outcome = have.test(handle.name, number)
                 if outcome is None:
                     self.tick()
-                    self.tests.append((entrant.name, number))
-                    bad = entrant.name in self.wrong
+                    self.tests.append((handle.name, number))
+                    bad = handle.name in self.wrong
                     outcome = Outcome("INCORRECT" if bad else "PASSED", "mismatch" if bad else "", {"rel": 0.0})
-                done(entrant, case, outcome)
+                done(handle, case, outcome)
 
-    def run_benchmarks(self, session, entrants, cases, progress, paired, group, have, limit_s):
-        timings = {entrant.name: [phases.Timing(case) for case in cases] for entrant in entrants}
-        names = [entrant.name for entrant in entrants]
+    def run_benchmarks(self, session, handles, cases, progress, paired, group, have, limit_s):
+        timings = {handle.name: [phases.Timing(case) for case in cases] for handle in handles}
+        names = [handle.name for handle in handles]
         for name in names:
             self.measured[name] = self.measured.get(name, 0) + 1
         for process in range(3):
@@ -104,15 +104,15 @@ class World:
                 for name in names:
                     timings[name][number].outcomes.append(outcomes[name])
         known = {
-            "roof_us": 5.0,
-            "roof_config": "read 0",
-            "roof_kind": "read",
+            "roofline_us": 5.0,
+            "roofline_config": "read 0",
+            "roofline_kind": "read",
             "empty_us": 1.0,
             "resolution_us": 0.0,
             "seeds": ["1"],
         }
-        blank = dict.fromkeys(field.name for field in dataclasses.fields(phases.Ground)) | known
-        return timings, [phases.Ground(**blank | {"bytes": case.bytes or 4}) for case in cases]
+        blank = dict.fromkeys(field.name for field in dataclasses.fields(phases.ReferenceReadings)) | known
+        return timings, [phases.ReferenceReadings(**blank | {"bytes": case.bytes or 4}) for case in cases]
 
     def calls(self, name: str, process: int) -> list[Outcome]:
         us = self.us[name.removesuffix("#2")]
@@ -193,7 +193,7 @@ def test_killed_after_any_call_it_goes_on_from_there(world, folder, calls, capsy
         timed = [r for r in records() if r["kind"] == "benchmark"]
         assert len(records()) == 10 and len({r["run_id"] for r in records()}) == 1
         assert all(len(r["samples_us"]) == 3 and r["n"] == 9 for r in timed)
-        assert all("interrupted and resumed 1 time" in r["clock"]["downgrades"] for r in timed)
+        assert all("interrupted and resumed 1 time" in r["clock"]["warnings"] for r in timed)
         assert all(r["clock"]["name"] == "made-up clock" and r["attempt"] == 1 for r in timed)
     assert journals() == []
 
@@ -326,10 +326,10 @@ def test_a_confirmation_that_fails_is_the_verdict(world, folder, monkeypatch):
     inner = world.run_benchmarks
 
     def fail(*arguments):
-        timings, grounds = inner(*arguments)
+        timings, all_readings = inner(*arguments)
         if world.measured.get("better") == 2:
             timings["better"][1].failure = Outcome("INCORRECT", "wrong this time")
-        return timings, grounds
+        return timings, all_readings
 
     monkeypatch.setattr(phases, "run_benchmarks", fail)
     assert judge(folder, *better(folder)) == 1
@@ -453,17 +453,19 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
 
 def test_the_calls_of_a_phase_share_its_limit():
     class Slow:
-        def call(self, entrant, slots, within_s, **_):
+        def call(self, handle, buffers, within_s, **_):
             within.append(within_s)
             time.sleep(0.06)
             return Outcome("PASSED")
 
     within, budget = [], phases._Budget(0.1)
-    entrants = {n: [SimpleNamespace(name=f"{n} {p}", entry=SimpleNamespace(name=n)) for p in range(3)] for n in "ab"}
-    said = [[budget.call(Slow(), process, 1).status for process in entrants[name]] for name in "ab"]
-    assert said == [["PASSED", "PASSED", "TIMEOUT"]] * 2  # all processes of an entrant together
+    handles = {
+        n: [SimpleNamespace(name=f"{n} {p}", submission=SimpleNamespace(name=n)) for p in range(3)] for n in "ab"
+    }
+    said = [[budget.call(Slow(), process, 1).status for process in handles[name]] for name in "ab"]
+    assert said == [["PASSED", "PASSED", "TIMEOUT"]] * 2  # all processes of an submission together
     assert within[0] == 0.1 and 0 < within[1] < 0.05 and len(within) == 4
-    assert [phases._Budget(None).call(Slow(), entrants["a"][0], 1).status for _ in range(3)] == ["PASSED"] * 3
+    assert [phases._Budget(None).call(Slow(), handles["a"][0], 1).status for _ in range(3)] == ["PASSED"] * 3
 
 
 def test_every_record_is_strict_json(world, folder):

@@ -26,7 +26,7 @@ RIGHT = {
     replies.Ready: {"ready": True},
     replies.Failed: {"failed": "call", "type": "ValueError", "memory": False, "text": "Traceback"},
     replies.Started: {
-        "ready": True, "clock": clock.CudaClock.name, "tamper": ["time.sleep"], "switches": ["gradients"],
+        "ready": True, "clock": clock.CudaClock.name, "replaced": ["time.sleep"], "switches": ["gradients"],
     },
     replies.Prepared: {"prepared": True},
     replies.Claim: CLAIM,
@@ -34,19 +34,19 @@ RIGHT = {
     replies.Noted: {"claims": [CLAIM, {"type": "NoneType"}]},
     replies.Seen: {"records": 3, "elsewhere": {"7": ["add"]}},
     replies.Timed: {
-        "us": 1.5, "host_us": 2.5, "host_bound": False, "untimed_us": 3.5, "claims": [CLAIM],
+        "us": 1.5, "host_us": 2.5, "host_bound": False, "setup_us": 3.5, "claims": [CLAIM],
         "queues": {"records": 3, "elsewhere": {"7": ["add"]}},
     },
     replies.Kernel: KERNEL,
     replies.Artefact: {"bytes": 5, "kernels": [KERNEL]},
     replies.Compiled: {"artefacts": [{"bytes": 5, "kernels": [KERNEL]}]},
     replies.Profiled: {"table": "Name  CPU total\nadd   3 us"},
-    replies.Sealed: {"tamper": ["time.sleep"], "switches": []},
+    replies.Sealed: {"replaced": ["time.sleep"], "switches": []},
 }  # fmt: skip
 KINDS = sorted(RIGHT, key=lambda kind: kind.__name__)
-OPTIONAL = {"clock", "untimed_us", "queues"}  # may be null
+OPTIONAL = {"clock", "setup_us", "queues"}  # may be null
 # May be missing, in one kind at least.
-DEFAULTED = {"dtype", "shape", "stride", "device", "same", "untimed_us", "claims", "queues"}
+DEFAULTED = {"dtype", "shape", "stride", "device", "same", "setup_us", "claims", "queues"}
 MAPPINGS = {"elsewhere"}  # objects whose keys are data
 NUMBERS = (-1, math.nan, math.inf, -math.inf, 2**63, 10**400, -(10**400))
 DEEP = json.loads("[" * 900 + "]" * 900)
@@ -217,7 +217,7 @@ def test_a_runner_cannot_give_the_clock_a_name():
 FLOODS = {
     "further fields": (replies.Done, lambda: {str(i): 1 for i in range(400_000)}),
     "one long name": (replies.Done, lambda: {"x" * 4_000_000: 1}),
-    "names": (replies.Sealed, lambda: {"tamper": list(range(700_000)), "switches": []}),
+    "names": (replies.Sealed, lambda: {"replaced": list(range(700_000)), "switches": []}),
     "queues": (replies.Seen, lambda: {"records": 1, "elsewhere": {str(i): 1 for i in range(300_000)}}),
     "kernels": (replies.Compiled, lambda: {"artefacts": [{"bytes": 1, "kernels": [{}] * 4096}] * 256}),
     "kernels of wrong fields": (

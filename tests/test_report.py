@@ -24,11 +24,11 @@ README = f"# A title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n"
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A GPU machine with a ranked variant, a peer, a wrong one and compiled ones, and a CPU machine."""
+    """A GPU machine with a ranked variant, a baseline, a wrong one and compiled ones, and a CPU machine."""
     folder = tmp_path / "results"
     compiled = {"status": "COMPILED", "resources": [{"name": "k", "registers": 40, "spill_bytes": 16}], "case": None}
     gpu = [
-        *full("sm90_v1", 1.1), *full("sm90_v2", 1.5), *full("peer_p", 2.2, peer=True, untimed_us=700.0),
+        *full("sm90_v1", 1.1), *full("sm90_v2", 1.5), *full("peer_p", 2.2, baseline=True, setup_us=700.0),
         line("test", "sm90_bad", case=1, status="INCORRECT", reason="mismatch found! 3 | 4\nERROR AT (0, 0, 0): 1 2"),
         line("compile", "sm90_new", **compiled), line("compile", "sm100_v1", target="sm100", **compiled),
         *full("sm90_old", 1.0, run="r0", time="2025-12-31T00:00:00Z"),
@@ -57,7 +57,15 @@ def test_terminal_names_machine_run_clock_roof_and_every_variant(capsys, results
     assert (code, err) == (0, "")
     for word in ("gpu-box", "cpu-box", "Imaginary GPU", "driver 1.2", "CUDA 13.0", "torch 2.13", "cuda events", "r1"):
         assert word in out
-    for word in ("2026-01-02 03:00:00 UTC", "0123456789ab", "roof (read)", "empty call", "18.00", "2.10", "2.00x"):
+    for word in (
+        "2026-01-02 03:00:00 UTC",
+        "0123456789ab",
+        "measured roofline (read)",
+        "empty call",
+        "18.00",
+        "2.10",
+        "2.00x",
+    ):
         assert word in out
     for name in ("sm90_v1", "sm90_v2", "peer_p", "sm90_bad", "sm90_new", "sm90_old", "sm100_v1", "cpu_v1", "cpu_v2"):
         assert name in out
@@ -119,7 +127,7 @@ def test_csv_has_a_row_per_variant_and_case(capsys, results):
     mine = [row for row in lines if row["variant"] == "sm90_v1"]
     assert code == 0 and [row["case"] for row in mine] == ["geomean", *map(board.case_label, CASES)]
     assert mine[0]["rank"] == "1" and float(mine[1]["time_us"]) == pytest.approx(19.8)
-    assert float(mine[1]["roof_share"]) == pytest.approx(1 / 1.1, rel=1e-4)
+    assert float(mine[1]["roofline_share"]) == pytest.approx(1 / 1.1, rel=1e-4)
     (wrong,) = [row for row in lines if row["variant"] == "sm90_bad" and row["case"] == "geomean"]
     assert wrong["rank"] == wrong["time_us"] == "" and "ERROR AT (0, 0, 0): 1 2" in wrong["reason"]
 
@@ -163,11 +171,11 @@ def test_markdown_tables_are_whole(capsys, results):
 def test_many_cases_get_a_row_each(capsys, monkeypatch, tmp_path, form):
     monkeypatch.setattr(tables, "WIDE", 2)
     monkeypatch.setenv("COLUMNS", "200")
-    peer = [one | {"peer": True} for one in full("peer_x", 2.2)]
-    write(tmp_path, "box", [*full("a", 1.1), *peer, line("test", "bad", status="INCORRECT")])
+    baseline = [one | {"baseline": True} for one in full("peer_x", 2.2)]
+    write(tmp_path, "box", [*full("a", 1.1), *baseline, line("test", "bad", status="INCORRECT")])
     _, out, _ = said(capsys, "--results", tmp_path, "--format", form)
     words = [re.sub(r"\s*\|?\s+\|?\s*", " ", text.strip(" |")) for text in out.splitlines()]
-    assert "case a peer_x peer / first roof empty call" in words
+    assert "case a peer_x baseline / first measured roofline empty call" in words
     assert [text for text in words if text.startswith("m=")] == [
         "m=7168 k=16384 l=1 19.80 (91 %, 11.8 TFLOP/s) 39.60 (45 %, 5.91 TFLOP/s) 2.00x 18.00 2.10",
         "m=4096 k=7168 l=8 35.20 (91 %, 6.65 TFLOP/s) 70.40 (45 %, 3.32 TFLOP/s) 2.00x 32.00 2.10",
@@ -197,8 +205,8 @@ def test_out_writes_tables_and_readable_pictures(capsys, results, tmp_path):
 
 
 def test_a_picture_with_nothing_but_odd_values(capsys, tmp_path):
-    """No roof, no interval, no time in one case, a time under its roof."""
-    odd = full("a", 0.9, roof_us=None, ci95_us=None) + full("b", 0.8)
+    """No measured roofline, no interval, no time in one case, a time under its measured roofline."""
+    odd = full("a", 0.9, roofline_us=None, ci95_us=None) + full("b", 0.8)
     odd[1] |= {"status": "TIMEOUT", "median_us": None}
     write(tmp_path / "results", "box", [*odd, *full("c", 0.95)[:1]])
     code, _, _ = said(capsys, "--results", tmp_path / "results", "--out", tmp_path / "out")
@@ -317,8 +325,8 @@ def bad_results(tmp_path: Path) -> Path:
     for number, said in enumerate(HOSTILE):
         name = hostile(number)
         more = {
-            "environment": {"gpu": said, "driver": said}, "clock": {"name": said, "cold": [said], "downgrades": [said]},
-            "commit": said, "roof_kind": said, "throttle": [said], "run": f"r{hostile(number % 3)}",
+            "environment": {"gpu": said, "driver": said}, "clock": {"name": said, "cold": [said], "warnings": [said]},
+            "commit": said, "roofline_kind": said, "throttle": [said], "run": f"r{hostile(number % 3)}",
             "problem": "foreign",
         }  # fmt: skip
         times = full(name, 1.0 + number / 10, **more)

@@ -133,7 +133,7 @@ ATTEMPTS = {
     "map the checker": ("landlock", "open('/proc/{checker}/maps').read()"),
     "enter by the parent's root": ("landlock", "import os; os.listdir('/proc/{parent}/root/')"),
     "signal the parent": ("", "import os; os.kill({parent}, 0)"),
-    "signal its guard": ("", "import os; os.kill(os.getppid(), 0)"),
+    "signal its reaper": ("", "import os; os.kill(os.getppid(), 0)"),
     "signal everybody": ("", "import os; os.kill(-1, 0)"),
     "signal the checker": ("scope", "import os; os.kill({checker}, 0)"),
     "signal the checker by descriptor": (
@@ -367,7 +367,7 @@ def test_a_measure_left_out_lifts_what_it_stopped(tmp_path, left_out, lifts):
     assert "answer" in reply, reply
 
 
-@pytest.mark.parametrize("target", ["parent", "guard"])
+@pytest.mark.parametrize("target", ["parent", "reaper"])
 @pytest.mark.parametrize("call", ["os.kill(pid, 0)", "os.kill(-os.getpgid(pid), 0)", "syscall(234, pid, pid, 0)"])
 def test_without_scopes_the_judge_is_protected_by_name(tmp_path, target, call):
     """As on a kernel whose Landlock does not govern signals."""
@@ -411,7 +411,7 @@ def test_the_probe_without_landlock_and_filter(monkeypatch):
     finally:
         policy.offered.cache_clear()
     assert all(found[name].startswith("off: ") for name in ("landlock", "tcp", "scope", "seccomp", "network", "memfd"))
-    assert "can signal" in found["guard"] or found["uid"].startswith("on")
+    assert "can signal" in found["reaper"] or found["uid"].startswith("on")
 
 
 def test_who_it_is_needs_no_file_of_users(jailed):
@@ -437,8 +437,8 @@ def test_of_homes_only_the_folders_that_are_named_may_be_read(tmp_path, monkeypa
 
 
 def test_the_checkout_is_cut_out_of_what_may_be_read(monkeypatch):
-    for entry in (ROOT, ROOT.parent, ROOT / "harness", Path("/")):
-        monkeypatch.setattr(sys, "path", [str(entry), *sys.path])
+    for submission in (ROOT, ROOT.parent, ROOT / "harness", Path("/")):
+        monkeypatch.setattr(sys, "path", [str(submission), *sys.path])
     monkeypatch.setenv("PATH", os.pathsep.join([str(ROOT), str(ROOT.parent), os.environ["PATH"]]))
     paths = [Path(path) for path in policy.read_paths()]
     inside = [path for path in paths if ROOT in path.parents]
@@ -469,10 +469,10 @@ AT_OTHERS = (
 
 
 @pytest.mark.parametrize("attempt", AT_OTHERS)
-@pytest.mark.parametrize("whom", ["judge", "guard", "runner"])
+@pytest.mark.parametrize("whom", ["judge", "reaper", "runner"])
 def test_a_user_of_its_own_cannot_touch_other_processes(two_users, whom, attempt):
     one, other = two_users
-    pid = {"judge": os.getpid(), "guard": one._process.pid, "runner": other.pid}[whom]
+    pid = {"judge": os.getpid(), "reaper": one._process.pid, "runner": other.pid}[whom]
     reply = ask(one, f"import os, resource; pid = {pid}; {attempt}")
     assert reply.get("errno") in REFUSED, reply
 
@@ -587,9 +587,7 @@ def test_without_landlock_none_passes_closed_folders(monkeypatch):
 
 
 def test_the_probe_says_what_a_shared_user_costs(monkeypatch):
-    monkeypatch.setattr(
-        policy, "offered", lambda: {**dict.fromkeys(policy.MEASURES, ""), "uid": "not started as root"}
-    )
+    monkeypatch.setattr(policy, "offered", lambda: {**dict.fromkeys(policy.MEASURES, ""), "uid": "not started as root"})
     assert policy.probe()["uid"] == "off: not started as root; pinning of other threads is refused"
 
 
@@ -755,13 +753,13 @@ def test_nothing_outlives_the_judge(tmp_path, then):
 
 @pytest.mark.parametrize("moment_s", [0, 0.01, 0.02, 0.05])
 def test_a_judge_killed_while_it_starts_a_child_leaves_nothing(tmp_path, moment_s):
-    """The guard learns what to start from the judge, and ends if that ends first."""
+    """The reaper learns what to start from the judge, and ends if that ends first."""
     script = PARENT.format(root=str(ROOT), place=str(tmp_path / "jail"), then="")
     timer = f"import threading; threading.Timer({moment_s}, os.kill, (os.getpid(), 9)).start()"
     start = "child = process.Child"
     script = script.replace(start, f"print(os.getpid(), flush=True); {timer}\n{start}")
     script = script.replace("print(answer", "time.sleep(60); print(answer")
-    # LANG is what judge, guard and child have in common.
+    # LANG is what judge, reaper and child have in common.
     marker = f"C.UTF-8@{os.getpid()}-{time.monotonic_ns()}"
     parent = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "LANG": marker}
@@ -778,10 +776,10 @@ def test_a_judge_killed_while_it_starts_a_child_leaves_nothing(tmp_path, moment_
 def _with_environment(text: bytes) -> list[int]:
     """The living processes in whose environment `text` stands."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
+    for submission in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if text in (entry / "environ").read_bytes() and alive(int(entry.name)):
-                found.append(int(entry.name))
+            if text in (submission / "environ").read_bytes() and alive(int(submission.name)):
+                found.append(int(submission.name))
     return found
 
 
@@ -839,6 +837,7 @@ def test_a_child_that_reads_nothing_does_not_hold_the_judge_up(tmp_path, monkeyp
 
 # ---- what the kernel says of a child
 
+
 def test_what_it_started_is_seen_and_threads_are_no_processes(jailed):
     assert jailed.processes() == []
     pid = answer(jailed, "import threading, subprocess\nevent = threading.Event()\n"
@@ -875,7 +874,7 @@ def test_private_bytes_count_what_a_child_keeps(tmp_path, take):
 
 
 def test_private_bytes_leave_out_what_the_judge_shares(tmp_path):
-    fd = os.memfd_create("slot")
+    fd = os.memfd_create("buffer")
     os.ftruncate(fd, 2**26)
     child = Child("jailed", jail=jail_in(tmp_path))
     answer(child, "answer = 1")
@@ -990,9 +989,9 @@ def test_what_an_old_landlock_lets_through_is_filtered():
 
 
 def test_the_guard_and_the_jail_start_without_a_heavy_import():
-    """They run once for every child; torch would take seconds, and json a third of a guard's time."""
+    """They run once for every child; torch would take seconds, and json a third of a reaper's time."""
     code = (
-        "import sys; sys.path.append('harness'); import guard, confine; "
+        "import sys; sys.path.append('harness'); import reaper, confine; "
         "print(sorted({'json', 'subprocess', 're', 'enum', 'torch', 'dataclasses'} & set(sys.modules)))"
     )
     command = [sys.executable, "-I", "-S", "-c", code]

@@ -51,5 +51,5 @@ def test_our_own_submissions_keep_the_rule(name):
     closures: dict[bool, set[Path]] = {True: set(), False: set()}  # each file of them once: they share most of a model
     for file in files:
         closures[file.stem.startswith("peer_")].update(scan.closure(file, found.folder))
-    for peer, closure in closures.items():
-        assert scan.findings(sorted(closure), peer) == []
+    for baseline, closure in closures.items():
+        assert scan.findings(sorted(closure), baseline) == []

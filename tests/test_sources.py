@@ -17,7 +17,7 @@ VECTOR_ADD = folders.find(str(Path(__file__).parent / "fixtures" / "problems" / 
 PLAIN = b"def custom_kernel(data): pass\n"
 
 
-def submission(folder: Path, content: bytes = PLAIN) -> Path:
+def written(folder: Path, content: bytes = PLAIN) -> Path:
     file = folder / "sub.py"
     file.write_bytes(content)
     return file
@@ -51,11 +51,11 @@ NO_PYTHON = {
 def test_a_python_file_that_cannot_be_read_is_a_usage_error(tmp_path, what):
     content, said = NO_PYTHON[what]
     with pytest.raises(UsageError, match=said):
-        folders.entry(VECTOR_ADD, submission(tmp_path, content))
+        folders.submission(VECTOR_ADD, written(tmp_path, content))
 
 
 def test_a_deep_call_is_still_searched_for_imports(tmp_path):
-    file = submission(tmp_path, b"import importlib\nx = importlib.import_module('triton')\ny = a" + b".b()" * 400)
+    file = written(tmp_path, b"import importlib\nx = importlib.import_module('triton')\ny = a" + b".b()" * 400)
     assert ("triton" in {name for _, name in sources.imports(load.parse(file))}) and compiling.kind(file) == "call"
 
 
@@ -77,35 +77,35 @@ def huge(path: Path) -> None:
 )
 def test_a_source_beside_it_that_is_no_plain_file_is_a_usage_error(tmp_path, make, said):
     """None of them is waited for, followed, or taken into memory."""
-    file = submission(tmp_path)
+    file = written(tmp_path)
     make(tmp_path / "sub.cu")
     start = time.monotonic()
     with pytest.raises(UsageError, match=rf"sub\.cu.*{said}"):
-        folders.entry(VECTOR_ADD, file)
+        folders.submission(VECTOR_ADD, file)
     assert time.monotonic() - start < 5
 
 
 def test_a_name_that_is_no_text_is_a_usage_error(tmp_path):
-    file = submission(tmp_path)
+    file = written(tmp_path)
     Path(os.fsdecode(bytes(tmp_path) + b"/sub.\xff.cu")).touch()
     with pytest.raises(UsageError, match="plain text"):
-        folders.entry(VECTOR_ADD, file)
+        folders.submission(VECTOR_ADD, file)
 
 
 def test_a_source_may_hold_any_bytes(tmp_path):
     """The compiler says what it thinks of them; the scan reads what can be read."""
-    file = submission(tmp_path)
+    file = written(tmp_path)
     (tmp_path / "sub.cu").write_bytes(bytes(range(256)) + b'\n#include "a\0b.h"\n// upstr' + b"eam\n")
-    entry = folders.entry(VECTOR_ADD, file)
-    (found,) = scan.findings(scan.closure(entry.file, entry.folder))
-    assert found.file.name == "sub.cu" and record.source_hash(scan.closure(entry.file, entry.folder))
+    submission = folders.submission(VECTOR_ADD, file)
+    (found,) = scan.findings(scan.closure(submission.file, submission.folder))
+    assert found.file.name == "sub.cu" and record.source_hash(scan.closure(submission.file, submission.folder))
 
 
 def test_a_linked_submission_is_the_file_that_it_leads_to(tmp_path):
     """Its sources are those beside that file."""
     (tmp_path / "real").mkdir()
     (tmp_path / "sub.cu").write_text("")
-    submission(tmp_path / "real")
+    written(tmp_path / "real")
     (tmp_path / "real" / "sub.cu").write_text('#include "../sub.cu"\n')
     (tmp_path / "sub.py").symlink_to("real/sub.py")
     assert sources.own(tmp_path / "sub.py") == [tmp_path / "real" / "sub.py", tmp_path / "real" / "sub.cu"]
@@ -134,7 +134,7 @@ def test_an_include_of_a_file_elsewhere_is_a_compile_error(tmp_path, capsys, pha
     """The compiler names the submission's own file and line, and nothing of the other file."""
     (tmp_path / "secret.h").write_text("held by the judge\n")
     (tmp_path / "mine").mkdir()
-    file = submission(tmp_path / "mine", PHASES[phase].encode())
+    file = written(tmp_path / "mine", PHASES[phase].encode())
     source = file.with_suffix(".cpp")
     source.write_text(f'extern "C" int f() {{ return 0; }}\n\n#include "{tmp_path}/secret.h"\n')
     arguments = [str(VECTOR_ADD.folder), "--submission", str(file), "--mode", "test", "--device", "cpu"]

@@ -66,7 +66,7 @@ def test_a_false_header_is_a_wire_error_or_its_body(body, length, count):
     assert count == 0 and json.dumps(message) == json.dumps(json.loads(body[:length]))
 
 
-@given(st.dictionaries(st.sampled_from(["us", "host_us", "host_bound", "untimed_us", "claims", "x", "failed"]), JSON))
+@given(st.dictionaries(st.sampled_from(["us", "host_us", "host_bound", "setup_us", "claims", "x", "failed"]), JSON))
 def test_any_reply_has_finite_times_or_is_a_death(reply):
     try:
         found = replies.read(replies.Timed, reply)

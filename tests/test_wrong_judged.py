@@ -3,7 +3,7 @@
 import pytest
 
 from harness.judge import phases
-from harness.judge.session import Entrant, Session
+from harness.judge.session import RunnerHandle, Session
 from harness.problem import folders
 
 AT_ONCE = 4  # processes with torch in each
@@ -17,11 +17,11 @@ def judge(names: list[str]) -> dict[str, set[str]]:
     statuses = {}
     with Session(gemv, "cpu") as session:
         for start in range(0, len(names), AT_ONCE):
-            entrants = [
-                Entrant(name, folders.entry(gemv, gemv.folder / "wrong" / f"{name}.py"), "cpu")
+            handles = [
+                RunnerHandle(name, folders.submission(gemv, gemv.folder / "wrong" / f"{name}.py"), "cpu")
                 for name in names[start : start + AT_ONCE]
             ]
-            results = phases.run_tests(session, entrants, cases, lambda *_: None, lambda _: None)
+            results = phases.run_tests(session, handles, cases, lambda *_: None, lambda _: None)
             statuses |= {name: {o.status for o in outcomes} for name, outcomes in results.items()}
     return statuses
 

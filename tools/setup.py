@@ -40,7 +40,7 @@ WITHOUT = {  # what is lost without the others
     "transformers": "the tests that compare the DSV4 model with it do not run",
     "humming-kernels": "peer_humming is UNSUPPORTED",
     "tokenspeed-flashmla": "peer_flashmla is UNSUPPORTED",
-    "cuda-bindings": "variants and peers that call the driver through it are UNSUPPORTED",
+    "cuda-bindings": "variants and baselines that call the driver through it are UNSUPPORTED",
 }
 
 
@@ -109,9 +109,9 @@ def read_pins(text: str) -> dict[str, str]:
 
 
 def wanted(project: Mapping, gpu: bool) -> list[str]:
-    """pyproject's [project] table -> requirements: the dependencies, [test], and [peers] where there is a GPU."""
+    """pyproject's [project] table -> requirements: the dependencies, [test], and [baselines] where there is a GPU."""
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *extras["test"], *(extras["peers"] if gpu else ())]
+    return [*project["dependencies"], *extras["test"], *(extras["baselines"] if gpu else ())]
 
 
 def decide(facts: Facts, requirements: Sequence[str], pins: Mapping[str, str]) -> Plan:

@@ -1,4 +1,4 @@
-"""The process that holds the reference: makes contents, fills slots, judges outputs. It never imports a submission.
+"""The process that holds the reference: makes contents, fills buffers, judges outputs. It never imports a submission.
 
 Started as `python -m harness.checker.checker FD`, FD a connected socket; talks as harness/runner/wire.py says.
 """
@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 from harness.runner import flush, gate, native, tree, wire
-from harness.runner.buffers import Page, Slot
+from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
 from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
@@ -49,8 +49,8 @@ class Checker:
         self.split: bool = self.own and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
         self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.own else ()
-        self.slots: dict[str, list[Slot]] = {}
-        self.held: dict[str, Slot] = {}  # the weights' memory, by runner
+        self.buffers: dict[str, list[Buffer]] = {}
+        self.held: dict[str, Buffer] = {}  # the weights' memory, by runner
         self.pages: dict[str, Page] = {}  # by runner, on a CPU
         self.freezers: dict[str, Freezer] = {}
         self.caught: dict[str, Caught] = {}
@@ -81,13 +81,13 @@ class Checker:
         """The present weights in memory for one runner; what it held before goes."""
         if old := self.held.pop(message["runner"], None):
             old.close()
-        slot = self.held[message["runner"]] = Slot(self.weights_sizes)
+        buffer = self.held[message["runner"]] = Buffer(self.weights_sizes)
         for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
-            _region(leaf, slot).copy_(tree.raw(source))
+            _region(leaf, buffer).copy_(tree.raw(source))
         self._sync()
-        part, fds = slot.message()
+        part, fds = buffer.message()
         nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
-        return {"slot": part, "spec": self.weights_spec, "bytes": nbytes, "fds": list(fds)}
+        return {"buffer": part, "spec": self.weights_spec, "bytes": nbytes, "fds": list(fds)}
 
     def free_memory(self, message: dict, _: list[int]) -> dict:
         """Bytes of device memory that nobody holds, this process's own caches given back; None on a CPU."""
@@ -107,7 +107,7 @@ class Checker:
         self.pristine = make(self.reference, self.task, case, self.device, self.own, self.weights)
         layout = tree.Layout()
         self.spec = tree.describe(self._delivered(), layout)
-        # On a GPU the runner copies outputs within its slot; on a CPU the checker fetches them.
+        # On a GPU the runner copies outputs within its buffer; on a CPU the checker fetches them.
         copies = layout if self.device == "cuda" else tree.Layout()
         if self.own:
             self.inout = self._inout()
@@ -149,27 +149,27 @@ class Checker:
         return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
     def allocate(self, message: dict, _: list[int]) -> dict:
-        """`count` slots for runner `runner`, for the present content's layout. Old ones of that runner go. On a CPU
-        also the page by which calls are handed over, its descriptor before the others; `guard`, `pid`, `cgroup`: the
+        """`count` buffers for runner `runner`, for the present content's layout. Old ones of that runner go. On a CPU
+        also the page by which calls are handed over, its descriptor before the others; `reaper`, `pid`, `cgroup`: the
         runner's.
         """
         runner = message["runner"]
         self.release(message, _)
-        self.slots[runner] = [Slot(message["sizes"]) for _ in range(message["count"])]
-        parts = [slot.message() for slot in self.slots[runner]]
+        self.buffers[runner] = [Buffer(message["sizes"]) for _ in range(message["count"])]
+        parts = [buffer.message() for buffer in self.buffers[runner]]
         fds = [fd for _, fds in parts for fd in fds]
         if self.device == "cpu":
             self.pages[runner] = Page()
             with contextlib.suppress(StopError):  # a runner that is gone; its next call finds that out
-                self.freezers[runner] = Freezer(message["guard"], message["pid"], message["cgroup"])
+                self.freezers[runner] = Freezer(message["reaper"], message["pid"], message["cgroup"])
             fds.insert(0, self.pages[runner].fd)
-        return {"slots": [part for part, _ in parts], "fds": fds}
+        return {"buffers": [part for part, _ in parts], "fds": fds}
 
     def release(self, message: dict, _: list[int]) -> dict:
-        """Free the slots of a runner, and what it held of weights if it is gone."""
+        """Free the buffers of a runner, and what it held of weights if it is gone."""
         runner = message["runner"]
-        for slot in self.slots.pop(runner, []):
-            slot.close()
+        for buffer in self.buffers.pop(runner, []):
+            buffer.close()
         for of_runner in (self.pages, self.freezers):
             if runner in of_runner:
                 of_runner.pop(runner).close()
@@ -179,21 +179,21 @@ class Checker:
         return {}
 
     def fill(self, message: dict, _: list[int]) -> dict:
-        """The present content into a slot; its outputs and the captures poisoned; masked if there is a `key`."""
-        slot = self.slots[message["runner"]][message["slot"]]
+        """The present content into a buffer; its outputs and the captures poisoned; masked if there is a `key`."""
+        buffer = self.buffers[message["runner"]][message["buffer"]]
         for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self._delivered()), strict=True):
-            _region(leaf, slot).copy_(tree.raw(source))
+            _region(leaf, buffer).copy_(tree.raw(source))
         if self.device == "cuda":
             for spec in self.captures:
-                _poison([tree.tensor(spec, slot.buffers[spec["space"]])], [0])
+                _poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
         if message["key"]:
-            native.mask(slot.buffers["device"], bytes.fromhex(message["key"]))
+            native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
         self._sync()
         return {}
 
     def turn(self, message: dict, _: list[int]) -> dict:
-        """Make call `number` of a runner on a CPU, and time it: stop everything of the runner, fill its slot (`fill`),
-        make caches cold, say "go", wait for "done", stop it again, take what it left.
+        """Make call `number` of a runner on a CPU, and time it: stop everything of the runner, fill its buffer
+        (`fill`), make caches cold, say "go", wait for "done", stop it again, take what it left.
 
         first: the runner has said that it is ready; else it has waited since its call before. last: it is to reply.
         judges: the call is the judge's own, and nothing is taken. which: of the calls that the runner has prepared.
@@ -206,9 +206,7 @@ class Checker:
             return {"code": GONE, "waiting": True}
         page, freezer = self.pages[runner], self.freezers[runner]
         self.caught.pop(runner, None)
-        if message["first"] and (
-            code := gate.bindings().await_ready(page.address, number, freezer.pid, READY_LIMIT_S)
-        ):
+        if message["first"] and (code := gate.bindings().await_ready(page.address, number, freezer.pid, READY_LIMIT_S)):
             return {"code": code, "waiting": False}
         try:
             freezer.stop()
@@ -217,14 +215,14 @@ class Checker:
         before = freezer.processes()
         if message["fill"]:
             self.fill(message, [])
-        slot = self.slots[runner][message["slot"]]
-        self._make_cold(slot, message)
-        outputs = [] if message["judges"] else self._written(slot)
+        buffer = self.buffers[runner][message["buffer"]]
+        self._make_cold(buffer, message)
+        outputs = [] if message["judges"] else self._written(buffer)
         reading, noted = gate.bindings().time(
             page.address, number, message["which"], freezer.handle, message["limit_s"], outputs
         )
         if reading.code == 0 and not message["judges"]:
-            self.caught[runner] = self._catch(runner, slot, freezer.pid, noted)
+            self.caught[runner] = self._catch(runner, buffer, freezer.pid, noted)
         said = "" if self.own or message["judges"] else gate.bindings().noted(page.address).decode(errors="replace")
         if message["last"]:
             gate.bindings().leave(page.address, number)
@@ -237,33 +235,35 @@ class Checker:
             gate.bindings().leave(self.pages[message["runner"]].address, message["number"])
         return {}
 
-    def _make_cold(self, slot: Slot, message: dict) -> None:
+    def _make_cold(self, buffer: Buffer, message: dict) -> None:
         """Leave nothing in any cache that the call reads.
 
         What a runner holds in its private memory (prepared weights, a baseline's setup, the room of the judge's
         readers) only a read of much more than all caches drives out.
         """
-        memory = slot.buffers.get("host")
-        own_memory = self.split or message["peer"] or (message["judges"] and message["bytes"] > slot.sizes["host"])
+        memory = buffer.memory.get("host")
+        own_memory = (
+            self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.sizes["host"])
+        )
         if own_memory or not native.forget(memory):
             self.flush = flush.memory(self.flush_bytes) if self.flush is None else self.flush
             native.evict(self.flush)
 
-    def _written(self, slot: Slot) -> list[tuple[int, int]]:
+    def _written(self, buffer: Buffer) -> list[tuple[int, int]]:
         """(address, bytes) of what a call on the present content writes; address 0: in memory of the runner."""
         if not self.own:
             return [(0, STRIDED_FACTOR * spec["nbytes"] + STRIDED_BYTES) for spec in self.captures]
-        regions = [_region(tree.leaves(self.spec)[i], slot) for i in self.outputs]
+        regions = [_region(tree.leaves(self.spec)[i], buffer) for i in self.outputs]
         return [(region.data_ptr(), region.numel()) for region in regions]
 
-    def _catch(self, runner: str, slot: Slot, pid: int, noted: list[tuple[int, int]]) -> Caught:
+    def _catch(self, runner: str, buffer: Buffer, pid: int, noted: list[tuple[int, int]]) -> Caught:
         """What the call left. noted: (address, bytes) of each output, in the runner where the folder is not ours."""
-        fault = self._changed(runner, slot)
+        fault = self._changed(runner, buffer)
         if self.own:
             leaves = tree.leaves(self.spec)
-            return Caught(fault, [_region(leaves[i], slot).clone() for i in self.outputs])
+            return Caught(fault, [_region(leaves[i], buffer).clone() for i in self.outputs])
         outputs: list[torch.Tensor | None] = []
-        for (address, nbytes), (_, most) in zip(noted, self._written(slot), strict=True):
+        for (address, nbytes), (_, most) in zip(noted, self._written(buffer), strict=True):
             try:
                 outputs.append(_fetched(pid, address, nbytes) if nbytes <= most else None)
             except PermissionError as error:
@@ -276,19 +276,19 @@ class Checker:
         return Caught(fault, outputs)
 
     def judge(self, message: dict, _: list[int]) -> dict:
-        """The verdict on the output in a slot. `claims`: what the runner says that the submission returned; None where
-        it was not asked.
+        """The verdict on the output in a buffer. `claims`: what the runner says that the submission returned; None
+        where it was not asked.
         """
         runner, claims = message["runner"], message["claims"]
-        slot = self.slots[runner][message["slot"]]
+        buffer = self.buffers[runner][message["buffer"]]
         self._sync()
-        caught = self.caught.pop(runner, None) if self.device == "cpu" else Caught(self._changed(runner, slot), [])
+        caught = self.caught.pop(runner, None) if self.device == "cpu" else Caught(self._changed(runner, buffer), [])
         if caught is None:
             raise RuntimeError(f"{runner} has made no call that could be judged")
         if caught.fault:
             return _verdict("INCORRECT", caught.fault)
         if self.device == "cuda":
-            got = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.captures]
+            got = [tree.tensor(spec, buffer.memory[spec["space"]]) for spec in self.captures]
             taken = [tree.raw(tensor) for tensor in got]
         else:
             taken = caught.outputs
@@ -296,7 +296,7 @@ class Checker:
         if self.own:
             leaves, names = tree.leaves(self.spec), _names(self.spec)
             for i, output in zip(self.outputs, taken, strict=True):
-                if not same(_region(leaves[i], slot), output):
+                if not same(_region(leaves[i], buffer), output):
                     return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if claims is not None and (fault := self._returned_fault(claims, self.captures)):
             return _verdict("INCORRECT", fault)
@@ -307,7 +307,7 @@ class Checker:
             ok, text = self.reference.check_implementation(tree.clone(self.pristine), tree.clone(answer))
             return _verdict("PASSED" if ok else "INCORRECT", "" if ok else str(text))
         output = got[0] if len(got) == 1 else tuple(got)
-        result = self.reference.compare(self.pristine, self.want, output, message["peer"])
+        result = self.reference.compare(self.pristine, self.want, output, message["baseline"])
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 
@@ -315,13 +315,13 @@ class Checker:
         """dtype, shape and stride of each output that is judged: the problem's own, or what came back."""
         return self.captures if self.own else claims
 
-    def _changed(self, runner: str, slot: Slot) -> str:
+    def _changed(self, runner: str, buffer: Buffer) -> str:
         """What a call changed that it must leave alone, in words. INOUT's tensors are put back."""
         leaves, names = tree.leaves(self.spec), _names(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
-                _region(leaf, slot).copy_(tree.raw(source))
-            elif i not in self.outputs and not same(_region(leaf, slot), tree.raw(source)):
+                _region(leaf, buffer).copy_(tree.raw(source))
+            elif i not in self.outputs and not same(_region(leaf, buffer), tree.raw(source)):
                 return f"input {names[i]} was changed by the call"
         if held := self.held.get(runner):
             pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
@@ -402,8 +402,8 @@ def _names(spec: dict) -> list[str]:
     return found
 
 
-def _region(leaf: dict, slot: Slot) -> torch.Tensor:
-    return slot.buffers[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
+def _region(leaf: dict, buffer: Buffer) -> torch.Tensor:
+    return buffer.memory[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ public seeds. What a runner writes is never kept.
 import ast
 from pathlib import Path
 
-from harness.judge.submission import Entrant
+from harness.judge.submission import RunnerHandle
 from harness.problem import scan, sources
 from harness.problem.folders import Problem
 from harness.sandbox import workdir
@@ -30,25 +30,27 @@ def kind(file: Path, folder: Path | None = None) -> str:
     return "call" if any(name.startswith(COMPILING) for name in names) else ""
 
 
-def todo(problem: Problem, entrants: tuple[Entrant, ...]) -> list[tuple[str, Entrant, Entrant]]:
-    """(kind, entrant, the entrant of its compile step) for those that have none behind them."""
+def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str, RunnerHandle, RunnerHandle]]:
+    """(kind, submission, the submission of its compile step) for those that have none behind them."""
     found = []
-    for entrant in entrants:
-        if entrant.built or entrant.entry is None:
+    for handle in handles:
+        if handle.built or handle.submission is None:
             continue
-        entrant.built = True
-        file, target = entrant.entry.file, entrant.target
+        handle.built = True
+        file, target = handle.submission.file, handle.target
         how = kind(file, problem.folder)
         if how and workdir.build_folder(file, problem, target) is None:
-            found.append((how, entrant, Entrant(f"{entrant.name} (compile step)", entrant.entry, target, built=True)))
+            found.append(
+                (how, handle, RunnerHandle(f"{handle.name} (compile step)", handle.submission, target, built=True))
+            )
     return found
 
 
-def keep(problem: Problem, entrant: Entrant) -> str:
-    """Keep what the process of `entrant`, which has ended, compiled. -> why it is not kept, or ""."""
-    key = workdir.key(entrant.entry.file, problem, entrant.target)
+def keep(problem: Problem, handle: RunnerHandle) -> str:
+    """Keep what the process of `submission`, which has ended, compiled. -> why it is not kept, or ""."""
+    key = workdir.key(handle.submission.file, problem, handle.target)
     try:
-        entrant.private.publish(key)
+        handle.workdir.publish(key)
     except workdir.CacheError as error:  # its runners compile for themselves
-        return f"what {entrant.name} compiled is not kept: {error}"
+        return f"what {handle.name} compiled is not kept: {error}"
     return ""

@@ -11,7 +11,7 @@ no old time stands against a new one.
 
 from collections.abc import Iterable, Sequence
 
-from harness.judge.verdict import Judged
+from harness.judge.verdict import Result
 from harness.results import ranking
 from harness.results.ranking import Leader
 
@@ -22,8 +22,8 @@ def present_leader(records: Iterable[dict], target: str, wanted: Sequence[str], 
     return found[-1] if found else None
 
 
-def challenger(judged: list[Judged], leader: Leader | None, everything: bool) -> Judged | None:
-    """Which of the run's entries would take the lead and has not been confirmed yet; None: none has to be.
+def challenger(judged: list[Result], leader: Leader | None, everything: bool) -> Result | None:
+    """Which of the run's submissions would take the lead and has not been confirmed yet; None: none has to be.
 
     It leads its own run, and the whole of its interval is below the leader's. everything: this is a run of --all.
     """
@@ -31,16 +31,16 @@ def challenger(judged: list[Judged], leader: Leader | None, everything: bool) ->
         return None
     eligible = [
         j for j in judged
-        if j.figure and j.verdict == "PASSED" and not j.entry.peer and not ranking.is_repeat(j.entry.name)
+        if j.metric and j.verdict == "PASSED" and not j.submission.baseline and not ranking.is_repeat(j.submission.name)
     ]  # fmt: skip
     if everything and any(is_leader(j, leader) for j in eligible):
         return None
-    first = min(eligible, key=lambda j: j.figure[0], default=None)
-    if first is None or first.confirms or is_leader(first, leader) or not first.figure[2] < leader.lo:
+    first = min(eligible, key=lambda j: j.metric[0], default=None)
+    if first is None or first.confirms or is_leader(first, leader) or not first.metric[2] < leader.lo:
         return None
     return first
 
 
-def is_leader(j: Judged, leader: Leader) -> bool:
+def is_leader(j: Result, leader: Leader) -> bool:
     """Whether it is the very code that leads."""
-    return (j.entry.name, j.source_hash) == (leader.variant, leader.source_hash)
+    return (j.submission.name, j.source_hash) == (leader.variant, leader.source_hash)

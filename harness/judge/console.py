@@ -15,7 +15,7 @@ from rich.text import Text
 
 from harness.judge.phases import Progress
 from harness.judge.session import Outcome
-from harness.judge.verdict import CaseTime, Judged
+from harness.judge.verdict import CaseTime, Result
 from harness.problem.folders import Case
 from harness.results import ranking, stats, text
 from harness.results.output import Screen
@@ -60,16 +60,16 @@ def test_line(name: str, case: Case, outcome: Outcome) -> None:
         say("    " + text.clean(outcome.reason).replace("\n", "\n    "))
 
 
-def times(judged: list[Judged]) -> None:
-    """One line per variant and case: time, interval, rate, share of the roof, error."""
+def times(judged: list[Result]) -> None:
+    """One line per variant and case: time, interval, rate, share of the measured roofline, error."""
     table = Table(
-        title="Times, us (median of the calls, 95 % interval; roof: the best plain read of the same bytes or, where "
-        "that takes longer, a matrix product of as many operations)"
+        title="Times, us (median of the calls, 95 % interval; measured roofline: the best plain read of the same bytes "
+        "or, where that takes longer, a matrix product of as many operations)"
     )
     own, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
     table.add_column("variant", no_wrap=True)
     table.add_column("case", overflow="fold")  # gives way: figures are not to be cut
-    for column in ("time", "interval", "GB/s", "roof", "of roof", "host", "untimed", "error", "tolerance"):
+    for column in ("time", "interval", "GB/s", "roofline", "% of roofline", "host", "setup", "error", "tolerance"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
     for j in sorted(judged, key=_order):
@@ -81,58 +81,59 @@ def times(judged: list[Judged]) -> None:
         say(f"All cases have {shared}.")
 
 
-def _time_row(j: Judged, t: CaseTime, case: str) -> list[str]:
+def _time_row(j: Result, t: CaseTime, case: str) -> list[str]:
     if t.failure:
-        return [j.entry.name, case, *[""] * 9, f"{t.failure.status}: {text.first_line(t.failure.reason, 80)}"]
-    untimed, error = t.timing.flat("untimed_us"), t.timing.worst_error or {}
+        return [j.submission.name, case, *[""] * 9, f"{t.failure.status}: {text.first_line(t.failure.reason, 80)}"]
+    setup, error = t.timing.flat("setup_us"), t.timing.worst_error or {}
     host_bound = int(sum(t.timing.flat("host_bound")))
     return [
-        j.entry.name, case, f"{t.median:.2f}", f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
-        f"{t.ground.bytes / t.median / 1e3:.0f}", f"{t.ground.roof_us:.2f} {t.ground.roof_kind}",
-        f"{t.ground.roof_us / t.median:.0%}",
-        f"{stats.median(t.timing.flat('host_us')):.0f}", f"{stats.median(untimed):.0f}" if untimed else "",
+        j.submission.name, case, f"{t.median:.2f}", f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
+        f"{t.readings.bytes / t.median / 1e3:.0f}", f"{t.readings.roofline_us:.2f} {t.readings.roofline_kind}",
+        f"{t.readings.roofline_us / t.median:.0%}",
+        f"{stats.median(t.timing.flat('host_us')):.0f}", f"{stats.median(setup):.0f}" if setup else "",
         f"{error['rel']:.1e}" if error else "", f"{error['tol']:.1e}" if error else "",
         f"host-bound in {host_bound} calls" if host_bound else "",
     ]  # fmt: skip
 
 
-def ground(judged: list[Judged]) -> None:
+def readings(judged: list[Result]) -> None:
     """What the judge measured beside the variants."""
     times = next((j.times for j in judged if j.times), [])
     for t in times:
-        read = f"{t.ground.bytes / t.ground.roof_us / 1e3:.0f} GB/s, " if t.ground.roof_kind == "read" else ""
+        of = t.readings
+        read = f"{of.bytes / of.roofline_us / 1e3:.0f} GB/s, " if of.roofline_kind == "read" else ""
         say(
-            f"{text.line(t.case):<28} roof {t.ground.roof_us:.2f} us ({read}{t.ground.roof_config})   "
-            f"empty call {t.ground.empty_us:.2f} us"
+            f"{text.line(t.case):<28} measured roofline {of.roofline_us:.2f} us ({read}{of.roofline_config})   "
+            f"empty call {of.empty_us:.2f} us"
         )
 
 
-def summary(judged: list[Judged], baseline: str | None = None) -> None:
+def summary(judged: list[Result], baseline: str | None = None) -> None:
     """The geomean line of each variant, and for what has no time why."""
-    base = next((j.figure for j in judged if j.entry.name == baseline and j.figure), None)
+    base = next((j.metric for j in judged if j.submission.name == baseline and j.metric), None)
     for j in sorted(judged, key=_order):
-        limits = f"; {j.entry.limits}" if j.entry.only and not j.reason else ""
-        kind = f" (peer, unranked{limits})" if j.entry.peer else ""
-        if j.figure:
-            value, lo, hi = j.figure
-            roof = stats.geomean([t.ground.roof_us / t.median for t in j.times])
-            ratio = f"   {base[0] / value:.1f}x {baseline}" if base and j.entry.name != baseline else ""
+        limits = f"; {j.submission.limits}" if j.submission.only and not j.reason else ""
+        kind = f" (baseline, unranked{limits})" if j.submission.baseline else ""
+        if j.metric:
+            value, lo, hi = j.metric
+            roofline = stats.geomean([t.readings.roofline_us / t.median for t in j.times])
+            ratio = f"   {base[0] / value:.1f}x {baseline}" if base and j.submission.name != baseline else ""
             name, tried = ranking.name(j.ranking_by), f"   attempt {j.attempt}" if j.attempt else ""
-            said = f"{name} {value:.2f} us ({lo:.2f}..{hi:.2f}) over {len(j.times)} cases   {roof:.0%} of roof{ratio}"
-            say(f"{j.entry.name:<20} {j.verdict:<14} {said}{tried}{kind}")
+            said = f"{name} {value:.2f} us ({lo:.2f}..{hi:.2f}) over {len(j.times)} cases   {roofline:.0%} of roofline"
+            say(f"{j.submission.name:<20} {j.verdict:<14} {said}{ratio}{tried}{kind}")
             for earlier in j.before:
-                said = f"{earlier.figure[0]:.2f} us" if earlier.figure else earlier.verdict
+                said = f"{earlier.metric[0]:.2f} us" if earlier.metric else earlier.verdict
                 say(f"{'':<20} measured again to confirm a first place; superseded: {said}")
         elif j.verdict == "PASSED":
             right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
             said = [f"{right} test cases right"] if j.tests else []
             said.append(f"timed on {timed} of {len(j.times)} cases" if j.times else "not timed in this mode")
-            say(f"{j.entry.name:<20} PASSED         {'; '.join(said)}{kind}")
+            say(f"{j.submission.name:<20} PASSED         {'; '.join(said)}{kind}")
         else:
-            say(f"{j.entry.name:<20} {j.verdict:<14} not timed: {_why(j)}{kind}")
+            say(f"{j.submission.name:<20} {j.verdict:<14} not timed: {_why(j)}{kind}")
 
 
-def against(j: Judged) -> None:
+def against(j: Result) -> None:
     """The paired comparison: ratio of times by case, and their geomean."""
     for t, pair in zip(j.times, j.against, strict=True):
         say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
@@ -141,12 +142,12 @@ def against(j: Judged) -> None:
     say(f"{what:<28} {_ratio(j, j.against_all)}")
 
 
-def _ratio(j: Judged, pair: dict) -> str:
+def _ratio(j: Result, pair: dict) -> str:
     lo, hi = pair["ci95"]
-    return f"{j.entry.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
+    return f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
 
 
-def _why(j: Judged) -> str:
+def _why(j: Result) -> str:
     if j.reason:
         return text.first_line(j.reason)
     bad = [(c, o) for c, o in j.tests if o.status != "PASSED"] + [(t.case, t.failure) for t in j.times if t.failure]
@@ -166,5 +167,5 @@ def _cell(said: str) -> Text:
     return Text(text.line(said))
 
 
-def _order(j: Judged) -> tuple:
-    return (j.figure is None, j.entry.peer, j.figure[0] if j.figure else 0.0, j.entry.name)
+def _order(j: Result) -> tuple:
+    return (j.metric is None, j.submission.baseline, j.metric[0] if j.metric else 0.0, j.submission.name)

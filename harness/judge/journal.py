@@ -1,9 +1,9 @@
 """What an unfinished run has found so far, on disk: a killed one loses nothing, and --resume goes on from there.
 
 results/<machine>/<problem>.<run_id>.partial.jsonl, one JSON object a line, each synced before the next: first the plan,
-then every finished test outcome, every finished group of timed calls (one process, one case, all entrants), decisions,
-and, when all is done, the final records. These are then appended to <problem>.jsonl, and the journal is removed. The
-process that writes it holds a flock on it, which ends with the process.
+then every finished test outcome, every finished group of timed calls (one process, one case, all submissions),
+decisions, and, when all is done, the final records. These are then appended to <problem>.jsonl, and the journal is
+removed. The process that writes it holds a flock on it, which ends with the process.
 
 A journal is read as a killed writer leaves it: a line that is torn, or not as _LINES says, is work that is done again.
 A run that was killed while it appended its records is completed by the next run, without judging anything (`settle`).
@@ -35,12 +35,12 @@ GroupDone = Callable[[int, int, dict[str, list[Outcome]], dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Group:
-    """What one process of each entrant, or of those of one part, did on one benchmark case.
+    """What one process of each submission, or of those of one part, did on one benchmark case.
 
-    outcomes: by entrant name its scored calls, in order; where it failed in this group, warm-ups included, what failed
-    it comes last. An entrant that failed before has no entry. own: by judge's call its times in us. seeds: of every
-    content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part: which part of the
-    entrants these are, where not all can be alive at once.
+    outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
+    failed it comes last. An submission that failed before has no submission. own: by judge's call its times in us.
+    seeds: of every content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part:
+    which part of the submissions these are, where not all can be alive at once.
     """
 
     process: int
@@ -59,9 +59,9 @@ class Have:
     tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     groups: dict[tuple[int, int, int], Group] = field(default_factory=dict)  # by process, case, part
 
-    def test(self, entrant: str, case: int) -> Outcome | None:
-        """The outcome of `entrant` (its name) on test case number `case`."""
-        return self.tests.get((entrant, case))
+    def test(self, handle: str, case: int) -> Outcome | None:
+        """The outcome of `submission` (its name) on test case number `case`."""
+        return self.tests.get((handle, case))
 
     def group(self, process: int, case: int, part: int = 0) -> Group | None:
         return self.groups.get((process, case, part))
@@ -148,7 +148,7 @@ class Journal:
 
     def have(self, phase: str = "benchmark") -> Have:
         """What is known: every test, and the groups of `phase`."""
-        tests = {(at["entrant"], at["case"]): _outcome(at["outcome"]) for at in self.noted("test")}
+        tests = {(at["submission"], at["case"]): _outcome(at["outcome"]) for at in self.noted("test")}
         groups = {}
         for at in self.noted("group"):
             if at["phase"] == phase:
@@ -158,9 +158,9 @@ class Journal:
                 groups[group.process, group.case, group.part] = group
         return Have(tests, groups)
 
-    def test(self, entrant: str, case: int, outcome: Outcome) -> None:
+    def test(self, handle: str, case: int, outcome: Outcome) -> None:
         """A test case is done."""
-        self._write({"kind": "test", "entrant": entrant, "case": case, "outcome": dataclasses.asdict(outcome)})
+        self._write({"kind": "test", "submission": handle, "case": case, "outcome": dataclasses.asdict(outcome)})
 
     def group(self, phase: str = "benchmark") -> GroupDone:
         """The function to call when a group of `phase` is done, with the fields of a Group."""
@@ -361,7 +361,7 @@ _TEXT, _COUNT, _OBJECT = ("text", _is(str)), ("a whole number", _is(int)), ("an 
 # By kind the fields that are read of such a line. Lines of other kinds are kept, and nobody reads them.
 _LINES: dict[str, record.Fields] = {
     "plan": {"run_id": _TEXT},
-    "test": {"entrant": _TEXT, "case": _COUNT, "outcome": ("an outcome", _is_outcome)},
+    "test": {"submission": _TEXT, "case": _COUNT, "outcome": ("an outcome", _is_outcome)},
     "group": {
         "phase": _TEXT, "process": _COUNT, "case": _COUNT, "part": _COUNT,
         "outcomes": ("lists of outcomes", _is_object(_is_list(_is_outcome))),
@@ -370,8 +370,8 @@ _LINES: dict[str, record.Fields] = {
         "state": ("a pair", lambda value: isinstance(value, list) and len(value) == 2),
     },
     "clock": {"name": _TEXT},
-    "audit": {"part": _COUNT, "entrants": ("objects", _is_object(_is_object()))},
-    "compiled": {"entry": _TEXT, "status": ("a verdict", lambda v: v in (*record.STATUSES, "")), "reason": _TEXT,
+    "audit": {"part": _COUNT, "submissions": ("objects", _is_object(_is_object()))},
+    "compiled": {"submission": _TEXT, "status": ("a verdict", lambda v: v in (*record.STATUSES, "")), "reason": _TEXT,
                  "artefacts": ("a list of objects", _is_list(_is(dict)))},
     "confirm": {"challenger": _TEXT, "leader": _OBJECT, "opponent": ("text", lambda v: v is None or _is(str)(v))},
     "final": {"records": ("a list of objects", _is_list(_is(dict)))},

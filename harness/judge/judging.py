@@ -9,31 +9,31 @@ from collections.abc import Callable
 from harness.judge import confirm, console, device_lock, journal, phases, verdict
 from harness.judge.journal import Journal
 from harness.judge.phases import Progress
-from harness.judge.session import Entrant, Outcome, Session
-from harness.judge.verdict import Judged, Recorder
-from harness.problem.folders import Case, Entry, Problem, UsageError
+from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.verdict import Recorder, Result
+from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import environment, ranking, record
 
 
 class Judging:
-    """Fills in what came of each entry; the caller holds the device, and records.
+    """Fills in what came of each submission; the caller holds the device, and records.
 
     journal: of a run that is recorded, what of it is done is taken from there; None: the run is not recorded, and
-    nothing has to be confirmed. enter: makes an entry part of the run, or says with None that it cannot be.
+    nothing has to be confirmed. enter: makes a submission part of the run, or says with None that it cannot be.
     """
 
     def __init__(
         self, problem: Problem, device: str, target: str, args: argparse.Namespace, recorder: Recorder,
-        journal: Journal | None, enter: Callable[[Entry], Judged | None],
+        journal: Journal | None, enter: Callable[[Submission], Result | None],
     ) -> None:  # fmt: skip
         self.problem, self.device, self.target, self.args = problem, device, target, args
         self.recorder, self.journal, self.enter = recorder, journal, enter
-        self.opponents: list[Judged] = []  # leaders that took part in a confirmation alone
-        self.judged: list[Judged] = []
+        self.opponents: list[Result] = []  # leaders that took part in a confirmation alone
+        self.judged: list[Result] = []
         self.cases: list[Case] = []
-        self.entrants: dict[str, Entrant] = {}
+        self.handles: dict[str, RunnerHandle] = {}
 
-    def run(self, judged: list[Judged], tests: list[Case], cases: list[Case]) -> None:
+    def run(self, judged: list[Result], tests: list[Case], cases: list[Case]) -> None:
         """Judge these on the test cases, unless the mode is "benchmark", and time those that pass, unless "test"."""
         self.judged, self.cases = judged, cases
         with contextlib.ExitStack() as stack:
@@ -52,34 +52,34 @@ class Judging:
                     if self.journal:
                         self._confirm(session, progress)
             for j in (*judged, *self.opponents):
-                j.audit = self._audit(j.entry.name)
-            self.recorder.downgrades += session.notes
+                j.audit = self._audit(j.submission.name)
+            self.recorder.warnings += session.notes
             # Where a resumed run had nothing left to call, its journal knows the clock.
             noted = self.journal.noted("clock") if self.journal else []
             self.recorder.clock_name = session.clock_name or (noted[-1]["name"] if noted else "")
 
     def _test(self, session: Session, cases: list[Case], progress: Progress) -> None:
-        by_name = {j.entry.name: j for j in self.judged}
+        by_name = {j.submission.name: j for j in self.judged}
         have = self.journal.have() if self.journal else journal.NOTHING
 
-        def done(entrant: Entrant, case: Case, outcome: Outcome) -> None:
-            tests = by_name[entrant.name].tests
-            if self.journal and have.test(entrant.name, len(tests)) is None:
-                self.journal.test(entrant.name, len(tests), outcome)
+        def done(handle: RunnerHandle, case: Case, outcome: Outcome) -> None:
+            tests = by_name[handle.name].tests
+            if self.journal and have.test(handle.name, len(tests)) is None:
+                self.journal.test(handle.name, len(tests), outcome)
             tests.append((case, outcome))
             if len(by_name) == 1 or outcome.status not in ("PASSED", "UNSUPPORTED"):
-                console.test_line(entrant.name, case, outcome)
+                console.test_line(handle.name, case, outcome)
 
-        entrants = [self._entrant(j) for j in self.judged]
-        phases.run_tests(session, entrants, cases, done, progress, have, self.problem.timeouts_s.get("test"))
+        handles = [self._entrant(j) for j in self.judged]
+        phases.run_tests(session, handles, cases, done, progress, have, self.problem.timeouts_s.get("test"))
         self._note_audits()
         if len(self.judged) > 1:
             for j in self.judged:
                 count = Counter(o.status for _, o in j.tests)
-                rest = f"; {count['UNSUPPORTED']} UNSUPPORTED: {j.entry.limits}" if count["UNSUPPORTED"] else ""
-                console.say(f"{j.entry.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
+                rest = f"; {count['UNSUPPORTED']} UNSUPPORTED: {j.submission.limits}" if count["UNSUPPORTED"] else ""
+                console.say(f"{j.submission.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
 
-    def _time(self, session: Session, judged: list[Judged], paired: bool, progress: Progress, phase: str) -> None:
+    def _time(self, session: Session, judged: list[Result], paired: bool, progress: Progress, phase: str) -> None:
         """Time these, and pair the first with the second; what of `phase` the journal has is taken from there."""
         group, have = None, journal.NOTHING
         if self.journal:
@@ -91,11 +91,13 @@ class Judging:
                 self._note_audits()
                 write(*facts)
 
-        entrants = [self._entrant(j) for j in judged]
+        handles = [self._entrant(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
-        timings, grounds = phases.run_benchmarks(session, entrants, self.cases, progress, paired, group, have, limit_s)
+        timings, all_readings = phases.run_benchmarks(
+            session, handles, self.cases, progress, paired, group, have, limit_s
+        )
         for j in judged:
-            j.times = [verdict.weigh(t, g) for t, g in zip(timings[j.entry.name], grounds, strict=True)]
+            j.times = [verdict.aggregate(t, g) for t, g in zip(timings[j.submission.name], all_readings, strict=True)]
         if paired:
             verdict.pair(*judged)
 
@@ -104,14 +106,14 @@ class Judging:
         settled = self.journal.noted("confirm")  # by the run that is resumed
         while said := settled.pop(0) if settled else self._challenge():
             leader, name = said["leader"], said["challenger"]
-            two = [next(j for j in self.judged if j.entry.name == name)]
+            two = [next(j for j in self.judged if j.submission.name == name)]
             if said["opponent"]:
                 opponent = self._opponent(leader["variant"])
                 if opponent is None or opponent.source_hash != said["opponent"]:
                     raise UsageError(f"--resume: {leader['variant']} changed since run {self.recorder.run_id} began")
                 two.append(opponent)
             console.say(
-                f"{name} would lead: {two[0].figure[0]:.2f} us, {leader['variant']} {leader['value']:.2f} us in run "
+                f"{name} would lead: {two[0].metric[0]:.2f} us, {leader['variant']} {leader['value']:.2f} us in run "
                 f"{leader['run_id']}. Confirming in fresh processes, {'paired with it' if two[1:] else 'alone'}"
             )
             for j in two:
@@ -130,16 +132,16 @@ class Judging:
         j = confirm.challenger(self.judged, leader, self.args.all)
         if j is None:
             return None
-        opponent = None if leader.variant == j.entry.name else self._opponent(leader.variant)
-        said = {"challenger": j.entry.name, "leader": dataclasses.asdict(leader)}
+        opponent = None if leader.variant == j.submission.name else self._opponent(leader.variant)
+        said = {"challenger": j.submission.name, "leader": dataclasses.asdict(leader)}
         said["opponent"] = opponent.source_hash if opponent else None
         self.journal.note("confirm", **said)
         return said
 
-    def _opponent(self, name: str) -> Judged | None:
+    def _opponent(self, name: str) -> Result | None:
         """The leader of that name, from this run or from variants/; None where it cannot be timed here."""
         for j in (*self.judged, *self.opponents):
-            if j.entry.name == name:
+            if j.submission.name == name:
                 return j if not j.status and all(o.status == "PASSED" for _, o in j.tests) else None
         if not (self.problem.folder / "variants" / f"{name}.py").is_file():
             return None
@@ -148,21 +150,21 @@ class Judging:
             self.opponents.append(j)
         return j
 
-    def _entrant(self, j: Judged) -> Entrant:
-        return self.entrants.setdefault(j.entry.name, Entrant(j.entry.name, j.entry, self.target))
+    def _entrant(self, j: Result) -> RunnerHandle:
+        return self.handles.setdefault(j.submission.name, RunnerHandle(j.submission.name, j.submission, self.target))
 
     def _note_audits(self) -> None:
         if self.journal:
-            audits = {name: dataclasses.asdict(entrant.audit) for name, entrant in self.entrants.items()}
-            self.journal.note("audit", part=self.journal.resumptions, entrants=audits)
+            audits = {name: dataclasses.asdict(handle.audit) for name, handle in self.handles.items()}
+            self.journal.note("audit", part=self.journal.resumptions, handles=audits)
 
     def _audit(self, name: str) -> dict | None:
-        """What was looked at in this entrant's processes, those before an interruption too; None: it had none."""
+        """What was looked at in this submission's processes, those before an interruption too; None: it had none."""
         parts = {}
         for line in self.journal.noted("audit") if self.journal else ():
-            parts[line["part"]] = line["entrants"].get(name)
+            parts[line["part"]] = line["submissions"].get(name)
         here = self.journal.resumptions if self.journal else 0
-        parts[here] = dataclasses.asdict(self.entrants[name].audit) if name in self.entrants else None
+        parts[here] = dataclasses.asdict(self.handles[name].audit) if name in self.handles else None
         found = [part for part in parts.values() if part]
         if not found:
             return None
@@ -181,6 +183,6 @@ class Judging:
         except RuntimeError as error:
             found = [f"other users of the device unknown: {error}"]
         for text in found:
-            if text not in self.recorder.downgrades:
+            if text not in self.recorder.warnings:
                 console.say(f"warning: {text}")
-                self.recorder.downgrades.append(text)
+                self.recorder.warnings.append(text)

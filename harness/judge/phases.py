@@ -1,6 +1,6 @@
 """The two phases of a judgement: every test case once, then fixed numbers of timed calls on the benchmark cases.
 
-All entrants get equal contents, one after the other in a random order, so what drifts falls on all of them. Each
+All submissions get equal contents, one after the other in a random order, so what drifts falls on all of them. Each
 timed call is checked; its seed is drawn after the call before it was closed.
 """
 
@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness.judge.journal import NOTHING, Group, GroupDone, Have
-from harness.judge.session import Entrant, Outcome, Session
+from harness.judge.session import Outcome, RunnerHandle, Session
 from harness.problem.folders import Case
 from harness.results import environment, stats
 from harness.runner import gate, matmul, native
 
-# Processes of each entrant, and in a paired run: a process has a level of its own, which only more of them average out.
+# Processes of each submission, and in a paired run: a process has a level of its own, which only more of them average
+# out.
 PROCESSES = {"cuda": 6, "cpu": 3}
 PAIRED_PROCESSES = {"cuda": 40, "cpu": 3}
 TOGETHER = {"cuda": 3, "cpu": 1}  # of them alive at once, taking turns, so that starting them costs less
@@ -29,7 +30,7 @@ PREPARED_BYTES = 32 * 2**30
 SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
 PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
 SLOTS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
-# Calls that compile, show the enqueue time and touch every slot once; checked like all others.
+# Calls that compile, show the enqueue time and touch every buffer once; checked like all others.
 WARMUPS = {"cuda": 3, "cpu": 1}
 # Unscored calls of a case in one process, at random places, with a look at the driver's records. On a CPU every call is
 # looked at.
@@ -43,7 +44,7 @@ OUTSIDE_SLACK_US = 300
 COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
 # Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
 DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
-FLOOR_SHARE = 0.95  # of the physical bound: a time below it is no measurement
+SOL_SHARE = 0.95  # of the physical bound: a time below it is no measurement
 JUDGE = "(judge)"
 
 # Keys of what the parent's clock reads of the judge's own calls, among their times: the empty ones from "go" to the
@@ -55,14 +56,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """How many of what, in a benchmark. processes: fresh ones of each entrant, `together` of them at once; samples,
+    """How many of what, in a benchmark. processes: fresh ones of each submission, `together` of them at once; samples,
     warmups, audits: calls a process and case; extra: rounds more at most, where the machine was busy.
     """
 
     processes: int
     samples: int
     warmups: int
-    slots: int
+    buffers: int
     audits: int
     together: int = 1
     extra: int = 0
@@ -79,7 +80,7 @@ def plan(device: str, paired: bool = False) -> Plan:
 
 @dataclass
 class Timing:
-    """One entrant's timed calls on one case; the lists hold one list per process."""
+    """One submission's timed calls on one case; the lists hold one list per process."""
 
     case: Case
     outcomes: list[list[Outcome]] = field(default_factory=list)
@@ -103,12 +104,12 @@ class Timing:
 
 
 @dataclass
-class Ground:
-    """What the judge measured beside the entrants on one case, under the same clock, in us."""
+class ReferenceReadings:
+    """What the judge measured beside the submissions on one case, under the same clock, in us."""
 
-    roof_us: float
-    roof_config: str
-    roof_kind: str  # what it stands for: "read", the bytes, or "flops", the operations
+    roofline_us: float
+    roofline_config: str
+    roofline_kind: str  # what it stands for: "read", the bytes, or "flops", the operations
     empty_us: float
     bytes: int
     seeds: list[str]
@@ -118,57 +119,58 @@ class Ground:
 
 
 def run_tests(
-    session: Session, entrants: list[Entrant], cases: list[Case], done: Callable[[Entrant, Case, Outcome], None],
-    progress: Progress, have: Have = NOTHING, limit_s: float | None = None,
+    session: Session, handles: list[RunnerHandle], cases: list[Case],
+    done: Callable[[RunnerHandle, Case, Outcome], None], progress: Progress, have: Have = NOTHING,
+    limit_s: float | None = None,
 ) -> dict[str, list[Outcome]]:  # fmt: skip
-    """Every entrant on every case, once. -> outcomes by entrant, in the order of the cases.
+    """Every submission on every case, once. -> outcomes by submission, in the order of the cases.
 
-    What `have` holds is not run again, but is told to `done` too. limit_s: for all calls of an entrant together.
+    What `have` holds is not run again, but is told to `done` too. limit_s: for all calls of an submission together.
     """
-    results: dict[str, list[Outcome]] = {entrant.name: [] for entrant in entrants}
+    results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     budget = _Budget(limit_s)
-    missing = [[e for e in entrants if have.test(e.name, number) is None] for number in range(len(cases))]
-    session.start(*(e for e in entrants if any(e in part for part in missing)))
-    audited = {entrant.name: random.randrange(len(cases)) for entrant in entrants} if cases else {}
+    missing = [[e for e in handles if have.test(e.name, number) is None] for number in range(len(cases))]
+    session.start(*(e for e in handles if any(e in part for part in missing)))
+    audited = {handle.name: random.randrange(len(cases)) for handle in handles} if cases else {}
     for number, case in enumerate(cases):
         if missing[number]:
             session.weights(case, case.seed)
             session.content(case, case.seed)
-        for entrant in entrants:
-            outcome = have.test(entrant.name, number)
+        for handle in handles:
+            outcome = have.test(handle.name, number)
             if outcome is None:
-                progress(f"test {number + 1}/{len(cases)}  {case}  {entrant.name}")
-                outcome = budget.call(session, entrant, 1, audit=audited[entrant.name] == number)
+                progress(f"test {number + 1}/{len(cases)}  {case}  {handle.name}")
+                outcome = budget.call(session, handle, 1, audit=audited[handle.name] == number)
                 if outcome.status == "PASSED" and number == len(cases) - 1:
-                    outcome = session.look(entrant) or outcome
-            results[entrant.name].append(outcome)
-            done(entrant, case, outcome)
-    session.stop(*entrants)
+                    outcome = session.look(handle) or outcome
+            results[handle.name].append(outcome)
+            done(handle, case, outcome)
+    session.stop(*handles)
     return results
 
 
 def run_benchmarks(
-    session: Session, entrants: list[Entrant], cases: list[Case], progress: Progress, paired: bool = False,
+    session: Session, handles: list[RunnerHandle], cases: list[Case], progress: Progress, paired: bool = False,
     group: GroupDone | None = None, have: Have = NOTHING, limit_s: float | None = None, how: Plan | None = None,
-) -> tuple[dict[str, list[Timing]], list[Ground]]:  # fmt: skip
-    """Timed calls of every entrant on every case. -> (timings by entrant, the judge's own readings by case).
+) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:  # fmt: skip
+    """Timed calls of every submission on every case. -> (timings by submission, the judge's own readings by case).
 
     `group` is told each finished group of calls (one process, one case); those that `have` holds are not run again.
-    limit_s: for all calls of an entrant together.
+    limit_s: for all calls of an submission together.
     """
-    return _Benchmark(session, entrants, cases, progress, paired, group, have, limit_s, how).run()
+    return _Benchmark(session, handles, cases, progress, paired, group, have, limit_s, how).run()
 
 
 @dataclass
 class _Group:
-    """The calls of one process of each entrant, of one part of them, on one case, as they come in. audits: samples at
-    which one is due. spare: calls beside which other processes took the machine, used where there are no others; late:
-    how many ended in a way that leaves too much unknown.
+    """The calls of one process of each submission, of one part of them, on one case, as they come in. audits: samples
+    at which one is due. spare: calls beside which other processes took the machine, used where there are no others;
+    late: how many ended in a way that leaves too much unknown.
     """
 
     process: int
     part: int
-    entrants: list[Entrant]
+    handles: list[RunnerHandle]
     outcomes: dict[str, list[Outcome]]
     audits: dict[str, list[int]]
     seeds: list[str] = field(default_factory=list)
@@ -179,50 +181,50 @@ class _Group:
 
 class _Benchmark:
     def __init__(
-        self, session: Session, entrants: list[Entrant], cases: list[Case], progress: Progress, paired: bool,
+        self, session: Session, handles: list[RunnerHandle], cases: list[Case], progress: Progress, paired: bool,
         done: GroupDone | None, have: Have, limit_s: float | None, how: Plan | None,
     ) -> None:  # fmt: skip
-        self.session, self.entrants, self.cases = session, entrants, cases
+        self.session, self.handles, self.cases = session, handles, cases
         self.progress, self.paired, self.done, self.have = progress, paired, done, have
         self.how = how or plan(session.device, paired)
         self.budget = _Budget(limit_s)
-        self.judge = Entrant(JUDGE, None, session.device)
+        self.judge = RunnerHandle(JUDGE, None, session.device)
         self.reads = {f"read {i}": i for i in range(native.read_configs(session.device))}
         count = self.how.processes
-        self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in cases] for e in entrants}
+        self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in cases] for e in handles}
         self.own: list[dict[str, list[float]]] = [{} for _ in cases]
         self.bytes = [case.bytes for case in cases]
         self.seeds: list[list[str]] = [[] for _ in cases]
         self.states: list[tuple] = [(None, None)] * len(cases)
         self.computes = session.device in matmul.DEVICES and any(case.flops for case in cases)
-        # Each entrant's audited calls come at random places of one process, between scored ones.
-        self.watched = {entrant.name: random.randrange(count) for entrant in entrants}
+        # Each submission's audited calls come at random places of one process, between scored ones.
+        self.watched = {handle.name: random.randrange(count) for handle in handles}
 
-    def run(self) -> tuple[dict[str, list[Timing]], list[Ground]]:
-        for entrant in self.entrants:
-            entrant.lost = 0
+    def run(self) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
+        for handle in self.handles:
+            handle.lost = 0
         parts, together = self._parts()
         for first in range(0, self.how.processes, together):
-            for part, entrants in enumerate(parts):
-                self._wave(range(first, min(first + together, self.how.processes)), part, entrants)
-        return self.timings, [self._ground(number) for number in range(len(self.cases))]
+            for part, handles in enumerate(parts):
+                self._process_group(range(first, min(first + together, self.how.processes)), part, handles)
+        return self.timings, [self._readings(number) for number in range(len(self.cases))]
 
-    def _parts(self) -> tuple[list[list[Entrant]], int]:
+    def _parts(self) -> tuple[list[list[RunnerHandle]], int]:
         """Entrants that are alive at once, in parts, and how many processes of each. One part, but where so many
         prepared weights leave no room; those of a pair take turns in any case.
         """
         largest = max((case.weight_bytes for case in self.cases), default=0)
-        room = PREPARED_BYTES // largest if largest else self.how.together * len(self.entrants)
-        size = len(self.entrants) if self.paired else min(len(self.entrants), max(1, room))
-        parts = [self.entrants[i : i + size] for i in range(0, len(self.entrants), size)]
+        room = PREPARED_BYTES // largest if largest else self.how.together * len(self.handles)
+        size = len(self.handles) if self.paired else min(len(self.handles), max(1, room))
+        parts = [self.handles[i : i + size] for i in range(0, len(self.handles), size)]
         return parts, max(1, min(self.how.together, room // size))
 
-    def _wave(self, processes: range, part: int, entrants: list[Entrant]) -> None:
+    def _process_group(self, processes: range, part: int, handles: list[RunnerHandle]) -> None:
         """Some processes of each of these, which live at the same time and take turns."""
         todo = [p for p in processes if any(self.have.group(p, n, part) is None for n in range(len(self.cases)))]
-        self.session.build(*entrants)
-        living = {p: [_replica(entrant, p) for entrant in entrants] for p in todo}
-        everybody = [entrant for replicas in living.values() for entrant in replicas]
+        self.session.build(*handles)
+        living = {p: [_replica(handle, p) for handle in handles] for p in todo}
+        everybody = [handle for replicas in living.values() for handle in replicas]
         if todo:
             self.session.start(self.judge, *everybody)
             self._shake_down(everybody)
@@ -253,14 +255,14 @@ class _Benchmark:
             self.own[number].setdefault(what, []).extend(times)
         self.seeds[number] += seeds
 
-    def _group(self, process: int, part: int, number: int, entrants: list[Entrant]) -> _Group:
-        names = [_name(entrant) for entrant in entrants]
+    def _group(self, process: int, part: int, number: int, handles: list[RunnerHandle]) -> _Group:
+        names = [_name(handle) for handle in handles]
         audits = {
             name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
             for name in names
             if self.watched[name] == process
         }
-        return _Group(process, part, entrants, {n: [] for n in names if not self.timings[n][number].failure}, audits)
+        return _Group(process, part, handles, {n: [] for n in names if not self.timings[n][number].failure}, audits)
 
     def _case(self, number: int, groups: list[_Group], rated: bool) -> None:
         """The calls of one case in the processes that are alive. rated: these have timed the matrix product."""
@@ -289,20 +291,20 @@ class _Benchmark:
             self.states[number] = environment.clocks()
         self.bytes[number] = self.bytes[number] or session.default_bytes()
         for group in groups:
-            for entrant in group.entrants:
-                timing = self.timings[_name(entrant)][number]
-                self._complete(timing, group, _name(entrant))
-                if not timing.failure and (found := session.look(entrant)):
+            for handle in group.handles:
+                timing = self.timings[_name(handle)][number]
+                self._complete(timing, group, _name(handle))
+                if not timing.failure and (found := session.look(handle)):
                     timing.failure = found
-                    group.outcomes[_name(entrant)].append(found)
+                    group.outcomes[_name(handle)].append(found)
             self._add(number, group.own, group.seeds)
             if self.done:
                 state = self.states[number]
                 self.done(group.process, number, group.outcomes, group.own, group.seeds, state, group.part)
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
-        """Names of the entrants that have too few calls yet."""
-        timings = {_name(entrant): self.timings[_name(entrant)][number] for entrant in group.entrants}
+        """Names of the submissions that have too few calls yet."""
+        timings = {_name(handle): self.timings[_name(handle)][number] for handle in group.handles}
         return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
 
     def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
@@ -313,7 +315,7 @@ class _Benchmark:
             self._round(number, group, 0, False, measure)
 
     def _round(self, number: int, group: _Group, sample: int, scored: bool, measure: bool) -> None:
-        """One call of each entrant on the same new contents; of a pair both count or none. measure: what it leaves
+        """One call of each submission on the same new contents; of a pair both count or none. measure: what it leaves
         behind in memory counts.
         """
         group.seeds.append(self.session.content(self.cases[number]))
@@ -321,11 +323,11 @@ class _Benchmark:
         # What is taken off a reading is read where readings are: beside the same work of the judge.
         judge = [self.judge] if self.session.device == "cpu" else []
         outcomes = {}
-        for entrant in _order([*group.entrants, *judge], sample, self.paired):
-            if entrant is self.judge:
+        for handle in _order([*group.handles, *judge], sample, self.paired):
+            if handle is self.judge:
                 self._own_call(group, "empty", sample if scored else -1)
-            elif not scored or self.paired or _name(entrant) in lacking:
-                outcomes[_name(entrant)] = self._turn(number, group, entrant, sample, measure)
+            elif not scored or self.paired or _name(handle) in lacking:
+                outcomes[_name(handle)] = self._turn(number, group, handle, sample, measure)
         if not scored or (None in outcomes.values() and self.paired):
             return
         quiet = {name for name, outcome in outcomes.items() if outcome and not outcome.busy and not outcome.late}
@@ -342,7 +344,7 @@ class _Benchmark:
                 group.spare.setdefault(name, []).append(outcome)
 
     def _complete(self, timing: Timing, group: _Group, name: str) -> None:
-        """Give an entrant that the machine left too few quiet calls those beside which it was busy."""
+        """Give an submission that the machine left too few quiet calls those beside which it was busy."""
         missing = self.how.samples - len(timing.outcomes[group.process])
         if timing.failure or missing <= 0:
             return
@@ -358,9 +360,9 @@ class _Benchmark:
             )
             group.outcomes[name].append(timing.failure)
 
-    def _turn(self, number: int, group: _Group, entrant: Entrant, sample: int, measure: bool) -> Outcome | None:
-        """One scored call of an entrant, and before it the audited ones that are due. -> None: it failed."""
-        name, case = _name(entrant), self.cases[number]
+    def _turn(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
+        """One scored call of an submission, and before it the audited ones that are due. -> None: it failed."""
+        name, case = _name(handle), self.cases[number]
         timing = self.timings[name][number]
         due = group.audits.get(name, []).count(sample)
         for turn in range(due + 1):
@@ -370,8 +372,8 @@ class _Benchmark:
             if audit:  # on contents that no other call has
                 seed = group.seeds[-1]
                 group.seeds.insert(-1, self.session.content(case))
-            found = self.session.look(entrant) if audit else None
-            outcome = found or self.budget.call(self.session, entrant, self.how.slots, audit, measure, stay=True)
+            found = self.session.look(handle) if audit else None
+            outcome = found or self.budget.call(self.session, handle, self.how.buffers, audit, measure, stay=True)
             if audit:
                 self.session.content(case, int(seed))
             if outcome.status != "PASSED":
@@ -381,7 +383,7 @@ class _Benchmark:
         return outcome
 
     def _own_calls(self, group: _Group, sample: int) -> None:
-        """The judge's own, beside one process of the entrants: the readers, and on a GPU the empty call."""
+        """The judge's own, beside one process of the submissions: the readers, and on a GPU the empty call."""
         for what in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
             outcome = self._own_call(group, what, sample)
             if sample >= 0 and self.session.device == "cuda":
@@ -389,7 +391,7 @@ class _Benchmark:
                 group.own.setdefault(key, []).append(us)
 
     def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
-        outcome = self.session.call(self.judge, self.how.slots, what, self.reads, stay=True)
+        outcome = self.session.call(self.judge, self.how.buffers, what, self.reads, stay=True)
         if outcome.status != "PASSED":
             raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
         if sample >= 0:
@@ -397,7 +399,7 @@ class _Benchmark:
             group.own.setdefault(what, []).append(outcome.us - spun_us)
         return outcome
 
-    def _shake_down(self, everybody: list[Entrant]) -> None:
+    def _shake_down(self, everybody: list[RunnerHandle]) -> None:
         """Where weights are prepared, what a process keeps is counted from a point where its code is loaded: one call
         on the first test case. Its outcome is not judged here; run_tests did that.
         """
@@ -405,11 +407,11 @@ class _Benchmark:
         if not tests or self.session.weights(tests[0]) is None:
             return
         self.session.content(tests[0])
-        for entrant in everybody:
+        for handle in everybody:
             # Where calls are going to be audited, the profiler's memory is there before anything is counted.
-            audit = entrant.name == f"{_name(entrant)} {self.watched[_name(entrant)]}"
-            self.session.call(entrant, self.how.slots, audit=audit)
-            self.session.baseline(entrant)
+            audit = handle.name == f"{_name(handle)} {self.watched[_name(handle)]}"
+            self.session.call(handle, self.how.buffers, audit=audit)
+            self.session.baseline(handle)
 
     def _net(self, number: int) -> tuple[float, float]:
         """Take what the clock itself costs off all readings of a case on a CPU. -> (that cost, the resolution), in us.
@@ -426,7 +428,7 @@ class _Benchmark:
             self.own[number][what] = [max(us - cost, resolution) for us in self.own[number][what]]
         return cost, resolution
 
-    def _ground(self, number: int) -> Ground:
+    def _readings(self, number: int) -> ReferenceReadings:
         resolution = 0.0
         if self.session.device == "cpu":
             empty, resolution = self._net(number)
@@ -445,26 +447,28 @@ class _Benchmark:
         if self.bytes[number] is None:  # a folder that does not say, and no group was run now
             self.session.content(self.cases[number])
             self.bytes[number] = self.session.default_bytes()
-        roof = (medians[best], best, "read")
+        roofline = (medians[best], best, "read")
         # Processes of a wave share a reading, and a resumed run has those of the run before, beside their first case.
         readings = [us for own in self.own for us in own.get(matmul.NAME, [])]
         if readings and self.cases[number].flops:
             rate = matmul.flops(self.session.device) / stats.median(readings)  # a microsecond
             if (least := self.cases[number].flops / rate) > medians[best]:
-                roof = (least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
-        return Ground(*roof, empty, self.bytes[number], self.seeds[number], *self.states[number], resolution)
+                roofline = (least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
+        return ReferenceReadings(
+            *roofline, empty, self.bytes[number], self.seeds[number], *self.states[number], resolution
+        )
 
 
-def _replica(entrant: Entrant, process: int) -> Entrant:
-    """The entrant's process of that number, with the same audit."""
-    return dataclasses.replace(entrant, name=f"{entrant.name} {process}", child=None, private=None)
+def _replica(handle: RunnerHandle, process: int) -> RunnerHandle:
+    """The submission's process of that number, with the same audit."""
+    return dataclasses.replace(handle, name=f"{handle.name} {process}", child=None, workdir=None)
 
 
-def _name(replica: Entrant) -> str:
+def _name(replica: RunnerHandle) -> str:
     return replica.name.rpartition(" ")[0]
 
 
-def floor_us(case: Case, ground: Ground, gpu: str | None) -> float:
+def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
     """What no call can undercut, in us: bytes or flops at the datasheet's rate, or the empty call; of that, 95 %. 0 for
     a device without a datasheet here: a rate that was measured is no bound, and the judge's clock runs outside.
     """
@@ -472,7 +476,7 @@ def floor_us(case: Case, ground: Ground, gpu: str | None) -> float:
     if known is None:
         return 0.0
     flops_us = (case.flops or 0) / known[1] * 1e6
-    return FLOOR_SHARE * max(ground.bytes / known[0] * 1e6, flops_us, ground.empty_us)
+    return SOL_SHARE * max(readings.bytes / known[0] * 1e6, flops_us, readings.empty_us)
 
 
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
@@ -502,7 +506,7 @@ def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome |
         )
     earliest = min(o.ready_us for o in calls if o.ready_us is not None)
     allowed = OUTSIDE_FACTOR * ready_us + slack
-    if earliest > allowed and not timing.flat("untimed_us"):
+    if earliest > allowed and not timing.flat("setup_us"):
         return Outcome(
             "CHEAT_SUSPECTED",
             f"the outside clock saw {earliest:.0f} us before any of {len(calls)} calls was ready, and allows "
@@ -512,7 +516,7 @@ def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome |
 
 
 class _Budget:
-    """The seconds that the calls of each entrant may take together in one phase, None for no such limit.
+    """The seconds that the calls of each submission may take together in one phase, None for no such limit.
 
     GPU MODE's test_timeout, benchmark_timeout and ranked_timeout. Every call has its own limit besides.
     """
@@ -522,21 +526,21 @@ class _Budget:
         self.spent_s: dict[str, float] = {}
 
     def call(
-        self, session: Session, entrant: Entrant, slots: int, audit: bool = False, measure: bool = False,
+        self, session: Session, handle: RunnerHandle, buffers: int, audit: bool = False, measure: bool = False,
         stay: bool = False,
     ) -> Outcome:  # fmt: skip
-        name = entrant.entry.name  # of all its processes
+        name = handle.submission.name  # of all its processes
         spent_s = self.spent_s.get(name, 0.0)
         left_s = self.limit_s - spent_s
         if left_s <= 0:
             return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
         before = time.monotonic()
-        outcome = session.call(entrant, slots, within_s=left_s, audit=audit, measure=measure, stay=stay)
+        outcome = session.call(handle, buffers, within_s=left_s, audit=audit, measure=measure, stay=stay)
         self.spent_s[name] = spent_s + time.monotonic() - before
         return outcome
 
 
-def _order(entrants: list[Entrant], sample: int, paired: bool) -> list[Entrant]:
+def _order(handles: list[RunnerHandle], sample: int, paired: bool) -> list[RunnerHandle]:
     if paired:
-        return entrants if sample % 2 == 0 else entrants[::-1]  # A B B A
-    return random.sample(entrants, len(entrants))
+        return handles if sample % 2 == 0 else handles[::-1]  # A B B A
+    return random.sample(handles, len(handles))

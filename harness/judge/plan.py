@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from harness.judge.verdict import Judged
+from harness.judge.verdict import Result
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, UsageError
 from harness.results import environment, record
@@ -11,14 +11,14 @@ from harness.results import environment, record
 # Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
 OPTIONS = ("mode", "variant", "submission", "against", "all", "seed", "timeout")
 _WORDS = {
-    "arguments": "its arguments", "entries": "the submissions", "tests": "the test cases", "target": "the target",
+    "arguments": "its arguments", "submissions": "the submissions", "tests": "the test cases", "target": "the target",
     "benchmarks": "the benchmark cases", "problem_hash": "the problem's own files", "environment": "the environment",
     "harness_hash": "the judge", "schema": "the records' schema",
 }  # fmt: skip
 
 
 def make(
-    run_id: str, problem: Problem, target: str, arguments: argparse.Namespace, entries: list[Judged],
+    run_id: str, problem: Problem, target: str, arguments: argparse.Namespace, submissions: list[Result],
     tests: list[Case], benchmarks: list[Case],
 ) -> dict:  # fmt: skip
     """The plan as JSON: what a record names, and a hash of everything that an outcome depends on."""
@@ -29,7 +29,7 @@ def make(
     return {
         "run_id": run_id, "schema": record.SCHEMA, "target": target,
         "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},
-        "entries": {one.entry.name: one.source_hash for one in entries},
+        "submissions": {one.submission.name: one.source_hash for one in submissions},
         "tests": [_case(case) for case in tests], "benchmarks": [_case(case) for case in benchmarks],
         "problem_hash": record.source_hash(file for file in files if file.is_file()),
         "harness_hash": record.harness_hash(), "environment": environment.describe(),
@@ -53,8 +53,8 @@ def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespac
 def compare(was: dict, now: dict, path: Path) -> None:
     """UsageError, saying what changed, unless the two plans are equal but for their run ids."""
     changed = [words for key, words in _WORDS.items() if was.get(key) != now[key]]
-    before = was.get("entries") if isinstance(was.get("entries"), dict) else {}
-    changed += [name for name in {**before, **now["entries"]} if before.get(name) != now["entries"].get(name)]
+    before = was.get("submissions") if isinstance(was.get("submissions"), dict) else {}
+    changed += [name for name in {**before, **now["submissions"]} if before.get(name) != now["submissions"].get(name)]
     if changed:
         raise UsageError(
             f"--resume: run {was['run_id']} cannot go on, since it began {', '.join(changed)} changed; "

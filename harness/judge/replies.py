@@ -88,7 +88,7 @@ class Started(Reply):
 
     ready: Literal[True]
     clock: Annotated[str, AfterValidator(_known_clock)] | None
-    tamper: Names
+    replaced: Names
     switches: Names
 
 
@@ -133,14 +133,14 @@ class Seen(Reply):
 
 
 class Timed(Reply):
-    """A call on a GPU is over; times in us. untimed_us: of a baseline's preparations."""
+    """A call on a GPU is over; times in us. setup_us: of a baseline's preparations."""
 
     us: Taken
     host_us: Time
     host_bound: bool
-    untimed_us: Time | None = None
+    setup_us: Time | None = None
     claims: Claims = []
-    queues: Seen | None = None
+    streams: Seen | None = None
 
 
 class Kernel(Reply):
@@ -172,7 +172,7 @@ class Profiled(Reply):
 class Sealed(Reply):
     """Names of what was replaced in the process."""
 
-    tamper: Names
+    replaced: Names
     switches: Names
 
 

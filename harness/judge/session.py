@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from harness.judge import compiling, replies
 from harness.judge import submission as of
-from harness.judge.submission import FIRST_SPIN_US, Entrant, Outcome
+from harness.judge.submission import FIRST_SPIN_US, Outcome, RunnerHandle
 from harness.problem.folders import Case, Problem
 from harness.runner import flush, gate
 from harness.sandbox import freezer, policy, process, workdir
 from harness.sandbox.process import Child, Died
-from harness.sandbox.workdir import Private
+from harness.sandbox.workdir import Workdir
 
 IMPORT_LIMIT_S = 120  # importing torch and the submission
 COMPILE_LIMIT_S = 120  # the first call of a process, which may compile; and compile checks, per artefact set
@@ -29,7 +29,7 @@ CALL_LIMIT_S = 30
 CHECKER_LIMIT_S = 600  # a reference is slow on purpose
 CANARY_LIMIT_S = 60  # for the device to answer after a runner was lost; the kernel ends a hung one by then
 CLOSED_AT_ONCE = 16  # processes
-GIVE_UP_AFTER = 3  # processes that an entrant may lose in one phase
+GIVE_UP_AFTER = 3  # processes that an submission may lose in one phase
 SWITCHES_SHOWN = 4  # of those that a submission changed
 SETTLE_S = 0.05  # between looks at processes that are about to end
 SETTLES = 5  # such looks before a process counts as left behind
@@ -54,7 +54,7 @@ class Session:
         self.problem, self.device = problem, device
         self.call_limit_s = timeout_s or CALL_LIMIT_S
         self.first_call_limit_s = timeout_s or COMPILE_LIMIT_S
-        self.entrants: list[Entrant] = []
+        self.handles: list[RunnerHandle] = []
         self.clock_name = "" if device == "cuda" else freezer.clock_name()
         self.sandbox = policy.probe()
         self.notes: list[str] = []  # for the record
@@ -80,10 +80,10 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for entrant in self.entrants:
-            if entrant.child:
-                entrant.child.close()
-            self._remove(entrant)
+        for handle in self.handles:
+            if handle.child:
+                handle.child.close()
+            self._remove(handle)
         self._checker.close()
 
     def weights(self, case: Case, seed: int | None = None) -> str | None:
@@ -105,163 +105,165 @@ class Session:
             )
         return str(seed)
 
-    def start(self, *entrants: Entrant, compile_only: bool = False) -> None:
+    def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
         """Start a process for each that has none, all at once. One that fails to start gets `last_loss`."""
-        fresh = [entrant for entrant in entrants if entrant.child is None]
+        fresh = [handle for handle in handles if handle.child is None]
         if not compile_only:
             self.build(*fresh)
-        for entrant in fresh:
-            entrant.broken = entrant.broken or self._breaks.get(entrant.entry.name if entrant.entry else "")
-        fresh = [entrant for entrant in fresh if not entrant.broken]
-        for entrant in fresh:
-            arch = {"CUTE_DSL_ARCH": ARCH[entrant.target]} if entrant.target in ARCH else {}
-            entrant.opened, entrant.last_loss, entrant.calls, entrant.within = None, None, 0, None
-            entrant.holds = entrant.held_device = 0
-            entrant.spin_us, entrant.host_base, entrant.device_grown = FIRST_SPIN_US, None, 0
-            entry = entrant.entry
-            if entry is None:
+        for handle in fresh:
+            handle.broken = handle.broken or self._breaks.get(handle.submission.name if handle.submission else "")
+        fresh = [handle for handle in fresh if not handle.broken]
+        for handle in fresh:
+            arch = {"CUTE_DSL_ARCH": ARCH[handle.target]} if handle.target in ARCH else {}
+            handle.opened, handle.last_loss, handle.calls, handle.within = None, None, 0, None
+            handle.holds = handle.held_device = 0
+            handle.spin_us, handle.host_base, handle.device_grown = FIRST_SPIN_US, None, 0
+            submission = handle.submission
+            if submission is None:
                 # The judge's own calls.
-                entrant.child = Child("harness.runner.runner", arch, stoppable=self.device == "cpu")
+                handle.child = Child("harness.runner.runner", arch, stoppable=self.device == "cpu")
                 file, folder, utils = None, self.problem.folder, self.problem.utils
             else:
-                built = workdir.build_folder(entry.file, self.problem, entrant.target)
-                box = entrant.private = Private.make(entry.file, self.problem, built, self.device)
+                built = workdir.build_folder(submission.file, self.problem, handle.target)
+                box = handle.workdir = Workdir.make(submission.file, self.problem, built, self.device)
                 stoppable = self.device == "cpu" and not compile_only
-                entrant.child = Child("harness.runner.runner", arch, box.jail, stoppable)
+                handle.child = Child("harness.runner.runner", arch, box.jail, stoppable)
                 file, folder, utils = str(box.file), box.folder, box.utils
             message = {
                 "device": "cpu" if compile_only else self.device, "folder": str(folder), "file": file,
                 "utils": str(utils) if utils else None, "compile": compile_only,
             }  # fmt: skip
             with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
-                entrant.child.send(message)
-            if entrant not in self.entrants:
-                self.entrants.append(entrant)
+                handle.child.send(message)
+            if handle not in self.handles:
+                self.handles.append(handle)
         deadline = time.monotonic() + IMPORT_LIMIT_S  # for all of them together
-        for entrant in fresh:
+        for handle in fresh:
             try:
                 left_s = max(0.1, deadline - time.monotonic())
-                reply = replies.read(replies.Started, entrant.child.receive(left_s)[0])
-                entrant.child.rest()
+                reply = replies.read(replies.Started, handle.child.receive(left_s)[0])
+                handle.child.rest()
             except Died as died:
-                self._break(entrant, Outcome(died.status, f"on import: {self._own_paths(entrant, died.reason)}"))
+                self._break(handle, Outcome(died.status, f"on import: {self._own_paths(handle, died.reason)}"))
                 continue
             if isinstance(reply, replies.Failed):
-                self._break(entrant, self._failure(entrant, reply))
+                self._break(handle, self._failure(handle, reply))
                 continue
-            self._note_switches(entrant, reply.switches)
-            if not entrant.peer and (found := of.tampering_in(reply.tamper)):
-                self._lose(entrant, found)
+            self._note_switches(handle, reply.switches)
+            if not handle.baseline and (found := of.tampering_in(reply.replaced)):
+                self._lose(handle, found)
             elif self.device == "cuda" and not compile_only and reply.clock:
                 self.clock_name = reply.clock
 
-    def stop(self, *entrants: Entrant) -> None:
-        living = [entrant for entrant in entrants if entrant.child]
+    def stop(self, *handles: RunnerHandle) -> None:
+        living = [handle for handle in handles if handle.child]
         with ThreadPoolExecutor(CLOSED_AT_ONCE) as pool:  # each takes a fifth of a second to go, and no processor
-            list(pool.map(lambda entrant: entrant.child.close(), living))
-        for entrant in living:
-            entrant.child = None
-            self._ask({"op": "release", "runner": entrant.name})
-            if entrant.keep and (why := compiling.keep(self.problem, entrant)):
+            list(pool.map(lambda handle: handle.child.close(), living))
+        for handle in living:
+            handle.child = None
+            self._ask({"op": "release", "runner": handle.name})
+            if handle.keep and (why := compiling.keep(self.problem, handle)):
                 self.notes.append(why)
-        for entrant in entrants:
-            self._remove(entrant)
+        for handle in handles:
+            self._remove(handle)
 
     def call(
-        self, entrant: Entrant, slots: int, what: str = "", reads: dict[str, int] | None = None,
+        self, handle: RunnerHandle, buffers: int, what: str = "", reads: dict[str, int] | None = None,
         within_s: float = math.inf, audit: bool = False, measure: bool = False, stay: bool = False,
     ) -> Outcome:  # fmt: skip
-        """One call of `entrant` on the present content; `what` names one of the judge's own calls. UNSUPPORTED, and
-        nothing is sent, where the content is of a case that a peer says it does not serve.
+        """One call of `submission` on the present content; `what` names one of the judge's own calls. UNSUPPORTED, and
+        nothing is sent, where the content is of a case that a baseline says it does not serve.
 
         within_s: a limit beside those of the session, for a phase whose time is running out. audit: look at what ran
         on which queue of the GPU meanwhile; the time is then no score. measure: what the call leaves behind in memory
         counts towards what prepare may keep, where the problem has weights. stay: on a CPU its process waits where it
         is for the next call, so that nothing of it runs between the two, and does not say what came back.
         """
-        if entrant.entry and not entrant.entry.serves(self._case):
-            return Outcome("UNSUPPORTED", entrant.entry.limits)
-        if entrant.broken:
-            return entrant.broken
-        if entrant.child is None:
-            if entrant.lost >= GIVE_UP_AFTER:
-                lost = entrant.last_loss
-                return Outcome(lost.status, f"not run, {entrant.lost} processes were lost before: {lost.reason}")
-            self.start(entrant)
-            if entrant.child is None:
-                return entrant.broken or entrant.last_loss
-        first = entrant.calls == 0
+        if handle.submission and not handle.submission.serves(self._case):
+            return Outcome("UNSUPPORTED", handle.submission.limits)
+        if handle.broken:
+            return handle.broken
+        if handle.child is None:
+            if handle.lost >= GIVE_UP_AFTER:
+                lost = handle.last_loss
+                return Outcome(lost.status, f"not run, {handle.lost} processes were lost before: {lost.reason}")
+            self.start(handle)
+            if handle.child is None:
+                return handle.broken or handle.last_loss
+        first = handle.calls == 0
         try:
-            if fault := self._open(entrant, slots, reads) or self._hold(entrant):
-                return self._lose(entrant, fault)
-            size = self.measure(entrant) if measure and entrant.host_base is not None else None
-            if entrant.child is None:
-                return entrant.last_loss
+            if fault := self._open(handle, buffers, reads) or self._hold(handle):
+                return self._lose(handle, fault)
+            size = self.measure(handle) if measure and handle.host_base is not None else None
+            if handle.child is None:
+                return handle.last_loss
             limit_s = min(self.first_call_limit_s if first else self.call_limit_s, within_s)
-            entrant.turn += 1
-            entrant.calls += 1
-            slot = (entrant.turn - 1) % slots
+            handle.turn += 1
+            handle.calls += 1
+            buffer = (handle.turn - 1) % buffers
             if self.device == "cpu":
                 whats = ("empty", *(reads or ()))
                 whats = whats if what in whats else (what,)
-                outcome, claims = self._cpu_call(entrant, slot, whats.index(what) * slots + slot, whats, limit_s, stay)
+                outcome, claims = self._cpu_call(
+                    handle, buffer, whats.index(what) * buffers + buffer, whats, limit_s, stay
+                )
                 failed = outcome.us is None
             else:
-                outcome, reply = self._gpu_call(entrant, slot, slots, what, limit_s, audit)
+                outcome, reply = self._gpu_call(handle, buffer, buffers, what, limit_s, audit)
                 failed, claims = reply is None, reply and reply.claims
             if failed:
-                return self._break(entrant, outcome) if first else self._lose(entrant, outcome)
+                return self._break(handle, outcome) if first else self._lose(handle, outcome)
         except Died as died:
-            outcome = Outcome(died.status, self._own_paths(entrant, died.reason))
-            return self._break(entrant, outcome) if first else self._lose(entrant, outcome)
+            outcome = Outcome(died.status, self._own_paths(handle, died.reason))
+            return self._break(handle, outcome) if first else self._lose(handle, outcome)
         outcome.bytes = self._content["bytes"]
-        if entrant.entry is None:
+        if handle.submission is None:
             return outcome
         if outcome.status == "PASSED":
             said = None if claims is None else [claim.model_dump() for claim in claims]
             verdict = self._ask(
-                {"op": "judge", "runner": entrant.name, "slot": slot, "claims": said, "peer": entrant.peer}
+                {"op": "judge", "runner": handle.name, "buffer": buffer, "claims": said, "baseline": handle.baseline}
             )
             outcome.status, outcome.reason, outcome.error = verdict["status"], verdict["reason"], verdict["error"]
         if self.device == "cuda":
-            if found := self._tampered(entrant):
+            if found := self._tampered(handle):
                 outcome.status, outcome.reason = found.status, found.reason
             elif audit and outcome.status == "PASSED":
-                self._look(entrant, reply, outcome)
-        if size and outcome.status == "PASSED" and (fault := self._kept(entrant, size)):
+                self._look(handle, reply, outcome)
+        if size and outcome.status == "PASSED" and (fault := self._kept(handle, size)):
             outcome.status, outcome.reason = fault.status, fault.reason
         return outcome
 
     def _cpu_call(
-        self, entrant: Entrant, slot: int, which: int, whats: tuple[str, ...], limit_s: float, stay: bool
+        self, handle: RunnerHandle, buffer: int, which: int, whats: tuple[str, ...], limit_s: float, stay: bool
     ) -> tuple[Outcome, list[replies.Claim] | None]:
         """One call on a CPU: the runner waits, the checker does the rest. -> (outcome, without a time if it failed;
         what the runner says of the tensors that came back, None if it was not asked).
 
-        which: of the calls that the runner prepares, one for each of `whats` and each slot.
+        which: of the calls that the runner prepares, one for each of `whats` and each buffer.
         """
-        child, judges = entrant.child, entrant.entry is None
-        stay = stay and not entrant.peer  # a baseline's setup is made for each call
+        child, judges = handle.child, handle.submission is None
+        stay = stay and not handle.baseline  # a baseline's setup is made for each call
         nbytes = self._bytes_of_call() if judges else 0
         within = (whats, nbytes)
-        address = {"runner": entrant.name, "slot": slot}
-        if entrant.within not in (None, within) and (failed := self._leave(entrant)):
+        address = {"runner": handle.name, "buffer": buffer}
+        if handle.within not in (None, within) and (failed := self._leave(handle)):
             return failed, None
         # A baseline's setup sees the contents, and is no adversary; for any other they come when it is stopped.
-        if entrant.peer:
+        if handle.baseline:
             self._ask({"op": "fill", "key": None, **address})
-        entrant.number += 1
-        first = entrant.within is None
+        handle.number += 1
+        first = handle.within is None
         if first:
-            message = {"op": "call", "number": entrant.number, "slot": slot, "whats": whats, "bytes": nbytes}
-            child.send(message | {"peer": entrant.peer})
+            message = {"op": "call", "number": handle.number, "buffer": buffer, "whats": whats, "bytes": nbytes}
+            child.send(message | {"baseline": handle.baseline})
             ready = replies.read(replies.Ready, child.receive(limit_s)[0])
             if isinstance(ready, replies.Failed):
-                return self._failure(entrant, ready), None
-        found = self._turn(entrant, {
-            "op": "turn", "number": entrant.number, "which": which, "first": first, "last": not stay,
-            "fill": not entrant.peer, "judges": judges, "limit_s": limit_s, "key": None,
-            "peer": entrant.peer, "bytes": nbytes, **address,
+                return self._failure(handle, ready), None
+        found = self._turn(handle, {
+            "op": "turn", "number": handle.number, "which": which, "first": first, "last": not stay,
+            "fill": not handle.baseline, "judges": judges, "limit_s": limit_s, "key": None,
+            "baseline": handle.baseline, "bytes": nbytes, **address,
         })  # fmt: skip
         child.stopped()
         if not found.pop("waiting"):
@@ -273,10 +275,10 @@ class Session:
         if reading.code == freezer.LATE:
             child.kill()
             raise Died("TIMEOUT", f"no answer within {limit_s:g} s; it and all it had started were killed")
-        entrant.within, claims = within, None
+        handle.within, claims = within, None
         if not stay or reading.raised:
-            if isinstance(reply := self._left(entrant), replies.Failed):
-                return self._failure(entrant, reply), None
+            if isinstance(reply := self._left(handle), replies.Failed):
+                return self._failure(handle, reply), None
             if reading.raised:
                 raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
             claims = reply.claims if first or not self.problem.own else None
@@ -291,32 +293,32 @@ class Session:
                 f"outputs were written after the call had ended: of at most {gate.WORDS} words that were looked at, "
                 f"{reading.changed} changed later"
             )
-        elif not judges and not entrant.peer and entrant.strays & set(before) and (left := self.look(entrant)):
+        elif not judges and not handle.baseline and handle.strays & set(before) and (left := self.look(handle)):
             outcome.status, outcome.reason = left.status, left.reason
-        entrant.strays = frozenset(after)
+        handle.strays = frozenset(after)
         return outcome, claims
 
-    def _leave(self, entrant: Entrant) -> Outcome | None:
+    def _leave(self, handle: RunnerHandle) -> Outcome | None:
         """Have a runner on a CPU that waits for a further call reply to the last one. -> what went wrong in it."""
-        if entrant.within is None:
+        if handle.within is None:
             return None
-        self._ask({"op": "leave", "runner": entrant.name, "number": entrant.number})
-        reply = self._left(entrant)
-        return self._failure(entrant, reply) if isinstance(reply, replies.Failed) else None
+        self._ask({"op": "leave", "runner": handle.name, "number": handle.number})
+        reply = self._left(handle)
+        return self._failure(handle, reply) if isinstance(reply, replies.Failed) else None
 
-    def _left(self, entrant: Entrant) -> replies.Called | replies.Failed:
+    def _left(self, handle: RunnerHandle) -> replies.Called | replies.Failed:
         """The reply of a runner on a CPU that makes no further call."""
-        entrant.within = None
-        entrant.child.resume()
-        reply = replies.read(replies.Called, entrant.child.receive(self.call_limit_s)[0])
-        entrant.child.rest()
+        handle.within = None
+        handle.child.resume()
+        reply = replies.read(replies.Called, handle.child.receive(self.call_limit_s)[0])
+        handle.child.rest()
         if isinstance(reply, replies.Called):
-            self._note_switches(entrant, reply.switches)
+            self._note_switches(handle, reply.switches)
         return reply
 
-    def _turn(self, entrant: Entrant, message: dict) -> dict:
+    def _turn(self, handle: RunnerHandle, message: dict) -> dict:
         """The checker's part of a call on a CPU. Died: the runner is gone, or took too much."""
-        child = entrant.child
+        child = handle.child
         try:
             self._checker.send(message)
             found, _ = self._checker.receive(message["limit_s"] + CHECKER_LIMIT_S, watch=child)
@@ -332,142 +334,144 @@ class Session:
         return found
 
     def _gpu_call(
-        self, entrant: Entrant, slot: int, slots: int, what: str, limit_s: float, audit: bool
+        self, handle: RunnerHandle, buffer: int, buffers: int, what: str, limit_s: float, audit: bool
     ) -> tuple[Outcome, replies.Timed | None]:
         """One call on a GPU, timed in the runner. -> (outcome, reply; None if it failed)."""
-        address = {"runner": entrant.name, "slot": slot}
-        # What a runner may not read yet lies in its slot masked: the key comes with the call.
+        address = {"runner": handle.name, "buffer": buffer}
+        # What a runner may not read yet lies in its buffer masked: the key comes with the call.
         masked = self._content["sizes"]["device"] and what != "empty"
         key = secrets.token_hex(32) if masked else None
-        if entrant.entry is not None:
+        if handle.submission is not None:
             self._ask({"op": "fill", "key": key, **address})
-            # The checker's kernels have driven out the submission's code: it is called once on the slot before, whose
+            # The checker's kernels have driven out the submission's code: it is called once on the buffer before, whose
             # call is closed.
-            if masked and slots > 1 and entrant.turn > 1:
-                request = {"op": "warm", "slot": (entrant.turn - 2) % slots, "peer": entrant.peer}
-                warmed = replies.read(replies.Done, entrant.child.request(request, limit_s)[0])
+            if masked and buffers > 1 and handle.turn > 1:
+                request = {"op": "warm", "buffer": (handle.turn - 2) % buffers, "baseline": handle.baseline}
+                warmed = replies.read(replies.Done, handle.child.request(request, limit_s)[0])
                 if isinstance(warmed, replies.Failed):
-                    return self._failure(entrant, warmed), None
+                    return self._failure(handle, warmed), None
         message = {
-            "op": "call", "slot": slot, "key": key, "spin_us": entrant.spin_us, "what": what, "peer": entrant.peer,
-            "audit": audit, "bytes": 0 if entrant.entry else self._bytes_of_call(),
+            "op": "call", "buffer": buffer, "key": key, "spin_us": handle.spin_us, "what": what,
+            "baseline": handle.baseline, "audit": audit, "bytes": 0 if handle.submission else self._bytes_of_call(),
         }  # fmt: skip
-        said, ready_us, outside_us = self._timed(entrant, message, limit_s)
+        said, ready_us, outside_us = self._timed(handle, message, limit_s)
         reply = replies.read(replies.Timed, said)
         if isinstance(reply, replies.Failed):
             # A CUDA context is not to be trusted after a failed call, nor is anything else in there.
-            return self._failure(entrant, reply), None
-        outcome = of.of_gpu(reply, ready_us, outside_us - entrant.spin_us)
-        if not entrant.peer:
-            outcome.untimed_us = None  # only baselines have a setup that is not timed
+            return self._failure(handle, reply), None
+        outcome = of.of_gpu(reply, ready_us, outside_us - handle.spin_us)
+        if not handle.baseline:
+            outcome.setup_us = None  # only baselines have a setup that is not timed
         # A first call compiles; it must not make every later spin last for seconds.
-        entrant.spin_us = max(min(2 * outcome.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, 0.9 * entrant.spin_us)
-        if entrant.entry is None:
-            entrant.audit.records += of.elsewhere_in(reply.queues)[0]
+        handle.spin_us = max(min(2 * outcome.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, 0.9 * handle.spin_us)
+        if handle.submission is None:
+            handle.audit.records += of.elsewhere_in(reply.streams)[0]
         return outcome, reply
 
     def _bytes_of_call(self) -> int:
         """Bytes that the judge's own readers read: what a call moves."""
         return self._content["bytes"] or self._case.bytes or self.default_bytes()
 
-    def _note_switches(self, entrant: Entrant, changed: list[str]) -> None:
+    def _note_switches(self, handle: RunnerHandle, changed: list[str]) -> None:
         """Say once of a submission that global settings of torch, which it had changed, were put back."""
-        name = entrant.entry.name if entrant.entry else entrant.name
+        name = handle.submission.name if handle.submission else handle.name
         if changed and name not in self._switched:
             self._switched.add(name)
             self.notes.append(f"{name} changed torch's {'; '.join(changed[:SWITCHES_SHOWN])}: put back")
             self.say(self.notes[-1])
 
-    def baseline(self, entrant: Entrant) -> None:
-        """From here on what an entrant keeps is counted: it was called before, so its code is loaded. One that is lost
-        meanwhile is not run again: of its next process nothing would be counted.
+    def baseline(self, handle: RunnerHandle) -> None:
+        """From here on what an submission keeps is counted: it was called before, so its code is loaded. One that is
+        lost meanwhile is not run again: of its next process nothing would be counted.
         """
-        if not self._split or not entrant.entry or entrant.peer or entrant.child is None:
+        if not self._split or not handle.submission or handle.baseline or handle.child is None:
             return
-        if size := self.measure(entrant):
-            entrant.host_base, entrant.device_grown = size[1], 0
+        if size := self.measure(handle):
+            handle.host_base, handle.device_grown = size[1], 0
         else:
-            self._break(entrant, entrant.last_loss)
+            self._break(handle, handle.last_loss)
 
-    def look(self, entrant: Entrant) -> Outcome | None:
-        """Whether a process that an entrant started lives on, now that its call is over. It gets a moment to end."""
-        if entrant.child is None or entrant.peer:
+    def look(self, handle: RunnerHandle) -> Outcome | None:
+        """Whether a process that an submission started lives on, now that its call is over. It gets a moment to end."""
+        if handle.child is None or handle.baseline:
             return None
         for _ in range(SETTLES):
-            entrant.child.rest()
-            if not (left := entrant.child.processes()):
+            handle.child.rest()
+            if not (left := handle.child.processes()):
                 return None
-            entrant.child.resume()
+            handle.child.resume()
             time.sleep(SETTLE_S)
-        entrant.child.rest()
+        handle.child.rest()
         return Outcome(
             "CHEAT_SUSPECTED",
             f"still running after the call: child processes {left}; end all that a call starts before it returns "
             "(docs/rules.md, rule 4)",
         )
 
-    def measure(self, entrant: Entrant) -> tuple[int, int] | None:
-        """(bytes of device memory free, bytes of host memory and files that the entrant takes); None if it is gone."""
-        if entrant.child is None or entrant.private is None:
+    def measure(self, handle: RunnerHandle) -> tuple[int, int] | None:
+        """(bytes of device memory free, bytes of host memory and files that the submission takes); None if it is
+        gone.
+        """
+        if handle.child is None or handle.workdir is None:
             return None
         try:
-            if failed := self._leave(entrant):
-                self._lose(entrant, failed)
+            if failed := self._leave(handle):
+                self._lose(handle, failed)
                 return None
-            reply = replies.read(replies.Done, entrant.child.request({"op": "trim"}, self.call_limit_s)[0])
+            reply = replies.read(replies.Done, handle.child.request({"op": "trim"}, self.call_limit_s)[0])
         except Died as died:
-            self._lose(entrant, Outcome(died.status, died.reason))
+            self._lose(handle, Outcome(died.status, died.reason))
             return None
         if isinstance(reply, replies.Failed):
-            self._lose(entrant, self._failure(entrant, reply))
+            self._lose(handle, self._failure(handle, reply))
             return None
         free = self._ask({"op": "free_memory"})["free"] or 0
-        return free, entrant.child.private_bytes() + entrant.private.bytes_written()
+        return free, handle.child.private_bytes() + handle.workdir.bytes_written()
 
     def ask_runner(
-        self, entrant: Entrant, message: dict, limit_s: float, slots: int = 0
+        self, handle: RunnerHandle, message: dict, limit_s: float, buffers: int = 0
     ) -> replies.Compiled | replies.Profiled | Outcome:
         """A request beside calls ("compile", "profile"). -> the reply, or the failure."""
         wanted = {"compile": replies.Compiled, "profile": replies.Profiled}[message["op"]]
-        if entrant.child is None:
-            self.start(entrant, compile_only=message["op"] == "compile")
-            if entrant.child is None:
-                return entrant.broken or entrant.last_loss
+        if handle.child is None:
+            self.start(handle, compile_only=message["op"] == "compile")
+            if handle.child is None:
+                return handle.broken or handle.last_loss
         try:
-            if slots:
-                if fault := self._open(entrant, slots, None) or self._hold(entrant):
-                    return self._lose(entrant, fault)
+            if buffers:
+                if fault := self._open(handle, buffers, None) or self._hold(handle):
+                    return self._lose(handle, fault)
                 key = secrets.token_hex(32) if self.device == "cuda" and self._content["sizes"]["device"] else None
-                self._ask({"op": "fill", "runner": entrant.name, "slot": 0, "key": key})
+                self._ask({"op": "fill", "runner": handle.name, "buffer": 0, "key": key})
                 message = {**message, "key": key}
-            reply = replies.read(wanted, entrant.child.request(message, limit_s)[0])
+            reply = replies.read(wanted, handle.child.request(message, limit_s)[0])
         except Died as died:
-            return self._lose(entrant, Outcome(died.status, self._own_paths(entrant, died.reason)))
+            return self._lose(handle, Outcome(died.status, self._own_paths(handle, died.reason)))
         if isinstance(reply, replies.Failed):
-            return self._lose(entrant, self._failure(entrant, reply))
-        entrant.keep = message["op"] == "compile"
+            return self._lose(handle, self._failure(handle, reply))
+        handle.keep = message["op"] == "compile"
         return reply
 
     def default_bytes(self) -> int:
         """Bytes of the present content, for a folder that does not say what a call must move."""
         return sum(self._content["sizes"].values())
 
-    def build(self, *entrants: Entrant) -> None:
+    def build(self, *handles: RunnerHandle) -> None:
         """The compile step of those that had none (harness/judge/compiling.py). One that fails is `broken`."""
-        todo = compiling.todo(self.problem, entrants)
+        todo = compiling.todo(self.problem, handles)
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
-        for how, entrant, helper in todo:
+        for how, handle, helper in todo:
             if how == "compile_for":
-                message = {"op": "compile", "target": entrant.target}
+                message = {"op": "compile", "target": handle.target}
                 result = self.ask_runner(helper, message, 2 * COMPILE_LIMIT_S)
-                entrant.broken = result if isinstance(result, Outcome) else None
+                handle.broken = result if isinstance(result, Outcome) else None
             else:
                 self._try_out(helper)
             self.stop(helper)
 
-    def _try_out(self, helper: Entrant) -> None:
+    def _try_out(self, helper: RunnerHandle) -> None:
         """Compile by calling, on every shape: for what compiles when it sees its arguments."""
-        for case in filter(helper.entry.serves, (*self.problem.tests, *self.problem.benchmarks[self.device])):
+        for case in filter(helper.submission.serves, (*self.problem.tests, *self.problem.benchmarks[self.device])):
             self.weights(case, case.seed)
             self.content(case, case.seed)
             self.call(helper, 1)
@@ -475,10 +479,10 @@ class Session:
                 return  # its verdict is found in the run itself
         helper.keep = True
 
-    def _timed(self, entrant: Entrant, message: dict, limit_s: float) -> tuple[dict, float, float]:
+    def _timed(self, handle: RunnerHandle, message: dict, limit_s: float) -> tuple[dict, float, float]:
         """A call on a GPU. -> (reply, us until it was ready, us from "go" to the reply), on the parent's own clock."""
         deadline = time.monotonic() + limit_s
-        child = entrant.child
+        child = handle.child
         start = time.perf_counter_ns()
         reply, _ = child.request(message, limit_s)
         ready = time.perf_counter_ns()
@@ -488,39 +492,39 @@ class Session:
         reply, _ = child.receive(max(0.1, deadline - time.monotonic()))
         return reply, (ready - start) / 1e3, (time.perf_counter_ns() - ready) / 1e3
 
-    def _tampered(self, entrant: Entrant) -> Outcome | None:
+    def _tampered(self, handle: RunnerHandle) -> Outcome | None:
         """Peers are not looked at: the packages that they call may patch what they like."""
-        if entrant.peer or self.device == "cpu":
+        if handle.baseline or self.device == "cpu":
             return None
         try:
-            reply = replies.read(replies.Sealed, entrant.child.request({"op": "sealed"}, self.call_limit_s)[0])
+            reply = replies.read(replies.Sealed, handle.child.request({"op": "sealed"}, self.call_limit_s)[0])
         except Died as died:
-            return self._lose(entrant, Outcome(died.status, self._own_paths(entrant, died.reason)))
+            return self._lose(handle, Outcome(died.status, self._own_paths(handle, died.reason)))
         if isinstance(reply, replies.Failed):
-            return self._lose(entrant, self._failure(entrant, reply))
-        self._note_switches(entrant, reply.switches)
-        return of.tampering_in(reply.tamper)
+            return self._lose(handle, self._failure(handle, reply))
+        self._note_switches(handle, reply.switches)
+        return of.tampering_in(reply.replaced)
 
-    def _look(self, entrant: Entrant, reply: replies.Timed, outcome: Outcome) -> None:
+    def _look(self, handle: RunnerHandle, reply: replies.Timed, outcome: Outcome) -> None:
         """An audited call on a GPU: what ran elsewhere, and which processes still live."""
-        entrant.audit.calls += 1
-        records, elsewhere = of.elsewhere_in(reply.queues)
-        entrant.audit.records += records
-        if self.device == "cuda" and not records and not entrant.peer and self._records_are_given():
+        handle.audit.calls += 1
+        records, elsewhere = of.elsewhere_in(reply.streams)
+        handle.audit.records += records
+        if self.device == "cuda" and not records and not handle.baseline and self._records_are_given():
             outcome.status = "CHEAT_SUSPECTED"
             outcome.reason = "tampering: of its audited call the driver gave no record, of the judge's own it does"
             return
-        if elsewhere and not entrant.peer:
+        if elsewhere and not handle.baseline:
             outcome.status = "RULE_BROKEN"
             outcome.reason = f"work ran on another queue than the default one: {elsewhere}"
             return
-        if found := self.look(entrant):
+        if found := self.look(handle):
             outcome.status, outcome.reason = found.status, found.reason
 
     def _records_are_given(self) -> bool:
         """Whether the driver says what ran where, seen by an empty call of the judge in a process of its own."""
         if self._records is None:
-            own = Entrant("(judge) records", None, self.device)
+            own = RunnerHandle("(judge) records", None, self.device)
             self.start(own)
             self.call(own, 1, "empty", audit=True)
             self.stop(own)
@@ -529,64 +533,68 @@ class Session:
                 self.notes.append("the driver gives no records: on which queue work ran is not known")
         return self._records
 
-    def _open(self, entrant: Entrant, slots: int, reads: dict[str, int] | None) -> Outcome | None:
-        """Give an entrant slots for the present content. -> what went wrong in its call before, which it leaves."""
-        wanted = (self._content["sizes"], self._content["open"], slots)
-        if entrant.opened == wanted:
+    def _open(self, handle: RunnerHandle, buffers: int, reads: dict[str, int] | None) -> Outcome | None:
+        """Give an submission buffers for the present content. -> what went wrong in its call before, which it
+        leaves.
+        """
+        wanted = (self._content["sizes"], self._content["open"], buffers)
+        if handle.opened == wanted:
             return None
-        if failed := self._leave(entrant):
+        if failed := self._leave(handle):
             return failed
-        request = {"op": "allocate", "runner": entrant.name, "sizes": self._content["sizes"], "count": slots}
+        request = {"op": "allocate", "runner": handle.name, "sizes": self._content["sizes"], "count": buffers}
         if self.device == "cpu":
-            request |= entrant.child.freezer.address()
+            request |= handle.child.freezer.address()
         made, fds = self._checker.request(request, CHECKER_LIMIT_S)
         if "failed" in made:
-            raise ProblemError(f"the checker could not allocate slots:\n{made['text']}")
-        message = {"op": "open", "slots": made["slots"], **self._content["open"]}
+            raise ProblemError(f"the checker could not allocate buffers:\n{made['text']}")
+        message = {"op": "open", "buffers": made["buffers"], **self._content["open"]}
         if reads is not None:
             message["reads"] = reads
-        self._hand_over(entrant, message, fds, "map its slots", replies.Done)
-        entrant.opened, entrant.turn = wanted, 0
+        self._hand_over(handle, message, fds, "map its buffers", replies.Done)
+        handle.opened, handle.turn = wanted, 0
         return None
 
-    def _hold(self, entrant: Entrant) -> Outcome | None:
-        """Give an entrant the present weights, to prepare if it likes. -> what is wrong with what it kept, if it is."""
-        if not self._split or entrant.entry is None or entrant.holds == self._weights:
+    def _hold(self, handle: RunnerHandle) -> Outcome | None:
+        """Give an submission the present weights, to prepare if it likes. -> what is wrong with what it kept, if it
+        is.
+        """
+        if not self._split or handle.submission is None or handle.holds == self._weights:
             return None
-        if failed := self._leave(entrant):
+        if failed := self._leave(handle):
             return failed
         # Before the checker lets go of the weights before: their memory is free then, or when the runner unmaps it.
-        size = self.measure(entrant) if entrant.host_base is not None else None
-        if entrant.child is None:
-            return entrant.last_loss
-        made, fds = self._checker.request({"op": "hold", "runner": entrant.name}, CHECKER_LIMIT_S)
+        size = self.measure(handle) if handle.host_base is not None else None
+        if handle.child is None:
+            return handle.last_loss
+        made, fds = self._checker.request({"op": "hold", "runner": handle.name}, CHECKER_LIMIT_S)
         if "failed" in made:
             raise ProblemError(f"the checker could not allocate weights:\n{made['text']}")
-        message = {"op": "hold", "slot": made["slot"], "spec": made["spec"]}
+        message = {"op": "hold", "buffer": made["buffer"], "spec": made["spec"]}
         before = time.perf_counter()
         try:
-            reply = self._hand_over(entrant, message, fds, "prepare the weights", replies.Prepared, PREPARE_LIMIT_S)
+            reply = self._hand_over(handle, message, fds, "prepare the weights", replies.Prepared, PREPARE_LIMIT_S)
         except Died as died:
             raise Died(died.status, f"in prepare: {died.reason}") from None
         took_us = (time.perf_counter() - before) * 1e6
         if size:  # what would be free if nothing but the judge's own weights had changed
-            size = size[0] + entrant.held_device - made["slot"]["sizes"]["device"], size[1]
-        entrant.holds, entrant.held_device = self._weights, made["slot"]["sizes"]["device"]
+            size = size[0] + handle.held_device - made["buffer"]["sizes"]["device"], size[1]
+        handle.holds, handle.held_device = self._weights, made["buffer"]["sizes"]["device"]
         self._weights_bytes = made["bytes"]
-        if found := self._tampered(entrant):
+        if found := self._tampered(handle):
             return found
         if reply.prepared:
-            entrant.audit.prepare_us = took_us
-        return self._kept(entrant, size) if size else None
+            handle.audit.prepare_us = took_us
+        return self._kept(handle, size) if size else None
 
-    def _kept(self, entrant: Entrant, before: tuple[int, int]) -> Outcome | None:
-        """Add what a request left behind, measured `before` it; whether the entrant now keeps more than it may."""
-        after = self.measure(entrant)
+    def _kept(self, handle: RunnerHandle, before: tuple[int, int]) -> Outcome | None:
+        """Add what a request left behind, measured `before` it; whether the submission now keeps more than it may."""
+        after = self.measure(handle)
         if after is None:
-            return entrant.last_loss
-        entrant.device_grown += before[0] - after[0]
-        grown = max(0, entrant.device_grown) + max(0, after[1] - entrant.host_base)
-        entrant.audit.kept_bytes = max(grown, entrant.audit.kept_bytes or 0)
+            return handle.last_loss
+        handle.device_grown += before[0] - after[0]
+        grown = max(0, handle.device_grown) + max(0, after[1] - handle.host_base)
+        handle.audit.kept_bytes = max(grown, handle.audit.kept_bytes or 0)
         slack = PREPARED_SLACK + CODE_SLACK[self.device]
         allowed = int(PREPARED_FACTOR * self._weights_bytes) + slack
         if grown <= allowed:
@@ -598,12 +606,12 @@ class Session:
         )
 
     def _hand_over(
-        self, entrant: Entrant, message: dict, fds: list[int], what: str, wanted: type[replies.Wanted],
+        self, handle: RunnerHandle, message: dict, fds: list[int], what: str, wanted: type[replies.Wanted],
         limit_s: float = 0.0,
     ) -> replies.Wanted:  # fmt: skip
         """Send descriptors, which are taken. Died: it could not use them."""
         try:
-            said, _ = entrant.child.request(message, limit_s or self.call_limit_s + COMPILE_LIMIT_S, tuple(fds))
+            said, _ = handle.child.request(message, limit_s or self.call_limit_s + COMPILE_LIMIT_S, tuple(fds))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -612,22 +620,22 @@ class Session:
             raise Died("RUNTIME_ERROR", f"could not {what}: {reply.text}")
         return reply
 
-    def _break(self, entrant: Entrant, outcome: Outcome) -> Outcome:
+    def _break(self, handle: RunnerHandle, outcome: Outcome) -> Outcome:
         """As _lose; the submission is not started again in this run."""
-        entrant.broken = Outcome(outcome.status, f"not run again: {outcome.reason}")
-        self._breaks[entrant.entry.name if entrant.entry else entrant.name] = entrant.broken
-        return self._lose(entrant, outcome)
+        handle.broken = Outcome(outcome.status, f"not run again: {outcome.reason}")
+        self._breaks[handle.submission.name if handle.submission else handle.name] = handle.broken
+        return self._lose(handle, outcome)
 
-    def _lose(self, entrant: Entrant, outcome: Outcome) -> Outcome:
-        if entrant.child is None:  # lost already, while it was measured
+    def _lose(self, handle: RunnerHandle, outcome: Outcome) -> Outcome:
+        if handle.child is None:  # lost already, while it was measured
             return outcome
-        entrant.child.kill()
-        entrant.child, entrant.last_loss = None, outcome
-        entrant.lost += 1
-        self._remove(entrant)
-        self._ask({"op": "release", "runner": entrant.name})
+        handle.child.kill()
+        handle.child, handle.last_loss = None, outcome
+        handle.lost += 1
+        self._remove(handle)
+        self._ask({"op": "release", "runner": handle.name})
         if self.device == "cuda" and not self._answers():
-            raise DeviceError(f"the device does not compute any more since {entrant.name} was lost: {outcome.reason}")
+            raise DeviceError(f"the device does not compute any more since {handle.name} was lost: {outcome.reason}")
         return outcome
 
     def _answers(self) -> bool:
@@ -637,10 +645,10 @@ class Session:
         except Died:
             return False
 
-    def _remove(self, entrant: Entrant) -> None:
-        if entrant.private:
-            entrant.private.remove()
-            entrant.private = None
+    def _remove(self, handle: RunnerHandle) -> None:
+        if handle.workdir:
+            handle.workdir.remove()
+            handle.workdir = None
 
     def _ask(self, message: dict) -> dict:
         try:
@@ -651,12 +659,12 @@ class Session:
             raise ProblemError(f"{self.problem.name}'s own code failed:\n{reply['text']}")
         return reply
 
-    def _failure(self, entrant: Entrant, reply: replies.Failed) -> Outcome:
-        said = self._own_paths(entrant, reply.text.strip())
+    def _failure(self, handle: RunnerHandle, reply: replies.Failed) -> Outcome:
+        said = self._own_paths(handle, reply.text.strip())
         if reply.failed == "compile":
             return Outcome("COMPILE_ERROR", said)
         return Outcome("RUNTIME_ERROR", f"out of memory: {said}" if reply.memory else said)
 
     @staticmethod
-    def _own_paths(entrant: Entrant, text: str) -> str:
-        return entrant.private.restore(text) if entrant.private else text
+    def _own_paths(handle: RunnerHandle, text: str) -> str:
+        return handle.workdir.restore(text) if handle.workdir else text

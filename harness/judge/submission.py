@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from harness.judge import replies
-from harness.problem.folders import Entry
+from harness.problem.folders import Submission
 from harness.results import text
 from harness.runner.gate import Reading
 from harness.sandbox.process import Child
-from harness.sandbox.workdir import Private
+from harness.sandbox.workdir import Workdir
 
 # From a call's end until its runner was told to stop: what it may still write then is bounded. To tell a thread takes a
 # moment, so honest pools get more; not without limit, since idle threads cost nothing.
@@ -35,7 +35,7 @@ class Outcome:
     error: dict | None = None
     us: float | None = None
     host_us: float | None = None
-    untimed_us: float | None = None
+    setup_us: float | None = None
     host_bound: bool = False
     ready_us: float | None = None
     outside_us: float | None = None
@@ -58,22 +58,22 @@ class Audit:
 
 
 @dataclass
-class Entrant:
-    """A submission that is judged, or (entry None) the judge's own calls."""
+class RunnerHandle:
+    """A submission that is judged, or (submission None) the judge's own calls."""
 
     name: str
-    entry: Entry | None
+    submission: Submission | None
     target: str
     child: Child | None = None
-    private: Private | None = None
+    workdir: Workdir | None = None
     number: int = 0  # of its last call on a CPU
     within: tuple | None = None  # which calls its process on a CPU is waiting to make a further one of
     lost: int = 0  # processes that died
-    opened: tuple | None = None  # what its slots were allocated for
+    opened: tuple | None = None  # what its buffers were allocated for
     holds: int = 0  # number of the weights that it has
     held_device: int = 0  # bytes of device memory that the judge keeps them in
     calls: int = 0  # of the present process
-    turn: int = 0  # calls on the present slots
+    turn: int = 0  # calls on the present buffers
     spin_us: float = FIRST_SPIN_US
     last_loss: Outcome | None = None
     audit: Audit = field(default_factory=Audit)
@@ -86,14 +86,14 @@ class Entrant:
     device_grown: int = 0  # bytes of device memory that its own requests took since
 
     @property
-    def peer(self) -> bool:
-        return self.entry is not None and self.entry.peer
+    def baseline(self) -> bool:
+        return self.submission is not None and self.submission.baseline
 
 
 def of_gpu(reply: replies.Timed, ready_us: float, outside_us: float) -> Outcome:
     """A call on a GPU: the times that a runner claims, beside those of the parent's own clock."""
     return Outcome(
-        "PASSED", us=reply.us, host_us=reply.host_us, host_bound=reply.host_bound, untimed_us=reply.untimed_us,
+        "PASSED", us=reply.us, host_us=reply.host_us, host_bound=reply.host_bound, setup_us=reply.setup_us,
         ready_us=ready_us, outside_us=outside_us,
     )  # fmt: skip
 
@@ -117,5 +117,5 @@ def elsewhere_in(seen: replies.Seen | None) -> tuple[int, str]:
     """(records of the driver, work on other queues than the default one as text) of an audited call."""
     if seen is None:
         return 0, ""
-    found = (f"queue {queue}: {', '.join(names)}" for queue, names in seen.elsewhere.items())
+    found = (f"queue {stream}: {', '.join(names)}" for stream, names in seen.elsewhere.items())
     return seen.records, text.line("; ".join(found), NAMES)

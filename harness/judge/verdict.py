@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from harness.judge import phases
 from harness.judge.session import Outcome
 from harness.problem import scan
-from harness.problem.folders import Case, Entry, Problem
+from harness.problem.folders import Case, Problem, Submission
 from harness.results import environment, ranking, record, stats
 from harness.runner import clock, flush
 from harness.sandbox import policy
@@ -17,7 +17,7 @@ EXIT_CODES = {
     "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
 }  # fmt: skip
 USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
-# Where an entrant failed in several ways, the one that says most about it is its verdict.
+# Where an submission failed in several ways, the one that says most about it is its verdict.
 _GRAVEST = record.STATUSES
 
 
@@ -27,24 +27,24 @@ class CaseTime:
 
     case: Case
     timing: phases.Timing
-    ground: phases.Ground
+    readings: phases.ReferenceReadings
     failure: Outcome | None = None
     median: float = float("nan")
     interval: tuple[float, float] = (float("nan"), float("nan"))
 
 
 @dataclass
-class Judged:
-    """All that came out for one entry. reason: of a verdict that concerns the entry as a whole. source_hash: of its
-    closure when it was chosen.
+class Result:
+    """All that came out for one submission. reason: of a verdict that concerns the submission as a whole. source_hash:
+    of its closure when it was chosen.
 
     ranking_by: the problem's. attempt: how many runs timed a variant of this name on this machine, this one included;
     None for a run that does not count. confirms: of times that confirm a first place, the leader that they were taken
-    against. before: the entry as it stood at each earlier measurement of this run; those times are superseded.
+    against. before: the submission as it stood at each earlier measurement of this run; those times are superseded.
     audit: the session's, as in the record.
     """
 
-    entry: Entry
+    submission: Submission
     target: str
     status: str = ""
     reason: str = ""
@@ -58,11 +58,11 @@ class Judged:
     ranking_by: str = "geom"
     attempt: int | None = None
     confirms: dict | None = None  # {variant, run_id, source_hash, paired}
-    before: list[Judged] = field(default_factory=list)
+    before: list[Result] = field(default_factory=list)
     audit: dict | None = None
 
     def __post_init__(self) -> None:
-        self.source_hash = self.source_hash or source_hash(self.entry)
+        self.source_hash = self.source_hash or source_hash(self.submission)
 
     @property
     def right(self) -> bool:
@@ -73,27 +73,27 @@ class Judged:
     def verdict(self) -> str:
         statuses = [o.status for _, o in self.tests]
         statuses += [t.failure.status if t.failure else "PASSED" for t in self.times]
-        # Single cases that a peer does not serve say nothing about the others.
+        # Single cases that a baseline does not serve say nothing about the others.
         statuses = [status for status in statuses if status != "UNSUPPORTED"]
         statuses += [self.status] if self.status else []
         return min(statuses, key=_GRAVEST.index) if statuses else "UNSUPPORTED"
 
     @property
-    def figure(self) -> tuple[float, float, float] | None:
+    def metric(self) -> tuple[float, float, float] | None:
         """(what the problem ranks by, lo, hi) in us over all benchmark cases; None unless every one was timed."""
         if not self.times or any(t.failure for t in self.times):
             return None
         lo, hi = ranking.interval(self.ranking_by, [t.timing.samples for t in self.times])
-        return ranking.figure(self.ranking_by, [t.median for t in self.times]), lo, hi
+        return ranking.metric(self.ranking_by, [t.median for t in self.times]), lo, hi
 
 
-def source_hash(entry: Entry) -> str:
+def source_hash(submission: Submission) -> str:
     """Of the submission and what it is made of, as it stands now."""
-    return record.source_hash(scan.closure(entry.file, entry.folder))
+    return record.source_hash(scan.closure(submission.file, submission.folder))
 
 
-def exit_code(judged: list[Judged], everything: bool) -> int:
-    """The single entry's code; for --all, that of the gravest verdict, variants of other machines aside."""
+def exit_code(judged: list[Result], everything: bool) -> int:
+    """The single submission's code; for --all, that of the gravest verdict, variants of other machines aside."""
     return code_of([j.verdict for j in judged], everything)
 
 
@@ -104,19 +104,19 @@ def code_of(verdicts: list[str], everything: bool) -> int:
     return EXIT_CODES[min(verdicts, key=_GRAVEST.index)]
 
 
-def weigh(timing: phases.Timing, ground: phases.Ground) -> CaseTime:
+def aggregate(timing: phases.Timing, readings: phases.ReferenceReadings) -> CaseTime:
     """The time of a case, or why it has none."""
     if timing.failure:
-        return CaseTime(timing.case, timing, ground, timing.failure)
+        return CaseTime(timing.case, timing, readings, timing.failure)
     median = timing.median_us
-    floor = phases.floor_us(timing.case, ground, environment.describe()["gpu"])
-    if not median > floor:
-        text = f"median {median:.3f} us is under the physical floor of {floor:.3f} us"
-        return CaseTime(timing.case, timing, ground, Outcome("INVALID_MEASUREMENT", text))
-    return CaseTime(timing.case, timing, ground, None, median, stats.bootstrap_interval(timing.samples))
+    sol = phases.sol_us(timing.case, readings, environment.describe()["gpu"])
+    if not median > sol:
+        text = f"median {median:.3f} us is under the physical floor of {sol:.3f} us"
+        return CaseTime(timing.case, timing, readings, Outcome("INVALID_MEASUREMENT", text))
+    return CaseTime(timing.case, timing, readings, None, median, stats.bootstrap_interval(timing.samples))
 
 
-def pair(first: Judged, second: Judged) -> None:
+def pair(first: Result, second: Result) -> None:
     """Give `first` the ratios of its times to the second's, on equal contents, in the cases that both serve; none
     where one of them failed.
     """
@@ -129,9 +129,9 @@ def pair(first: Judged, second: Judged) -> None:
         first.against_all = _against(second, stats.compare(served))
 
 
-def _against(other: Judged, found: stats.Ratio) -> dict:
+def _against(other: Result, found: stats.Ratio) -> dict:
     return {
-        "variant": other.entry.name, "ratio": found.ratio, "ci95": list(found.ci95), "ci99": list(found.ci99),
+        "variant": other.submission.name, "ratio": found.ratio, "ci95": list(found.ci95), "ci99": list(found.ci99),
         "word": found.word,
     }  # fmt: skip
 
@@ -139,17 +139,18 @@ def _against(other: Judged, found: stats.Ratio) -> dict:
 class Recorder:
     """Makes the records of one run. `run_id` is common to all of them.
 
-    downgrades: what was less than it should be for all of its times, in words.
+    warnings: what was less than it should be for all of its times, in words.
     """
 
     def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
         self.problem, self.device, self.clock_name = problem, device, ""
         self.run_id = run_id or record.new_run_id()
-        self.downgrades: list[str] = []
+        self.warnings: list[str] = []
         self.sandbox = policy.probe()
 
-    def lines(self, judged: Judged) -> list[dict]:
-        """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole entry.
+    def lines(self, judged: Result) -> list[dict]:
+        """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole
+        submission.
 
         Benchmark records that a confirmation superseded stand before those of the confirmation.
         """
@@ -157,7 +158,7 @@ class Recorder:
         for earlier in judged.before:
             lines += [self._benchmark(earlier, i) | {"superseded": True} for i in range(len(earlier.times))]
         lines += [self._benchmark(judged, i) for i in range(len(judged.times))]
-        if judged.status:  # a verdict on the whole entry: a rule broken, unsupported here, compiled
+        if judged.status:  # a verdict on the whole submission: a rule broken, unsupported here, compiled
             kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
             lines.append(
                 {**self._base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
@@ -165,44 +166,44 @@ class Recorder:
             )
         return [record.plain(line) for line in lines]
 
-    def _base(self, judged: Judged, kind: str, case: dict) -> dict:
+    def _base(self, judged: Result, kind: str, case: dict) -> dict:
         commit, dirty = environment.commit()
         return {
             "schema": record.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
-            "case": case, "kind": kind, "variant": judged.entry.name, "target": judged.target,
-            "peer": judged.entry.peer, "source_hash": judged.source_hash,
+            "case": case, "kind": kind, "variant": judged.submission.name, "target": judged.target,
+            "baseline": judged.submission.baseline, "source_hash": judged.source_hash,
             "environment": environment.describe(), "commit": commit, "dirty": dirty,
             "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
         }  # fmt: skip
 
-    def _test(self, judged: Judged, case: Case, outcome: Outcome) -> dict:
+    def _test(self, judged: Result, case: Case, outcome: Outcome) -> dict:
         return {
             **self._base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
             "error": _error(outcome.error), "seeds": [str(case.seed)], "device": self.device,
         }  # fmt: skip
 
-    def _benchmark(self, judged: Judged, index: int) -> dict:
+    def _benchmark(self, judged: Result, index: int) -> dict:
         time = judged.times[index]
-        timing, ground = time.timing, time.ground
+        timing, readings = time.timing, time.readings
         line = {
             **self._base(judged, "benchmark", time.case.params), "device": self.device,
             "status": time.failure.status if time.failure else "PASSED",
             "reason": time.failure.reason if time.failure else "",
-            "roof_us": ground.roof_us, "roof_kind": ground.roof_kind, "roof_config": ground.roof_config,
-            "empty_call_us": ground.empty_us, "bytes": ground.bytes, "flops": time.case.flops, "seeds": ground.seeds,
-            "clocks_mhz": ground.clocks_mhz, "throttle": ground.throttle, "error": _error(timing.worst_error),
-            "clock": self._clock(timing, ground), "ranking_by": judged.ranking_by, "attempt": judged.attempt,
-            "audit": judged.audit,
+            "roofline_us": readings.roofline_us, "roofline_kind": readings.roofline_kind,
+            "roofline_config": readings.roofline_config, "empty_call_us": readings.empty_us, "bytes": readings.bytes,
+            "flops": time.case.flops, "seeds": readings.seeds, "clocks_mhz": readings.clocks_mhz,
+            "throttle": readings.throttle, "error": _error(timing.worst_error), "clock": self._clock(timing, readings),
+            "ranking_by": judged.ranking_by, "attempt": judged.attempt, "audit": judged.audit,
         }  # fmt: skip
         if judged.confirms:
             line["confirms"] = judged.confirms
         if timing.samples:  # of a failed case too: they are the evidence
-            untimed = timing.flat("untimed_us")
+            setup = timing.flat("setup_us")
             line |= {
                 "n": len(timing.flat("us")),
                 "samples_us": [[round(us, 4) for us in group] for group in timing.samples],
                 "host_us": stats.median(timing.flat("host_us")),
-                "untimed_us": stats.median(untimed) if untimed else None,
+                "setup_us": stats.median(setup) if setup else None,
             }  # fmt: skip
         if time.failure is None:
             line |= {"median_us": time.median, "ci95_us": list(time.interval)}
@@ -210,23 +211,23 @@ class Recorder:
             line["against"] = judged.against[index]
         return line
 
-    def _clock(self, timing: phases.Timing, ground: phases.Ground) -> dict:
-        downgrades = list(self.downgrades)
+    def _clock(self, timing: phases.Timing, readings: phases.ReferenceReadings) -> dict:
+        warnings = list(self.warnings)
         if bound := sum(timing.flat("host_bound")):
-            downgrades.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
+            warnings.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
         if self.device == "cuda" and environment.clocks()[0] is None:
-            downgrades.append("no NVML: clocks and throttle reasons unknown")
+            warnings.append("no NVML: clocks and throttle reasons unknown")
         if busy := sum(timing.flat("busy")):
-            downgrades.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")
-        if under := sum(us <= ground.resolution_us for us in timing.flat("us")):
-            downgrades.append(f"{under} calls read less than the clock resolves, {ground.resolution_us:.1f} us")
+            warnings.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")
+        if under := sum(us <= readings.resolution_us for us in timing.flat("us")):
+            warnings.append(f"{under} calls read less than the clock resolves, {readings.resolution_us:.1f} us")
         delivery = "memory files, filled while everything of the runner is stopped"
         large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
         cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
         if self.device == "cuda":
-            delivery = "slots shared by CUDA IPC, masked until the call"
+            delivery = "buffers shared by CUDA IPC, masked until the call"
             cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {flush.FLUSH_FACTOR}x L2"
-        return {"name": self.clock_name, "cold": cold, "delivery": delivery, "downgrades": downgrades}
+        return {"name": self.clock_name, "cold": cold, "delivery": delivery, "warnings": warnings}
 
 
 def _error(error: dict | None) -> dict | None:

@@ -2,9 +2,9 @@
 
 Three parts. Trivial answers (harness/lint/trivial.py) go through the problem's own check, in every test case and one
 benchmark case; every file of wrong/ and every honest variant go through the whole judge. It holds if each trivial
-answer is refused, each wrong file gets a failing verdict in some case and each variant passes all cases (a peer those
-that its ONLY names). A trivial answer that is the right one in some case (the mean of a single element), or is accepted
-by the luck of a seed (one element that happens to need no more bits), is named with the case.
+answer is refused, each wrong file gets a failing verdict in some case and each variant passes all cases (a baseline
+those that its ONLY names). A trivial answer that is the right one in some case (the mean of a single element), or is
+accepted by the luck of a seed (one element that happens to need no more bits), is named with the case.
 
 What task.py may say of itself, as literals:
 
@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 
 from harness.judge import console, phases
 from harness.judge.phases import Progress
-from harness.judge.session import CHECKER_LIMIT_S, Entrant, ProblemError, Session
+from harness.judge.session import CHECKER_LIMIT_S, ProblemError, RunnerHandle, Session
 from harness.lint import trivial
 from harness.problem import scan
-from harness.problem.folders import Case, Entry, Problem, UsageError, entry
+from harness.problem.folders import Case, Problem, Submission, UsageError, submission
 from harness.sandbox.process import Child, Died
 from problems.common import load
 
@@ -55,8 +55,8 @@ class Row:
     kind: str
     formed: int = 0
     refused: int = 0
-    peer_formed: int = 0
-    peer_refused: int = 0
+    baseline_formed: int = 0
+    baseline_refused: int = 0
     right: list[str] = field(default_factory=list)  # accepted, since it is the answer or its neighbour
     luck: list[str] = field(default_factory=list)  # accepted with the case's seed, refused with most others
     missed: list[str] = field(default_factory=list)  # holes
@@ -160,9 +160,11 @@ def has_peers(problem: Problem) -> bool:
 
 
 def survey(
-    ask: Ask, cases: list[tuple[str, Case]], peers: bool, progress: Progress = lambda _: None
+    ask: Ask, cases: list[tuple[str, Case]], baselines: bool, progress: Progress = lambda _: None
 ) -> tuple[list[Row], list[str]]:  # fmt: skip
-    """Every candidate on every case, at a peer's tolerance too if there are `peers`. -> (rows, what else is wrong)."""
+    """Every candidate on every case, at a baseline's tolerance too if there are `baselines`. -> (rows, what else is
+    wrong).
+    """
     rows: dict[str, Row] = {}
     faults: list[str] = []
     for name, case in cases:
@@ -174,29 +176,29 @@ def survey(
         for candidate, kind in reply["candidates"].items():
             row = rows.setdefault(candidate, Row(candidate, kind))
             _attempt(ask, row, name, case, False, accepted)
-            if peers and kind in trivial.PEER_KINDS and trivial.BY_CHECK not in candidate:
+            if baselines and kind in trivial.BASELINE_KINDS and trivial.BY_CHECK not in candidate:
                 _attempt(ask, row, name, case, True, accepted)
         if accepted:
             _try_luck(ask, name, case, accepted)
     return list(rows.values()), faults
 
 
-def _attempt(ask: Ask, row: Row, name: str, case: Case, peer: bool, accepted: list[tuple[Row, bool]]) -> None:
+def _attempt(ask: Ask, row: Row, name: str, case: Case, baseline: bool, accepted: list[tuple[Row, bool]]) -> None:
     """One candidate on the present case; where it gets through and is not the answer, it joins `accepted`."""
     try:
-        reply = ask({"op": "attempt", "candidate": row.name, "peer": peer})
+        reply = ask({"op": "attempt", "candidate": row.name, "baseline": baseline})
     except Died as died:
         ask(_made(case))
         reply = {"status": "absent", "text": f"the reference's process was lost: {died.reason}"}
     status = reply["status"]
     if status == "absent":
-        if not peer:
+        if not baseline:
             row.absent.setdefault(reply["text"].partition("\n")[0], []).append(name)
         return
     refused = status == "refused"
-    if peer:
-        row.peer_formed += 1
-        row.peer_refused += refused
+    if baseline:
+        row.baseline_formed += 1
+        row.baseline_refused += refused
     else:
         row.formed += 1
         row.refused += refused
@@ -207,7 +209,7 @@ def _attempt(ask: Ask, row: Row, name: str, case: Case, peer: bool, accepted: li
         if name not in row.right:
             row.right.append(name)
     elif status == "accepted":
-        accepted.append((row, peer))
+        accepted.append((row, baseline))
 
 
 def _try_luck(ask: Ask, name: str, case: Case, accepted: list[tuple[Row, bool]]) -> None:
@@ -215,12 +217,12 @@ def _try_luck(ask: Ask, name: str, case: Case, accepted: list[tuple[Row, bool]])
     through = [0] * len(accepted)
     for turn in range(1, LUCK_SEEDS + 1):
         made = ask(_made(case, case.seed + turn))
-        for i, (row, peer) in enumerate(accepted):
+        for i, (row, baseline) in enumerate(accepted):
             if row.name in made["candidates"]:
-                reply = ask({"op": "attempt", "candidate": row.name, "peer": peer})
+                reply = ask({"op": "attempt", "candidate": row.name, "baseline": baseline})
                 through[i] += reply["status"] in ("accepted", "right")
-    for (row, peer), count in zip(accepted, through, strict=True):
-        said = f"{name}{' as a peer' if peer else ''}"
+    for (row, baseline), count in zip(accepted, through, strict=True):
+        said = f"{name}{' as a baseline' if baseline else ''}"
         lucky = row.kind != trivial.FORM and 2 * count < LUCK_SEEDS
         (row.luck if lucky else row.missed).append(f"{said} ({count} of {LUCK_SEEDS} other seeds)")
 
@@ -244,14 +246,16 @@ def left_out(rows: list[Row]) -> list[str]:
 
 
 def show(rows: list[Row], say: Say) -> None:
-    """One line a candidate: cases refused of those it could be formed in, at a peer's tolerance too; what to know."""
-    peers = any(row.peer_formed for row in rows)
+    """One line a candidate: cases refused of those it could be formed in, at a baseline's tolerance too; what to
+    know.
+    """
+    baselines = any(row.baseline_formed for row in rows)
     width = max(len(row.name) for row in rows)
-    say(f"{'answer':<{width}}  refused  {'as peer  ' if peers else ''}note")
+    say(f"{'answer':<{width}}  refused  {'as baseline  ' if baselines else ''}note")
     for row in rows:
         refused = f"{row.refused}/{row.formed}"
-        peer = f"{row.peer_refused}/{row.peer_formed}" if row.peer_formed else ""
-        say(f"{row.name:<{width}}  {refused:>7}  {f'{peer:>7}  ' if peers else ''}{_note(row)}".rstrip())
+        baseline = f"{row.baseline_refused}/{row.baseline_formed}" if row.baseline_formed else ""
+        say(f"{row.name:<{width}}  {refused:>7}  {f'{baseline:>7}  ' if baselines else ''}{_note(row)}".rstrip())
 
 
 def _note(row: Row) -> str:
@@ -288,13 +292,13 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress, sho
     if short:
         files = files[:: -(-len(files) // FEW_FILES)]
     holes: list[str] = []
-    entries, others = _fit([entry(problem, file) for file in files], session.device, target)
+    submissions, others = _fit([submission(problem, file) for file in files], session.device, target)
     first = small(problem)
     rest = [] if short else [case for case in problem.tests if case not in first]
     caught: dict[str, str] = {}
-    passed = {e.name: 0 for e in entries}
+    passed = {e.name: 0 for e in submissions}
     for cases in filter(None, (first, rest)):
-        todo = [e for e in entries if e.name not in caught]
+        todo = [e for e in submissions if e.name not in caught]
         for name, outcomes in _judged(session, target, todo, cases, progress).items():
             for case, outcome in zip(cases, outcomes, strict=True):
                 if outcome.status != "PASSED" and name not in caught:
@@ -303,7 +307,7 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress, sho
                         holes.append(f"wrong/{name}.py: was not judged: {outcome.status}")
                 passed[name] += name not in caught
     say(f"\nwrong/ through the judge: {len(files)} files")
-    for e in entries:
+    for e in submissions:
         said = caught.get(e.name, f"PASSED {passed[e.name]} cases")
         say(f"{e.name:<32} {said}")
         if e.name not in caught:
@@ -316,15 +320,15 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress, sho
 def variants(session: Session, target: str, say: Say, progress: Progress, short: bool) -> list[str]:
     """Every honest variant that can run here through the judge on all tests. -> holes."""
     problem = session.problem
-    entries = honest(problem)
+    submissions = honest(problem)
     if short and problem.own:
-        entries = [problem.winner(target)]
+        submissions = [problem.winner(target)]
     cases = small(problem) if short else list(problem.tests)
-    fit, others = _fit(entries, session.device, target)
-    say(f"\nhonest variants through the judge: {len(fit)} of {len(entries)} can run here")
+    fit, others = _fit(submissions, session.device, target)
+    say(f"\nhonest variants through the judge: {len(fit)} of {len(submissions)} can run here")
     holes = []
     for name, outcomes in _judged(session, target, fit, cases, progress).items():
-        left = [o.reason for o in outcomes if o.status == "UNSUPPORTED"]  # by what a peer says of itself
+        left = [o.reason for o in outcomes if o.status == "UNSUPPORTED"]  # by what a baseline says of itself
         bad = [(case, o) for case, o in zip(cases, outcomes, strict=True) if o.status not in ("PASSED", "UNSUPPORTED")]
         said = f"{bad[0][1].status} on {bad[0][0]}: {_line(bad[0][1].reason)}" if bad else left[0] if left else ""
         say(f"{name:<32} {len(cases) - len(bad) - len(left)}/{len(cases)} cases right  {said}".rstrip())
@@ -339,32 +343,34 @@ def variants(session: Session, target: str, say: Say, progress: Progress, short:
     return holes
 
 
-def honest(problem: Problem) -> list[Entry]:
+def honest(problem: Problem) -> list[Submission]:
     """The folder's variants; of GPU MODE's its correct solutions; without such the submission that comes with it."""
-    if problem.own and (entries := problem.entries()):
-        return entries
+    if problem.own and (submissions := problem.submissions()):
+        return submissions
     files = sorted(problem.folder.glob("solutions/correct/*.py")) or [problem.folder / "submission.py"]
-    return [entry(problem, file) for file in files if file.is_file()]
+    return [submission(problem, file) for file in files if file.is_file()]
 
 
 def _judged(
-    session: Session, target: str, entries: list[Entry], cases: list[Case], progress: Progress
+    session: Session, target: str, submissions: list[Submission], cases: list[Case], progress: Progress
 ) -> dict[str, list]:  # fmt: skip
-    """Outcomes of each entry by name, in the order of `cases`."""
+    """Outcomes of each submission by name, in the order of `cases`."""
     results: dict[str, list] = {}
-    for start in range(0, len(entries), AT_ONCE):
-        entrants = [Entrant(e.name, e, target) for e in entries[start : start + AT_ONCE]]
-        results |= phases.run_tests(session, entrants, cases, lambda *_: None, progress)
+    for start in range(0, len(submissions), AT_ONCE):
+        handles = [RunnerHandle(e.name, e, target) for e in submissions[start : start + AT_ONCE]]
+        results |= phases.run_tests(session, handles, cases, lambda *_: None, progress)
     return results
 
 
-def _fit(entries: list[Entry], device: str, target: str) -> tuple[list[Entry], list[tuple[Entry, str]]]:
+def _fit(
+    submissions: list[Submission], device: str, target: str
+) -> tuple[list[Submission], list[tuple[Submission, str]]]:
     """-> (what can be judged here, the others with the reason)."""
     if device == "cuda" and not shutil.which("nvcc"):
         raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
     fit, others = [], []
-    for e in entries:
-        if findings := scan.findings(scan.closure(e.file, e.folder), e.peer):
+    for e in submissions:
+        if findings := scan.findings(scan.closure(e.file, e.folder), e.baseline):
             others.append((e, f"RULE_BROKEN     {findings[0]}"))
         elif target not in e.targets:
             others.append((e, f"made for {', '.join(e.targets)}"))

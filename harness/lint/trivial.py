@@ -28,7 +28,7 @@ COARSE = "coarse"  # the right answer to rounded inputs
 DERIVED = "derived"  # the right answer to other inputs
 ALONE = "alone"  # the right answer to inputs of which one is other
 FORM = "form"  # the right answer in a wrong form
-PEER_KINDS = (BLIND, DERIVED)  # what PEER_TOL must tell from an answer too
+BASELINE_KINDS = (BLIND, DERIVED)  # what PEER_TOL must tell from an answer too
 BY_CHECK = ", by check_implementation"  # ends the names of candidates that go through it; own folders have compare too
 
 SHARE = 20  # one element in so many is spoilt
@@ -88,7 +88,7 @@ class Trivial(Checker):
         return {"candidates": {name: made.kind for name, made in self.candidates.items()}, "fault": fault}
 
     def attempt(self, message: dict, _: list[int]) -> dict:
-        """Put {"candidate", "peer"} to the problem's check. -> {"status", "text"}; status: refused, accepted, right
+        """Put {"candidate", "baseline"} to the problem's check. -> {"status", "text"}; status: refused, accepted, right
         (accepted, and everywhere the exact answer or its neighbour in the output's type) or absent.
         """
         candidate = self.candidates[message["candidate"]]
@@ -97,7 +97,7 @@ class Trivial(Checker):
         except AbsentError as absent:
             return {"status": "absent", "text": str(absent)}
         try:
-            ok, text = self._check(outputs, message["peer"], candidate.by_check)
+            ok, text = self._check(outputs, message["baseline"], candidate.by_check)
         except Exception as error:
             if candidate.kind != FORM:
                 raise
@@ -165,10 +165,10 @@ class Trivial(Checker):
             return "two answers to contents from one seed differ"
         return ""
 
-    def _check(self, outputs: list, peer: bool, by_check: bool) -> tuple[bool, str]:
+    def _check(self, outputs: list, baseline: bool, by_check: bool) -> tuple[bool, str]:
         answer = outputs[0] if len(outputs) == 1 else tuple(outputs)
         if self.own and not by_check:
-            result = self.reference.compare(self.pristine, self.want, answer, peer)
+            result = self.reference.compare(self.pristine, self.want, answer, baseline)
             return result.ok, result.message
         if not self.own:  # forms are the judge's to check in these folders
             layout = tree.Layout()

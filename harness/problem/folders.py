@@ -58,17 +58,17 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Submission:
     """A submission file and what it says of itself, read without running it. folder: its problem's.
 
-    only: (field of the case, values that it serves), of a peer that cannot serve every case; () serves all.
+    only: (field of the case, values that it serves), of a baseline that cannot serve every case; () serves all.
     """
 
     name: str
     file: Path
     targets: tuple[str, ...]
     requires: tuple[str, ...] = ()
-    peer: bool = False
+    baseline: bool = False
     summary: str = ""
     directives: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None
@@ -88,7 +88,7 @@ class Entry:
 class Problem:
     name: str
     folder: Path
-    own: bool  # ours: outputs allocated by the judge, peers and prepared weights possible
+    own: bool  # ours: outputs allocated by the judge, baselines and prepared weights possible
     tests: tuple[Case, ...]
     benchmarks: dict[str, tuple[Case, ...]]  # by device type
     utils: Path | None = None
@@ -96,29 +96,29 @@ class Problem:
     timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
     composition: bool = False  # see harness/problem/sources.py
 
-    def entries(self) -> list[Entry]:
+    def submissions(self) -> list[Submission]:
         """Every file in variants/, by name."""
-        return [entry(self, file) for file in sorted((self.folder / "variants").glob("*.py"))]
+        return [submission(self, file) for file in sorted((self.folder / "variants").glob("*.py"))]
 
-    def winner(self, target: str) -> Entry:
+    def winner(self, target: str) -> Submission:
         """What runs when nothing is named: the winner for `target` of our problems, else submission.py."""
         file = self.folder / "submission.py"
         if not file.is_file():
             raise UsageError(f"{self.name} has no submission.py: name one with --submission FILE")
         winners = load.constants(file, "WINNERS").get("WINNERS")
         if winners is None:
-            return entry(self, file)
+            return submission(self, file)
         try:
             return self.variant(load.winner(self.folder, winners, target))
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}: name a --variant") from None
 
-    def variant(self, name: str) -> Entry:
+    def variant(self, name: str) -> Submission:
         file = self.folder / "variants" / f"{name}.py"
         if not file.is_file():
-            known = ", ".join(e.name for e in self.entries()) or "none"
+            known = ", ".join(e.name for e in self.submissions()) or "none"
             raise UsageError(f"variant must be one of {self.name}'s ({known}), got {name!r}")
-        return entry(self, file)
+        return submission(self, file)
 
 
 def find(name: str) -> Problem:
@@ -134,7 +134,7 @@ def problem_names() -> list[str]:
     return sorted(p.parent.name for p in load.PROBLEMS.glob("*/task.py"))
 
 
-def entry(problem: Problem, file: Path) -> Entry:
+def submission(problem: Problem, file: Path) -> Submission:
     """What the submission `file` says of itself. UsageError: no such file, no Python, an unknown target, or ONLY where
     it may not stand or with other fields than the cases have.
     """
@@ -144,7 +144,7 @@ def entry(problem: Problem, file: Path) -> Entry:
         return _entry(problem, file)
 
 
-def _entry(problem: Problem, file: Path) -> Entry:
+def _entry(problem: Problem, file: Path) -> Submission:
     try:
         said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
@@ -164,10 +164,10 @@ def _entry(problem: Problem, file: Path) -> Entry:
     targets = tuple(said.get("TARGETS", TARGETS))
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
-    peer = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
+    baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
     requires, directives = tuple(said.get("REQUIRES", ())), _directives(load.text(file))
-    only = _only(problem, file, said["ONLY"], peer) if "ONLY" in said else ()
-    return Entry(file.stem, file.resolve(), targets, requires, peer, summary, directives, problem.folder, only)
+    only = _only(problem, file, said["ONLY"], baseline) if "ONLY" in said else ()
+    return Submission(file.stem, file.resolve(), targets, requires, baseline, summary, directives, problem.folder, only)
 
 
 def utils_of(folder: Path, named: Path | None = None) -> Path | None:
@@ -176,10 +176,10 @@ def utils_of(folder: Path, named: Path | None = None) -> Path | None:
     return next((path for path in places if path and path.is_file()), None)
 
 
-def _only(problem: Problem, file: Path, said: object, peer: bool) -> tuple[tuple[str, tuple], ...]:
-    """The literal ONLY as Entry has it. UsageError: not a peer's, or not fields of the cases with values."""
-    if not peer:
-        raise UsageError(f"{file.name}: ONLY is for peer_* files of variants/, an entry must serve every case")
+def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[tuple[str, tuple], ...]:
+    """The literal ONLY as Entry has it. UsageError: not a baseline's, or not fields of the cases with values."""
+    if not baseline:
+        raise UsageError(f"{file.name}: ONLY is for peer_* files of variants/, a submission must serve every case")
     if not isinstance(said, dict) or not said or any(isinstance(v, list | set | dict) for v in said.values()):
         raise UsageError(f"{file.name}: ONLY must map fields of the case to a value or a tuple of values, got {said!r}")
     cases = [*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)]

@@ -36,15 +36,15 @@ def closure(file: Path, folder: Path | None = None) -> list[Path]:
     return sources.own(file) + (sources.brought(file, folder) if folder else [])
 
 
-def findings(files: list[Path], peer: bool = False) -> list[Finding]:
-    """What breaks the rule in these files, in order. A peer may not name the word either; what it calls may."""
+def findings(files: list[Path], baseline: bool = False) -> list[Finding]:
+    """What breaks the rule in these files, in order. A baseline may not name the word either; what it calls may."""
     found: list[Finding] = []
     for file in files:
         text = build.read(file).decode(errors="replace")
         for number, line in enumerate(text.splitlines(), 1):
             if match := WORD.search(line):
                 found.append(Finding(file, number, f'names "{match[0]}": everything runs on the default one'))
-        if file.suffix == ".py" and not peer:
+        if file.suffix == ".py" and not baseline:
             found += _ways_around(file)
     return found
 

@@ -63,7 +63,7 @@ def name(ranking_by: str) -> str:
     return "mean" if ranking_by == "mean" else "geomean"
 
 
-def figure(ranking_by: str, medians: Sequence[float]) -> float:
+def metric(ranking_by: str, medians: Sequence[float]) -> float:
     """The figure over the medians of all cases, in us. ValueError as stats.geomean says."""
     geomean = stats.geomean(medians)  # also looks at every value
     return sum(medians) / len(medians) if name(ranking_by) == "mean" else geomean
@@ -135,13 +135,13 @@ def attempt(records: Iterable[dict], variant: str) -> int:
 def _standing(
     records: list[dict], variant: str, run_id: str | None, wanted: Sequence[str], ranking_by: str
 ) -> Leader | None:
-    """The figure of a variant in a run; None for a peer, or where a case is missing, failed or no time."""
+    """The figure of a variant in a run; None for a baseline, or where a case is missing, failed or no time."""
     cases = {case_label(r["case"]): r for r in timed(records) if (r["variant"], r["run_id"]) == (variant, run_id)}
-    if any(r.get("peer") or r["status"] != "PASSED" for r in cases.values()) or not set(wanted) <= set(cases):
+    if any(r.get("baseline") or r["status"] != "PASSED" for r in cases.values()) or not set(wanted) <= set(cases):
         return None
     of_board = [cases[label] for label in wanted]
     try:
-        value = figure(ranking_by, [record["median_us"] for record in of_board])
+        value = metric(ranking_by, [record["median_us"] for record in of_board])
         lo, hi = interval(ranking_by, [record["samples_us"] for record in of_board])
     except (KeyError, TypeError, ValueError):
         return None

@@ -20,7 +20,12 @@ from typing import BinaryIO
 
 from harness.results import text
 
-SCHEMA = 1
+SCHEMA = 2
+OLD_SCHEMA = 1  # the same fields, some by other names
+_NAMES = {
+    "peer": "baseline", "roof_us": "roofline_us", "roof_kind": "roofline_kind", "roof_config": "roofline_config",
+    "untimed_us": "setup_us", "downgrades": "warnings",
+}  # fmt: skip
 KINDS = ("test", "benchmark", "compile")
 # Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
 STATUSES = (
@@ -127,7 +132,7 @@ def parse(data: bytes | str, source: str) -> tuple[list[dict], list[str]]:
         if not line.strip():
             continue
         try:
-            record = _sound(loads(line))
+            record = _renamed(_sound(loads(line)))
             check(record)
             records.append(record)
         except ValueError as error:
@@ -157,9 +162,19 @@ def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
 
 def check(record: dict) -> None:
     """Raise ValueError unless each field that a reader of records relies on is there and of its type."""
-    if type(record.get("schema")) is not int or record["schema"] != SCHEMA:
-        raise ValueError(f"schema must be {SCHEMA}, got {_short(record.get('schema'))}")
+    if type(record.get("schema")) is not int or record["schema"] not in (OLD_SCHEMA, SCHEMA):
+        raise ValueError(f"schema must be {OLD_SCHEMA} or {SCHEMA}, got {_short(record.get('schema'))}")
     check_fields(record, _RECORD, _REQUIRED)
+
+
+def _renamed(record: dict) -> dict:
+    """`record` with the names of today. Only its own are changed, and those of its clock: the rest kept theirs."""
+    if record.get("schema") != OLD_SCHEMA:
+        return record
+    record = {_NAMES.get(name, name): value for name, value in record.items()}
+    if isinstance(record.get("clock"), dict):
+        record["clock"] = {_NAMES.get(name, name): value for name, value in record["clock"].items()}
+    return record
 
 
 def check_latency(record: dict) -> None:
@@ -351,9 +366,9 @@ _RECORD: Fields = {
     "kind": (f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
     "status": ("a verdict", lambda value: value in STATUSES),
     "case": ("an object", _is_object()),
-    **dict.fromkeys(("reason", "source_hash", "commit", "ranking_by", "roof_kind"), ("text", _is_text)),
-    **dict.fromkeys(("peer", "dirty", "superseded"), ("true or false", lambda v: v is None or isinstance(v, bool))),
-    **dict.fromkeys(("median_us", "roof_us", "empty_call_us", "host_us", "untimed_us"), ("a time in us", _is_us)),
+    **dict.fromkeys(("reason", "source_hash", "commit", "ranking_by", "roofline_kind"), ("text", _is_text)),
+    **dict.fromkeys(("baseline", "dirty", "superseded"), ("true or false", lambda v: v is None or isinstance(v, bool))),
+    **dict.fromkeys(("median_us", "roofline_us", "empty_call_us", "host_us", "setup_us"), ("a time in us", _is_us)),
     **dict.fromkeys(("n", "attempt"), ("a whole number", _is_count)),
     **dict.fromkeys(("bytes", "flops"), ("a number", lambda value: value is None or _is_number(value))),
     "ci95_us": ("two numbers", _is_pair),

@@ -15,19 +15,19 @@ import torch
 from harness.runner import gate, native
 
 
-class Slot:
-    """Buffers of given sizes in bytes, {"device": n, "host": n}; 0 means none. `buffers`: flat uint8 tensors."""
+class Buffer:
+    """Buffers of given sizes in bytes, {"device": n, "host": n}; 0 means none. `memory`: flat uint8 tensors."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         self.sizes = sizes
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.memory: dict[str, torch.Tensor] = {}
         self._device = native.DeviceBuffer(sizes["device"]) if sizes["device"] else None
         self._fd = -1
         if self._device:
-            self.buffers["device"] = self._device.bytes
+            self.memory["device"] = self._device.bytes
         if sizes["host"]:
-            self._fd = _sealed_file("slot", sizes["host"])
-            self.buffers["host"] = _map(self._fd, sizes["host"])
+            self._fd = _sealed_file("buffer", sizes["host"])
+            self.memory["host"] = _map(self._fd, sizes["host"])
 
     def message(self) -> tuple[dict, tuple[int, ...]]:
         """What `MappedSlot` needs: sizes and the handle of the device part; and descriptors to send beside them."""
@@ -35,31 +35,31 @@ class Slot:
         return {"sizes": self.sizes, "handle": handle}, ((self._fd,) if self._fd >= 0 else ())
 
     def close(self) -> None:
-        self.buffers.clear()
+        self.memory.clear()
         if self._device:
             self._device.close()
         if self._fd >= 0:
             os.close(self._fd)
 
 
-class MappedSlot:
-    """A slot as its runner sees it. The host part is mapped from the first of `fds`, which is taken."""
+class MappedBuffer:
+    """A buffer as its runner sees it. The host part is mapped from the first of `fds`, which is taken."""
 
     def __init__(self, message: dict, fds: list[int]) -> None:
         sizes = message["sizes"]
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.memory: dict[str, torch.Tensor] = {}
         self._device: native.DeviceBuffer | None = None
         if sizes["host"]:
             fd = fds.pop(0)
-            self.buffers["host"] = _map(fd, sizes["host"])
+            self.memory["host"] = _map(fd, sizes["host"])
             os.close(fd)
         if sizes["device"]:
             self._device = native.DeviceBuffer(sizes["device"], base64.b64decode(message["handle"]))
-            self.buffers["device"] = self._device.bytes
+            self.memory["device"] = self._device.bytes
 
     def close(self) -> None:
         """Unmap the device part; the host part goes with the last tensor over it."""
-        self.buffers.clear()
+        self.memory.clear()
         if self._device:
             self._device.close()
             self._device = None

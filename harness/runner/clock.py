@@ -1,10 +1,10 @@
 """The clock of a GPU. It times one call on cold caches and captures its outputs directly behind it.
 
 Device sync; persisting L2 reset; contents unmasked; L2 cleaned of every written line, then a read of 3x L2; one
-word of every 64 KiB of the slot, so that address translations are warm and data is cold; a spin kernel over all SMs, of
-at least twice the call's own enqueue time, so that the device never waits for the host; start event; an empty kernel;
-the call; stop event; copy of the outputs on the same queue; device sync. On a CPU the judge's own clock runs outside
-the runner: harness/runner/gate.cpp.
+word of every 64 KiB of the buffer, so that address translations are warm and data is cold; a spin kernel over all SMs,
+of at least twice the call's own enqueue time, so that the device never waits for the host; start event; an empty
+kernel; the call; stop event; copy of the outputs on the same queue; device sync. On a CPU the judge's own clock runs
+outside the runner: harness/runner/gate.cpp.
 """
 
 import gc
@@ -33,11 +33,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What a call is timed on. slot: the device buffer that it reads, if any. key: what unmasks it, if it is masked.
+    """What a call is timed on. buffer: the device buffer that it reads, if any. key: what unmasks it, if it is masked.
     spin_us: how long the device is kept busy while the call is enqueued.
     """
 
-    slot: torch.Tensor | None = None
+    buffer: torch.Tensor | None = None
     key: bytes | None = None
     spin_us: float = 0.0
     ready: Callable[[], None] = lambda: None  # called when caches are cold; returns when the call is to be made
@@ -56,11 +56,11 @@ class CudaClock:
         torch.cuda.synchronize()
         native.reset_persisting_l2()
         if delivery.key is not None:
-            native.mask(delivery.slot, delivery.key)
+            native.mask(delivery.buffer, delivery.key)
         native.clean_l2(self._junk)
         native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)
-        if delivery.slot is not None:
-            native.touch(delivery.slot)
+        if delivery.buffer is not None:
+            native.touch(delivery.buffer)
         torch.cuda.synchronize()
         gc.disable()
         try:

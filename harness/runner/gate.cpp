@@ -70,7 +70,7 @@ void futex_wake(std::atomic<uint32_t>* word) { syscall(SYS_futex, word, FUTEX_WA
 
 // What one process group of a runner is stopped by. freeze, events: descriptors of its cgroup's files, -1 without one.
 struct Group {
-    int guard, pid, freeze, events;
+    int reaper, pid, freeze, events;
 };
 
 int read_text(const char* path, char* text, int size) {
@@ -96,9 +96,9 @@ std::vector<int> numbers(const std::string& folder) {
 
 std::string task_folder(int pid) { return "/proc/" + std::to_string(pid) + "/task"; }
 
-// pids of everything below the guard, which is the subreaper of all that a runner ever starts.
-std::vector<int> descendants(int guard) {
-    std::vector<int> found, todo{guard};
+// pids of everything below the reaper, which is the subreaper of all that a runner ever starts.
+std::vector<int> descendants(int reaper) {
+    std::vector<int> found, todo{reaper};
     char text[65536];
     while (!todo.empty()) {
         const int pid = todo.back();
@@ -175,7 +175,7 @@ int stop(const Group& group, double limit_s, double* told) {
     std::vector<int> known;
     while (true) {
         bool all = true;
-        const std::vector<int> found = descendants(group.guard);
+        const std::vector<int> found = descendants(group.reaper);
         for (int pid : found) kill(pid, SIGSTOP);
         if (found != known) *told = now_us();
         known = found;
@@ -192,7 +192,7 @@ void resume(const Group& group) {
         (void)!pwrite(group.freeze, "0", 1, 0);  // where its cgroup is gone, the wait for "done" finds that out
         return;
     }
-    for (int pid : descendants(group.guard))
+    for (int pid : descendants(group.reaper))
         if (pid != group.pid) kill(pid, SIGCONT);
     kill(group.pid, SIGCONT);
 }
@@ -331,12 +331,12 @@ uint64_t judge_noted(void* page, char* said) {
 int judge_said_bytes() { return SAID; }
 
 // Each of these: 0, or 1: not within limit_s, or 2: the runner's process is gone.
-int judge_stop(int guard, int pid, int freeze, int events, double limit_s) {
+int judge_stop(int reaper, int pid, int freeze, int events, double limit_s) {
     double told;
-    return stop({guard, pid, freeze, events}, limit_s, &told);
+    return stop({reaper, pid, freeze, events}, limit_s, &told);
 }
-int judge_resume(int guard, int pid, int freeze, int events) {
-    resume({guard, pid, freeze, events});
+int judge_resume(int reaper, int pid, int freeze, int events) {
+    resume({reaper, pid, freeze, events});
     return 0;
 }
 int judge_await_ready(void* page, uint32_t number, int pid, double limit_s) {
@@ -359,10 +359,10 @@ struct Reading {
 // Time call `number` of a stopped runner, the one of its calls that `which` says. outputs: `count` regions that the call
 // writes, of this process's memory. Where their addresses are 0, they are in the runner, which notes where: what it has
 // noted at "done" is put in their place, cut to their sizes here; `found` gets the sizes that it noted.
-int judge_time(void* page, uint32_t number, uint32_t which, int guard, int pid, int freeze, int events, double limit_s,
+int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid, int freeze, int events, double limit_s,
                iovec* outputs, int count, uint64_t* found, Reading* reading) {
     Gate* gate = (Gate*)page;
-    const Group group{guard, pid, freeze, events};
+    const Group group{reaper, pid, freeze, events};
     const bool remote = count && !outputs[0].iov_base;
     Look look;
     if (!remote) look.choose(outputs, count, false);

@@ -35,7 +35,7 @@ class Reading:
 
 
 class Gate:
-    """Bindings to gate.cpp. `group`: guard, pid and the cgroup's descriptors (Freezer.handle)."""
+    """Bindings to gate.cpp. `group`: reaper, pid and the cgroup's descriptors (Freezer.handle)."""
 
     def __init__(self) -> None:
         path = str(artefact().path)

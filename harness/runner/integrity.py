@@ -22,7 +22,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import torch
 
-# Named by hand: what harness.runner.runner, clock, native, slots, tree and wire call, and what is patched to forge a
+# Named by hand: what harness.runner.runner, clock, native, buffers, tree and wire call, and what is patched to forge a
 # time.
 _MODULES: tuple[ModuleType, ...] = (time, json, socket, select, struct, gc, builtins)
 _CLASSES: tuple[type, ...] = (socket.socket, json.JSONEncoder, json.JSONDecoder, torch.cuda.Event)
@@ -37,7 +37,7 @@ _TESTING = ("assert_close",)
 _PREFIXES = ("harness", "problems.common")
 
 
-class Seal:
+class IntegrityCheck:
     """A snapshot, taken before a submission is imported. `broken()` says what was changed since."""
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""The judge's own matrix product. Its rate is the roof of what computes for longer than it takes to move its bytes.
+"""The judge's own matrix product. Its rate is the measured roofline of what computes for longer than it takes to move
+its bytes.
 
 On a GPU alone, in bf16: on a CPU integer instructions have four times the rate of any product that torch offers.
 """

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from harness.runner import clock, gate, integrity, matmul, native, streams, tree, wire
-from harness.runner.buffers import MappedSlot, Page
+from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, load
 
 CLAIMS = 64  # objects that a call returns and that are told of
@@ -34,16 +34,16 @@ class Runner:
         self.device: str = start["device"]
         self.folder = Path(start["folder"])
         self.task = self.module = None
-        self.slots: list[MappedSlot] = []
+        self.buffers: list[MappedBuffer] = []
         self.page: Page | None = None
         self.opened: dict = {}
-        self.held: MappedSlot | None = None  # the weights' memory
-        self.room: torch.Tensor | None = None  # what plain readers read where the slot is smaller
+        self.held: MappedBuffer | None = None  # the weights' memory
+        self.room: torch.Tensor | None = None  # what plain readers read where the buffer is smaller
         self.product: matmul.Product | None = None
         self.weights: object = None  # what stands for the weights in the data of a call: they, or what prepare made
         native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
         self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] else None
-        self.seal = integrity.Seal() if self.clock else None
+        self.integrity = integrity.IntegrityCheck() if self.clock else None
         self.switches = integrity.Switches()
         # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
         # submission's yet.
@@ -57,16 +57,16 @@ class Runner:
 
     def changes(self) -> dict:
         """What was replaced in this process, and which of torch's switches were changed and are put back now."""
-        return {"tamper": self.seal.broken() if self.seal else [], "switches": self.switches.restore()}
+        return {"replaced": self.integrity.broken() if self.integrity else [], "switches": self.switches.restore()}
 
     def open(self, message: dict, fds: list[int]) -> dict:
-        """Map a case's slots, and on a CPU the page by which calls are handed over."""
-        for slot in self.slots:
-            slot.close()
+        """Map a case's buffers, and on a CPU the page by which calls are handed over."""
+        for buffer in self.buffers:
+            buffer.close()
         if self.device == "cpu":
             self.page = Page(fds.pop(0))
         self.opened = message
-        self.slots = [MappedSlot(slot, fds) for slot in message["slots"]]
+        self.buffers = [MappedBuffer(buffer, fds) for buffer in message["buffers"]]
         return {}
 
     def hold(self, message: dict, fds: list[int]) -> dict:
@@ -76,8 +76,8 @@ class Runner:
             self.held.close()
         # And out of torch's cache: a small tensor there would keep the whole of what a large one had.
         self.trim({}, [])
-        self.held = MappedSlot(message["slot"], fds)
-        self.weights = tree.build(message["spec"], self.held.buffers, self.task)
+        self.held = MappedBuffer(message["buffer"], fds)
+        self.weights = tree.build(message["spec"], self.held.memory, self.task)
         if not hasattr(self.module, "prepare"):
             return {"prepared": False}
         self.weights = self.module.prepare(self.weights)
@@ -93,33 +93,35 @@ class Runner:
         return {}
 
     def warm(self, message: dict, _: list[int]) -> dict:
-        """One call on a slot whose call is closed: code is fetched, and nobody looks at what it writes."""
-        data = self._data(self.slots[message["slot"]])
-        self.module.custom_kernel(data, *self._untimed(data, message))
+        """One call on a buffer whose call is closed: code is fetched, and nobody looks at what it writes."""
+        data = self._data(self.buffers[message["buffer"]])
+        self.module.custom_kernel(data, *self._setup(data, message))
         self._sync()
         return {}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        """One timed call on one slot; on a CPU several."""
+        """One timed call on one buffer; on a CPU several."""
         if self.device == "cpu":
             return self._turns(message)
-        slot = self.slots[message["slot"]]
+        buffer = self.buffers[message["buffer"]]
         if self.module is None:
-            return self._judge_call(message, slot)
-        return self._timed_call(message, slot)
+            return self._judge_call(message, buffer)
+        return self._timed_call(message, buffer)
 
     def _turns(self, message: dict) -> dict:
-        """Calls on a CPU, of one slot or another: for each wait for the judge's "go", call, say "done"; reply after the
-        last one. `slot`: of the first. The judge's own are a call for each of `whats` and each slot.
+        """Calls on a CPU, of one buffer or another: for each wait for the judge's "go", call, say "done"; reply after
+        the last one. `buffer`: of the first. The judge's own are a call for each of `whats` and each buffer.
         """
         if self.module is None:
             kernel = _call
             calls = tuple(
-                (self._judges_kernel(what, message["bytes"], slot),) for what in message["whats"] for slot in self.slots
+                (self._judges_kernel(what, message["bytes"], buffer),)
+                for what in message["whats"]
+                for buffer in self.buffers
             )
         else:
             kernel = self.module.custom_kernel
-            calls = tuple((data, *self._untimed(data, message)) for data in map(self._data, self.slots))
+            calls = tuple((data, *self._setup(data, message)) for data in map(self._data, self.buffers))
         if not self.opened["own"]:
             kernel = _noting(kernel, self.page)
         gc.disable()
@@ -131,29 +133,29 @@ class Runner:
         if self.module is None:
             return {"claims": [], "switches": []}
         if self.opened["own"]:
-            forms = _forms(result, [self._leaf(calls[message["slot"]][0], i) for i in self.opened["outputs"]])
+            forms = _forms(result, [self._leaf(calls[message["buffer"]][0], i) for i in self.opened["outputs"]])
         else:
             forms = [_form(item) for item in _flat(result)[:CLAIMS]]
         return {"claims": forms, "switches": self.switches.restore()}
 
-    def _timed_call(self, message: dict, slot: MappedSlot) -> dict:
+    def _timed_call(self, message: dict, buffer: MappedBuffer) -> dict:
         """A call on a GPU between two events; `audit`: with a look at which queues its work ran on."""
         key = bytes.fromhex(message["key"]) if message["key"] else None
-        data = self._data(slot)
+        data = self._data(buffer)
         outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
         # Views of the judge's own, made before the call: what comes back may have been given other methods.
         sources = [tree.raw(output) for output in outputs]
-        captures = [tree.tensor(spec, slot.buffers[spec["space"]]) for spec in self.opened["captures"]]
+        captures = [tree.tensor(spec, buffer.memory[spec["space"]]) for spec in self.opened["captures"]]
         claims: list[dict] = []
-        untimed_us, state = None, ()
-        if message["peer"] and hasattr(self.module, "untimed"):
-            if key is not None:  # a peer's preparations see the contents; peers are not adversaries
-                native.mask(slot.buffers["device"], key)
+        setup_us, state = None, ()
+        if message["baseline"] and hasattr(self.module, "setup"):
+            if key is not None:  # a baseline's preparations see the contents; baselines are not adversaries
+                native.mask(buffer.memory["device"], key)
                 key = None
             before = time.perf_counter_ns()
-            state = self._untimed(data, message)
+            state = self._setup(data, message)
             self._sync()
-            untimed_us = (time.perf_counter_ns() - before) / 1e3
+            setup_us = (time.perf_counter_ns() - before) / 1e3
         kernel = self.module.custom_kernel
 
         def run() -> object:
@@ -165,20 +167,20 @@ class Runner:
             else:
                 claims.extend(_capture_any(result, captures))
 
-        timed = self._timed(run, capture, self._delivery(slot, key, message), message["audit"])
-        return {**timed, "untimed_us": untimed_us, "claims": claims}
+        timed = self._timed(run, capture, self._delivery(buffer, key, message), message["audit"])
+        return {**timed, "setup_us": setup_us, "claims": claims}
 
     def sealed(self, message: dict, _: list[int]) -> dict:
         """What was replaced in this process since it began."""
         return self.changes()
 
     def profile(self, message: dict, _: list[int]) -> dict:
-        """The torch profiler's table of one call on slot 0."""
-        slot = self.slots[0]
+        """The torch profiler's table of one call on buffer 0."""
+        buffer = self.buffers[0]
         if message["key"]:
-            native.mask(slot.buffers["device"], bytes.fromhex(message["key"]))
-        data = self._data(slot)
-        state = self._untimed(data, message)
+            native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
+        data = self._data(buffer)
+        state = self._setup(data, message)
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self.device == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -205,26 +207,26 @@ class Runner:
             ]
         }
 
-    def _data(self, slot: MappedSlot) -> object:
-        """A call's data over a slot, with the weights, where the problem has such, in their place."""
-        data = tree.build(self.opened["data"], slot.buffers, self.task)
+    def _data(self, buffer: MappedBuffer) -> object:
+        """A call's data over a buffer, with the weights, where the problem has such, in their place."""
+        data = tree.build(self.opened["data"], buffer.memory, self.task)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
     def _leaf(self, data: object, index: int) -> torch.Tensor:
-        """The tensor that is leaf `index` of the slot."""
+        """The tensor that is leaf `index` of the buffer."""
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
 
-    def _untimed(self, data: object, message: dict) -> tuple:
-        return (self.module.untimed(data),) if message["peer"] and hasattr(self.module, "untimed") else ()
+    def _setup(self, data: object, message: dict) -> tuple:
+        return (self.module.setup(data),) if message["baseline"] and hasattr(self.module, "setup") else ()
 
-    def _delivery(self, slot: MappedSlot | None, key: bytes | None, message: dict) -> clock.Delivery:
+    def _delivery(self, buffer: MappedBuffer | None, key: bytes | None, message: dict) -> clock.Delivery:
         """The parent is told when caches are cold, and says go: it has a clock of its own."""
 
         def ready() -> None:
             wire.send(self.sock, {"ready": True})
             wire.receive(self.sock)
 
-        return clock.Delivery(slot and slot.buffers.get("device"), key, message["spin_us"], ready)
+        return clock.Delivery(buffer and buffer.memory.get("device"), key, message["spin_us"], ready)
 
     def _timed(
         self, run: Callable[[], object], capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
@@ -236,37 +238,37 @@ class Runner:
             sample = self.clock.time(run, capture, delivery)
         return {**vars(sample), "queues": watch.seen()}
 
-    def _judge_call(self, message: dict, slot: MappedSlot) -> dict:
+    def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
         """One of the judge's own calls on a GPU."""
         what = message["what"]
         if what == "empty":
             return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
-        kernel = self._judges_kernel(what, message["bytes"], slot)
+        kernel = self._judges_kernel(what, message["bytes"], buffer)
         kernel()  # its code is fetched, as a submission's is
-        delivery = self._delivery(None if what == matmul.NAME else slot, None, message)
+        delivery = self._delivery(None if what == matmul.NAME else buffer, None, message)
         return vars(self.clock.time(kernel, lambda _: None, delivery))
 
-    def _judges_kernel(self, what: str, nbytes: int, slot: MappedSlot) -> Callable[[], object]:
+    def _judges_kernel(self, what: str, nbytes: int, buffer: MappedBuffer) -> Callable[[], object]:
         """A call of the judge: "empty", the product, or one of the plain readers over `nbytes`."""
         if what == "empty":
-            return _nothing if self.device == "cuda" else self._empty_call(slot)
+            return _nothing if self.device == "cuda" else self._empty_call(buffer)
         if what == matmul.NAME:
             self.product = self.product or matmul.Product(self.device)
             return self.product
         config = self.opened["reads"][what]
-        buffer = slot.buffers.get("device" if self.device == "cuda" else "host")
-        if buffer is None or buffer.numel() < nbytes:  # weights are not in the slot
-            buffer = self._stand_in(nbytes)
-        return lambda: native.read(buffer, nbytes, config)
+        part = buffer.memory.get("device" if self.device == "cuda" else "host")
+        if part is None or part.numel() < nbytes:  # weights are not in the buffer
+            part = self._stand_in(nbytes)
+        return lambda: native.read(part, nbytes, config)
 
-    def _empty_call(self, slot: MappedSlot) -> Callable[[], torch.Tensor]:
+    def _empty_call(self, buffer: MappedBuffer) -> Callable[[], torch.Tensor]:
         """A kernel for a CPU that takes a known time: what its reading has beyond that, any call's has. It is written
         as submissions are, since on cold caches the interpreter takes more than the clock's own part for what they all
         do: take fields, pass pointers and a length to native code, look at its status, return a tensor.
         """
         spin = build.cpp(Path(__file__).with_name("empty.cpp")).function("spin", c_void_p, c_void_p, c_int64, c_double)
         leaves = tree.leaves(self.opened["data"])
-        data = _Empty(*(tree.raw(tree.tensor(leaf, slot.buffers[leaf["space"]])) for leaf in (leaves[0], leaves[-1])))
+        data = _Empty(*(tree.raw(tree.tensor(leaf, buffer.memory[leaf["space"]])) for leaf in (leaves[0], leaves[-1])))
 
         def empty() -> torch.Tensor:
             build.check(spin(data.x.data_ptr(), data.y.data_ptr(), len(data.x), gate.EMPTY_US), "spin")

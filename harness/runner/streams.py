@@ -41,4 +41,4 @@ class Watch:
         for event in events:
             if event.device_resource_id() != default:
                 elsewhere.setdefault(str(event.device_resource_id()), []).append(event.name()[:_TEXT])
-        return {"records": len(events), "elsewhere": {queue: names[:NAMES] for queue, names in elsewhere.items()}}
+        return {"records": len(events), "elsewhere": {stream: names[:NAMES] for stream, names in elsewhere.items()}}

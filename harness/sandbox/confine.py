@@ -100,10 +100,10 @@ def seccomp_available() -> None:
     _call("syscall", 317, ctypes.c_uint(2), ctypes.c_uint(0), ctypes.byref(ctypes.c_uint32(_ERRNO)))
 
 
-def confine(jail: dict, guard: int) -> None:
-    """Give up everything that `jail` (sandbox.Jail.orders) says. `guard`: pid of the calling process's parent."""
+def confine(jail: dict, reaper: int) -> None:
+    """Give up everything that `jail` (sandbox.Jail.orders) says. `reaper`: pid of the calling process's parent."""
     measures = jail["measures"]
-    prctl("dumpable", 1)  # the guard is not; else /proc/self belongs to root and cannot be written
+    prctl("dumpable", 1)  # the reaper is not; else /proc/self belongs to root and cannot be written
     if "oom" in measures:
         _write("/proc/self/oom_score_adj", OOM_SCORE)
     if "rlimits" in measures:
@@ -120,15 +120,15 @@ def confine(jail: dict, guard: int) -> None:
             _drop_capabilities()
     prctl("no_new_privs", 1)
     prctl("pdeathsig", 9)  # after setuid, which clears it
-    if os.getppid() != guard:
-        raise OSError(errno.ESRCH, "the guard is gone")
+    if os.getppid() != reaper:
+        raise OSError(errno.ESRCH, "the reaper is gone")
     os.chdir(jail["cwd"])
     os.umask(0o022)
     if ruleset is not None:
         _call("syscall", 446, ruleset, ctypes.c_uint(0))
         os.close(ruleset)
     if "seccomp" in measures:
-        _filter(_rules(jail, guard))
+        _filter(_rules(jail, reaper))
 
 
 def become(uid: int, passing: bool = False) -> None:
@@ -238,7 +238,7 @@ def _rule(ruleset: int, path: str, rights: int) -> None:
 _Rule = tuple[int, int, tuple[tuple[int, str, int | tuple[int, int]], ...]]
 
 
-def _rules(jail: dict, guard: int) -> list[_Rule]:
+def _rules(jail: dict, reaper: int) -> list[_Rule]:
     measures, deny = jail["measures"], errno.EPERM
     rules: list[_Rule] = [(number, deny, ()) for number in _DENIED]
     # clone3 passes its flags where a filter cannot look: as on a kernel without it, callers fall back to clone.
@@ -266,7 +266,7 @@ def _rules(jail: dict, guard: int) -> list[_Rule]:
             rules += [(_TRUNCATE, deny, ()), (_OPENAT2, errno.ENOSYS, ())]
             rules += [(_OPEN, deny, ((1, "masked", truncates),)), (_OPENAT, deny, ((2, "masked", truncates),))]
         if "scope" not in measures or "landlock" not in measures:
-            kept = {guard, jail["parent"]}
+            kept = {reaper, jail["parent"]}
             for target in sorted({-1, *kept, *(-os.getpgid(pid) for pid in kept)}):
                 rules += [(number, deny, ((0, "is", target & 0xFFFFFFFF),)) for number in _SIGNALS]
             rules += [(_PIDFD_SIGNAL, deny, ())]

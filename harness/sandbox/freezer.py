@@ -1,7 +1,7 @@
 """Stop every process of a runner and let them go again: by a cgroup's freezer, or by signals alone.
 
 A cgroup v2 holds whatever its members start, and its freezer cannot be undone from within: a runner is no member of any
-other cgroup that it could write to. Where the judge may make no cgroup, each process below the runner's guard gets
+other cgroup that it could write to. Where the judge may make no cgroup, each process below the runner's reaper gets
 SIGSTOP; the filter of system calls refuses SIGCONT and timers that could send it.
 """
 
@@ -25,7 +25,7 @@ class StopError(RuntimeError):
 
 @dataclass
 class Freezer:
-    """Of the runner `pid` below its guard. cgroup: the folder of its cgroup, None without one. Close it.
+    """Of the runner `pid` below its reaper. cgroup: the folder of its cgroup, None without one. Close it.
 
     StopError: the cgroup is gone, and with it the runner.
     """
@@ -45,12 +45,12 @@ class Freezer:
 
     @property
     def handle(self) -> tuple[int, int, int, int]:
-        """Guard, pid and the cgroup's descriptors, as harness/runner/gate.cpp takes them."""
-        return self.guard, self.pid, *self._files
+        """Reaper, pid and the cgroup's descriptors, as harness/runner/gate.cpp takes them."""
+        return self.reaper, self.pid, *self._files
 
     def address(self) -> dict:
         """What another process of the judge needs to make its own Freezer."""
-        return {"guard": self.guard, "pid": self.pid, "cgroup": self.cgroup}
+        return {"reaper": self.reaper, "pid": self.pid, "cgroup": self.cgroup}
 
     def stop(self) -> None:
         """Return when nothing of the runner can run. StopError: it did not come to that, or its process is gone."""
@@ -63,7 +63,7 @@ class Freezer:
 
     def processes(self) -> list[int]:
         """pids of what the runner started and did not end. Of a stopped one the list is exact."""
-        return [pid for pid in reaper.descendants(self.guard) if pid != self.pid]
+        return [pid for pid in reaper.descendants(self.reaper) if pid != self.pid]
 
     def close(self) -> None:
         for fd in self._files:
@@ -106,7 +106,7 @@ def _freezes(folder: Path) -> bool:
 
 
 def new_cgroup() -> str | None:
-    """A name for the cgroup of one runner, which its guard makes and removes."""
+    """A name for the cgroup of one runner, which its reaper makes and removes."""
     top = place()
     return str(top / f"kernel-judge-{os.getpid()}-{os.urandom(6).hex()}") if top else None
 

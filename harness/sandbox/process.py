@@ -1,4 +1,4 @@
-"""Child processes that may crash, hang, eat memory or print for ever: each under a guard, in a session, and watched.
+"""Child processes that may crash, hang, eat memory or print for ever: each under a reaper, in a session, and watched.
 
 The reaper (harness/sandbox/reaper.py) ends a child and everything it ever started when the child ends, when the judge
 says so, and when the judge dies, however it dies.
@@ -31,7 +31,7 @@ OUTPUT_KEPT = 4000  # bytes of its last output that are kept for the report
 POLL_S = 0.05
 WATCH_S = 0.25  # the same while a call is timed: each look takes a processor for a moment
 TREE_S = 0.5  # how often a child's own processes are looked up, which takes longer than to read their memory
-GUARD_LIMIT_S = 30  # until the guard has started the child; and beyond its own limit until it has ended
+REAPER_LIMIT_S = 30  # until the reaper has started the child; and beyond its own limit until it has ended
 SEND_LIMIT_S = 30  # for a child to take a message off its socket; reading has limits of its own
 CLOSE_S = 0.1  # for a child to end by itself; what a torch process does beyond that is of no use to anybody
 MEMORY_SHARE = 0.6  # of the memory that is available when a child starts; beyond that it is killed
@@ -54,8 +54,8 @@ def harden() -> None:
 
 
 class Guarded:
-    """`argv` under a guard. `keep`: descriptors that the process inherits under the same numbers. cgroup: the folder of
-    one that the guard makes for it.
+    """`argv` under a reaper. `keep`: descriptors that the process inherits under the same numbers. cgroup: the folder
+    of one that the reaper makes for it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Guarded:
             os.close(control)
             os.close(status)
         body = marshal.dumps(config)
-        with contextlib.suppress(BrokenPipeError):  # what became of the guard is seen when it is asked for the pid
+        with contextlib.suppress(BrokenPipeError):  # what became of the reaper is seen when it is asked for the pid
             data = struct.pack("=I", len(body)) + body
             while data:
                 data = data[os.write(self._control, data) :]
@@ -90,7 +90,7 @@ class Guarded:
         """Of the process itself. SandboxError: it could not be started as asked."""
         if self._pid is None:
             said = b""
-            deadline = time.monotonic() + GUARD_LIMIT_S
+            deadline = time.monotonic() + REAPER_LIMIT_S
             while not said.endswith(b"\n"):
                 if not select.select([self._status], [], [], max(0, deadline - time.monotonic()))[0]:
                     break
@@ -100,7 +100,7 @@ class Guarded:
                 said += part
             word, _, rest = said.decode(errors="replace").strip().partition(" ")
             if word != "pid":
-                raise SandboxError(f"a child process could not be started: {rest or 'its guard said nothing'}")
+                raise SandboxError(f"a child process could not be started: {rest or 'its reaper said nothing'}")
             self._pid = int(rest)
         return self._pid
 
@@ -111,7 +111,7 @@ class Guarded:
         os.close(self._control)
         self._control = -1
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=reaper.GIVE_UP_S + GUARD_LIMIT_S)
+            self.process.wait(timeout=reaper.GIVE_UP_S + REAPER_LIMIT_S)
         os.close(self._status)
 
     def __del__(self) -> None:
@@ -153,7 +153,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the child itself, not of its guard. SandboxError: it could not be started as asked."""
+        """Of the child itself, not of its reaper. SandboxError: it could not be started as asked."""
         return self._guarded.pid
 
     def lend(self, nbytes: int) -> None:
@@ -251,7 +251,7 @@ class Child:
     def private_bytes(self) -> int:
         """Bytes of host memory that only the child and what it started hold, with files that have no name any more.
 
-        What came with messages (its slots) and what it maps of files that have a name do not count; memory that a
+        What came with messages (its buffers) and what it maps of files that have a name do not count; memory that a
         driver pins for it is not to be seen.
         """
         total, nameless = 0, {}

@@ -48,7 +48,7 @@ def _children(pid: int) -> list[int]:
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        return []  # it is gone, and its children are the guard's
+        return []  # it is gone, and its children are the reaper's
     for thread in threads:
         try:
             found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
@@ -138,7 +138,7 @@ def end_all() -> list[int]:
 def _start(config: dict) -> int:
     """Fork the child, confine it, exec. -> its pid. RuntimeError: it never came to run."""
     told, tell = os.pipe()
-    guard = os.getpid()
+    reaper = os.getpid()
     if config["cgroup"]:
         os.mkdir(config["cgroup"], 0o755)
     pid = os.fork()
@@ -154,10 +154,10 @@ def _start(config: dict) -> int:
             if config["jail"]:
                 import confine
 
-                confine.confine(config["jail"], guard)
+                confine.confine(config["jail"], reaper)
             else:
                 os.chdir(config["cwd"])
-                _libc.prctl(1, SIGKILL, 0, 0, 0)  # dies with the guard
+                _libc.prctl(1, SIGKILL, 0, 0, 0)  # dies with the reaper
             os.execve(config["argv"][0], config["argv"], config["env"])
         except BaseException as error:
             os.write(tell, f"{type(error).__name__}: {error}".encode()[:2000])

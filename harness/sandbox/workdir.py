@@ -46,7 +46,7 @@ class CacheError(RuntimeError):
 
 
 @dataclass
-class Private:
+class Workdir:
     """`jail`: for Child; `file`, `folder`, `utils`: the submission, its problem's folder and GPU MODE's utils.py, as
     the runner is told. Remove it when the runner has ended.
     """
@@ -61,7 +61,7 @@ class Private:
 
     @classmethod
     def make(cls, file: Path, problem: Problem, built: Path | None = None, device: str = "cpu",
-             base: Path | None = None, without: frozenset[str] = frozenset()) -> "Private":  # fmt: skip
+             base: Path | None = None, without: frozenset[str] = frozenset()) -> "Workdir":  # fmt: skip
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
         is made; without: see sandbox.Jail. BuildError: the judge's own code does not compile here. ValueError: its
         closure cannot be read, or laid out.

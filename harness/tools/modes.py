@@ -7,21 +7,21 @@ from collections.abc import Iterator
 
 from harness.judge import console
 from harness.judge.phases import Progress
-from harness.judge.session import ARCH, COMPILE_LIMIT_S, Entrant, Outcome, Session
-from harness.judge.verdict import Judged
-from harness.problem.folders import Case, Entry, Problem, UsageError
+from harness.judge.session import ARCH, COMPILE_LIMIT_S, Outcome, RunnerHandle, Session
+from harness.judge.verdict import Result
+from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.tools import profiling
 
 SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
 SANITIZE_TOOLS = ("memcheck", "racecheck")
 
 
-def compile_only(problem: Problem, device: str, judged: list[Judged], progress: Progress) -> Iterator[Judged]:
-    """Compile entries for their own targets, without their device, where their compiler is installed.
+def compile_only(problem: Problem, device: str, judged: list[Result], progress: Progress) -> Iterator[Result]:
+    """Compile submissions for their own targets, without their device, where their compiler is installed.
 
     -> each one whose verdict this settled, as soon as it did: COMPILED, or COMPILE_ERROR with the compiler's words.
     """
-    todo = [j for j in judged if j.target in ARCH and not j.entry.peer]
+    todo = [j for j in judged if j.target in ARCH and not j.submission.baseline]
     if not todo:
         return
     if not shutil.which("nvcc"):
@@ -29,20 +29,20 @@ def compile_only(problem: Problem, device: str, judged: list[Judged], progress: 
         return
     with Session(problem, device) as session:
         for j in todo:
-            if all(importlib.util.find_spec(name) for name in j.entry.requires):
+            if all(importlib.util.find_spec(name) for name in j.submission.requires):
                 _compile(session, j, progress)
                 yield j
 
 
-def _compile(session: Session, j: Judged, progress: Progress) -> None:
-    for target in (t for t in j.entry.targets if t in ARCH):
-        progress(f"compile {j.entry.name} for {target}")
-        entrant = Entrant(f"{j.entry.name}@{target}", j.entry, target)
-        reply = session.ask_runner(entrant, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
-        session.stop(entrant)
+def _compile(session: Session, j: Result, progress: Progress) -> None:
+    for target in (t for t in j.submission.targets if t in ARCH):
+        progress(f"compile {j.submission.name} for {target}")
+        handle = RunnerHandle(f"{j.submission.name}@{target}", j.submission, target)
+        reply = session.ask_runner(handle, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
+        session.stop(handle)
         if isinstance(reply, Outcome):
             j.status, j.reason = "COMPILE_ERROR", reply.reason
-            console.say(f"{j.entry.name}: COMPILE_ERROR for {target}\n{reply.reason}")
+            console.say(f"{j.submission.name}: COMPILE_ERROR for {target}\n{reply.reason}")
             return
         # One row a kernel; a compiler that reports no resources leaves the size alone.
         j.artefacts += [
@@ -50,43 +50,45 @@ def _compile(session: Session, j: Judged, progress: Progress) -> None:
             for a in reply.artefacts
             for kernel in [kernel.model_dump() for kernel in a.kernels] or [{}]
         ]
-        j.status, j.reason = "COMPILED", f"compiled for {', '.join(j.entry.targets)}, not run here"
+        j.status, j.reason = "COMPILED", f"compiled for {', '.join(j.submission.targets)}, not run here"
 
 
 def profile(
-    problem: Problem, device: str, target: str, entry: Entry, cases: list[Case], timeout_s: float | None
+    problem: Problem, device: str, target: str, submission: Submission, cases: list[Case], timeout_s: float | None
 ) -> str:
     """Print the torch profiler's table of one call on each case, and on a GPU a digest of ncu's report. -> verdict."""
     with Session(problem, device, timeout_s) as session:
-        entrant = Entrant(entry.name, entry, target)
+        handle = RunnerHandle(submission.name, submission, target)
         for case in cases:
             session.weights(case)
             session.content(case)
-            reply = session.ask_runner(entrant, {"op": "profile", "peer": entry.peer}, 2 * COMPILE_LIMIT_S, slots=1)
+            reply = session.ask_runner(
+                handle, {"op": "profile", "baseline": submission.baseline}, 2 * COMPILE_LIMIT_S, buffers=1
+            )
             if isinstance(reply, Outcome):
-                console.say(f"{entry.name}: {reply.status}: {reply.reason}")
+                console.say(f"{submission.name}: {reply.status}: {reply.reason}")
                 return reply.status
             console.say(f"{case}\n{reply.table}")
     for case in cases if device == "cuda" else ():
         try:
-            console.say(f"{case}\n{profiling.ncu(problem, entry, case, target)}")
+            console.say(f"{case}\n{profiling.ncu(problem, submission, case, target)}")
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             console.say(f"no ncu report: {error}")
             break
     return "PASSED"
 
 
-def sanitize(problem: Problem, judged: list[Judged], cases: list[Case], target: str) -> bool:
+def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str) -> bool:
     """Run the small ones of `cases` under compute-sanitizer. -> whether all were clean. UsageError: no such tool."""
     cases, clean = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], True
     for j in judged:
         for tool in SANITIZE_TOOLS:
             try:
-                ok, tail = profiling.sanitize(problem, j.entry, cases, tool, target)
+                ok, tail = profiling.sanitize(problem, j.submission, cases, tool, target)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 raise UsageError(f"--sanitize: {error}") from None
             clean &= ok
-            console.say(f"{j.entry.name:<20} {tool:<10} {'clean' if ok else 'ERRORS'} on {len(cases)} cases")
+            console.say(f"{j.submission.name:<20} {tool:<10} {'clean' if ok else 'ERRORS'} on {len(cases)} cases")
             if not ok:
                 console.say(tail)
     return clean

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from harness.judge.session import ARCH
-from harness.problem.folders import Case, Entry, Problem
+from harness.problem.folders import Case, Problem, Submission
 from harness.sandbox.process import ROOT
 
 OUT = ROOT / "leaderboard" / "out" / "profile"
@@ -40,16 +40,16 @@ _DIGEST = (
 )  # fmt: skip
 
 
-def ncu(problem: Problem, entry: Entry, case: Case, target: str) -> str:
+def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> str:
     """One call of `case` under ncu; the full report is kept. -> the digest. RuntimeError: ncu missing or failed."""
     OUT.mkdir(parents=True, exist_ok=True)
-    report = OUT / f"{problem.name}-{entry.name}-{'-'.join(map(str, case.params.values()))}.ncu-rep"
+    report = OUT / f"{problem.name}-{submission.name}-{'-'.join(map(str, case.params.values()))}.ncu-rep"
     sections = [argument for section in NCU_SECTIONS for argument in ("--section", section)]
     command = [
         _tool("ncu"), "--clock-control", "none", "--profile-from-start", "off",
         "--target-processes", "application-only", "-f", "-o", str(report), *sections,
         "--metrics", "dram__bytes_read.sum.per_second",
-        *_solo(problem, entry, [case]),
+        *_solo(problem, submission, [case]),
     ]  # fmt: skip
     _run(command, "ncu", _dsl(target))
     page = _run([_tool("ncu"), "--import", str(report), "--page", "raw", "--csv"], "ncu --import", {})
@@ -80,12 +80,12 @@ def digest(page: str) -> str:
     return "\n".join(text)
 
 
-def sanitize(problem: Problem, entry: Entry, cases: list[Case], tool: str, target: str) -> tuple[bool, str]:
+def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: str, target: str) -> tuple[bool, str]:
     """`cases` under compute-sanitizer's `tool`. -> (clean, its last lines). RuntimeError if it is missing."""
     # Every tensor an allocation of its own, so that an access past one is seen.
     command = [
         _tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "66", "--launch-timeout", "120",
-        *_solo(problem, entry, cases),
+        *_solo(problem, submission, cases),
     ]  # fmt: skip
     extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **_dsl(target)}
     result = subprocess.run(
@@ -97,9 +97,9 @@ def sanitize(problem: Problem, entry: Entry, cases: list[Case], tool: str, targe
     return result.returncode == 0 and said_clean, tail
 
 
-def _solo(problem: Problem, entry: Entry, cases: list[Case]) -> list[str]:
+def _solo(problem: Problem, submission: Submission, cases: list[Case]) -> list[str]:
     specs = json.dumps([{**case.params, "seed": case.seed} for case in cases])
-    return [sys.executable, "-m", "harness.tools.single", str(problem.folder), str(entry.file), "cuda", specs]
+    return [sys.executable, "-m", "harness.tools.single", str(problem.folder), str(submission.file), "cuda", specs]
 
 
 def _dsl(target: str) -> dict[str, str]:

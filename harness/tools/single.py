@@ -29,7 +29,7 @@ def main() -> None:
         data = checker.make(reference, task, case, device, own, weights)
         if split and hasattr(module, "prepare"):
             data = data._replace(weights=module.prepare(weights))
-        state = (module.untimed(data),) if hasattr(module, "untimed") else ()
+        state = (module.setup(data),) if hasattr(module, "setup") else ()
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.profiler.start()

@@ -1,7 +1,7 @@
 """peer_flashmla: FlashMLA's sparse FP8 decode, on the same pages; left out of the time: its schedule, padded lists.
 
 The wheel is tokenspeed-flashmla, on Hopper a main and a combining kernel. Its schedule follows from shapes and from
-lengths, and an engine makes it once for all layers of a step; so it is made in untimed, by a first call. Lists whose
+lengths, and an engine makes it once for all layers of a step; so it is made in setup, by a first call. Lists whose
 length is no multiple of 64, and queries whose heads are not 64 or 128, are padded there too, with holes and zeros; such
 heads alone are copied out within the call, which no benchmark has. Where nothing is padded the kernels write into
 data.out and data.lse themselves: the package has no argument for that, so its two allocations are answered with them.
@@ -46,7 +46,7 @@ class _Into(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def untimed(data: input_t) -> State:
+def setup(data: input_t) -> State:
     """Views and padded copies of the arguments, and the schedule. ValueError: more than 128 heads, or as unpack says.
 
     The schedule is for these lengths, and a first call makes it; that one's results are the package's own tensors.
@@ -85,7 +85,7 @@ def untimed(data: input_t) -> State:
 
 
 def custom_kernel(data: input_t, state: State) -> output_t:
-    """Write into data.out and data.lse and return them; `state` is what untimed(data) gave.
+    """Write into data.out and data.lse and return them; `state` is what setup(data) gave.
 
     RuntimeError: the package allocates its results in another way than it did, so that they are somewhere else.
     """

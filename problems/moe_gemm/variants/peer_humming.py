@@ -99,7 +99,7 @@ def prepare(weights: Weights) -> Prepared:
     return Prepared(up, down, experts, hidden, inner)
 
 
-def untimed(data: input_t) -> State:
+def setup(data: input_t) -> State:
     """Choose and compile this call's GEMMs, sort its slots, make room. ValueError: ids that are no experts or stand
     twice in a row, or as unpack_call says; RuntimeError with the package's reason chained if it cannot compile.
     """
@@ -115,7 +115,7 @@ def untimed(data: input_t) -> State:
 
 
 def custom_kernel(data: input_t, state: State) -> output_t:
-    """Write into data.outputs.out and return it; `state` is what untimed(data) gave."""
+    """Write into data.outputs.out and return it; `state` is what setup(data) gave."""
     (x, ids, weights), (out,) = data.inputs, data.outputs
     state.up.layer(x, outputs=state.gate_up, **state.up.arguments)
     _activate(state.gate_up, state.inner)

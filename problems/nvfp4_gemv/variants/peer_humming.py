@@ -4,7 +4,7 @@ Left out too: choosing the plan and building the routing tables, which depend on
 
 Dense for l = 1, an indexed GEMM over l experts with one row each for l > 1, in fp16 with fp32 accumulation. The plan is
 the package's own tuned choice for the row count. Its kernels compile through NVRTC at the first call of a shape, in
-untimed; the folder that holds libnvrtc-builtins must be on LD_LIBRARY_PATH.
+setup; the folder that holds libnvrtc-builtins must be on LD_LIBRARY_PATH.
 """
 
 import json
@@ -42,7 +42,7 @@ class State(NamedTuple):
     routes: dict[str, torch.Tensor]
 
 
-def untimed(data: input_t) -> State:
+def setup(data: input_t) -> State:
     """Repack the weights of this call, dequantise its vector, choose and compile the kernel.
 
     ValueError as unpack says; RuntimeError with the package's reason chained if it cannot compile.
@@ -84,7 +84,7 @@ def untimed(data: input_t) -> State:
 
 
 def custom_kernel(data: input_t, state: State) -> output_t:
-    """Write A b into data.c, fp16 (m, 1, l), and return it; `state` is what untimed(data) gave."""
+    """Write A b into data.c, fp16 (m, 1, l), and return it; `state` is what setup(data) gave."""
     state.layer(state.x, outputs=state.out, top_k=1, **state.config, **state.routes)
     if state.out.data_ptr() != data.c.data_ptr():
         data.c[:, 0] = state.out[:, : len(data.c)].T

@@ -13,7 +13,7 @@ TARGETS = ("sm90", "sm100")
 REQUIRES = ()
 
 
-def untimed(data: input_t) -> tuple[torch.Tensor, torch.Tensor]:
+def setup(data: input_t) -> tuple[torch.Tensor, torch.Tensor]:
     """-> A as fp16 (l, m, k) and b as fp16 (l, k, 1), both contiguous. ValueError as unpack says."""
     unpack(data)
     a = nvfp4.dequantise(data.a.permute(2, 0, 1), data.sfa.permute(2, 0, 1), torch.float16)
@@ -22,7 +22,7 @@ def untimed(data: input_t) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def custom_kernel(data: input_t, state: tuple[torch.Tensor, torch.Tensor]) -> output_t:
-    """Write A b into data.c, fp16 (m, 1, l), and return it; `state` is what untimed(data) gave."""
+    """Write A b into data.c, fp16 (m, 1, l), and return it; `state` is what setup(data) gave."""
     a, b = state
     if len(a) == 1:
         torch.mv(a[0], b[0, :, 0], out=data.c[:, 0, 0])

@@ -463,7 +463,7 @@ def test_the_calls_of_a_phase_share_its_limit():
         n: [SimpleNamespace(name=f"{n} {p}", submission=SimpleNamespace(name=n)) for p in range(3)] for n in "ab"
     }
     said = [[budget.call(Slow(), process, 1).status for process in handles[name]] for name in "ab"]
-    assert said == [["PASSED", "PASSED", "TIMEOUT"]] * 2  # all processes of an submission together
+    assert said == [["PASSED", "PASSED", "TIMEOUT"]] * 2  # all processes of a submission together
     assert within[0] == 0.1 and 0 < within[1] < 0.05 and len(within) == 4
     assert [phases._Budget(None).call(Slow(), handles["a"][0], 1).status for _ in range(3)] == ["PASSED"] * 3
 

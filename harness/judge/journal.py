@@ -38,7 +38,7 @@ class Group:
     """What one process of each submission, or of those of one part, did on one benchmark case.
 
     outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
-    failed it comes last. An submission that failed before has no submission. own: by judge's call its times in us.
+    failed it comes last. A submission that failed before has no submission. own: by judge's call its times in us.
     seeds: of every content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part:
     which part of the submissions these are, where not all can be alive at once.
     """
@@ -59,9 +59,9 @@ class Have:
     tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     groups: dict[tuple[int, int, int], Group] = field(default_factory=dict)  # by process, case, part
 
-    def test(self, handle: str, case: int) -> Outcome | None:
+    def test(self, submission: str, case: int) -> Outcome | None:
         """The outcome of `submission` (its name) on test case number `case`."""
-        return self.tests.get((handle, case))
+        return self.tests.get((submission, case))
 
     def group(self, process: int, case: int, part: int = 0) -> Group | None:
         return self.groups.get((process, case, part))
@@ -158,9 +158,9 @@ class Journal:
                 groups[group.process, group.case, group.part] = group
         return Have(tests, groups)
 
-    def test(self, handle: str, case: int, outcome: Outcome) -> None:
+    def test(self, submission: str, case: int, outcome: Outcome) -> None:
         """A test case is done."""
-        self._write({"kind": "test", "submission": handle, "case": case, "outcome": dataclasses.asdict(outcome)})
+        self._write({"kind": "test", "submission": submission, "case": case, "outcome": dataclasses.asdict(outcome)})
 
     def group(self, phase: str = "benchmark") -> GroupDone:
         """The function to call when a group of `phase` is done, with the fields of a Group."""

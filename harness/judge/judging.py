@@ -70,7 +70,7 @@ class Judging:
             if len(by_name) == 1 or outcome.status not in ("PASSED", "UNSUPPORTED"):
                 console.test_line(handle.name, case, outcome)
 
-        handles = [self._entrant(j) for j in self.judged]
+        handles = [self._handle(j) for j in self.judged]
         phases.run_tests(session, handles, cases, done, progress, have, self.problem.timeouts_s.get("test"))
         self._note_audits()
         if len(self.judged) > 1:
@@ -91,7 +91,7 @@ class Judging:
                 self._note_audits()
                 write(*facts)
 
-        handles = [self._entrant(j) for j in judged]
+        handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
         timings, all_readings = phases.run_benchmarks(
             session, handles, self.cases, progress, paired, group, have, limit_s
@@ -150,13 +150,13 @@ class Judging:
             self.opponents.append(j)
         return j
 
-    def _entrant(self, j: Result) -> RunnerHandle:
+    def _handle(self, j: Result) -> RunnerHandle:
         return self.handles.setdefault(j.submission.name, RunnerHandle(j.submission.name, j.submission, self.target))
 
     def _note_audits(self) -> None:
         if self.journal:
             audits = {name: dataclasses.asdict(handle.audit) for name, handle in self.handles.items()}
-            self.journal.note("audit", part=self.journal.resumptions, handles=audits)
+            self.journal.note("audit", part=self.journal.resumptions, submissions=audits)
 
     def _audit(self, name: str) -> dict | None:
         """What was looked at in this submission's processes, those before an interruption too; None: it had none."""

@@ -125,7 +125,7 @@ def run_tests(
 ) -> dict[str, list[Outcome]]:  # fmt: skip
     """Every submission on every case, once. -> outcomes by submission, in the order of the cases.
 
-    What `have` holds is not run again, but is told to `done` too. limit_s: for all calls of an submission together.
+    What `have` holds is not run again, but is told to `done` too. limit_s: for all calls of a submission together.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     budget = _Budget(limit_s)
@@ -156,7 +156,7 @@ def run_benchmarks(
     """Timed calls of every submission on every case. -> (timings by submission, the judge's own readings by case).
 
     `group` is told each finished group of calls (one process, one case); those that `have` holds are not run again.
-    limit_s: for all calls of an submission together.
+    limit_s: for all calls of a submission together.
     """
     return _Benchmark(session, handles, cases, progress, paired, group, have, limit_s, how).run()
 
@@ -210,7 +210,7 @@ class _Benchmark:
         return self.timings, [self._readings(number) for number in range(len(self.cases))]
 
     def _parts(self) -> tuple[list[list[RunnerHandle]], int]:
-        """Entrants that are alive at once, in parts, and how many processes of each. One part, but where so many
+        """Submissions that are alive at once, in parts, and how many processes of each. One part, but where so many
         prepared weights leave no room; those of a pair take turns in any case.
         """
         largest = max((case.weight_bytes for case in self.cases), default=0)
@@ -344,7 +344,7 @@ class _Benchmark:
                 group.spare.setdefault(name, []).append(outcome)
 
     def _complete(self, timing: Timing, group: _Group, name: str) -> None:
-        """Give an submission that the machine left too few quiet calls those beside which it was busy."""
+        """Give a submission that the machine left too few quiet calls those beside which it was busy."""
         missing = self.how.samples - len(timing.outcomes[group.process])
         if timing.failure or missing <= 0:
             return
@@ -361,7 +361,7 @@ class _Benchmark:
             group.outcomes[name].append(timing.failure)
 
     def _turn(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
-        """One scored call of an submission, and before it the audited ones that are due. -> None: it failed."""
+        """One scored call of a submission, and before it the audited ones that are due. -> None: it failed."""
         name, case = _name(handle), self.cases[number]
         timing = self.timings[name][number]
         due = group.audits.get(name, []).count(sample)
@@ -421,8 +421,8 @@ class _Benchmark:
         readings = self.own[number]["empty"]
         cost = min(stats.median(readings), COST_LIMIT_US)
         resolution = min(max(stats.spread(readings), 1.0), RESOLUTION_LIMIT_US)
-        for of_entrant in self.timings.values():
-            for group in of_entrant[number].outcomes:
+        for of_one in self.timings.values():
+            for group in of_one[number].outcomes:
                 group[:] = [dataclasses.replace(o, us=max(o.us - cost, resolution)) for o in group]
         for what in self.reads:
             self.own[number][what] = [max(us - cost, resolution) for us in self.own[number][what]]
@@ -437,8 +437,8 @@ class _Benchmark:
             own = {what: times for what, times in self.own[number].items() if what != matmul.NAME}
             medians = {what: stats.median(times) for what, times in own.items()}
             empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
-            for of_entrant in self.timings.values():
-                timing = of_entrant[number]
+            for of_one in self.timings.values():
+                timing = of_one[number]
                 timing.failure = timing.failure or _contradicted(timing, outside, ready)
         best = min(medians, key=medians.get)
         counted = [o.bytes for t in self.timings.values() for group in t[number].outcomes for o in group if o.bytes]

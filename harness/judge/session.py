@@ -29,7 +29,7 @@ CALL_LIMIT_S = 30
 CHECKER_LIMIT_S = 600  # a reference is slow on purpose
 CANARY_LIMIT_S = 60  # for the device to answer after a runner was lost; the kernel ends a hung one by then
 CLOSED_AT_ONCE = 16  # processes
-GIVE_UP_AFTER = 3  # processes that an submission may lose in one phase
+GIVE_UP_AFTER = 3  # processes that a submission may lose in one phase
 SWITCHES_SHOWN = 4  # of those that a submission changed
 SETTLE_S = 0.05  # between looks at processes that are about to end
 SETTLES = 5  # such looks before a process counts as left behind
@@ -381,7 +381,7 @@ class Session:
             self.say(self.notes[-1])
 
     def baseline(self, handle: RunnerHandle) -> None:
-        """From here on what an submission keeps is counted: it was called before, so its code is loaded. One that is
+        """From here on what a submission keeps is counted: it was called before, so its code is loaded. One that is
         lost meanwhile is not run again: of its next process nothing would be counted.
         """
         if not self._split or not handle.submission or handle.baseline or handle.child is None:
@@ -392,7 +392,7 @@ class Session:
             self._break(handle, handle.last_loss)
 
     def look(self, handle: RunnerHandle) -> Outcome | None:
-        """Whether a process that an submission started lives on, now that its call is over. It gets a moment to end."""
+        """Whether a process that a submission started lives on, now that its call is over. It gets a moment to end."""
         if handle.child is None or handle.baseline:
             return None
         for _ in range(SETTLES):
@@ -534,7 +534,7 @@ class Session:
         return self._records
 
     def _open(self, handle: RunnerHandle, buffers: int, reads: dict[str, int] | None) -> Outcome | None:
-        """Give an submission buffers for the present content. -> what went wrong in its call before, which it
+        """Give a submission buffers for the present content. -> what went wrong in its call before, which it
         leaves.
         """
         wanted = (self._content["sizes"], self._content["open"], buffers)
@@ -556,7 +556,7 @@ class Session:
         return None
 
     def _hold(self, handle: RunnerHandle) -> Outcome | None:
-        """Give an submission the present weights, to prepare if it likes. -> what is wrong with what it kept, if it
+        """Give a submission the present weights, to prepare if it likes. -> what is wrong with what it kept, if it
         is.
         """
         if not self._split or handle.submission is None or handle.holds == self._weights:

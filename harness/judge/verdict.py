@@ -17,7 +17,7 @@ EXIT_CODES = {
     "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
 }  # fmt: skip
 USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
-# Where an submission failed in several ways, the one that says most about it is its verdict.
+# Where a submission failed in several ways, the one that says most about it is its verdict.
 _GRAVEST = record.STATUSES
 
 

@@ -147,7 +147,7 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
         import os
         from pathlib import Path
         import torch
-        from harness import native
+        from harness.runner import native
         from problems.common import build
         def compile_for(target):
             made = build.cpp(Path(__file__).with_suffix(".cpp"))
@@ -337,10 +337,11 @@ def test_what_it_wrote_is_counted(box):
 SCRIPT = """
 import os, sys, time
 sys.path[:0] = [{root!r}]
-from harness import private, problem
-from harness.process import Child
-gemv = problem.find("nvfp4_gemv")
-box = private.Private.make(gemv.variant("cpu_portable").file, gemv)
+from harness.problem import folders
+from harness.sandbox import workdir
+from harness.sandbox.process import Child
+gemv = folders.find("nvfp4_gemv")
+box = workdir.Workdir.make(gemv.variant("cpu_portable").file, gemv)
 child = Child("harness.runner.runner", jail=box.jail)
 print(box._place, child.pid, flush=True)
 {then}

@@ -114,7 +114,7 @@ def tampering_in(names: list[str]) -> Outcome | None:
 
 
 def elsewhere_in(seen: replies.Seen | None) -> tuple[int, str]:
-    """(records of the driver, work on other queues than the default one as text) of an audited call."""
+    """(records of the driver, work on other streams than the default one as text) of an audited call."""
     if seen is None:
         return 0, ""
     found = (f"queue {stream}: {', '.join(names)}" for stream, names in seen.elsewhere.items())

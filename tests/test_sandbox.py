@@ -904,7 +904,10 @@ def test_a_hardened_process_is_closed_to_its_own_user(tmp_path):
 
 
 def test_harden_is_that():
-    code = "import ctypes; from harness.sandbox import process; process.harden(); print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    code = (
+        "import ctypes; from harness.sandbox import process; process.harden(); "
+        "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "0\n"
 

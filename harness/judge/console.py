@@ -63,8 +63,8 @@ def test_line(name: str, case: Case, outcome: Outcome) -> None:
 def times(judged: list[Result]) -> None:
     """One line per variant and case: time, interval, rate, share of the measured roofline, error."""
     table = Table(
-        title="Times, us (median, 95 % interval; roofline: the best plain read of the same bytes or, where that takes longer, "
-        "a matrix product of as many operations)"
+        title="Times, us (median, 95 % interval; roofline: the best plain read of the same bytes or, where that takes "
+        "longer, a matrix product of as many operations)"
     )
     own, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
     table.add_column("variant", no_wrap=True)

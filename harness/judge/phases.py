@@ -75,7 +75,9 @@ def plan(device: str, paired: bool = False) -> Plan:
         (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     )  # fmt: skip
     extra = EXTRA_ROUNDS[device] * samples[device]
-    return Plan(count[device], samples[device], WARMUPS[device], BUFFERS[device], AUDITS[device], together[device], extra)
+    return Plan(
+        count[device], samples[device], WARMUPS[device], BUFFERS[device], AUDITS[device], together[device], extra
+    )  # fmt: skip
 
 
 @dataclass

@@ -365,7 +365,7 @@ class Session:
         # A first call compiles; it must not make every later spin last for seconds.
         handle.spin_us = max(min(2 * outcome.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, 0.9 * handle.spin_us)
         if handle.submission is None:
-            handle.audit.records += of.elsewhere_in(reply.streams)[0]
+            handle.audit.records += of.elsewhere_in(reply.activity)[0]
         return outcome, reply
 
     def _bytes_of_call(self) -> int:
@@ -508,7 +508,7 @@ class Session:
     def _look(self, handle: RunnerHandle, reply: replies.Timed, outcome: Outcome) -> None:
         """An audited call on a GPU: what ran elsewhere, and which processes still live."""
         handle.audit.calls += 1
-        records, elsewhere = of.elsewhere_in(reply.streams)
+        records, elsewhere = of.elsewhere_in(reply.activity)
         handle.audit.records += records
         if self.device == "cuda" and not records and not handle.baseline and self._records_are_given():
             outcome.status = "CHEAT_SUSPECTED"

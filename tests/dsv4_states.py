@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from problems.dsv4_forward.config import CSA, HCA, SWA, TINY, Config
-from problems.dsv4_forward.state import Batch, State
+from problems.dsv4_forward.cache.state import Batch, State
+from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 
 MOST = 1000  # tokens of a sequence; not a multiple of 128
 SMALL = dataclasses.replace(

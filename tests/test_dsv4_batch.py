@@ -1,11 +1,11 @@
-"""problems/dsv4_forward/batch.py: every index against slow loops, and replayable steps against planned ones."""
+"""problems/dsv4_forward/cache/batch.py: every index against slow loops, and replayable steps against planned ones."""
 
 import itertools
 
 import pytest
 import torch
 
-from problems.dsv4_forward.batch import Planner
+from problems.dsv4_forward.cache.batch import Planner
 from tests.dsv4_states import MOST, check_counts, check_indices, grow, make, opened
 
 EDGES = (0, 1, 2, 3, 4, 5, 126, 127, 128, 129, 131, 191, 192, 193, 255, 256, 257, 319, 320, 321, 383, 384, 500)

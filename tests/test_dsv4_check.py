@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import check, kernels, trace
-from problems.dsv4_forward.config import CSA, TINY
+from problems.dsv4_forward import check, ops, trace
 from problems.dsv4_forward.trace import SLOTS, Follower, Recorder, margins
+from problems.dsv4_forward.weights.config import CSA, TINY
 
 WRONG = load.PROBLEMS / "dsv4_forward" / "wrong"
 
@@ -30,7 +30,7 @@ def case() -> check.Case:
 
 
 def test_every_slot_has_a_budget_and_a_wrong_kernel():
-    assert tuple(SLOTS) == kernels.SLOTS
+    assert tuple(SLOTS) == ops.SLOTS
     assert all(wrong_for(slot) for slot in SLOTS)
 
 
@@ -38,7 +38,7 @@ def test_every_wrong_kernel_is_named_with_its_layer(case, capsys):
     """Each is compared on the oracle's inputs, so one pass shows them all, none hidden by another."""
     names = ",".join(f"{slot}={wrong_for(slot)[0]}" for slot in SLOTS)
     with torch.inference_mode():
-        table = kernels.choose(names, "cpu", case.weights).kernels
+        table = ops.choose(names, "cpu", case.weights).kernels
         recorder = Recorder(table, torch.bfloat16)
         case.run(recorder.kernels(), torch.float32, recorder, None)
     faults = check._say_kernels(recorder)
@@ -58,10 +58,10 @@ def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monk
 
     def faults(rows: slice, off: float) -> list[str]:
         def experts(x, ids, weights, w13, w2, limit, out):
-            kernels.REFERENCE.experts(x, ids, weights, w13, w2, limit, out)
+            ops.REFERENCE.experts(x, ids, weights, w13, w2, limit, out)
             out[rows] *= 1 + off
 
-        recorder = Recorder(dataclasses.replace(kernels.REFERENCE, experts=experts), torch.bfloat16)
+        recorder = Recorder(dataclasses.replace(ops.REFERENCE, experts=experts), torch.bfloat16)
         with torch.inference_mode():
             case.run(recorder.kernels(), torch.float32, recorder, None)
         return check._say_kernels(recorder)
@@ -121,15 +121,15 @@ def test_drift_is_named_where_it_begins(case, capsys):
     """A kernel within its own budget whose errors all point one way is found by what a layer makes of its lanes."""
 
     def biased(x, weight, eps, out):
-        kernels.REFERENCE.rms_norm(x, weight, eps, out)
+        ops.REFERENCE.rms_norm(x, weight, eps, out)
         out.mul_(1.5)
 
-    table = dataclasses.replace(kernels.REFERENCE, rms_norm=biased)
+    table = dataclasses.replace(ops.REFERENCE, rms_norm=biased)
     with torch.inference_mode():
         recorder = Recorder(None, torch.bfloat16)
         oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
         forced = oracle.logits.argmax(-1)
-        tables = (kernels.REFERENCE, table)
+        tables = (ops.REFERENCE, table)
         free = [check._follow(case, Follower(t, recorder.decisions), forced) for t in tables]
         alone = [check._follow(case, Follower(t, recorder.decisions, recorder.lanes), forced) for t in tables]
     faults = check._say_layers(oracle, alone, free)
@@ -141,7 +141,7 @@ def test_a_follower_decides_as_the_oracle(case):
     with torch.inference_mode():
         recorder = Recorder(None, torch.bfloat16)
         oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
-        follower = Follower(kernels.REFERENCE, recorder.decisions)
+        follower = Follower(ops.REFERENCE, recorder.decisions)
         case.run(follower.kernels(), None, follower, oracle.logits.argmax(-1))
     assert follower.done == len(recorder.decisions) > 0
     assert {d.slot for d in recorder.decisions} == {"route", "select"}

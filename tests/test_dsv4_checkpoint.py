@@ -12,9 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from problems.dsv4_forward import checkpoint, checkpoint_names, config_json, convert, weights
-from problems.dsv4_forward.checkpoint import CheckpointError, config_from_json, load, save
-from problems.dsv4_forward.config import CONFIGS, CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY
+from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, config_json, convert
+from problems.dsv4_forward.checkpoint.checkpoint import CheckpointError, config_from_json, load, save
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import CONFIGS, CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY
 from tests import dsv4_oracle
 
 SMALL = dataclasses.replace(
@@ -29,8 +30,8 @@ NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.
 
 
 @functools.cache
-def made(fmt: str) -> weights.ModelWeights:
-    return weights.random(SMALL, fmt, 3)
+def made(fmt: str) -> tree.ModelWeights:
+    return tree.random(SMALL, fmt, 3)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def differing(one: weights.ModelWeights, other: weights.ModelWeights) -> list[str]:
+def differing(one: tree.ModelWeights, other: tree.ModelWeights) -> list[str]:
     assert (one.config, one.format, one.tensors.keys()) == (other.config, other.format, other.tensors.keys())
     return [name for name in one.tensors if bits(one.tensors[name]) != bits(other.tensors[name])]
 

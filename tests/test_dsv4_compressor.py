@@ -1,11 +1,11 @@
-"""problems/dsv4_forward/compressor.py against whole-sequence fp64 loops, in every way of cutting a sequence."""
+"""torch_ops/compressor.py against whole-sequence fp64 loops, in every way of cutting a sequence."""
 
 import math
 
 import pytest
 import torch
 
-from problems.dsv4_forward import compressor
+from problems.dsv4_forward.torch_ops import compressor
 
 D, R, EPS = 24, 8, 1e-6  # 16 plain channels and 4 rotated pairs
 KINDS = {"csa": (4, True), "hca": (128, False), "plain4": (4, False), "overlap16": (16, True)}

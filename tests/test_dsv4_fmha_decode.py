@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import fmha, fmha_decode, kernels, ops
-from problems.dsv4_forward.pages import Pages
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.adapters import fmha_decode, operators
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.torch_ops import fmha
 
 FOLDER = load.PROBLEMS / fmha_decode.PROBLEM
 WIDTH, ROPE, HEADS = 512, 64, 8
@@ -46,7 +48,7 @@ def run(slot, arguments: tuple) -> tuple[torch.Tensor, torch.Tensor]:
 
 def slot(name: str):
     module = load.variant(fmha_decode.PROBLEM, name)
-    return fmha_decode.adapt(module, None, kernels.REFERENCE)[0]["fmha"]
+    return fmha_decode.adapt(module, None, ops.REFERENCE)[0]["fmha"]
 
 
 def close(got: tuple, want: tuple) -> None:
@@ -72,7 +74,7 @@ def test_what_it_does_not_serve_goes_to_the_reference(call):
         def custom_kernel(_):
             raise AssertionError("called")
 
-    adapted = fmha_decode.adapt(Raises, None, kernels.REFERENCE)[0]["fmha"]
+    adapted = fmha_decode.adapt(Raises, None, ops.REFERENCE)[0]["fmha"]
     plain = Pages(torch.zeros(3, 64, WIDTH, dtype=torch.bfloat16), 64, "plain", WIDTH)
     q, window, ids, *rest = call
     for arguments in ((q.float(), window, ids, *rest), (q, plain, ids, *rest), (q, window, ids[:, :, :0], *rest)):
@@ -89,4 +91,4 @@ def test_the_operator_is_the_winner_and_passes_torchs_own_checks():
     data = reference.generate_input(**vars(task.TESTS[0]), device="cpu")
     torch.ops.dsv4.fmha_decode(*data)
     assert reference.check_implementation(data, (data.out, data.lse))[0]
-    torch.library.opcheck(ops.fmha_decode, tuple(data))
+    torch.library.opcheck(operators.fmha_decode, tuple(data))

@@ -13,10 +13,11 @@ from harness.checker.checker import Checker
 from harness.problem import folders, scan
 from harness.runner import runner, tree
 from problems.common import load
-from problems.dsv4_forward import config, entry, layout, traffic
-from problems.dsv4_forward.config import TINY, TINY_K
+from problems.dsv4_forward import judged_call, traffic
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights import config, layout
+from problems.dsv4_forward.weights.config import TINY, TINY_K
 
 FOLDER = load.PROBLEMS / "dsv4_forward"
 TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
@@ -372,9 +373,9 @@ def test_prepared_weights_follow_their_own():
 
 def test_planners_are_kept_by_the_size_of_the_state():
     data, want = made(SHARP)
-    prepared = entry.prepare(data.weights, "reference")
+    prepared = judged_call.prepare(data.weights, "reference")
     for _ in range(3):
-        assert REFERENCE.compare(data, want, entry.run(fresh(data)._replace(weights=prepared))).ok
+        assert REFERENCE.compare(data, want, judged_call.run(fresh(data)._replace(weights=prepared))).ok
     assert len(prepared.planners) == 1
 
 
@@ -416,12 +417,14 @@ def test_the_harness_knows_it_as_a_composition():
         assert case.bytes > 0 and case.flops > 0
 
 
-@pytest.mark.parametrize("file", sorted(str(f.relative_to(FOLDER)) for f in FOLDER.glob("*/*.py")))
+@pytest.mark.parametrize(
+    "file", [*(f"variants/{name}.py" for name in VARIANTS), *(f"wrong/{name}.py" for name in WRONG)]
+)
 def test_what_nobody_gets_to_see_is_not_in_a_submissions_closure(file):
     """Winners are. That all of it obeys the rules is shown in tests/test_scan.py."""
     files = scan.closure(FOLDER / file, FOLDER)
     names = {str(path.relative_to(load.PROBLEMS)) for path in files}
-    assert {"dsv4_forward/entry.py", "dsv4_forward/model.py"} <= names
+    assert {"dsv4_forward/judged_call.py", "dsv4_forward/model.py"} <= names
     assert not names & {f"dsv4_forward/{hidden}.py" for hidden in ("reference", "check", "task")}
     assert ("nvfp4_gemv/submission.py" in names) == (file == "variants/composed.py")
 

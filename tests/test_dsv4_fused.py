@@ -1,4 +1,4 @@
-"""problems/dsv4_forward/fused.cu on a GPU against the torch components in fp64 or fp32, and that it compiles."""
+"""kernels/fused.cu on a GPU against the torch components in fp64 or fp32, and that it compiles."""
 
 import dataclasses
 import shutil
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from problems.common import build, load
-from problems.dsv4_forward import fused, norm, rope
-from problems.dsv4_forward.config import FLASH, TINY, Config
+from problems.dsv4_forward.kernels import fused
+from problems.dsv4_forward.torch_ops import norm, rope
+from problems.dsv4_forward.weights.config import FLASH, TINY, Config
 
 SHAPES = ((1, 256), (3, 192), (130, 4096), (2, 7168), (5, 250))  # tokens, d: not multiples of 256, several blocks
 

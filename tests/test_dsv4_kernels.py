@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from problems.common import load, nvfp4
-from problems.dsv4_forward import gemv, kernels, linear, ops, weights
-from problems.dsv4_forward.config import TINY
-from problems.dsv4_forward.linear import Linear
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.adapters import gemv, operators
+from problems.dsv4_forward.torch_ops import linear
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import TINY
+from problems.dsv4_forward.weights.linear import Linear
 
 TASK = load.module(load.PROBLEMS / gemv.PROBLEM, "task")
 REFERENCE = load.module(load.PROBLEMS / gemv.PROBLEM, "reference")
@@ -25,7 +28,7 @@ SMALL = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def model():
-    return {fmt: weights.random(SMALL, fmt, seed=3) for fmt in ("bf16", "released", "nvfp4_experts", "nvfp4")}
+    return {fmt: tree.random(SMALL, fmt, seed=3) for fmt in ("bf16", "released", "nvfp4_experts", "nvfp4")}
 
 
 def published(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = (), name: str = "w") -> Linear:
@@ -47,7 +50,7 @@ def made(codes: torch.Tensor, scale: torch.Tensor, **fields: object) -> Linear:
 def slots(*matrices: Linear, variant: str = "cpu_portable") -> gemv.Gemv:
     kernel = load.variant(gemv.PROBLEM, variant).custom_kernel
     prepared = [gemv.make_matrix(w, TASK.Data) for w in matrices]
-    return gemv.Gemv(kernel, {id(m.linear): m for m in prepared}, kernels.REFERENCE)
+    return gemv.Gemv(kernel, {id(m.linear): m for m in prepared}, ops.REFERENCE)
 
 
 def values64(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -269,7 +272,7 @@ def test_activations_are_encoded_as_without_a_shift(scale_of_input):
     shift = matrix.fit.input_shift
     assert 1 <= shift <= 3
     x = inputs(2, 4096) * scale_of_input * torch.logspace(-4, 0, 256).repeat_interleave(16)
-    run = gemv.Gemv(lambda data: data.c.zero_(), {id(w): matrix}, kernels.REFERENCE)
+    run = gemv.Gemv(lambda data: data.c.zero_(), {id(w): matrix}, ops.REFERENCE)
     product(x, w, run.linear)
     codes, scales = nvfp4.encode(x, w.input_scale)
     for token in range(2):
@@ -359,7 +362,7 @@ def test_a_call_neither_waits_for_the_device_nor_copies_the_matrix():
 
 def test_kernels_chosen_in_inference_mode_work_outside(model):
     with torch.inference_mode():
-        chosen = kernels.choose("winners", "cpu", model["nvfp4"])
+        chosen = ops.choose("winners", "cpu", model["nvfp4"])
     w = model["nvfp4"].layers[0].attn.wkv
     with torch.no_grad():
         assert bool(product(inputs(1, w.k), w, chosen.kernels.linear).isfinite().all())
@@ -368,45 +371,45 @@ def test_kernels_chosen_in_inference_mode_work_outside(model):
 # ---------------------------------------------------------------- the table
 
 
-def lines(chosen: kernels.Chosen) -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in chosen.report[: len(kernels.SLOTS)])
+def lines(chosen: ops.Chosen) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in chosen.report[: len(ops.SLOTS)])
 
 
 def test_the_reference_table_is_frozen_and_has_a_row_for_every_slot():
-    assert len(kernels.SLOTS) == 15 and all(callable(value) for value in vars(kernels.REFERENCE).values())
+    assert len(ops.SLOTS) == 15 and all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
-        kernels.REFERENCE.linear = None
-    assert len({row.slot for row in kernels.ROWS}) == len(kernels.ROWS)
-    assert {row.slot for row in kernels.ROWS} <= set(kernels.SLOTS)
+        ops.REFERENCE.linear = None
+    assert len({row.slot for row in ops.ROWS}) == len(ops.ROWS)
+    assert {row.slot for row in ops.ROWS} <= set(ops.SLOTS)
 
 
 def test_reference_is_the_reference(model):
-    chosen = kernels.choose("reference", "cpu", model["nvfp4"])
-    assert chosen.kernels == kernels.REFERENCE
+    chosen = ops.choose("reference", "cpu", model["nvfp4"])
+    assert chosen.kernels == ops.REFERENCE
     assert set(chosen.names.values()) == {"reference"} and len(chosen.report) == 15
 
 
 def test_winners_in_nvfp4(model):
-    chosen = kernels.choose("winners", "cpu", model["nvfp4"])
+    chosen = ops.choose("winners", "cpu", model["nvfp4"])
     submission = load.module(load.PROBLEMS / gemv.PROBLEM, "submission")
     winner = load.winner(load.PROBLEMS / gemv.PROBLEM, submission.WINNERS, "cpu")
     for slot in ("linear", "grouped_linear"):
         assert chosen.names[slot] == f"nvfp4_gemv/{winner}"
         assert lines(chosen)[slot] == f"nvfp4_gemv/{winner} (NVFP4, at most 16 tokens)"
-    assert chosen.kernels.rms_norm is kernels.REFERENCE.rms_norm
+    assert chosen.kernels.rms_norm is ops.REFERENCE.rms_norm
     assert lines(chosen)["rms_norm"] == "reference (no problem for it)"
     assert "NVFP4 matrices" in chosen.report[15]
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "released", "nvfp4_experts"])
 def test_winners_say_what_a_format_has_nothing_for(model, fmt):
-    chosen = kernels.choose("winners", "cpu", model[fmt])
+    chosen = ops.choose("winners", "cpu", model[fmt])
     assert lines(chosen)["linear"] == f"reference (no NVFP4 linears in {fmt})"
-    assert chosen.kernels.linear is kernels.REFERENCE.linear and len(chosen.report) == 15
+    assert chosen.kernels.linear is ops.REFERENCE.linear and len(chosen.report) == 15
 
 
 def test_rows_say_what_they_will_serve():
-    rows = {row.slot: row for row in kernels.ROWS}
+    rows = {row.slot: row for row in ops.ROWS}
     flash = dataclasses.replace(SMALL, head_dim=512, swiglu_limit=10.0)
     assert rows["fmha"].serves(flash, "nvfp4") == rows["fmha"].serves(flash, "released") == ""
     assert "head_dim must be 512, is 128" in rows["fmha"].serves(SMALL, "nvfp4")
@@ -441,14 +444,14 @@ def adapt_norm(module, model_weights, reference):
 
 def test_a_further_problem_is_a_further_row(problems, monkeypatch, model):
     rows = (
-        kernels.Row("rms_norm", "norms", "all of them", lambda cfg, fmt: "", adapt_norm),
-        kernels.Row("rotate", "norms", "none", lambda cfg, fmt: f"not for {cfg.name} in {fmt}", adapt_norm),
-        kernels.Row("route", "norms", "none", lambda cfg, fmt: "", None),
-        kernels.Row("select", "half", "none", lambda cfg, fmt: "", adapt_norm),
-        kernels.Row("fmha", "absent", "none", lambda cfg, fmt: "", adapt_norm),
+        ops.Row("rms_norm", "norms", "all of them", lambda cfg, fmt: "", adapt_norm),
+        ops.Row("rotate", "norms", "none", lambda cfg, fmt: f"not for {cfg.name} in {fmt}", adapt_norm),
+        ops.Row("route", "norms", "none", lambda cfg, fmt: "", None),
+        ops.Row("select", "half", "none", lambda cfg, fmt: "", adapt_norm),
+        ops.Row("fmha", "absent", "none", lambda cfg, fmt: "", adapt_norm),
     )
-    monkeypatch.setattr(kernels, "ROWS", rows)
-    chosen = kernels.choose("winners", "cpu", model["bf16"])
+    monkeypatch.setattr(ops, "ROWS", rows)
+    chosen = ops.choose("winners", "cpu", model["bf16"])
     assert {slot: line for slot, line in lines(chosen).items() if "no problem" not in line} == {
         "rms_norm": "norms/plain (all of them)",
         "rotate": "reference (not for small in bf16)",
@@ -460,7 +463,7 @@ def test_a_further_problem_is_a_further_row(problems, monkeypatch, model):
     x = torch.ones(2, 3).as_subclass(type("Told", (torch.Tensor,), {"calls": []}))
     chosen.kernels.rms_norm(x, None, 1e-6, torch.empty(2, 3))
     assert x.calls == ["plain"]
-    sm100 = kernels.choose("winners", "sm100", model["bf16"])
+    sm100 = ops.choose("winners", "sm100", model["bf16"])
     assert lines(sm100)["rms_norm"] == "reference (norms has no winner for sm100)"
 
 
@@ -479,9 +482,9 @@ def test_a_further_problem_is_a_further_row(problems, monkeypatch, model):
     ],
 )  # fmt: skip
 def test_names_fill_slots_and_later_ones_count(text, names, model):
-    chosen = kernels.choose(text, "cpu", model["nvfp4"])
+    chosen = ops.choose(text, "cpu", model["nvfp4"])
     assert {slot: name for slot, name in chosen.names.items() if name != "reference"} == names
-    own = vars(kernels.REFERENCE)
+    own = vars(ops.REFERENCE)
     assert {slot for slot, function in vars(chosen.kernels).items() if function is not own[slot]} == set(names)
 
 
@@ -491,11 +494,11 @@ def test_names_fill_slots_and_later_ones_count(text, names, model):
 def test_a_wrong_variant_in_a_slot_gives_wrong_products(wrong, model):
     w = model["nvfp4"].layers[1].attn
     x, grouped = inputs(2, w.wkv.k), inputs(2, 3, w.wo_a.k)
-    right, bad = (kernels.choose(f"nvfp4_gemv={name}", "cpu", model["nvfp4"]).kernels for name in ("winner", wrong))
+    right, bad = (ops.choose(f"nvfp4_gemv={name}", "cpu", model["nvfp4"]).kernels for name in ("winner", wrong))
 
-    def error(table: kernels.Kernels, slot: str) -> float:
+    def error(table: ops.Kernels, slot: str) -> float:
         x_, w_ = (x, w.wkv) if slot == "linear" else (grouped, w.wo_a)
-        want = product(x_, w_, vars(kernels.REFERENCE)[slot])
+        want = product(x_, w_, vars(ops.REFERENCE)[slot])
         return float((product(x_, w_, vars(table)[slot]) - want).norm() / want.norm())
 
     for slot in ("linear", "grouped_linear"):
@@ -510,7 +513,7 @@ def test_a_slot_takes_a_file_with_its_own_interface_and_a_problem_a_file_with_it
         "from task import unpack\n\nTARGETS = ('cpu',)\n\n\ndef custom_kernel(data):\n    unpack(data)\n"
         "    return data.c.fill_(2)\n"
     )
-    chosen = kernels.choose(f"rms_norm={own},linear={submission}", "cpu", model["nvfp4"])
+    chosen = ops.choose(f"rms_norm={own},linear={submission}", "cpu", model["nvfp4"])
     assert lines(chosen)["rms_norm"] == f"{own} (the slot's own interface)"
     assert chosen.names["linear"] == "nvfp4_gemv/entry"
     out = torch.empty(2, 3)
@@ -540,7 +543,7 @@ def test_a_slot_takes_a_file_with_its_own_interface_and_a_problem_a_file_with_it
 )
 def test_what_cannot_be_had_is_an_error_that_says_why(text, target, fmt, message, model):
     with pytest.raises(ValueError, match=message):
-        kernels.choose(text, target, model[fmt])
+        ops.choose(text, target, model[fmt])
 
 
 def test_every_matrix_of_the_linear_slots_is_prepared(model):
@@ -559,11 +562,11 @@ def gemv_arguments(m: int = 33, k: int = 64, l: int = 3, device: str = "cpu") ->
 
 def test_winners_that_fill_slots_are_operators():
     exported = {name for name in vars(ops) if isinstance(vars(ops)[name], torch.library.CustomOpDef)}
-    assert {row.problem for row in kernels.ROWS if row.adapt} == exported
+    assert {row.problem for row in ops.ROWS if row.adapt} == exported
 
 
 def test_the_gemv_operator_passes_torchs_own_checks():
-    torch.library.opcheck(ops.nvfp4_gemv, gemv_arguments())
+    torch.library.opcheck(operators.nvfp4_gemv, gemv_arguments())
 
 
 def test_the_gemv_operator_writes_the_product():
@@ -576,11 +579,11 @@ def test_tracing_refuses_what_the_winner_would_refuse():
     arguments = gemv_arguments()
     with torch._subclasses.FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in arguments]
-        ops.nvfp4_gemv(*fake)
+        operators.nvfp4_gemv(*fake)
         with pytest.raises(ValueError, match="sfb must be"):
-            ops.nvfp4_gemv(*fake[:3], fake[2], *fake[4:])
+            operators.nvfp4_gemv(*fake[:3], fake[2], *fake[4:])
     with pytest.raises(ValueError, match=r"a must be uint8, .*got torch\.float4_e2m1fn_x2"):
-        ops.nvfp4_gemv(arguments[0].view(torch.float4_e2m1fn_x2), *arguments[1:])
+        operators.nvfp4_gemv(arguments[0].view(torch.float4_e2m1fn_x2), *arguments[1:])
 
 
 # ---------------------------------------------------------------- with a GPU
@@ -610,4 +613,4 @@ def test_linear_on_the_gpu_is_the_same_product_and_never_waits(n, k):
 
 @pytest.mark.gpu
 def test_the_gemv_operator_passes_torchs_own_checks_on_the_gpu():
-    torch.library.opcheck(ops.nvfp4_gemv, gemv_arguments(device="cuda"))
+    torch.library.opcheck(operators.nvfp4_gemv, gemv_arguments(device="cuda"))

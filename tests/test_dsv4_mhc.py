@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from problems.dsv4_forward import config, mhc
+from problems.dsv4_forward.torch_ops import mhc
+from problems.dsv4_forward.weights import config
 
 CFG = dataclasses.replace(config.TINY, hidden_size=40)  # d is no multiple of n squared, n d none of a vector's width
 N, D = 4, CFG.hidden_size

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import check, experts, gemv, kernels, linear, moe, ops, weights
-from problems.dsv4_forward.config import CONFIGS, TINY
-from problems.dsv4_forward.linear import Linear
+from problems.dsv4_forward import check, ops
+from problems.dsv4_forward.adapters import gemv, moe, operators
+from problems.dsv4_forward.torch_ops import experts, linear
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import CONFIGS, TINY
+from problems.dsv4_forward.weights.linear import Linear
 
 FOLDER = load.PROBLEMS / moe.PROBLEM
 TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
@@ -37,7 +40,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def model():
-    return weights.random(SMALL, "nvfp4", seed=3)
+    return tree.random(SMALL, "nvfp4", seed=3)
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation:
 def slots(*banks: tuple[Linear, Linear], module: object = GROUPED, table: object = None) -> moe.Experts:
     made = [moe.make_bank(module, w13, w2, table) for w13, w2 in banks]
     ids, ones = torch.zeros(moe.ROOM, 1, dtype=torch.int32), torch.ones(moe.ROOM, 1)
-    return moe.Experts(TASK, module.custom_kernel, {id(b.w13): b for b in made}, kernels.REFERENCE, ids, ones)
+    return moe.Experts(TASK, module.custom_kernel, {id(b.w13): b for b in made}, ops.REFERENCE, ids, ones)
 
 
 def run(slot: object, arguments: tuple, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -121,7 +124,7 @@ def inputs(*shape: int) -> torch.Tensor:
 
 def linears(*made: Linear, module: object = GROUPED) -> moe.Linears:
     matrices = [moe.make_matrix(module, w) for w in made]
-    return moe.Linears("moe", module.linear, {id(m.linear): m for m in matrices}, kernels.REFERENCE)
+    return moe.Linears("moe", module.linear, {id(m.linear): m for m in matrices}, ops.REFERENCE)
 
 
 class Raises:
@@ -297,7 +300,7 @@ def test_weights_are_prepared_once_and_what_is_kept_is_told(model):
             return data.outputs.out.copy_(data.inputs.x + data.weights["room"].fill_(1)[0])
 
     with torch.inference_mode():
-        found, (line,) = moe.adapt_experts(Copies(), model, kernels.REFERENCE)
+        found, (line,) = moe.adapt_experts(Copies(), model, ops.REFERENCE)
     blocks = [*model.layers, model.mtp.block]
     assert seen == [block.ffn.w13.weight.data_ptr() for block in blocks]
     size = len(blocks) * (blocks[0].ffn.w13.weight.nbytes + 4000) / 2**20
@@ -308,7 +311,7 @@ def test_weights_are_prepared_once_and_what_is_kept_is_told(model):
 
 
 def test_the_models_weights_are_taken_where_they_are(model):
-    found, (line,) = moe.adapt_experts(GROUPED, model, kernels.REFERENCE)
+    found, (line,) = moe.adapt_experts(GROUPED, model, ops.REFERENCE)
     assert line == "moe_gemm/torch_grouped, routed experts: 4 of 4 layers, 0.0 MiB kept beside the weights"
     ffn = model.layers[0].ffn
     state = found["experts"].__self__.banks[id(ffn.w13)].state
@@ -400,14 +403,14 @@ def test_behind_the_gemv_it_takes_more_tokens_and_matrices_that_overflow_fp16():
 # ---------------------------------------------------------------- in the table
 
 
-def lines(chosen: kernels.Chosen) -> dict[str, str]:
+def lines(chosen: ops.Chosen) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in chosen.report)
 
 
 def test_kernels_pick_the_winner(model):
     composes = load.constants(load.PROBLEMS / "dsv4_forward" / "submission.py", "COMPOSES")["COMPOSES"]
-    assert {row.problem for row in kernels.ROWS} == set(composes)
-    chosen = kernels.choose("winners", "cpu", model)
+    assert {row.problem for row in ops.ROWS} == set(composes)
+    chosen = ops.choose("winners", "cpu", model)
     submission = load.module(FOLDER, "submission")
     winner = f"moe_gemm/{load.winner(FOLDER, submission.WINNERS, 'cpu')}"
     said = lines(chosen)
@@ -422,29 +425,29 @@ def test_kernels_pick_the_winner(model):
 
 def test_linears_of_many_tokens_go_to_the_variant_in_another_slot(model):
     def behind(text: str) -> object:
-        return getattr(kernels.choose(text, "cpu", model).kernels.linear.__self__.reference.linear, "__self__", None)
+        return getattr(ops.choose(text, "cpu", model).kernels.linear.__self__.reference.linear, "__self__", None)
 
     for text in ("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "nvfp4_gemv=cpu_portable,shared=torch_grouped"):
         found = behind(text)
         assert isinstance(found, moe.Linears) and found.name == "moe_gemm/torch_grouped"
     assert behind("nvfp4_gemv=cpu_portable") is None
-    alone = kernels.choose("moe_gemm=torch_grouped", "cpu", model)
-    assert alone.kernels.linear is kernels.REFERENCE.linear and not any("behind" in line for line in alone.report)
+    alone = ops.choose("moe_gemm=torch_grouped", "cpu", model)
+    assert alone.kernels.linear is ops.REFERENCE.linear and not any("behind" in line for line in alone.report)
     w, x = model.layers[0].attn.wq_a, inputs(40, SMALL.hidden_size)
-    both = kernels.choose("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu", model).kernels
+    both = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu", model).kernels
     want = product(x, w, linear.linear, torch.float32)
     assert float(apart(product(x, w, both.linear), want).max()) <= ROUNDED
 
 
 def test_only_what_is_named_is_prepared(model):
-    chosen = kernels.choose("shared=torch_grouped", "cpu", model)
+    chosen = ops.choose("shared=torch_grouped", "cpu", model)
     assert "moe_gemm/torch_grouped, shared experts" in lines(chosen)
     assert not any("routed" in line for line in chosen.report)
 
 
 def test_a_winner_without_a_plain_product_leaves_linears_as_they_were(winners, model):
     winners('TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    return data.outputs.out.fill_(3)\n')
-    chosen = kernels.choose("nvfp4_gemv=cpu_portable,moe_gemm=winner", "cpu", model)
+    chosen = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=winner", "cpu", model)
     said = "moe_gemm/only has no plain product: linears that nvfp4_gemv does not take are the reference's"
     assert said in chosen.report
     w, x = model.layers[0].attn.wq_a, inputs(gemv.TOKENS + 1, SMALL.hidden_size)
@@ -464,7 +467,7 @@ def test_a_winner_without_a_plain_product_leaves_linears_as_they_were(winners, m
     ],
 )
 def test_rows_say_what_they_serve(fmt, change, experts_, shared):
-    rows, cfg = {row.slot: row for row in kernels.ROWS}, dataclasses.replace(SMALL, **change)
+    rows, cfg = {row.slot: row for row in ops.ROWS}, dataclasses.replace(SMALL, **change)
     assert (rows["experts"].serves(cfg, fmt), rows["shared"].serves(cfg, fmt)) == (experts_, shared)
 
 
@@ -483,17 +486,17 @@ def test_the_model_is_right_with_it(model, capsys):
 def held():
     case = {**vars(TASK.TESTS[1]), "device": "cpu"}
     made = REFERENCE.generate_weights(**case)
-    ops.hold_moe_gemm("test", made)
+    operators.hold_moe_gemm("test", made)
     inputs_, outputs = REFERENCE.generate_input(**case)
     yield TASK.Data(made, inputs_, outputs)
-    ops.hold_moe_gemm("test", None)
+    operators.hold_moe_gemm("test", None)
 
 
 def test_the_operator_is_the_winner_and_passes_torchs_own_checks(held):
     out = held.outputs.out
     torch.ops.dsv4.moe_gemm("test", *held.inputs, out)
     assert REFERENCE.check_implementation(held, out)[0]
-    torch.library.opcheck(ops.moe_gemm, ("test", *held.inputs, out))
+    torch.library.opcheck(operators.moe_gemm, ("test", *held.inputs, out))
 
 
 def test_the_operator_takes_what_is_held(held, winners):
@@ -501,26 +504,26 @@ def test_the_operator_takes_what_is_held(held, winners):
         'TARGETS = ("cpu",)\n\n\ndef prepare(weights):\n    return "laid out"\n\n\ndef custom_kernel(data):\n'
         '    assert data.weights == "laid out"\n    return data.outputs.out.fill_(3)\n'
     )
-    ops._winner.cache_clear()
+    operators._winner.cache_clear()
     try:
-        ops.hold_moe_gemm("test", held.weights)
+        operators.hold_moe_gemm("test", held.weights)
         torch.ops.dsv4.moe_gemm("test", *held.inputs, held.outputs.out)
     finally:
-        ops._winner.cache_clear()
+        operators._winner.cache_clear()
     assert bool((held.outputs.out == 3).all())
     with pytest.raises(ValueError, match=r"bank must be one of \['test'\].*'other'"):
         torch.ops.dsv4.moe_gemm("other", *held.inputs, held.outputs.out)
     with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match="topk_weights must be"):
         x, ids, gates, out = (mode.from_tensor(t) for t in (*held.inputs, held.outputs.out))
-        ops.moe_gemm("test", x, ids, gates[:, :1], out)
+        operators.moe_gemm("test", x, ids, gates[:, :1], out)
     with pytest.raises(ValueError, match="w13 must be"):
-        ops.hold_moe_gemm("test", held.weights._replace(w13=held.weights.w13.char()))
+        operators.hold_moe_gemm("test", held.weights._replace(w13=held.weights.w13.char()))
 
 
 @pytest.mark.gpu
 def test_the_slots_on_the_gpu_never_wait():
-    there = weights.random(SMALL, "nvfp4", seed=3, device="cuda")
-    chosen = kernels.choose("winners", load.device_target("cuda"), there)
+    there = tree.random(SMALL, "nvfp4", seed=3, device="cuda")
+    chosen = ops.choose("winners", load.device_target("cuda"), there)
     ffn, x = there.layers[1].ffn, inputs(40, SMALL.hidden_size)
     ids = torch.stack([torch.randperm(SMALL.n_routed_experts)[:2] for _ in x]).int()
     gates = torch.rand(len(x), 2)

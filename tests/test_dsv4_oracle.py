@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 
-from problems.dsv4_forward.config import CSA
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights.config import CSA
 from tests import dsv4_oracle
 from tests.dsv4_oracle import CONFIGS
 

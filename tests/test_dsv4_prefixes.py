@@ -1,14 +1,14 @@
-"""problems/dsv4_forward/blocks.py, and sharing in state.py: who holds what, and that content is everybody's own."""
+"""cache/blocks.py of dsv4_forward, and sharing in cache/state.py: who holds what, and that each keeps its content."""
 
 from array import array
 
 import pytest
 import torch
 
-from problems.dsv4_forward import blocks
-from problems.dsv4_forward.blocks import Blocks, OutOfBlocks
-from problems.dsv4_forward.config import CSA
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.cache import blocks
+from problems.dsv4_forward.cache.blocks import Blocks, OutOfBlocks
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.weights.config import CSA
 from tests.dsv4_states import check_counts, grow, make, unchanged
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from problems.dsv4_forward import experts, linear, router
-from problems.dsv4_forward.config import TINY
-from problems.dsv4_forward.linear import Linear
+from problems.dsv4_forward.torch_ops import experts, linear, router
+from problems.dsv4_forward.weights.config import TINY
+from problems.dsv4_forward.weights.linear import Linear
 
 N, D, E, K, I, V = 9, 160, 13, 3, 96, 29  # D: a group of 128 and a part; I: neither a group nor a tile
 CFG = dataclasses.replace(TINY, n_routed_experts=E, num_experts_per_tok=K, routed_scaling_factor=2.5)

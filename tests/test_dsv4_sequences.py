@@ -5,11 +5,11 @@ import gc
 import pytest
 import torch
 
-from problems.dsv4_forward import weights
-from problems.dsv4_forward.config import TINY, TINY_K
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.generate.mtp import Speculative
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.mtp import Speculative
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import TINY, TINY_K
 from tests import dsv4_oracle
 
 TOLERANCE = 1e-5  # of logits with a standard deviation of about 1, for other shapes of the same sums
@@ -132,7 +132,7 @@ def drafting() -> Model:
     import dataclasses
 
     cfg = dataclasses.replace(TINY, compress_ratios=(*TINY.ratios, 0), num_nextn_predict_layers=1)
-    return Model(weights.random(cfg, "fp32", seed=5))
+    return Model(tree.random(cfg, "fp32", seed=5))
 
 
 @pytest.mark.parametrize("seed", [1, 6, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 2, 3, 4, 5, 7, 8, 9))])
@@ -154,7 +154,7 @@ def test_drafting_gives_the_tokens_of_greedy_decoding(drafting, seed):
 
 def test_a_right_guess_is_accepted(drafting):
     """With a prediction that always hits, each pass gives two tokens; with one that never does, one."""
-    from problems.dsv4_forward import mtp
+    from problems.dsv4_forward.generate import mtp
 
     tokens = prompt(140, 99)
     cfg, state = drafting.config, State(drafting.config, "fp32", sequences=1, blocks=8)

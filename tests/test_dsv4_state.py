@@ -1,13 +1,13 @@
-"""problems/dsv4_forward/state.py and slab.py: memory, what an error leaves, sequences that come, go and go back."""
+"""cache/state.py and cache/state_layout.py: memory, what an error leaves, sequences that come, go and go back."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from problems.dsv4_forward.config import CSA, FLASH, HCA, SWA, TINY, TINY_K
-from problems.dsv4_forward.pages import Pages
-from problems.dsv4_forward.state import OutOfBlocks, State
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.cache.state import OutOfBlocks, State
+from problems.dsv4_forward.weights.config import CSA, FLASH, HCA, SWA, TINY, TINY_K
 from tests.dsv4_states import MOST, SMALL, check_counts, check_indices, grow, make, opened, unchanged
 
 # Memory.

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from problems.dsv4_forward.config import CSA, HCA, SWA
-from problems.dsv4_forward.state import Batch, LayerState, OutOfBlocks, State
+from problems.dsv4_forward.cache.state import Batch, LayerState, OutOfBlocks, State
+from problems.dsv4_forward.weights.config import CSA, HCA, SWA
 from tests.dsv4_states import SMALL, check_counts, unchanged
 
 TWO = dataclasses.replace(SMALL, compress_ratios=(CSA, SWA, HCA, CSA, SWA), max_position_embeddings=700)

@@ -31,13 +31,14 @@ from dataclasses import dataclass
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import config, kernels, weights
-from problems.dsv4_forward.config import Config
-from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.ops import Kernels
 from problems.dsv4_forward.trace import SLOTS, WHOLE, Follower, Recorder
-from problems.dsv4_forward.weights import ModelWeights
+from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.weights.config import Config
+from problems.dsv4_forward.weights.tree import ModelWeights
 
 OPTIONS = ("--kernels", "--attribute", "--config", "--format", "--steps")  # what harness/run.py passes on
 CASES = {  # what is checked where nothing is named
@@ -144,7 +145,7 @@ def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) ->
     cfg = config.find(name)
     gen = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(cfg.vocab_size, (length,), generator=gen).tolist() for length in PROMPTS]
-    return Case(cfg, fmt, weights.random(cfg, fmt, seed=seed, device=device), prompts, steps, device)
+    return Case(cfg, fmt, tree.random(cfg, fmt, seed=seed, device=device), prompts, steps, device)
 
 
 @torch.inference_mode()
@@ -155,7 +156,7 @@ def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
     """
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
     try:
-        chosen = kernels.choose(text, target, case.weights)
+        chosen = ops.choose(text, target, case.weights)
     except ValueError as error:
         raise Refused(str(error)) from error
     for line in chosen.report:
@@ -164,7 +165,7 @@ def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
     recorder = Recorder(chosen.kernels, working)
     oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
     forced = oracle.logits.argmax(-1)
-    tables = (kernels.REFERENCE, chosen.kernels)
+    tables = (ops.REFERENCE, chosen.kernels)
     alone = [_follow(case, Follower(table, recorder.decisions, recorder.lanes), forced) for table in tables]
     plain, composed = (Follower(table, recorder.decisions) for table in tables)
     free = [_follow(case, follower, forced) for follower in (plain, composed)]
@@ -280,7 +281,7 @@ def _say_waits(case: Case, table: Kernels) -> list[str]:
 
 def _say_effects(case: Case, table: Kernels, recorder: Recorder, plain: Pass, forced: torch.Tensor) -> None:
     """Each kernel that is not the reference's alone in the reference's place: what it changes and what it costs."""
-    own = kernels.REFERENCE
+    own = ops.REFERENCE
     changed = [name for name in SLOTS if vars(table)[name] is not vars(own)[name]]
     timed = min(_follow(case, Follower(own, recorder.decisions), forced).step_s for _ in range(2))
     print(f"  effect of each kernel alone, against the reference kernels ({1e3 * timed:.2f} ms a step)")

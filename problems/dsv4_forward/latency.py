@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from problems.common import build, load
-from problems.dsv4_forward import config, kernels, traffic, weights
-from problems.dsv4_forward.config import BLOCK_TOKENS
-from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward import ops, traffic
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.state import State
-from problems.dsv4_forward.weights import ModelWeights
+from problems.dsv4_forward.ops import Kernels
+from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.weights.config import BLOCK_TOKENS
+from problems.dsv4_forward.weights.tree import ModelWeights
 
 BANDWIDTH = {"NVIDIA H200": 4.8e12}  # bytes/s, datasheet
 WARMUPS, STEPS = 5, 50
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'config':<14}{'format':<10}{'B':>3}" + "".join(f"{column:>10}" for column in columns) + "  checks")
     for name in args.config:
         for fmt in args.format:
-            made = weights.random(config.find(name), fmt, seed=1, device="cuda")
+            made = tree.random(config.find(name), fmt, seed=1, device="cuda")
             for batch in args.batch:
                 record = measure(made, batch, args.context, args.kernels)
                 wrong += not record["ok"]
@@ -92,9 +93,9 @@ def main(argv: list[str] | None = None) -> int:
 def measure(made: ModelWeights, batch: int, context: int, text: str) -> dict:
     """The record of one configuration."""
     target = load.device_target("cuda")
-    eager_table = kernels.choose(text, target, made)
+    eager_table = ops.choose(text, target, made)
     with build.capturable():
-        graph_table = kernels.choose(text, target, made)
+        graph_table = ops.choose(text, target, made)
         state, slots, tokens = _prefilled(made, batch, context)
         bound = context + 4 * (WARMUPS + STEPS)
         start, first = state.buffer.clone(), tokens.clone()
@@ -161,12 +162,12 @@ def _recorded(
     try:
         return step, _capture(step), []
     except RuntimeError as whole:
-        own = vars(kernels.REFERENCE)
+        own = vars(ops.REFERENCE)
         left_out = []
         for slot, kernel in vars(table).items():
             if kernel is own[slot]:
                 continue
-            one = dataclasses.replace(kernels.REFERENCE, **{slot: kernel})
+            one = dataclasses.replace(ops.REFERENCE, **{slot: kernel})
             try:
                 _capture(Step(Model(made, one), state, slots, tokens, bound))
             except RuntimeError as error:

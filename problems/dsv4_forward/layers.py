@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from problems.dsv4_forward import formats
-from problems.dsv4_forward.config import CSA, HCA, Config
-from problems.dsv4_forward.kernels import Kernels
-from problems.dsv4_forward.linear import Linear
-from problems.dsv4_forward.state import Batch, LayerState
-from problems.dsv4_forward.weights import AttentionWeights, CompressorWeights, FfnWeights, IndexerWeights
+from problems.dsv4_forward.cache.state import Batch, LayerState
+from problems.dsv4_forward.ops import Kernels
+from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.weights.config import CSA, HCA, Config
+from problems.dsv4_forward.weights.linear import Linear
+from problems.dsv4_forward.weights.tree import AttentionWeights, CompressorWeights, FfnWeights, IndexerWeights
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from typing import Protocol
 
 import torch
 
-from problems.dsv4_forward import kernels, layers, rope
-from problems.dsv4_forward.config import PLAIN, SWA
-from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward import layers, ops
+from problems.dsv4_forward.cache.state import Batch, LayerState, State
 from problems.dsv4_forward.layers import Context, Rope
-from problems.dsv4_forward.state import Batch, LayerState, State
-from problems.dsv4_forward.weights import BlockWeights, ModelWeights, Site
+from problems.dsv4_forward.ops import Kernels
+from problems.dsv4_forward.torch_ops import rope
+from problems.dsv4_forward.weights.config import PLAIN, SWA
+from problems.dsv4_forward.weights.tree import BlockWeights, ModelWeights, Site
 
 
 class Probe(Protocol):
@@ -44,7 +45,7 @@ class Model:
     ) -> None:  # fmt: skip
         """table: the reference if None. dtype of activations: fp32 for fp32 weights, else bf16, unless given."""
         self.weights, self.config = weights, weights.config
-        self.kernels = table or kernels.REFERENCE
+        self.kernels = table or ops.REFERENCE
         self.dtype = dtype or (torch.float32 if weights.format == "fp32" else torch.bfloat16)
         self.probe = probe
         kinds = {SWA, *self.config.ratios}

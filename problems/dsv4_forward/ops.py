@@ -1,123 +1,271 @@
-"""Winners as operators of torch (torch.ops.dsv4.*), with what tracing and torch.compile need to know of them.
+"""The kernels of a forward pass: a slot for each component, and what fills it.
 
-An operator takes the tensors of its problem's task.Data, writes the outputs in place and returns nothing. Weights that
-a winner may lay out anew are held beforehand, and named.
+ROWS is the table of slots that problems can fill: a further problem is a further row, and the adapter that it names.
 """
 
-import functools
+import ast
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from problems.common import load
+from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
+from problems.dsv4_forward.kernels import fused
+from problems.dsv4_forward.torch_ops import compressor, experts, fmha, indexer, linear, mhc, norm, rope, router
+from problems.dsv4_forward.weights import layout
+from problems.dsv4_forward.weights.config import PLAIN, Config
+from problems.dsv4_forward.weights.tree import ModelWeights
+
+Slot = Callable[..., None]
+# (a variant of the problem, the weights, the reference for what it does not serve) -> slot functions, lines to report.
+Adapter = Callable[[ModuleType, ModelWeights, "Kernels"], tuple[dict[str, Slot], tuple[str, ...]]]
 
 
-@functools.cache
-def _winner(problem: str, device: torch.device) -> ModuleType:
-    """The variant that submission.py would choose. ValueError: none for the device."""
-    folder = load.PROBLEMS / problem
+@dataclass(frozen=True)
+class Kernels:
+    """A callable for each slot, with the interface of the function that REFERENCE has there; all write in place."""
+
+    rms_norm: Slot
+    mhc_pre: Slot
+    mhc_post: Slot
+    mhc_head: Slot
+    matmul: Slot
+    linear: Slot
+    grouped_linear: Slot
+    rotate: Slot
+    compress: Slot
+    index_scores: Slot
+    select: Slot
+    fmha: Slot
+    route: Slot
+    experts: Slot
+    shared: Slot
+
+
+REFERENCE = Kernels(
+    rms_norm=norm.rms_norm, mhc_pre=mhc.pre, mhc_post=mhc.post, mhc_head=mhc.head, matmul=linear.matmul,
+    linear=linear.linear, grouped_linear=linear.grouped_linear, rotate=rope.rotate, compress=compressor.compress,
+    index_scores=indexer.index_scores, select=indexer.select, fmha=fmha.fmha, route=router.route,
+    experts=experts.experts, shared=experts.shared,
+)  # fmt: skip
+SLOTS = tuple(field.name for field in fields(Kernels))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A slot that the variants of a problem can fill."""
+
+    slot: str
+    problem: str  # a folder beside this one; it may be still to come
+    scope: str  # which calls its kernels take; the adapter passes the others on to the reference
+    serves: Callable[[Config, str], str]  # (configuration, format) -> "", or why no call is in its scope
+    adapt: Adapter | None  # None: not written yet
+    # A problem, the variant of which that fills another slot takes calls out of the scope, and the adapter of that.
+    beyond: tuple[str, Adapter] | None = None
+
+
+def _nvfp4_linears(cfg: Config, fmt: str) -> str:
+    return "" if layout.KINDS[fmt].linear == "nvfp4" else f"no NVFP4 linears in {fmt}"
+
+
+def _entries_of_512(cfg: Config, fmt: str) -> str:
+    if fmt in PLAIN:
+        return f"no 584-byte cache entries in {fmt}"
+    return "" if cfg.head_dim == 512 else f"head_dim must be 512, is {cfg.head_dim}"
+
+
+def _nvfp4_experts(cfg: Config, fmt: str) -> str:
+    return _clamp(cfg) if layout.KINDS[fmt].experts == "nvfp4" else f"no NVFP4 experts in {fmt}"
+
+
+def _nvfp4_shared(cfg: Config, fmt: str) -> str:
+    return _nvfp4_linears(cfg, fmt) or _clamp(cfg)
+
+
+def _clamp(cfg: Config) -> str:
+    return "" if cfg.swiglu_limit == moe.limit() else f"swiglu_limit must be {moe.limit():g}, is {cfg.swiglu_limit:g}"
+
+
+_FEW, _BEYOND = f"NVFP4, at most {gemv.TOKENS} tokens", (moe.PROBLEM, moe.adapt_linears)
+ROWS = (
+    Row("linear", "nvfp4_gemv", _FEW, _nvfp4_linears, gemv.adapt, _BEYOND),
+    Row("grouped_linear", "nvfp4_gemv", _FEW, _nvfp4_linears, gemv.adapt, _BEYOND),
+    Row("fmha", "fmha_decode", "584-byte entries", _entries_of_512, fmha_decode.adapt),
+    Row("experts", "moe_gemm", "NVFP4", _nvfp4_experts, moe.adapt_experts),
+    Row("shared", "moe_gemm", "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared),
+)
+PROBLEMS = tuple(dict.fromkeys(row.problem for row in ROWS))
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What fills a slot: the reference, `module` (a variant of the row's problem), or `function` itself."""
+
+    slot: str
+    why: str
+    name: str = "reference"
+    row: Row | None = None
+    module: ModuleType | None = None
+    function: Slot | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """kernels, ready for the weights that they were chosen for; names: what fills each slot, "reference" or such as
+    "nvfp4_gemv/cpu_avx2"; report: a line for each slot with the reason, then what the adapters have to say.
+    """
+
+    kernels: Kernels
+    names: dict[str, str]
+    report: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What a choice is made for."""
+
+    target: str
+    cfg: Config
+    fmt: str
+
+
+def choose(text: str, target: str, weights: ModelWeights) -> Chosen:
+    """text: "reference", "winners" or NAME=VARIANT, or several with commas, later ones over earlier ones; slots that
+    are not named hold the reference. target: "cpu", "sm90" or "sm100", where the weights are.
+
+    NAME is a slot, or a problem for all its slots. VARIANT is "reference", "winner", a file of the problem's variants/
+    or wrong/, or the path of a Python file that defines either custom_kernel, as the problem has it, or a function of
+    the slot's name with the slot's interface. "winners" fills a slot where a problem can, else says why not; a VARIANT
+    that cannot be had is a ValueError. Linears that the variant in their slots does not take go to the one of moe_gemm
+    that fills another slot, if there is one. Reads the weights where an adapter measures them.
+    """
+    model = _Model(target, weights.config, weights.format)
+    picks = {slot: Pick(slot, "not asked for otherwise") for slot in SLOTS}
+    for item in text.split(","):
+        picks |= {pick.slot: pick for pick in _item(item.strip(), model)}
+    kernels, report = _adapted(list(picks.values()), weights)
+    lines = [f"{pick.slot}: {pick.name} ({pick.why})" for pick in picks.values()]
+    return Chosen(kernels, {slot: pick.name for slot, pick in picks.items()}, (*lines, *report))
+
+
+def _item(item: str, model: _Model) -> list[Pick]:
+    """One of the parts of `text`."""
+    if item == "reference":
+        return [Pick(slot, "asked for") for slot in SLOTS]
+    if item == "winners":
+        return [_winner(slot, model) for slot in SLOTS]
+    name, _, variant = item.partition("=")
+    slots = [name] if name in SLOTS else [row.slot for row in ROWS if row.problem == name]
+    if not slots or not variant:
+        raise ValueError(
+            f"kernels must be reference, winners or NAME=VARIANT with commas between, NAME one of "
+            f"{', '.join((*SLOTS, *PROBLEMS))}; got {item!r}"
+        )
+    return [_named(slot, variant, model) for slot in slots]
+
+
+def _row(slot: str) -> Row | None:
+    return next((row for row in ROWS if row.slot == slot), None)
+
+
+def _unserved(row: Row, model: _Model) -> str:
+    """Why the row's problem cannot fill the slot of such a model, "" if it can."""
+    if not (load.PROBLEMS / row.problem / "submission.py").is_file():
+        return f"no folder problems/{row.problem} yet"
+    if row.adapt is None:
+        return f"no adapter for {row.problem} yet"
+    return row.serves(model.cfg, model.fmt)
+
+
+def _winner(slot: str, model: _Model) -> Pick:
+    row = _row(slot)
+    if row is None and slot in fused.SLOTS and model.target in fused.TARGETS:
+        return Pick(slot, "this folder's own", "dsv4_forward/fused", function=fused.slots(model.target)[slot])
+    if row is None:
+        return Pick(slot, "no problem for it")
+    if reason := _unserved(row, model):
+        return Pick(slot, reason)
+    folder = load.PROBLEMS / row.problem
     winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
-    return load.variant(problem, load.winner(folder, winners, load.device_target(device)))
+    if model.target not in winners:
+        return Pick(slot, f"{row.problem} has no winner for {model.target}")
+    # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
+    name = load.winner(folder, winners, model.target)
+    return Pick(slot, row.scope, f"{row.problem}/{name}", row, load.variant(row.problem, name))
 
 
-@functools.cache
-def _task(problem: str) -> ModuleType:
-    return load.module(load.PROBLEMS / problem, "task")
+def _named(slot: str, variant: str, model: _Model) -> Pick:
+    if variant == "reference":
+        return Pick(slot, "asked for")
+    if variant == "winner":
+        return _winner(slot, model)
+    row, what = _row(slot), f"{slot}={variant}"
+    file = _file(row, variant, what)
+    others = row is not None and load.PROBLEMS / row.problem in file.parents  # there the interface is the problem's
+    if not others and slot in _functions(file):
+        return Pick(slot, "the slot's own interface", str(file), function=_function(file, slot))
+    if row is None:
+        raise ValueError(f"{what}: {file.name} must define {slot}, with the slot's interface: no problem is for it")
+    if reason := _unserved(row, model) or _unrunnable(file, model.target):
+        raise ValueError(f"{what}: {reason}")
+    return Pick(slot, row.scope, f"{row.problem}/{file.stem}", row, load.from_file(load.PROBLEMS / row.problem, file))
 
 
-def _gemv_data(*tensors: torch.Tensor) -> tuple:
-    """The operator's tensors as task.Data."""
-    data = _task("nvfp4_gemv").Data
-    *inputs, c = tensors
-    for name, tensor in zip(data._fields, inputs, strict=False):
-        if tensor.dtype != torch.uint8:
-            raise ValueError(f"{name} must be uint8, the bytes of its codes or scales, got {tensor.dtype}")
-    codes = (tensor.view(torch.float4_e2m1fn_x2) for tensor in inputs[:2])
-    scales = (tensor.view(torch.float8_e4m3fn) for tensor in inputs[2:])
-    return data(*codes, *scales, c)
+def _file(row: Row | None, variant: str, what: str) -> Path:
+    folders = [load.PROBLEMS / row.problem / part for part in ("variants", "wrong")] if row else []
+    folders.append(Path(__file__).parent / "wrong")
+    for file in (*(folder / f"{variant}.py" for folder in folders), Path(variant)):
+        if file.suffix == ".py" and file.is_file():
+            return file.resolve()
+    known = [file.stem for folder in folders[:-1] for file in sorted(folder.glob("*.py"))]
+    also = f", nor one of {row.problem}'s {', '.join(known)}" if known else ""
+    raise ValueError(f"{what}: no file {variant}{also}")
 
 
-@torch.library.custom_op("dsv4::nvfp4_gemv", mutates_args=("c",))
-def nvfp4_gemv(
-    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
-    sfb_permuted: torch.Tensor, c: torch.Tensor,
-) -> None:  # fmt: skip
-    """c = A b by the winner for the device. Tensors as task.Data of nvfp4_gemv has them, but codes and scales as uint8,
-    since torch's checks of an operator copy and compare its inputs, which it cannot for fp4 and fp8.
-    ValueError as task.unpack says, or where the device has no winner.
-    """
-    _winner("nvfp4_gemv", a.device).custom_kernel(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
+def _unrunnable(file: Path, target: str) -> str:
+    """Why the variant in `file` is not for a machine of `target`, "" if it is."""
+    targets = load.constants(file, "TARGETS").get("TARGETS", ())
+    if file.stem.startswith("peer_"):
+        return "a peer is there to be compared with, not to be built on"
+    if target not in targets:
+        return f"{file.stem} is for {', '.join(targets) or 'no target'}, not {target}"
+    missing = load.missing_cpu_flags(file) if target == "cpu" else []
+    return f"this CPU lacks {', '.join(missing)}" if missing else ""
 
 
-@nvfp4_gemv.register_fake
-def _(
-    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
-    sfb_permuted: torch.Tensor, c: torch.Tensor,
-) -> None:  # fmt: skip
-    _task("nvfp4_gemv").unpack(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
+def _functions(file: Path) -> set[str]:
+    """Names of the functions that `file` defines, read without running it."""
+    return {node.name for node in ast.parse(file.read_text(), str(file)).body if isinstance(node, ast.FunctionDef)}
 
 
-@torch.library.custom_op("dsv4::fmha_decode", mutates_args=("out", "lse"))
-def fmha_decode(
-    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
-    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
-    """out, lse = attention of q to the entries that the lists name, by the winner for the device. Tensors as task.Data
-    of fmha_decode. ValueError as task.unpack says, or where the device has no winner.
-    """
-    data = _task("fmha_decode").Data(
-        q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
-    )
-    _winner("fmha_decode", q.device).custom_kernel(data)
+def _function(file: Path, name: str) -> Slot:
+    spec = importlib.util.spec_from_file_location(f"{__package__}._{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)[name]
 
 
-@fmha_decode.register_fake
-def _(
-    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
-    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
-    data = _task("fmha_decode").Data(
-        q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
-    )
-    _task("fmha_decode").unpack(data)
+def _adapted(picks: list[Pick], weights: ModelWeights) -> tuple[Kernels, tuple[str, ...]]:
+    """The table of the picks, each variant fitted to the weights once for all slots of an adapter; and their lines."""
+    functions = {pick.slot: pick.function for pick in picks if pick.function}
+    filled = [pick for pick in picks if pick.module]
+    modules = {pick.row.problem: pick.module for pick in reversed(filled)}
+    report: list[str] = []
+    for name, adapt in dict.fromkeys((pick.module.__name__, pick.row.adapt) for pick in filled):
+        mine = [pick for pick in filled if (pick.module.__name__, pick.row.adapt) == (name, adapt)]
+        others, also = _beyond(mine[0].row, modules, weights)
+        found, lines = adapt(mine[0].module, weights, others)
+        functions |= {pick.slot: found[pick.slot] for pick in mine}
+        report += (*lines, *also)
+    return replace(REFERENCE, **functions), tuple(report)
 
 
-_banks: dict[str, tuple[tuple, object]] = {}  # by name: task.Weights of moe_gemm, what the winner made of them
-
-
-@torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
-def hold_moe_gemm(bank: str, weights: tuple | None) -> None:
-    """Prepare task.Weights of moe_gemm with the winner for their device, for calls of moe_gemm that name `bank`, and
-    hold them instead of those before; None: hold none. ValueError as unpack_weights says, or a device without a winner.
-    """
-    _banks.pop(bank, None)
-    if weights is not None:
-        _task("moe_gemm").unpack_weights(weights)
-        winner = _winner("moe_gemm", weights.w13.device)
-        _banks[bank] = weights, winner.prepare(weights) if hasattr(winner, "prepare") else weights
-
-
-def _moe_data(bank: str, *tensors: torch.Tensor) -> tuple[tuple, object]:
-    """-> task.Data with the weights as they came, and what the winner made of them."""
-    if bank not in _banks:
-        raise ValueError(f"bank must be one of {sorted(_banks)}, which are held, got {bank!r}")
-    task, (weights, prepared) = _task("moe_gemm"), _banks[bank]
-    x, topk_ids, topk_weights, out = tensors
-    return task.Data(weights, task.Inputs(x, topk_ids, topk_weights), task.Outputs(out)), prepared
-
-
-@torch.library.custom_op("dsv4::moe_gemm", mutates_args=("out",))
-def moe_gemm(bank: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-    """out = the experts' sum for x, by the winner for the device. bank: weights that hold_moe_gemm got; tensors as
-    task.Inputs and task.Outputs of moe_gemm. ValueError as task.unpack says, or no such bank.
-    """
-    data, prepared = _moe_data(bank, x, topk_ids, topk_weights, out)
-    _task("moe_gemm").unpack(data)
-    _winner("moe_gemm", x.device).custom_kernel(data._replace(weights=prepared))
-
-
-@moe_gemm.register_fake
-def _(bank: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-    _task("moe_gemm").unpack(_moe_data(bank, x, topk_ids, topk_weights, out)[0])
+def _beyond(row: Row, modules: dict[str, ModuleType], weights: ModelWeights) -> tuple[Kernels, tuple[str, ...]]:
+    """What takes the calls that the row's kernels do not serve, and lines. modules: variants in use, by problem."""
+    if row.beyond is None or row.beyond[0] not in modules:
+        return REFERENCE, ()
+    problem, adapt = row.beyond
+    found, lines = adapt(modules[problem], weights, REFERENCE)
+    return replace(REFERENCE, **found), lines

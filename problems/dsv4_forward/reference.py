@@ -20,12 +20,12 @@ from task import (
 )
 
 from problems.common import check
-from problems.dsv4_forward import layout
-from problems.dsv4_forward import weights as trees
-from problems.dsv4_forward.config import find
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.cache.state_layout import CACHES
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.slab import CACHES
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights import layout
+from problems.dsv4_forward.weights import tree as trees
+from problems.dsv4_forward.weights.config import find
 
 FRESH = 4  # tokens of a sequence that are drawn for each call; those before them are drawn with the weights
 UNWRITTEN = 0xFF  # of bytes of the state that no token wrote

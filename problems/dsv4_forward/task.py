@@ -97,13 +97,14 @@ class Case:
         return self._step().flops()
 
     def weight_bytes(self) -> int:
-        from problems.dsv4_forward import config, layout
+        from problems.dsv4_forward.weights import config, layout
 
         return layout.nbytes(layout.layout(config.find(self.config), self.format))
 
     def _step(self) -> object:
         # Imported here: a runner has this file, and of the folder only what its submission imports.
-        from problems.dsv4_forward import config, traffic
+        from problems.dsv4_forward import traffic
+        from problems.dsv4_forward.weights import config
 
         return traffic.Step(config.find(self.config), self.format, lengths(self.context, self.batch), self.new)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import kernels as table
-from problems.dsv4_forward import router
-from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward import ops as table
+from problems.dsv4_forward.ops import Kernels
+from problems.dsv4_forward.torch_ops import router
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from problems.common import kv_pages
-from problems.dsv4_forward import layout
-from problems.dsv4_forward.batch import WINDOW
-from problems.dsv4_forward.config import CSA, HCA, PLAIN, SWA, Config
-from problems.dsv4_forward.layout import LinearSpec, Spec
-from problems.dsv4_forward.pages import Pages
+from problems.dsv4_forward.cache.batch import WINDOW
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.weights import layout
+from problems.dsv4_forward.weights.config import CSA, HCA, PLAIN, SWA, Config
+from problems.dsv4_forward.weights.layout import LinearSpec, Spec
 
 
 @dataclass(frozen=True)

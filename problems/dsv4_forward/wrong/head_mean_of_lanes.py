@@ -1,6 +1,6 @@
 """Wrong: the head averages the lanes instead of weighing them."""
 
-from problems.dsv4_forward import entry
+from problems.dsv4_forward import judged_call
 
 TARGETS = ("cpu", "sm90", "sm100")
 
@@ -14,7 +14,7 @@ def compile_for(target):
 
 
 def prepare(weights):
-    return entry.prepare(weights, "reference", mhc_head=mhc_head)
+    return judged_call.prepare(weights, "reference", mhc_head=mhc_head)
 
 
-custom_kernel = entry.run
+custom_kernel = judged_call.run

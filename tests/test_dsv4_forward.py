@@ -343,12 +343,12 @@ def test_a_call_leaves_the_sequences_with_their_new_tokens(case):
         state.buffer.copy_(buffer)
         state.reload()
     model = given.weights.model
-    slots = range(case.batch)
+    sequences = range(case.batch)
     first = states[0].plan(dict(enumerate(data.inputs.tokens)))
     model.forward(first, states[0])
     states[0].commit(first)
     assert states[1].lengths == states[0].lengths == [n + case.new for n in TASK.lengths(case.context, case.batch)]
-    steps = [state.plan({slot: following[slot : slot + 1] for slot in slots}) for state in states]
+    steps = [state.plan({sequence: following[sequence : sequence + 1] for sequence in sequences}) for state in states]
     one, other = (model.forward(step, state).logits for step, state in zip(steps, states, strict=True))
     assert torch.equal(one, other)
 

@@ -1,4 +1,4 @@
-"""The kernels' table: what fills a slot and why; nvfp4_gemv in the linear slots; winners as operators of torch."""
+"""The table of ops: what fills an op and why; nvfp4_gemv in the linear ops; winners as operators of torch."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from problems.dsv4_forward.weights.linear import Linear
 TASK = load.module(load.PROBLEMS / gemv.PROBLEM, "task")
 REFERENCE = load.module(load.PROBLEMS / gemv.PROBLEM, "reference")
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
-# One layer of each kind, a prediction layer, and few experts: every matrix that the linear slots meet.
+# One layer of each kind, a prediction layer, and few experts: every matrix that the linear ops receive.
 SMALL = dataclasses.replace(
     TINY, name="small", hidden_size=384, num_attention_heads=6, q_lora_rank=64, o_groups=3, o_lora_rank=128,
     n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=128, vocab_size=64, num_hash_layers=1,
@@ -47,7 +47,7 @@ def made(codes: torch.Tensor, scale: torch.Tensor, **fields: object) -> Linear:
     return Linear("nvfp4", nvfp4.pack(codes), scale.to(torch.float8_e4m3fn), **(one | fields))
 
 
-def slots(*matrices: Linear, variant: str = "cpu_portable") -> gemv.Gemv:
+def adapted(*matrices: Linear, variant: str = "cpu_portable") -> gemv.Gemv:
     kernel = load.variant(gemv.PROBLEM, variant).custom_kernel
     prepared = [gemv.make_matrix(w, TASK.Data) for w in matrices]
     return gemv.Gemv(kernel, {id(m.linear): m for m in prepared}, ops.REFERENCE)
@@ -157,7 +157,7 @@ def wide_range(n: int = 40, k: int = 640) -> Linear:
 
 def test_a_matrix_that_cannot_fit_goes_through_the_reference_and_is_named():
     w, good = wide_range(), published(40, 640, name="good")
-    run = slots(w, good)
+    run = adapted(w, good)
     matrix = run.matrices[id(w)]
     assert not matrix.fit.fits and not matrix.calls
     assert (matrix.fit.weight_shift, matrix.fit.input_shift) == (0, gemv.MOST_INPUT_SHIFT)
@@ -179,7 +179,7 @@ def test_a_matrix_that_cannot_fit_goes_through_the_reference_and_is_named():
 )
 def test_what_the_kernel_cannot_take_is_refused_with_the_reason(change, reason):
     w = change(published(9, 128))
-    run = slots(w)
+    run = adapted(w)
     assert reason in run.matrices[id(w)].reason
     x = inputs(3, w.k)
     assert torch.equal(product(x, w, run.linear), product(x, w, linear.linear))
@@ -206,7 +206,7 @@ def test_scales_that_are_none_are_an_error_that_names_the_matrix(byte):
 def test_linear_is_the_product_of_the_formats_values(n, k, tokens):
     w = published(n, k, seed=tokens)
     x = inputs(tokens, k, seed=tokens)
-    got = product(x, w, slots(w).linear)
+    got = product(x, w, adapted(w).linear)
     want, bound = exact(x, w)
     assert bool(((got.double() - want).abs() <= bound).all())
     assert float(want.std()) > 0.1  # and the bound means something
@@ -214,7 +214,7 @@ def test_linear_is_the_product_of_the_formats_values(n, k, tokens):
 
 def test_outputs_are_rounded_once_to_their_dtype():
     w, x = published(200, 256), inputs(3, 256, dtype=torch.bfloat16)
-    run = slots(w).linear
+    run = adapted(w).linear
     assert torch.equal(product(x, w, run, torch.bfloat16), product(x.float(), w, run).bfloat16())
 
 
@@ -222,7 +222,7 @@ def test_grouped_linear_has_a_group_for_each_l():
     w = published(70, 192, lead=(3,))
     assert len(set(w.scale_2.tolist())) == len(set(w.input_scale.tolist())) == 3
     x = inputs(5, 3, 192)
-    got = product(x, w, slots(w).grouped_linear)
+    got = product(x, w, adapted(w).grouped_linear)
     for group in range(3):
         want, bound = exact(x[:, group], w.select(group))
         assert bool(((got[:, group].double() - want).abs() <= bound).all()), group
@@ -231,7 +231,7 @@ def test_grouped_linear_has_a_group_for_each_l():
 
 def test_slices_of_wider_tensors_go_in_and_out():
     w, wide = published(70, 192, lead=(2,)), published(33, 64)
-    run = slots(w, wide)
+    run = adapted(w, wide)
     x = inputs(3, 2, 400)[..., 7:199]
     out = torch.full((3, 2, 90), math.nan)
     run.grouped_linear(x, w, out[..., 10:80])
@@ -241,7 +241,7 @@ def test_slices_of_wider_tensors_go_in_and_out():
 
 def test_a_token_does_not_depend_on_its_neighbours_or_on_earlier_calls():
     w, x = published(45, 320, lead=(2,)), inputs(6, 2, 320)
-    run = slots(w).grouped_linear
+    run = adapted(w).grouped_linear
     together = product(x, w, run)
     for token in (5, 0, 3):
         assert torch.equal(product(x[token : token + 1], w, run), together[token : token + 1])
@@ -291,7 +291,7 @@ def test_activations_are_encoded_as_without_a_shift(scale_of_input):
 
 def test_both_copies_of_a_vectors_scales_agree_and_lie_as_the_problem_says():
     w, x = published(40, 192, lead=(3,)), inputs(gemv.TOKENS, 3, 192)
-    run = slots(w)
+    run = adapted(w)
     product(x, w, run.grouped_linear)
     for data in run.matrices[id(w)].calls:
         assert TASK.unpack(data) == (40, 192, 3)
@@ -307,7 +307,7 @@ def test_variants_that_this_cpu_has_agree(variant):
         pytest.skip(f"this CPU has no {variant}")
     w, x = published(130, 448), inputs(2, 448)
     want, bound = exact(x, w)
-    assert bool(((product(x, w, slots(w, variant=variant).linear).double() - want).abs() <= bound).all())
+    assert bool(((product(x, w, adapted(w, variant=variant).linear).double() - want).abs() <= bound).all())
 
 
 def test_other_kinds_and_many_tokens_go_through_the_reference(model):
@@ -316,8 +316,8 @@ def test_other_kinds_and_many_tokens_go_through_the_reference(model):
         linear=lambda x, w, out: seen.append((len(x), w.kind)),
         grouped_linear=lambda x, w, out: seen.append((len(x), w.kind)),
     )
-    run = slots(published(8, 64))
-    run = dataclasses.replace(run, reference=spy)
+    run = adapted(published(8, 64))
+    run = dataclasses.replace(run, fallback=spy)
     for fmt in ("bf16", "released"):
         attn = model[fmt].layers[0].attn
         product(inputs(2, attn.wq_a.k), attn.wq_a, run.linear)
@@ -330,25 +330,25 @@ def test_other_kinds_and_many_tokens_go_through_the_reference(model):
 
 def test_no_tokens_are_no_work():
     w = published(8, 64)
-    assert product(inputs(0, 64), w, slots(w).linear).shape == (0, 8)
+    assert product(inputs(0, 64), w, adapted(w).linear).shape == (0, 8)
 
 
 def test_a_matrix_that_was_not_prepared_is_an_error():
     w, other = published(8, 64), published(8, 64, name="stranger")
     with pytest.raises(ValueError, match=r"stranger.* must be one of the weights"):
-        product(inputs(1, 64), other, slots(w).linear)
+        product(inputs(1, 64), other, adapted(w).linear)
 
 
 @pytest.mark.parametrize(("x", "out"), [((2, 128), (2, 8)), ((2, 64), (2, 9)), ((2, 64), (1, 8))])
 def test_other_shapes_are_errors(x, out):
     w = published(8, 64)
     with pytest.raises(ValueError, match="do not fit w"):
-        slots(w).linear(torch.zeros(x), w, torch.zeros(out))
+        adapted(w).linear(torch.zeros(x), w, torch.zeros(out))
 
 
 def test_a_call_neither_waits_for_the_device_nor_copies_the_matrix():
     w = published(640, 1024, lead=(2,))
-    run = slots(w)
+    run = adapted(w)
     assert all(data.a.data_ptr() == w.weight.data_ptr() for data in run.matrices[id(w)].calls)
     x, out = inputs(2, 2, 1024), torch.empty(2, 2, 640)
     with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as seen:
@@ -365,27 +365,26 @@ def test_kernels_chosen_in_inference_mode_work_outside(model):
         chosen = ops.choose("winners", "cpu", model["nvfp4"])
     w = model["nvfp4"].layers[0].attn.wkv
     with torch.no_grad():
-        assert bool(product(inputs(1, w.k), w, chosen.kernels.linear).isfinite().all())
+        assert bool(product(inputs(1, w.k), w, chosen.ops.linear).isfinite().all())
 
 
 # ---------------------------------------------------------------- the table
 
 
 def lines(chosen: ops.Chosen) -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in chosen.report[: len(ops.SLOTS)])
+    return dict(line.split(": ", 1) for line in chosen.report[: len(ops.NAMES)])
 
 
-def test_the_reference_table_is_frozen_and_has_a_row_for_every_slot():
-    assert len(ops.SLOTS) == 15 and all(callable(value) for value in vars(ops.REFERENCE).values())
+def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
+    assert len(ops.NAMES) == 15 and all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
-    assert len({row.slot for row in ops.ROWS}) == len(ops.ROWS)
-    assert {row.slot for row in ops.ROWS} <= set(ops.SLOTS)
+    assert tuple(spec.name for spec in ops.SPECS) == ops.NAMES
 
 
 def test_reference_is_the_reference(model):
     chosen = ops.choose("reference", "cpu", model["nvfp4"])
-    assert chosen.kernels == ops.REFERENCE
+    assert chosen.ops == ops.REFERENCE
     assert set(chosen.names.values()) == {"reference"} and len(chosen.report) == 15
 
 
@@ -393,10 +392,10 @@ def test_winners_in_nvfp4(model):
     chosen = ops.choose("winners", "cpu", model["nvfp4"])
     submission = load.module(load.PROBLEMS / gemv.PROBLEM, "submission")
     winner = load.winner(load.PROBLEMS / gemv.PROBLEM, submission.WINNERS, "cpu")
-    for slot in ("linear", "grouped_linear"):
-        assert chosen.names[slot] == f"nvfp4_gemv/{winner}"
-        assert lines(chosen)[slot] == f"nvfp4_gemv/{winner} (NVFP4, at most 16 tokens)"
-    assert chosen.kernels.rms_norm is ops.REFERENCE.rms_norm
+    for op in ("linear", "grouped_linear"):
+        assert chosen.names[op] == f"nvfp4_gemv/{winner}"
+        assert lines(chosen)[op] == f"nvfp4_gemv/{winner} (NVFP4, at most 16 tokens)"
+    assert chosen.ops.rms_norm is ops.REFERENCE.rms_norm
     assert lines(chosen)["rms_norm"] == "reference (no problem for it)"
     assert "NVFP4 matrices" in chosen.report[15]
 
@@ -405,17 +404,17 @@ def test_winners_in_nvfp4(model):
 def test_winners_say_what_a_format_has_nothing_for(model, fmt):
     chosen = ops.choose("winners", "cpu", model[fmt])
     assert lines(chosen)["linear"] == f"reference (no NVFP4 linears in {fmt})"
-    assert chosen.kernels.linear is ops.REFERENCE.linear and len(chosen.report) == 15
+    assert chosen.ops.linear is ops.REFERENCE.linear and len(chosen.report) == 15
 
 
-def test_rows_say_what_they_will_serve():
-    rows = {row.slot: row for row in ops.ROWS}
+def test_providers_say_what_they_will_serve():
+    first = {spec.name: spec.providers[0] for spec in ops.SPECS if spec.providers}
     flash = dataclasses.replace(SMALL, head_dim=512, swiglu_limit=10.0)
-    assert rows["fmha"].serves(flash, "nvfp4") == rows["fmha"].serves(flash, "released") == ""
-    assert "head_dim must be 512, is 128" in rows["fmha"].serves(SMALL, "nvfp4")
-    assert "584-byte" in rows["fmha"].serves(flash, "bf16")
-    served = {(slot, fmt) for slot in ("experts", "shared") for fmt in ("released", "nvfp4_experts", "nvfp4")
-              if not rows[slot].serves(flash, fmt)}  # fmt: skip
+    assert first["fmha"].serves(flash, "nvfp4") == first["fmha"].serves(flash, "released") == ""
+    assert "head_dim must be 512, is 128" in first["fmha"].serves(SMALL, "nvfp4")
+    assert "584-byte" in first["fmha"].serves(flash, "bf16")
+    served = {(op, fmt) for op in ("experts", "shared") for fmt in ("released", "nvfp4_experts", "nvfp4")
+              if not first[op].serves(flash, fmt)}  # fmt: skip
     assert served == {("experts", "nvfp4_experts"), ("experts", "nvfp4"), ("shared", "nvfp4")}
 
 
@@ -434,37 +433,70 @@ def problems(tmp_path, monkeypatch):
     return tmp_path
 
 
-def adapt_norm(module, model_weights, reference):
+def adapt_norm(module, model_weights, fallback):
     def rms_norm(x, weight, eps, out):
-        reference.rms_norm(x, weight, eps, out)
+        fallback.ops.rms_norm(x, weight, eps, out)
         module.custom_kernel(x.calls)
 
-    return {"rms_norm": rms_norm}, (f"norms for {model_weights.config.name}",)
+    return {"rms_norm": rms_norm}, (f"norms for {model_weights.config.name} before {fallback.name}",)
 
 
-def test_a_further_problem_is_a_further_row(problems, monkeypatch, model):
-    rows = (
-        ops.Row("rms_norm", "norms", "all of them", lambda cfg, fmt: "", adapt_norm),
-        ops.Row("rotate", "norms", "none", lambda cfg, fmt: f"not for {cfg.name} in {fmt}", adapt_norm),
-        ops.Row("route", "norms", "none", lambda cfg, fmt: "", None),
-        ops.Row("select", "half", "none", lambda cfg, fmt: "", adapt_norm),
-        ops.Row("fmha", "absent", "none", lambda cfg, fmt: "", adapt_norm),
+def spec(name: str, *providers: ops.Provider) -> ops.OpSpec:
+    return ops.OpSpec(name, vars(ops.REFERENCE)[name], providers)
+
+
+def test_a_further_problem_is_a_further_provider(problems, monkeypatch, model):
+    norms = ops.Provider("norms", "all of them", lambda cfg, fmt: "", adapt_norm)
+    specs = (
+        spec("rms_norm", norms),
+        spec("rotate", dataclasses.replace(norms, serves=lambda cfg, fmt: f"not for {cfg.name} in {fmt}")),
+        spec("route", dataclasses.replace(norms, adapt=None)),
+        spec("select", dataclasses.replace(norms, problem="half")),
+        spec("fmha", dataclasses.replace(norms, problem="absent")),
     )
-    monkeypatch.setattr(ops, "ROWS", rows)
+    monkeypatch.setattr(ops, "SPECS", specs)
     chosen = ops.choose("winners", "cpu", model["bf16"])
-    assert {slot: line for slot, line in lines(chosen).items() if "no problem" not in line} == {
+    assert {op: line for op, line in lines(chosen).items() if "no problem" not in line} == {
         "rms_norm": "norms/plain (all of them)",
         "rotate": "reference (not for small in bf16)",
         "route": "reference (no adapter for norms yet)",
         "select": "reference (no folder problems/half yet)",
         "fmha": "reference (no folder problems/absent yet)",
     }
-    assert chosen.report[15:] == ("norms for small",)
+    assert chosen.report[15:] == ("norms for small before reference",)
     x = torch.ones(2, 3).as_subclass(type("Told", (torch.Tensor,), {"calls": []}))
-    chosen.kernels.rms_norm(x, None, 1e-6, torch.empty(2, 3))
+    chosen.ops.rms_norm(x, None, 1e-6, torch.empty(2, 3))
     assert x.calls == ["plain"]
     sm100 = ops.choose("winners", "sm100", model["bf16"])
     assert lines(sm100)["rms_norm"] == "reference (norms has no winner for sm100)"
+
+
+def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(monkeypatch, model):
+    """Three providers, none of which serves the call, and of which the second has no variant in use."""
+    calls: list[str] = []
+
+    def provider(name: str) -> ops.Provider:
+        def adapt(module, model_weights, fallback):
+            def rms_norm(x, weight, eps, out):
+                calls.append(name)
+                fallback.ops.rms_norm(x, weight, eps, out)
+
+            return {"rms_norm": rms_norm, "rotate": rms_norm}, (f"{name} before {fallback.name}",)
+
+        return ops.Provider(name, "nothing", lambda cfg, fmt: "", adapt)
+
+    first, unused, last = (provider(name) for name in "abc")
+    monkeypatch.setattr(ops, "SPECS", (spec("rms_norm", first, unused, last), spec("rotate", last)))
+    choices = [
+        ops.Choice("rms_norm", "", "a/x", first, SimpleNamespace(__name__="x")),
+        ops.Choice("rotate", "", "c/z", last, SimpleNamespace(__name__="z")),
+    ]
+    filled, fallbacks, report = ops._fitted(choices, model["bf16"])
+    assert fallbacks == {"rms_norm": ("c/z", "reference"), "rotate": ("reference",)}
+    assert report == ("a before c/z", "c before reference", "c before reference")
+    out = torch.empty(1, 4)
+    filled.rms_norm(torch.ones(1, 4), None, 0.0, out)
+    assert calls == ["a", "c"] and bool((out == 1).all())
 
 
 @pytest.mark.parametrize(
@@ -481,31 +513,31 @@ def test_a_further_problem_is_a_further_row(problems, monkeypatch, model):
         ("rms_norm=winner", {}),
     ],
 )  # fmt: skip
-def test_names_fill_slots_and_later_ones_count(text, names, model):
+def test_names_fill_ops_and_later_ones_count(text, names, model):
     chosen = ops.choose(text, "cpu", model["nvfp4"])
-    assert {slot: name for slot, name in chosen.names.items() if name != "reference"} == names
-    own = vars(ops.REFERENCE)
-    assert {slot for slot, function in vars(chosen.kernels).items() if function is not own[slot]} == set(names)
+    assert {op: name for op, name in chosen.names.items() if name != "reference"} == names
+    plain = vars(ops.REFERENCE)
+    assert {op for op, function in vars(chosen.ops).items() if function is not plain[op]} == set(names)
 
 
 @pytest.mark.parametrize(
     "wrong", ["high_nibble_first", "zeros", "skips_last_rows", "ignores_sfb", "b_row_from_padding"]
 )
-def test_a_wrong_variant_in_a_slot_gives_wrong_products(wrong, model):
+def test_a_wrong_variant_in_an_op_gives_wrong_products(wrong, model):
     w = model["nvfp4"].layers[1].attn
     x, grouped = inputs(2, w.wkv.k), inputs(2, 3, w.wo_a.k)
-    right, bad = (ops.choose(f"nvfp4_gemv={name}", "cpu", model["nvfp4"]).kernels for name in ("winner", wrong))
+    right, bad = (ops.choose(f"nvfp4_gemv={name}", "cpu", model["nvfp4"]).ops for name in ("winner", wrong))
 
-    def error(table: ops.Kernels, slot: str) -> float:
-        x_, w_ = (x, w.wkv) if slot == "linear" else (grouped, w.wo_a)
-        want = product(x_, w_, vars(ops.REFERENCE)[slot])
-        return float((product(x_, w_, vars(table)[slot]) - want).norm() / want.norm())
+    def error(table: ops.Ops, op: str) -> float:
+        x_, w_ = (x, w.wkv) if op == "linear" else (grouped, w.wo_a)
+        want = product(x_, w_, vars(ops.REFERENCE)[op])
+        return float((product(x_, w_, vars(table)[op]) - want).norm() / want.norm())
 
-    for slot in ("linear", "grouped_linear"):
-        assert error(right, slot) < 1e-3 and not error(bad, slot) < 1e-2  # NaN where it leaves outputs unwritten
+    for op in ("linear", "grouped_linear"):
+        assert error(right, op) < 1e-3 and not error(bad, op) < 1e-2  # NaN where it leaves outputs unwritten
 
 
-def test_a_slot_takes_a_file_with_its_own_interface_and_a_problem_a_file_with_its_own(tmp_path, model):
+def test_an_op_takes_a_file_with_the_interface_of_the_op_or_of_its_problem(tmp_path, model):
     own = tmp_path / "mine.py"
     own.write_text("def rms_norm(x, weight, eps, out):\n    out.fill_(3)\n\n\nlinear = None\n")
     submission = tmp_path / "entry.py"
@@ -514,13 +546,13 @@ def test_a_slot_takes_a_file_with_its_own_interface_and_a_problem_a_file_with_it
         "    return data.c.fill_(2)\n"
     )
     chosen = ops.choose(f"rms_norm={own},linear={submission}", "cpu", model["nvfp4"])
-    assert lines(chosen)["rms_norm"] == f"{own} (the slot's own interface)"
+    assert lines(chosen)["rms_norm"] == f"{own} (a function with the op's interface)"
     assert chosen.names["linear"] == "nvfp4_gemv/entry"
     out = torch.empty(2, 3)
-    chosen.kernels.rms_norm(out, None, 1e-6, out)
+    chosen.ops.rms_norm(out, None, 1e-6, out)
     assert bool((out == 3).all())
     w = model["nvfp4"].layers[0].attn.wq_a
-    got = product(inputs(2, w.k), w, chosen.kernels.linear)
+    got = product(inputs(2, w.k), w, chosen.ops.linear)
     assert len(got.unique()) == 1 and float(got[0, 0]) > 0
 
 
@@ -537,7 +569,7 @@ def test_a_slot_takes_a_file_with_its_own_interface_and_a_problem_a_file_with_it
         ("linear=sm90_plain", "cpu", "nvfp4", "linear=sm90_plain: sm90_plain is for sm90, not cpu"),
         ("linear=cpu_avx2", "sm90", "nvfp4", "linear=cpu_avx2: cpu_avx2 is for cpu, not sm90"),
         ("linear=tests/conftest.py", "cpu", "nvfp4", "conftest is for no target, not cpu"),
-        ("linear=peer_torch_fp16", "cpu", "nvfp4", "a peer is there to be compared with"),
+        ("linear=peer_torch_fp16", "cpu", "nvfp4", "a baseline is there to be compared with"),
         ("nvfp4_gemv=cpu_avx2", "cpu", "bf16", "linear=cpu_avx2: no NVFP4 linears in bf16"),
     ],
 )
@@ -546,8 +578,8 @@ def test_what_cannot_be_had_is_an_error_that_says_why(text, target, fmt, message
         ops.choose(text, target, model[fmt])
 
 
-def test_every_matrix_of_the_linear_slots_is_prepared(model):
-    found = [w.name for w in gemv.linears(model["nvfp4"])]
+def test_every_matrix_of_the_linear_ops_is_prepared(model):
+    found = [w.name for w in model["nvfp4"].linears()]
     names = {unit.removesuffix(".input_scale") for unit in model["nvfp4"].tensors if unit.endswith(".input_scale")}
     assert len(found) == len(set(found)) and set(found) == {n for n in names if ".ffn." not in n}
 
@@ -560,9 +592,9 @@ def gemv_arguments(m: int = 33, k: int = 64, l: int = 3, device: str = "cpu") ->
     return [*(tensor.view(torch.uint8) for tensor in data[:6]), data.c.zero_()]
 
 
-def test_winners_that_fill_slots_are_operators():
-    exported = {name for name in vars(ops) if isinstance(vars(ops)[name], torch.library.CustomOpDef)}
-    assert {row.problem for row in ops.ROWS if row.adapt} == exported
+def test_winners_that_fill_ops_are_operators():
+    exported = {name for name in vars(operators) if isinstance(vars(operators)[name], torch.library.CustomOpDef)}
+    assert {provider.problem for spec in ops.SPECS for provider in spec.providers if provider.adapt} == exported
 
 
 def test_the_gemv_operator_passes_torchs_own_checks():
@@ -599,7 +631,7 @@ def test_linear_on_the_gpu_is_the_same_product_and_never_waits(n, k):
     )
     target = load.device_target("cuda")
     winners = load.constants(load.PROBLEMS / gemv.PROBLEM / "submission.py", "WINNERS")["WINNERS"]
-    run = slots(there, variant=load.winner(load.PROBLEMS / gemv.PROBLEM, winners, target))
+    run = adapted(there, variant=load.winner(load.PROBLEMS / gemv.PROBLEM, winners, target))
     x, out = x.cuda(), torch.full((3, n), math.nan, device="cuda")
     run.linear(x, there, out)  # compiles
     torch.cuda.synchronize()

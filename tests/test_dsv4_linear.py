@@ -370,9 +370,9 @@ def test_index_keys_are_where_the_layout_says(per_page: int) -> None:
     packed, scales = formats.quantise_mxfp4(rows)
     wanted = bytearray(b"\xa5" * pages.data.numel())
     for e, i in enumerate(index.tolist()):
-        page, slot = i // per_page * per_page * 68, i % per_page
-        wanted[page + slot * 64 : page + slot * 64 + 64] = bytes(packed[e].tolist())
-        at = page + per_page * 64 + slot * 4
+        page, row = i // per_page * per_page * 68, i % per_page
+        wanted[page + row * 64 : page + row * 64 + 64] = bytes(packed[e].tolist())
+        at = page + per_page * 64 + row * 4
         wanted[at : at + 4] = bytes(scales[e].tolist())
     assert bytes(pages.data.flatten().tolist()) == bytes(wanted)
 

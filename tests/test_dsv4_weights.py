@@ -259,27 +259,27 @@ def test_nvfp4_input_scales_are_calibrated_and_of_each_expert():
     assert len(torch.cat(every).unique()) == sum(len(t) for t in every)
 
 
-class Lanes:
+class Copies:
     """Records the rms of the residual before each block."""
 
     def __init__(self) -> None:
         self.rms: list[float] = []
 
-    def enter(self, layer: str, lanes: torch.Tensor) -> None:
-        self.rms.append(float(lanes.float().square().mean().sqrt()))
+    def enter(self, layer: str, copies: torch.Tensor) -> None:
+        self.rms.append(float(copies.float().square().mean().sqrt()))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "released", "nvfp4"])
 def test_a_random_model_has_logits_and_activations_near_one(fmt):
-    lanes = Lanes()
-    model, state = Model(made(fmt, cfg=TINY), probe=lanes), State(TINY, fmt, sequences=1, blocks=2)
-    slot, _ = state.open()
+    probe = Copies()
+    model, state = Model(made(fmt, cfg=TINY), probe=probe), State(TINY, fmt, sequences=1, blocks=2)
+    sequence, _ = state.open()
     tokens = torch.randint(TINY.vocab_size, (120,), generator=torch.Generator().manual_seed(2))
-    logits = model.forward(state.plan({slot: tokens}), state, every=True).logits
+    logits = model.forward(state.plan({sequence: tokens}), state, every=True).logits
     assert float(logits.std()) == pytest.approx(1, abs=0.15)
     assert len(logits.argmax(-1).unique()) > 40, "a model that says the same everywhere shows nothing"
-    assert lanes.rms[0] == pytest.approx(1, abs=0.05) and max(lanes.rms) < 3
-    assert all(1 < later / earlier < 1.6 for earlier, later in zip(lanes.rms, lanes.rms[1:], strict=False))
+    assert probe.rms[0] == pytest.approx(1, abs=0.05) and max(probe.rms) < 3
+    assert all(1 < later / earlier < 1.6 for earlier, later in zip(probe.rms, probe.rms[1:], strict=False))
 
 
 def test_tiny_k_has_a_layout_in_every_format():

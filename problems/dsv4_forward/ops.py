@@ -1,69 +1,71 @@
-"""The kernels of a forward pass: a slot for each component, and what fills it.
+"""`Ops`: the kernels of a forward pass, one function for each op; `choose` decides which function computes which op.
 
-ROWS is the table of slots that problems can fill: a further problem is a further row, and the adapter that it names.
+SPECS is the table of ops. An op that another problem's variants can compute names its providers there, in order.
 """
 
 import ast
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 
 from problems.common import load
 from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
+from problems.dsv4_forward.adapters import linear as moe_linear
+from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.kernels import fused
 from problems.dsv4_forward.torch_ops import compressor, experts, fmha, indexer, linear, mhc, norm, rope, router
 from problems.dsv4_forward.weights import layout
 from problems.dsv4_forward.weights.config import PLAIN, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
-Slot = Callable[..., None]
-# (a variant of the problem, the weights, the reference for what it does not serve) -> slot functions, lines to report.
-Adapter = Callable[[ModuleType, ModelWeights, "Kernels"], tuple[dict[str, Slot], tuple[str, ...]]]
+Op = Callable[..., None]
+# (a variant of the problem, the weights, what computes the calls that it does not serve) -> functions by op, lines to
+# report.
+Adapter = Callable[[ModuleType, ModelWeights, Fallback], tuple[dict[str, Op], tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """A callable for each slot, with the interface of the function that REFERENCE has there; all write in place."""
+class Ops:
+    """A function for each op, with the interface of the function that REFERENCE has there; all write in place."""
 
-    rms_norm: Slot
-    mhc_pre: Slot
-    mhc_post: Slot
-    mhc_head: Slot
-    matmul: Slot
-    linear: Slot
-    grouped_linear: Slot
-    rotate: Slot
-    compress: Slot
-    index_scores: Slot
-    select: Slot
-    fmha: Slot
-    route: Slot
-    experts: Slot
-    shared: Slot
-
-
-REFERENCE = Kernels(
-    rms_norm=norm.rms_norm, mhc_pre=mhc.pre, mhc_post=mhc.post, mhc_head=mhc.head, matmul=linear.matmul,
-    linear=linear.linear, grouped_linear=linear.grouped_linear, rotate=rope.rotate, compress=compressor.compress,
-    index_scores=indexer.index_scores, select=indexer.select, fmha=fmha.fmha, route=router.route,
-    experts=experts.experts, shared=experts.shared,
-)  # fmt: skip
-SLOTS = tuple(field.name for field in fields(Kernels))
+    rms_norm: Op
+    mhc_pre: Op
+    mhc_post: Op
+    mhc_head: Op
+    matmul: Op
+    linear: Op
+    grouped_linear: Op
+    rotate: Op
+    compress: Op
+    index_scores: Op
+    select: Op
+    fmha: Op
+    route: Op
+    experts: Op
+    shared: Op
 
 
 @dataclass(frozen=True)
-class Row:
-    """A slot that the variants of a problem can fill."""
+class Provider:
+    """A problem whose variants compute calls of an op, through an adapter."""
 
-    slot: str
-    problem: str  # a folder beside this one; it may be still to come
-    scope: str  # which calls its kernels take; the adapter passes the others on to the reference
+    problem: str  # a folder in problems/; it may be still to come
+    scope: str  # which calls its variants serve
     serves: Callable[[Config, str], str]  # (configuration, format) -> "", or why no call is in its scope
     adapt: Adapter | None  # None: not written yet
-    # A problem, the variant of which that fills another slot takes calls out of the scope, and the adapter of that.
-    beyond: tuple[str, Adapter] | None = None
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op. The first provider can fill it. Calls that this one does not serve are passed to the next one, if a
+    variant of its problem fills another op, and in the end to the reference, which serves every call.
+    """
+
+    name: str
+    reference: Op
+    providers: tuple[Provider, ...] = ()
 
 
 def _nvfp4_linears(cfg: Config, fmt: str) -> str:
@@ -88,38 +90,55 @@ def _clamp(cfg: Config) -> str:
     return "" if cfg.swiglu_limit == moe.limit() else f"swiglu_limit must be {moe.limit():g}, is {cfg.swiglu_limit:g}"
 
 
-_FEW, _BEYOND = f"NVFP4, at most {gemv.TOKENS} tokens", (moe.PROBLEM, moe.adapt_linears)
-ROWS = (
-    Row("linear", "nvfp4_gemv", _FEW, _nvfp4_linears, gemv.adapt, _BEYOND),
-    Row("grouped_linear", "nvfp4_gemv", _FEW, _nvfp4_linears, gemv.adapt, _BEYOND),
-    Row("fmha", "fmha_decode", "584-byte entries", _entries_of_512, fmha_decode.adapt),
-    Row("experts", "moe_gemm", "NVFP4", _nvfp4_experts, moe.adapt_experts),
-    Row("shared", "moe_gemm", "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared),
+GEMV = Provider(gemv.PROBLEM, f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt)
+MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
+FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
+MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
+MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
+SPECS = (
+    OpSpec("rms_norm", norm.rms_norm),
+    OpSpec("mhc_pre", mhc.pre),
+    OpSpec("mhc_post", mhc.post),
+    OpSpec("mhc_head", mhc.head),
+    OpSpec("matmul", linear.matmul),
+    OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR)),
+    OpSpec("grouped_linear", linear.grouped_linear, (GEMV, MOE_LINEAR)),
+    OpSpec("rotate", rope.rotate),
+    OpSpec("compress", compressor.compress),
+    OpSpec("index_scores", indexer.index_scores),
+    OpSpec("select", indexer.select),
+    OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
+    OpSpec("route", router.route),
+    OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
+    OpSpec("shared", experts.shared, (MOE_SHARED,)),
 )
-PROBLEMS = tuple(dict.fromkeys(row.problem for row in ROWS))
+REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
+NAMES = tuple(field.name for field in fields(Ops))
 
 
 @dataclass(frozen=True)
-class Pick:
-    """What fills a slot: the reference, `module` (a variant of the row's problem), or `function` itself."""
+class Choice:
+    """What fills an op: the reference, `module` (a variant of the provider's problem), or `function` itself."""
 
-    slot: str
+    op: str
     why: str
     name: str = "reference"
-    row: Row | None = None
+    provider: Provider | None = None
     module: ModuleType | None = None
-    function: Slot | None = None
+    function: Op | None = None
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """kernels, ready for the weights that they were chosen for; names: what fills each slot, "reference" or such as
-    "nvfp4_gemv/cpu_avx2"; report: a line for each slot with the reason, then what the adapters have to say.
+    """ops: ready for the weights that they were chosen for. names: what fills each op, "reference" or such as
+    "nvfp4_gemv/cpu_avx2". report: a line for each op with the reason, then what the adapters have to say. fallbacks:
+    by op with a provider's variant in it, what computes the calls that this variant does not serve, in order.
     """
 
-    kernels: Kernels
+    ops: Ops
     names: dict[str, str]
     report: tuple[str, ...]
+    fallbacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,95 +151,104 @@ class _Model:
 
 
 def choose(text: str, target: str, weights: ModelWeights) -> Chosen:
-    """text: "reference", "winners" or NAME=VARIANT, or several with commas, later ones over earlier ones; slots that
-    are not named hold the reference. target: "cpu", "sm90" or "sm100", where the weights are.
+    """Fill every op as `text` says, for these weights on a machine of `target` ("cpu", "sm90" or "sm100").
 
-    NAME is a slot, or a problem for all its slots. VARIANT is "reference", "winner", a file of the problem's variants/
-    or wrong/, or the path of a Python file that defines either custom_kernel, as the problem has it, or a function of
-    the slot's name with the slot's interface. "winners" fills a slot where a problem can, else says why not; a VARIANT
-    that cannot be had is a ValueError. Linears that the variant in their slots does not take go to the one of moe_gemm
-    that fills another slot, if there is one. Reads the weights where an adapter measures them.
+    text: "reference", "winners" or NAME=VARIANT, or several with commas, later ones over earlier ones; ops that are
+    not named hold the reference. NAME is an op, or a problem for all ops that its variants fill. VARIANT is
+    "reference", "winner", a file of the problem's variants/ or wrong/, or the path of a Python file that defines either
+    custom_kernel, as the problem has it, or a function of the op's name with the op's interface. "winners" fills an op
+    where a problem can, else says why not. ValueError: a VARIANT that cannot be had. Reads the weights where an adapter
+    measures them.
     """
     model = _Model(target, weights.config, weights.format)
-    picks = {slot: Pick(slot, "not asked for otherwise") for slot in SLOTS}
+    choices = {name: Choice(name, "not asked for otherwise") for name in NAMES}
     for item in text.split(","):
-        picks |= {pick.slot: pick for pick in _item(item.strip(), model)}
-    kernels, report = _adapted(list(picks.values()), weights)
-    lines = [f"{pick.slot}: {pick.name} ({pick.why})" for pick in picks.values()]
-    return Chosen(kernels, {slot: pick.name for slot, pick in picks.items()}, (*lines, *report))
+        choices |= {choice.op: choice for choice in _item(item.strip(), model)}
+    filled, fallbacks, report = _fitted(list(choices.values()), weights)
+    lines = [f"{choice.op}: {choice.name} ({choice.why})" for choice in choices.values()]
+    names = {choice.op: choice.name for choice in choices.values()}
+    return Chosen(filled, names, (*lines, *report), fallbacks)
 
 
-def _item(item: str, model: _Model) -> list[Pick]:
+def _item(item: str, model: _Model) -> list[Choice]:
     """One of the parts of `text`."""
     if item == "reference":
-        return [Pick(slot, "asked for") for slot in SLOTS]
+        return [Choice(name, "asked for") for name in NAMES]
     if item == "winners":
-        return [_winner(slot, model) for slot in SLOTS]
+        return [_winner(name, model) for name in NAMES]
     name, _, variant = item.partition("=")
-    slots = [name] if name in SLOTS else [row.slot for row in ROWS if row.problem == name]
-    if not slots or not variant:
+    found = [name] if name in NAMES else [op for op in NAMES if (first := _first(op)) and first.problem == name]
+    if not found or not variant:
+        problems = dict.fromkeys(spec.providers[0].problem for spec in SPECS if spec.providers)
         raise ValueError(
             f"kernels must be reference, winners or NAME=VARIANT with commas between, NAME one of "
-            f"{', '.join((*SLOTS, *PROBLEMS))}; got {item!r}"
+            f"{', '.join((*NAMES, *problems))}; got {item!r}"
         )
-    return [_named(slot, variant, model) for slot in slots]
+    return [_named(op, variant, model) for op in found]
 
 
-def _row(slot: str) -> Row | None:
-    return next((row for row in ROWS if row.slot == slot), None)
+def _providers(op: str) -> tuple[Provider, ...]:
+    return next((spec.providers for spec in SPECS if spec.name == op), ())
 
 
-def _unserved(row: Row, model: _Model) -> str:
-    """Why the row's problem cannot fill the slot of such a model, "" if it can."""
-    if not (load.PROBLEMS / row.problem / "submission.py").is_file():
-        return f"no folder problems/{row.problem} yet"
-    if row.adapt is None:
-        return f"no adapter for {row.problem} yet"
-    return row.serves(model.cfg, model.fmt)
+def _first(op: str) -> Provider | None:
+    """The provider that can fill the op; those behind it are fallbacks."""
+    return next(iter(_providers(op)), None)
 
 
-def _winner(slot: str, model: _Model) -> Pick:
-    row = _row(slot)
-    if row is None and slot in fused.SLOTS and model.target in fused.TARGETS:
-        return Pick(slot, "this folder's own", "dsv4_forward/fused", function=fused.slots(model.target)[slot])
-    if row is None:
-        return Pick(slot, "no problem for it")
-    if reason := _unserved(row, model):
-        return Pick(slot, reason)
-    folder = load.PROBLEMS / row.problem
+def _unserved(provider: Provider, model: _Model) -> str:
+    """Why the provider cannot fill its op for such a model, "" if it can."""
+    if not (load.PROBLEMS / provider.problem / "submission.py").is_file():
+        return f"no folder problems/{provider.problem} yet"
+    if provider.adapt is None:
+        return f"no adapter for {provider.problem} yet"
+    return provider.serves(model.cfg, model.fmt)
+
+
+def _winner(op: str, model: _Model) -> Choice:
+    provider = _first(op)
+    if provider is None and op in fused.OPS and model.target in fused.TARGETS:
+        return Choice(op, "a fused kernel of this folder", "dsv4_forward/fused", function=fused.ops(model.target)[op])
+    if provider is None:
+        return Choice(op, "no problem for it")
+    if reason := _unserved(provider, model):
+        return Choice(op, reason)
+    problem, folder = provider.problem, load.PROBLEMS / provider.problem
     winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
     if model.target not in winners:
-        return Pick(slot, f"{row.problem} has no winner for {model.target}")
+        return Choice(op, f"{problem} has no winner for {model.target}")
     # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
     name = load.winner(folder, winners, model.target)
-    return Pick(slot, row.scope, f"{row.problem}/{name}", row, load.variant(row.problem, name))
+    return Choice(op, provider.scope, f"{problem}/{name}", provider, load.variant(problem, name))
 
 
-def _named(slot: str, variant: str, model: _Model) -> Pick:
+def _named(op: str, variant: str, model: _Model) -> Choice:
     if variant == "reference":
-        return Pick(slot, "asked for")
+        return Choice(op, "asked for")
     if variant == "winner":
-        return _winner(slot, model)
-    row, what = _row(slot), f"{slot}={variant}"
-    file = _file(row, variant, what)
-    others = row is not None and load.PROBLEMS / row.problem in file.parents  # there the interface is the problem's
-    if not others and slot in _functions(file):
-        return Pick(slot, "the slot's own interface", str(file), function=_function(file, slot))
-    if row is None:
-        raise ValueError(f"{what}: {file.name} must define {slot}, with the slot's interface: no problem is for it")
-    if reason := _unserved(row, model) or _unrunnable(file, model.target):
+        return _winner(op, model)
+    provider, what = _first(op), f"{op}={variant}"
+    file = _file(provider, variant, what)
+    # In the folder of the problem a file has the problem's interface.
+    others = provider is not None and load.PROBLEMS / provider.problem in file.parents
+    if not others and op in _functions(file):
+        return Choice(op, "a function with the op's interface", str(file), function=_function(file, op))
+    if provider is None:
+        raise ValueError(f"{what}: {file.name} must define {op}, with the op's interface: no problem is for it")
+    if reason := _unserved(provider, model) or _unrunnable(file, model.target):
         raise ValueError(f"{what}: {reason}")
-    return Pick(slot, row.scope, f"{row.problem}/{file.stem}", row, load.from_file(load.PROBLEMS / row.problem, file))
+    module = load.from_file(load.PROBLEMS / provider.problem, file)
+    return Choice(op, provider.scope, f"{provider.problem}/{file.stem}", provider, module)
 
 
-def _file(row: Row | None, variant: str, what: str) -> Path:
-    folders = [load.PROBLEMS / row.problem / part for part in ("variants", "wrong")] if row else []
+def _file(provider: Provider | None, variant: str, what: str) -> Path:
+    folders = [load.PROBLEMS / provider.problem / part for part in ("variants", "wrong")] if provider else []
     folders.append(Path(__file__).parent / "wrong")
     for file in (*(folder / f"{variant}.py" for folder in folders), Path(variant)):
         if file.suffix == ".py" and file.is_file():
             return file.resolve()
     known = [file.stem for folder in folders[:-1] for file in sorted(folder.glob("*.py"))]
-    also = f", nor one of {row.problem}'s {', '.join(known)}" if known else ""
+    also = f", nor one of {provider.problem}'s {', '.join(known)}" if known else ""
     raise ValueError(f"{what}: no file {variant}{also}")
 
 
@@ -228,7 +256,7 @@ def _unrunnable(file: Path, target: str) -> str:
     """Why the variant in `file` is not for a machine of `target`, "" if it is."""
     targets = load.constants(file, "TARGETS").get("TARGETS", ())
     if file.stem.startswith("peer_"):
-        return "a peer is there to be compared with, not to be built on"
+        return "a baseline is there to be compared with, not to be built on"
     if target not in targets:
         return f"{file.stem} is for {', '.join(targets) or 'no target'}, not {target}"
     missing = load.missing_cpu_flags(file) if target == "cpu" else []
@@ -240,32 +268,43 @@ def _functions(file: Path) -> set[str]:
     return {node.name for node in ast.parse(file.read_text(), str(file)).body if isinstance(node, ast.FunctionDef)}
 
 
-def _function(file: Path, name: str) -> Slot:
+def _function(file: Path, name: str) -> Op:
     spec = importlib.util.spec_from_file_location(f"{__package__}._{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return vars(module)[name]
 
 
-def _adapted(picks: list[Pick], weights: ModelWeights) -> tuple[Kernels, tuple[str, ...]]:
-    """The table of the picks, each variant fitted to the weights once for all slots of an adapter; and their lines."""
-    functions = {pick.slot: pick.function for pick in picks if pick.function}
-    filled = [pick for pick in picks if pick.module]
-    modules = {pick.row.problem: pick.module for pick in reversed(filled)}
+def _fitted(
+    choices: list[Choice], weights: ModelWeights
+) -> tuple[Ops, dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Fit each variant to the weights, once for all ops of an adapter. -> the ops, their fallbacks by name, lines."""
+    functions = {choice.op: choice.function for choice in choices if choice.function}
+    filled = [choice for choice in choices if choice.module]
+    used = {choice.provider.problem: choice for choice in reversed(filled)}
+    fallbacks: dict[str, tuple[str, ...]] = {}
     report: list[str] = []
-    for name, adapt in dict.fromkeys((pick.module.__name__, pick.row.adapt) for pick in filled):
-        mine = [pick for pick in filled if (pick.module.__name__, pick.row.adapt) == (name, adapt)]
-        others, also = _beyond(mine[0].row, modules, weights)
-        found, lines = adapt(mine[0].module, weights, others)
-        functions |= {pick.slot: found[pick.slot] for pick in mine}
+    for name, adapt in dict.fromkeys((choice.module.__name__, choice.provider.adapt) for choice in filled):
+        mine = [choice for choice in filled if (choice.module.__name__, choice.provider.adapt) == (name, adapt)]
+        fallback, order, also = _fallback(_providers(mine[0].op)[1:], used, weights)
+        found, lines = adapt(mine[0].module, weights, fallback)
+        functions |= {choice.op: found[choice.op] for choice in mine}
+        fallbacks |= {choice.op: order for choice in mine}
         report += (*lines, *also)
-    return replace(REFERENCE, **functions), tuple(report)
+    return replace(REFERENCE, **functions), fallbacks, tuple(report)
 
 
-def _beyond(row: Row, modules: dict[str, ModuleType], weights: ModelWeights) -> tuple[Kernels, tuple[str, ...]]:
-    """What takes the calls that the row's kernels do not serve, and lines. modules: variants in use, by problem."""
-    if row.beyond is None or row.beyond[0] not in modules:
-        return REFERENCE, ()
-    problem, adapt = row.beyond
-    found, lines = adapt(modules[problem], weights, REFERENCE)
-    return replace(REFERENCE, **found), lines
+def _fallback(
+    providers: tuple[Provider, ...], used: dict[str, Choice], weights: ModelWeights
+) -> tuple[Fallback, tuple[str, ...], tuple[str, ...]]:
+    """Build what takes over behind an op's first provider: those of `providers` that are in use, in order, then the
+    reference. -> it, the names in order, lines to report. used: the choice that has a problem's variant, by problem.
+    """
+    fallback, order, report = Fallback(REFERENCE), (Fallback(REFERENCE).name,), ()
+    for provider in reversed([provider for provider in providers if provider.problem in used]):
+        choice = used[provider.problem]
+        found, lines = provider.adapt(choice.module, weights, fallback)
+        report = (*lines, *report)
+        if found:
+            fallback, order = Fallback(replace(fallback.ops, **found), choice.name), (choice.name, *order)
+    return fallback, order, report

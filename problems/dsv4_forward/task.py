@@ -1,6 +1,6 @@
-"""dsv4_forward: one decode step or prefill chunk of the whole model, DeepSeek-V4, with other problems' winners in it.
+"""Define the problem dsv4_forward: one decode step or prefill chunk of DeepSeek-V4, with other problems' winners.
 
-B sequences with tokens of their own get S new ones each; out come the logits after each one's last, and the next token.
+B sequences get S new tokens each. A call returns the logits after each one's last token, and the next token.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Weights(NamedTuple):
 class Inputs(NamedTuple):
     """tokens: int64 (B, S), sequence b's new ones in row b. What the sequences hold before the call:
 
-    state   uint8 (n,), the regions of slab.Slab(config, format, B, B * W, chunk, snapshots=0); sequence b is in slot b.
-            A call overwrites it: after it the new tokens are part of the sequences
+    state   uint8 (n,), the regions of state_layout.StateLayout(config, format, B, B * W, chunk, snapshots=0), with
+            sequence b as its number b. A call overwrites it: after it the new tokens are part of the sequences
     lengths int64 (B,) on the CPU: tokens that each has, as in the state
     blocks  int64 (B, W) on the CPU: its row of the state's table. Blocks for the new tokens are there already; B * W,
             a block that nobody reads, stands for none. Which blocks a sequence has is drawn for each call
@@ -60,7 +60,7 @@ class Data(NamedTuple):
 
 
 input_t = Data
-output_t = tuple[torch.Tensor, torch.Tensor]  # outputs' own
+output_t = tuple[torch.Tensor, torch.Tensor]  # the fields of Outputs
 OUTPUTS = ("logits", "next")  # fields of Outputs, allocated and poisoned by the judge
 INOUT = ("state",)  # fields of Inputs that a call may overwrite
 OPAQUE = ("bytes", "state", "lengths", "blocks")  # fields whose bytes mean something only as a whole

@@ -1,4 +1,4 @@
-"""Least memory traffic and arithmetic of one call of the model, counted from its configuration.
+"""Count the least memory traffic and arithmetic of one call of the model, from its configuration.
 
 Whatever a call needs is read once: every linear in its format, the experts that uniform routing hits in expectation,
 the head, the tokens' rows of the tables, the caches that attention cannot do without. New entries are written once.

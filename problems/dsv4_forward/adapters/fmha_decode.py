@@ -1,6 +1,6 @@
-"""fmha_decode in the slot fmha: attention to 584-byte entries, straight from the model's pages.
+"""Compute the op fmha with a variant of fmha_decode: attention to 584-byte entries, straight from the model's pages.
 
-Each token is a sequence of its own to the kernel; a list's holes say what does not count, so lengths are full ones.
+The kernel sees each token as a separate sequence. Holes in a list say what does not count, so lengths are full ones.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from problems.common import load
+from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -18,13 +19,13 @@ PROBLEM = "fmha_decode"
 
 @dataclass(frozen=True)
 class Attention:
-    """The slot. task: the problem's; kernel: a custom_kernel of it; fmha: what is taken for calls that it does not
-    serve: activations that are not bf16, pages of another kind, no window.
+    """The op. task: the problem's; kernel: a custom_kernel of it; fallback: the op fmha that computes the calls that
+    the kernel does not serve: activations that are not bf16, pages of another kind, no window.
     """
 
     task: ModuleType
     kernel: Callable[..., object]
-    fmha: Callable[..., None]
+    fallback: Callable[..., None]
 
     def __call__(
         self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
@@ -32,7 +33,7 @@ class Attention:
     ) -> None:  # fmt: skip
         """As fmha.fmha. ValueError as the problem's task.unpack, or another scale than the problem's."""
         if q.dtype != torch.bfloat16 or not self._serves(window, window_index) or (cache and cache.kind != "entry"):
-            self.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
+            self.fallback(q, window, window_index, cache, index, sink, scale, out, lse)
             return
         if scale != self.task.SCALE:
             raise ValueError(f"scale must be {self.task.SCALE}, got {scale}")
@@ -47,7 +48,7 @@ class Attention:
         return window.kind == "entry" and window_index.numel() > 0
 
 
-def adapt(module: ModuleType, weights: ModelWeights, reference: object) -> tuple[dict[str, Callable], tuple[str, ...]]:
-    """-> the slot on `module`, a variant of the problem, and no lines. `reference` has the reference in its fmha."""
+def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> tuple[dict[str, Callable], tuple[str, ...]]:
+    """Put `module`, a variant of the problem, into the op. -> the op fmha, and no lines."""
     task = load.module(load.PROBLEMS / PROBLEM, "task")
-    return {"fmha": Attention(task, module.custom_kernel, reference.fmha)}, ()
+    return {"fmha": Attention(task, module.custom_kernel, fallback.ops.fmha)}, ()

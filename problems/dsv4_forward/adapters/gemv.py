@@ -1,21 +1,22 @@
-"""nvfp4_gemv in the slots linear and grouped_linear: NVFP4 matrices times a few tokens, codes against codes.
+"""Compute the ops linear and grouped_linear with nvfp4_gemv: NVFP4 matrices times a few tokens, codes against codes.
 
-The kernel's fp16 output knows no second scale, and with scales as checkpoints have them most outputs would overflow.
+The kernel's fp16 output has no second scale, and with scales as checkpoints have them most outputs would overflow.
 So powers of two move out of the block scales into the two second scales, which are applied in fp32 behind the kernel:
-out = c * (scale_2 * 2^weight_shift) * (input_scale * 2^input_shift). Weights give as much as is exact, bit for bit;
-what is still wanting comes from the activations, whose smallest blocks then keep fewer bits of their scales.
+out = c * (scale_2 * 2^weight_shift) * (input_scale * 2^input_shift). The weights' scales move as far as is exact, bit
+for bit. The activations' scales move the rest of the way; their smallest blocks then keep fewer bits of their scales.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from problems.common import load, nvfp4
+from problems.dsv4_forward.adapters.common import Fallback, Linears
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -29,15 +30,6 @@ MOST_INPUT_SHIFT = 9
 PADDED = 128  # rows of b in the problem's layout, of which the first is the vector
 SPACING = PADDED // TOKENS  # rows between tokens' vectors, which lie in each other's padding
 CHUNK = 2**22  # bytes of codes looked at together when a matrix is measured
-
-
-class Slots(Protocol):
-    """What is taken for calls and matrices that the kernel does not serve: the reference, or another problem's slots,
-    methods of an object that has a `name` for the report.
-    """
-
-    linear: Callable[..., None]
-    grouped_linear: Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -91,11 +83,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Gemv:
-    """The two slots. kernel: a custom_kernel of the problem; matrices: by id() of the Linear, which they keep alive."""
+    """The two ops. kernel: a custom_kernel of the problem; matrices: by id() of the Linear, which they keep alive;
+    fallback: computes the calls that the kernel does not serve.
+    """
 
     kernel: Callable[[NamedTuple], torch.Tensor]
     matrices: dict[int, Matrix]
-    reference: Slots
+    fallback: Linears
 
     def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
         """out = x w^T, as linear.linear. x: (N, k), no NaN (the kernel's scales have none); out: (N, n).
@@ -104,7 +98,7 @@ class Gemv:
         """
         matrix = self._matrix(w, len(x))
         if matrix is None:
-            self.reference.linear(x, w, out)
+            self.fallback.linear(x, w, out)
         else:
             self._multiply(matrix, x.unsqueeze(1), out.unsqueeze(1))
 
@@ -112,7 +106,7 @@ class Gemv:
         """out[:, g] = x[:, g] w[g]^T, as linear.grouped_linear. x: (N, G, k); out: (N, G, n). Else as linear."""
         matrix = self._matrix(w, len(x))
         if matrix is None:
-            self.reference.grouped_linear(x, w, out)
+            self.fallback.grouped_linear(x, w, out)
         else:
             self._multiply(matrix, x, out)
 
@@ -178,12 +172,11 @@ def make_products(l: int, m: int, device: torch.device) -> torch.Tensor:
     return torch.empty(TOKENS, l, m, dtype=torch.float16, device=device)
 
 
-def adapt(module: ModuleType, weights: ModelWeights, reference: Slots) -> tuple[dict[str, Callable], tuple[str, ...]]:
-    """-> the slots on `module`, a variant of the problem, and lines on the matrices that it does not multiply."""
+def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> tuple[dict[str, Callable], tuple[str, ...]]:
+    """Fit `module`, a variant of the problem, to the weights. -> the ops, and lines on the matrices that it leaves."""
     matrices = prepare(weights)
-    gemv = Gemv(module.custom_kernel, {id(matrix.linear): matrix for matrix in matrices}, reference)
-    other = getattr(getattr(reference.linear, "__self__", None), "name", "reference")
-    return {"linear": gemv.linear, "grouped_linear": gemv.grouped_linear}, report(matrices, other)
+    gemv = Gemv(module.custom_kernel, {id(matrix.linear): matrix for matrix in matrices}, fallback.ops)
+    return {"linear": gemv.linear, "grouped_linear": gemv.grouped_linear}, report(matrices, fallback.name)
 
 
 def report(matrices: list[Matrix], other: str = "reference") -> tuple[str, ...]:
@@ -197,25 +190,15 @@ def report(matrices: list[Matrix], other: str = "reference") -> tuple[str, ...]:
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
 def prepare(weights: ModelWeights) -> list[Matrix]:
-    """What a call needs of each NVFP4 matrix that the two slots see. Reads the weights, waits for the device; makes a
-    permuted copy of the scales, and a shifted one where they shift, and never copies codes. ValueError: a scale that
-    is NaN or negative.
+    """Prepare what a call needs of each NVFP4 matrix that the two ops receive.
+
+    Reads the weights, waits for the device; makes a permuted copy of the scales, and a shifted one where they shift,
+    and never copies codes. ValueError: a scale that is NaN or negative.
     """
     data = load.module(load.PROBLEMS / PROBLEM, "task").Data
     # Calls run one after another, so matrices of one shape share their buffers.
     vectors, products = functools.cache(make_vectors), functools.cache(make_products)
-    return [make_matrix(w, data, vectors, products) for w in linears(weights) if w.kind == "nvfp4"]
-
-
-def linears(weights: ModelWeights) -> Iterator[Linear]:
-    """Every Linear that the model gives to the slots linear and grouped_linear."""
-    blocks = [*weights.layers, *([weights.mtp.block] if weights.mtp else [])]
-    for attn in (block.attn for block in blocks):
-        yield from (attn.wq_a, attn.wq_b, attn.wkv, attn.wo_a, attn.wo_b)
-        if attn.indexer:
-            yield attn.indexer.wq_b
-    if weights.mtp:
-        yield from (weights.mtp.e_proj, weights.mtp.h_proj)
+    return [make_matrix(w, data, vectors, products) for w in weights.linears() if w.kind == "nvfp4"]
 
 
 def make_matrix(w: Linear, data: type, vectors: Callable = make_vectors, products: Callable = make_products) -> Matrix:

@@ -1,4 +1,4 @@
-"""Winners as operators of torch (torch.ops.dsv4.*), with what tracing and torch.compile need to know of them.
+"""Register the problems' winners as operators of torch (torch.ops.dsv4.*), for tracing and torch.compile.
 
 An operator takes the tensors of its problem's task.Data, writes the outputs in place and returns nothing. Weights that
 a winner may lay out anew are held beforehand, and named.
@@ -84,40 +84,40 @@ def _(
     _task("fmha_decode").unpack(data)
 
 
-_banks: dict[str, tuple[tuple, object]] = {}  # by name: task.Weights of moe_gemm, what the winner made of them
+_held: dict[str, tuple[tuple, object]] = {}  # by name: task.Weights of moe_gemm, what the winner made of them
 
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
-def hold_moe_gemm(bank: str, weights: tuple | None) -> None:
-    """Prepare task.Weights of moe_gemm with the winner for their device, for calls of moe_gemm that name `bank`, and
+def hold_moe_gemm(name: str, weights: tuple | None) -> None:
+    """Prepare task.Weights of moe_gemm with the winner for their device, for calls of moe_gemm with `name`, and
     hold them instead of those before; None: hold none. ValueError as unpack_weights says, or a device without a winner.
     """
-    _banks.pop(bank, None)
+    _held.pop(name, None)
     if weights is not None:
         _task("moe_gemm").unpack_weights(weights)
         winner = _winner("moe_gemm", weights.w13.device)
-        _banks[bank] = weights, winner.prepare(weights) if hasattr(winner, "prepare") else weights
+        _held[name] = weights, winner.prepare(weights) if hasattr(winner, "prepare") else weights
 
 
-def _moe_data(bank: str, *tensors: torch.Tensor) -> tuple[tuple, object]:
+def _moe_data(name: str, *tensors: torch.Tensor) -> tuple[tuple, object]:
     """-> task.Data with the weights as they came, and what the winner made of them."""
-    if bank not in _banks:
-        raise ValueError(f"bank must be one of {sorted(_banks)}, which are held, got {bank!r}")
-    task, (weights, prepared) = _task("moe_gemm"), _banks[bank]
+    if name not in _held:
+        raise ValueError(f"name must be one of {sorted(_held)}, which are held, got {name!r}")
+    task, (weights, prepared) = _task("moe_gemm"), _held[name]
     x, topk_ids, topk_weights, out = tensors
     return task.Data(weights, task.Inputs(x, topk_ids, topk_weights), task.Outputs(out)), prepared
 
 
 @torch.library.custom_op("dsv4::moe_gemm", mutates_args=("out",))
-def moe_gemm(bank: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-    """out = the experts' sum for x, by the winner for the device. bank: weights that hold_moe_gemm got; tensors as
-    task.Inputs and task.Outputs of moe_gemm. ValueError as task.unpack says, or no such bank.
+def moe_gemm(name: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+    """out = the experts' sum for x, by the winner for the device. name: of weights that hold_moe_gemm got; tensors as
+    task.Inputs and task.Outputs of moe_gemm. ValueError as task.unpack says, or no such name.
     """
-    data, prepared = _moe_data(bank, x, topk_ids, topk_weights, out)
+    data, prepared = _moe_data(name, x, topk_ids, topk_weights, out)
     _task("moe_gemm").unpack(data)
     _winner("moe_gemm", x.device).custom_kernel(data._replace(weights=prepared))
 
 
 @moe_gemm.register_fake
-def _(bank: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-    _task("moe_gemm").unpack(_moe_data(bank, x, topk_ids, topk_weights, out)[0])
+def _(name: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+    _task("moe_gemm").unpack(_moe_data(name, x, topk_ids, topk_weights, out)[0])

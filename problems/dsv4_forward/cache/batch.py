@@ -1,7 +1,8 @@
-"""Where each new token of a call goes and what it sees: every index that a forward pass needs, made without padding.
+"""`Batch`: every index that one forward pass needs, without padding; `Planner` makes it.
 
-Two ways to make one: `planned`, on the host, for any number of tokens a sequence, with few operations on the device;
-`recorded`, one token a sequence, from the device's lengths, which a graph can replay. Nothing waits for the device.
+A batch says where each new token is written and which entries it sees. `Planner.planned` computes it on the host, for
+any number of tokens a sequence, with few operations on the device. `Planner.recorded` computes it from the device's
+lengths, for one token a sequence, so that a graph can replay it. Neither waits for the device.
 """
 
 from collections.abc import Sequence
@@ -20,15 +21,17 @@ NEVER = -(2**30)  # added to any place in a ring it stays negative
 class Batch:
     """N new tokens of B sequences, in order; all tensors on the state's device. Ratios are those of the model's layers.
 
-    tokens, sequence (slot), owner (number of the sequence, below B), position, window_slot (where the token goes in the
-    window): int64 (N,); window_index: int32 (N, 128), the window's entries at position - 127..position, -1 before token
-    0; segments: (first of the N, count, slot) by sequence; last: int64 (B,), each sequence's last of the N; bound: the
-    host's upper bound of position + 1; rows: int32 (B, blocks), the sequences' rows of the table, as far as `bound`.
-    By ratio: emit: int64 (Em,), those of the N that may end an entry; target: int64 (Em,), where that goes in the cache
-    (into the last page, which nobody reads, if it ends none); visible: int64 (N,), entries that the token sees;
-    entries: int, the host's bound of that. hca_index: int32 (N, entries[HCA]), -1 beyond `visible`.
-    slots, and slot, int64 (B,): the sequences; advance: int64 (B,), what commit adds to their lengths; stamps: the
-    sequences' when this was planned, None if it may be replayed.
+    By token, int64 (N,): tokens; sequence, the number of its sequence in the state; owner, that of its sequence in this
+    batch, below B; position; window_target, the row of the window's pages that its key is written to. window_index:
+    int32 (N, 128), the window's rows at position - 127..position, -1 before token 0.
+    By sequence: sequences, their numbers in the state, and sequence_ids, the same as int64 (B,); segments: (first of
+    the N, count, number in the state); last: int64 (B,), the last of the N; rows: int32 (B, blocks), the rows of the
+    table, as far as `bound`; advance: int64 (B,), what commit adds to the lengths; stamps: the sequences' when this was
+    planned, None if it may be replayed. bound: the host's upper bound of position + 1.
+    By ratio: emit: int64 (Em,), those of the N that may end an entry; target: int64 (Em,), the row of the cache that
+    the entry is written to (of the last page, which is never read, if the token ends none); visible: int64 (N,),
+    entries that the token sees; entries: int, the host's bound of that. hca_index: int32 (N, entries[HCA]), -1 beyond
+    `visible`.
     """
 
     tokens: torch.Tensor
@@ -37,9 +40,9 @@ class Batch:
     position: torch.Tensor
     segments: tuple[tuple[int, int, int], ...]
     last: torch.Tensor
-    slots: tuple[int, ...]
+    sequences: tuple[int, ...]
     bound: int
-    window_slot: torch.Tensor
+    window_target: torch.Tensor
     window_index: torch.Tensor
     emit: dict[int, torch.Tensor]
     target: dict[int, torch.Tensor]
@@ -47,7 +50,7 @@ class Batch:
     entries: dict[int, int]
     hca_index: torch.Tensor | None
     rows: torch.Tensor
-    slot: torch.Tensor
+    sequence_ids: torch.Tensor
     advance: torch.Tensor
     stamps: tuple[int, ...] | None
 
@@ -66,9 +69,9 @@ class Members:
     base: int32 (N, 1), where the window of the token's sequence begins.
     """
 
-    slots: tuple[int, ...]
+    sequences: tuple[int, ...]
     segments: tuple[tuple[int, int, int], ...]
-    slot: torch.Tensor
+    sequence_ids: torch.Tensor
     advance: torch.Tensor
     sequence: torch.Tensor
     owner: torch.Tensor
@@ -77,10 +80,10 @@ class Members:
 
 
 class Planner:
-    """Makes batches over one state's `length` int64 (S,) and `table` int32 (S, blocks).
+    """Make batches over one state's `length` int64 (S,) and `table` int32 (S, blocks).
 
-    Holds constants, and the Members last used: of no more than KEPT tuples of slots and counts, so memory stays flat.
-    ring: tokens in a window; unread: the index of the page that nobody reads.
+    Holds constants, and the Members last used, at most KEPT of them, so that memory stays flat.
+    ring: tokens in a window; unread: the index of the page that is never read.
     """
 
     KEPT = 16
@@ -105,14 +108,14 @@ class Planner:
         return pinned.to(self.device, non_blocking=True)
 
     def planned(
-        self, slots: tuple[int, ...], tokens: torch.Tensor | list[int], counts: Sequence[int], lengths: Sequence[int],
-        blocks: Sequence[Sequence[int]], stamps: tuple[int, ...],
+        self, sequences: tuple[int, ...], tokens: torch.Tensor | list[int], counts: Sequence[int],
+        lengths: Sequence[int], blocks: Sequence[Sequence[int]], stamps: tuple[int, ...],
     ) -> Batch:  # fmt: skip
-        """counts[b] tokens for sequence slots[b], which has lengths[b] already, and blocks[b] for all of them.
+        """Plan counts[b] new tokens of sequences[b], which has lengths[b] already, and blocks[b] for all of them.
 
-        tokens: int64 (N,) on the device, or a list, which travels with the indices.
+        tokens: int64 (N,) on the device, or a list, which is copied there with the indices.
         """
-        who = self._members(slots, tuple(counts))
+        who = self._members(sequences, tuple(counts))
         position = [p for n, count in zip(lengths, counts, strict=True) for p in range(n, n + count)]
         bound = max(n + count for n, count in zip(lengths, counts, strict=True))
         lists: list[list[int]] = [position, [p if p < self.ring else self.ring + p % self.ring for p in position]]
@@ -124,30 +127,30 @@ class Planner:
         visible, emit, target = {}, {}, {}
         for ratio in self.ratios:
             visible[ratio], emit[ratio], target[ratio] = next(fields), next(fields), next(fields)
-        alike = len(position) == len(slots) and min(position) // HCA == bound // HCA
+        alike = len(position) == len(sequences) and min(position) // HCA == bound // HCA
         return self._batch(
             who, tokens if isinstance(tokens, torch.Tensor) else listed, where, index, visible, emit, target, bound,
             stamps, alike,
         )  # fmt: skip
 
-    def recorded(self, slots: tuple[int, ...], tokens: torch.Tensor, bound: int) -> Batch:
-        """One token each, tokens int64 (B,); nothing but `bound` depends on the host's lengths."""
-        every = self._range[: len(slots)]
-        if slots == tuple(range(slots[0], slots[0] + len(slots))):
-            slot = self._range[slots[0] : slots[0] + len(slots)]
-        else:  # no transfer: a graph would repeat it, from host memory that is somebody else's by then
-            slot = torch.stack([self._range[s] for s in slots])
-        position = self.length.index_select(0, slot)
+    def recorded(self, sequences: tuple[int, ...], tokens: torch.Tensor, bound: int) -> Batch:
+        """Plan one token of each sequence, tokens int64 (B,). Only `bound` depends on the host's lengths."""
+        every = self._range[: len(sequences)]
+        if sequences == tuple(range(sequences[0], sequences[0] + len(sequences))):
+            sequence_ids = self._range[sequences[0] : sequences[0] + len(sequences)]
+        else:  # no transfer: a graph would repeat it, from host memory that has other contents by then
+            sequence_ids = torch.stack([self._range[s] for s in sequences])
+        position = self.length.index_select(0, sequence_ids)
         after = position + 1
         visible, emit, target = {}, {}, {}
         for ratio in self.ratios:
             per_page, entry = BLOCK_TOKENS // ratio, position // ratio
-            place = self.table[slot, entry // per_page] * per_page + entry % per_page
+            place = self.table[sequence_ids, entry // per_page] * per_page + entry % per_page
             visible[ratio], emit[ratio] = after // ratio, every
             target[ratio] = torch.where(after % ratio == 0, place, self.unread * per_page)
-        segments = tuple((row, 1, s) for row, s in enumerate(slots))
-        base = (slot * self.ring).to(torch.int32).unsqueeze(1)
-        who = Members(slots, segments, slot, self._ones[: len(slots)], slot, every, every, base)
+        segments = tuple((row, 1, s) for row, s in enumerate(sequences))
+        base = (sequence_ids * self.ring).to(torch.int32).unsqueeze(1)
+        who = Members(sequences, segments, sequence_ids, self._ones[: len(sequences)], sequence_ids, every, every, base)
         index = torch.minimum(position, position % self.ring + self.ring)
         return self._batch(who, tokens, position, index, visible, emit, target, bound, None)
 
@@ -164,43 +167,43 @@ class Planner:
         window = self._index.index_select(0, index).add_(who.base).clamp_(min=-1)
         return Batch(
             tokens=tokens, sequence=who.sequence, owner=who.owner, position=position, segments=who.segments,
-            last=who.last, slots=who.slots, bound=bound, window_slot=window[:, -1].to(torch.int64),
+            last=who.last, sequences=who.sequences, bound=bound, window_target=window[:, -1].to(torch.int64),
             window_index=window, emit=emit, target=target, visible=visible,
-            entries={ratio: bound // ratio for ratio in self.ratios}, hca_index=hca, rows=rows, slot=who.slot,
-            advance=who.advance, stamps=stamps,
+            entries={ratio: bound // ratio for ratio in self.ratios}, hca_index=hca, rows=rows,
+            sequence_ids=who.sequence_ids, advance=who.advance, stamps=stamps,
         )  # fmt: skip
 
     def _rows(self, who: Members, bound: int) -> torch.Tensor:
         blocks = -(-bound // BLOCK_TOKENS)
-        if len(who.slots) == 1:
-            return self.table[who.slots[0] : who.slots[0] + 1, :blocks]
-        return self.table[:, :blocks].index_select(0, who.slot)
+        if len(who.sequences) == 1:
+            return self.table[who.sequences[0] : who.sequences[0] + 1, :blocks]
+        return self.table[:, :blocks].index_select(0, who.sequence_ids)
 
     def _hca_index(self, rows: torch.Tensor, owner: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """rows: int32 (B, entries), one entry a block, so the table itself. -> (N, entries), -1 beyond what is seen."""
         index = rows if len(rows) in (1, len(owner)) else rows[owner]
         return torch.where(self._range[: rows.shape[1]] < visible.unsqueeze(1), index, -1)
 
-    def counted(self, slots: tuple[int, ...], counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots and counts on the device, int64 (B,)."""
-        who = self._members(slots, counts)
-        return who.slot, who.advance
+    def counted(self, sequences: tuple[int, ...], counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sequences and counts on the device, int64 (B,)."""
+        who = self._members(sequences, counts)
+        return who.sequence_ids, who.advance
 
-    def _members(self, slots: tuple[int, ...], counts: tuple[int, ...]) -> Members:
-        if (found := self._kept.get((slots, counts))) is None:
+    def _members(self, sequences: tuple[int, ...], counts: tuple[int, ...]) -> Members:
+        if (found := self._kept.get((sequences, counts))) is None:
             if len(self._kept) == self.KEPT:
                 del self._kept[next(iter(self._kept))]
-            found = self._kept[slots, counts] = self._new_members(slots, counts)
+            found = self._kept[sequences, counts] = self._new_members(sequences, counts)
         return found
 
-    def _new_members(self, slots: tuple[int, ...], counts: tuple[int, ...]) -> Members:
+    def _new_members(self, sequences: tuple[int, ...], counts: tuple[int, ...]) -> Members:
         ends = list(accumulate(counts))
-        segments = tuple((end - count, count, slot) for end, count, slot in zip(ends, counts, slots, strict=True))
+        segments = tuple((end - n, n, number) for end, n, number in zip(ends, counts, sequences, strict=True))
         owner = [row for row, count in enumerate(counts) for _ in range(count)]
-        sequence = [slots[row] for row in owner]
-        last, base = [end - 1 for end in ends], [slot * self.ring for slot in sequence]
-        on = self._put_all([list(slots), list(counts), sequence, owner, last, base])
-        return Members(slots, segments, *on[:-1], on[-1].to(torch.int32).unsqueeze(1))
+        sequence = [sequences[row] for row in owner]
+        last, base = [end - 1 for end in ends], [number * self.ring for number in sequence]
+        on = self._put_all([list(sequences), list(counts), sequence, owner, last, base])
+        return Members(sequences, segments, *on[:-1], on[-1].to(torch.int32).unsqueeze(1))
 
     def _put_all(self, lists: list[list[int]]) -> tuple[torch.Tensor, ...]:
         """Each list on the device, in one transfer."""

@@ -1,4 +1,4 @@
-"""Which blocks of the paged caches are whose: a free list, reference counts and published prefixes. Host data only.
+"""`Blocks`: who holds which block of the paged caches, by reference counts; the published prefixes. Host data only.
 
 A block stands for BLOCK_TOKENS tokens in every layer at once. A sequence holds one reference to each block of its
 table, a published prefix one to each of its blocks; a block with none is free. A prefix also owns a snapshot: the place
@@ -15,7 +15,7 @@ from problems.dsv4_forward.weights.config import BLOCK_TOKENS
 
 
 class OutOfBlocks(RuntimeError):
-    """Blocks that are neither free nor held by prefixes alone are too few. `missing`: how many more are needed."""
+    """Blocks that are free or held by prefixes only are too few. `missing`: how many more are needed."""
 
     def __init__(self, wanted: int, available: int, total: int) -> None:
         self.missing = wanted - available
@@ -52,7 +52,7 @@ class Blocks:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """How many blocks neither a sequence nor a prefix holds."""
         return len(self._free)
 
     @property

@@ -1,4 +1,4 @@
-"""Paged rows of a cache, in the layouts that kernels read, written and read by index. An index is page * P + slot.
+"""`Pages`: the paged rows of a cache, in the layouts that kernels read. Row r of page p has the index p * P + r.
 
 kind   | data                            | a row of D values
 plain  | fp32 or bf16 (n_pages, P, D)    | as it is
@@ -67,8 +67,8 @@ class Pages:
             kv_pages.write(self.data, self.per_page, index, codes, scales, rope.to(torch.bfloat16))
         else:
             codes, scales = self._key_views()
-            page, slot = index // self.per_page, index % self.per_page
-            codes[page, slot], scales[page, slot] = formats.quantise_mxfp4(rows)
+            page, row = index // self.per_page, index % self.per_page
+            codes[page, row], scales[page, row] = formats.quantise_mxfp4(rows)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
         """index: int32 or int64 (...) -> fp32 (..., D), exactly what is stored. A negative index reads entry 0."""
@@ -84,8 +84,8 @@ class Pages:
             rows = self.data.view(-1, self.width).index_select(0, flat).float()
         else:
             codes, scales = self._key_views()
-            page, slot = flat // self.per_page, flat % self.per_page
-            rows = formats.dequantise_mxfp4(codes[page, slot], scales[page, slot])
+            page, row = flat // self.per_page, flat % self.per_page
+            rows = formats.dequantise_mxfp4(codes[page, row], scales[page, row])
         return rows.view(*index.shape, self.width)
 
     def _key_views(self) -> tuple[torch.Tensor, torch.Tensor]:

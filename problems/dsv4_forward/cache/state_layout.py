@@ -1,4 +1,4 @@
-"""The state's memory: which tensors it is made of, their shapes, and how they lie in one buffer of bytes.
+"""`StateLayout`: which tensors a state is made of, their shapes, and where each lies in one buffer of bytes.
 
 Everything of one kind is one tensor with an axis for the layers, so that a block or a window of all layers is copied
 by one operation; a layer's part is contiguous. S sequences, L layers (a prediction layer last), of these C with ratio 4
@@ -49,7 +49,7 @@ class LayerState:
 
 
 @dataclass(frozen=True)
-class Slab:
+class StateLayout:
     """The sizes that everything follows from. chunk is in tokens; sequences, blocks and snapshots are counts."""
 
     config: Config

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: load the released model, NVIDIA's NVFP4 variant or what transformers saves; save the first two.
+"""Load checkpoints from disk: the released model, NVIDIA's NVFP4 variant, what transformers saves; save the first two.
 
 Files are safetensors, memory-mapped, and go to the device tensor by tensor. Names and formats: checkpoint_names.py.
 """

@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of checkpoint files, and which part of which internal tensor each of theirs is.
+"""Map the tensors of checkpoint files, with name, shape and dtype, to parts of the internal tensors.
 
 Three spellings are read: DeepSeek's ("layers.0.attn.wq_a.weight"), used by NVIDIA's NVFP4 variant as well, and the two
 that transformers writes ("model.layers.0.self_attn.q_a_proj.weight"; by default a mixture of both). Dtypes are written

@@ -1,4 +1,4 @@
-"""config.json beside a checkpoint: DeepSeek's and transformers' spellings read, DeepSeek's written."""
+"""Read config.json beside a checkpoint, in DeepSeek's or transformers' spelling; write it in DeepSeek's."""
 
 import dataclasses
 import json

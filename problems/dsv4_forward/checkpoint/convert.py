@@ -1,4 +1,4 @@
-"""Weights from one number format to another, one matrix at a time."""
+"""Convert weights from one number format to another, one matrix at a time."""
 
 import math
 

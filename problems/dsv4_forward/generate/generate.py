@@ -1,4 +1,4 @@
-"""See the model run: token ids (or text, with a tokenizer) in, token ids out, with progress, tokens/s and memory.
+"""Generate tokens: token ids (or text, with a tokenizer) in, token ids out, with progress, tokens/s and memory.
 
     python problems/dsv4_forward/generate/generate.py --config tiny --prompt 1,2,3 --tokens 50
     python problems/dsv4_forward/generate/generate.py --checkpoint FOLDER --tokenizer FILE --text "Once"
@@ -70,10 +70,10 @@ def main(argv: list[str] | None = None) -> int:
         say.print(line)
     blocks = -(-(len(ids) + args.tokens + 1) // config.BLOCK_TOKENS)
     state = State(cfg, loaded.format, sequences=1, blocks=blocks, chunk=args.chunk, device=args.device)
-    model = Model(loaded, chosen.kernels)
-    slot, _ = state.open()
+    model = Model(loaded, chosen.ops)
+    sequence, _ = state.open()
     with torch.inference_mode(), _progress(say) as progress:
-        tokens, seconds = (_drafted if args.draft else _sampled)(args, model, state, slot, ids, progress)
+        tokens, seconds = (_drafted if args.draft else _sampled)(args, model, state, sequence, ids, progress)
     print(",".join(map(str, tokens)))
     if tokenizer:
         print(tokenizer.decode(tokens))
@@ -84,30 +84,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _sampled(
-    args: argparse.Namespace, model: Model, state: State, slot: int, ids: list[int], progress: Progress
+    args: argparse.Namespace, model: Model, state: State, sequence: int, ids: list[int], progress: Progress
 ) -> tuple[list[int], list[str]]:
     """-> the tokens, and lines about the time that they took."""
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-    row = torch.tensor([slot], device=args.device)
+    row = torch.tensor([sequence], device=args.device)
     bar, start = progress.add_task("prompt", total=len(ids)), time.perf_counter()
-    logits = feed(model, state, {slot: ids}, after=lambda batch, _: progress.advance(bar, len(batch.tokens)))
+    logits = feed(model, state, {sequence: ids}, after=lambda batch, _: progress.advance(bar, len(batch.tokens)))
     found: list[int] = []
     bar = progress.add_task("tokens", total=args.tokens)
     first = 0.0
     while len(found) < args.tokens:
-        position = torch.tensor([state.lengths[slot]], device=args.device)
+        position = torch.tensor([state.lengths[sequence]], device=args.device)
         found.append(int(sampler.sample(logits, row, position)))
         first = first or time.perf_counter()
         progress.advance(bar)
         if len(found) < args.tokens:
-            logits = feed(model, state, {slot: found[-1:]})
+            logits = feed(model, state, {sequence: found[-1:]})
     return found, _rates(len(ids), first - start, len(found) - 1, time.perf_counter() - first)
 
 
 def _drafted(
-    args: argparse.Namespace, model: Model, state: State, slot: int, ids: list[int], progress: Progress
+    args: argparse.Namespace, model: Model, state: State, sequence: int, ids: list[int], progress: Progress
 ) -> tuple[list[int], list[str]]:
-    speculative, start = Speculative(model, state, slot), time.perf_counter()
+    speculative, start = Speculative(model, state, sequence), time.perf_counter()
     found = [speculative.prefill(ids)]
     first = time.perf_counter()
     bar = progress.add_task("tokens", total=args.tokens, completed=1)

@@ -1,8 +1,8 @@
-"""Next-token prediction of depth 1 (MTP), and decoding with it: one token is guessed, the next pass verifies it.
+"""Predict the token after the next (MTP of depth 1), and decode with it: a pass verifies the guess of the one before.
 
-The lanes of the main model at position t go in with token t + 1, and out comes a guess of token t + 2. The block keeps
-a window of its own, at the main model's positions. Guesses are accepted only where they equal what the main model
-says, so the tokens are those of plain greedy decoding. Source: DeepSeek-V3's practice and vLLM's, as README.md says.
+`draft` takes the hc copies of the main model at position t and token t + 1, and guesses token t + 2. Its block has a
+separate window, at the main model's positions. A guess is accepted only where it equals what the main model says, so
+the tokens are those of plain greedy decoding. Source: DeepSeek-V3's practice and vLLM's, as README.md says.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,11 @@ from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights.config import SWA
 
 
-def draft(model: Model, batch: Batch, state: State, lanes: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """lanes (N, n, d): the main model's at the batch's tokens; following int64 (N,): the token after each.
-    -> logits fp32 (N, vocab) of the token after that. Writes the block's own window. ValueError: no such block.
+def draft(model: Model, batch: Batch, state: State, copies: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Guess the token after the next. -> logits fp32 (N, vocab). Writes the window of the prediction layer's block.
+
+    copies (N, n, d): the main model's at the batch's tokens; following int64 (N,): the token after each. ValueError:
+    the model has no prediction layer.
     """
     w = model.weights.mtp
     if w is None:
@@ -27,8 +29,8 @@ def draft(model: Model, batch: Batch, state: State, lanes: torch.Tensor, followi
     embedding = model.weights.embed[following].to(model.dtype)
     embedding = torch.where(batch.position.unsqueeze(1) == 0, 0, embedding)
     token = ctx.linear(ctx.norm(embedding, w.enorm), w.e_proj)
-    count, n, d = lanes.shape
-    before = ctx.linear(ctx.norm(lanes, w.hnorm).view(count * n, d), w.h_proj).view(count, n, d)
+    count, n, d = copies.shape
+    before = ctx.linear(ctx.norm(copies, w.hnorm).view(count * n, d), w.h_proj).view(count, n, d)
     mixed = model.block("mtp.0", before + token.unsqueeze(1), w.block, state.mtp, tables[SWA], ctx)
     return model.logits(mixed, w.hc_head, w.norm, ctx)
 
@@ -44,8 +46,8 @@ class Step:
 class Speculative:
     """Greedy decoding of one sequence, a guess ahead. Host synchronisation: once a pass, to compare the guess."""
 
-    def __init__(self, model: Model, state: State, slot: int) -> None:
-        self.model, self.state, self.slot = model, state, slot
+    def __init__(self, model: Model, state: State, sequence: int) -> None:
+        self.model, self.state, self.sequence = model, state, sequence
         self._token = self._guess = 0
 
     def prefill(self, tokens: Sequence[int]) -> int:
@@ -55,31 +57,31 @@ class Speculative:
         step = self.state.chunk
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
-            batch = self.state.plan({self.slot: part})
+            batch = self.state.plan({self.sequence: part})
             out = self.model.forward(batch, self.state)
             self._token = int(out.logits[0].argmax())
             following = [*tokens[start + 1 : start + step + 1]]
             following += [self._token] * (len(part) - len(following))
-            self._draft(batch, out.lanes, following, len(part) - 1)
+            self._draft(batch, out.copies, following, len(part) - 1)
             self.state.commit(batch)
         return self._token
 
     def steps(self) -> Iterator[Step]:
         """Passes without end. Each feeds the last token and the guess of the next."""
         while True:
-            length = self.state.lengths[self.slot]
-            batch = self.state.plan({self.slot: [self._token, self._guess]})
+            length = self.state.lengths[self.sequence]
+            batch = self.state.plan({self.sequence: [self._token, self._guess]})
             out = self.model.forward(batch, self.state, every=True)
             first, second = out.logits.argmax(-1).tolist()
             accepted = first == self._guess
             tokens = (first, second) if accepted else (first,)
-            self._draft(batch, out.lanes, [first, second], int(accepted))
+            self._draft(batch, out.copies, [first, second], int(accepted))
             self.state.commit(batch)
             if not accepted:  # what was written for the wrong guess is written again before it is read
-                self.state.rewind(self.slot, length + 1)
+                self.state.rewind(self.sequence, length + 1)
             self._token = tokens[-1]
             yield Step(tokens, accepted)
 
-    def _draft(self, batch: Batch, lanes: torch.Tensor, following: Sequence[int], row: int) -> None:
-        after = torch.tensor(following, dtype=torch.int64, device=lanes.device)
-        self._guess = int(draft(self.model, batch, self.state, lanes, after)[row].argmax())
+    def _draft(self, batch: Batch, copies: torch.Tensor, following: Sequence[int], row: int) -> None:
+        after = torch.tensor(following, dtype=torch.int64, device=copies.device)
+        self._guess = int(draft(self.model, batch, self.state, copies, after)[row].argmax())

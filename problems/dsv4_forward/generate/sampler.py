@@ -1,8 +1,8 @@
-"""From logits to tokens: greedy, or a draw at a temperature among the top k or the top p of probability.
+"""`Sampler`: choose tokens from logits, greedily or by a draw at a temperature among the top k or top p.
 
 A draw is an exponential race: the token with the largest probability / Exp(1) wins, which happens with its probability.
 The noise of a token comes from a counter-based generator (Philox 4x32-10, Salmon et al., SC 2011) and depends on the
-seed, the sequence, the position and the token alone: a batch's other sequences, the device and the chunking of a
+seed, the sequence, the position and the token only: a batch's other sequences, the device and the chunking of a
 prompt do not change what is drawn. Source: section 14 of README.md's account of DeepSeek's generate.py, which has
 neither top k nor top p.
 """

@@ -1,14 +1,14 @@
 // The small steps around the matrix products, one or two launches each: RMSNorm, rotation, mHC mixing.
 //
 // All arithmetic is fp32; activations are T, bf16 or fp32, and each output is rounded once. The formulas are those of
-// norm.py, rope.py and mhc.py. Every launcher returns the CUDA error of its launch.
+// torch_ops/norm.py, rope.py and mhc.py. Every launcher returns the CUDA error of its launch.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 namespace {
 
-constexpr int LANES = 4;                         // n: residual copies
-constexpr int ROWS = (2 + LANES) * LANES;        // of a mixing matrix: pre, post, combination
+constexpr int HC_MULT = 4;                     // n: copies of the residual
+constexpr int ROWS = (2 + HC_MULT) * HC_MULT;  // of a mixing matrix: pre, post, combination
 constexpr int THREADS = 256;
 constexpr unsigned ALL = 0xffffffffu;
 
@@ -63,11 +63,11 @@ __global__ void rotate_kernel(T* x, const float* cosine, const float* sine, long
     store(p + 1, a * s + b * c);
 }
 
-// Block (r, token): row r of fn times the token's lanes, width values; r == rows: the sum of their squares.
+// Block (r, token): row r of fn times the token's copies, width values; r == rows: the sum of their squares.
 template <typename T>
-__global__ void mix_kernel(const T* lanes, const float* fn, float* mixed, int rows, int width) {
+__global__ void mix_kernel(const T* copies, const float* fn, float* mixed, int rows, int width) {
     const int row = blockIdx.x;
-    const T* x = lanes + static_cast<long long>(blockIdx.y) * width;
+    const T* x = copies + static_cast<long long>(blockIdx.y) * width;
     float sum = 0.0f;
     for (int i = threadIdx.x; i < width; i += THREADS) {
         const float value = load(x + i);
@@ -99,47 +99,47 @@ __device__ float sinkhorn(float logit, int iterations, float eps) {
     return m;
 }
 
-// Block (part, token): THREADS values of u = sum_j pre_j lanes_j; the first block of a token also makes post and comb.
+// Block (part, token): THREADS values of u = sum_j pre_j copies_j; the first block of a token also makes post and comb.
 // mixed: rows + 1 a token, from mix_kernel. post null: the head, which has pre alone.
 template <typename T>
-__global__ void collapse_kernel(const T* lanes, const float* mixed, const float* base, const float* scale, T* out,
+__global__ void collapse_kernel(const T* copies, const float* mixed, const float* base, const float* scale, T* out,
                                 float* post, float* comb, int rows, int d, float norm_eps, float eps, int iterations) {
     const long long token = blockIdx.y;
     const float* z = mixed + token * (rows + 1);
-    const float inverse = rsqrtf(z[rows] / (LANES * d) + norm_eps);
-    float pre[LANES];
-    for (int j = 0; j < LANES; j++) pre[j] = sigmoid(z[j] * inverse * scale[0] + base[j]) + eps;
+    const float inverse = rsqrtf(z[rows] / (HC_MULT * d) + norm_eps);
+    float pre[HC_MULT];
+    for (int j = 0; j < HC_MULT; j++) pre[j] = sigmoid(z[j] * inverse * scale[0] + base[j]) + eps;
     const int i = blockIdx.x * THREADS + threadIdx.x;
     if (i < d) {
-        const T* x = lanes + token * LANES * d + i;
+        const T* x = copies + token * HC_MULT * d + i;
         float sum = 0.0f;
-        for (int j = 0; j < LANES; j++) sum += pre[j] * load(x + static_cast<long long>(j) * d);
+        for (int j = 0; j < HC_MULT; j++) sum += pre[j] * load(x + static_cast<long long>(j) * d);
         store(out + token * d + i, sum);
     }
     if (post == nullptr || blockIdx.x != 0 || threadIdx.x >= 32) return;
-    const int lane = threadIdx.x % (LANES * LANES);  // the warp's upper half repeats the lower
-    const float m = sinkhorn(z[2 * LANES + lane] * inverse * scale[2] + base[2 * LANES + lane], iterations, eps);
-    if (threadIdx.x < LANES * LANES) comb[token * LANES * LANES + lane] = m;
-    if (threadIdx.x < LANES) {
-        const int k = LANES + lane;
-        post[token * LANES + lane] = 2.0f * sigmoid(z[k] * inverse * scale[1] + base[k]);
+    const int lane = threadIdx.x % (HC_MULT * HC_MULT);  // the warp's upper half repeats the lower
+    const float m = sinkhorn(z[2 * HC_MULT + lane] * inverse * scale[2] + base[2 * HC_MULT + lane], iterations, eps);
+    if (threadIdx.x < HC_MULT * HC_MULT) comb[token * HC_MULT * HC_MULT + lane] = m;
+    if (threadIdx.x < HC_MULT) {
+        const int k = HC_MULT + lane;
+        post[token * HC_MULT + lane] = 2.0f * sigmoid(z[k] * inverse * scale[1] + base[k]);
     }
 }
 
-// A thread a value of y: out_k = post_k y + sum_j comb_jk lanes_j.
+// A thread a value of y: out_k = post_k y + sum_j comb_jk copies_j.
 template <typename T>
-__global__ void spread_kernel(const T* y, const T* lanes, const float* post, const float* comb, T* out, int d) {
+__global__ void spread_kernel(const T* y, const T* copies, const float* post, const float* comb, T* out, int d) {
     const long long token = blockIdx.y;
     const int i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= d) return;
-    const T* x = lanes + token * LANES * d + i;
+    const T* x = copies + token * HC_MULT * d + i;
     const float value = load(y + token * d + i);
-    float lane[LANES];
-    for (int j = 0; j < LANES; j++) lane[j] = load(x + static_cast<long long>(j) * d);
-    for (int k = 0; k < LANES; k++) {
-        float sum = post[token * LANES + k] * value;
-        for (int j = 0; j < LANES; j++) sum += comb[token * LANES * LANES + j * LANES + k] * lane[j];
-        store(out + token * LANES * d + static_cast<long long>(k) * d + i, sum);
+    float copy[HC_MULT];
+    for (int j = 0; j < HC_MULT; j++) copy[j] = load(x + static_cast<long long>(j) * d);
+    for (int k = 0; k < HC_MULT; k++) {
+        float sum = post[token * HC_MULT + k] * value;
+        for (int j = 0; j < HC_MULT; j++) sum += comb[token * HC_MULT * HC_MULT + j * HC_MULT + k] * copy[j];
+        store(out + token * HC_MULT * d + static_cast<long long>(k) * d + i, sum);
     }
 }
 
@@ -159,20 +159,21 @@ int rotate(void* x, const float* cosine, const float* sine, long long vectors, i
 }
 
 template <typename T>
-int read_lanes(const void* lanes, const float* fn, const float* base, const float* scale, float* mixed, void* out,
+int read_copies(const void* copies, const float* fn, const float* base, const float* scale, float* mixed, void* out,
                float* post, float* comb, int tokens, int d, float norm_eps, float eps, int iterations) {
-    const int rows = post ? ROWS : LANES;
-    const T* x = static_cast<const T*>(lanes);
-    mix_kernel<<<dim3(rows + 1, tokens), THREADS>>>(x, fn, mixed, rows, LANES * d);
+    const int rows = post ? ROWS : HC_MULT;
+    const T* x = static_cast<const T*>(copies);
+    mix_kernel<<<dim3(rows + 1, tokens), THREADS>>>(x, fn, mixed, rows, HC_MULT * d);
     collapse_kernel<<<dim3((d + THREADS - 1) / THREADS, tokens), THREADS>>>(
         x, mixed, base, scale, static_cast<T*>(out), post, comb, rows, d, norm_eps, eps, iterations);
     return cudaGetLastError();
 }
 
 template <typename T>
-int write_lanes(const void* y, const void* lanes, const float* post, const float* comb, void* out, int tokens, int d) {
+int write_copies(const void* y, const void* copies, const float* post, const float* comb, void* out, int tokens,
+                 int d) {
     spread_kernel<<<dim3((d + THREADS - 1) / THREADS, tokens), THREADS>>>(
-        static_cast<const T*>(y), static_cast<const T*>(lanes), post, comb, static_cast<T*>(out), d);
+        static_cast<const T*>(y), static_cast<const T*>(copies), post, comb, static_cast<T*>(out), d);
     return cudaGetLastError();
 }
 
@@ -188,14 +189,14 @@ extern "C" int launch_rotate(void* x, const float* cosine, const float* sine, lo
     return (bf16 ? rotate<__nv_bfloat16> : rotate<float>)(x, cosine, sine, vectors, each, d, half, sign);
 }
 
-extern "C" int launch_read_lanes(const void* lanes, const float* fn, const float* base, const float* scale,
+extern "C" int launch_read_copies(const void* copies, const float* fn, const float* base, const float* scale,
                                  float* mixed, void* out, float* post, float* comb, int tokens, int d, float norm_eps,
                                  float eps, int iterations, int bf16) {
-    return (bf16 ? read_lanes<__nv_bfloat16> : read_lanes<float>)(lanes, fn, base, scale, mixed, out, post, comb, tokens,
-                                                                  d, norm_eps, eps, iterations);
+    return (bf16 ? read_copies<__nv_bfloat16> : read_copies<float>)(copies, fn, base, scale, mixed, out, post, comb,
+                                                                    tokens, d, norm_eps, eps, iterations);
 }
 
-extern "C" int launch_write_lanes(const void* y, const void* lanes, const float* post, const float* comb, void* out,
+extern "C" int launch_write_copies(const void* y, const void* copies, const float* post, const float* comb, void* out,
                                   int tokens, int d, int bf16) {
-    return (bf16 ? write_lanes<__nv_bfloat16> : write_lanes<float>)(y, lanes, post, comb, out, tokens, d);
+    return (bf16 ? write_copies<__nv_bfloat16> : write_copies<float>)(y, copies, post, comb, out, tokens, d);
 }

@@ -1,7 +1,8 @@
-"""This folder's own CUDA kernels for the steps between matrix products: RMSNorm, rotation, and the mixing of the lanes.
+"""Compute the steps between matrix products in CUDA: RMSNorm, rotation, and the mixing of the hc copies.
 
-In torch each is a chain of small operations, 80 launches for Sinkhorn alone; here one or two. Same interfaces and
-formulas as norm.py, rope.py and mhc.py; activations are all bf16 or all fp32, contiguous, with 4 lanes.
+In torch each step is a chain of small operations, 80 launches for Sinkhorn only; here it is one or two launches. The
+interfaces and formulas are those of torch_ops/norm.py, rope.py and mhc.py. Activations are all bf16 or all fp32,
+contiguous, with 4 copies.
 """
 
 from collections.abc import Callable
@@ -14,18 +15,18 @@ from problems.common import build
 from problems.dsv4_forward.weights.config import Config
 
 TARGETS = ("sm90", "sm100")
-SLOTS = ("rms_norm", "rotate", "mhc_pre", "mhc_post", "mhc_head")
+OPS = ("rms_norm", "rotate", "mhc_pre", "mhc_post", "mhc_head")
 SOURCE = Path(__file__).with_suffix(".cu")
-LANES = 4
+HC_MULT = 4
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU."""
+    """Compile for `target`, without a GPU."""
     return [build.cuda(SOURCE, target)]
 
 
-def slots(target: str) -> dict[str, Callable[..., None]]:
-    """The kernels by slot, built and loaded now: under build.capturable() for a graph. BuildError as build.cuda."""
+def ops(target: str) -> dict[str, Callable[..., None]]:
+    """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
     made = Fused(build.cuda(SOURCE, target))
     return {
         "rms_norm": made.rms_norm, "rotate": made.rotate, "mhc_pre": made.mhc_pre, "mhc_post": made.mhc_post,
@@ -34,7 +35,7 @@ def slots(target: str) -> dict[str, Callable[..., None]]:
 
 
 class Fused:
-    """The slots on one build. ValueError, in each: mixed dtypes, or a tensor that is not contiguous."""
+    """The ops on one build. ValueError, in each: mixed dtypes, or a tensor that is not contiguous."""
 
     def __init__(self, built: build.Artefact) -> None:
         pointers = [c_void_p] * 10
@@ -43,12 +44,12 @@ class Fused:
             "launch_rotate", *pointers[:3], c_longlong, c_int, c_int, c_int, c_float, c_int
         )  # fmt: skip
         self._read = built.function(
-            "launch_read_lanes", *pointers[:8], c_int, c_int, c_float, c_float, c_int, c_int
+            "launch_read_copies", *pointers[:8], c_int, c_int, c_float, c_float, c_int, c_int
         )  # fmt: skip
-        self._write = built.function("launch_write_lanes", *pointers[:5], c_int, c_int, c_int)
+        self._write = built.function("launch_write_copies", *pointers[:5], c_int, c_int, c_int)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
-        """As norm.rms_norm; weight of the dtype of x."""
+        """Compute torch_ops norm.rms_norm; weight of the dtype of x."""
         bf16 = _bf16(x, out, *(() if weight is None else (weight,)))
         d = x.shape[-1]
         code = self._norm(
@@ -59,7 +60,7 @@ class Fused:
     def rotate(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, inverse: bool = False
     ) -> None:
-        """As rope.rotate."""
+        """Compute torch_ops rope.rotate."""
         bf16 = _bf16(x, out)
         if out is not x:
             out.copy_(x)
@@ -72,44 +73,44 @@ class Fused:
         build.check(code, "rotate")
 
     def mhc_pre(
-        self, lanes: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
+        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
         out: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
     ) -> None:  # fmt: skip
-        """As mhc.pre."""
-        self._read_lanes(lanes, fn, base, scale, cfg, out, post.data_ptr(), comb.data_ptr())
+        """Compute torch_ops mhc.pre."""
+        self._read_copies(copies, fn, base, scale, cfg, out, post.data_ptr(), comb.data_ptr())
 
     def mhc_head(
-        self, lanes: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
+        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """As mhc.head."""
-        self._read_lanes(lanes, fn, base, scale, cfg, out, None, None)
+        """Compute torch_ops mhc.head."""
+        self._read_copies(copies, fn, base, scale, cfg, out, None, None)
 
     def mhc_post(
-        self, y: torch.Tensor, lanes: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor
+        self, y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """As mhc.post."""
-        bf16 = _bf16(y, lanes, out)
-        tokens, n, d = _lanes(lanes)
-        pointers = (t.data_ptr() for t in (y, lanes, post, comb, out))
+        """Compute torch_ops mhc.post."""
+        bf16 = _bf16(y, copies, out)
+        tokens, n, d = _shape(copies)
+        pointers = (t.data_ptr() for t in (y, copies, post, comb, out))
         build.check(self._write(*pointers, tokens, d, bf16), "mhc_post")
 
-    def _read_lanes(
-        self, lanes: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
+    def _read_copies(
+        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
         out: torch.Tensor, post: int | None, comb: int | None,
     ) -> None:  # fmt: skip
-        bf16 = _bf16(lanes, out)
-        tokens, n, d = _lanes(lanes)
-        mixed = torch.empty(tokens, len(fn) + 1, dtype=torch.float32, device=lanes.device)
-        pointers = (t.data_ptr() for t in (lanes, fn, base, scale, mixed, out))
+        bf16 = _bf16(copies, out)
+        tokens, n, d = _shape(copies)
+        mixed = torch.empty(tokens, len(fn) + 1, dtype=torch.float32, device=copies.device)
+        pointers = (t.data_ptr() for t in (copies, fn, base, scale, mixed, out))
         code = self._read(*pointers, post, comb, tokens, d, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters, bf16)
         build.check(code, "mhc_pre" if post else "mhc_head")
 
 
-def _lanes(lanes: torch.Tensor) -> torch.Size:
-    if lanes.dim() != 3 or lanes.shape[1] != LANES:
-        raise ValueError(f"lanes must be (N, {LANES}, d), got {tuple(lanes.shape)}")
-    return lanes.shape
+def _shape(copies: torch.Tensor) -> torch.Size:
+    if copies.dim() != 3 or copies.shape[1] != HC_MULT:
+        raise ValueError(f"copies must be (N, {HC_MULT}, d), got {tuple(copies.shape)}")
+    return copies.shape
 
 
 def _bf16(*tensors: torch.Tensor) -> int:

@@ -1,9 +1,9 @@
-"""Compressed entries: windows of `ratio` tokens pooled into one vector, by a softmax over the tokens in each channel.
+"""Pool windows of `ratio` tokens into compressed entries, by a softmax over the tokens in each channel.
 
-CSA (ratio 4) overlaps: an entry pools the first D channels of the window before and the last D of its own, 8 rows in
-all. HCA (ratio 128) pools its own 128 rows. Uncompressed rows wait in a ring, addressed by position, so that chunks may
-begin and end anywhere and going back is a change of position only. Source: sections 8 and 16 of README.md's account of
-DeepSeek's model.py; the ring is that of vLLM's sliding-window state cache.
+CSA (ratio 4) overlaps: an entry pools the first D channels of the window before it and the last D of its window, 8 rows
+in all. HCA (ratio 128) pools the 128 rows of its window. Uncompressed rows wait in a ring, addressed by position, so
+that chunks may begin and end anywhere and going back is a change of position only. Source: sections 8 and 16 of
+README.md's account of DeepSeek's model.py; the ring is that of vLLM's sliding-window state cache.
 """
 
 import torch
@@ -34,19 +34,19 @@ def compress(
     last = position[emit].unsqueeze(1)
     pooled = _pool(tail, sequence[emit].unsqueeze(1), last, ratio, out.shape[1])
     norm.rms_norm(pooled.to(dtype), norm_weight, eps, out)
-    cos, sin = rope.angles(last.squeeze(1) - (ratio - 1), freqs)  # an entry stands at its own window's first token
+    cos, sin = rope.angles(last.squeeze(1) - (ratio - 1), freqs)  # of the first token of the entry's window
     rope.rotate(out, cos, sin, out)
 
 
 def _store(
     projected: torch.Tensor, ape: torch.Tensor, position: torch.Tensor, sequence: torch.Tensor, tail: torch.Tensor
 ) -> None:
-    """Rows of N tokens into the ring; ape goes by absolute position, so that it does not depend on the chunk."""
+    """Rows of N tokens into the ring; ape depends on the absolute position, not on the chunk."""
     size, width = tail.shape[1], tail.shape[3]
-    slot = torch.add(position % size, sequence, alpha=size)
+    place = torch.add(position % size, sequence, alpha=size)
     rows = tail.view(-1, 2, width)
-    rows[:, 0].index_copy_(0, slot, projected[:, :width])
-    rows[:, 1].index_copy_(0, slot, projected[:, width:] + ape[position % len(ape)])
+    rows[:, 0].index_copy_(0, place, projected[:, :width])
+    rows[:, 1].index_copy_(0, place, projected[:, width:] + ape[position % len(ape)])
 
 
 def _pool(tail: torch.Tensor, sequence: torch.Tensor, last: torch.Tensor, ratio: int, width: int) -> torch.Tensor:
@@ -57,8 +57,8 @@ def _pool(tail: torch.Tensor, sequence: torch.Tensor, last: torch.Tensor, ratio:
     token = last - (halves * ratio - 1) + row
     # Before token 0 there is nothing: weight 0. Token 0's own row stands in, for it is the sequence's and finite.
     absent = (token < 0).unsqueeze(2)
-    slot = torch.add(token.clamp_(min=0).remainder_(size), sequence, alpha=size)
-    cell = torch.add(row // ratio, slot, alpha=2 * halves)  # the window before: first half; its own: second
+    place = torch.add(token.clamp_(min=0).remainder_(size), sequence, alpha=size)
+    cell = torch.add(row // ratio, place, alpha=2 * halves)  # the window before: first half; the entry's: second
     weight = cells[cell + halves].masked_fill_(absent, -torch.inf).softmax(1)
     return cells[cell].mul_(weight).sum(1)
 

@@ -1,7 +1,8 @@
-"""The feed-forward part of a block: the K routed experts of each token, and the expert that all share.
+"""Compute the feed-forward part of a block: the K routed experts of each token, and the expert that all share.
 
-Sizes: N tokens, d hidden, E experts, K of them a token, I width of an expert. Source: section 13 of README.md's account
-of DeepSeek's model.py. The gate's rows of w13 come first, then those of the up projection.
+A token-expert pair is one token and one of its K experts. Sizes: N tokens, d hidden, E experts, K of them a token, I
+width of an expert. Source: section 13 of README.md's account of DeepSeek's model.py. The gate's rows of w13 come first,
+then those of the up projection.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ GATHERED = 8  # tokens whose experts' weights are held at once, dequantised: 0.8
 
 
 @dataclass(frozen=True)
-class Bank:
+class ExpertWeights:
     """Experts' weights, w13: (E, 2 I, d), w2: (E, d, I), and the clamp between them."""
 
     w13: Linear
@@ -42,11 +43,12 @@ class Bank:
 def experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, limit: float, out: torch.Tensor
 ) -> None:
-    """out = sum over slots k of w2_e (weights_k * silu(min(gate, limit)) * clip(up, -limit, limit)), e = ids_k.
+    """Add up each token's experts: out = sum over k of w2_e (weights_k * silu(min(gate, limit)) * clip(up, -limit,
+    limit)), with e = ids_k.
 
     x: fp32 or bf16 (N, d). ids: int32 (N, K), weights: fp32 (N, K), from the router. w13: (E, 2 I, d), w2: (E, d, I).
     out: fp32 or bf16 (N, d). The routing weight acts before w2, and before what w2's format does to its input. Products
-    and the sum over slots 0 .. K - 1, in that order, are fp32; the input of w2 is rounded to x's dtype, `out` once.
+    and the sum over k = 0 .. K - 1, in that order, are fp32; the input of w2 is rounded to x's dtype, `out` once.
     On CUDA nothing waits for the device, so that ids are not checked there.
     ValueError: a shape or dtype is not that, or on the CPU an id.
     """
@@ -56,73 +58,78 @@ def experts(
             raise ValueError(f"{name} must be {dtype} ({len(x)}, K), got {given.dtype} {tuple(given.shape)}")
     if weights.shape != ids.shape:
         raise ValueError(f"weights must be of the shape of ids, {tuple(ids.shape)}, got {tuple(weights.shape)}")
-    bank = Bank(w13, w2, limit)
+    held = ExpertWeights(w13, w2, limit)
     if x.device.type == "cpu":
         way = by_hit
     else:
-        way = by_slot if ids.numel() < bank.size else by_expert
+        way = by_pair if ids.numel() < held.size else by_expert
     parts = torch.empty(*ids.shape, w2.n, dtype=torch.float32, device=x.device)
-    way(x, ids, weights, bank, parts)
+    way(x, ids, weights, held, parts)
     total = parts[:, 0]
-    for slot in range(1, ids.shape[1]):
-        total.add_(parts[:, slot])
+    for k in range(1, ids.shape[1]):
+        total.add_(parts[:, k])
     out.copy_(total)
 
 
 def shared(x: torch.Tensor, w13: Linear, w2: Linear, limit: float, out: torch.Tensor) -> None:
-    """The expert of every token: out = w2 (silu(min(gate, limit)) * clip(up, -limit, limit)), no routing weight.
+    """Compute the expert of every token: out = w2 (silu(min(gate, limit)) * clip(up, -limit, limit)), no routing
+    weight.
 
     x: fp32 or bf16 (N, d). w13: (1, 2 I, d), w2: (1, d, I). out: fp32 or bf16 (N, d). Rounding as in `experts`.
     ValueError: a shape is not that.
     """
     _check(x, w13, w2, out)
-    bank = Bank(w13, w2, limit)
-    if bank.size != 1:
-        raise ValueError(f"w13 must hold one expert, got {bank.size}")
+    held = ExpertWeights(w13, w2, limit)
+    if held.size != 1:
+        raise ValueError(f"w13 must hold one expert, got {held.size}")
     total = torch.empty(out.shape, dtype=torch.float32, device=x.device)
-    bank.one(0, x, None, total)
+    held.one(0, x, None, total)
     out.copy_(total)
 
 
-def by_hit(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bank: Bank, parts: torch.Tensor) -> None:
-    """Fill parts, fp32 (N, K, d), with each slot's output: a loop over the experts that some token has. Reads ids on
-    the host, which is free on the CPU alone.
+def by_hit(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, held: ExpertWeights, parts: torch.Tensor) -> None:
+    """Fill parts, fp32 (N, K, d), with each pair's output: a loop over the experts that some token has. Reads ids on
+    the host, which is free on the CPU only.
     """
-    slots = ids.shape[1]
+    per_token = ids.shape[1]
     pairs: dict[int, list[int]] = {}
     for pair, expert in enumerate(ids.flatten().tolist()):
         pairs.setdefault(expert, []).append(pair)
-    if pairs and not 0 <= min(pairs) <= max(pairs) < bank.size:
-        raise ValueError(f"ids must be 0 .. {bank.size - 1}, got {min(pairs)} .. {max(pairs)}")
+    if pairs and not 0 <= min(pairs) <= max(pairs) < held.size:
+        raise ValueError(f"ids must be 0 .. {held.size - 1}, got {min(pairs)} .. {max(pairs)}")
     flat = parts.view(-1, parts.shape[2])
     for expert, mine in pairs.items():
         rows = torch.tensor(mine)
         got = torch.empty(len(mine), flat.shape[1], dtype=torch.float32)
-        bank.one(expert, x[rows // slots], weights.flatten()[rows], got)
+        held.one(expert, x[rows // per_token], weights.flatten()[rows], got)
         flat[rows] = got
 
 
-def by_slot(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bank: Bank, parts: torch.Tensor) -> None:
-    """Fill parts, fp32 (N, K, d), gathering the weights of each token's expert: for fewer slots than experts."""
+def by_pair(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, held: ExpertWeights, parts: torch.Tensor
+) -> None:
+    """Fill parts, fp32 (N, K, d), gathering the weights of each pair's expert: for fewer pairs than experts."""
     for start in range(0, len(x), GATHERED):
         some = slice(start, start + GATHERED)
-        for slot in range(ids.shape[1]):
-            parts[some, slot] = bank.each(ids[some, slot].long(), x[some], weights[some, slot])
+        for k in range(ids.shape[1]):
+            parts[some, k] = held.each(ids[some, k].long(), x[some], weights[some, k])
 
 
-def by_expert(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bank: Bank, parts: torch.Tensor) -> None:
+def by_expert(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, held: ExpertWeights, parts: torch.Tensor
+) -> None:
     """Fill parts, fp32 (N, K, d): every expert takes every token, with weight 0 (hence output 0) where it is not
-    chosen. For many tokens, of which every expert gets some. An expert in two slots of a token counts in the first,
+    chosen. For many tokens, of which every expert gets some. An expert that a token has twice counts in the first pair,
     with both weights.
     """
-    every = torch.arange(bank.size, device=ids.device)
+    every = torch.arange(held.size, device=ids.device)
     hit = ids.unsqueeze(1) == every.unsqueeze(1)  # (N, E, K)
     gates = (hit * weights.unsqueeze(1)).sum(2)
-    first = hit.int().argmax(2)  # slot 0 where there is none: the 0 output is added there
+    first = hit.int().argmax(2)  # k = 0 where there is none: the 0 output is added there
     got = torch.empty(len(x), parts.shape[2], dtype=torch.float32, device=x.device)
     parts.zero_()
-    for expert in range(bank.size):
-        bank.one(expert, x, gates[:, expert], got)
+    for expert in range(held.size):
+        held.one(expert, x, gates[:, expert], got)
         where = first[:, expert].view(-1, 1, 1).expand(-1, 1, parts.shape[2])
         parts.scatter_add_(1, where, got.unsqueeze(1))
 

@@ -1,4 +1,4 @@
-"""Attention of all heads to a window and to chosen compressed entries, each vector being key and value at once.
+"""Attend with all heads to a window and to chosen compressed entries; each entry is key and value at once.
 
 Source: section 10 of README.md's account of DeepSeek's kernel.py (sparse_attn), with FlashMLA's two caches.
 """
@@ -15,13 +15,14 @@ def fmha(
     q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None, index: torch.Tensor | None,
     sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
 ) -> None:  # fmt: skip
-    """out = sum_j p_j c_j with p_j = exp(a_j) / (sum_j exp(a_j) + exp(sink)), a_j = scale * q . c_j, for every head.
+    """Write out = sum_j p_j c_j with p_j = exp(a_j) / (sum_j exp(a_j) + exp(sink)), a_j = scale * q . c_j, for every
+    head.
 
     q: (B, S, H, D) fp32 or bf16; the c_j of a query are the rows window_index (int32 (B, S, nw)) of `window` and the
     rows index (int32 (B, S, ne)) of `cache`, both None where there is none; -1 is skipped, anywhere, and what the pages
     hold elsewhere never counts. sink: fp32 (H,), -inf for none. out: (B, S, H, D), rounded once from fp32;
     lse: fp32 (B, S, H), natural logarithm of sum_j exp(a_j), without the sink. Without a single c_j, out is 0 and lse
-    is +inf. Probabilities stay fp32. ValueError: a shape or dtype, or one of cache and index alone.
+    is +inf. Probabilities stay fp32. ValueError: a shape or dtype, or only one of cache and index.
     """
     batch, tokens, heads, width = q.shape
     rows = batch * tokens

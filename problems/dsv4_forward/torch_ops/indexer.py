@@ -1,4 +1,4 @@
-"""The lightning indexer: score every compressed entry of a sequence for every query, keep the best k.
+"""Score every compressed entry of a sequence for every query, and keep the best k: the lightning indexer.
 
 One key an entry is shared by all index heads. Source: section 9 of README.md's account of DeepSeek's
 model.py.
@@ -15,7 +15,7 @@ LOWEST = -(2**63)
 def index_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: Pages, table: torch.Tensor, entries: int, out: torch.Tensor
 ) -> None:
-    """out[b, s, i] = sum_h weights[b, s, h] * relu(q[b, s, h] . key_i of row b), in fp32, for i < entries.
+    """Write out[b, s, i] = sum_h weights[b, s, h] * relu(q[b, s, h] . key_i of row b), in fp32, for i < entries.
 
     q: (B, S, h, 128) fp32 or bf16; weights: fp32 (B, S, h), of either sign; table: int32 (B, blocks), the page of each
     block of keys.per_page entries: entry i is row table[b, i // per_page] * per_page + i % per_page of `keys`;
@@ -43,7 +43,7 @@ def index_scores(
 
 
 def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
-    """out[b, s]: the k entries of the highest scores among the first visible[b, s], best first, -1 where fewer.
+    """Write out[b, s]: the k entries of the highest scores among the first visible[b, s], best first, -1 where fewer.
 
     scores: fp32 (B, S, entries); visible: int64 (B, S), at most entries; out: int32 (B, S, k). Of equal scores the
     lower id wins (0 and -0 are equal), on every device: torch.topk alone does not promise it. ValueError: a dtype.

@@ -12,7 +12,7 @@ ACTIVATION_GROUP = 128  # values of a token that share a scale before an fp8 or 
 
 
 def input_values(x: torch.Tensor, w: Linear) -> torch.Tensor:
-    """x: fp32 or bf16 (..., k), the axes just before k being w's leading ones -> x as w's format feeds it to a product.
+    """Return x as w's format feeds it to a product. x: fp32 or bf16 (..., k), before k w's leading axes.
 
     fp8, mxfp4: fp32 values of e4m3 with a ue8m0 scale a 128; nvfp4: fp32 values of groups of 16 with w.input_scale.
     Plain, or without quantise_input: x itself.
@@ -25,7 +25,7 @@ def input_values(x: torch.Tensor, w: Linear) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
-    """out = x @ W^T.  x: fp32 or bf16 (N, k); w: without leading axes; out: fp32 or bf16 (N, n), not x.
+    """Write out = x @ W^T.  x: fp32 or bf16 (N, k); w: without leading axes; out: fp32 or bf16 (N, n), not x.
 
     Plain: matmul. Quantised: an fp32 product of input_values and the weight's values, rounded once.
     """
@@ -37,7 +37,8 @@ def linear(x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
 
 
 def grouped_linear(x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
-    """out[:, g] = x[:, g] @ W[g]^T.  x: fp32 or bf16 (N, G, k); w: one leading axis G; out: fp32 or bf16 (N, G, n).
+    """Write out[:, g] = x[:, g] @ W[g]^T.  x: fp32 or bf16 (N, G, k); w: one leading axis G; out: fp32 or bf16 (N, G,
+    n).
 
     Precision as in linear.
     """
@@ -55,7 +56,7 @@ def grouped_linear(x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out = x @ weight^T for plain weights.  x: (N, k); weight: (n, k); out: (N, n), not x; each fp32 or bf16.
+    """Write out = x @ weight^T for plain weights.  x: (N, k); weight: (n, k); out: (N, n), not x; each fp32 or bf16.
 
     fp32 out: the exact values of x and weight, multiplied and added in fp32. bf16 out: x is rounded to the weight's
     dtype, sums are in fp32 and rounded once (on CUDA where allow_bf16_reduced_precision_reduction is off).

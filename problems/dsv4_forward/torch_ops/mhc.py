@@ -1,6 +1,6 @@
-"""Manifold-constrained hyper-connections (mHC): how a block reads and writes n residual copies, the lanes.
+"""Manifold-constrained hyper-connections (mHC): read, write and collapse the n hc copies of the residual.
 
-Sizes: N tokens, n = hc_mult lanes, d hidden. Everything is fp32 inside; the lanes are fp32 or bf16 and each output is
+Sizes: N tokens, n = hc_mult copies, d hidden. Everything is fp32 inside; the copies are fp32 or bf16 and each output is
 rounded once. Source: section 4 of README.md's account of DeepSeek's inference code (model.py, hc_pre and hc_post).
 """
 
@@ -10,59 +10,61 @@ from problems.dsv4_forward.weights.config import Config
 
 
 def pre(
-    lanes: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, out: torch.Tensor,
+    copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, out: torch.Tensor,
     post: torch.Tensor, comb: torch.Tensor,
 ) -> None:  # fmt: skip
-    """What a sublayer reads, and how `post` will write it back.
+    """Mix the copies to the input of a sublayer, and compute with which weights `post` writes its output.
 
-    lanes: fp32 or bf16 (N, n, d). fn: fp32 ((2 + n) n, n d), base: fp32 ((2 + n) n,), scale: fp32 (3,); their rows are
+    copies: fp32 or bf16 (N, n, d). fn: fp32 ((2 + n) n, n d), base: fp32 ((2 + n) n,), scale: fp32 (3,); their rows are
     n of pre, n of post, then the n x n combination, row-major.
-    out (N, d): sum_j pre_j lanes_j, pre = sigmoid + hc_eps. post: fp32 (N, n), 2 sigmoid, no epsilon. comb: fp32
+    out (N, d): sum_j pre_j copies_j, pre = sigmoid + hc_eps. post: fp32 (N, n), 2 sigmoid, no epsilon. comb: fp32
     (N, n, n), balanced: columns (over its first index) sum to 1 / (1 + hc_eps), rows nearly.
     ValueError: a shape or dtype is not that.
     """
     n = cfg.hc_mult
-    _check(lanes, fn, base, scale, cfg, cfg.hc_rows, 3)
-    _expect("post", post, (len(lanes), n), torch.float32)
-    _expect("comb", comb, (len(lanes), n, n), torch.float32)
-    values, mixed = _mix(lanes, fn, cfg.rms_norm_eps)
+    _check(copies, fn, base, scale, cfg, cfg.hc_rows, 3)
+    _expect("post", post, (len(copies), n), torch.float32)
+    _expect("comb", comb, (len(copies), n, n), torch.float32)
+    values, mixed = _mix(copies, fn, cfg.rms_norm_eps)
     _collapse(values, _sigmoid(mixed[:, :n], base[:n], scale[0]).add_(cfg.hc_eps), out)
     post.copy_(_sigmoid(mixed[:, n : 2 * n], base[n : 2 * n], scale[1]).mul_(2))
     logits = torch.addcmul(base[2 * n :], mixed[:, 2 * n :], scale[2]).view(-1, n, n)
     _sinkhorn(torch.softmax(logits, -1).add_(cfg.hc_eps), cfg.hc_sinkhorn_iters, cfg.hc_eps, comb)
 
 
-def post(y: torch.Tensor, lanes: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor) -> None:
-    """out_k = post_k y + sum_j comb_jk lanes_j: the sum is over the FIRST index of comb, as in M^T X.
+def post(y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor) -> None:
+    """Write a sublayer's output: out_k = post_k y + sum_j comb_jk copies_j.
 
-    y: (N, d), what the sublayer returned. lanes, out: (N, n, d); out must not share memory with lanes. post: fp32
-    (N, n), comb: fp32 (N, n, n), from `pre`. y, lanes and out are fp32 or bf16. ValueError: a shape or dtype is not
+    The sum is over the FIRST index of comb, as in M^T X.
+
+    y: (N, d), what the sublayer returned. copies, out: (N, n, d); out must not share memory with copies. post: fp32
+    (N, n), comb: fp32 (N, n, n), from `pre`. y, copies and out are fp32 or bf16. ValueError: a shape or dtype is not
     that.
     """
-    tokens, n, d = lanes.shape
+    tokens, n, d = copies.shape
     _expect("y", y, (tokens, d))
     _expect("post", post, (tokens, n), torch.float32)
     _expect("comb", comb, (tokens, n, n), torch.float32)
     _expect("out", out, (tokens, n, d))
     written = post.unsqueeze(2) * y.float().unsqueeze(1)
-    out.copy_(written.baddbmm_(comb.transpose(1, 2), lanes.float()))
+    out.copy_(written.baddbmm_(comb.transpose(1, 2), copies.float()))
 
 
 def head(
-    lanes: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, out: torch.Tensor
+    copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, out: torch.Tensor
 ) -> None:
-    """One vector a token for the output head: out (N, d) = sum_j pre_j lanes_j, pre = sigmoid + hc_eps.
+    """Mix the copies for the output head: out (N, d) = sum_j pre_j copies_j, pre = sigmoid + hc_eps.
 
-    lanes: fp32 or bf16 (N, n, d). fn: fp32 (n, n d), base: fp32 (n,), scale: fp32 (1,). ValueError: not that.
+    copies: fp32 or bf16 (N, n, d). fn: fp32 (n, n d), base: fp32 (n,), scale: fp32 (1,). ValueError: not that.
     """
-    _check(lanes, fn, base, scale, cfg, cfg.hc_mult, 1)
-    values, mixed = _mix(lanes, fn, cfg.rms_norm_eps)
+    _check(copies, fn, base, scale, cfg, cfg.hc_mult, 1)
+    values, mixed = _mix(copies, fn, cfg.rms_norm_eps)
     _collapse(values, _sigmoid(mixed, base, scale).add_(cfg.hc_eps), out)
 
 
-def _mix(lanes: torch.Tensor, fn: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> lanes in fp32 (N, n, d), and fn @ lanes / rms(lanes), fp32 (N, rows): the norm is over all n d values."""
-    values = lanes.float()
+def _mix(copies: torch.Tensor, fn: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> copies in fp32 (N, n, d), and fn @ copies / rms(copies), fp32 (N, rows): the norm is over all n d values."""
+    values = copies.float()
     flat = values.flatten(1)
     inverse = flat.square().mean(1, keepdim=True).add_(eps).rsqrt_()
     return values, torch.mm(flat, fn.t()).mul_(inverse)
@@ -82,7 +84,7 @@ def _sinkhorn(m: torch.Tensor, iterations: int, eps: float, out: torch.Tensor) -
     """out (N, n, n) = m after `iterations` of: rows divided by (their sum + eps), then columns. The first iteration
     has no row step, since a softmax has just done it. m: fp32 (N, n, n), positive; overwritten.
 
-    m is left alone until the end, and its rows and columns get divisors a and b: out_jk = m_jk / (a_j b_k). Dividing
+    m stays as it is until the end, and its rows and columns get divisors a and b: out_jk = m_jk / (a_j b_k). Dividing
     row j by sum_k m_jk / (a_j b_k) + eps then means a_j <- sum_k m_jk / b_k + eps a_j: two operations on n values
     instead of three on n x n, which halves the time of a decode step's many small calls.
     """
@@ -100,10 +102,10 @@ def _sinkhorn(m: torch.Tensor, iterations: int, eps: float, out: torch.Tensor) -
 
 
 def _check(
-    lanes: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, rows: int, scales: int
+    copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, rows: int, scales: int
 ) -> None:
     width = cfg.hc_mult * cfg.hidden_size
-    _expect("lanes", lanes, (len(lanes), cfg.hc_mult, cfg.hidden_size))
+    _expect("copies", copies, (len(copies), cfg.hc_mult, cfg.hidden_size))
     _expect("fn", fn, (rows, width), torch.float32)
     _expect("base", base, (rows,), torch.float32)
     _expect("scale", scale, (scales,), torch.float32)

@@ -1,10 +1,12 @@
-"""RMSNorm, with a weight or (query heads) without. Source: section 5 of README.md's account of DeepSeek's model.py."""
+"""Norm vectors by their RMS, with a weight or (query heads) without. Source: section 5 of README.md's account of
+DeepSeek's model.py.
+"""
 
 import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
-    """out = weight * x / sqrt(mean(x^2) + eps) over the last axis, all in fp32, rounded once.
+    """Write out = weight * x / sqrt(mean(x^2) + eps) over the last axis, all in fp32, rounded once.
 
     x, out: fp32 or bf16 (..., d); out may be x. weight: fp32 or bf16 (d,); None: no weight. DeepSeek's code norms query
     heads in bf16; here they too are fp32 inside. ValueError: a shape is not that.

@@ -1,4 +1,4 @@
-"""Rotary position embedding: interleaved pairs (2i, 2i + 1) of the last r values of a vector.
+"""Rotate by position (RoPE): interleaved pairs (2i, 2i + 1) of the last r values of a vector.
 
 Window-only layers use theta 10000; layers with compressed entries use theta 160000 with YaRN in everything they rotate,
 at every position. Cosines and the softmax scale get no YaRN factor. Source: section 7 of README.md's account of
@@ -13,7 +13,7 @@ from problems.dsv4_forward.weights.config import SWA, Config
 
 
 def frequencies(cfg: Config, ratio: int, device: torch.device | str) -> torch.Tensor:
-    """Radians a token, fp32 (r / 2,), of a layer of compression `ratio`.
+    """Return radians a token, fp32 (r / 2,), of a layer of compression `ratio`.
 
     Computed on the CPU in fp32: near position 2^20 the last bit of a frequency is worth 0.06 rad, so that a second way
     of computing the same power would be seen.
@@ -47,8 +47,8 @@ def yarn_range(cfg: Config, theta: float) -> tuple[float, float]:
 
 
 def angles(position: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 (N, r / 2), of the fp32 product position * frequency, as in DeepSeek's code: not of an exact
-    one. position: int64 (N,), below 2^24; freqs: fp32 (r / 2,).
+    """Return cos and sin, fp32 (N, r / 2), of the fp32 product position * frequency, as in DeepSeek's code: not of an
+    exact one. position: int64 (N,), below 2^24; freqs: fp32 (r / 2,).
     """
     turned = position.to(torch.float32).unsqueeze(1) * freqs
     return turned.cos(), turned.sin()

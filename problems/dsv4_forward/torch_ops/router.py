@@ -1,4 +1,5 @@
-"""Which experts a token goes to and with what weight. Source: section 12 of README.md's account of DeepSeek's model.py.
+"""Choose the experts of each token, and their weights. Source: section 12 of README.md's account of DeepSeek's
+model.py.
 
 Sizes: N tokens, d hidden, E experts, K of them a token, V vocabulary.
 """
@@ -10,7 +11,9 @@ from problems.dsv4_forward.weights.config import Config
 
 
 def scores(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """sqrt(softplus(u @ weight^T)), fp32 (N, E), products in fp32. u: fp32 or bf16 (N, d); weight: the same (E, d)."""
+    """Return sqrt(softplus(u @ weight^T)), fp32 (N, E), products in fp32. u: fp32 or bf16 (N, d); weight: the same (E,
+    d).
+    """
     logits = torch.empty(len(u), len(weight), dtype=torch.float32, device=u.device)
     linear.matmul(u, weight, logits)
     return torch.nn.functional.softplus(logits).sqrt_()
@@ -20,7 +23,7 @@ def route(
     u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None,
     tokens: torch.Tensor, cfg: Config, out_ids: torch.Tensor, out_weights: torch.Tensor,
 ) -> None:  # fmt: skip
-    """The K experts of each token, and weights that sum to routed_scaling_factor.
+    """Write the K experts of each token, and weights that sum to routed_scaling_factor.
 
     u: fp32 or bf16 (N, d); weight: the same (E, d). Either bias: fp32 (E,), and the K best of score + bias are chosen,
     best first; or table: int64 (V, K), and the experts are table[token]. In both, a weight is the score without bias,

@@ -1,4 +1,4 @@
-"""composed: the problems' winners in every slot that they can fill, the reference kernels in the others."""
+"""composed: the problems' winners in every op that they can fill, the reference in the others."""
 
 from task import Weights, input_t, output_t
 

@@ -1,4 +1,4 @@
-"""torch_reference: every slot holds the reference kernel, plain torch. The baseline of the ratios."""
+"""torch_reference: every op holds the reference, plain torch. The baseline of the ratios."""
 
 from task import Weights, input_t, output_t
 

@@ -1,4 +1,4 @@
-"""What a DeepSeek-V4 model is made of: sizes, layer kinds, number formats. Facts from the released config.json files.
+"""`Config`: sizes, layer kinds and number formats of a DeepSeek-V4 model, as in the released config.json files.
 
 TINY is small enough for a CPU and moves every branch within 300 tokens; TINY_K has the shapes that the kernels take.
 """
@@ -125,7 +125,7 @@ CONFIGS = {config.name: config for config in (FLASH, PRO, TINY, TINY_K)}
 
 
 def find(name: str) -> Config:
-    """A configuration by name; "flash-4l32e" is four layers of Flash with 32 experts. ValueError: no such name."""
+    """Return a configuration by name; flash-4l32e is four layers of Flash with 32 experts. ValueError: no such."""
     base, _, part = name.rpartition("-")
     if name in CONFIGS:
         return CONFIGS[name]
@@ -136,7 +136,7 @@ def find(name: str) -> Config:
 
 
 def check_format(name: str) -> str:
-    """`name`, if it is a number format.
+    """Return `name` if it is a number format.
 
     fp32: the oracle; bf16: all bf16; released: FP8 128x128 ue8m0 linears, MXFP4 experts; nvfp4_experts: as released,
     but NVFP4 routed experts (not those of a prediction layer); nvfp4: NVFP4 experts and linears. ValueError else.

@@ -1,4 +1,4 @@
-"""MXFP4 as DeepSeek-V4 releases its experts in, its exact conversions, and the Hadamard rotation of the indexer.
+"""Convert to and from MXFP4, the format of the released experts; rotate the indexer's vectors (Hadamard).
 
 MXFP4: e2m1 codes, two a byte, the even element in the low nibble; one ue8m0 byte a 32 along the last axis:
 value = e2m1 * 2^(byte - 127). Only the conversions read a device's data on the host: they are for loading weights.
@@ -84,7 +84,7 @@ def mxfp4_to_fp8(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """x: float (..., d), d a power of two -> x @ H / sqrt(d) in x.dtype, H the Sylvester matrix in natural order.
 
-    H is symmetric, and its own inverse once scaled. The product is taken in fp32 and rounded once.
+    H is symmetric, and the inverse of itself once scaled. The product is taken in fp32 and rounded once.
     """
     d = x.shape[-1]
     if d < 1 or d & d - 1:

@@ -1,10 +1,10 @@
-"""Which tensors a model has, in which shapes and dtypes: the internal layout, all of it on one buffer.
+"""Name the tensors of a model, with shape and dtype, and place them on one buffer: the internal layout.
 
 Names are those of the released checkpoint, but for what is kept together because it is used together: the experts'
 w1 (gate) and w3 (up) as ffn.experts.w13 and their w2 as ffn.experts.w2, over a leading axis of experts; likewise
 ffn.shared_experts, with a leading axis of 1; the compressors' wkv and wgate as compressor.project; wo_a with a leading
 axis of groups. A linear layer X is the tensors X.weight, X.scale, X.scale_2 and X.input_scale, as far as its kind has
-them (see linear.Linear).
+them (see weights/linear.py).
 """
 
 import math
@@ -60,7 +60,7 @@ class LinearSpec:
     dtype: torch.dtype
 
     def tensors(self) -> dict[str, Spec]:
-        """Field of linear.Linear -> its Spec."""
+        """Field of Linear -> its Spec."""
         rows, scalar = (*self.lead, self.n), Spec(self.lead, torch.float32)
         if self.kind == "plain":
             return {"weight": Spec((*rows, self.k), self.dtype)}

@@ -1,4 +1,4 @@
-"""Storing one matrix in a number format: what random weights and conversions share."""
+"""Store one matrix in a number format: what random weights and conversions share."""
 
 import torch
 
@@ -10,7 +10,7 @@ _SMALLEST = 2.0**-126  # keeps the second scale of a matrix of zeros off 0
 
 
 def pack(matrix: torch.Tensor, kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """matrix: fp32 (n, k) -> the fields of linear.Linear that hold it, but input_scale. dtype: of a plain weight.
+    """matrix: fp32 (n, k) -> the fields of Linear that hold it, but input_scale. dtype: of a plain weight.
 
     nvfp4 takes the whole matrix under one second scale, amax / 2688. ValueError: no such kind.
     """

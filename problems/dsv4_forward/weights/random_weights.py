@@ -1,4 +1,4 @@
-"""Random weights under which every part of a model matters, and nothing overflows.
+"""Fill a model with random weights under which every part of it matters, and nothing overflows.
 
 Activations stay near 1 through the layers and logits have a standard deviation of about 1. Nothing is constant: a
 sink, bias or table left at zero would leave its code untested. A seed gives the same real-valued matrices in every
@@ -19,7 +19,7 @@ _KEY_NORM, _NORM_SPREAD = 1.5, 0.2
 _WO_A_GAIN = 2.0
 _ROUTER_GAIN, _ROUTER_BIAS = 1.5, 0.2  # scores that spread, a bias that changes some selections
 _SINK_MEAN, _SINK_SPREAD = 3.0, 2.0  # a sink competes with the sum over a window, exp(1.1) * 128 = exp(6)
-_MIX_SPREAD = 1.5  # lanes of unlike weight that mix little, so that they still differ at the head
+_MIX_SPREAD = 1.5  # hc copies of unlike weight that mix little, so that they still differ at the head
 _RESIDUAL = 4.0  # variance that all sublayers together add to the embedding's 1
 # log2; without it all FP8 blocks of a matrix would have amax / 448 in one octave, and one and the same scale.
 _BLOCK_SPREAD = 1.0

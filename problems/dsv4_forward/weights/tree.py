@@ -1,9 +1,10 @@
-"""The weights of a model as a tree, over the tensors of layout.py; and random ones.
+"""`ModelWeights`: the weights of a model as a tree over the tensors of layout.py; `assemble` builds it.
 
-Linear is linear.Linear; its name is the layer's in the checkpoint, such as "layers.2.attn.wq_b". Tensors that are not
-fp32 or int64 below are bf16, fp32 in the format fp32.
+`random` and `empty` make new tensors. The name of a Linear is the layer's in the checkpoint, such as
+"layers.2.attn.wq_b". Tensors that are not fp32 or int64 below are bf16, fp32 in the format fp32.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ _PLAIN_INPUT = ("released", "nvfp4_experts")
 
 @dataclass(frozen=True)
 class Site:
-    """mHC mix: fn fp32 (rows, n * d), base fp32 (rows,), scale fp32 (3,); the head's has n rows and one scale."""
+    """An mHC mix: fn fp32 (rows, n * d), base fp32 (rows,), scale fp32 (3,); the head's has n rows and one scale."""
 
     fn: torch.Tensor
     base: torch.Tensor
@@ -120,6 +121,21 @@ class ModelWeights:
     mtp: MtpWeights | None
     tensors: dict[str, torch.Tensor] = field(repr=False, compare=False)
 
+    def blocks(self) -> Iterator[BlockWeights]:
+        """Yield every block, that of the prediction layer last."""
+        yield from self.layers
+        if self.mtp:
+            yield self.mtp.block
+
+    def linears(self) -> Iterator[Linear]:
+        """Yield every Linear that the ops linear and grouped_linear receive."""
+        for attn in (block.attn for block in self.blocks()):
+            yield from (attn.wq_a, attn.wq_b, attn.wkv, attn.wo_a, attn.wo_b)
+            if attn.indexer:
+                yield attn.indexer.wq_b
+        if self.mtp:
+            yield from (self.mtp.e_proj, self.mtp.h_proj)
+
 
 @dataclass(frozen=True)
 class _Tree:
@@ -175,7 +191,7 @@ class _Tree:
 
 
 def assemble(cfg: Config, fmt: str, tensors: dict[str, torch.Tensor]) -> ModelWeights:
-    """The tree over `tensors`, which must be those of layout.layout(cfg, fmt); no copies.
+    """Return the tree over `tensors`, which must be those of layout.layout(cfg, fmt); no copies.
 
     ValueError, naming each, where one is missing, unknown, or of another shape or dtype.
     """
@@ -204,7 +220,7 @@ def random(
     cfg: Config, fmt: str, seed: int, device: str | torch.device = "cpu",
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> ModelWeights:  # fmt: skip
-    """Random weights (initial.py says which), written into `tensors` of the layout if given, else into new memory.
+    """Make random weights (random_weights.py says which), in `tensors` of the layout if given, else in new memory.
 
     A seed gives the same bits on the same kind of device, and the same matrices before rounding in every format.
     """
@@ -214,6 +230,6 @@ def random(
 
 
 def empty(cfg: Config, fmt: str, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """The tensors of layout.layout(cfg, fmt), unwritten, on one buffer of their own."""
+    """Return the tensors of layout.layout(cfg, fmt), unwritten, on one new buffer."""
     specs = layout.layout(cfg, fmt)
     return layout.views(torch.empty(layout.nbytes(specs), dtype=torch.uint8, device=device), specs)

@@ -1,12 +1,12 @@
-"""Wrong: the head averages the lanes instead of weighing them."""
+"""Wrong: the head averages the copies instead of weighing them."""
 
 from problems.dsv4_forward import judged_call
 
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def mhc_head(lanes, fn, base, scale, cfg, out):
-    out.copy_(lanes.float().mean(1))
+def mhc_head(copies, fn, base, scale, cfg, out):
+    out.copy_(copies.float().mean(1))
 
 
 def compile_for(target):

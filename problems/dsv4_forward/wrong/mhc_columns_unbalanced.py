@@ -8,8 +8,8 @@ from problems.dsv4_forward.torch_ops import mhc
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def mhc_pre(lanes, fn, base, scale, cfg, out, post, comb):
-    mhc.pre(lanes, fn, base, scale, cfg, out, post, comb)
+def mhc_pre(copies, fn, base, scale, cfg, out, post, comb):
+    mhc.pre(copies, fn, base, scale, cfg, out, post, comb)
     comb.copy_(torch.softmax(comb.log() * 1.5, -1))
 
 

@@ -434,7 +434,7 @@ def test_linears_of_many_tokens_are_passed_to_the_variant_in_another_op(model):
     assert chosen.fallbacks["linear"] == ("reference",)
     assert chosen.ops.linear.__self__.fallback is ops.REFERENCE
     alone = ops.choose("moe_gemm=torch_grouped", "cpu", model)
-    assert alone.kernels.linear is ops.REFERENCE.linear and not any("behind" in line for line in alone.report)
+    assert alone.ops.linear is ops.REFERENCE.linear and not any("behind" in line for line in alone.report)
     w, x = model.layers[0].attn.wq_a, inputs(40, SMALL.hidden_size)
     both = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu", model).ops
     want = product(x, w, linear.linear, torch.float32)

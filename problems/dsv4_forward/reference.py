@@ -73,8 +73,10 @@ def generate_weights(
 def generate_input(
     config: str, format: str, batch: int, context: int, phase: str, new: int, seed: int, device: str
 ) -> tuple[Inputs, Outputs]:  # fmt: skip
-    """New tokens after a context of `context` tokens, of which the last FRESH are this call's own as well. Blocks are
-    this call's, and what no token wrote is NaN. ValueError: the latest generate_weights was for another model.
+    """Make new tokens, and a state with a context of `context` tokens, of which the last FRESH are new in each call.
+
+    Blocks are drawn for each call, and what no token wrote is NaN. ValueError: the latest generate_weights was for
+    another model.
     """
     made = _latest.weights if _latest else None
     if made is None or (made.config, made.format, made.bytes.device.type) != (config, format, device):
@@ -189,7 +191,7 @@ def _state(weights: Weights, batch: int, width: int) -> State:
 
 
 def _restored(weights: Weights, batch: int, width: int, buffer: torch.Tensor) -> State:
-    """A state in memory of its own that goes on where `buffer` stands."""
+    """Return a state in new memory that continues from the contents of `buffer`."""
     state = _state(weights, batch, width)
     state.buffer.copy_(buffer)
     state.reload()

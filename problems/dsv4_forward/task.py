@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
             sequence b as its number b. A call overwrites it: after it the new tokens are part of the sequences
     lengths int64 (B,) on the CPU: tokens that each has, as in the state
     blocks  int64 (B, W) on the CPU: its row of the state's table. Blocks for the new tokens are there already; B * W,
-            a block that nobody reads, stands for none. Which blocks a sequence has is drawn for each call
+            a block that is never read, means none. Which blocks a sequence has is drawn for each call
     chunk   most new tokens of a sequence in a call, from which the state's rings get their sizes
 
     Bytes of the state that belong to no token are 0xFF, NaN in every format but e2m1.

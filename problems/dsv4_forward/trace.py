@@ -24,7 +24,7 @@ class OpCheck:
     """How the calls of an op are compared.
 
     activations, outputs: names of its arguments; working: outputs of the model's dtype.
-    budget: admitted relative error of a row (its last axis). A row is measured against its own norm, but not below a
+    budget: admitted relative error of a row (its last axis). A row is measured against its norm, but not below a
     thousandth of the call's typical row. quantised: the same, and that of all rows as one, where the kernel quantises
     to NVFP4 what it has summed itself.
     """
@@ -210,7 +210,7 @@ class Follower:
         ids, gates = given["out_ids"], given["out_weights"]
         self._note("route", decision, ids)
         score = router.scores(given["u"], given["weight"]).gather(1, decision.ids.long())
-        # Where the choice is the same the kernel's own weights stay.
+        # Where the choice is the same the weights that the kernel computed stay.
         same = (ids == decision.ids).all(1, keepdim=True)
         forced = score / score.sum(1, keepdim=True) * given["cfg"].routed_scaling_factor
         gates.copy_(torch.where(same, gates, forced))

@@ -110,7 +110,7 @@ def _matrix(name: str, unit: Spec | LinearSpec) -> int:
 
 
 def _attention_flops(cfg: Config, ratio: int, seen: int) -> int:
-    """Of one query in one layer, `seen` tokens being there with its own: scores and sums, and the indexer's scores."""
+    """Count one query in one layer: scores, sums, and the indexer's scores. seen: tokens, the query's among them."""
     visible = seen // ratio if ratio else 0
     attended = min(seen, WINDOW) + (min(visible, cfg.index_topk) if ratio == CSA else visible)
     scored = visible if ratio == CSA and visible > cfg.index_topk else 0

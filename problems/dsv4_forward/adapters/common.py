@@ -13,7 +13,7 @@ from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
 
 UNIT = 64  # H, I, n and k are multiples of it
-ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes; what moe_gemm promises, on a CPU what torch's own tensors have
+ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes; what moe_gemm promises, on a CPU what torch's tensors have
 
 
 class Linears(Protocol):

@@ -71,7 +71,7 @@ class StateLayout:
 
     @property
     def ring(self) -> int:
-        """Tokens in a window: a query's own, and the chunk that is written before the first of it attends."""
+        """Tokens in a window: the query's window, and the chunk that is written before its first token attends."""
         return -(-(WINDOW + self.chunk) // PAGE_TOKENS) * PAGE_TOKENS
 
     @property

@@ -28,7 +28,7 @@ DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8, "U8": torch.uint8, "I64": torch.int64,
 }  # fmt: skip
-Advance = Callable[[int], None]  # told the bytes that were done
+Advance = Callable[[int], None]  # receives the bytes that were done
 
 
 class _Files:
@@ -89,7 +89,7 @@ def load(
     """The weights of a checkpoint: a folder with an index and its files, or with one file, or a file.
 
     cfg: config.json's if None; one without prediction layers leaves those of the checkpoint out. fmt: the format to
-    hold the weights in, the checkpoint's own if None; convert.convert says what can become what. progress: show a bar.
+    hold the weights in, the checkpoint's if None; convert.convert says what can become what. progress: show a bar.
     CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor and every file that cannot be
     read, before any weight is loaded; ValueError: the checkpoint cannot become `fmt`.
     """
@@ -149,7 +149,7 @@ def _fill(
     cfg: Config, source: str, fmt: str, pieces: dict[str, Piece], files: _Files, tensors: dict[str, torch.Tensor],
     advance: Advance,
 ) -> None:  # fmt: skip
-    """Read every tensor or linear layer, as it is or, where the format differs, by way of memory of its own."""
+    """Read every tensor or linear layer, as it is or, where the format differs, by way of temporary memory."""
     before, after = layout.units(cfg, source), layout.units(cfg, fmt)
     parts: dict[str, dict[str, Piece]] = {name: {} for name in before}
     for name, piece in pieces.items():
@@ -170,7 +170,7 @@ def _fill(
 def _read(parts: dict[str, Piece], files: _Files, tensors: dict[str, torch.Tensor]) -> None:
     for name, piece in parts.items():
         target, value = piece.view(tensors[piece.target]), files.read(name)
-        # Bytes that PyTorch has a type of their own for (ue8m0, packed codes) are uint8 here.
+        # Bytes for which PyTorch has a separate type (ue8m0, packed codes) are uint8 here.
         target.copy_(value.view(torch.uint8) if target.dtype == torch.uint8 else value)
 
 
@@ -198,7 +198,7 @@ def save(source: ModelWeights, path: str | Path, kind: str, shard_bytes: int = S
     first). FileExistsError: the folder holds a checkpoint.
     """
     if source.format not in KINDS.get(kind, ()):
-        raise ValueError(f"kind must be one of {KINDS} with the format among its own, got {kind!r}, {source.format!r}")
+        raise ValueError(f"kind must be one of {KINDS}, and the format one of its, got {kind!r}, {source.format!r}")
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     if found := sorted(path.glob("*.safetensors*")):

@@ -110,7 +110,7 @@ def _swiglu_rms(cfg: Config) -> float:
 
 
 def gain(cfg: Config, name: str) -> float:
-    """Of the linear layer `name`: output rms for an input of rms 1, or of the SwiGLU's own rms for w2."""
+    """Of the linear layer `name`: output rms for an input of rms 1, or of the SwiGLU's rms for w2."""
     sublayers = 2 * (cfg.num_hidden_layers + cfg.num_nextn_predict_layers)
     residual = math.sqrt(_RESIDUAL / sublayers)
     last = name.rpartition(".")[2]

@@ -1,6 +1,4 @@
-"""The moe_gemm problem in the model's ops experts, shared and linear: equal to the reference, what it leaves to
-them, what it refuses, and what it says.
-"""
+"""moe_gemm in the ops experts and shared: equal to the reference, what it leaves, what it refuses, what it says."""
 
 import dataclasses
 import math
@@ -16,19 +14,25 @@ from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.torch_ops import experts, linear
 from problems.dsv4_forward.weights import tree
-from problems.dsv4_forward.weights.config import CONFIGS, TINY
+from problems.dsv4_forward.weights.config import CONFIGS
 from problems.dsv4_forward.weights.linear import Linear
-
-FOLDER = load.PROBLEMS / moe.PROBLEM
-TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
-GROUPED = load.variant(moe.PROBLEM, "torch_grouped")
-# As TINY, with the clamp that the problem has, every kind of layer, a prediction layer and groups of three.
-SMALL = dataclasses.replace(
-    TINY, name="small", hidden_size=384, num_attention_heads=6, q_lora_rank=64, o_groups=3, n_routed_experts=8,
-    num_hash_layers=1, compress_ratios=(0, 4, 128, 0), index_n_heads=8, num_nextn_predict_layers=1, vocab_size=64,
-    swiglu_limit=TASK.LIMIT,
-)  # fmt: skip
-ROUNDED = 2.0**-8  # largest relative error of bf16: all that a row may be off by if nothing falls on another side
+from tests.dsv4_experts import (
+    FOLDER,
+    GROUPED,
+    REFERENCE,
+    ROUNDED,
+    SMALL,
+    TASK,
+    Raises,
+    adapted_experts,
+    apart,
+    call,
+    close,
+    inputs,
+    matrix,
+    product,
+    run,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,89 +65,6 @@ def winners(tmp_path, monkeypatch):
         monkeypatch.setattr(load, "PROBLEMS", tmp_path)
 
     return make
-
-
-def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation: str, content: str = "plain") -> tuple:
-    """Arguments of the op experts but for its output."""
-    case = {
-        "tokens": tokens, "experts": size, "topk": topk, "hidden": hidden, "inner": inner, "activation": activation,
-        "router": "uniform", "content": content, "seed": tokens, "device": "cpu",
-    }  # fmt: skip
-    made, (given, _) = REFERENCE.generate_weights(**case), REFERENCE.generate_input(**case)
-    quantised = activation == "nvfp4"
-    w13 = Linear("nvfp4", made.w13, made.s13, made.g13, made.in_scale13, quantised, "layers.0.ffn.experts.w13")
-    w2 = Linear("nvfp4", made.w2, made.s2, made.g2, made.in_scale2, quantised, "layers.0.ffn.experts.w2")
-    return *given, w13, w2, TASK.LIMIT
-
-
-def adapted_experts(*layers_: tuple[Linear, Linear], module: object = GROUPED, table: object = None) -> moe.Experts:
-    made = [moe.prepare_experts(module, w13, w2, table) for w13, w2 in layers_]
-    ids, ones = torch.zeros(moe.ROOM, 1, dtype=torch.int32), torch.ones(moe.ROOM, 1)
-    return moe.Experts(TASK, module.custom_kernel, {id(b.w13): b for b in made}, ops.REFERENCE, ids, ones)
-
-
-def run(op: object, arguments: tuple, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    out = torch.full(arguments[0].shape, math.nan, dtype=dtype)
-    op(*arguments, out)
-    return out
-
-
-def product(x: torch.Tensor, w: Linear, op: object, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    out = torch.full((*x.shape[:-1], w.n), math.nan, dtype=dtype)
-    op(x, w, out)
-    return out
-
-
-def apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Relative errors of the rows."""
-    got, want = got.float().flatten(0, -2), want.float().flatten(0, -2)
-    return (got - want).norm(dim=1) / want.norm(dim=1)
-
-
-def close(got: torch.Tensor, want: torch.Tensor, activation: str) -> None:
-    """Both round the intermediate to bf16 and quantise what comes of it; `want` is fp32, `got` is rounded once more.
-    fp32 sums in another order put an intermediate value here and there on another side, in rows that are few.
-    """
-    error = apart(got, want)
-    assert float(error.median()) <= ROUNDED
-    row, whole = (TASK.NVFP4_ROW_RTOL, TASK.NVFP4_RTOL) if activation == "nvfp4" else (1.1 * ROUNDED, 1.1 * ROUNDED)
-    assert float(error.max()) <= row and float((got - want).norm() / want.norm()) <= whole
-
-
-def matrix(*shape: int, seed: int = 0, **changes: object) -> Linear:
-    """Random codes and scales; outputs of about 1 for inputs of about 1."""
-    gen = torch.Generator().manual_seed(seed)
-    lead, k = shape[:-2], shape[-1]
-    codes = torch.randint(0, 256, (*shape[:-1], k // 2), dtype=torch.uint8, generator=gen)
-    scale = torch.rand(*shape[:-1], k // 16, generator=gen).mul_(4).sub_(2).exp2_().to(torch.float8_e4m3fn)
-    fields = {"scale_2": torch.rand(lead, generator=gen) / 3 / k**0.5, "input_scale": torch.full(lead, 6 / 2688)}
-    return Linear("nvfp4", codes, scale, **(fields | {"name": "layers.0.attn.w"} | changes))
-
-
-def inputs(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-
-
-def linears(*made: Linear, module: object = GROUPED) -> moe_linear.Linears:
-    matrices = [moe_linear.make_matrix(module, w) for w in made]
-    return moe_linear.Linears(module.linear, {id(m.linear): m for m in matrices}, ops.REFERENCE)
-
-
-class Raises:
-    """In the place of a variant, shows that it was called."""
-
-    @staticmethod
-    def custom_kernel(_):
-        raise AssertionError("called")
-
-    @staticmethod
-    def prepare_linear(packed, scales, g, in_scale):
-        if packed.shape[1] > 32:
-            raise ValueError("k must be at most 64")
-
-    @staticmethod
-    def linear(state, x, out):
-        raise AssertionError("called")
 
 
 # ---------------------------------------------------------------- experts
@@ -319,87 +240,6 @@ def test_the_models_weights_are_taken_where_they_are(model):
     state = found["experts"].__self__.prepared[id(ffn.w13)].state
     own = {tensor.data_ptr() for tensor in model.tensors.values()}
     assert isinstance(state, TASK.Weights) and all(tensor.data_ptr() in own for tensor in state[:-1])
-
-
-# ---------------------------------------------------------------- linears
-
-
-@pytest.mark.parametrize("tokens", [1, 17, 130])
-@pytest.mark.parametrize("quantised", [True, False])
-def test_linear_is_the_references(tokens, quantised):
-    w = matrix(192, 320, quantise_input=quantised)
-    x = inputs(tokens, 320)
-    error = apart(product(x, w, linears(w).linear), product(x, w, linear.linear, torch.float32))
-    assert float(error.max()) <= ROUNDED
-
-
-def test_grouped_linear_has_a_matrix_for_each_group():
-    w, x = matrix(3, 64, 192, input_scale=torch.tensor([1.0, 2.0, 3.0]) * 6 / 2688), inputs(33, 3, 400)[..., 7:199]
-    out = torch.full((33, 3, 70), math.nan, dtype=torch.bfloat16)
-    linears(w).grouped_linear(x, w, out[..., 4:68])
-    want = product(x, w, linear.grouped_linear, torch.float32)
-    assert float(apart(out[..., 4:68], want).max()) <= ROUNDED
-    assert bool(out[..., :4].isnan().all()) and bool(out[..., 68:].isnan().all())
-    assert len({float(w.scale_2[g]) for g in range(3)}) == 3
-
-
-def test_linears_that_it_does_not_serve_go_to_the_reference(model):
-    w, odd, wide = matrix(64, 64), matrix(40, 64), matrix(64, 128)
-    adapted = linears(w, odd, wide, module=Raises)
-    plain = Linear("plain", w.dequantise())
-    x = inputs(3, 64)
-    for given, m, dtype in ((x.float(), w, torch.bfloat16), (x, w, torch.float32), (x, plain, torch.bfloat16),
-                            (x, odd, torch.bfloat16), (inputs(3, 128), wide, torch.bfloat16)):  # fmt: skip
-        assert torch.equal(product(given, m, adapted.linear, dtype), product(given, m, linear.linear, dtype))
-    with pytest.raises(AssertionError, match="called"):
-        product(x, w, adapted.linear)
-    _, *left = common.report("what", "matrices", list(adapted.matrices.values()), model)
-    assert left == [
-        "layers.0.attn.w: reference (n and k must be multiples of 64, are 40 and 64)",
-        "layers.0.attn.w: reference (k must be at most 64)",
-    ]
-    assert product(x[:0], w, adapted.linear).shape == (0, 64)
-
-
-def test_linears_that_are_none_are_errors():
-    w, groups = matrix(64, 64), matrix(2, 64, 64)
-    adapted = linears(w, groups)
-    with pytest.raises(ValueError, match=r"w \(stranger\) must be one of the weights"):
-        product(inputs(3, 64), dataclasses.replace(w, name="stranger"), adapted.linear)
-    with pytest.raises(ValueError, match=r"x, out do not fit layers\.0\.attn\.w: got \(3, 32\)"):
-        product(inputs(3, 32), w, adapted.linear)
-    with pytest.raises(ValueError, match=r"x, out do not fit layers\.0\.attn\.w: got \(3, 1, 64\)"):
-        product(inputs(3, 1, 64), groups, adapted.grouped_linear)
-    w.scale.view(torch.uint8)[1, 2] = 0xFF
-    with pytest.raises(ValueError, match=r"layers\.0\.attn\.w: scale bytes must be .*0xFF at \(1, 2\)"):
-        moe_linear.make_matrix(GROUPED, w)
-    with pytest.raises(ValueError, match="in_scale must be"):
-        GROUPED.prepare_linear(matrix(64, 64).weight, matrix(64, 64).scale, torch.ones(()), torch.ones(1))
-
-
-def test_behind_the_gemv_it_takes_more_tokens_and_matrices_that_overflow_fp16():
-    """The dense NVFP4 linear for any number of tokens: who multiplies, and that all agree."""
-    w, wide = matrix(64, 640), matrix(64, 640, seed=1, name="layers.0.attn.wide")
-    wide.scale.copy_(torch.where(torch.arange(40) == 5, 2.0**-9, 448.0))  # no power of two leaves these exactly
-    wide.scale_2.mul_(2.0**-9)
-    seen = []
-
-    def counted(state, x, out):
-        seen.append(len(x))
-        return GROUPED.linear(state, x, out)
-
-    behind = linears(w, wide, module=SimpleNamespace(prepare_linear=GROUPED.prepare_linear, linear=counted))
-    data = load.module(load.PROBLEMS / gemv.PROBLEM, "task").Data
-    few = load.variant(gemv.PROBLEM, "cpu_portable").custom_kernel
-    matrices = [gemv.make_matrix(m, data) for m in (w, wide)]
-    both = gemv.Gemv(few, {id(m.linear): m for m in matrices}, behind)
-    for m in (w, wide):
-        for tokens in (1, gemv.TOKENS, gemv.TOKENS + 1):
-            x = inputs(tokens, 640)
-            want = product(x, m, linear.linear, torch.float32)
-            assert float(apart(product(x, m, both.linear), want).max()) <= 1.3 * ROUNDED  # the gemv rounds to fp16 too
-    assert seen == [17, 1, 16, 17]
-    assert gemv.report(matrices, "moe")[1].startswith("layers.0.attn.wide: moe (6 standard deviations of")
 
 
 # ---------------------------------------------------------------- in the table

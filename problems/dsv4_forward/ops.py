@@ -275,9 +275,7 @@ def _function(file: Path, name: str) -> Op:
     return vars(module)[name]
 
 
-def _fitted(
-    choices: list[Choice], weights: ModelWeights
-) -> tuple[Ops, dict[str, tuple[str, ...]], tuple[str, ...]]:
+def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str, tuple[str, ...]], tuple[str, ...]]:
     """Fit each variant to the weights, once for all ops of an adapter. -> the ops, their fallbacks by name, lines."""
     functions = {choice.op: choice.function for choice in choices if choice.function}
     filled = [choice for choice in choices if choice.module]

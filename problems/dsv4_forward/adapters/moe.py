@@ -156,9 +156,7 @@ def limit() -> float:
 
 
 @torch.inference_mode(False)  # what is made in inference mode could not be used everywhere outside it
-def _experts(
-    module: ModuleType, weights: ModelWeights, prepared: list[PreparedExperts], fallback: Fallback
-) -> Experts:
+def _experts(module: ModuleType, weights: ModelWeights, prepared: list[PreparedExperts], fallback: Fallback) -> Experts:
     task, device = load.module(load.PROBLEMS / PROBLEM, "task"), weights.embed.device
     ids = torch.zeros(ROOM, 1, dtype=torch.int32, device=device)
     ones = torch.ones(ROOM, 1, dtype=torch.float32, device=device)

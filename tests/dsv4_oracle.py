@@ -6,9 +6,9 @@ import functools
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
-from problems.dsv4_forward import weights
-from problems.dsv4_forward.config import CSA, HCA, SWA, TINY, Config
-from problems.dsv4_forward.weights import ModelWeights
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
+from problems.dsv4_forward.weights.tree import ModelWeights
 
 # Other head counts, ratios, top-k, groups and hash layers than TINY; no two sizes alike.
 OTHER = dataclasses.replace(
@@ -86,7 +86,7 @@ def weights_of(name: str, seed: int = 1) -> ModelWeights:
     for number, ratio in enumerate(cfg.ratios):
         layer = _block(sd, f"model.layers.{number}", ratio, cfg)
         ours |= {f"layers.{number}.{key}": value for key, value in layer.items()}
-    return weights.assemble(cfg, "fp32", ours)
+    return tree.assemble(cfg, "fp32", ours)
 
 
 def _block(sd: dict, at: str, ratio: int, cfg: Config) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from problems.dsv4_forward.config import CSA, HCA, SWA, TINY, Config
-from problems.dsv4_forward.state import Batch, State
+from problems.dsv4_forward.cache.state import Batch, State
+from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 
 MOST = 1000  # tokens of a sequence; not a multiple of 128
 SMALL = dataclasses.replace(
@@ -21,18 +21,18 @@ def make(chunk: int = 128, sequences: int = 3, blocks: int = 24, cfg: Config = S
     return State(cfg, "fp32", sequences, blocks, chunk, **more)
 
 
-def grow(state: State, slot: int, length: int) -> None:
+def grow(state: State, sequence: int, length: int) -> None:
     """Bring a sequence to that length; nothing is written but the bookkeeping."""
-    while count := min(length - state.lengths[slot], state.chunk):
-        state.commit(state.plan({slot: [7] * count}))
+    while count := min(length - state.lengths[sequence], state.chunk):
+        state.commit(state.plan({sequence: [7] * count}))
 
 
 def opened(state: State, *lengths: int) -> list[int]:
-    """New sequences of these lengths, opened so that slots are not in order of use."""
-    slots = [state.open()[0] for _ in lengths][::-1]
-    for slot, length in zip(slots, lengths, strict=True):
-        grow(state, slot, length)
-    return slots
+    """New sequences of these lengths, opened so that sequences are not in order of use."""
+    sequences = [state.open()[0] for _ in lengths][::-1]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        grow(state, sequence, length)
+    return sequences
 
 
 def host(state: State) -> object:
@@ -50,8 +50,8 @@ def check_counts(state: State) -> None:
     assert state.pool.references == [held[block] for block in range(state.blocks)]
     assert sorted(state.pool._free) == [block for block in range(state.blocks) if not held[block]]
     table = state.table.tolist()
-    for slot, blocks in enumerate(state.owned):
-        assert table[slot] == blocks + [state.blocks] * (len(table[slot]) - len(blocks))
+    for sequence, blocks in enumerate(state.owned):
+        assert table[sequence] == blocks + [state.blocks] * (len(table[sequence]) - len(blocks))
     assert state.length.tolist() == state.lengths
     snapshots = [prefix.snapshot for prefix in state.pool.prefixes]
     assert sorted(snapshots + state.pool._spare) == list(range(state.pool.snapshots))
@@ -68,23 +68,23 @@ def unchanged(state: State, error: type[Exception], match: str, act: Callable) -
 def check_indices(state: State, batch: Batch, ring: int) -> None:
     """Every field of a planned batch, a token at a time."""
     n = 0
-    bound = max(state.lengths[slot] + count for _, count, slot in batch.segments)
+    bound = max(state.lengths[sequence] + count for _, count, sequence in batch.segments)
     assert batch.bound == bound and batch.entries == {4: bound // 4, 128: bound // 128}
-    assert batch.rows.shape == (len(batch.slots), -(-bound // 128)) and batch.rows.dtype == torch.int32
+    assert batch.rows.shape == (len(batch.sequences), -(-bound // 128)) and batch.rows.dtype == torch.int32
     emit, target = {4: [], 128: []}, {4: [], 128: []}
     assert batch.window_index.dtype == batch.hca_index.dtype == torch.int32 and batch.hca_index.is_contiguous()
-    fields = (batch.sequence, batch.owner, batch.position, batch.window_slot, *batch.visible.values(), batch.last)
+    fields = (batch.sequence, batch.owner, batch.position, batch.window_target, *batch.visible.values(), batch.last)
     assert {field.dtype for field in (*fields, *batch.emit.values(), *batch.target.values())} == {torch.int64}
     ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(batch.position), 1)
     located = batch.locate(ids).tolist()
-    for row, (first, count, slot) in enumerate(batch.segments):
-        assert first == n and batch.slots[row] == slot and batch.last[row] == n + count - 1
-        owned = state.owned[slot]
+    for row, (first, count, sequence) in enumerate(batch.segments):
+        assert first == n and batch.sequences[row] == sequence and batch.last[row] == n + count - 1
+        owned = state.owned[sequence]
         assert batch.rows[row].tolist()[: len(owned)] == owned[: batch.rows.shape[1]]
-        for position in range(state.lengths[slot], state.lengths[slot] + count):
-            assert (int(batch.sequence[n]), int(batch.owner[n]), int(batch.position[n])) == (slot, row, position)
-            assert int(batch.window_slot[n]) == slot * ring + position % ring
-            seen = [slot * ring + p % ring if p >= 0 else -1 for p in range(position - 127, position + 1)]
+        for position in range(state.lengths[sequence], state.lengths[sequence] + count):
+            assert (int(batch.sequence[n]), int(batch.owner[n]), int(batch.position[n])) == (sequence, row, position)
+            assert int(batch.window_target[n]) == sequence * ring + position % ring
+            seen = [sequence * ring + p % ring if p >= 0 else -1 for p in range(position - 127, position + 1)]
             assert batch.window_index[n].tolist() == seen
             for ratio in (4, 128):
                 assert int(batch.visible[ratio][n]) == (position + 1) // ratio

@@ -96,14 +96,19 @@ def test_modules_are_found_at_any_distance_and_however_they_are_imported(problem
     for name, text in {
         "a": "import problems.composed.b", "b": "def f():\n    from problems.composed.c import X", "e": "", "f": "",
         "c": "import importlib\nX = importlib.import_module('problems.composed.d')", "lonely": "",
-        "d": "from problems.composed import e, f\nfrom problems.composed import a\nimport problems.other.lonely",
+        "d": "from problems.composed import e, f\nfrom problems.composed import a\nimport problems.other.lonely\n"
+             "from problems.composed.inner import g\nfrom problems.composed.inner.deep.h import Y",
     }.items():  # fmt: skip
         (folder / f"{name}.py").write_text(text + "\n")
+    (folder / "inner" / "deep").mkdir(parents=True)
+    for name in ("g", "lonely", "deep/h", "deep/k"):
+        (folder / "inner" / f"{name}.py").write_text("import problems.composed.inner.deep.k as k\n")
     (folder / "e.cpp").write_text('#include "e_tools.h"\n')
     (folder / "e_tools.h").write_text("\n")
     (folder / "submission.py").write_text("from problems.composed import a\n")
     files = names(scan.closure(folder / "submission.py", folder), folder)
-    assert files == {"submission.py", *(f"{name}.py" for name in "abcdef"), "e.cpp", "e_tools.h"}
+    inner = {f"inner/{name}.py" for name in ("g", "deep/h", "deep/k")}
+    assert files == {"submission.py", *(f"{name}.py" for name in "abcdef"), "e.cpp", "e_tools.h", *inner}
 
 
 def test_another_problem_brings_nothing(problems):

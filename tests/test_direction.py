@@ -94,6 +94,27 @@ def test_the_scan_reaches_every_area():
     assert wanted <= seen, f"no Python file seen in {sorted(wanted - seen)}"
 
 
+def test_the_folders_of_the_composition_import_each_other_without_a_circle():
+    """The files at the top of the folder count as one; submissions import these, and nothing imports a submission."""
+    top = load.PROBLEMS / COMPOSITION
+    needs: dict[str, set[str]] = {}
+    for file in top.rglob("*.py"):
+        folder = str(file.parent.relative_to(top))
+        for _, name in imports(file.read_text()):
+            parts = name.split(".")
+            if parts[:2] == ["problems", COMPOSITION]:
+                other = parts[2] if (top / parts[2]).is_dir() else "."
+                needs.setdefault(folder, set()).add(other)
+    needs = {folder: others - {folder} for folder, others in needs.items()}
+    assert {"weights", "cache", "torch_ops", "adapters", "kernels", "checkpoint", "generate", "."} <= set(needs)
+    assert not needs["weights"] and not {"variants", "wrong"} & set().union(*needs.values())
+    left = dict(needs)
+    while ready := [folder for folder, others in left.items() if not others & set(left)]:
+        for folder in ready:
+            del left[folder]
+    assert not left, f"a circle: {left}"
+
+
 @pytest.mark.parametrize(
     ("path", "line"),
     [

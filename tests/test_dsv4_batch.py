@@ -1,11 +1,11 @@
-"""problems/dsv4_forward/batch.py: every index against slow loops, and replayable steps against planned ones."""
+"""problems/dsv4_forward/cache/batch.py: every index against slow loops, and replayable steps against planned ones."""
 
 import itertools
 
 import pytest
 import torch
 
-from problems.dsv4_forward.batch import Planner
+from problems.dsv4_forward.cache.batch import Planner
 from tests.dsv4_states import MOST, check_counts, check_indices, grow, make, opened
 
 EDGES = (0, 1, 2, 3, 4, 5, 126, 127, 128, 129, 131, 191, 192, 193, 255, 256, 257, 319, 320, 321, 383, 384, 500)
@@ -19,12 +19,12 @@ def test_indices_of_ragged_batches(chunk, ring):
     opened(state, 0, 0, 0)
     for number, edge in enumerate(EDGES if chunk > 1 else EDGES[::4]):
         lengths = (edge, EDGES[(3 * number + 5) % len(EDGES)], EDGES[(7 * number + 2) % len(EDGES)])
-        for slot, length in zip((2, 0, 1), lengths, strict=True):
-            state.rewind(slot, 0)
-            grow(state, slot, length)
+        for sequence, length in zip((2, 0, 1), lengths, strict=True):
+            state.rewind(sequence, 0)
+            grow(state, sequence, length)
         for each in range(2):
             some = [counts[(number + each * 4 + k) % len(counts)] for k in range(3)]
-            batch = state.plan({slot: [9] * count for slot, count in zip((2, 0, 1), some, strict=True)})
+            batch = state.plan({sequence: [9] * count for sequence, count in zip((2, 0, 1), some, strict=True)})
             check_indices(state, batch, ring)
         check_indices(state, state.plan({1: torch.arange(counts[number % len(counts)])}), ring)
         check_indices(state, state.step((1,), torch.tensor([3])), ring)
@@ -46,27 +46,28 @@ def test_tokens_arrive_in_order_whatever_they_come_in():
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2), (2, 0), (1,)])
 def test_a_replayable_step_agrees_with_a_planned_one(order):
     state = make(64, blocks=30)
-    slots = opened(state, 0, 0, 0)
+    sequences = opened(state, 0, 0, 0)
     for number in range(0, 300, 7):
-        for slot in slots:
-            grow(state, slot, (0, 125, 250)[slot] + number)
+        for sequence in sequences:
+            grow(state, sequence, (0, 125, 250)[sequence] + number)
         tokens = torch.arange(len(order))
         planned = state.step(order, tokens)
         replayed = state.step(order, tokens, static=True)
         assert replayed.bound == state.capacity == MOST and replayed.stamps is None
-        same = ["tokens", "sequence", "owner", "position", "last", "window_slot", "window_index", "slot", "advance"]
+        same = ["tokens", "sequence", "owner", "position", "last", "window_target", "window_index", "sequence_ids"]
+        same.append("advance")
         for name in same:
             assert torch.equal(getattr(planned, name), getattr(replayed, name)), name
             assert getattr(planned, name).dtype == getattr(replayed, name).dtype, name
-        assert planned.segments == replayed.segments and planned.slots == replayed.slots
+        assert planned.segments == replayed.segments and planned.sequences == replayed.sequences
         assert torch.equal(replayed.rows[:, : planned.rows.shape[1]], planned.rows)
         assert replayed.rows.shape[1] == 8
         seen = planned.entries[128]
         assert torch.equal(replayed.hca_index[:, :seen], planned.hca_index)
         assert replayed.hca_index.shape[1] == MOST // 128 and bool((replayed.hca_index[:, seen:] == -1).all())
         ids = torch.arange(-1, planned.entries[4], dtype=torch.int32).repeat(len(order), 1)
-        for row, slot in enumerate(order):
-            count = 1 + (state.lengths[slot] + 1) // 4
+        for row, sequence in enumerate(order):
+            count = 1 + (state.lengths[sequence] + 1) // 4
             assert torch.equal(replayed.locate(ids)[row, :count], planned.locate(ids)[row, :count])
         for ratio in (4, 128):
             assert torch.equal(planned.visible[ratio], replayed.visible[ratio])
@@ -80,15 +81,15 @@ def test_a_replayable_step_agrees_with_a_planned_one(order):
 def test_a_replay_sees_what_changed_since_it_was_recorded():
     """The recorded operations read the device alone: the same tensors, other lengths."""
     state = make(64)
-    slots = opened(state, 126, 126)
-    first = state.step(slots, torch.tensor([1, 2]), static=True, bound=300)
+    sequences = opened(state, 126, 126)
+    first = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
     assert first.bound == 300 and first.hca_index.tolist() == [[-1, -1], [-1, -1]]
     for _ in range(3):
-        state.reserve(dict.fromkeys(slots, 1))
-        batch = state.step(slots, torch.tensor([1, 2]), static=True, bound=300)
+        state.reserve(dict.fromkeys(sequences, 1))
+        batch = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
         state.commit(batch)
-    assert batch.hca_index.tolist() == [[state.owned[slot][0], -1] for slot in slots]
-    assert state.lengths[slots[0]] == 129 and state.length.tolist()[slots[0]] == 129
+    assert batch.hca_index.tolist() == [[state.owned[sequence][0], -1] for sequence in sequences]
+    assert state.lengths[sequences[0]] == 129 and state.length.tolist()[sequences[0]] == 129
     check_counts(state)
 
 
@@ -102,10 +103,10 @@ def test_closed_sequences_in_a_replay_stay_empty():
     later = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
     assert later.position.tolist() == [201, 0, 132]
     assert [later.target[ratio][1] for ratio in (4, 128)] == [24 * 32, 24], "the page that nobody reads"
-    state.commit(later, slots=[c])
+    state.commit(later, sequences=[c])
     assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 133)
     with pytest.raises(ValueError, match=f"open sequence, got {b}"):
-        state.commit(later, slots=[b])
+        state.commit(later, sequences=[b])
     check_counts(state)
 
 
@@ -122,8 +123,8 @@ def test_what_a_replay_may_not_write_goes_to_the_unread_page():
 
 def test_forms_of_batches_are_kept_but_not_without_end():
     state = make(8, sequences=5)
-    slots = opened(state, 1, 2, 3, 4, 5)
-    for order in itertools.permutations(slots, 3):
+    sequences = opened(state, 1, 2, 3, 4, 5)
+    for order in itertools.permutations(sequences, 3):
         state.step(order, torch.tensor([1, 2, 3]))
     assert len(state._planner._kept) == Planner.KEPT
-    assert state.step(slots, torch.arange(5)).sequence.tolist() == slots
+    assert state.step(sequences, torch.arange(5)).sequence.tolist() == sequences

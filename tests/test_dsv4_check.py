@@ -7,46 +7,46 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import check, kernels, trace
-from problems.dsv4_forward.config import CSA, TINY
-from problems.dsv4_forward.trace import SLOTS, Follower, Recorder, margins
+from problems.dsv4_forward import check, ops, trace
+from problems.dsv4_forward.trace import CHECKS, Follower, Recorder, margins
+from problems.dsv4_forward.weights.config import CSA, TINY
 
 WRONG = load.PROBLEMS / "dsv4_forward" / "wrong"
 
 
-def wrong_for(slot: str) -> list[str]:
-    """Files of wrong/ that define a function of the slot's name."""
+def wrong_for(op: str) -> list[str]:
+    """Files of wrong/ that define a function of the op's name."""
     found = []
     for file in sorted(WRONG.glob("*.py")):
         names = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
-        found += [str(file)] if slot in names else []
+        found += [str(file)] if op in names else []
     return found
 
 
 @pytest.fixture(scope="module")
 def case() -> check.Case:
-    """TINY in bf16, two steps: every slot is called, the indexer has to select, each compressor has emitted."""
+    """TINY in bf16, two steps: every op is called, the indexer has to select, each compressor has emitted."""
     return check.make("tiny", "bf16", "cpu", steps=2)
 
 
-def test_every_slot_has_a_budget_and_a_wrong_kernel():
-    assert tuple(SLOTS) == kernels.SLOTS
-    assert all(wrong_for(slot) for slot in SLOTS)
+def test_every_op_has_a_budget_and_a_wrong_kernel():
+    assert tuple(CHECKS) == ops.NAMES
+    assert all(wrong_for(op) for op in CHECKS)
 
 
 def test_every_wrong_kernel_is_named_with_its_layer(case, capsys):
     """Each is compared on the oracle's inputs, so one pass shows them all, none hidden by another."""
-    names = ",".join(f"{slot}={wrong_for(slot)[0]}" for slot in SLOTS)
+    names = ",".join(f"{op}={wrong_for(op)[0]}" for op in CHECKS)
     with torch.inference_mode():
-        table = kernels.choose(names, "cpu", case.weights).kernels
+        table = ops.choose(names, "cpu", case.weights).ops
         recorder = Recorder(table, torch.bfloat16)
-        case.run(recorder.kernels(), torch.float32, recorder, None)
+        case.run(recorder.ops(), torch.float32, recorder, None)
     faults = check._say_kernels(recorder)
-    for slot in SLOTS:
-        first = "head" if slot == "mhc_head" else next(layer for (layer, name) in recorder.worst if name == slot)
-        named = [fault for fault in faults if f" {slot}: " in fault]
-        assert named, f"{slot} passes"
-        assert named[0].startswith(f"{first} {slot}: "), named[0]
+    for op in CHECKS:
+        first = "head" if op == "mhc_head" else next(layer for (layer, name) in recorder.worst if name == op)
+        named = [fault for fault in faults if f" {op}: " in fault]
+        assert named, f"{op} passes"
+        assert named[0].startswith(f"{first} {op}: "), named[0]
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "bf16"])
@@ -58,12 +58,12 @@ def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monk
 
     def faults(rows: slice, off: float) -> list[str]:
         def experts(x, ids, weights, w13, w2, limit, out):
-            kernels.REFERENCE.experts(x, ids, weights, w13, w2, limit, out)
+            ops.REFERENCE.experts(x, ids, weights, w13, w2, limit, out)
             out[rows] *= 1 + off
 
-        recorder = Recorder(dataclasses.replace(kernels.REFERENCE, experts=experts), torch.bfloat16)
+        recorder = Recorder(dataclasses.replace(ops.REFERENCE, experts=experts), torch.bfloat16)
         with torch.inference_mode():
-            case.run(recorder.kernels(), torch.float32, recorder, None)
+            case.run(recorder.ops(), torch.float32, recorder, None)
         return check._say_kernels(recorder)
 
     # The first call of a layer has 40 rows, the last one two: there a row is not so much less than all.
@@ -77,12 +77,12 @@ def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slot", SLOTS)
-def test_a_wrong_kernel_alone_fails_the_check(case, slot, capsys):
-    for file in wrong_for(slot):
-        assert not check.check(case, f"{slot}={file}", "cpu")
+@pytest.mark.parametrize("op", CHECKS)
+def test_a_wrong_kernel_alone_fails_the_check(case, op, capsys):
+    for file in wrong_for(op):
+        assert not check.check(case, f"{op}={file}", "cpu")
         said = capsys.readouterr().out
-        assert f" {slot}: " in said.partition("FAULT: ")[2].partition("\n")[0], said[-2000:]
+        assert f" {op}: " in said.partition("FAULT: ")[2].partition("\n")[0], said[-2000:]
 
 
 def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
@@ -118,35 +118,35 @@ def test_the_reference_is_right(fmt, capsys, monkeypatch):
 
 
 def test_drift_is_named_where_it_begins(case, capsys):
-    """A kernel within its own budget whose errors all point one way is found by what a layer makes of its lanes."""
+    """A kernel within its own budget whose errors all point one way is found by what a layer makes of its copies."""
 
     def biased(x, weight, eps, out):
-        kernels.REFERENCE.rms_norm(x, weight, eps, out)
+        ops.REFERENCE.rms_norm(x, weight, eps, out)
         out.mul_(1.5)
 
-    table = dataclasses.replace(kernels.REFERENCE, rms_norm=biased)
+    table = dataclasses.replace(ops.REFERENCE, rms_norm=biased)
     with torch.inference_mode():
         recorder = Recorder(None, torch.bfloat16)
-        oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
+        oracle = case.run(recorder.ops(), torch.float32, recorder, None)
         forced = oracle.logits.argmax(-1)
-        tables = (kernels.REFERENCE, table)
+        tables = (ops.REFERENCE, table)
         free = [check._follow(case, Follower(t, recorder.decisions), forced) for t in tables]
-        alone = [check._follow(case, Follower(t, recorder.decisions, recorder.lanes), forced) for t in tables]
+        alone = [check._follow(case, Follower(t, recorder.decisions, recorder.copies), forced) for t in tables]
     faults = check._say_layers(oracle, alone, free)
-    assert faults and faults[0].startswith("alone: lanes after layers.0 are off")
+    assert faults and faults[0].startswith("alone: copies after layers.0 are off")
     assert check._say_logits(oracle, *free)
 
 
 def test_a_follower_decides_as_the_oracle(case):
     with torch.inference_mode():
         recorder = Recorder(None, torch.bfloat16)
-        oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
-        follower = Follower(kernels.REFERENCE, recorder.decisions)
-        case.run(follower.kernels(), None, follower, oracle.logits.argmax(-1))
+        oracle = case.run(recorder.ops(), torch.float32, recorder, None)
+        follower = Follower(ops.REFERENCE, recorder.decisions)
+        case.run(follower.ops(), None, follower, oracle.logits.argmax(-1))
     assert follower.done == len(recorder.decisions) > 0
-    assert {d.slot for d in recorder.decisions} == {"route", "select"}
-    assert sum(d.slot == "route" for d in recorder.decisions) % TINY.num_hidden_layers == 0
-    assert {d.layer for d in recorder.decisions if d.slot == "select"} == {
+    assert {d.op for d in recorder.decisions} == {"route", "select"}
+    assert sum(d.op == "route" for d in recorder.decisions) % TINY.num_hidden_layers == 0
+    assert {d.layer for d in recorder.decisions if d.op == "select"} == {
         f"layers.{i}" for i, ratio in enumerate(TINY.ratios) if ratio == CSA
     }
     follower.done = 0

@@ -12,9 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from problems.dsv4_forward import checkpoint, checkpoint_names, config_json, convert, weights
-from problems.dsv4_forward.checkpoint import CheckpointError, config_from_json, load, save
-from problems.dsv4_forward.config import CONFIGS, CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY
+from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, convert
+from problems.dsv4_forward.checkpoint.checkpoint import CheckpointError, load, save
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY
 from tests import dsv4_oracle
 
 SMALL = dataclasses.replace(
@@ -29,8 +30,8 @@ NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.
 
 
 @functools.cache
-def made(fmt: str) -> weights.ModelWeights:
-    return weights.random(SMALL, fmt, 3)
+def made(fmt: str) -> tree.ModelWeights:
+    return tree.random(SMALL, fmt, 3)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def differing(one: weights.ModelWeights, other: weights.ModelWeights) -> list[str]:
+def differing(one: tree.ModelWeights, other: tree.ModelWeights) -> list[str]:
     assert (one.config, one.format, one.tensors.keys()) == (other.config, other.format, other.tensors.keys())
     return [name for name in one.tensors if bits(one.tensors[name]) != bits(other.tensors[name])]
 
@@ -418,48 +419,3 @@ def test_unknown_quantisations_and_empty_folders_are_refused(saved, tmp_path):
     assert any("must hold" in fault for fault in faults(tmp_path / "empty", SMALL))
     (tmp_path / "empty" / checkpoint.INDEX).write_text("{")
     assert "cannot be read" in faults(tmp_path / "empty", SMALL)[0]
-
-
-# config.json.
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("cfg", [*CONFIGS.values(), SMALL, FLASH.slice(4, 32)], ids=lambda cfg: cfg.name)
-def test_a_written_config_is_read_again(tmp_path, cfg, fmt):
-    (tmp_path / "config.json").write_text(json.dumps(config_json.to_json(cfg, fmt)))
-    assert config_from_json(tmp_path) == config_from_json(tmp_path / "config.json") == cfg
-
-
-def test_an_unnamed_model_is_called_as_its_folder(tmp_path):
-    fields = config_json.to_json(FLASH, "released")
-    del fields["_name_or_path"]
-    assert fields["quantization_config"]["quant_method"] == "fp8" and fields["rope_scaling"]["factor"] == 16
-    folder = tmp_path / "DeepSeek-V4-Flash"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(fields))
-    assert config_from_json(folder) == dataclasses.replace(FLASH, name="DeepSeek-V4-Flash")
-
-
-def test_ratios_without_the_prediction_layer_are_completed(tmp_path):
-    fields = config_json.to_json(FLASH, "released")
-    fields["compress_ratios"] = fields["compress_ratios"][:-1]
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert config_from_json(tmp_path) == FLASH
-
-
-def test_every_fault_of_a_config_is_named(tmp_path):
-    fields = config_json.to_json(SMALL, "released")
-    del fields["head_dim"], fields["rope_scaling"]["beta_fast"]
-    fields |= {"scoring_func": "softmax", "compress_ratios": [0, 4]}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError) as caught:
-        config_from_json(tmp_path)
-    assert set(caught.value.faults) == {
-        "missing head_dim", "missing rope_beta_fast", "scoring_func must be 'sqrtsoftplus', got 'softmax'",
-        "compress_ratios must have 3 + 1 entries, got 2",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        config_from_json(tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        config_from_json(tmp_path / "nowhere" / "config.json")

@@ -1,11 +1,11 @@
-"""problems/dsv4_forward/compressor.py against whole-sequence fp64 loops, in every way of cutting a sequence."""
+"""torch_ops/compressor.py against whole-sequence fp64 loops, in every way of cutting a sequence."""
 
 import math
 
 import pytest
 import torch
 
-from problems.dsv4_forward import compressor
+from problems.dsv4_forward.torch_ops import compressor
 
 D, R, EPS = 24, 8, 1e-6  # 16 plain channels and 4 rotated pairs
 KINDS = {"csa": (4, True), "hca": (128, False), "plain4": (4, False), "overlap16": (16, True)}
@@ -39,11 +39,11 @@ class Case:
         )  # fmt: skip
         return out
 
-    def feed(self, tail, start, end, slot=0, dtype=F32, projected=None) -> list[torch.Tensor]:
+    def feed(self, tail, start, end, sequence=0, dtype=F32, projected=None) -> list[torch.Tensor]:
         """Tokens start..end-1 of one sequence in one call -> the entries that they complete."""
         rows = self.projected if projected is None else projected
         emit = [t - start for t in range(start, end) if (t + 1) % self.ratio == 0]
-        return list(self.call(tail, rows[start:end], list(range(start, end)), [slot] * (end - start), emit, dtype))
+        return list(self.call(tail, rows[start:end], list(range(start, end)), [sequence] * (end - start), emit, dtype))
 
     def cut(self, lengths, chunk=None, fill=0.0) -> torch.Tensor:
         """The whole sequence in calls of these lengths -> all entries (n, D)."""
@@ -55,7 +55,7 @@ class Case:
         return torch.stack(found) if found else torch.empty(0, D)
 
     def want(self, dtype=F32, projected=None) -> torch.Tensor:
-        """Every entry from the whole sequence, slot by slot and channel by channel, fp64 -> (n, D)."""
+        """Every entry from the whole sequence, row by row and channel by channel, fp64 -> (n, D)."""
         rows = (self.projected if projected is None else projected).double().tolist()
         ape, wide = self.ape.double().tolist(), self.halves * D
         found = []
@@ -160,31 +160,31 @@ def test_the_emitting_token_counts_and_the_next_does_not(kind):
 
 
 def test_sequences_at_different_positions_share_a_call():
-    """Three of four slots, interleaved in no order, each at its own position; the fourth is left alone."""
-    cases = {slot: Case("csa", 60, seed=10 + slot) for slot in (3, 0, 2)}
+    """Three of four sequences, interleaved in no order, each at its own position; the fourth is left alone."""
+    cases = {sequence: Case("csa", 60, seed=10 + sequence) for sequence in (3, 0, 2)}
     ape, weight = cases[3].ape, cases[3].weight
     for case in cases.values():
         case.ape, case.weight = ape, weight
     tail = cases[3].ring(4, 9, fill=1e30)
     at, found = {3: 0, 0: 0, 2: 0}, {3: [], 0: [], 2: []}
     for counts in [(9, 1, 4), (2, 0, 9), (0, 7, 3), (5, 5, 5), (1, 1, 1), (8, 9, 7), (9, 3, 2), (6, 9, 8)]:
-        batch = []  # (slot, position), shuffled across sequences
-        for slot, count in zip(at, counts, strict=True):
-            batch += [(slot, at[slot] + i) for i in range(count)]
-            at[slot] += count
+        batch = []  # (sequence, position), shuffled across sequences
+        for sequence, count in zip(at, counts, strict=True):
+            batch += [(sequence, at[sequence] + i) for i in range(count)]
+            at[sequence] += count
         batch = [batch[i] for i in torch.randperm(len(batch), generator=torch.Generator().manual_seed(len(batch)))]
         emit = [i for i, (_, t) in enumerate(batch) if t % 4 == 3]
-        rows = torch.stack([cases[slot].projected[t] for slot, t in batch])
-        out = cases[3].call(tail, rows, [t for _, t in batch], [slot for slot, _ in batch], emit)
+        rows = torch.stack([cases[sequence].projected[t] for sequence, t in batch])
+        out = cases[3].call(tail, rows, [t for _, t in batch], [sequence for sequence, _ in batch], emit)
         for row, i in enumerate(emit):
             found[batch[i][0]].append((batch[i][1] // 4, out[row]))
     assert (tail[1] == 1e30).all()
-    for slot, case in cases.items():
-        entries = [row for _, row in sorted(found[slot], key=lambda pair: pair[0])]
-        close(torch.stack(entries), case.want()[: at[slot] // 4])
+    for sequence, case in cases.items():
+        entries = [row for _, row in sorted(found[sequence], key=lambda pair: pair[0])]
+        close(torch.stack(entries), case.want()[: at[sequence] // 4])
 
 
-def test_a_slot_serves_the_next_sequence_from_its_start():
+def test_a_ring_serves_the_next_sequence_from_its_start():
     old, new = Case("csa", 11, seed=6), Case("csa", 9, seed=7)
     new.ape, new.weight = old.ape, old.weight
     tail = old.ring(1, 11)

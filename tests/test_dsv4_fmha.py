@@ -1,12 +1,12 @@
-"""problems/dsv4_forward/fmha.py against fp64 loops over queries, heads and entries."""
+"""problems/dsv4_forward/torch_ops/fmha.py against fp64 loops over queries, heads and entries."""
 
 import math
 
 import pytest
 import torch
 
-from problems.dsv4_forward import fmha
-from problems.dsv4_forward.pages import Pages
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.torch_ops import fmha
 
 KINDS = [("plain", torch.float32), ("plain", torch.bfloat16), ("entry", torch.bfloat16)]
 

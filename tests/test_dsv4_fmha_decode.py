@@ -1,11 +1,14 @@
-"""The fmha_decode problem in the model's fmha slot: equal to the reference slot, and what it leaves to it."""
+"""The fmha_decode problem in the model's op fmha: equal to the reference, and what it leaves to it."""
 
 import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import fmha, fmha_decode, kernels, ops
-from problems.dsv4_forward.pages import Pages
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.adapters import fmha_decode, operators
+from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.torch_ops import fmha
 
 FOLDER = load.PROBLEMS / fmha_decode.PROBLEM
 WIDTH, ROPE, HEADS = 512, 64, 8
@@ -29,7 +32,7 @@ def lists(tokens: int, n: int, most: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def call():
-    """Arguments of the slot but for its outputs, five tokens of which the last has no entry at all."""
+    """Arguments of the op but for its outputs, five tokens of which the last has no entry at all."""
     q = torch.randn(5, 1, HEADS, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
     window, cache = pages(3, 64, 2), pages(40, 1, 3)
     ids, chosen = lists(5, 100, 192, 4), lists(5, 37, 40, 5)
@@ -37,16 +40,16 @@ def call():
     return q, window, ids, cache, chosen, torch.linspace(-3, 3, HEADS), WIDTH**-0.5
 
 
-def run(slot, arguments: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+def run(op, arguments: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     q = arguments[0]
     out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:3], float("nan"))
-    slot(*arguments, out, lse)
+    op(*arguments, out, lse)
     return out, lse
 
 
-def slot(name: str):
+def adapted(name: str):
     module = load.variant(fmha_decode.PROBLEM, name)
-    return fmha_decode.adapt(module, None, kernels.REFERENCE)[0]["fmha"]
+    return fmha_decode.adapt(module, None, Fallback(ops.REFERENCE))[0]["fmha"]
 
 
 def close(got: tuple, want: tuple) -> None:
@@ -60,7 +63,7 @@ def close(got: tuple, want: tuple) -> None:
 def test_it_attends_as_the_reference_does(call, without_cache):
     arguments = (*call[:3], None, None, *call[5:]) if without_cache else call
     want = run(fmha.fmha, (call[0].float(), *arguments[1:]))
-    close(run(slot("torch_eager"), arguments), want)
+    close(run(adapted("torch_eager"), arguments), want)
     assert bool((want[0][4] == 0).all()) and bool(torch.isposinf(want[1][4]).all())
 
 
@@ -72,7 +75,7 @@ def test_what_it_does_not_serve_goes_to_the_reference(call):
         def custom_kernel(_):
             raise AssertionError("called")
 
-    adapted = fmha_decode.adapt(Raises, None, kernels.REFERENCE)[0]["fmha"]
+    adapted = fmha_decode.adapt(Raises, None, Fallback(ops.REFERENCE))[0]["fmha"]
     plain = Pages(torch.zeros(3, 64, WIDTH, dtype=torch.bfloat16), 64, "plain", WIDTH)
     q, window, ids, *rest = call
     for arguments in ((q.float(), window, ids, *rest), (q, plain, ids, *rest), (q, window, ids[:, :, :0], *rest)):
@@ -89,4 +92,4 @@ def test_the_operator_is_the_winner_and_passes_torchs_own_checks():
     data = reference.generate_input(**vars(task.TESTS[0]), device="cpu")
     torch.ops.dsv4.fmha_decode(*data)
     assert reference.check_implementation(data, (data.out, data.lse))[0]
-    torch.library.opcheck(ops.fmha_decode, tuple(data))
+    torch.library.opcheck(operators.fmha_decode, tuple(data))

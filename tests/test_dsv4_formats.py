@@ -1,4 +1,4 @@
-"""problems/dsv4_forward/formats.py, bit for bit, against the formats' definitions in exact arithmetic."""
+"""problems/dsv4_forward/weights/formats.py, bit for bit, against the formats' definitions in exact arithmetic."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from problems.common import fp8, nvfp4
-from problems.dsv4_forward import formats
+from problems.dsv4_forward.weights import formats
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDDLES = [(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)]

@@ -1,9 +1,8 @@
-"""The whole model as a problem: cases and bytes, what the check lets through, and what a call leaves behind."""
+"""The whole model as a problem: cases, what the check lets through, and what a call leaves behind."""
 
 import ast
 import dataclasses
 import functools
-import math
 import os
 
 import pytest
@@ -13,10 +12,11 @@ from harness.checker.checker import Checker
 from harness.problem import folders, scan
 from harness.runner import runner, tree
 from problems.common import load
-from problems.dsv4_forward import config, entry, layout, traffic
-from problems.dsv4_forward.config import TINY, TINY_K
+from problems.dsv4_forward import judged_call
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights import config, layout
+from problems.dsv4_forward.weights.config import TINY
 
 FOLDER = load.PROBLEMS / "dsv4_forward"
 TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
@@ -124,93 +124,6 @@ def test_cases_cover_formats_phases_and_both_sides_of_boundaries():
     assert {126, 127, 128, 129, 130} <= seen and min(seen) < 4 and max(seen) > TINY.rope_original
     assert {c.config for c in TASK.BENCHMARKS} == {"tiny-k", "flash-4l32e"}
     assert len({str(c) for c in (*TASK.TESTS, *TASK.BENCHMARKS)}) == len(TASK.TESTS) + len(TASK.BENCHMARKS)
-
-
-# ---------------------------------------------------------------- bytes and operations, counted by hand
-
-
-def linear_bytes(kind: str, n: int, k: int) -> int:
-    if kind == "fp8":
-        return n * k + math.ceil(n / 128) * math.ceil(k / 128)
-    return {"fp32": 4 * n * k, "bf16": 2 * n * k, "nvfp4": n * k // 2 + n * k // 16 + 8}[kind]
-
-
-def test_bytes_of_a_decode_step_by_hand():
-    """tiny in nvfp4, two sequences of 300 and 299 tokens."""
-    got = traffic.Step(TINY, "nvfp4", (300, 299), 1).bytes_moved()
-    want = 0
-    hit = 1 - (1 - 2 / 8) ** 2  # of the experts
-    for layer, ratio in enumerate((0, 128, 4, 128, 4, 0)):
-        want += linear_bytes("nvfp4", 128, 256) + linear_bytes("nvfp4", 4 * 128, 128)  # wq_a, wq_b
-        want += linear_bytes("nvfp4", 128, 256) + 2 * linear_bytes("nvfp4", 128, 256)  # wkv, wo_a
-        want += linear_bytes("nvfp4", 256, 256)  # wo_b
-        want += 2 * (256 + 256 + 128 + 128) + 4 * 4  # norms, sinks
-        want += 2 * 4 * (24 * 1024 + 24 + 3)  # mHC
-        want += 2 * 8 * 256 + (2 * 2 * 8 if layer < 2 else 4 * 8)  # router; rows of its table, or bias
-        want += 8 * hit * (linear_bytes("nvfp4", 256, 256) + linear_bytes("nvfp4", 256, 128))
-        want += linear_bytes("nvfp4", 256, 256) + linear_bytes("nvfp4", 256, 128)  # shared
-        entry_bytes = 64 + 2 * 64 + 8
-        want += 2 * (127 + 1) * entry_bytes  # window
-        if ratio == 128:
-            want += 2 * 2 * 128 * 256 + 4 * 128 * 128 + 2 * 128
-            want += 2 * 2 * entry_bytes + 2 * 128 * 2 * 4  # two entries each, a new row each
-        if ratio == 4:
-            want += 2 * 2 * 256 * 256 + 4 * 4 * 256 + 2 * 128  # compressor
-            want += linear_bytes("nvfp4", 32 * 128, 128) + 2 * 32 * 256
-            want += 2 * 2 * 256 * 256 + 4 * 4 * 256 + 2 * 128  # the indexer's
-            want += 2 * 16 * entry_bytes + (75 + 74) * 68 + 2 * 2 * (128 + 128) * 2 * 4
-            want += entry_bytes + 68 + 7 * (128 + 128) * 2 * 4  # token 299 ends entry 74 of the second, of 7 old rows
-    want += 4 * (4 * 1024 + 4 + 1) + 2 * 256 + 2 * 512 * 256 + 2 * 2 * 256  # head, rows of the embedding
-    want += 2 * 8 + 2 * (4 * 512 + 8)
-    assert got == math.ceil(want)
-
-
-def test_bytes_of_a_prefill_by_hand():
-    """The caches of 37 tokens after 130 in bf16, as what they add to those of no tokens before."""
-    step = traffic.Step(TINY, "bf16", (130,), 37)
-    row = 128 * 2
-    window = (127 + 37) * row
-    hca = 1 * row + (37 + 0) * 128 * 2 * 4  # one entry at token 127, none ends within
-    old, new = 32, 41 - 32  # entries of four tokens
-    pooled = (130 - 124) + (130 - 128)  # old rows of entries 32 and 33
-    csa = (16 + new) * row + (old + new) * 128 * 2 + (37 * 2 + pooled) * (128 + 128) * 2 * 4
-    caches = [step._cache_bytes(ratio, 130) for ratio in (0, 128, 4)]
-    assert caches == [window, window + hca, window + csa]
-
-
-def test_operations_by_hand():
-    """tiny, 5 tokens after 127: linears and routers for all of them, the head for the last alone."""
-    per_token = 0
-    for ratio in (0, 128, 4, 128, 4, 0):
-        per_token += 256 * 128 + 128 * 512 + 256 * 128 + 2 * 128 * 256 + 256 * 256 + 2 * 24 * 1024 + 8 * 256
-        per_token += (2 + 1) * 3 * 128 * 256
-        per_token += {0: 0, 128: 2 * 128 * 256, 4: 4 * 128 * 256 + 4 * 128 * 256 + 128 * 4096 + 32 * 256}[ratio]
-    want = 2 * 5 * per_token + 2 * (512 * 256 + 4 * 1024)
-    for seen in range(128, 133):
-        entries = [128] * 6
-        entries[1] += seen // 128
-        entries[3] += seen // 128
-        entries[2] += 16
-        entries[4] += 16
-        want += sum(4 * 4 * 128 * n for n in entries) + 2 * 2 * 32 * 128 * (seen // 4)
-    assert traffic.Step(TINY, "bf16", (127,), 5).flops() == want
-
-
-def test_a_prediction_layer_and_cold_experts_count_nothing():
-    layers = dataclasses.replace(TINY_K, compress_ratios=TINY_K.compress_ratios[:-1], num_nextn_predict_layers=0)
-    for fmt in ("bf16", "nvfp4"):
-        with_mtp, without = (traffic.Step(cfg, fmt, (130,), 1) for cfg in (TINY_K, layers))
-        assert (with_mtp.bytes_moved(), with_mtp.flops()) == (without.bytes_moved(), without.flops())
-    few, many = (traffic.Step(TINY_K, "bf16", (500,), new).hit_share for new in (1, 12))
-    assert few == pytest.approx(6 / 16) and 0.99 < many < 1
-
-
-def test_a_flash_step_reads_what_its_experts_weigh():
-    """flash-4l32e in bf16: 6 of 32 experts of 25 million weights a layer, about 0.6 GB of the other 1.9 GB."""
-    case = next(c for c in TASK.BENCHMARKS if (c.config, c.format, c.batch) == ("flash-4l32e", "bf16", 1))
-    experts = 4 * 6 * 3 * 2048 * 4096 * 2
-    dense = case.bytes_moved() - experts
-    assert 1.9e9 < dense < 2.3e9
 
 
 # ---------------------------------------------------------------- right and wrong
@@ -342,12 +255,12 @@ def test_a_call_leaves_the_sequences_with_their_new_tokens(case):
         state.buffer.copy_(buffer)
         state.reload()
     model = given.weights.model
-    slots = range(case.batch)
+    sequences = range(case.batch)
     first = states[0].plan(dict(enumerate(data.inputs.tokens)))
     model.forward(first, states[0])
     states[0].commit(first)
     assert states[1].lengths == states[0].lengths == [n + case.new for n in TASK.lengths(case.context, case.batch)]
-    steps = [state.plan({slot: following[slot : slot + 1] for slot in slots}) for state in states]
+    steps = [state.plan({sequence: following[sequence : sequence + 1] for sequence in sequences}) for state in states]
     one, other = (model.forward(step, state).logits for step, state in zip(steps, states, strict=True))
     assert torch.equal(one, other)
 
@@ -372,9 +285,9 @@ def test_prepared_weights_follow_their_own():
 
 def test_planners_are_kept_by_the_size_of_the_state():
     data, want = made(SHARP)
-    prepared = entry.prepare(data.weights, "reference")
+    prepared = judged_call.prepare(data.weights, "reference")
     for _ in range(3):
-        assert REFERENCE.compare(data, want, entry.run(fresh(data)._replace(weights=prepared))).ok
+        assert REFERENCE.compare(data, want, judged_call.run(fresh(data)._replace(weights=prepared))).ok
     assert len(prepared.planners) == 1
 
 
@@ -416,12 +329,14 @@ def test_the_harness_knows_it_as_a_composition():
         assert case.bytes > 0 and case.flops > 0
 
 
-@pytest.mark.parametrize("file", sorted(str(f.relative_to(FOLDER)) for f in FOLDER.glob("*/*.py")))
+@pytest.mark.parametrize(
+    "file", [*(f"variants/{name}.py" for name in VARIANTS), *(f"wrong/{name}.py" for name in WRONG)]
+)
 def test_what_nobody_gets_to_see_is_not_in_a_submissions_closure(file):
     """Winners are. That all of it obeys the rules is shown in tests/test_scan.py."""
     files = scan.closure(FOLDER / file, FOLDER)
     names = {str(path.relative_to(load.PROBLEMS)) for path in files}
-    assert {"dsv4_forward/entry.py", "dsv4_forward/model.py"} <= names
+    assert {"dsv4_forward/judged_call.py", "dsv4_forward/model.py"} <= names
     assert not names & {f"dsv4_forward/{hidden}.py" for hidden in ("reference", "check", "task")}
     assert ("nvfp4_gemv/submission.py" in names) == (file == "variants/composed.py")
 

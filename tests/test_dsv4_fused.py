@@ -1,4 +1,4 @@
-"""problems/dsv4_forward/fused.cu on a GPU against the torch components in fp64 or fp32, and that it compiles."""
+"""kernels/fused.cu on a GPU against the torch components in fp64 or fp32, and that it compiles."""
 
 import dataclasses
 import shutil
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from problems.common import build, load
-from problems.dsv4_forward import fused, norm, rope
-from problems.dsv4_forward.config import FLASH, TINY, Config
+from problems.dsv4_forward.kernels import fused
+from problems.dsv4_forward.torch_ops import norm, rope
+from problems.dsv4_forward.weights.config import FLASH, TINY, Config
 
 SHAPES = ((1, 256), (3, 192), (130, 4096), (2, 7168), (5, 250))  # tokens, d: not multiples of 256, several blocks
 
@@ -24,8 +25,8 @@ def close(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor | None = No
 
 
 @pytest.fixture(scope="module")
-def slots():
-    return fused.slots(load.device_target("cuda"))
+def ops():
+    return fused.ops(load.device_target("cuda"))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -55,20 +56,20 @@ def test_mixed_dtypes_and_views_are_refused():
         fused._bf16(fp32.half())
     with pytest.raises(ValueError, match="contiguous"):
         fused._bf16(fp32.t())
-    with pytest.raises(ValueError, match="lanes must be"):
-        fused._lanes(torch.zeros(2, 3, 8))
+    with pytest.raises(ValueError, match="copies must be"):
+        fused._shape(torch.zeros(2, 3, 8))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "d"), SHAPES)
-def test_rms_norm(slots, tokens, d, dtype):
+def test_rms_norm(ops, tokens, d, dtype):
     x, weight = draw(tokens, 3, d, dtype=dtype) * 7, draw(d, dtype=dtype, seed=1)
     x *= torch.logspace(-3, 3, tokens, device="cuda").view(-1, 1, 1).to(dtype)  # rows of very different size
     for w in (weight, None):
         want, got = torch.empty_like(x, dtype=torch.float32), torch.full_like(x, float("nan"))
         norm.rms_norm(x.float(), None if w is None else w.float(), 1e-6, want)
-        slots["rms_norm"](x, w, 1e-6, got)
+        ops["rms_norm"](x, w, 1e-6, got)
         close(got, want)
 
 
@@ -76,15 +77,15 @@ def test_rms_norm(slots, tokens, d, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("shape", [(1, 128), (3, 128), (130, 5, 192), (2, 64, 512)])
-def test_rotate(slots, shape, dtype, inverse):
+def test_rotate(ops, shape, dtype, inverse):
     x = draw(*shape, dtype=dtype)
     position = torch.arange(shape[0], device="cuda") * 977 + 5
     cos, sin = rope.angles(position, rope.frequencies(TINY, 4, "cuda"))
     want, got = torch.empty_like(x, dtype=torch.float32), torch.full_like(x, float("nan"))
     rope.rotate(x.float(), cos, sin, want, inverse)
-    slots["rotate"](x, cos, sin, got, inverse)
+    ops["rotate"](x, cos, sin, got, inverse)
     close(got, want)
-    slots["rotate"](x, cos, sin, x, inverse)
+    ops["rotate"](x, cos, sin, x, inverse)
     assert torch.equal(x, got)
 
 
@@ -93,15 +94,15 @@ def site(cfg: Config, rows: int, scales: int) -> tuple[torch.Tensor, torch.Tenso
     return draw(rows, width, seed=2) * width**-0.5 * 3, draw(rows, seed=3), draw(scales, seed=4).abs() + 0.3
 
 
-def mixed(lanes: torch.Tensor, fn: torch.Tensor, cfg: Config) -> torch.Tensor:
+def mixed(copies: torch.Tensor, fn: torch.Tensor, cfg: Config) -> torch.Tensor:
     """In fp64, as everything below: sums of 4 d terms in fp32 are themselves off by as much as a kernel may be."""
-    flat = lanes.double().flatten(1)
+    flat = copies.double().flatten(1)
     return flat @ fn.double().t() * (flat.square().mean(1, keepdim=True) + cfg.rms_norm_eps).rsqrt()
 
 
-def collapsed(lanes: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def collapsed(copies: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """sum_j weight_j lanes_j, and the sum of its terms' sizes."""
-    return tuple(torch.einsum("tj,tjd->td", weight, values) for values in (lanes.double(), lanes.double().abs()))
+    return tuple(torch.einsum("tj,tjd->td", weight, values) for values in (copies.double(), copies.double().abs()))
 
 
 def balanced(logits: torch.Tensor, cfg: Config) -> torch.Tensor:
@@ -116,25 +117,25 @@ def balanced(logits: torch.Tensor, cfg: Config) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "d"), SHAPES)
-def test_mixing_the_lanes(slots, tokens, d, dtype):
+def test_mixing_the_lanes(ops, tokens, d, dtype):
     cfg = dataclasses.replace(FLASH, hidden_size=d)
-    lanes = draw(tokens, 4, d, dtype=dtype) * torch.logspace(-1, 2, tokens, device="cuda").view(-1, 1, 1).to(dtype)
+    copies = draw(tokens, 4, d, dtype=dtype) * torch.logspace(-1, 2, tokens, device="cuda").view(-1, 1, 1).to(dtype)
     fn, base, scale = site(cfg, cfg.hc_rows, 3)
     kinds = (((tokens, d), dtype), ((tokens, 4), torch.float32), ((tokens, 4, 4), torch.float32))
     out, post, comb = [torch.full(shape, float("nan"), device="cuda", dtype=kind) for shape, kind in kinds]
-    slots["mhc_pre"](lanes, fn, base, scale, cfg, out, post, comb)
-    logits = mixed(lanes, fn, cfg) * scale.double().repeat_interleave(torch.tensor([4, 4, 16], device="cuda")) + base
-    close(out, *collapsed(lanes, logits[:, :4].sigmoid() + cfg.hc_eps))
+    ops["mhc_pre"](copies, fn, base, scale, cfg, out, post, comb)
+    logits = mixed(copies, fn, cfg) * scale.double().repeat_interleave(torch.tensor([4, 4, 16], device="cuda")) + base
+    close(out, *collapsed(copies, logits[:, :4].sigmoid() + cfg.hc_eps))
     close(post, 2 * logits[:, 4:8].sigmoid())
     close(comb, balanced(logits[:, 8:].view(-1, 4, 4), cfg))
 
-    y, written = draw(tokens, d, dtype=dtype, seed=5), torch.full_like(lanes, float("nan"))
-    slots["mhc_post"](y, lanes, post, comb, written)
+    y, written = draw(tokens, d, dtype=dtype, seed=5), torch.full_like(copies, float("nan"))
+    ops["mhc_post"](y, copies, post, comb, written)
     terms = [torch.einsum("tk,td->tkd", post.double(), part) for part in (y.double(), y.double().abs())]
-    mixes = [torch.einsum("tjk,tjd->tkd", comb.double(), part) for part in (lanes.double(), lanes.double().abs())]
+    mixes = [torch.einsum("tjk,tjd->tkd", comb.double(), part) for part in (copies.double(), copies.double().abs())]
     close(written, terms[0] + mixes[0], terms[1] + mixes[1])
 
     fn, base, scale = site(cfg, 4, 1)
     one = torch.full((tokens, d), float("nan"), device="cuda", dtype=dtype)
-    slots["mhc_head"](lanes, fn, base, scale, cfg, one)
-    close(one, *collapsed(lanes, (mixed(lanes, fn, cfg) * scale + base).sigmoid() + cfg.hc_eps))
+    ops["mhc_head"](copies, fn, base, scale, cfg, one)
+    close(one, *collapsed(copies, (mixed(copies, fn, cfg) * scale + base).sigmoid() + cfg.hc_eps))

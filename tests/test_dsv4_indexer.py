@@ -1,10 +1,10 @@
-"""problems/dsv4_forward/indexer.py: scores against fp64 loops, the selection against a sorted list."""
+"""problems/dsv4_forward/torch_ops/indexer.py: scores against fp64 loops, the selection against a sorted list."""
 
 import pytest
 import torch
 
-from problems.dsv4_forward import indexer
-from problems.dsv4_forward.pages import Pages
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.torch_ops import indexer
 
 WIDTH, PAGE = 128, 32
 

@@ -1,4 +1,4 @@
-"""problems/dsv4_forward/linear.py and pages.py against loops over the formats' definitions, in fp64."""
+"""torch_ops/linear.py and cache/pages.py of dsv4_forward against loops over the formats' definitions, in fp64."""
 
 import dataclasses
 import math
@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from problems.common import fp8, kv_pages, nvfp4
-from problems.dsv4_forward import formats
-from problems.dsv4_forward.linear import Linear, grouped_linear, input_values, linear, matmul
-from problems.dsv4_forward.pages import Pages
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.torch_ops.linear import grouped_linear, input_values, linear, matmul
+from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.weights.linear import Linear
 
 KINDS = ("plain", "fp8", "mxfp4", "nvfp4")
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -369,9 +370,9 @@ def test_index_keys_are_where_the_layout_says(per_page: int) -> None:
     packed, scales = formats.quantise_mxfp4(rows)
     wanted = bytearray(b"\xa5" * pages.data.numel())
     for e, i in enumerate(index.tolist()):
-        page, slot = i // per_page * per_page * 68, i % per_page
-        wanted[page + slot * 64 : page + slot * 64 + 64] = bytes(packed[e].tolist())
-        at = page + per_page * 64 + slot * 4
+        page, row = i // per_page * per_page * 68, i % per_page
+        wanted[page + row * 64 : page + row * 64 + 64] = bytes(packed[e].tolist())
+        at = page + per_page * 64 + row * 4
         wanted[at : at + 4] = bytes(scales[e].tolist())
     assert bytes(pages.data.flatten().tolist()) == bytes(wanted)
 

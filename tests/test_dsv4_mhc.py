@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from problems.dsv4_forward import config, mhc
+from problems.dsv4_forward.torch_ops import mhc
+from problems.dsv4_forward.weights import config
 
 CFG = dataclasses.replace(config.TINY, hidden_size=40)  # d is no multiple of n squared, n d none of a vector's width
 N, D = 4, CFG.hidden_size
@@ -22,7 +23,7 @@ def weights(seed: int = 0, rows: int = 24, scales: int = 3, strength: float = 1.
     return fn, base, scale
 
 
-def lanes(tokens: int = 5, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def copies(tokens: int = 5, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows of very different sizes, down to where the epsilon of the norm acts."""
     gen = torch.Generator().manual_seed(seed)
     size = torch.tensor([1.0, 1e-3, 100.0, 0.1, 7.0])[:tokens].view(-1, 1, 1)
@@ -93,7 +94,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("strength", [0.1, 1.0, 8.0])
 def test_pre_is_the_formula(strength):
     given = weights(strength=strength)
-    got, want = ours(lanes(), *given), oracle(lanes(), *given)
+    got, want = ours(copies(), *given), oracle(copies(), *given)
     for name, mine, exact in zip(("u", "post", "comb"), got, want, strict=True):
         assert relative(mine, exact) < 3e-6 * max(1, strength), name
 
@@ -103,13 +104,13 @@ def test_pre_is_the_formula(strength):
 )
 def test_another_order_or_number_of_sinkhorn_steps_would_be_seen(wrong):
     given = weights(seed=3, strength=8.0)  # far from doubly stochastic, so that 20 iterations have not converged
-    comb = ours(lanes(), *given)[2]
-    assert relative(comb, oracle(lanes(), *given)[2]) < 3e-6
-    assert relative(comb, oracle(lanes(), *given, **wrong)[2]) > 1e-4
+    comb = ours(copies(), *given)[2]
+    assert relative(comb, oracle(copies(), *given)[2]) < 3e-6
+    assert relative(comb, oracle(copies(), *given, **wrong)[2]) > 1e-4
 
 
 def test_the_last_step_is_on_columns():
-    comb = ours(lanes(), *weights(seed=3, strength=8.0))[2].double()
+    comb = ours(copies(), *weights(seed=3, strength=8.0))[2].double()
     assert (comb.sum(1) - 1).abs().max() < 3e-6  # over the first index
     assert (comb.sum(2) - 1).abs().max() > 1e-3  # a row step would have ended here
 
@@ -117,14 +118,14 @@ def test_the_last_step_is_on_columns():
 def test_the_number_of_iterations_is_the_configurations():
     assert CFG.hc_sinkhorn_iters == 20
     given, three = weights(strength=8.0), dataclasses.replace(CFG, hc_sinkhorn_iters=3)
-    comb = ours(lanes(), *given, cfg=three)[2]
-    assert relative(comb, oracle(lanes(), *given, iterations=3)[2]) < 3e-6
+    comb = ours(copies(), *given, cfg=three)[2]
+    assert relative(comb, oracle(copies(), *given, iterations=3)[2]) < 3e-6
 
 
 def test_pre_has_an_epsilon_and_post_has_none():
     fn, base, scale = weights()
     base[: 2 * N] = -30  # a sigmoid of 1e-13
-    x = lanes()
+    x = copies()
     u, post, _ = ours(x, fn, base, scale)
     want_u, want_post, _ = oracle(x, fn, base, scale)
     assert relative(u, want_u) < 3e-6 and relative(u, 1e-6 * x.double().sum(1)) < 1e-4
@@ -138,7 +139,7 @@ def test_the_combination_is_row_major():
     fn, base, scale = weights()
     base[2 * N :] = 0
     base[2 * N + 4 * 1 + 3] = 12.0  # logit (1, 3)
-    comb = ours(lanes(), fn, base, 0 * scale)[2]
+    comb = ours(copies(), fn, base, 0 * scale)[2]
     assert (comb[:, 1, 3] > 0.9).all() and (comb[:, 3, 1] < 0.4).all()
 
 
@@ -146,12 +147,12 @@ def test_a_column_of_almost_nothing_stays_finite():
     fn, base, scale = weights()
     base[2 * N :] = torch.tensor([200.0, -200, -200, -200]).repeat(N)
     given = fn, base, scale
-    assert relative(ours(lanes(), *given)[2], oracle(lanes(), *given)[2]) < 1e-5
+    assert relative(ours(copies(), *given)[2], oracle(copies(), *given)[2]) < 1e-5
 
 
 def test_post_sums_over_the_first_index():
     gen = torch.Generator().manual_seed(5)
-    x, y = lanes(), torch.randn(5, D, generator=gen)
+    x, y = copies(), torch.randn(5, D, generator=gen)
     post, comb = torch.rand(5, N, generator=gen), torch.rand(5, N, N, generator=gen)
     out = torch.full_like(x, math.nan)
     mhc.post(y, x, post, comb, out)
@@ -169,7 +170,7 @@ def test_post_sums_over_the_first_index():
 
 
 def test_one_entry_of_the_combination_moves_one_lane():
-    x, comb = lanes(), torch.zeros(5, N, N)
+    x, comb = copies(), torch.zeros(5, N, N)
     comb[:, 1, 3] = 1
     out = torch.full_like(x, math.nan)
     mhc.post(torch.ones(5, D), x, torch.zeros(5, N), comb, out)
@@ -178,7 +179,7 @@ def test_one_entry_of_the_combination_moves_one_lane():
 
 def test_head_is_the_formula():
     fn, base, scale = weights(rows=N, scales=1)
-    x, out = lanes(), torch.full((5, D), math.nan)
+    x, out = copies(), torch.full((5, D), math.nan)
     mhc.head(x, fn, base, scale, CFG, out)
     rows = []
     for token in x:
@@ -196,7 +197,7 @@ def rounded_once(got: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def test_bf16_lanes_are_rounded_once():
-    given, x = weights(), lanes(dtype=torch.bfloat16)
+    given, x = weights(), copies(dtype=torch.bfloat16)
     u, post, comb = ours(x, *given, dtype=torch.bfloat16)
     want_u, want_post, want_comb = oracle(x, *given)
     assert rounded_once(u, want_u)
@@ -208,7 +209,7 @@ def test_bf16_lanes_are_rounded_once():
 
 
 def test_a_token_does_not_depend_on_the_others():
-    given, x = weights(strength=3.0), lanes()
+    given, x = weights(strength=3.0), copies()
     whole = ours(x, *given)
     for t in range(len(x)):
         for mine, alone in zip(whole, ours(x[t : t + 1], *given), strict=True):
@@ -216,13 +217,13 @@ def test_a_token_does_not_depend_on_the_others():
 
 
 def test_no_tokens_are_fine():
-    u, post, comb = ours(lanes()[:0], *weights())
+    u, post, comb = ours(copies()[:0], *weights())
     assert u.shape == (0, D) and comb.shape == (0, N, N)
-    mhc.post(u, lanes()[:0], post, comb, torch.empty(0, N, D))
+    mhc.post(u, copies()[:0], post, comb, torch.empty(0, N, D))
 
 
 def test_inputs_are_left_alone():
-    given, x = weights(), lanes()
+    given, x = weights(), copies()
     before = [t.clone() for t in (*given, x)]
     u, post, comb = ours(x, *given)
     kept = post.clone(), comb.clone()
@@ -232,7 +233,7 @@ def test_inputs_are_left_alone():
 
 def test_nothing_reads_a_tensor_on_the_host():
     with FakeTensorMode() as mode:  # raises where the host needs a value
-        x, *given = (mode.from_tensor(t) for t in (lanes(dtype=torch.bfloat16), *weights()))
+        x, *given = (mode.from_tensor(t) for t in (copies(dtype=torch.bfloat16), *weights()))
         u, post, comb = (torch.empty(s) for s in ((5, D), (5, N), (5, N, N)))
         mhc.pre(x, *given, CFG, u, post, comb)
         mhc.post(u, x, post, comb, torch.empty(5, N, D))
@@ -247,11 +248,11 @@ def test_a_wrong_shape_or_dtype_is_named(name, change):
     given = dict(zip(("fn", "base", "scale"), weights(), strict=True))
     given[name] = change(given[name])
     with pytest.raises(ValueError, match=f"^{name} must be"):
-        ours(lanes(), **given)
+        ours(copies(), **given)
 
 
 def test_wrong_outputs_are_named():
-    x, post, comb = lanes(), torch.empty(5, N), torch.empty(5, N, N)
+    x, post, comb = copies(), torch.empty(5, N), torch.empty(5, N, N)
     with pytest.raises(ValueError, match=r"^comb must be"):
         mhc.pre(x, *weights(), CFG, torch.empty(5, D), post, comb.half())
     with pytest.raises(ValueError, match=r"^out must be"):

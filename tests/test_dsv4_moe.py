@@ -1,6 +1,4 @@
-"""The moe_gemm problem in the model's experts, shared and linear slots: equal to the reference slots, what it leaves to
-them, what it refuses, and what it says.
-"""
+"""moe_gemm in the ops experts and shared: equal to the reference, what it leaves, what it refuses, what it says."""
 
 import dataclasses
 import math
@@ -10,20 +8,31 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import check, experts, gemv, kernels, linear, moe, ops, weights
-from problems.dsv4_forward.config import CONFIGS, TINY
-from problems.dsv4_forward.linear import Linear
-
-FOLDER = load.PROBLEMS / moe.PROBLEM
-TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
-GROUPED = load.variant(moe.PROBLEM, "torch_grouped")
-# As TINY, with the clamp that the problem has, every kind of layer, a prediction layer and groups of three.
-SMALL = dataclasses.replace(
-    TINY, name="small", hidden_size=384, num_attention_heads=6, q_lora_rank=64, o_groups=3, n_routed_experts=8,
-    num_hash_layers=1, compress_ratios=(0, 4, 128, 0), index_n_heads=8, num_nextn_predict_layers=1, vocab_size=64,
-    swiglu_limit=TASK.LIMIT,
-)  # fmt: skip
-ROUNDED = 2.0**-8  # largest relative error of bf16: all that a row may be off by if nothing falls on another side
+from problems.dsv4_forward import check, ops
+from problems.dsv4_forward.adapters import common, gemv, moe, operators
+from problems.dsv4_forward.adapters import linear as moe_linear
+from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.torch_ops import experts, linear
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import CONFIGS
+from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4_experts import (
+    FOLDER,
+    GROUPED,
+    REFERENCE,
+    ROUNDED,
+    SMALL,
+    TASK,
+    Raises,
+    adapted_experts,
+    apart,
+    call,
+    close,
+    inputs,
+    matrix,
+    product,
+    run,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,7 +46,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def model():
-    return weights.random(SMALL, "nvfp4", seed=3)
+    return tree.random(SMALL, "nvfp4", seed=3)
 
 
 @pytest.fixture
@@ -58,89 +67,6 @@ def winners(tmp_path, monkeypatch):
     return make
 
 
-def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation: str, content: str = "plain") -> tuple:
-    """Arguments of the slot experts but for its output."""
-    case = {
-        "tokens": tokens, "experts": size, "topk": topk, "hidden": hidden, "inner": inner, "activation": activation,
-        "router": "uniform", "content": content, "seed": tokens, "device": "cpu",
-    }  # fmt: skip
-    made, (given, _) = REFERENCE.generate_weights(**case), REFERENCE.generate_input(**case)
-    quantised = activation == "nvfp4"
-    w13 = Linear("nvfp4", made.w13, made.s13, made.g13, made.in_scale13, quantised, "layers.0.ffn.experts.w13")
-    w2 = Linear("nvfp4", made.w2, made.s2, made.g2, made.in_scale2, quantised, "layers.0.ffn.experts.w2")
-    return *given, w13, w2, TASK.LIMIT
-
-
-def slots(*banks: tuple[Linear, Linear], module: object = GROUPED, table: object = None) -> moe.Experts:
-    made = [moe.make_bank(module, w13, w2, table) for w13, w2 in banks]
-    ids, ones = torch.zeros(moe.ROOM, 1, dtype=torch.int32), torch.ones(moe.ROOM, 1)
-    return moe.Experts(TASK, module.custom_kernel, {id(b.w13): b for b in made}, kernels.REFERENCE, ids, ones)
-
-
-def run(slot: object, arguments: tuple, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    out = torch.full(arguments[0].shape, math.nan, dtype=dtype)
-    slot(*arguments, out)
-    return out
-
-
-def product(x: torch.Tensor, w: Linear, slot: object, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    out = torch.full((*x.shape[:-1], w.n), math.nan, dtype=dtype)
-    slot(x, w, out)
-    return out
-
-
-def apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Relative errors of the rows."""
-    got, want = got.float().flatten(0, -2), want.float().flatten(0, -2)
-    return (got - want).norm(dim=1) / want.norm(dim=1)
-
-
-def close(got: torch.Tensor, want: torch.Tensor, activation: str) -> None:
-    """Both round the intermediate to bf16 and quantise what comes of it; `want` is fp32, `got` is rounded once more.
-    fp32 sums in another order put an intermediate value here and there on another side, in rows that are few.
-    """
-    error = apart(got, want)
-    assert float(error.median()) <= ROUNDED
-    row, whole = (TASK.NVFP4_ROW_RTOL, TASK.NVFP4_RTOL) if activation == "nvfp4" else (1.1 * ROUNDED, 1.1 * ROUNDED)
-    assert float(error.max()) <= row and float((got - want).norm() / want.norm()) <= whole
-
-
-def matrix(*shape: int, seed: int = 0, **changes: object) -> Linear:
-    """Random codes and scales; outputs of about 1 for inputs of about 1."""
-    gen = torch.Generator().manual_seed(seed)
-    lead, k = shape[:-2], shape[-1]
-    codes = torch.randint(0, 256, (*shape[:-1], k // 2), dtype=torch.uint8, generator=gen)
-    scale = torch.rand(*shape[:-1], k // 16, generator=gen).mul_(4).sub_(2).exp2_().to(torch.float8_e4m3fn)
-    fields = {"scale_2": torch.rand(lead, generator=gen) / 3 / k**0.5, "input_scale": torch.full(lead, 6 / 2688)}
-    return Linear("nvfp4", codes, scale, **(fields | {"name": "layers.0.attn.w"} | changes))
-
-
-def inputs(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-
-
-def linears(*made: Linear, module: object = GROUPED) -> moe.Linears:
-    matrices = [moe.make_matrix(module, w) for w in made]
-    return moe.Linears("moe", module.linear, {id(m.linear): m for m in matrices}, kernels.REFERENCE)
-
-
-class Raises:
-    """In the place of a variant, shows that it was called."""
-
-    @staticmethod
-    def custom_kernel(_):
-        raise AssertionError("called")
-
-    @staticmethod
-    def prepare_linear(packed, scales, g, in_scale):
-        if packed.shape[1] > 32:
-            raise ValueError("k must be at most 64")
-
-    @staticmethod
-    def linear(state, x, out):
-        raise AssertionError("called")
-
-
 # ---------------------------------------------------------------- experts
 
 
@@ -152,28 +78,28 @@ def test_experts_are_the_references(name, tokens, activation):
     cfg = CONFIGS[name]
     arguments = call(tokens, cfg.n_routed_experts, cfg.num_experts_per_tok, 64, 256, activation)
     want = run(experts.experts, arguments, torch.float32)
-    close(run(slots(arguments[3:5]).experts, arguments), want, activation)
+    close(run(adapted_experts(arguments[3:5]).experts, arguments), want, activation)
 
 
 @pytest.mark.parametrize("tokens", [1, 70, moe.ROOM + 3])
 def test_shared_is_the_references_with_one_expert(tokens):
     x, _, _, *rest = call(tokens, 1, 1, 64, 64, "bf16")
     want = run(experts.shared, (x, *rest), torch.float32)
-    close(run(slots(rest[:2]).shared, (x, *rest)), want, "bf16")
+    close(run(adapted_experts(rest[:2]).shared, (x, *rest)), want, "bf16")
 
 
 def test_the_clamp_acts():
     arguments = call(60, 8, 2, 128, 192, "bf16", "clamped")
     want = run(experts.experts, arguments, torch.float32)
-    close(run(slots(arguments[3:5]).experts, arguments), want, "bf16")
+    close(run(adapted_experts(arguments[3:5]).experts, arguments), want, "bf16")
     wrong = load.from_file(FOLDER, FOLDER / "wrong" / "no_clamp.py")
-    assert float(apart(run(slots(arguments[3:5], module=wrong).experts, arguments), want).median()) > 0.1
+    assert float(apart(run(adapted_experts(arguments[3:5], module=wrong).experts, arguments), want).median()) > 0.1
 
 
 def test_what_it_does_not_serve_goes_to_the_reference():
     """fp32 activations or outputs, other kinds of weights; on the last call, who was called."""
     x, ids, gates, w13, w2, limit = call(5, 8, 2, 64, 64, "bf16")
-    adapted = slots((w13, w2), module=Raises)
+    adapted = adapted_experts((w13, w2), module=Raises)
     plain = [Linear("plain", w.dequantise(), name=w.name) for w in (w13, w2)]
     for arguments, dtype in (
         ((x.float(), ids, gates, w13, w2, limit), torch.bfloat16),
@@ -199,14 +125,14 @@ def test_what_it_does_not_serve_goes_to_the_reference():
 def test_weights_that_the_problem_has_not_are_the_references_and_named(change, reason, model):
     x, ids, gates, *pair, limit = call(3, 2, 2, 64, 64, "nvfp4")
     w13, w2 = change(*pair)
-    adapted = slots((w13, w2), module=Raises)
-    (bank,) = adapted.banks.values()
-    assert reason in bank.reason
-    line, left = moe._report("what", "layers", [bank], model)
+    adapted = adapted_experts((w13, w2), module=Raises)
+    (held,) = adapted.prepared.values()
+    assert reason in held.reason
+    line, left = common.report("what", "layers", [held], model)
     assert line == "what: 0 of 1 layers, 0.0 MiB kept beside the weights"
-    assert left == f"{bank.name}: reference ({bank.reason})"
+    assert left == f"{held.name}: reference ({held.reason})"
     x = inputs(3, w13.k)
-    got, want = (run(slot, (x, ids, gates, w13, w2, limit)) for slot in (adapted.experts, experts.experts))
+    got, want = (run(op, (x, ids, gates, w13, w2, limit)) for op in (adapted.experts, experts.experts))
     assert torch.equal(got, want)
 
 
@@ -219,7 +145,7 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
 def test_a_table_that_repeats_an_expert_is_left_to_the_reference():
     _, _, _, w13, w2, _ = call(1, 8, 2, 64, 64, "bf16")
     fine, twice = torch.tensor([[1, 2], [2, 1]]), torch.tensor([[1, 2], [3, 3]])
-    assert [moe.make_bank(GROUPED, w13, w2, table).reason for table in (fine, twice)] == [
+    assert [moe.prepare_experts(GROUPED, w13, w2, table).reason for table in (fine, twice)] == [
         "", "its table names an expert twice for a token"
     ]  # fmt: skip
 
@@ -237,7 +163,7 @@ def test_bad_weights_are_errors_that_name_the_layer(change, message):
     _, _, _, w13, w2, _ = call(1, 2, 2, 64, 64, "nvfp4")
     change(w13, w2)
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\." + message):
-        moe.make_bank(GROUPED, w13, w2)
+        moe.prepare_experts(GROUPED, w13, w2)
 
 
 def test_what_a_variant_refuses_is_an_error_that_names_the_layer():
@@ -246,14 +172,14 @@ def test_what_a_variant_refuses_is_an_error_that_names_the_layer():
 
     _, _, _, w13, w2, _ = call(1, 2, 2, 64, 64, "bf16")
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\.experts: H must be a multiple of 128"):
-        moe.make_bank(SimpleNamespace(prepare=prepare), w13, w2)
+        moe.prepare_experts(SimpleNamespace(prepare=prepare), w13, w2)
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\.experts: w2 must be .*\(3, 64, 32\)"):
-        moe.make_bank(GROUPED, *(w.select(torch.arange(n) % 2) for w, n in ((w13, 3), (w2, 2))))
+        moe.prepare_experts(GROUPED, *(w.select(torch.arange(n) % 2) for w, n in ((w13, 3), (w2, 2))))
 
 
 def test_calls_that_are_none_are_errors():
     x, ids, gates, w13, w2, limit = call(3, 4, 2, 64, 64, "bf16")
-    adapted = slots((w13, w2)).experts
+    adapted = adapted_experts((w13, w2)).experts
     other = dataclasses.replace(w13, name="stranger")
     for arguments, message in (
         ((x, ids, gates, w13, w2, 7.0), r"limit must be 10\.0, got 7\.0"),
@@ -270,7 +196,7 @@ def test_calls_that_are_none_are_errors():
 
 def test_slices_of_wider_tensors_go_in_and_out():
     x, ids, gates, w13, w2, limit = call(3, 4, 2, 64, 64, "bf16")
-    adapted = slots((w13, w2)).experts
+    adapted = adapted_experts((w13, w2)).experts
     want = run(adapted, (x, ids, gates, w13, w2, limit))
     wide, out = torch.zeros(3, 90, dtype=torch.bfloat16), torch.full((3, 90), math.nan, dtype=torch.bfloat16)
     wide[:, 7:71] = x
@@ -297,7 +223,7 @@ def test_weights_are_prepared_once_and_what_is_kept_is_told(model):
             return data.outputs.out.copy_(data.inputs.x + data.weights["room"].fill_(1)[0])
 
     with torch.inference_mode():
-        found, (line,) = moe.adapt_experts(Copies(), model, kernels.REFERENCE)
+        found, (line,) = moe.adapt_experts(Copies(), model, Fallback(ops.REFERENCE))
     blocks = [*model.layers, model.mtp.block]
     assert seen == [block.ffn.w13.weight.data_ptr() for block in blocks]
     size = len(blocks) * (blocks[0].ffn.w13.weight.nbytes + 4000) / 2**20
@@ -308,106 +234,25 @@ def test_weights_are_prepared_once_and_what_is_kept_is_told(model):
 
 
 def test_the_models_weights_are_taken_where_they_are(model):
-    found, (line,) = moe.adapt_experts(GROUPED, model, kernels.REFERENCE)
+    found, (line,) = moe.adapt_experts(GROUPED, model, Fallback(ops.REFERENCE))
     assert line == "moe_gemm/torch_grouped, routed experts: 4 of 4 layers, 0.0 MiB kept beside the weights"
     ffn = model.layers[0].ffn
-    state = found["experts"].__self__.banks[id(ffn.w13)].state
+    state = found["experts"].__self__.prepared[id(ffn.w13)].state
     own = {tensor.data_ptr() for tensor in model.tensors.values()}
     assert isinstance(state, TASK.Weights) and all(tensor.data_ptr() in own for tensor in state[:-1])
-
-
-# ---------------------------------------------------------------- linears
-
-
-@pytest.mark.parametrize("tokens", [1, 17, 130])
-@pytest.mark.parametrize("quantised", [True, False])
-def test_linear_is_the_references(tokens, quantised):
-    w = matrix(192, 320, quantise_input=quantised)
-    x = inputs(tokens, 320)
-    error = apart(product(x, w, linears(w).linear), product(x, w, linear.linear, torch.float32))
-    assert float(error.max()) <= ROUNDED
-
-
-def test_grouped_linear_has_a_matrix_for_each_group():
-    w, x = matrix(3, 64, 192, input_scale=torch.tensor([1.0, 2.0, 3.0]) * 6 / 2688), inputs(33, 3, 400)[..., 7:199]
-    out = torch.full((33, 3, 70), math.nan, dtype=torch.bfloat16)
-    linears(w).grouped_linear(x, w, out[..., 4:68])
-    want = product(x, w, linear.grouped_linear, torch.float32)
-    assert float(apart(out[..., 4:68], want).max()) <= ROUNDED
-    assert bool(out[..., :4].isnan().all()) and bool(out[..., 68:].isnan().all())
-    assert len({float(w.scale_2[g]) for g in range(3)}) == 3
-
-
-def test_linears_that_it_does_not_serve_go_to_the_reference(model):
-    w, odd, wide = matrix(64, 64), matrix(40, 64), matrix(64, 128)
-    adapted = linears(w, odd, wide, module=Raises)
-    plain = Linear("plain", w.dequantise())
-    x = inputs(3, 64)
-    for given, m, dtype in ((x.float(), w, torch.bfloat16), (x, w, torch.float32), (x, plain, torch.bfloat16),
-                            (x, odd, torch.bfloat16), (inputs(3, 128), wide, torch.bfloat16)):  # fmt: skip
-        assert torch.equal(product(given, m, adapted.linear, dtype), product(given, m, linear.linear, dtype))
-    with pytest.raises(AssertionError, match="called"):
-        product(x, w, adapted.linear)
-    _, *left = moe._report("what", "matrices", list(adapted.matrices.values()), model)
-    assert left == [
-        "layers.0.attn.w: reference (n and k must be multiples of 64, are 40 and 64)",
-        "layers.0.attn.w: reference (k must be at most 64)",
-    ]
-    assert product(x[:0], w, adapted.linear).shape == (0, 64)
-
-
-def test_linears_that_are_none_are_errors():
-    w, groups = matrix(64, 64), matrix(2, 64, 64)
-    adapted = linears(w, groups)
-    with pytest.raises(ValueError, match=r"w \(stranger\) must be one of the weights"):
-        product(inputs(3, 64), dataclasses.replace(w, name="stranger"), adapted.linear)
-    with pytest.raises(ValueError, match=r"x, out do not fit layers\.0\.attn\.w: got \(3, 32\)"):
-        product(inputs(3, 32), w, adapted.linear)
-    with pytest.raises(ValueError, match=r"x, out do not fit layers\.0\.attn\.w: got \(3, 1, 64\)"):
-        product(inputs(3, 1, 64), groups, adapted.grouped_linear)
-    w.scale.view(torch.uint8)[1, 2] = 0xFF
-    with pytest.raises(ValueError, match=r"layers\.0\.attn\.w: scale bytes must be .*0xFF at \(1, 2\)"):
-        moe.make_matrix(GROUPED, w)
-    with pytest.raises(ValueError, match="in_scale must be"):
-        GROUPED.prepare_linear(matrix(64, 64).weight, matrix(64, 64).scale, torch.ones(()), torch.ones(1))
-
-
-def test_behind_the_gemv_it_takes_more_tokens_and_matrices_that_overflow_fp16():
-    """The dense NVFP4 linear for any number of tokens: who multiplies, and that all agree."""
-    w, wide = matrix(64, 640), matrix(64, 640, seed=1, name="layers.0.attn.wide")
-    wide.scale.copy_(torch.where(torch.arange(40) == 5, 2.0**-9, 448.0))  # no power of two leaves these exactly
-    wide.scale_2.mul_(2.0**-9)
-    seen = []
-
-    def counted(state, x, out):
-        seen.append(len(x))
-        return GROUPED.linear(state, x, out)
-
-    behind = linears(w, wide, module=SimpleNamespace(prepare_linear=GROUPED.prepare_linear, linear=counted))
-    data = load.module(load.PROBLEMS / gemv.PROBLEM, "task").Data
-    few = load.variant(gemv.PROBLEM, "cpu_portable").custom_kernel
-    matrices = [gemv.make_matrix(m, data) for m in (w, wide)]
-    both = gemv.Gemv(few, {id(m.linear): m for m in matrices}, behind)
-    for m in (w, wide):
-        for tokens in (1, gemv.TOKENS, gemv.TOKENS + 1):
-            x = inputs(tokens, 640)
-            want = product(x, m, linear.linear, torch.float32)
-            assert float(apart(product(x, m, both.linear), want).max()) <= 1.3 * ROUNDED  # the gemv rounds to fp16 too
-    assert seen == [17, 1, 16, 17]
-    assert gemv.report(matrices, behind.name)[1].startswith("layers.0.attn.wide: moe (6 standard deviations of")
 
 
 # ---------------------------------------------------------------- in the table
 
 
-def lines(chosen: kernels.Chosen) -> dict[str, str]:
+def lines(chosen: ops.Chosen) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in chosen.report)
 
 
 def test_kernels_pick_the_winner(model):
     composes = load.constants(load.PROBLEMS / "dsv4_forward" / "submission.py", "COMPOSES")["COMPOSES"]
-    assert {row.problem for row in kernels.ROWS} == set(composes)
-    chosen = kernels.choose("winners", "cpu", model)
+    assert {provider.problem for spec in ops.SPECS for provider in spec.providers} == set(composes)
+    chosen = ops.choose("winners", "cpu", model)
     submission = load.module(FOLDER, "submission")
     winner = f"moe_gemm/{load.winner(FOLDER, submission.WINNERS, 'cpu')}"
     said = lines(chosen)
@@ -415,42 +260,42 @@ def test_kernels_pick_the_winner(model):
     assert chosen.names["experts"] == chosen.names["shared"] == winner
     assert said[f"{winner}, routed experts"].startswith("4 of 4 layers, ")
     assert said[f"{winner}, shared experts"].startswith("4 of 4 layers, ")
-    count = sum(w.kind == "nvfp4" for w in gemv.linears(model))
+    count = sum(w.kind == "nvfp4" for w in model.linears())
     behind = f"{winner}, behind nvfp4_gemv: {count} of {count} NVFP4 matrices, "
     (line,) = (line for line in chosen.report if line.startswith((behind, f"{winner} has no plain product: ")))
 
 
-def test_linears_of_many_tokens_go_to_the_variant_in_another_slot(model):
-    def behind(text: str) -> object:
-        return getattr(kernels.choose(text, "cpu", model).kernels.linear.__self__.reference.linear, "__self__", None)
-
+def test_linears_of_many_tokens_are_passed_to_the_variant_in_another_op(model):
     for text in ("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "nvfp4_gemv=cpu_portable,shared=torch_grouped"):
-        found = behind(text)
-        assert isinstance(found, moe.Linears) and found.name == "moe_gemm/torch_grouped"
-    assert behind("nvfp4_gemv=cpu_portable") is None
-    alone = kernels.choose("moe_gemm=torch_grouped", "cpu", model)
-    assert alone.kernels.linear is kernels.REFERENCE.linear and not any("behind" in line for line in alone.report)
+        chosen = ops.choose(text, "cpu", model)
+        assert chosen.fallbacks["linear"] == ("moe_gemm/torch_grouped", "reference")
+        assert isinstance(chosen.ops.linear.__self__.fallback.linear.__self__, moe_linear.Linears)
+    chosen = ops.choose("nvfp4_gemv=cpu_portable", "cpu", model)
+    assert chosen.fallbacks["linear"] == ("reference",)
+    assert chosen.ops.linear.__self__.fallback is ops.REFERENCE
+    alone = ops.choose("moe_gemm=torch_grouped", "cpu", model)
+    assert alone.ops.linear is ops.REFERENCE.linear and not any("behind" in line for line in alone.report)
     w, x = model.layers[0].attn.wq_a, inputs(40, SMALL.hidden_size)
-    both = kernels.choose("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu", model).kernels
+    both = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu", model).ops
     want = product(x, w, linear.linear, torch.float32)
     assert float(apart(product(x, w, both.linear), want).max()) <= ROUNDED
 
 
 def test_only_what_is_named_is_prepared(model):
-    chosen = kernels.choose("shared=torch_grouped", "cpu", model)
+    chosen = ops.choose("shared=torch_grouped", "cpu", model)
     assert "moe_gemm/torch_grouped, shared experts" in lines(chosen)
     assert not any("routed" in line for line in chosen.report)
 
 
 def test_a_winner_without_a_plain_product_leaves_linears_as_they_were(winners, model):
     winners('TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    return data.outputs.out.fill_(3)\n')
-    chosen = kernels.choose("nvfp4_gemv=cpu_portable,moe_gemm=winner", "cpu", model)
+    chosen = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=winner", "cpu", model)
     said = "moe_gemm/only has no plain product: linears that nvfp4_gemv does not take are the reference's"
     assert said in chosen.report
     w, x = model.layers[0].attn.wq_a, inputs(gemv.TOKENS + 1, SMALL.hidden_size)
-    assert torch.equal(product(x, w, chosen.kernels.linear), product(x, w, linear.linear))
+    assert torch.equal(product(x, w, chosen.ops.linear), product(x, w, linear.linear))
     ffn = model.layers[0].ffn
-    got = run(chosen.kernels.shared, (x, ffn.shared_w13, ffn.shared_w2, TASK.LIMIT))
+    got = run(chosen.ops.shared, (x, ffn.shared_w13, ffn.shared_w2, TASK.LIMIT))
     assert bool((got == 3).all())
 
 
@@ -463,8 +308,9 @@ def test_a_winner_without_a_plain_product_leaves_linears_as_they_were(winners, m
         ("nvfp4", {}, "", ""),
     ],
 )
-def test_rows_say_what_they_serve(fmt, change, experts_, shared):
-    rows, cfg = {row.slot: row for row in kernels.ROWS}, dataclasses.replace(SMALL, **change)
+def test_providers_say_what_they_serve(fmt, change, experts_, shared):
+    rows = {spec.name: spec.providers[0] for spec in ops.SPECS if spec.providers}
+    cfg = dataclasses.replace(SMALL, **change)
     assert (rows["experts"].serves(cfg, fmt), rows["shared"].serves(cfg, fmt)) == (experts_, shared)
 
 
@@ -483,17 +329,17 @@ def test_the_model_is_right_with_it(model, capsys):
 def held():
     case = {**vars(TASK.TESTS[1]), "device": "cpu"}
     made = REFERENCE.generate_weights(**case)
-    ops.hold_moe_gemm("test", made)
+    operators.hold_moe_gemm("test", made)
     inputs_, outputs = REFERENCE.generate_input(**case)
     yield TASK.Data(made, inputs_, outputs)
-    ops.hold_moe_gemm("test", None)
+    operators.hold_moe_gemm("test", None)
 
 
 def test_the_operator_is_the_winner_and_passes_torchs_own_checks(held):
     out = held.outputs.out
     torch.ops.dsv4.moe_gemm("test", *held.inputs, out)
     assert REFERENCE.check_implementation(held, out)[0]
-    torch.library.opcheck(ops.moe_gemm, ("test", *held.inputs, out))
+    torch.library.opcheck(operators.moe_gemm, ("test", *held.inputs, out))
 
 
 def test_the_operator_takes_what_is_held(held, winners):
@@ -501,26 +347,26 @@ def test_the_operator_takes_what_is_held(held, winners):
         'TARGETS = ("cpu",)\n\n\ndef prepare(weights):\n    return "laid out"\n\n\ndef custom_kernel(data):\n'
         '    assert data.weights == "laid out"\n    return data.outputs.out.fill_(3)\n'
     )
-    ops._winner.cache_clear()
+    operators._winner.cache_clear()
     try:
-        ops.hold_moe_gemm("test", held.weights)
+        operators.hold_moe_gemm("test", held.weights)
         torch.ops.dsv4.moe_gemm("test", *held.inputs, held.outputs.out)
     finally:
-        ops._winner.cache_clear()
+        operators._winner.cache_clear()
     assert bool((held.outputs.out == 3).all())
-    with pytest.raises(ValueError, match=r"bank must be one of \['test'\].*'other'"):
+    with pytest.raises(ValueError, match=r"name must be one of \['test'\].*'other'"):
         torch.ops.dsv4.moe_gemm("other", *held.inputs, held.outputs.out)
     with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match="topk_weights must be"):
         x, ids, gates, out = (mode.from_tensor(t) for t in (*held.inputs, held.outputs.out))
-        ops.moe_gemm("test", x, ids, gates[:, :1], out)
+        operators.moe_gemm("test", x, ids, gates[:, :1], out)
     with pytest.raises(ValueError, match="w13 must be"):
-        ops.hold_moe_gemm("test", held.weights._replace(w13=held.weights.w13.char()))
+        operators.hold_moe_gemm("test", held.weights._replace(w13=held.weights.w13.char()))
 
 
 @pytest.mark.gpu
-def test_the_slots_on_the_gpu_never_wait():
-    there = weights.random(SMALL, "nvfp4", seed=3, device="cuda")
-    chosen = kernels.choose("winners", load.device_target("cuda"), there)
+def test_the_ops_on_the_gpu_never_wait():
+    there = tree.random(SMALL, "nvfp4", seed=3, device="cuda")
+    chosen = ops.choose("winners", load.device_target("cuda"), there)
     ffn, x = there.layers[1].ffn, inputs(40, SMALL.hidden_size)
     ids = torch.stack([torch.randperm(SMALL.n_routed_experts)[:2] for _ in x]).int()
     gates = torch.rand(len(x), 2)
@@ -535,8 +381,8 @@ def test_the_slots_on_the_gpu_never_wait():
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            chosen.kernels.experts(x, *moved_, got[0].zero_())
-            chosen.kernels.shared(x, *shared, got[1].zero_())
+            chosen.ops.experts(x, *moved_, got[0].zero_())
+            chosen.ops.shared(x, *shared, got[1].zero_())
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(got, want, strict=True):

@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 
-from problems.dsv4_forward.config import CSA
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights.config import CSA
 from tests import dsv4_oracle
 from tests.dsv4_oracle import CONFIGS
 
@@ -38,10 +38,10 @@ def run(name: str, chunks: tuple[int, ...], model: Model | None = None, chunk: i
     """Logits of every token when they are fed in these chunks."""
     model = model or Model(dsv4_oracle.weights_of(name))
     state = state_for(name, chunk=chunk)
-    slot, _ = state.open()
+    sequence, _ = state.open()
     found, done = [], 0
     for count in chunks:
-        batch = state.plan({slot: ids(name)[done : done + count]})
+        batch = state.plan({sequence: ids(name)[done : done + count]})
         found.append(model.forward(batch, state, every=True).logits)
         state.commit(batch)
         done += count
@@ -95,10 +95,10 @@ def test_cached_transformers_agree_as_well(name):
 
 def test_feed_splits_a_prompt_by_the_chunk():
     state = state_for("tiny", chunk=50)
-    slot, _ = state.open()
-    got = feed(Model(dsv4_oracle.weights_of("tiny")), state, {slot: ids("tiny").tolist()})
+    sequence, _ = state.open()
+    got = feed(Model(dsv4_oracle.weights_of("tiny")), state, {sequence: ids("tiny").tolist()})
     assert float((got[0] - wanted("tiny")[-1]).abs().max()) <= TOLERANCE
-    assert state.lengths[slot] == LONGEST
+    assert state.lengths[sequence] == LONGEST
 
 
 # What the comparison would not see if a feature had no effect: each of these must break it by far. first: the position
@@ -106,7 +106,7 @@ def test_feed_splits_a_prompt_by_the_chunk():
 def changed(**fields: object):
     def edit(model: Model) -> None:
         cfg = dataclasses.replace(model.config, **fields)
-        fresh = Model(dataclasses.replace(model.weights, config=cfg), model.kernels)
+        fresh = Model(dataclasses.replace(model.weights, config=cfg), model.ops)
         model.__dict__.update(fresh.__dict__)
 
     return edit
@@ -143,14 +143,14 @@ def transposed(base: torch.Tensor) -> torch.Tensor:
 
 def narrow_window(model: Model) -> None:
     """127 keys in place of 128."""
-    fmha = model.kernels.fmha
+    fmha = model.ops.fmha
 
     def less(q, window, index, *rest):
         index = index.clone()
         index[..., 0] = -1
         fmha(q, window, index, *rest)
 
-    model.kernels = dataclasses.replace(model.kernels, fmha=less)
+    model.ops = dataclasses.replace(model.ops, fmha=less)
 
 
 FEATURES = {

@@ -1,14 +1,14 @@
-"""problems/dsv4_forward/blocks.py, and sharing in state.py: who holds what, and that content is everybody's own."""
+"""cache/blocks.py of dsv4_forward, and sharing in cache/state.py: who holds what, and that each keeps its content."""
 
 from array import array
 
 import pytest
 import torch
 
-from problems.dsv4_forward import blocks
-from problems.dsv4_forward.blocks import Blocks, OutOfBlocks
-from problems.dsv4_forward.config import CSA
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.cache import blocks
+from problems.dsv4_forward.cache.blocks import Blocks, OutOfBlocks
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.weights.config import CSA
 from tests.dsv4_states import check_counts, grow, make, unchanged
 
 
@@ -19,10 +19,10 @@ def numbers(count: int, first: int = 0) -> list[int]:
 
 def fed(state: State, tokens: list[int]) -> int:
     """A new sequence of these tokens."""
-    slot, matched = state.open(tokens)
+    sequence, matched = state.open(tokens)
     for start in range(matched, len(tokens), state.chunk):
-        state.commit(state.plan({slot: tokens[start : start + state.chunk]}))
-    return slot
+        state.commit(state.plan({sequence: tokens[start : start + state.chunk]}))
+    return sequence
 
 
 # The pool.
@@ -156,26 +156,27 @@ def test_each_prefix_has_its_own_rings():
     """Two prefixes from other places in the rings; what is written there later is not in what they saved."""
     state, gen = make(64, blocks=12, sequences=4), torch.Generator().manual_seed(3)
     live = {name: state._regions[name] for name in ("window", "csa_tail", "index_tail")}
-    pages, rows = state.ring // 64, state.slab.tail_rows[CSA]
+    pages, rows = state.ring // 64, state.layout.tail_rows[CSA]
     wanted = {}
     for number, length in enumerate((130, 260, 384)):
         tokens = numbers(length, 1000 * number)
-        slot, end = fed(state, tokens), length // 128 * 128
+        sequence, end = fed(state, tokens), length // 128 * 128
         for data in live.values():
             data.copy_(torch.rand(data.shape, generator=gen))
-        assert state.publish(slot, tokens) == end
-        last = [slot * pages + page % pages for page in (end // 64 - 2, end // 64 - 1)]
+        assert state.publish(sequence, tokens) == end
+        last = [sequence * pages + page % pages for page in (end // 64 - 2, end // 64 - 1)]
         tail = [token % rows for token in range(end - 4, end)]
-        wanted[number] = live["window"][:, last], live["csa_tail"][:, slot, tail], live["index_tail"][:, slot, tail]
-        state.close(slot)
+        tails = (live[name][:, sequence, tail] for name in ("csa_tail", "index_tail"))
+        wanted[number] = live["window"][:, last], *tails
+        state.close(sequence)
     for number in (1, 0, 2):
         for data in live.values():
             data.fill_(-1)
-        slot, end = state.open(numbers(500, 1000 * number))
+        sequence, end = state.open(numbers(500, 1000 * number))
         assert end == (128, 256, 384)[number]
-        last = [slot * pages + page % pages for page in (end // 64 - 2, end // 64 - 1)]
+        last = [sequence * pages + page % pages for page in (end // 64 - 2, end // 64 - 1)]
         tail = [token % rows for token in range(end - 4, end)]
-        got = live["window"][:, last], live["csa_tail"][:, slot, tail], live["index_tail"][:, slot, tail]
+        got = live["window"][:, last], live["csa_tail"][:, sequence, tail], live["index_tail"][:, sequence, tail]
         assert all(torch.equal(one, other) for one, other in zip(got, wanted[number], strict=True))
         assert int((live["window"] != -1).sum()) == wanted[number][0].numel(), "nobody else's window is touched"
 
@@ -187,8 +188,8 @@ def test_shared_blocks_outlive_their_first_sequence():
     b, c = fed(state, tokens + [1]), fed(state, tokens[:257])
     shared = state.owned[a][:2]
     assert state.pool.free == 8 - 2 - 3 and [state.pool.references[block] for block in shared] == [4, 4]
-    for slot in (a, c, b):
-        state.close(slot)
+    for sequence in (a, c, b):
+        state.close(sequence)
         check_counts(state)
     assert state.pool.free == 6 and [state.pool.references[block] for block in shared] == [1, 1]
     d = fed(state, tokens)

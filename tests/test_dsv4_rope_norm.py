@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from problems.dsv4_forward import config, norm, rope
-from problems.dsv4_forward.config import CSA, FLASH, HCA, PRO, SWA, TINY
+from problems.dsv4_forward.torch_ops import norm, rope
+from problems.dsv4_forward.weights import config
+from problems.dsv4_forward.weights.config import CSA, FLASH, HCA, PRO, SWA, TINY
 
 EPS = 1e-6
 

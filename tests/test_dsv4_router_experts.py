@@ -1,4 +1,4 @@
-"""Router and experts against fp64, a token and a slot at a time, in every weight format."""
+"""Router and experts against fp64, a token-expert pair at a time, in every weight format."""
 
 import dataclasses
 import math
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from problems.dsv4_forward import experts, linear, router
-from problems.dsv4_forward.config import TINY
-from problems.dsv4_forward.linear import Linear
+from problems.dsv4_forward.torch_ops import experts, linear, router
+from problems.dsv4_forward.weights.config import TINY
+from problems.dsv4_forward.weights.linear import Linear
 
 N, D, E, K, I, V = 9, 160, 13, 3, 96, 29  # D: a group of 128 and a part; I: neither a group nor a tile
 CFG = dataclasses.replace(TINY, n_routed_experts=E, num_experts_per_tok=K, routed_scaling_factor=2.5)
@@ -191,7 +191,7 @@ def ours(x, ids, weights, w13, w2, limit, way=None, dtype=torch.float32) -> torc
         experts.experts(x, ids, weights, w13, w2, limit, out)
         return out
     parts = torch.full((*ids.shape, w2.n), math.nan)
-    way(x, ids, weights, experts.Bank(w13, w2, limit), parts)
+    way(x, ids, weights, experts.ExpertWeights(w13, w2, limit), parts)
     return out.copy_(parts.sum(1))
 
 
@@ -201,7 +201,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("way", [None, experts.by_hit, experts.by_slot, experts.by_expert])
+@pytest.mark.parametrize("way", [None, experts.by_hit, experts.by_pair, experts.by_expert])
 def test_experts_are_the_formula(way, kind):
     x, (ids, weights), (w13, w2) = 2 * rand(N, D, seed=7), choice(), bank(kind)
     got = ours(x, ids, weights, w13, w2, 1.0, way)
@@ -269,19 +269,19 @@ def test_bf16_rounds_the_inner_value_and_the_sum():
     assert torch.equal(short, got.bfloat16())
 
 
-def test_an_expert_in_two_slots_counts_twice():
+def test_an_expert_that_a_token_has_twice_counts_twice():
     x, (ids, weights), (w13, w2) = rand(N, D, seed=7), choice(), bank("plain")
     ids[:, 2] = ids[:, 0]
     want = exact(x, ids, weights, w13, w2, 10.0)
-    for way in (experts.by_hit, experts.by_slot, experts.by_expert):
+    for way in (experts.by_hit, experts.by_pair, experts.by_expert):
         assert error(ours(x, ids, weights, w13, w2, 10.0, way), want) < 5e-6
 
 
-def test_each_slot_holds_its_own_expert():
+def test_each_pair_holds_the_output_of_its_expert():
     x, (ids, weights), (w13, w2) = rand(N, D, seed=7), choice(), bank("plain")
-    for way in (experts.by_hit, experts.by_slot, experts.by_expert):
+    for way in (experts.by_hit, experts.by_pair, experts.by_expert):
         parts = torch.full((N, K, D), math.nan)
-        way(x, ids, weights, experts.Bank(w13, w2, 10.0), parts)
+        way(x, ids, weights, experts.ExpertWeights(w13, w2, 10.0), parts)
         for k in range(K):
             assert error(parts[:, k], exact(x, ids[:, k : k + 1], weights[:, k : k + 1], w13, w2, 10.0)) < 5e-6
 
@@ -297,24 +297,24 @@ def test_a_token_does_not_depend_on_the_others(kind):
         assert error(whole[one], alone.double()) < 2e-6
         mixed = other.clone()
         mixed[t] = x[t]  # the others are NaN
-        for way in (experts.by_hit, experts.by_slot, experts.by_expert):
+        for way in (experts.by_hit, experts.by_pair, experts.by_expert):
             assert error(ours(mixed, ids, weights, w13, w2, 1.0, way)[one], alone.double()) < 2e-6
 
 
 def test_no_tokens_are_fine():
     w13, w2 = bank("plain")
     none = torch.empty(0, D)
-    for way in (None, experts.by_hit, experts.by_slot, experts.by_expert):
+    for way in (None, experts.by_hit, experts.by_pair, experts.by_expert):
         assert ours(none, torch.empty(0, K).int(), torch.empty(0, K), w13, w2, 1.0, way).shape == (0, D)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("way", [experts.by_slot, experts.by_expert])
+@pytest.mark.parametrize("way", [experts.by_pair, experts.by_expert])
 def test_nothing_reads_a_tensor_on_the_host(way, kind):
     """Of the ways that a GPU takes; on the CPU, reading ids is free."""
     given, weights = (rand(N, D).bfloat16(), *choice()), bank(kind, count=3)
     with FakeTensorMode() as mode:  # raises where the host needs a value
-        faked = experts.Bank(*(fake(mode, w) for w in weights), 1.0)
+        faked = experts.ExpertWeights(*(fake(mode, w) for w in weights), 1.0)
         way(*(mode.from_tensor(t) for t in given), faked, torch.empty(N, K, D))
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from problems.dsv4_forward import sampler
-from problems.dsv4_forward.sampler import Sampler
+from problems.dsv4_forward.generate import sampler
+from problems.dsv4_forward.generate.sampler import Sampler
 
 PROBABILITIES = [0.36, 0.0, 0.24, 0.02, 0.16, 0.12, 0.1]  # of 7 tokens: no multiple of the generator's 4
 

@@ -5,11 +5,11 @@ import gc
 import pytest
 import torch
 
-from problems.dsv4_forward import weights
-from problems.dsv4_forward.config import TINY, TINY_K
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.generate.mtp import Speculative
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.mtp import Speculative
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import TINY, TINY_K
 from tests import dsv4_oracle
 
 TOLERANCE = 1e-5  # of logits with a standard deviation of about 1, for other shapes of the same sums
@@ -27,10 +27,10 @@ def prompt(length: int, seed: int, vocab: int = TINY.vocab_size) -> list[int]:
 def solo(model: Model, tokens: list[int], steps: int) -> tuple[list[int], list[torch.Tensor]]:
     """Greedy tokens and the logits that they came from, a sequence by itself."""
     state = State(TINY, "fp32", sequences=1, blocks=8)
-    slot, _ = state.open()
-    logits = [feed(model, state, {slot: tokens})[0]]
+    sequence, _ = state.open()
+    logits = [feed(model, state, {sequence: tokens})[0]]
     for _ in range(steps - 1):
-        logits.append(feed(model, state, {slot: [int(logits[-1].argmax())]})[0])
+        logits.append(feed(model, state, {sequence: [int(logits[-1].argmax())]})[0])
     return [int(row.argmax()) for row in logits], logits
 
 
@@ -40,24 +40,24 @@ def test_a_ragged_batch_with_joins_and_leaves(model):
     joins, steps = (0, 3, 1, 8), (40, 30, 12, 25)
     wanted = [solo(model, tokens, count) for tokens, count in zip(prompts, steps, strict=True)]
     state = State(TINY, "fp32", sequences=3, blocks=12)  # fewer than the sequences: one waits for a place
-    slots: dict[int, int] = {}
+    sequences: dict[int, int] = {}
     got: dict[int, list[torch.Tensor]] = {i: [] for i in range(4)}
     waiting, step = [0, 1, 2, 3], 0
-    while waiting or slots:
+    while waiting or sequences:
         new: dict[int, list[int]] = {}
-        for i in [i for i in waiting if joins[i] <= step and len(slots) < 3]:
-            slots[i], _ = state.open()
+        for i in [i for i in waiting if joins[i] <= step and len(sequences) < 3]:
+            sequences[i], _ = state.open()
             waiting.remove(i)
-            new[slots[i]] = prompts[i]
-        for i, slot in slots.items():
-            if slot not in new:
-                new[slot] = [int(got[i][-1].argmax())]
+            new[sequences[i]] = prompts[i]
+        for i, sequence in sequences.items():
+            if sequence not in new:
+                new[sequence] = [int(got[i][-1].argmax())]
         if new:
             rows = feed(model, state, new)
-            for i, slot in slots.items():
-                got[i].append(rows[list(new).index(slot)])
-        for i in [i for i in slots if len(got[i]) == steps[i]]:
-            state.close(slots.pop(i))
+            for i, sequence in sequences.items():
+                got[i].append(rows[list(new).index(sequence)])
+        for i in [i for i in sequences if len(got[i]) == steps[i]]:
+            state.close(sequences.pop(i))
         step += 1
     for i in range(4):
         tokens, logits = wanted[i]
@@ -88,10 +88,10 @@ def test_a_shared_prefix_gives_the_same(model):
 def test_rewinding_gives_the_same(model, length, back):
     tokens, other = prompt(length, 60), prompt(back + 40, 61)
     state = State(TINY, "fp32", sequences=1, blocks=8)
-    slot, _ = state.open()
-    feed(model, state, {slot: tokens})
-    state.rewind(slot, length - back)
-    got = feed(model, state, {slot: other})[0]
+    sequence, _ = state.open()
+    feed(model, state, {sequence: tokens})
+    state.rewind(sequence, length - back)
+    got = feed(model, state, {sequence: other})[0]
     wanted = solo(model, tokens[: length - back] + other, 1)[1][0]
     assert float((got - wanted).abs().max()) <= TOLERANCE
 
@@ -100,20 +100,20 @@ def test_a_reused_place_shows_nothing_of_its_last_user(model):
     state = State(TINY, "fp32", sequences=1, blocks=8)
     for length, seed in ((300, 70), (3, 71), (140, 72)):
         tokens = prompt(length, seed)
-        slot, _ = state.open()
-        got = feed(model, state, {slot: tokens})[0]
+        sequence, _ = state.open()
+        got = feed(model, state, {sequence: tokens})[0]
         assert float((got - solo(model, tokens, 1)[1][0]).abs().max()) <= TOLERANCE
-        state.close(slot)
+        state.close(sequence)
 
 
 def decode_memory(model: Model, steps: int) -> tuple[int, int]:
     """Bytes of tensors that are alive a tenth into a decode of so many steps, and at its end."""
     state = State(TINY, "fp32", sequences=1, blocks=40)
-    slot, _ = state.open()
+    sequence, _ = state.open()
     seen = []
     token = 1
     for step in range(steps):
-        token = int(feed(model, state, {slot: [token]})[0].argmax())
+        token = int(feed(model, state, {sequence: [token]})[0].argmax())
         if step in (steps // 10, steps - 1):
             gc.collect()
             seen.append(sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor))
@@ -132,20 +132,20 @@ def drafting() -> Model:
     import dataclasses
 
     cfg = dataclasses.replace(TINY, compress_ratios=(*TINY.ratios, 0), num_nextn_predict_layers=1)
-    return Model(weights.random(cfg, "fp32", seed=5))
+    return Model(tree.random(cfg, "fp32", seed=5))
 
 
 @pytest.mark.parametrize("seed", [1, 6, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 2, 3, 4, 5, 7, 8, 9))])
 def test_drafting_gives_the_tokens_of_greedy_decoding(drafting, seed):
     cfg, tokens = drafting.config, prompt(20 + 37 * seed, 80 + seed)
     state = State(cfg, "fp32", sequences=1, blocks=8)
-    slot, _ = state.open()
-    wanted = [int(feed(drafting, state, {slot: tokens})[0].argmax())]
+    sequence, _ = state.open()
+    wanted = [int(feed(drafting, state, {sequence: tokens})[0].argmax())]
     for _ in range(23):
-        wanted.append(int(feed(drafting, state, {slot: [wanted[-1]]})[0].argmax()))
+        wanted.append(int(feed(drafting, state, {sequence: [wanted[-1]]})[0].argmax()))
     state = State(cfg, "fp32", sequences=1, blocks=8)
-    slot, _ = state.open()
-    speculative = Speculative(drafting, state, slot)
+    sequence, _ = state.open()
+    speculative = Speculative(drafting, state, sequence)
     got, steps = [speculative.prefill(tokens)], speculative.steps()
     while len(got) < 24:
         got += next(steps).tokens
@@ -154,17 +154,17 @@ def test_drafting_gives_the_tokens_of_greedy_decoding(drafting, seed):
 
 def test_a_right_guess_is_accepted(drafting):
     """With a prediction that always hits, each pass gives two tokens; with one that never does, one."""
-    from problems.dsv4_forward import mtp
+    from problems.dsv4_forward.generate import mtp
 
     tokens = prompt(140, 99)
     cfg, state = drafting.config, State(drafting.config, "fp32", sequences=1, blocks=8)
-    slot, _ = state.open()
-    wanted = [int(feed(drafting, state, {slot: tokens})[0].argmax())]
+    sequence, _ = state.open()
+    wanted = [int(feed(drafting, state, {sequence: tokens})[0].argmax())]
     for _ in range(40):
-        wanted.append(int(feed(drafting, state, {slot: [wanted[-1]]})[0].argmax()))
+        wanted.append(int(feed(drafting, state, {sequence: [wanted[-1]]})[0].argmax()))
     for shift, count in ((0, 2), (1, 1)):
 
-        def oracle(self, batch, lanes, following, row, shift=shift):
+        def oracle(self, batch, copies, following, row, shift=shift):
             known = wanted.index(following[row]) if wanted.count(following[row]) == 1 else None
             done = int(batch.position[row]) + 1 - len(tokens)
             self._guess = (wanted[done + 1] + shift) % cfg.vocab_size
@@ -173,8 +173,8 @@ def test_a_right_guess_is_accepted(drafting):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mtp.Speculative, "_draft", oracle)
             state = State(cfg, "fp32", sequences=1, blocks=8)
-            slot, _ = state.open()
-            speculative = Speculative(drafting, state, slot)
+            sequence, _ = state.open()
+            speculative = Speculative(drafting, state, sequence)
             got, steps = [speculative.prefill(tokens)], speculative.steps()
             for _ in range(12):
                 step = next(steps)

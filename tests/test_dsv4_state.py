@@ -1,13 +1,13 @@
-"""problems/dsv4_forward/state.py and slab.py: memory, what an error leaves, sequences that come, go and go back."""
+"""cache/state.py and cache/state_layout.py: memory, what an error leaves, sequences that come, go and go back."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from problems.dsv4_forward.config import CSA, FLASH, HCA, SWA, TINY, TINY_K
-from problems.dsv4_forward.pages import Pages
-from problems.dsv4_forward.state import OutOfBlocks, State
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.cache.state import OutOfBlocks, State
+from problems.dsv4_forward.weights.config import CSA, FLASH, HCA, SWA, TINY, TINY_K
 from tests.dsv4_states import MOST, SMALL, check_counts, check_indices, grow, make, opened, unchanged
 
 # Memory.
@@ -123,8 +123,8 @@ def test_arguments_are_checked_before_anything_is_written():
         (lambda: state.plan({a: torch.tensor([1.0])}), "int64 and 1-D, got torch.float32"),
         (lambda: state.plan({a: torch.tensor([[1]])}), "int64 and 1-D"),
         (lambda: state.reserve({a: MOST - 4}), f"would have {MOST + 1} tokens, more than the model's {MOST}"),
-        (lambda: state.step((a, a), torch.tensor([1, 2])), "slots must be distinct"),
-        (lambda: state.step((), torch.tensor([])), "slots must be distinct"),
+        (lambda: state.step((a, a), torch.tensor([1, 2])), "sequences must be distinct"),
+        (lambda: state.step((), torch.tensor([])), "sequences must be distinct"),
         (lambda: state.step((a, 3), torch.tensor([1, 2]), static=True), "from 0 to 2"),
         (lambda: state.step((a,), torch.tensor([1, 2])), r"int64 \(1,\)"),
         (lambda: state.step((a,), torch.tensor([1], dtype=torch.int32)), r"int64 \(1,\)"),
@@ -176,13 +176,13 @@ def test_a_batch_that_is_given_up_is_planned_again():
 def test_slots_and_blocks_are_used_again():
     state = make(128, sequences=2, blocks=6)
     for turn in range(8):
-        slots = opened(state, 100 + turn, 300)
+        sequences = opened(state, 100 + turn, 300)
         with pytest.raises(RuntimeError, match="all 2 sequences are open"):
             state.open()
         check_counts(state)
         assert state.pool.free == 6 - 1 - 3
-        for slot in slots if turn % 2 else slots[::-1]:
-            state.close(slot)
+        for sequence in sequences if turn % 2 else sequences[::-1]:
+            state.close(sequence)
         assert state.pool.free == 6 and state.lengths == [0, 0]
         check_counts(state)
 
@@ -201,20 +201,20 @@ def test_a_longer_reservation_is_given_back_by_going_back():
 
 def test_the_host_side_is_found_in_a_restored_buffer():
     state = make(64, blocks=9)
-    slots = opened(state, 300, 5)
-    state.publish(slots[0], [7] * 300)
+    sequences = opened(state, 300, 5)
+    state.publish(sequences[0], [7] * 300)
     saved, lengths, owned = state.buffer.clone(), list(state.lengths), [list(blocks) for blocks in state.owned]
-    for slot in slots:
-        state.commit(state.plan({slot: [1] * 64}))
-    other, old = make(64, blocks=9, buffer=saved.clone()), state.plan({slots[0]: [1]})
+    for sequence in sequences:
+        state.commit(state.plan({sequence: [1] * 64}))
+    other, old = make(64, blocks=9, buffer=saved.clone()), state.plan({sequences[0]: [1]})
     for each in (state, other):
         each.buffer.copy_(saved)
         each.reload()
         assert each.lengths == lengths and each.owned == owned and not each.pool.prefixes
         check_counts(each)
-        check_indices(each, each.plan({slot: [1] * 9 for slot in slots}), 192)
+        check_indices(each, each.plan({sequence: [1] * 9 for sequence in sequences}), 192)
         with pytest.raises(ValueError, match="can go back to 300 or more"):
-            each.rewind(slots[0], 299)
+            each.rewind(sequences[0], 299)
     with pytest.raises(ValueError, match="stale"):
         state.commit(old)
 
@@ -262,27 +262,27 @@ def test_how_far_one_may_go_back(chunk, ratios):
     gen = torch.Generator().manual_seed(chunk)
     cfg = dataclasses.replace(SMALL, compress_ratios=(*ratios, 0))
     state, rings = make(chunk, cfg=cfg), Rings(chunk, ratios)
-    (slot,) = opened(state, 0)
+    (sequence,) = opened(state, 0)
     for _ in range(25):
-        length = state.lengths[slot]
+        length = state.lengths[sequence]
         count = min(int(torch.randint(1, chunk + 1, (), generator=gen)), MOST - length)
-        while count and state.lengths[slot] < MOST and int(torch.randint(4, (), generator=gen)):
-            batch = state.plan({slot: [1] * count})
-            rings.write(state.lengths[slot], count)
+        while count and state.lengths[sequence] < MOST and int(torch.randint(4, (), generator=gen)):
+            batch = state.plan({sequence: [1] * count})
+            rings.write(state.lengths[sequence], count)
             if int(torch.randint(5, (), generator=gen)):  # else it is given up, though written
                 state.commit(batch)
-            count = min(count, MOST - state.lengths[slot])
-        length = state.lengths[slot]
+            count = min(count, MOST - state.lengths[sequence])
+        length = state.lengths[sequence]
         can = [back for back in range(length + 1) if rings.holds(back)]
-        assert [back for back in range(length + 1) if state._holds(slot, back)] == can
+        assert [back for back in range(length + 1) if state._holds(sequence, back)] == can
         assert length in can
         floor = next((n for n in range(length, 0, -1) if n - 1 not in can), 0)
-        assert state.floor(slot) == floor
+        assert state.floor(sequence) == floor
         if bad := [back for back in range(length) if back not in can]:
             unchanged(state, ValueError, f"go back to {floor} or more tokens, or 0, got {bad[-1]}",
-                      lambda bad=bad: state.rewind(slot, bad[-1]))  # fmt: skip
+                      lambda bad=bad: state.rewind(sequence, bad[-1]))  # fmt: skip
         back = can[int(torch.randint(len(can), (), generator=gen))]
-        state.rewind(slot, back)
+        state.rewind(sequence, back)
         if not back:
             rings.forget()
         check_counts(state)
@@ -293,22 +293,22 @@ def test_how_far_one_may_go_back(chunk, ratios):
 def test_the_limit_is_exact_at_every_length(chunk, ratios):
     state = make(chunk, cfg=dataclasses.replace(SMALL, compress_ratios=(*ratios, 0)))
     rings = Rings(chunk, ratios)
-    (slot,) = opened(state, 0)
-    while (length := state.lengths[slot]) < 330:
+    (sequence,) = opened(state, 0)
+    while (length := state.lengths[sequence]) < 330:
         tokens = 1 if length % 128 > chunk else chunk
-        state.commit(state.plan({slot: [1] * tokens}))
+        state.commit(state.plan({sequence: [1] * tokens}))
         rings.write(length, tokens)
         for back in range(max(0, length - chunk - 70), min(length, length - chunk + 9)):
-            assert state._holds(slot, back) == rings.holds(back), (length + tokens, back)
+            assert state._holds(sequence, back) == rings.holds(back), (length + tokens, back)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64, 130])
 def test_a_chunk_can_always_be_taken_back(chunk):
     state = make(chunk, sequences=1)
-    (slot,) = opened(state, 0)
+    (sequence,) = opened(state, 0)
     for length in range(0, 600, 13):
-        grow(state, slot, length)
-        assert state.floor(slot) <= max(0, length - chunk)
+        grow(state, sequence, length)
+        assert state.floor(sequence) <= max(0, length - chunk)
 
 
 def test_a_resumed_prefix_is_as_far_back_as_one_may_go():

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from problems.dsv4_forward.config import CSA, HCA, SWA
-from problems.dsv4_forward.state import Batch, LayerState, OutOfBlocks, State
+from problems.dsv4_forward.cache.state import Batch, LayerState, OutOfBlocks, State
+from problems.dsv4_forward.weights.config import CSA, HCA, SWA
 from tests.dsv4_states import SMALL, check_counts, unchanged
 
 TWO = dataclasses.replace(SMALL, compress_ratios=(CSA, SWA, HCA, CSA, SWA), max_position_embeddings=700)
@@ -49,37 +49,38 @@ class Content(RuleBasedStateMachine):
         base = data.draw(st.sampled_from(offers * 3 + self.seen))
         tokens = base[: data.draw(st.sampled_from([len(base)] * 3 + [len(base) // 2, 128]))] + self.fresh(1)
         want = max((len(p) for p in offers if len(p) < len(tokens) and p == tokens[: len(p)]), default=0)
-        slot, matched = self.state.open(tokens)
-        assert matched == want and slot not in self.history
-        self.history[slot] = tokens[:matched]
+        sequence, matched = self.state.open(tokens)
+        assert matched == want and sequence not in self.history
+        self.history[sequence] = tokens[:matched]
 
     @precondition(lambda self: self.history)
     @rule(data=st.data(), times=st.integers(1, 4))
     def feed(self, data: st.DataObject, times: int) -> None:
-        slots = data.draw(st.permutations(sorted(self.history)))[: data.draw(st.integers(1, 3))]
+        sequences = data.draw(st.permutations(sorted(self.history)))[: data.draw(st.integers(1, 3))]
         for _ in range(times):
-            most = {slot: min(self.state.chunk, 700 - len(self.history[slot])) for slot in slots}
-            counts = {slot: data.draw(st.integers(1, n) | st.just(n)) for slot, n in most.items() if n}
+            most = {sequence: min(self.state.chunk, 700 - len(self.history[sequence])) for sequence in sequences}
+            counts = {sequence: data.draw(st.integers(1, n) | st.just(n)) for sequence, n in most.items() if n}
             if counts:
-                self.forward({slot: self.fresh(count) for slot, count in counts.items()}, data.draw(st.integers(0, 7)))
+                new = {sequence: self.fresh(count) for sequence, count in counts.items()}
+                self.forward(new, data.draw(st.integers(0, 7)))
 
     @precondition(lambda self: self.history)
     @rule(data=st.data(), length=st.sampled_from([128, 130, 256, 260, 384, 390, 515, 660]), back=st.sampled_from(BACK))
     def grow(self, data: st.DataObject, length: int, back: int) -> None:
         """Past a boundary, which is published, and back, maybe to before it."""
-        slot = self.pick(data)
-        while count := min(self.state.chunk, max(0, length - len(self.history[slot]))):
-            if not self.forward({slot: self.fresh(count)}, 1):
+        sequence = self.pick(data)
+        while count := min(self.state.chunk, max(0, length - len(self.history[sequence]))):
+            if not self.forward({sequence: self.fresh(count)}, 1):
                 return
-        self.offer(slot)
-        self.go_back(slot, back)
+        self.offer(sequence)
+        self.go_back(sequence, back)
 
     @precondition(lambda self: self.history)
     @rule(data=st.data(), times=st.integers(1, 5), static=st.booleans())
     def decode(self, data: st.DataObject, times: int, static: bool) -> None:
-        slots = data.draw(st.permutations(sorted(self.history)))[: data.draw(st.integers(1, 3))]
+        sequences = data.draw(st.permutations(sorted(self.history)))[: data.draw(st.integers(1, 3))]
         for _ in range(times):
-            new = {slot: self.fresh(1) for slot in slots if len(self.history[slot]) < 700}
+            new = {sequence: self.fresh(1) for sequence in sequences if len(self.history[sequence]) < 700}
             if new:
                 self.forward(new, 1, single=True, static=static)
 
@@ -94,7 +95,7 @@ class Content(RuleBasedStateMachine):
         except OutOfBlocks:
             unchanged(state, OutOfBlocks, "missing", lambda: state.reserve({s: len(part) for s, part in new.items()}))
             return False
-        after = {slot: self.history[slot] + part for slot, part in new.items()}
+        after = {sequence: self.history[sequence] + part for sequence, part in new.items()}
         self.write_and_read(batch, after)
         if kept:
             state.commit(batch)
@@ -106,51 +107,51 @@ class Content(RuleBasedStateMachine):
     def rewind(self, data: st.DataObject, back: int) -> None:
         self.go_back(self.pick(data), back)
 
-    def go_back(self, slot: int, back: int) -> None:
-        length = len(self.history[slot])
-        length = 0 if back == ALL else min(length, max(self.state.floor(slot), length - back))
-        self.seen = (self.seen + [self.history[slot]])[-6:]
-        self.state.rewind(slot, length)
-        self.history[slot] = self.history[slot][:length]
+    def go_back(self, sequence: int, back: int) -> None:
+        length = len(self.history[sequence])
+        length = 0 if back == ALL else min(length, max(self.state.floor(sequence), length - back))
+        self.seen = (self.seen + [self.history[sequence]])[-6:]
+        self.state.rewind(sequence, length)
+        self.history[sequence] = self.history[sequence][:length]
 
-    def offer(self, slot: int) -> None:
-        end = len(self.history[slot]) // 128 * 128
-        if end and not self.state._holds(slot, end):
+    def offer(self, sequence: int) -> None:
+        end = len(self.history[sequence]) // 128 * 128
+        if end and not self.state._holds(sequence, end):
             with pytest.raises(ValueError, match="no longer holds"):
-                self.state.publish(slot, self.history[slot])
+                self.state.publish(sequence, self.history[sequence])
             return
-        assert self.state.publish(slot, self.history[slot]) == end
-        self.seen = (self.seen + [self.history[slot]])[-6:]
+        assert self.state.publish(sequence, self.history[sequence]) == end
+        self.seen = (self.seen + [self.history[sequence]])[-6:]
 
     @precondition(lambda self: self.history)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        slot = self.pick(data)
-        self.seen = (self.seen + [self.history.pop(slot)])[-6:]
-        self.state.close(slot)
+        sequence = self.pick(data)
+        self.seen = (self.seen + [self.history.pop(sequence)])[-6:]
+        self.state.close(sequence)
 
     @invariant()
     def counts_agree(self) -> None:
         if hasattr(self, "state"):
             check_counts(self.state)
-            for slot, tokens in self.history.items():
-                assert self.state.lengths[slot] == len(tokens)
+            for sequence, tokens in self.history.items():
+                assert self.state.lengths[sequence] == len(tokens)
 
     # A model that only moves numbers.
 
     def write_and_read(self, batch: Batch, after: dict[int, list[int]]) -> None:
-        state, last = self.state, {int(batch.last[row]): slot for row, slot in enumerate(batch.slots)}
+        state, last = self.state, {int(batch.last[row]): sequence for row, sequence in enumerate(batch.sequences)}
         for number, layer in enumerate((*state.layers, state.mtp)):
             extra = number * LAYER
             values = batch.tokens.float() + extra
-            layer.window.write(batch.window_slot, values[:, None].expand(-1, 128))
+            layer.window.write(batch.window_target, values[:, None].expand(-1, 128))
             for tail in (layer.tail, layer.index_tail):
                 if tail is not None:
                     tail[batch.sequence, batch.position % tail.shape[1]] = values[:, None, None]
             if layer.ratio:
                 self.write_entries(batch, layer, after, extra)
-            for n, slot in last.items():
-                tokens = torch.tensor(after[slot]) + extra
+            for n, sequence in last.items():
+                tokens = torch.tensor(after[sequence]) + extra
                 index = batch.window_index[n].long()
                 assert index[: max(0, 128 - len(tokens))].eq(-1).all()
                 assert torch.equal(layer.window.read(index[-len(tokens) :])[:, 5], tokens[-128:])
@@ -162,13 +163,13 @@ class Content(RuleBasedStateMachine):
         ratio, emit = layer.ratio, batch.emit[layer.ratio]
         pooled = 8 if ratio == CSA else HCA
         for n in emit.tolist():
-            slot, position = int(batch.sequence[n]), int(batch.position[n])
+            sequence, position = int(batch.sequence[n]), int(batch.position[n])
             if (position + 1) % ratio == 0:
                 first = max(0, position + 1 - pooled)
                 rows = [p % layer.tail.shape[1] for p in range(first, position + 1)]
-                want = torch.tensor(after[slot][first : position + 1]) + extra
+                want = torch.tensor(after[sequence][first : position + 1]) + extra
                 for tail in (layer.tail, layer.index_tail):
-                    assert tail is None or torch.equal(tail[slot, rows, 1, 3], want)
+                    assert tail is None or torch.equal(tail[sequence, rows, 1, 3], want)
         entries = batch.tokens[emit].float() + extra
         layer.cache.write(batch.target[ratio], entries[:, None].expand(-1, 128))
         if ratio == CSA:

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from problems.dsv4_forward import initial, layout, weights
-from problems.dsv4_forward.config import CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY, TINY_K, Config
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights import layout, random_weights, tree
+from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY, TINY_K, Config
 
 # No two sizes alike, k not in whole FP8 blocks, with a prediction layer.
 SMALL = dataclasses.replace(
@@ -22,8 +22,8 @@ RELATIVE = {"fp8": 0.04, "mxfp4": 0.16, "nvfp4": 0.12}  # rms error of normal va
 
 
 @functools.cache
-def made(fmt: str, seed: int = 3, cfg: Config = SMALL) -> weights.ModelWeights:
-    return weights.random(cfg, fmt, seed)
+def made(fmt: str, seed: int = 3, cfg: Config = SMALL) -> tree.ModelWeights:
+    return tree.random(cfg, fmt, seed)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_a_layer_without_weights_raises_and_every_fault_is_named():
     tensors["layers.2.attn.attn_sink"] = torch.zeros(7)
     tensors["norm.weight"] = tensors["norm.weight"].float()
     with pytest.raises(ValueError) as caught:
-        weights.assemble(SMALL, "released", tensors)
+        tree.assemble(SMALL, "released", tensors)
     for fault in (
         "missing layers.1.attn.wkv.weight", "missing layers.1.attn.wkv.scale", "unknown layers.4.attn.wkv.weight",
         "layers.2.attn.attn_sink must be torch.float32 (6,), got torch.float32 (7,)",
@@ -183,8 +183,8 @@ def test_every_value_is_written_and_finite(fmt):
     specs = layout.layout(SMALL, fmt)
     buffer = torch.full((layout.nbytes(specs),), 0xFF, dtype=torch.uint8)  # NaN in every float, -1 in int64
     tensors = layout.views(buffer, specs)
-    tree = weights.random(SMALL, fmt, 3, tensors=tensors)
-    assert all(tree.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
+    written = tree.random(SMALL, fmt, 3, tensors=tensors)
+    assert all(written.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             assert bool(tensor.float().isfinite().all()), name
@@ -219,7 +219,7 @@ def test_matrices_have_the_size_that_keeps_activations_near_one():
     tree = made("fp32")
     for unit in (tree.layers[1].attn.wo_a, tree.layers[1].ffn.w13, tree.layers[2].attn.indexer.wq_b, tree.mtp.e_proj):
         rms = float(unit.weight.square().mean().sqrt()) * math.sqrt(unit.k)
-        assert rms == pytest.approx(initial.gain(SMALL, unit.name), rel=0.1), unit.name
+        assert rms == pytest.approx(random_weights.gain(SMALL, unit.name), rel=0.1), unit.name
 
 
 @pytest.mark.parametrize("limit", [1.0, 10.0])
@@ -232,7 +232,7 @@ def test_a_gated_products_rms_is_what_w2_is_scaled_by(limit):
     rms = (gate / (1 + torch.exp(-gate)) * up.clamp(-limit, limit)).square().mean().sqrt()
     routed = cfg.routed_scaling_factor**2 / cfg.num_experts_per_tok
     sublayers = 2 * len(cfg.compress_ratios)
-    added = initial.gain(cfg, "layers.0.ffn.experts.w2") * rms * math.sqrt(1 + routed)  # of one sublayer
+    added = random_weights.gain(cfg, "layers.0.ffn.experts.w2") * rms * math.sqrt(1 + routed)  # of one sublayer
     assert float(added) == pytest.approx(math.sqrt(4 / sublayers), rel=0.02)
 
 
@@ -259,27 +259,27 @@ def test_nvfp4_input_scales_are_calibrated_and_of_each_expert():
     assert len(torch.cat(every).unique()) == sum(len(t) for t in every)
 
 
-class Lanes:
+class Copies:
     """Records the rms of the residual before each block."""
 
     def __init__(self) -> None:
         self.rms: list[float] = []
 
-    def enter(self, layer: str, lanes: torch.Tensor) -> None:
-        self.rms.append(float(lanes.float().square().mean().sqrt()))
+    def enter(self, layer: str, copies: torch.Tensor) -> None:
+        self.rms.append(float(copies.float().square().mean().sqrt()))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "released", "nvfp4"])
 def test_a_random_model_has_logits_and_activations_near_one(fmt):
-    lanes = Lanes()
-    model, state = Model(made(fmt, cfg=TINY), probe=lanes), State(TINY, fmt, sequences=1, blocks=2)
-    slot, _ = state.open()
+    probe = Copies()
+    model, state = Model(made(fmt, cfg=TINY), probe=probe), State(TINY, fmt, sequences=1, blocks=2)
+    sequence, _ = state.open()
     tokens = torch.randint(TINY.vocab_size, (120,), generator=torch.Generator().manual_seed(2))
-    logits = model.forward(state.plan({slot: tokens}), state, every=True).logits
+    logits = model.forward(state.plan({sequence: tokens}), state, every=True).logits
     assert float(logits.std()) == pytest.approx(1, abs=0.15)
     assert len(logits.argmax(-1).unique()) > 40, "a model that says the same everywhere shows nothing"
-    assert lanes.rms[0] == pytest.approx(1, abs=0.05) and max(lanes.rms) < 3
-    assert all(1 < later / earlier < 1.6 for earlier, later in zip(lanes.rms, lanes.rms[1:], strict=False))
+    assert probe.rms[0] == pytest.approx(1, abs=0.05) and max(probe.rms) < 3
+    assert all(1 < later / earlier < 1.6 for earlier, later in zip(probe.rms, probe.rms[1:], strict=False))
 
 
 def test_tiny_k_has_a_layout_in_every_format():

@@ -1,8 +1,9 @@
 """What a submission is made of: its own sources, and what a composition's submissions bring along.
 
-A composition is a problem folder in problems/ whose task.py says `COMPOSITION = True`. Its submissions alone may import
-modules of their folder (`from problems.<folder> import model`), and name in a literal, `COMPOSES = ("nvfp4_gemv",)`,
-the problems whose winners they call through problems/common/load.py. Everything is found by reading, nothing is run.
+A composition is a problem folder in problems/ whose task.py says `COMPOSITION = True`. Only its submissions may import
+modules of their folder and of the folders in it (`from problems.<folder>.cache import pages`), and name in a literal,
+`COMPOSES = ("nvfp4_gemv",)`, the problems whose winners they call through problems/common/load.py. Everything is found
+by reading, nothing is run.
 """
 
 import ast
@@ -74,7 +75,7 @@ def composes(file: Path, folder: Path) -> tuple[str, ...]:
 
 
 def modules(file: Path, folder: Path) -> list[Path]:
-    """The modules of the problem `folder` that `file` imports as `problems.<folder>.<module>`, at any distance."""
+    """Return the modules of `folder` that `file` imports, at any distance: `problems.<folder>.<module>`, or deeper."""
     found: dict[Path, None] = {}
     todo = [file.resolve()]
     while todo:
@@ -110,7 +111,7 @@ def hidden(name: str) -> bool:
 
 
 def _module(name: str, folder: Path) -> Path | None:
-    """The file of the module of that dotted name, or of the module that the name stands in; None: not in `folder`."""
+    """Return the file of the module of that dotted name, or of the one that defines the name; None: not in `folder`."""
     parts = name.split(".")
     if parts[:2] != ["problems", folder.name] or hidden(name):
         return None

@@ -1,17 +1,17 @@
-"""The end-to-end check: does the model still say the same with these kernels in it, and if not, where does it begin?
+"""Check end to end that the model says the same with these kernels in it; if it does not, name where it begins.
 
     python harness/run.py dsv4_forward [--kernels winners] [--attribute]
     python -m problems.dsv4_forward.check --config tiny --format nvfp4
 
 Three passes over the same tokens, a ragged prefill and greedy decode steps, on the same weights: the oracle (reference
-kernels, activations in fp32), the reference kernels in the model's own dtype, and the composition. Then:
+kernels, activations in fp32), the reference kernels in the model's dtype, and the composition. Then:
 
 * each kernel call of the oracle's pass is repeated with the composed kernel and with the reference, on equal inputs:
-  the first one past its budget (trace.SLOTS) is named with its layer;
-* what each layer alone makes of the oracle's lanes, the lanes after each layer of a free pass, and the logits may be
-  off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of one size
-  add up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later layers
-  that into more: no tighter bound holds end to end;
+  the first one past its budget (trace.CHECKS) is named with its layer;
+* what each layer alone makes of the oracle's hc copies, the copies after each layer of a free pass, and the logits
+  may be off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of
+  one size add up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later
+  layers that into more: no tighter bound holds end to end;
 * greedy tokens are equal, but for ties, which are listed: closer in the oracle's logits than six times the size of the
   reference kernels' error;
 * decisions (experts of a token, entries of the indexer) follow the oracle's; each that would have been another is
@@ -31,13 +31,14 @@ from dataclasses import dataclass
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import config, kernels, weights
-from problems.dsv4_forward.config import Config
-from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.state import State
-from problems.dsv4_forward.trace import SLOTS, WHOLE, Follower, Recorder
-from problems.dsv4_forward.weights import ModelWeights
+from problems.dsv4_forward.ops import Ops
+from problems.dsv4_forward.trace import CHECKS, WHOLE, Follower, Recorder
+from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.weights.config import Config
+from problems.dsv4_forward.weights.tree import ModelWeights
 
 OPTIONS = ("--kernels", "--attribute", "--config", "--format", "--steps")  # what harness/run.py passes on
 CASES = {  # what is checked where nothing is named
@@ -53,12 +54,12 @@ FLOOR = 1e-5  # relative: fp32 sums in another order
 
 @dataclass
 class Pass:
-    """logits fp32 (calls, B, V): after the prompt and after each step; lanes: (layer, fp32 (N, n, d)) in call order;
+    """logits fp32 (calls, B, V): after the prompt and after each step; copies: (layer, fp32 (N, n, d)) in call order;
     step_s: seconds of the fastest step.
     """
 
     logits: torch.Tensor
-    lanes: list[tuple[str, torch.Tensor]]
+    copies: list[tuple[str, torch.Tensor]]
     step_s: float
 
 
@@ -73,23 +74,23 @@ class Case:
     steps: int
     device: str
 
-    def run(self, table: Kernels, dtype: torch.dtype | None, probe: object, forced: torch.Tensor | None) -> Pass:
-        """Prefill, then steps. forced: int64 (steps, B), the tokens to feed; None: the pass's own greedy ones."""
+    def run(self, table: Ops, dtype: torch.dtype | None, probe: object, forced: torch.Tensor | None) -> Pass:
+        """Prefill, then steps. forced: int64 (steps, B), the tokens to feed; None: the greedy ones of this pass."""
         blocks = sum(-(-(len(p) + self.steps) // config.BLOCK_TOKENS) for p in self.prompts)
         state = State(self.cfg, self.fmt, sequences=len(self.prompts), blocks=blocks, device=self.device)
         model = Model(self.weights, table, dtype, probe)
-        slots = [state.open()[0] for _ in self.prompts]
-        rows = [feed(model, state, dict(zip(slots, self.prompts, strict=True)))]
+        sequences = [state.open()[0] for _ in self.prompts]
+        rows = [feed(model, state, dict(zip(sequences, self.prompts, strict=True)))]
         fastest = float("inf")
         for step in range(self.steps):
             tokens = rows[-1].argmax(-1) if forced is None else forced[step]
-            given = dict(zip(slots, tokens.view(-1, 1).cpu(), strict=True))
+            given = dict(zip(sequences, tokens.view(-1, 1).cpu(), strict=True))
             self._wait()
             start = time.perf_counter()
             rows.append(feed(model, state, given))
             self._wait()
             fastest = min(fastest, time.perf_counter() - start)
-        return Pass(torch.stack(rows), probe.lanes if probe else [], fastest)
+        return Pass(torch.stack(rows), probe.copies if probe else [], fastest)
 
     def _wait(self) -> None:
         if self.device != "cpu":
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,... (slot or problem)")
+    p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,... (op or problem)")
     p.add_argument("--attribute", action="store_true", help="the effect of each kernel alone: error and time")
     p.add_argument("--config", help="one configuration instead of the device's list, such as tiny or flash-4l32e")
     p.add_argument("--format", choices=config.FORMATS, help="one number format")
@@ -144,7 +145,7 @@ def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) ->
     cfg = config.find(name)
     gen = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(cfg.vocab_size, (length,), generator=gen).tolist() for length in PROMPTS]
-    return Case(cfg, fmt, weights.random(cfg, fmt, seed=seed, device=device), prompts, steps, device)
+    return Case(cfg, fmt, tree.random(cfg, fmt, seed=seed, device=device), prompts, steps, device)
 
 
 @torch.inference_mode()
@@ -155,17 +156,17 @@ def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
     """
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
     try:
-        chosen = kernels.choose(text, target, case.weights)
+        chosen = ops.choose(text, target, case.weights)
     except ValueError as error:
         raise Refused(str(error)) from error
     for line in chosen.report:
         print(f"  {line}")
     working = torch.float32 if case.fmt == "fp32" else torch.bfloat16
-    recorder = Recorder(chosen.kernels, working)
-    oracle = case.run(recorder.kernels(), torch.float32, recorder, None)
+    recorder = Recorder(chosen.ops, working)
+    oracle = case.run(recorder.ops(), torch.float32, recorder, None)
     forced = oracle.logits.argmax(-1)
-    tables = (kernels.REFERENCE, chosen.kernels)
-    alone = [_follow(case, Follower(table, recorder.decisions, recorder.lanes), forced) for table in tables]
+    tables = (ops.REFERENCE, chosen.ops)
+    alone = [_follow(case, Follower(table, recorder.decisions, recorder.copies), forced) for table in tables]
     plain, composed = (Follower(table, recorder.decisions) for table in tables)
     free = [_follow(case, follower, forced) for follower in (plain, composed)]
     faults = _say_kernels(recorder)
@@ -173,9 +174,9 @@ def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
     faults += _say_logits(oracle, *free)
     _say_decisions(composed)
     if case.device != "cpu":
-        faults += _say_waits(case, chosen.kernels)
+        faults += _say_waits(case, chosen.ops)
     if attribute:
-        _say_effects(case, chosen.kernels, recorder, free[0], forced)
+        _say_effects(case, chosen.ops, recorder, free[0], forced)
     for fault in faults:
         print(f"  FAULT: {fault}")
     print(f"  {'right' if not faults else 'WRONG'}")
@@ -183,59 +184,60 @@ def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
 
 
 def _say_kernels(recorder: Recorder) -> list[str]:
-    """A line a slot: its worst call. -> what is past its budget, in the order of the pass."""
+    """Print a line for each op: its worst call. -> what is past its budget, in the order of the pass."""
     print(f"  {'kernel':<16}{'calls':>7}{'error':>11}{'budget':>11}{'cosine':>10}  worst in")
-    for slot in (name + of for name in SLOTS for of in ("", WHOLE)):
-        seen = [worst for (_, name), worst in recorder.worst.items() if name == slot]
+    for op in (name + of for name in CHECKS for of in ("", WHOLE)):
+        seen = [worst for (_, name), worst in recorder.worst.items() if name == op]
         if not seen:
             continue
         worst = max(seen, key=lambda w: float("inf") if w.error != w.error else w.error)
         calls = sum(w.calls for w in seen)
-        print(f"  {slot:<16}{calls:>7}{worst.error:>11.2e}{worst.budget:>11.2e}{worst.cosine:>10.6f}  {worst.layer}")
+        print(f"  {op:<16}{calls:>7}{worst.error:>11.2e}{worst.budget:>11.2e}{worst.cosine:>10.6f}  {worst.layer}")
     return [
-        f"{w.layer} {w.slot}: {w.output} is off by {w.error:.3g} of {w.of}, budget {w.budget:.3g} "
+        f"{w.layer} {w.op}: {w.output} is off by {w.error:.3g} of {w.of}, budget {w.budget:.3g} "
         f"(cosine {w.cosine:.4f}), on the oracle's inputs"
         for w in recorder.worst.values() if not w.ok
     ]  # fmt: skip
 
 
 def _say_layers(oracle: Pass, alone: Sequence[Pass], free: Sequence[Pass]) -> list[str]:
-    """A line a layer: what it alone does to the oracle's lanes, and how far a free pass has drifted after it; both of
-    (reference kernels, composition). -> the first layer past either budget.
+    """Print a line for each layer: what it alone does to the oracle's copies, and how far a free pass has drifted
+    behind it; both of (reference ops, composition). -> the first layer past either budget.
     """
     columns = ("norm", "growth", "alone", "budget", "drift", "budget", "cosine")
     print(f"  {'after':<12}" + "".join(f"{name:>11}" for name in columns))
     found, before = [], None
-    names = list(dict.fromkeys(name for name, _ in oracle.lanes))
+    names = list(dict.fromkeys(name for name, _ in oracle.copies))
     for layer, reached in zip(["embedding", *names], names, strict=False):
-        want = _lanes(oracle, reached)
+        want = _copies(oracle, reached)
         size = float(want.norm() / want.shape[0] ** 0.5)
         line = f"  {layer:<12}{size:>11.3g}{size / (before or size):>11.2f}"
         for kind, (base, got) in (("alone", alone), ("drift", free)):
-            error, own = (_relative(_lanes(one, reached), want) for one in (got, base))
-            budget = FACTOR * own + FLOOR
+            error, honest = (_relative(_copies(one, reached), want) for one in (got, base))
+            budget = FACTOR * honest + FLOOR
             line += f"{error:>11.2e}{budget:>11.2e}"
             if not error <= budget:
-                found.append(f"{kind}: lanes after {layer} are off by {error:.3g}, budget {budget:.3g}")
-        drifted = _lanes(free[1], reached).flatten()
+                found.append(f"{kind}: copies after {layer} are off by {error:.3g}, budget {budget:.3g}")
+        drifted = _copies(free[1], reached).flatten()
         print(f"{line}{float(torch.nn.functional.cosine_similarity(drifted, want.flatten(), dim=0)):>11.6f}")
         before = size
     return found[:1]
 
 
-def _lanes(one: Pass, layer: str) -> torch.Tensor:
-    """All tokens' lanes before `layer`, fp32 (N, n, d)."""
-    return torch.cat([lanes for name, lanes in one.lanes if name == layer])
+def _copies(one: Pass, layer: str) -> torch.Tensor:
+    """All tokens' copies before `layer`, fp32 (N, n, d)."""
+    return torch.cat([copies for name, copies in one.copies if name == layer])
 
 
 def _say_logits(oracle: Pass, plain: Pass, composed: Pass) -> list[str]:
     scale = float(oracle.logits.std())
-    error, own = (_relative(p.logits, oracle.logits) for p in (composed, plain))
-    budget = FACTOR * own + FLOOR
-    print(f"  logits: std {scale:.3g}, relative error {error:.2e} (reference kernels {own:.2e}, budget {budget:.2e})")
+    error, honest = (_relative(p.logits, oracle.logits) for p in (composed, plain))
+    budget = FACTOR * honest + FLOOR
+    said = f"relative error {error:.2e} (reference kernels {honest:.2e}, budget {budget:.2e})"
+    print(f"  logits: std {scale:.3g}, {said}")
     faults = [] if error <= budget else [f"logits are off by {error:.3g}, budget {budget:.3g}"]
     want, got = oracle.logits.argmax(-1), composed.logits.argmax(-1)
-    near = TIE * scale * (own + FLOOR)
+    near = TIE * scale * (honest + FLOOR)
     ties = 0
     for step, row in (want != got).nonzero().tolist():
         line = oracle.logits[step, row]
@@ -251,25 +253,25 @@ def _say_logits(oracle: Pass, plain: Pass, composed: Pass) -> list[str]:
 
 
 def _say_decisions(composed: Follower) -> None:
-    for slot in ("route", "select"):
-        made = [d for d in composed.decisions if d.slot == slot]
-        other = [margin for _, name, margin in composed.other if name == slot]
+    for op in ("route", "select"):
+        made = [d for d in composed.decisions if d.op == op]
+        other = [margin for _, name, margin in composed.other if name == op]
         largest = f", margin up to {max(other):.2g} of the largest score" if other else ""
-        print(f"  {slot}: {len(other)} of {len(made)} calls would have decided otherwise{largest}")
+        print(f"  {op}: {len(other)} of {len(made)} calls would have decided otherwise{largest}")
 
 
-def _say_waits(case: Case, table: Kernels) -> list[str]:
+def _say_waits(case: Case, table: Ops) -> list[str]:
     """One decode step during which torch refuses to wait for the GPU. -> the wait, if there was one."""
     state = State(case.cfg, case.fmt, sequences=1, blocks=1, device=case.device)
     model = Model(case.weights, table)
-    slot, _ = state.open()
-    feed(model, state, {slot: [1]})
-    state.reserve({slot: 1})
+    sequence, _ = state.open()
+    feed(model, state, {sequence: [1]})
+    state.reserve({sequence: 1})
     tokens = torch.tensor([1], device=case.device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model.forward(state.step((slot,), tokens, static=True), state)
+        model.forward(state.step((sequence,), tokens, static=True), state)
     except RuntimeError as error:
         return [f"a decode step waits for the GPU: {error}"]
     finally:
@@ -278,24 +280,24 @@ def _say_waits(case: Case, table: Kernels) -> list[str]:
     return []
 
 
-def _say_effects(case: Case, table: Kernels, recorder: Recorder, plain: Pass, forced: torch.Tensor) -> None:
+def _say_effects(case: Case, table: Ops, recorder: Recorder, plain: Pass, forced: torch.Tensor) -> None:
     """Each kernel that is not the reference's alone in the reference's place: what it changes and what it costs."""
-    own = kernels.REFERENCE
-    changed = [name for name in SLOTS if vars(table)[name] is not vars(own)[name]]
-    timed = min(_follow(case, Follower(own, recorder.decisions), forced).step_s for _ in range(2))
+    plain_ops = ops.REFERENCE
+    changed = [name for name in CHECKS if vars(table)[name] is not vars(plain_ops)[name]]
+    timed = min(_follow(case, Follower(plain_ops, recorder.decisions), forced).step_s for _ in range(2))
     print(f"  effect of each kernel alone, against the reference kernels ({1e3 * timed:.2f} ms a step)")
     for name in changed:
-        swapped = dataclasses.replace(own, **{name: vars(table)[name]})
+        swapped = dataclasses.replace(plain_ops, **{name: vars(table)[name]})
         one = _follow(case, Follower(swapped, recorder.decisions), forced)
         error = float((one.logits - plain.logits).abs().max())
         print(f"  {name:<16} logits {error:.3g}, step {1e3 * one.step_s:.2f} ms ({timed / one.step_s:.2f}x)")
     if not changed:
-        print("  every slot holds the reference")
+        print("  every op holds the reference")
 
 
 def _follow(case: Case, follower: Follower, forced: torch.Tensor) -> Pass:
-    """A pass in the model's own dtype that decides as the oracle did, over the oracle's tokens."""
-    return case.run(follower.kernels(), None, follower, forced)
+    """Run a pass in the model's dtype that decides as the oracle did, over the oracle's tokens."""
+    return case.run(follower.ops(), None, follower, forced)
 
 
 def _relative(got: torch.Tensor, want: torch.Tensor) -> float:

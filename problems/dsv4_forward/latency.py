@@ -1,9 +1,9 @@
-"""Time per decode token on a GPU, eager and as one replayed graph a step, beside the least that memory allows.
+"""Measure the time per decode token on a GPU, eager and as one replayed graph a step, and print the speed of light.
 
     python problems/dsv4_forward/latency.py --config flash-4l32e --format bf16 nvfp4 --batch 1 8 --json FILE
 
 Before it times, it checks: a decode step never waits for the GPU; the graph holds the kernels that an eager step
-launches, the winners' too; a replay gives the logits of the eager step, bit for bit. Slots that cannot be captured are
+launches, the winners' too; a replay gives the logits of the eager step, bit for bit. Ops that cannot be captured are
 named and hold the reference in the graph.
 """
 
@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from problems.common import build, load
-from problems.dsv4_forward import config, kernels, traffic, weights
-from problems.dsv4_forward.config import BLOCK_TOKENS
-from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward import ops, traffic
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.state import State
-from problems.dsv4_forward.weights import ModelWeights
+from problems.dsv4_forward.ops import Ops
+from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.weights.config import BLOCK_TOKENS
+from problems.dsv4_forward.weights.tree import ModelWeights
 
 BANDWIDTH = {"NVIDIA H200": 4.8e12}  # bytes/s, datasheet
 WARMUPS, STEPS = 5, 50
@@ -43,16 +44,16 @@ class Step:
 
     model: Model
     state: State
-    slots: tuple[int, ...]
+    sequences: tuple[int, ...]
     tokens: torch.Tensor  # int64 (B,)
     bound: int
     logits: torch.Tensor | None = None
 
     def __call__(self) -> None:
-        batch = self.state.step(self.slots, self.tokens, static=True, bound=self.bound)
+        batch = self.state.step(self.sequences, self.tokens, static=True, bound=self.bound)
         self.logits = self.model.forward(batch, self.state).logits
         self.tokens.copy_(self.logits.argmax(-1))
-        self.state.length.index_add_(0, batch.slot, batch.advance)
+        self.state.length.index_add_(0, batch.sequence_ids, batch.advance)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,11 +69,11 @@ def main(argv: list[str] | None = None) -> int:
         print("latency: needs a GPU", file=sys.stderr)
         return 2
     wrong = 0
-    columns = ("eager ms", "graph ms", "floor ms", "launches")
+    columns = ("eager ms", "graph ms", "SOL ms", "launches")
     print(f"{'config':<14}{'format':<10}{'B':>3}" + "".join(f"{column:>10}" for column in columns) + "  checks")
     for name in args.config:
         for fmt in args.format:
-            made = weights.random(config.find(name), fmt, seed=1, device="cuda")
+            made = tree.random(config.find(name), fmt, seed=1, device="cuda")
             for batch in args.batch:
                 record = measure(made, batch, args.context, args.kernels)
                 wrong += not record["ok"]
@@ -92,15 +93,15 @@ def main(argv: list[str] | None = None) -> int:
 def measure(made: ModelWeights, batch: int, context: int, text: str) -> dict:
     """The record of one configuration."""
     target = load.device_target("cuda")
-    eager_table = kernels.choose(text, target, made)
+    eager_table = ops.choose(text, target, made)
     with build.capturable():
-        graph_table = kernels.choose(text, target, made)
-        state, slots, tokens = _prefilled(made, batch, context)
+        graph_table = ops.choose(text, target, made)
+        state, sequences, tokens = _prefilled(made, batch, context)
         bound = context + 4 * (WARMUPS + STEPS)
         start, first = state.buffer.clone(), tokens.clone()
         side = torch.cuda.ExternalStream(PER_THREAD)
         with torch.cuda.stream(side):
-            step, graph, left_out = _recorded(made, graph_table.kernels, state, slots, tokens, bound)
+            step, graph, left_out = _recorded(made, graph_table.ops, state, sequences, tokens, bound)
             state.buffer.copy_(start)
             tokens.copy_(first)
             graph.replay()
@@ -108,7 +109,7 @@ def measure(made: ModelWeights, batch: int, context: int, text: str) -> dict:
             replayed = step.logits.clone()
             launched = _launches(graph.replay)
             graph_ms = _median_ms(graph.replay)
-    eager = Step(Model(made, eager_table.kernels), state, slots, tokens, bound)
+    eager = Step(Model(made, eager_table.ops), state, sequences, tokens, bound)
     state.buffer.copy_(start)
     tokens.copy_(first)
     torch.cuda.synchronize()
@@ -145,36 +146,36 @@ def _prefilled(made: ModelWeights, batch: int, context: int) -> tuple[State, tup
     """A state of `batch` sequences of `context` random tokens, by the reference kernels, with room for what follows."""
     room = -(-(context + 8 * (WARMUPS + STEPS)) // BLOCK_TOKENS)
     state = State(made.config, made.format, sequences=batch, blocks=batch * room, device="cuda")
-    slots = tuple(state.open()[0] for _ in range(batch))
+    sequences = tuple(state.open()[0] for _ in range(batch))
     source = torch.Generator().manual_seed(7)
     prompts = torch.randint(made.config.vocab_size, (batch, context), generator=source)
-    logits = feed(Model(made), state, dict(zip(slots, prompts.tolist(), strict=True)))
-    state.reserve(dict.fromkeys(slots, 6 * (WARMUPS + STEPS)))
-    return state, slots, logits.argmax(-1)
+    logits = feed(Model(made), state, dict(zip(sequences, prompts.tolist(), strict=True)))
+    state.reserve(dict.fromkeys(sequences, 6 * (WARMUPS + STEPS)))
+    return state, sequences, logits.argmax(-1)
 
 
 def _recorded(
-    made: ModelWeights, table: Kernels, state: State, slots: tuple[int, ...], tokens: torch.Tensor, bound: int
+    made: ModelWeights, table: Ops, state: State, sequences: tuple[int, ...], tokens: torch.Tensor, bound: int
 ) -> tuple[Step, torch.cuda.CUDAGraph, list[str]]:
-    """A graph of one step on the present queue, and the slots that had to hold the reference for it."""
-    step = Step(Model(made, table), state, slots, tokens, bound)
+    """A graph of one step on the present queue, and the ops that had to hold the reference for it."""
+    step = Step(Model(made, table), state, sequences, tokens, bound)
     try:
         return step, _capture(step), []
     except RuntimeError as whole:
-        own = vars(kernels.REFERENCE)
+        plain = vars(ops.REFERENCE)
         left_out = []
-        for slot, kernel in vars(table).items():
-            if kernel is own[slot]:
+        for op, kernel in vars(table).items():
+            if kernel is plain[op]:
                 continue
-            one = dataclasses.replace(kernels.REFERENCE, **{slot: kernel})
+            one = dataclasses.replace(ops.REFERENCE, **{op: kernel})
             try:
-                _capture(Step(Model(made, one), state, slots, tokens, bound))
+                _capture(Step(Model(made, one), state, sequences, tokens, bound))
             except RuntimeError as error:
-                left_out.append(f"{slot}: {error}".partition("\n")[0])
-                table = dataclasses.replace(table, **{slot: own[slot]})
+                left_out.append(f"{op}: {error}".partition("\n")[0])
+                table = dataclasses.replace(table, **{op: plain[op]})
         if not left_out:
             raise whole
-        step = Step(Model(made, table), state, slots, tokens, bound)
+        step = Step(Model(made, table), state, sequences, tokens, bound)
         return step, _capture(step), left_out
 
 

@@ -1,19 +1,31 @@
-"""Attention and mixture-of-experts sublayers of one block: which kernel gets what, in which order.
+"""Run one layer: `block`, then what it calls, in the order in which a token passes it.
 
-Everything is over N new tokens, flattened over sequences. Arithmetic is the kernels' own; here buffers are made, state
-is written and slots are called. Source: sections 6 to 13 of DeepSeek's inference code as described in README.md.
+    block -> read copies -> norm -> attention -> write copies -> read copies -> norm -> moe -> write copies
+    attention -> query, key -> window -> compressed entries -> indexer -> fmha -> output projections
+    moe -> route -> experts + shared
+
+Everything is over N new tokens, flattened over sequences; d is the hidden size, n the number of hc copies. The
+functions here make buffers, write the state and call ops; the ops do the arithmetic. Source: sections 4 and 6 to 13 of
+README.md's account of DeepSeek's inference code.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from problems.dsv4_forward import formats
-from problems.dsv4_forward.config import CSA, HCA, Config
-from problems.dsv4_forward.kernels import Kernels
-from problems.dsv4_forward.linear import Linear
-from problems.dsv4_forward.state import Batch, LayerState
-from problems.dsv4_forward.weights import AttentionWeights, CompressorWeights, FfnWeights, IndexerWeights
+from problems.dsv4_forward.cache.state import Batch, LayerState
+from problems.dsv4_forward.ops import Ops
+from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.weights.config import CSA, HCA, Config
+from problems.dsv4_forward.weights.linear import Linear
+from problems.dsv4_forward.weights.tree import (
+    AttentionWeights,
+    BlockWeights,
+    CompressorWeights,
+    FfnWeights,
+    IndexerWeights,
+    Site,
+)
 
 
 @dataclass(frozen=True)
@@ -27,72 +39,87 @@ class Rope:
 
 @dataclass(frozen=True)
 class Context:
-    """What the sublayers of one call share. dtype: of activations, fp32 in the oracle, else bf16."""
+    """What the layers of one call share. dtype: of activations, fp32 in the oracle, else bf16."""
 
     config: Config
-    kernels: Kernels
+    ops: Ops
     batch: Batch
     dtype: torch.dtype
     quantised_index: bool  # indexer queries and keys go through Hadamard and FP4
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Make an unwritten tensor on the batch's device, of activations unless `dtype` says otherwise."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.batch.tokens.device)
 
     def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
-        """x (N, k) -> (N, n)."""
+        """Return x w^T: x (N, k) -> (N, n)."""
         out = self.empty(len(x), w.n)
-        self.kernels.linear(x, w, out)
+        self.ops.linear(x, w, out)
         return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Return x, normed over its last axis."""
         out = torch.empty_like(x, dtype=self.dtype)
-        self.kernels.rms_norm(x, weight, self.config.rms_norm_eps, out)
+        self.ops.rms_norm(x, weight, self.config.rms_norm_eps, out)
         return out
 
 
+def block(copies: torch.Tensor, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context) -> torch.Tensor:
+    """Run one layer: attention, then experts; each reads the hc copies and writes them. (N, n, d) -> (N, n, d)."""
+    u, post, comb = _read_copies(copies, w.hc_attn, ctx)
+    y = attention(ctx.norm(u, w.attn_norm), w.attn, state, rope, ctx)
+    copies = _write_copies(y, copies, post, comb, ctx)
+    u, post, comb = _read_copies(copies, w.hc_ffn, ctx)
+    y = moe(ctx.norm(u, w.ffn_norm), w.ffn, ctx)
+    return _write_copies(y, copies, post, comb, ctx)
+
+
+def _read_copies(copies: torch.Tensor, site: Site, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mix the copies (N, n, d) to the input of a sublayer, u (N, d).
+
+    -> u; post fp32 (N, n) and comb fp32 (N, n, n), with which _write_copies writes the sublayer's output.
+    """
+    n = ctx.config.hc_mult
+    u = ctx.empty(len(copies), ctx.config.hidden_size)
+    post = ctx.empty(len(copies), n, dtype=torch.float32)
+    comb = ctx.empty(len(copies), n, n, dtype=torch.float32)
+    ctx.ops.mhc_pre(copies, site.fn, site.base, site.scale, ctx.config, u, post, comb)
+    return u, post, comb
+
+
 def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context) -> torch.Tensor:
-    """u: normed input (N, d) -> (N, d). Writes the tokens' keys and what they complete into `state`, then attends."""
-    cfg, kernels, batch = ctx.config, ctx.kernels, ctx.batch
+    """Write the tokens' keys and the entries that they complete, then attend. u: normed (N, d) -> (N, d)."""
+    cfg, ops, batch = ctx.config, ctx.ops, ctx.batch
     n_tokens, heads, width = len(u), cfg.num_attention_heads, cfg.head_dim
     latent = ctx.norm(ctx.linear(u, w.wq_a), w.q_norm)
     query = ctx.norm(ctx.linear(latent, w.wq_b).view(n_tokens, heads, width), None)
-    kernels.rotate(query, rope.cos, rope.sin, query)
+    ops.rotate(query, rope.cos, rope.sin, query)
     key = ctx.norm(ctx.linear(u, w.wkv), w.kv_norm)
-    kernels.rotate(key, rope.cos, rope.sin, key)
-    state.window.write(batch.window_slot, key)
+    ops.rotate(key, rope.cos, rope.sin, key)
+    state.window.write(batch.window_target, key)
     index = _compressed(u, latent, w, state, rope, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
-    kernels.fmha(
+    ops.fmha(
         query.unsqueeze(1), state.window, batch.window_index.unsqueeze(1),
         None if index is None else state.cache, None if index is None else index.unsqueeze(1),
         w.sink, width**-0.5, out, lse,
     )  # fmt: skip
     out = out.squeeze(1)
-    kernels.rotate(out, rope.cos, rope.sin, out, inverse=True)
+    ops.rotate(out, rope.cos, rope.sin, out, inverse=True)
     grouped = out.view(n_tokens, cfg.o_groups, heads // cfg.o_groups * width)
     low = ctx.empty(n_tokens, cfg.o_groups, cfg.o_lora_rank)
-    kernels.grouped_linear(grouped, w.wo_a, low)
+    ops.grouped_linear(grouped, w.wo_a, low)
     return ctx.linear(low.view(n_tokens, -1), w.wo_b)
-
-
-def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> torch.Tensor:
-    """u: normed input (N, d) -> routed experts plus the shared one, (N, d)."""
-    cfg, kernels = ctx.config, ctx.kernels
-    ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
-    gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
-    router = w.router
-    kernels.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
-    routed, shared = torch.empty_like(u), torch.empty_like(u)
-    kernels.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
-    kernels.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
-    return routed.add_(shared)
 
 
 def _compressed(
     u: torch.Tensor, latent: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context
 ) -> torch.Tensor | None:
-    """Bring the layer's compressed entries up to date. -> int32 (N, n) entries to attend to, None if there are none."""
+    """Write the compressed entries that the tokens complete. -> int32 (N, entries) rows of the cache to attend to.
+
+    None: the layer has no compressed entries, or there are none yet.
+    """
     ratio, batch = state.ratio, ctx.batch
     if not ratio:
         return None
@@ -114,11 +141,11 @@ def _compress(
     u: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, ratio: int, width: int, rope: Rope, ctx: Context
 ) -> torch.Tensor:
     """Write the tokens to the tail. -> the entries that they complete, (Em, width)."""
-    batch, kernels = ctx.batch, ctx.kernels
+    batch, ops = ctx.batch, ctx.ops
     projected = ctx.empty(len(u), len(w.project), dtype=torch.float32)
-    kernels.matmul(u, w.project, projected)
+    ops.matmul(u, w.project, projected)
     out = ctx.empty(len(batch.emit[ratio]), width)
-    kernels.compress(
+    ops.compress(
         projected, w.ape, w.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
         rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, out,
     )  # fmt: skip
@@ -128,19 +155,19 @@ def _compress(
 def _select(
     u: torch.Tensor, latent: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
 ) -> torch.Tensor:
-    """The indexer: int32 (N, k) entries by number, -1 where fewer are visible."""
-    cfg, batch, kernels = ctx.config, ctx.batch, ctx.kernels
+    """Run the indexer. -> int32 (N, k) entries by number within their sequence, -1 where fewer are visible."""
+    cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
     n_tokens, entries, visible = len(u), batch.entries[CSA], batch.visible[CSA]
     if entries <= cfg.index_topk:  # every visible entry is selected: nothing to score
         every = torch.arange(entries, device=u.device, dtype=torch.int32)
         return torch.where(every < visible.unsqueeze(1), every, -1)
     heads, width = cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    kernels.rotate(query, rope.cos, rope.sin, query)
+    ops.rotate(query, rope.cos, rope.sin, query)
     if ctx.quantised_index:
         query = formats.round_trip_fp4(formats.hadamard(query), 32)
     weights = ctx.empty(n_tokens, heads)
-    kernels.matmul(u, w.weights_proj, weights)
+    ops.matmul(u, w.weights_proj, weights)
     weights = weights.float().mul_((width * heads) ** -0.5)
     chosen = ctx.empty(n_tokens, cfg.index_topk, dtype=torch.int32)
     scores = ctx.empty(n_tokens, entries, dtype=torch.float32)
@@ -148,16 +175,18 @@ def _select(
         part = slice(start, stop)
         shape = (rows, count)
         scored = scores[part].view(*shape, entries)
-        kernels.index_scores(
+        ops.index_scores(
             query[part].view(*shape, heads, width), weights[part].view(*shape, heads), state.index_keys,
             batch.rows[row : row + rows], entries, scored,
         )  # fmt: skip
-        kernels.select(scored, visible[part].view(shape), chosen[part].view(*shape, cfg.index_topk))
+        ops.select(scored, visible[part].view(shape), chosen[part].view(*shape, cfg.index_topk))
     return chosen
 
 
 def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
-    """Runs of sequences with equally many tokens: (first token, past the last, first sequence, sequences, tokens)."""
+    """Return runs of sequences with equally many tokens: (first token, past the last, first sequence, sequences, tokens
+    of each).
+    """
     found: list[tuple[int, int, int, int, int]] = []
     for row, (start, count, _) in enumerate(batch.segments):
         if found and found[-1][4] == count:
@@ -166,3 +195,34 @@ def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
         else:
             found.append((start, start + count, row, 1, count))
     return found
+
+
+def _write_copies(
+    y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, ctx: Context
+) -> torch.Tensor:
+    """Return the copies (N, n, d) after a sublayer that returned y (N, d); post, comb: from _read_copies."""
+    out = torch.empty_like(copies)
+    ctx.ops.mhc_post(y, copies, post, comb, out)
+    return out
+
+
+def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> torch.Tensor:
+    """Add up the routed experts and the shared one. u: normed (N, d) -> (N, d)."""
+    cfg, ops = ctx.config, ctx.ops
+    ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
+    gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
+    router = w.router
+    ops.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
+    routed, shared = torch.empty_like(u), torch.empty_like(u)
+    ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
+    ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
+    return routed.add_(shared)
+
+
+def head(copies: torch.Tensor, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context) -> torch.Tensor:
+    """Mix the copies behind the last layer, norm them, multiply by the head. (M, n, d) -> logits fp32 (M, vocab)."""
+    mixed = ctx.empty(len(copies), ctx.config.hidden_size)
+    ctx.ops.mhc_head(copies, site.fn, site.base, site.scale, ctx.config, mixed)
+    out = ctx.empty(len(copies), ctx.config.vocab_size, dtype=torch.float32)
+    ctx.ops.matmul(ctx.norm(mixed, norm), weight, out)
+    return out

@@ -1,7 +1,7 @@
-"""The forward pass of DeepSeek-V4 over a batch of new tokens, its kernels an argument.
+"""`Model`: the forward pass of DeepSeek-V4 over a batch of new tokens; its ops are an argument.
 
-With the reference table it is the oracle, with the winners' the entry. Shapes: N new tokens flattened over sequences,
-d hidden, n residual copies ("lanes").
+With the reference ops it is the oracle, with the problems' winners the submission. layers.py has the walk through one
+layer. Shapes: N new tokens flattened over sequences, d hidden, n hc copies of the residual.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,82 +10,65 @@ from typing import Protocol
 
 import torch
 
-from problems.dsv4_forward import kernels, layers, rope
-from problems.dsv4_forward.config import PLAIN, SWA
-from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward import layers, ops
+from problems.dsv4_forward.cache.state import Batch, LayerState, State
 from problems.dsv4_forward.layers import Context, Rope
-from problems.dsv4_forward.state import Batch, LayerState, State
-from problems.dsv4_forward.weights import BlockWeights, ModelWeights, Site
+from problems.dsv4_forward.ops import Ops
+from problems.dsv4_forward.torch_ops import rope
+from problems.dsv4_forward.weights.config import PLAIN, SWA
+from problems.dsv4_forward.weights.tree import BlockWeights, ModelWeights, Site
 
 
 class Probe(Protocol):
-    """Is told where the pass is: how a check knows which layer a kernel is called for."""
+    """Receives the place of the pass: how a check knows for which layer an op is called."""
 
-    def enter(self, layer: str, lanes: torch.Tensor) -> None:
-        """Before a block ("layers.3", "mtp.0") and before "head"; lanes (N, n, d)."""
+    def enter(self, layer: str, copies: torch.Tensor) -> None:
+        """Called before a block ("layers.3", "mtp.0") and before "head"; copies (N, n, d)."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """logits fp32 (B, vocab) of each sequence's last new token, or (N, vocab) of all; lanes (N, n, d) before the
-    head, which is what next-token prediction starts from.
+    """logits fp32 (B, vocab) of each sequence's last new token, or (N, vocab) of all; copies (N, n, d) before the
+    head, from which next-token prediction starts.
     """
 
     logits: torch.Tensor
-    lanes: torch.Tensor
+    copies: torch.Tensor
 
 
 class Model:
-    """Weights, kernels and what is derived from the configuration once. Holds no state of any sequence."""
+    """Weights, ops and what is derived from the configuration once. Holds no state of any sequence."""
 
     def __init__(
-        self, weights: ModelWeights, table: Kernels | None = None, dtype: torch.dtype | None = None,
+        self, weights: ModelWeights, table: Ops | None = None, dtype: torch.dtype | None = None,
         probe: Probe | None = None,
     ) -> None:  # fmt: skip
         """table: the reference if None. dtype of activations: fp32 for fp32 weights, else bf16, unless given."""
         self.weights, self.config = weights, weights.config
-        self.kernels = table or kernels.REFERENCE
+        self.ops = table or ops.REFERENCE
         self.dtype = dtype or (torch.float32 if weights.format == "fp32" else torch.bfloat16)
         self.probe = probe
         kinds = {SWA, *self.config.ratios}
         self._freqs = {kind: rope.frequencies(self.config, kind, weights.embed.device) for kind in kinds}
 
     def forward(self, batch: Batch, state: State, every: bool = False) -> Output:
-        """One pass over the batch that `state` planned: writes the tokens' state, returns logits. state.commit(batch)
-        makes the tokens part of their sequences; until then the same batch may be planned again.
+        """Run one pass over the batch that `state` planned: write the tokens' state, return logits.
+
+        state.commit(batch) makes the tokens part of their sequences; until then the same batch may be planned again.
+        every: logits of all tokens, not only of each sequence's last.
         """
         ctx, tables = self.context(batch)
-        lanes = self._embed(batch.tokens)
+        copies = self._embed(batch.tokens)
         for number, (w, layer) in enumerate(zip(self.weights.layers, state.layers, strict=True)):
-            lanes = self.block(f"layers.{number}", lanes, w, layer, tables[layer.ratio], ctx)
-        self._enter("head", lanes)
-        final = lanes if every else lanes[batch.last]
-        return Output(self.logits(final, self.weights.hc_head, self.weights.norm, ctx), lanes)
-
-    def block(
-        self, name: str, lanes: torch.Tensor, w: BlockWeights, layer: LayerState, table: Rope, ctx: Context
-    ) -> torch.Tensor:
-        """Attention and experts, each between the mixing of the lanes: (N, n, d) -> (N, n, d)."""
-        self._enter(name, lanes)
-        u, post, comb = self._mix(lanes, w.hc_attn, ctx)
-        y = layers.attention(ctx.norm(u, w.attn_norm), w.attn, layer, table, ctx)
-        lanes = self._spread(y, lanes, post, comb, ctx)
-        u, post, comb = self._mix(lanes, w.hc_ffn, ctx)
-        y = layers.moe(ctx.norm(u, w.ffn_norm), w.ffn, ctx)
-        return self._spread(y, lanes, post, comb, ctx)
-
-    def logits(self, lanes: torch.Tensor, site: Site, norm: torch.Tensor, ctx: Context) -> torch.Tensor:
-        """lanes (M, n, d) -> fp32 (M, vocab)."""
-        mixed = ctx.empty(len(lanes), self.config.hidden_size)
-        ctx.kernels.mhc_head(lanes, site.fn, site.base, site.scale, self.config, mixed)
-        out = ctx.empty(len(lanes), self.config.vocab_size, dtype=torch.float32)
-        ctx.kernels.matmul(ctx.norm(mixed, norm), self.weights.head, out)
-        return out
+            copies = self.block(f"layers.{number}", copies, w, layer, tables[layer.ratio], ctx)
+        self._enter("head", copies)
+        final = copies if every else copies[batch.last]
+        return Output(self.logits(final, self.weights.hc_head, self.weights.norm, ctx), copies)
 
     def context(self, batch: Batch) -> tuple[Context, dict[int, Rope]]:
-        """What a pass over `batch` shares, and the rotations at its positions by layer kind."""
+        """Return what a pass over `batch` shares, and the rotations at its positions by layer kind."""
         quantised = self.weights.format not in PLAIN
-        ctx = Context(self.config, self.kernels, batch, self.dtype, quantised)
+        ctx = Context(self.config, self.ops, batch, self.dtype, quantised)
         tables = {}
         for kind, freqs in self._freqs.items():
             # The two compressed kinds share their angles.
@@ -94,34 +77,32 @@ class Model:
         return ctx, tables
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' embeddings in all copies, (N, n, d)."""
         rows = self.weights.embed[tokens].to(self.dtype)
         return rows.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
 
-    def _mix(self, lanes: torch.Tensor, site: Site, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        n = self.config.hc_mult
-        u = ctx.empty(len(lanes), self.config.hidden_size)
-        post = ctx.empty(len(lanes), n, dtype=torch.float32)
-        comb = ctx.empty(len(lanes), n, n, dtype=torch.float32)
-        ctx.kernels.mhc_pre(lanes, site.fn, site.base, site.scale, self.config, u, post, comb)
-        return u, post, comb
-
-    def _spread(
-        self, y: torch.Tensor, lanes: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, ctx: Context
+    def block(
+        self, name: str, copies: torch.Tensor, w: BlockWeights, layer: LayerState, table: Rope, ctx: Context
     ) -> torch.Tensor:
-        out = torch.empty_like(lanes)
-        ctx.kernels.mhc_post(y, lanes, post, comb, out)
-        return out
+        """Run the layer `name`: copies (N, n, d) -> (N, n, d)."""
+        self._enter(name, copies)
+        return layers.block(copies, w, layer, table, ctx)
 
-    def _enter(self, layer: str, lanes: torch.Tensor) -> None:
+    def logits(self, copies: torch.Tensor, site: Site, norm: torch.Tensor, ctx: Context) -> torch.Tensor:
+        """Run the head: copies (M, n, d) -> fp32 (M, vocab)."""
+        return layers.head(copies, site, norm, self.weights.head, ctx)
+
+    def _enter(self, layer: str, copies: torch.Tensor) -> None:
         if self.probe:
-            self.probe.enter(layer, lanes)
+            self.probe.enter(layer, copies)
 
 
 def forward(
     tokens: Mapping[int, Sequence[int] | torch.Tensor], weights: ModelWeights, state: State,
-    table: Kernels | None = None, dtype: torch.dtype | None = None,
+    table: Ops | None = None, dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Feed new tokens to sequences of `state` (slot -> tokens, any number of each) and make them part of these.
+    """Feed new tokens to sequences of `state` (sequence -> tokens, any number of each), which become part of these.
+
     -> logits fp32 (B, vocab) after each sequence's last token, in the mapping's order. OutOfBlocks: nothing is written.
     """
     model = Model(weights, table, dtype)
@@ -131,17 +112,18 @@ def forward(
 def feed(
     model: Model, state: State, tokens: Mapping[int, Sequence[int] | torch.Tensor], after: object = None
 ) -> torch.Tensor:
-    """Like `forward`, in as many calls as the state's chunk needs. after(batch, output): called after each."""
-    state.reserve({slot: len(part) for slot, part in tokens.items()})
+    """Do as `forward`, in as many calls as the state's chunk needs. after(batch, output): called after each."""
+    state.reserve({sequence: len(part) for sequence, part in tokens.items()})
     done = dict.fromkeys(tokens, 0)
     logits: dict[int, torch.Tensor] = {}
-    while left := [slot for slot in tokens if done[slot] < len(tokens[slot])]:
-        batch = state.plan({slot: tokens[slot][done[slot] : done[slot] + state.chunk] for slot in left})
+    while left := [sequence for sequence in tokens if done[sequence] < len(tokens[sequence])]:
+        parts = {sequence: tokens[sequence][done[sequence] : done[sequence] + state.chunk] for sequence in left}
+        batch = state.plan(parts)
         out = model.forward(batch, state)
         state.commit(batch)
         if after:
             after(batch, out)
-        for row, (_, count, slot) in enumerate(batch.segments):
-            done[slot] += count
-            logits[slot] = out.logits[row]
-    return torch.stack([logits[slot] for slot in tokens])
+        for row, (_, count, sequence) in enumerate(batch.segments):
+            done[sequence] += count
+            logits[sequence] = out.logits[row]
+    return torch.stack([logits[sequence] for sequence in tokens])

@@ -1,123 +1,308 @@
-"""Winners as operators of torch (torch.ops.dsv4.*), with what tracing and torch.compile need to know of them.
+"""`Ops`: the kernels of a forward pass, one function for each op; `choose` decides which function computes which op.
 
-An operator takes the tensors of its problem's task.Data, writes the outputs in place and returns nothing. Weights that
-a winner may lay out anew are held beforehand, and named.
+SPECS is the table of ops. An op that another problem's variants can compute names its providers there, in order.
 """
 
-import functools
+import ast
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from problems.common import load
+from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
+from problems.dsv4_forward.adapters import linear as moe_linear
+from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.kernels import fused
+from problems.dsv4_forward.torch_ops import compressor, experts, fmha, indexer, linear, mhc, norm, rope, router
+from problems.dsv4_forward.weights import layout
+from problems.dsv4_forward.weights.config import PLAIN, Config
+from problems.dsv4_forward.weights.tree import ModelWeights
+
+Op = Callable[..., None]
+# (a variant of the problem, the weights, what computes the calls that it does not serve) -> functions by op, lines to
+# report.
+Adapter = Callable[[ModuleType, ModelWeights, Fallback], tuple[dict[str, Op], tuple[str, ...]]]
 
 
-@functools.cache
-def _winner(problem: str, device: torch.device) -> ModuleType:
-    """The variant that submission.py would choose. ValueError: none for the device."""
-    folder = load.PROBLEMS / problem
+@dataclass(frozen=True)
+class Ops:
+    """A function for each op, with the interface of the function that REFERENCE has there; all write in place."""
+
+    rms_norm: Op
+    mhc_pre: Op
+    mhc_post: Op
+    mhc_head: Op
+    matmul: Op
+    linear: Op
+    grouped_linear: Op
+    rotate: Op
+    compress: Op
+    index_scores: Op
+    select: Op
+    fmha: Op
+    route: Op
+    experts: Op
+    shared: Op
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A problem whose variants compute calls of an op, through an adapter."""
+
+    problem: str  # a folder in problems/; it may be still to come
+    scope: str  # which calls its variants serve
+    serves: Callable[[Config, str], str]  # (configuration, format) -> "", or why no call is in its scope
+    adapt: Adapter | None  # None: not written yet
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op. The first provider can fill it. Calls that this one does not serve are passed to the next one, if a
+    variant of its problem fills another op, and in the end to the reference, which serves every call.
+    """
+
+    name: str
+    reference: Op
+    providers: tuple[Provider, ...] = ()
+
+
+def _nvfp4_linears(cfg: Config, fmt: str) -> str:
+    return "" if layout.KINDS[fmt].linear == "nvfp4" else f"no NVFP4 linears in {fmt}"
+
+
+def _entries_of_512(cfg: Config, fmt: str) -> str:
+    if fmt in PLAIN:
+        return f"no 584-byte cache entries in {fmt}"
+    return "" if cfg.head_dim == 512 else f"head_dim must be 512, is {cfg.head_dim}"
+
+
+def _nvfp4_experts(cfg: Config, fmt: str) -> str:
+    return _clamp(cfg) if layout.KINDS[fmt].experts == "nvfp4" else f"no NVFP4 experts in {fmt}"
+
+
+def _nvfp4_shared(cfg: Config, fmt: str) -> str:
+    return _nvfp4_linears(cfg, fmt) or _clamp(cfg)
+
+
+def _clamp(cfg: Config) -> str:
+    return "" if cfg.swiglu_limit == moe.limit() else f"swiglu_limit must be {moe.limit():g}, is {cfg.swiglu_limit:g}"
+
+
+GEMV = Provider(gemv.PROBLEM, f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt)
+MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
+FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
+MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
+MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
+SPECS = (
+    OpSpec("rms_norm", norm.rms_norm),
+    OpSpec("mhc_pre", mhc.pre),
+    OpSpec("mhc_post", mhc.post),
+    OpSpec("mhc_head", mhc.head),
+    OpSpec("matmul", linear.matmul),
+    OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR)),
+    OpSpec("grouped_linear", linear.grouped_linear, (GEMV, MOE_LINEAR)),
+    OpSpec("rotate", rope.rotate),
+    OpSpec("compress", compressor.compress),
+    OpSpec("index_scores", indexer.index_scores),
+    OpSpec("select", indexer.select),
+    OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
+    OpSpec("route", router.route),
+    OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
+    OpSpec("shared", experts.shared, (MOE_SHARED,)),
+)
+REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
+NAMES = tuple(field.name for field in fields(Ops))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What fills an op: the reference, `module` (a variant of the provider's problem), or `function` itself."""
+
+    op: str
+    why: str
+    name: str = "reference"
+    provider: Provider | None = None
+    module: ModuleType | None = None
+    function: Op | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """ops: ready for the weights that they were chosen for. names: what fills each op, "reference" or such as
+    "nvfp4_gemv/cpu_avx2". report: a line for each op with the reason, then what the adapters have to say. fallbacks:
+    by op with a provider's variant in it, what computes the calls that this variant does not serve, in order.
+    """
+
+    ops: Ops
+    names: dict[str, str]
+    report: tuple[str, ...]
+    fallbacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What a choice is made for."""
+
+    target: str
+    cfg: Config
+    fmt: str
+
+
+def choose(text: str, target: str, weights: ModelWeights) -> Chosen:
+    """Fill every op as `text` says, for these weights on a machine of `target` ("cpu", "sm90" or "sm100").
+
+    text: "reference", "winners" or NAME=VARIANT, or several with commas, later ones over earlier ones; ops that are
+    not named hold the reference. NAME is an op, or a problem for all ops that its variants fill. VARIANT is
+    "reference", "winner", a file of the problem's variants/ or wrong/, or the path of a Python file that defines either
+    custom_kernel, as the problem has it, or a function of the op's name with the op's interface. "winners" fills an op
+    where a problem can, else says why not. ValueError: a VARIANT that cannot be had. Reads the weights where an adapter
+    measures them.
+    """
+    model = _Model(target, weights.config, weights.format)
+    choices = {name: Choice(name, "not asked for otherwise") for name in NAMES}
+    for item in text.split(","):
+        choices |= {choice.op: choice for choice in _item(item.strip(), model)}
+    filled, fallbacks, report = _fitted(list(choices.values()), weights)
+    lines = [f"{choice.op}: {choice.name} ({choice.why})" for choice in choices.values()]
+    names = {choice.op: choice.name for choice in choices.values()}
+    return Chosen(filled, names, (*lines, *report), fallbacks)
+
+
+def _item(item: str, model: _Model) -> list[Choice]:
+    """One of the parts of `text`."""
+    if item == "reference":
+        return [Choice(name, "asked for") for name in NAMES]
+    if item == "winners":
+        return [_winner(name, model) for name in NAMES]
+    name, _, variant = item.partition("=")
+    found = [name] if name in NAMES else [op for op in NAMES if (first := _first(op)) and first.problem == name]
+    if not found or not variant:
+        problems = dict.fromkeys(spec.providers[0].problem for spec in SPECS if spec.providers)
+        raise ValueError(
+            f"kernels must be reference, winners or NAME=VARIANT with commas between, NAME one of "
+            f"{', '.join((*NAMES, *problems))}; got {item!r}"
+        )
+    return [_named(op, variant, model) for op in found]
+
+
+def _providers(op: str) -> tuple[Provider, ...]:
+    return next((spec.providers for spec in SPECS if spec.name == op), ())
+
+
+def _first(op: str) -> Provider | None:
+    """The provider that can fill the op; those behind it are fallbacks."""
+    return next(iter(_providers(op)), None)
+
+
+def _unserved(provider: Provider, model: _Model) -> str:
+    """Why the provider cannot fill its op for such a model, "" if it can."""
+    if not (load.PROBLEMS / provider.problem / "submission.py").is_file():
+        return f"no folder problems/{provider.problem} yet"
+    if provider.adapt is None:
+        return f"no adapter for {provider.problem} yet"
+    return provider.serves(model.cfg, model.fmt)
+
+
+def _winner(op: str, model: _Model) -> Choice:
+    provider = _first(op)
+    if provider is None and op in fused.OPS and model.target in fused.TARGETS:
+        return Choice(op, "a fused kernel of this folder", "dsv4_forward/fused", function=fused.ops(model.target)[op])
+    if provider is None:
+        return Choice(op, "no problem for it")
+    if reason := _unserved(provider, model):
+        return Choice(op, reason)
+    problem, folder = provider.problem, load.PROBLEMS / provider.problem
     winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
-    return load.variant(problem, load.winner(folder, winners, load.device_target(device)))
+    if model.target not in winners:
+        return Choice(op, f"{problem} has no winner for {model.target}")
+    # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
+    name = load.winner(folder, winners, model.target)
+    return Choice(op, provider.scope, f"{problem}/{name}", provider, load.variant(problem, name))
 
 
-@functools.cache
-def _task(problem: str) -> ModuleType:
-    return load.module(load.PROBLEMS / problem, "task")
+def _named(op: str, variant: str, model: _Model) -> Choice:
+    if variant == "reference":
+        return Choice(op, "asked for")
+    if variant == "winner":
+        return _winner(op, model)
+    provider, what = _first(op), f"{op}={variant}"
+    file = _file(provider, variant, what)
+    # In the folder of the problem a file has the problem's interface.
+    others = provider is not None and load.PROBLEMS / provider.problem in file.parents
+    if not others and op in _functions(file):
+        return Choice(op, "a function with the op's interface", str(file), function=_function(file, op))
+    if provider is None:
+        raise ValueError(f"{what}: {file.name} must define {op}, with the op's interface: no problem is for it")
+    if reason := _unserved(provider, model) or _unrunnable(file, model.target):
+        raise ValueError(f"{what}: {reason}")
+    module = load.from_file(load.PROBLEMS / provider.problem, file)
+    return Choice(op, provider.scope, f"{provider.problem}/{file.stem}", provider, module)
 
 
-def _gemv_data(*tensors: torch.Tensor) -> tuple:
-    """The operator's tensors as task.Data."""
-    data = _task("nvfp4_gemv").Data
-    *inputs, c = tensors
-    for name, tensor in zip(data._fields, inputs, strict=False):
-        if tensor.dtype != torch.uint8:
-            raise ValueError(f"{name} must be uint8, the bytes of its codes or scales, got {tensor.dtype}")
-    codes = (tensor.view(torch.float4_e2m1fn_x2) for tensor in inputs[:2])
-    scales = (tensor.view(torch.float8_e4m3fn) for tensor in inputs[2:])
-    return data(*codes, *scales, c)
+def _file(provider: Provider | None, variant: str, what: str) -> Path:
+    folders = [load.PROBLEMS / provider.problem / part for part in ("variants", "wrong")] if provider else []
+    folders.append(Path(__file__).parent / "wrong")
+    for file in (*(folder / f"{variant}.py" for folder in folders), Path(variant)):
+        if file.suffix == ".py" and file.is_file():
+            return file.resolve()
+    known = [file.stem for folder in folders[:-1] for file in sorted(folder.glob("*.py"))]
+    also = f", nor one of {provider.problem}'s {', '.join(known)}" if known else ""
+    raise ValueError(f"{what}: no file {variant}{also}")
 
 
-@torch.library.custom_op("dsv4::nvfp4_gemv", mutates_args=("c",))
-def nvfp4_gemv(
-    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
-    sfb_permuted: torch.Tensor, c: torch.Tensor,
-) -> None:  # fmt: skip
-    """c = A b by the winner for the device. Tensors as task.Data of nvfp4_gemv has them, but codes and scales as uint8,
-    since torch's checks of an operator copy and compare its inputs, which it cannot for fp4 and fp8.
-    ValueError as task.unpack says, or where the device has no winner.
+def _unrunnable(file: Path, target: str) -> str:
+    """Why the variant in `file` is not for a machine of `target`, "" if it is."""
+    targets = load.constants(file, "TARGETS").get("TARGETS", ())
+    if file.stem.startswith("peer_"):
+        return "a baseline is there to be compared with, not to be built on"
+    if target not in targets:
+        return f"{file.stem} is for {', '.join(targets) or 'no target'}, not {target}"
+    missing = load.missing_cpu_flags(file) if target == "cpu" else []
+    return f"this CPU lacks {', '.join(missing)}" if missing else ""
+
+
+def _functions(file: Path) -> set[str]:
+    """Names of the functions that `file` defines, read without running it."""
+    return {node.name for node in ast.parse(file.read_text(), str(file)).body if isinstance(node, ast.FunctionDef)}
+
+
+def _function(file: Path, name: str) -> Op:
+    spec = importlib.util.spec_from_file_location(f"{__package__}._{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)[name]
+
+
+def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Fit each variant to the weights, once for all ops of an adapter. -> the ops, their fallbacks by name, lines."""
+    functions = {choice.op: choice.function for choice in choices if choice.function}
+    filled = [choice for choice in choices if choice.module]
+    used = {choice.provider.problem: choice for choice in reversed(filled)}
+    fallbacks: dict[str, tuple[str, ...]] = {}
+    report: list[str] = []
+    for name, adapt in dict.fromkeys((choice.module.__name__, choice.provider.adapt) for choice in filled):
+        mine = [choice for choice in filled if (choice.module.__name__, choice.provider.adapt) == (name, adapt)]
+        fallback, order, also = _fallback(_providers(mine[0].op)[1:], used, weights)
+        found, lines = adapt(mine[0].module, weights, fallback)
+        functions |= {choice.op: found[choice.op] for choice in mine}
+        fallbacks |= {choice.op: order for choice in mine}
+        report += (*lines, *also)
+    return replace(REFERENCE, **functions), fallbacks, tuple(report)
+
+
+def _fallback(
+    providers: tuple[Provider, ...], used: dict[str, Choice], weights: ModelWeights
+) -> tuple[Fallback, tuple[str, ...], tuple[str, ...]]:
+    """Build what takes over behind an op's first provider: those of `providers` that are in use, in order, then the
+    reference. -> it, the names in order, lines to report. used: the choice that has a problem's variant, by problem.
     """
-    _winner("nvfp4_gemv", a.device).custom_kernel(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
-
-
-@nvfp4_gemv.register_fake
-def _(
-    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
-    sfb_permuted: torch.Tensor, c: torch.Tensor,
-) -> None:  # fmt: skip
-    _task("nvfp4_gemv").unpack(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
-
-
-@torch.library.custom_op("dsv4::fmha_decode", mutates_args=("out", "lse"))
-def fmha_decode(
-    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
-    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
-    """out, lse = attention of q to the entries that the lists name, by the winner for the device. Tensors as task.Data
-    of fmha_decode. ValueError as task.unpack says, or where the device has no winner.
-    """
-    data = _task("fmha_decode").Data(
-        q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
-    )
-    _winner("fmha_decode", q.device).custom_kernel(data)
-
-
-@fmha_decode.register_fake
-def _(
-    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
-    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
-    data = _task("fmha_decode").Data(
-        q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
-    )
-    _task("fmha_decode").unpack(data)
-
-
-_banks: dict[str, tuple[tuple, object]] = {}  # by name: task.Weights of moe_gemm, what the winner made of them
-
-
-@torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
-def hold_moe_gemm(bank: str, weights: tuple | None) -> None:
-    """Prepare task.Weights of moe_gemm with the winner for their device, for calls of moe_gemm that name `bank`, and
-    hold them instead of those before; None: hold none. ValueError as unpack_weights says, or a device without a winner.
-    """
-    _banks.pop(bank, None)
-    if weights is not None:
-        _task("moe_gemm").unpack_weights(weights)
-        winner = _winner("moe_gemm", weights.w13.device)
-        _banks[bank] = weights, winner.prepare(weights) if hasattr(winner, "prepare") else weights
-
-
-def _moe_data(bank: str, *tensors: torch.Tensor) -> tuple[tuple, object]:
-    """-> task.Data with the weights as they came, and what the winner made of them."""
-    if bank not in _banks:
-        raise ValueError(f"bank must be one of {sorted(_banks)}, which are held, got {bank!r}")
-    task, (weights, prepared) = _task("moe_gemm"), _banks[bank]
-    x, topk_ids, topk_weights, out = tensors
-    return task.Data(weights, task.Inputs(x, topk_ids, topk_weights), task.Outputs(out)), prepared
-
-
-@torch.library.custom_op("dsv4::moe_gemm", mutates_args=("out",))
-def moe_gemm(bank: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-    """out = the experts' sum for x, by the winner for the device. bank: weights that hold_moe_gemm got; tensors as
-    task.Inputs and task.Outputs of moe_gemm. ValueError as task.unpack says, or no such bank.
-    """
-    data, prepared = _moe_data(bank, x, topk_ids, topk_weights, out)
-    _task("moe_gemm").unpack(data)
-    _winner("moe_gemm", x.device).custom_kernel(data._replace(weights=prepared))
-
-
-@moe_gemm.register_fake
-def _(bank: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-    _task("moe_gemm").unpack(_moe_data(bank, x, topk_ids, topk_weights, out)[0])
+    fallback, order, report = Fallback(REFERENCE), (Fallback(REFERENCE).name,), ()
+    for provider in reversed([provider for provider in providers if provider.problem in used]):
+        choice = used[provider.problem]
+        found, lines = provider.adapt(choice.module, weights, fallback)
+        report = (*lines, *report)
+        if found:
+            fallback, order = Fallback(replace(fallback.ops, **found), choice.name), (choice.name, *order)
+    return fallback, order, report

@@ -1,6 +1,4 @@
-"""Weights, inputs, oracle and checker for dsv4_forward. The oracle is the model itself: reference kernels, activations
-in fp32.
-"""
+"""Make weights and inputs, and check outputs. The oracle is the model itself: reference ops, activations in fp32."""
 
 from dataclasses import dataclass, field
 
@@ -20,12 +18,11 @@ from task import (
 )
 
 from problems.common import check
-from problems.dsv4_forward import layout
-from problems.dsv4_forward import weights as trees
-from problems.dsv4_forward.config import find
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.cache.state_layout import CACHES
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.slab import CACHES
-from problems.dsv4_forward.state import State
+from problems.dsv4_forward.weights import layout, tree
+from problems.dsv4_forward.weights.config import find
 
 FRESH = 4  # tokens of a sequence that are drawn for each call; those before them are drawn with the weights
 UNWRITTEN = 0xFF  # of bytes of the state that no token wrote
@@ -62,12 +59,12 @@ _latest: _Oracle | None = None
 def generate_weights(
     config: str, format: str, batch: int, context: int, phase: str, new: int, seed: int, device: str
 ) -> Weights:  # fmt: skip
-    """Random weights under which every part of the model matters (initial.py), all in one buffer."""
+    """Random weights under which every part of the model matters (random_weights.py), all in one buffer."""
     global _latest
     _latest = None  # before the next ones are made: they may be large
     specs = layout.layout(find(config), format)
     made = Weights(config, format, torch.zeros(layout.nbytes(specs), dtype=torch.uint8, device=device))
-    trees.random(find(config), format, seed, device, layout.views(made.bytes, specs))
+    tree.random(find(config), format, seed, device, layout.views(made.bytes, specs))
     _latest = _Oracle(made, seed, _model(made))
     return made
 
@@ -76,8 +73,10 @@ def generate_weights(
 def generate_input(
     config: str, format: str, batch: int, context: int, phase: str, new: int, seed: int, device: str
 ) -> tuple[Inputs, Outputs]:  # fmt: skip
-    """New tokens after a context of `context` tokens, of which the last FRESH are this call's own as well. Blocks are
-    this call's, and what no token wrote is NaN. ValueError: the latest generate_weights was for another model.
+    """Make new tokens, and a state with a context of `context` tokens, of which the last FRESH are new in each call.
+
+    Blocks are drawn for each call, and what no token wrote is NaN. ValueError: the latest generate_weights was for
+    another model.
     """
     made = _latest.weights if _latest else None
     if made is None or (made.config, made.format, made.bytes.device.type) != (config, format, device):
@@ -181,7 +180,7 @@ def _model(weights: Weights, dtype: torch.dtype = torch.float32) -> Model:
     """The reference kernels over these weights, with activations in `dtype`."""
     cfg = find(weights.config)
     tensors = layout.views(weights.bytes, layout.layout(cfg, weights.format))
-    return Model(trees.assemble(cfg, weights.format, tensors), dtype=dtype)
+    return Model(tree.assemble(cfg, weights.format, tensors), dtype=dtype)
 
 
 def _state(weights: Weights, batch: int, width: int) -> State:
@@ -192,7 +191,7 @@ def _state(weights: Weights, batch: int, width: int) -> State:
 
 
 def _restored(weights: Weights, batch: int, width: int, buffer: torch.Tensor) -> State:
-    """A state in memory of its own that goes on where `buffer` stands."""
+    """Return a state in new memory that continues from the contents of `buffer`."""
     state = _state(weights, batch, width)
     state.buffer.copy_(buffer)
     state.reload()
@@ -202,7 +201,7 @@ def _restored(weights: Weights, batch: int, width: int, buffer: torch.Tensor) ->
 def _feed(model: Model, state: State, counts: list[int], gen: torch.Generator) -> None:
     """Give each sequence that many random tokens."""
     vocab = model.config.vocab_size
-    tokens = {slot: torch.randint(vocab, (n,), generator=gen).tolist() for slot, n in enumerate(counts) if n}
+    tokens = {sequence: torch.randint(vocab, (n,), generator=gen).tolist() for sequence, n in enumerate(counts) if n}
     if tokens:
         feed(model, state, tokens)
 
@@ -210,7 +209,7 @@ def _feed(model: Model, state: State, counts: list[int], gen: torch.Generator) -
 def _scatter(state: State, gen: torch.Generator) -> None:
     """Move the blocks to other places, so that no sequence's are in order or where they were in the call before."""
     place = torch.randperm(state.blocks, generator=gen).to(state.table.device)
-    regions = state.slab.views(state.buffer)
+    regions = state.layout.views(state.buffer)
     for name in CACHES:
         if name in regions:
             regions[name][:, place] = regions[name][:, :-1].clone()

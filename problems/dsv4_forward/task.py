@@ -1,6 +1,6 @@
-"""dsv4_forward: one decode step or prefill chunk of the whole model, DeepSeek-V4, with other problems' winners in it.
+"""Define the problem dsv4_forward: one decode step or prefill chunk of DeepSeek-V4, with other problems' winners.
 
-B sequences with tokens of their own get S new ones each; out come the logits after each one's last, and the next token.
+B sequences get S new tokens each. A call returns the logits after each one's last token, and the next token.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class Weights(NamedTuple):
 class Inputs(NamedTuple):
     """tokens: int64 (B, S), sequence b's new ones in row b. What the sequences hold before the call:
 
-    state   uint8 (n,), the regions of slab.Slab(config, format, B, B * W, chunk, snapshots=0); sequence b is in slot b.
-            A call overwrites it: after it the new tokens are part of the sequences
+    state   uint8 (n,), the regions of state_layout.StateLayout(config, format, B, B * W, chunk, snapshots=0), with
+            sequence b as its number b. A call overwrites it: after it the new tokens are part of the sequences
     lengths int64 (B,) on the CPU: tokens that each has, as in the state
     blocks  int64 (B, W) on the CPU: its row of the state's table. Blocks for the new tokens are there already; B * W,
-            a block that nobody reads, stands for none. Which blocks a sequence has is drawn for each call
+            a block that is never read, means none. Which blocks a sequence has is drawn for each call
     chunk   most new tokens of a sequence in a call, from which the state's rings get their sizes
 
     Bytes of the state that belong to no token are 0xFF, NaN in every format but e2m1.
@@ -60,7 +60,7 @@ class Data(NamedTuple):
 
 
 input_t = Data
-output_t = tuple[torch.Tensor, torch.Tensor]  # outputs' own
+output_t = tuple[torch.Tensor, torch.Tensor]  # the fields of Outputs
 OUTPUTS = ("logits", "next")  # fields of Outputs, allocated and poisoned by the judge
 INOUT = ("state",)  # fields of Inputs that a call may overwrite
 OPAQUE = ("bytes", "state", "lengths", "blocks")  # fields whose bytes mean something only as a whole
@@ -97,13 +97,14 @@ class Case:
         return self._step().flops()
 
     def weight_bytes(self) -> int:
-        from problems.dsv4_forward import config, layout
+        from problems.dsv4_forward.weights import config, layout
 
         return layout.nbytes(layout.layout(config.find(self.config), self.format))
 
     def _step(self) -> object:
         # Imported here: a runner has this file, and of the folder only what its submission imports.
-        from problems.dsv4_forward import config, traffic
+        from problems.dsv4_forward import traffic
+        from problems.dsv4_forward.weights import config
 
         return traffic.Step(config.find(self.config), self.format, lengths(self.context, self.batch), self.new)
 

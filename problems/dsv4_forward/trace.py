@@ -1,9 +1,9 @@
-"""Watch a forward pass kernel by kernel: compare each with the reference on the same inputs, record what it decided,
-and make another pass decide the same.
+"""Watch a forward pass op by op: `Recorder` compares each call with the reference, `Follower` repeats its decisions.
 
-Two kinds of step are discontinuous: which experts a token goes to, and which entries the indexer selects. A rounding
-error there changes everything after it without being wrong, so the composed pass follows the oracle's decisions, and
-where it would have decided otherwise the oracle's margin between the two must be small.
+Both wrap the ops of a model. Two kinds of step are discontinuous: which experts a token is routed to, and which entries
+the indexer selects. A rounding error there changes everything after it without being wrong. So the composed pass
+follows the oracle's decisions, and where it would have decided otherwise the oracle's margin between the two must be
+small.
 """
 
 import dataclasses
@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import kernels as table
-from problems.dsv4_forward import router
-from problems.dsv4_forward.kernels import Kernels
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.ops import Ops
+from problems.dsv4_forward.torch_ops import router
 
 
 @dataclass(frozen=True)
-class Slot:
-    """How a kernel is compared. activations, outputs: names of its arguments; working: outputs of the model's dtype.
+class OpCheck:
+    """How the calls of an op are compared.
 
-    budget: admitted relative error of a row (its last axis). A row is measured against its own norm, but not below a
+    activations, outputs: names of its arguments; working: outputs of the model's dtype.
+    budget: admitted relative error of a row (its last axis). A row is measured against its norm, but not below a
     thousandth of the call's typical row. quantised: the same, and that of all rows as one, where the kernel quantises
     to NVFP4 what it has summed itself.
     """
@@ -35,7 +36,7 @@ class Slot:
     quantised: tuple[float, float] | None = None
 
     def budgets(self, given: dict) -> tuple[float, float | None]:
-        """Of a row of a call with these arguments, and of all as one where that has a budget of its own."""
+        """Of a row of a call with these arguments, and of all as one where that has a separate budget."""
         if self.quantised and given["w2"].kind == "nvfp4" and given["w2"].quantise_input:
             return self.quantised
         return self.budget, None
@@ -44,31 +45,31 @@ class Slot:
 # bf16 rounds by at most 2^-9 of a value, so a kernel that computes in fp32 and rounds once is off by at most that.
 ONE = 2.0**-8  # one rounding at the end and one of a product's terms that were rounded before
 SUM = 1e-5  # fp32 sums in another order
-# What stands in a slot is judged as in its own problem.
+# An op that another problem's variants fill is judged as that problem judges.
 _fmha, _moe = (load.module(load.PROBLEMS / name, "task") for name in ("fmha_decode", "moe_gemm"))
 ATTENTION = _fmha.ROW_RTOL  # bf16 probabilities and one rounding of the output
 MOE = _moe.ROW_RTOL  # bf16 intermediate and output
 # Sums that differ in the last bits put a code of the intermediate on the other side of a rounding now and then: that
 # shows in a row, and not in the whole.
 MOE_QUANTISED = _moe.NVFP4_ROW_RTOL, _moe.NVFP4_RTOL
-SLOTS = {
-    "rms_norm": Slot(("x",), ("out",), ("out",), ONE),
-    "mhc_pre": Slot(("lanes",), ("out", "post", "comb"), ("out",), ONE),
-    "mhc_post": Slot(("y", "lanes"), ("out",), ("out",), ONE),
-    "mhc_head": Slot(("lanes",), ("out",), ("out",), ONE),
-    "matmul": Slot(("x",), ("out",), (), SUM),
-    "linear": Slot(("x",), ("out",), ("out",), ONE),
-    "grouped_linear": Slot(("x",), ("out",), ("out",), ONE),
-    "rotate": Slot(("x",), ("out",), ("out",), ONE),
-    "compress": Slot((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
-    "index_scores": Slot(("q",), ("out",), (), 1e-4),
-    "select": Slot((), ("out",), (), 0.0),
-    "fmha": Slot(("q",), ("out", "lse"), ("out",), ATTENTION),
-    "route": Slot(("u",), ("out_ids", "out_weights"), (), 1e-4),
-    "experts": Slot(("x",), ("out",), ("out",), MOE, MOE_QUANTISED),
-    "shared": Slot(("x",), ("out",), ("out",), MOE, MOE_QUANTISED),
+CHECKS = {
+    "rms_norm": OpCheck(("x",), ("out",), ("out",), ONE),
+    "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
+    "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
+    "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
+    "matmul": OpCheck(("x",), ("out",), (), SUM),
+    "linear": OpCheck(("x",), ("out",), ("out",), ONE),
+    "grouped_linear": OpCheck(("x",), ("out",), ("out",), ONE),
+    "rotate": OpCheck(("x",), ("out",), ("out",), ONE),
+    "compress": OpCheck((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
+    "index_scores": OpCheck(("q",), ("out",), (), 1e-4),
+    "select": OpCheck((), ("out",), (), 0.0),
+    "fmha": OpCheck(("q",), ("out", "lse"), ("out",), ATTENTION),
+    "route": OpCheck(("u",), ("out_ids", "out_weights"), (), 1e-4),
+    "experts": OpCheck(("x",), ("out",), ("out",), MOE, MOE_QUANTISED),
+    "shared": OpCheck(("x",), ("out",), ("out",), MOE, MOE_QUANTISED),
 }
-WHOLE = ", as one"  # behind a slot's name: of all rows
+WHOLE = ", as one"  # behind an op's name: of all rows
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
 
 
@@ -79,7 +80,7 @@ class Worst:
     """
 
     layer: str
-    slot: str
+    op: str
     budget: float
     error: float = 0.0
     cosine: float = 1.0
@@ -102,33 +103,35 @@ class Decision:
     """ids int32: what was chosen, rows of k. scores: fp32, what it was chosen by, rows of candidates."""
 
     layer: str
-    slot: str
+    op: str
     ids: torch.Tensor
     scores: torch.Tensor
 
 
 @dataclass
 class Recorder:
-    """Wraps a table: the oracle's pass runs through it. `composed`: compared with the reference at every call, on the
-    oracle's inputs rounded to `dtype`; None: nothing is compared.
+    """Wraps the reference ops, for the oracle's pass, and records copies and decisions.
+
+    composed: the ops that are compared with the reference at every call, on the oracle's inputs rounded to `dtype`;
+    None: nothing is compared. copies: (layer, fp32 (N, n, d)), the hc copies before each layer.
     """
 
-    composed: Kernels | None
+    composed: Ops | None
     dtype: torch.dtype
     layer: str = ""
-    lanes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    copies: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
-    worst: dict[tuple[str, str], Worst] = field(default_factory=dict)  # by layer, and by slot or slot + WHOLE
+    worst: dict[tuple[str, str], Worst] = field(default_factory=dict)  # by layer, and by op or op + WHOLE
 
-    def enter(self, layer: str, lanes: torch.Tensor) -> None:
+    def enter(self, layer: str, copies: torch.Tensor) -> None:
         self.layer = layer
-        self.lanes.append((layer, lanes.float().clone()))
+        self.copies.append((layer, copies.float().clone()))
 
-    def kernels(self) -> Kernels:
-        return Kernels(**{name: self._wrapped(name) for name in SLOTS})
+    def ops(self) -> Ops:
+        return Ops(**{name: self._wrapped(name) for name in CHECKS})
 
     def _wrapped(self, name: str) -> Callable:
-        reference, signature = vars(table.REFERENCE)[name], inspect.signature(vars(table.REFERENCE)[name])
+        reference, signature = vars(ops.REFERENCE)[name], inspect.signature(vars(ops.REFERENCE)[name])
 
         def call(*args: object, **named: object) -> None:
             given = signature.bind(*args, **named).arguments
@@ -142,11 +145,11 @@ class Recorder:
         return call
 
     def _compare(self, name: str, given: dict) -> None:
-        slot = SLOTS[name]
-        budget, budget_of_all = slot.budgets(given)
+        check = CHECKS[name]
+        budget, budget_of_all = check.budgets(given)
         worst = self.worst.setdefault((self.layer, name), Worst(self.layer, name, budget))
-        want = _rerun(vars(table.REFERENCE)[name], slot, given, self.dtype, torch.float32)
-        got = _rerun(vars(self.composed)[name], slot, given, self.dtype, self.dtype)
+        want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
+        got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
         if name in ("route", "select"):
             ids = "out_ids" if name == "route" else "out"
             margin = margins(want[ids], got[ids], _decided_by(name, given))
@@ -163,60 +166,60 @@ class Recorder:
 
 @dataclass
 class Follower:
-    """Wraps a composed table so that its decisions are those that a Recorder saw; keeps its own lanes.
+    """Wraps composed ops so that their decisions are those that a Recorder saw; records this pass's hc copies.
 
-    again: what the Recorder has of lanes; given, each layer starts from these, so that lanes show what one layer alone
-    has made of them. Without it errors go on from layer to layer.
+    again: the Recorder's copies. With them each layer starts from these, so that the copies after it show what this one
+    layer makes of them. Without them errors go on from layer to layer.
     """
 
-    composed: Kernels
+    composed: Ops
     decisions: list[Decision]
     again: list[tuple[str, torch.Tensor]] | None = None
     layer: str = ""
-    lanes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    other: list[tuple[str, str, float]] = field(default_factory=list)  # layer, slot, margin of another choice
+    copies: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    other: list[tuple[str, str, float]] = field(default_factory=list)  # layer, op, margin of another choice
     done: int = 0
 
-    def enter(self, layer: str, lanes: torch.Tensor) -> None:
+    def enter(self, layer: str, copies: torch.Tensor) -> None:
         self.layer = layer
-        self.lanes.append((layer, lanes.float().clone()))
+        self.copies.append((layer, copies.float().clone()))
         if self.again is not None:
-            lanes.copy_(self.again[len(self.lanes) - 1][1])
+            copies.copy_(self.again[len(self.copies) - 1][1])
 
-    def kernels(self) -> Kernels:
+    def ops(self) -> Ops:
         return dataclasses.replace(self.composed, route=self._route, select=self._select)
 
-    def _next(self, slot: str) -> Decision:
+    def _next(self, op: str) -> Decision:
         decision = self.decisions[self.done]
-        if (decision.layer, decision.slot) != (self.layer, slot):
-            raise ValueError(f"the pass decides {slot} in {self.layer}, the oracle {decision.slot} in {decision.layer}")
+        if (decision.layer, decision.op) != (self.layer, op):
+            raise ValueError(f"the pass decides {op} in {self.layer}, the oracle {decision.op} in {decision.layer}")
         self.done += 1
         return decision
 
     def _select(self, *args: object, **named: object) -> None:
-        given = inspect.signature(table.REFERENCE.select).bind(*args, **named).arguments
+        given = inspect.signature(ops.REFERENCE.select).bind(*args, **named).arguments
         self.composed.select(**given)
         decision = self._next("select")
         self._note("select", decision, given["out"])
         given["out"].copy_(decision.ids)
 
     def _route(self, *args: object, **named: object) -> None:
-        given = inspect.signature(table.REFERENCE.route).bind(*args, **named).arguments
+        given = inspect.signature(ops.REFERENCE.route).bind(*args, **named).arguments
         self.composed.route(**given)
         decision = self._next("route")
         ids, gates = given["out_ids"], given["out_weights"]
         self._note("route", decision, ids)
         score = router.scores(given["u"], given["weight"]).gather(1, decision.ids.long())
-        # Where the choice is the same the kernel's own weights stay.
+        # Where the choice is the same the weights that the kernel computed stay.
         same = (ids == decision.ids).all(1, keepdim=True)
         forced = score / score.sum(1, keepdim=True) * given["cfg"].routed_scaling_factor
         gates.copy_(torch.where(same, gates, forced))
         ids.copy_(decision.ids)
 
-    def _note(self, slot: str, decision: Decision, ids: torch.Tensor) -> None:
+    def _note(self, op: str, decision: Decision, ids: torch.Tensor) -> None:
         margin = margins(decision.ids, ids, decision.scores)
         if margin:
-            self.other.append((self.layer, slot, margin))
+            self.other.append((self.layer, op, margin))
 
 
 def margins(want: torch.Tensor, got: torch.Tensor, scores: torch.Tensor) -> float:
@@ -258,21 +261,21 @@ def _decided_by(name: str, given: dict) -> torch.Tensor:
     return router.scores(given["u"], given["weight"]) + given["bias"]
 
 
-def _rerun(kernel: Callable, slot: Slot, given: dict, dtype: torch.dtype, out_dtype: torch.dtype) -> dict:
+def _rerun(kernel: Callable, check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dtype) -> dict:
     """Run a kernel on copies: activations rounded to `dtype`, fresh outputs. The reference's are fp32: it rounds where
     the format does, in between, but not at the end.
     """
     mine = dict(given)
-    for name in slot.activations:
+    for name in check.activations:
         mine[name] = given[name].to(dtype)
-    for name in slot.outputs:
-        kind = out_dtype if name in slot.working else given[name].dtype
+    for name in check.outputs:
+        kind = out_dtype if name in check.working else given[name].dtype
         mine[name] = torch.full_like(given[name], float("nan") if kind.is_floating_point else -7, dtype=kind)
     if "tail" in mine:
         mine["tail"] = given["tail"].clone()
         mine["dtype"] = out_dtype
     kernel(**mine)
-    return {name: mine[name] for name in slot.outputs}
+    return {name: mine[name] for name in check.outputs}
 
 
 def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Least memory traffic and arithmetic of one call of the model, counted from its configuration.
+"""Count the least memory traffic and arithmetic of one call of the model, from its configuration.
 
 Whatever a call needs is read once: every linear in its format, the experts that uniform routing hits in expectation,
 the head, the tokens' rows of the tables, the caches that attention cannot do without. New entries are written once.
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from problems.common import kv_pages
-from problems.dsv4_forward import layout
-from problems.dsv4_forward.batch import WINDOW
-from problems.dsv4_forward.config import CSA, HCA, PLAIN, SWA, Config
-from problems.dsv4_forward.layout import LinearSpec, Spec
-from problems.dsv4_forward.pages import Pages
+from problems.dsv4_forward.cache.batch import WINDOW
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.weights import layout
+from problems.dsv4_forward.weights.config import CSA, HCA, PLAIN, SWA, Config
+from problems.dsv4_forward.weights.layout import LinearSpec, Spec
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _matrix(name: str, unit: Spec | LinearSpec) -> int:
 
 
 def _attention_flops(cfg: Config, ratio: int, seen: int) -> int:
-    """Of one query in one layer, `seen` tokens being there with its own: scores and sums, and the indexer's scores."""
+    """Count one query in one layer: scores, sums, and the indexer's scores. seen: tokens, the query's among them."""
     visible = seen // ratio if ratio else 0
     attended = min(seen, WINDOW) + (min(visible, cfg.index_topk) if ratio == CSA else visible)
     scored = visible if ratio == CSA and visible > cfg.index_topk else 0

@@ -1,8 +1,8 @@
-"""composed: the problems' winners in every slot that they can fill, the reference kernels in the others."""
+"""composed: the problems' winners in every op that they can fill, the reference in the others."""
 
 from task import Weights, input_t, output_t
 
-from problems.dsv4_forward import entry
+from problems.dsv4_forward import judged_call
 
 TARGETS = ("cpu", "sm90", "sm100")
 COMPOSES = ("nvfp4_gemv", "fmha_decode", "moe_gemm")
@@ -10,14 +10,14 @@ COMPOSES = ("nvfp4_gemv", "fmha_decode", "moe_gemm")
 
 def compile_for(target: str) -> list:
     """Machine code of the winners for `target`."""
-    return entry.compile_for(COMPOSES, target)
+    return judged_call.compile_for(COMPOSES, target)
 
 
-def prepare(weights: Weights) -> entry.Prepared:
+def prepare(weights: Weights) -> judged_call.Prepared:
     """The model over the weights; NVFP4 scales once more in the winners' layout. ValueError as kernels.choose."""
-    return entry.prepare(weights, "winners")
+    return judged_call.prepare(weights, "winners")
 
 
 def custom_kernel(data: input_t) -> output_t:
     """Run the model on data.inputs.tokens and the state; write data.outputs and return them."""
-    return entry.run(data)
+    return judged_call.run(data)

@@ -1,6 +1,6 @@
 """Wrong: takes all sequences to be as long as the first."""
 
-from problems.dsv4_forward import entry
+from problems.dsv4_forward import judged_call
 
 TARGETS = ("cpu", "sm90", "sm100")
 
@@ -10,9 +10,9 @@ def compile_for(target):
 
 
 def prepare(weights):
-    return entry.prepare(weights, "reference")
+    return judged_call.prepare(weights, "reference")
 
 
 def custom_kernel(data):
     lengths = data.inputs.lengths[:1].expand(len(data.inputs.lengths))
-    return entry.run(data._replace(inputs=data.inputs._replace(lengths=lengths)))
+    return judged_call.run(data._replace(inputs=data.inputs._replace(lengths=lengths)))

@@ -1,6 +1,6 @@
 """Wrong: RMSNorm divides by the mean of magnitudes instead of the root of the mean square."""
 
-from problems.dsv4_forward import entry
+from problems.dsv4_forward import judged_call
 
 TARGETS = ("cpu", "sm90", "sm100")
 
@@ -15,7 +15,7 @@ def compile_for(target):
 
 
 def prepare(weights):
-    return entry.prepare(weights, "reference", rms_norm=rms_norm)
+    return judged_call.prepare(weights, "reference", rms_norm=rms_norm)
 
 
-custom_kernel = entry.run
+custom_kernel = judged_call.run

@@ -4,7 +4,8 @@ import dataclasses
 
 import torch
 
-from problems.dsv4_forward import entry, experts
+from problems.dsv4_forward import judged_call
+from problems.dsv4_forward.torch_ops import experts
 
 TARGETS = ("cpu", "sm90", "sm100")
 
@@ -21,7 +22,7 @@ def compile_for(target):
 
 
 def prepare(weights):
-    return entry.prepare(weights, "reference", shared=shared)
+    return judged_call.prepare(weights, "reference", shared=shared)
 
 
-custom_kernel = entry.run
+custom_kernel = judged_call.run

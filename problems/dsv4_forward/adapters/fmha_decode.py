@@ -1,0 +1,54 @@
+"""Compute the op fmha with a variant of fmha_decode: attention to 584-byte entries, straight from the model's pages.
+
+The kernel sees each token as a separate sequence. Holes in a list say what does not count, so lengths are full ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from problems.common import load
+from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.weights.tree import ModelWeights
+
+PROBLEM = "fmha_decode"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The op. task: the problem's; kernel: a custom_kernel of it; fallback: the op fmha that computes the calls that
+    the kernel does not serve: activations that are not bf16, pages of another kind, no window.
+    """
+
+    task: ModuleType
+    kernel: Callable[..., object]
+    fallback: Callable[..., None]
+
+    def __call__(
+        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
+        index: torch.Tensor | None, sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """As fmha.fmha. ValueError as the problem's task.unpack, or another scale than the problem's."""
+        if q.dtype != torch.bfloat16 or not self._serves(window, window_index) or (cache and cache.kind != "entry"):
+            self.fallback(q, window, window_index, cache, index, sink, scale, out, lse)
+            return
+        if scale != self.task.SCALE:
+            raise ValueError(f"scale must be {self.task.SCALE}, got {scale}")
+        if index is None:  # the window stands in for a cache of which nothing is named
+            cache, index = window, window_index.new_empty((*window_index.shape[:2], 0))
+        nw, nc = (window_index.new_full((len(q),), ids.shape[2]) for ids in (window_index, index))
+        q, window_index, index = q.contiguous(), window_index.contiguous(), index.contiguous()
+        data = self.task.Data(q, window.data, window_index, nw, cache.data, index, nc, sink, out, lse)
+        self.kernel(data)
+
+    def _serves(self, window: Pages, window_index: torch.Tensor) -> bool:
+        return window.kind == "entry" and window_index.numel() > 0
+
+
+def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> tuple[dict[str, Callable], tuple[str, ...]]:
+    """Put `module`, a variant of the problem, into the op. -> the op fmha, and no lines."""
+    task = load.module(load.PROBLEMS / PROBLEM, "task")
+    return {"fmha": Attention(task, module.custom_kernel, fallback.ops.fmha)}, ()

@@ -1,0 +1,209 @@
+"""Compute the ops experts and shared with a variant of moe_gemm.
+
+The model has gate and up rows in one matrix, in that order, with one scale_2 and one input_scale an expert, so that the
+problem's Weights are views of its tensors. (Loading refuses a checkpoint whose w1 and w3 differ in these two.) What a
+variant's prepare lays out anew comes on top; the report says how much.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from problems.common import load
+from problems.dsv4_forward.adapters.common import (
+    ALIGNMENT,
+    AllOps,
+    Fallback,
+    check_values,
+    fits,
+    label,
+    placed,
+    report,
+    uneven,
+    unplaced,
+)
+from problems.dsv4_forward.weights.linear import Linear
+from problems.dsv4_forward.weights.tree import ModelWeights
+
+PROBLEM = "moe_gemm"
+ROOM = 4096  # tokens; for more, the shared expert's ids and weights are made in each call, which is long then
+
+
+@dataclass(frozen=True)
+class PreparedExperts:
+    """The experts of a layer, routed or shared. state: what the variant's calls get as their weights, None where
+    `reason` says why there are none.
+    """
+
+    w13: Linear
+    w2: Linear
+    reason: str
+    state: object = None
+
+    @property
+    def name(self) -> str:
+        return self.w13.name.removesuffix(".w13")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The two ops. task: the problem's; kernel: a custom_kernel of it; prepared: by id() of w13, which they keep alive;
+    fallback: computes the calls that the kernel does not serve. ids, weights: int32 zeros and fp32 ones (ROOM, 1), the
+    routing of a shared expert.
+    """
+
+    task: ModuleType
+    kernel: Callable[..., object]
+    prepared: dict[int, PreparedExperts]
+    fallback: AllOps
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, limit: float,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """As experts.experts, for bf16 x and out; the fallback computes others, and other kinds of weights. No
+        expert may be twice in a row of ids.
+
+        ValueError: NVFP4 weights that were not prepared, another limit than the problem's, task.unpack_call; on the
+        CPU alone ids as task.validate says.
+        """
+        held = self._weights_of(x, w13, w2, out)
+        if held is None:
+            self.fallback.experts(x, ids, weights, w13, w2, limit, out)
+        else:
+            self._run(held, limit, x, ids, weights, out)
+
+    def shared(self, x: torch.Tensor, w13: Linear, w2: Linear, limit: float, out: torch.Tensor) -> None:
+        """As experts.shared: every token's one expert, with weight 1. Else as experts."""
+        held = self._weights_of(x, w13, w2, out)
+        if held is None:
+            self.fallback.shared(x, w13, w2, limit, out)
+        else:
+            self._run(held, limit, x, *self._everyone(len(x)), out)
+
+    def _everyone(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if tokens <= ROOM:
+            return self.ids[:tokens], self.weights[:tokens]
+        return self.ids.new_zeros(tokens, 1), self.weights.new_ones(tokens, 1)
+
+    def _weights_of(self, x: torch.Tensor, w13: Linear, w2: Linear, out: torch.Tensor) -> PreparedExperts | None:
+        if w13.kind != "nvfp4" or {x.dtype, out.dtype} != {torch.bfloat16}:
+            return None
+        held = self.prepared.get(id(w13))
+        if held is None or held.w2 is not w2:
+            raise ValueError(f"w13 ({w13.name}) and w2 must be of the weights that the kernels were chosen for")
+        return None if held.reason else held
+
+    def _run(
+        self, held: PreparedExperts, limit: float, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        if limit != self.task.LIMIT:
+            raise ValueError(f"limit must be {self.task.LIMIT}, got {limit}")
+        if not len(x):
+            return
+        alignment = ALIGNMENT[x.device.type]
+        inputs = self.task.Inputs(*(placed(tensor, alignment) for tensor in (x, ids, weights)))
+        room = out if fits(out, alignment) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        outputs = self.task.Outputs(room)
+        if x.device.type == "cpu":  # elsewhere to look at ids would wait for the device
+            self.task.unpack_call(inputs, outputs, held.w13.k)
+            self.task.validate(inputs, len(held.w13.weight))
+        self.kernel(self.task.Data(held.state, inputs, outputs))
+        if room is not out:
+            out.copy_(room)
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def adapt_experts(
+    module: ModuleType, weights: ModelWeights, fallback: Fallback
+) -> tuple[dict[str, Callable], tuple[str, ...]]:
+    """Fit `module`, a variant of the problem. -> the op experts, and lines on what it keeps and does not serve.
+
+    Reads the weights, waits for the device. ValueError, naming the layer: weights that the problem has not, or what the
+    variant's prepare refuses.
+    """
+    prepared = [
+        prepare_experts(module, block.ffn.w13, block.ffn.w2, block.ffn.router.table)
+        for block in weights.blocks() if block.ffn.w13.kind == "nvfp4"
+    ]  # fmt: skip
+    made = _experts(module, weights, prepared, fallback)
+    return {"experts": made.experts}, report(f"{label(module)}, routed experts", "layers", prepared, weights)
+
+
+def adapt_shared(
+    module: ModuleType, weights: ModelWeights, fallback: Fallback
+) -> tuple[dict[str, Callable], tuple[str, ...]]:
+    """Fit `module`, a variant of the problem. -> the op shared, and lines. Else as adapt_experts."""
+    prepared = [
+        prepare_experts(module, block.ffn.shared_w13, block.ffn.shared_w2)
+        for block in weights.blocks() if block.ffn.shared_w13.kind == "nvfp4"
+    ]  # fmt: skip
+    made = _experts(module, weights, prepared, fallback)
+    return {"shared": made.shared}, report(f"{label(module)}, shared experts", "layers", prepared, weights)
+
+
+def limit() -> float:
+    """Return the clamp that the problem has."""
+    return load.module(load.PROBLEMS / PROBLEM, "task").LIMIT
+
+
+@torch.inference_mode(False)  # what is made in inference mode could not be used everywhere outside it
+def _experts(module: ModuleType, weights: ModelWeights, prepared: list[PreparedExperts], fallback: Fallback) -> Experts:
+    task, device = load.module(load.PROBLEMS / PROBLEM, "task"), weights.embed.device
+    ids = torch.zeros(ROOM, 1, dtype=torch.int32, device=device)
+    ones = torch.ones(ROOM, 1, dtype=torch.float32, device=device)
+    known = {id(one.w13): one for one in prepared}
+    return Experts(task, module.custom_kernel, known, fallback.ops, ids, ones)
+
+
+# ---------------------------------------------------------------- weights
+
+
+@torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
+def prepare_experts(module: ModuleType, w13: Linear, w2: Linear, table: torch.Tensor | None = None) -> PreparedExperts:
+    """Prepare the experts of one layer for `module`.
+
+    w13 (E, 2 I, H), nvfp4; w2 (E, H, I). table: int64 (V, K), the experts of a token, where the router has one.
+    ValueError as adapt_experts.
+    """
+    made = PreparedExperts(w13, w2, _refusal(w13, w2, table))
+    if made.reason:
+        return made
+    task = load.module(load.PROBLEMS / PROBLEM, "task")
+    in_scales = [torch.ones_like(w.scale_2) if w.input_scale is None else w.input_scale for w in (w13, w2)]
+    weights = task.Weights(
+        w13.weight, w13.scale, w13.scale_2, w2.weight, w2.scale, w2.scale_2, *in_scales,
+        activation="nvfp4" if w13.quantise_input else "bf16",
+    )  # fmt: skip
+    for w in (w13, w2):
+        check_values(w)
+    try:
+        task.unpack_weights(weights)
+        state = module.prepare(weights) if hasattr(module, "prepare") else weights
+    except ValueError as error:
+        raise ValueError(f"{made.name}: {error}") from error
+    return dataclasses.replace(made, state=state)
+
+
+def _refusal(w13: Linear, w2: Linear, table: torch.Tensor | None) -> str:
+    """Why the problem has no such weights, "" if it has."""
+    if w2.kind != "nvfp4":
+        return f"its w2 is {w2.kind}"
+    if w13.quantise_input != w2.quantise_input:
+        return "the input of one of w13 and w2 is quantised, that of the other is not"
+    if table is not None and _repeats(table):
+        return "its table names an expert twice for a token"
+    return uneven(H=w13.k, I=w2.k) or unplaced(w13) or unplaced(w2)
+
+
+def _repeats(table: torch.Tensor) -> bool:
+    ordered = table.sort(1).values
+    return bool((ordered[:, 1:] == ordered[:, :-1]).any())

@@ -1,0 +1,123 @@
+"""Register the problems' winners as operators of torch (torch.ops.dsv4.*), for tracing and torch.compile.
+
+An operator takes the tensors of its problem's task.Data, writes the outputs in place and returns nothing. Weights that
+a winner may lay out anew are held beforehand, and named.
+"""
+
+import functools
+from types import ModuleType
+
+import torch
+
+from problems.common import load
+
+
+@functools.cache
+def _winner(problem: str, device: torch.device) -> ModuleType:
+    """The variant that submission.py would choose. ValueError: none for the device."""
+    folder = load.PROBLEMS / problem
+    winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
+    return load.variant(problem, load.winner(folder, winners, load.device_target(device)))
+
+
+@functools.cache
+def _task(problem: str) -> ModuleType:
+    return load.module(load.PROBLEMS / problem, "task")
+
+
+def _gemv_data(*tensors: torch.Tensor) -> tuple:
+    """The operator's tensors as task.Data."""
+    data = _task("nvfp4_gemv").Data
+    *inputs, c = tensors
+    for name, tensor in zip(data._fields, inputs, strict=False):
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"{name} must be uint8, the bytes of its codes or scales, got {tensor.dtype}")
+    codes = (tensor.view(torch.float4_e2m1fn_x2) for tensor in inputs[:2])
+    scales = (tensor.view(torch.float8_e4m3fn) for tensor in inputs[2:])
+    return data(*codes, *scales, c)
+
+
+@torch.library.custom_op("dsv4::nvfp4_gemv", mutates_args=("c",))
+def nvfp4_gemv(
+    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
+    sfb_permuted: torch.Tensor, c: torch.Tensor,
+) -> None:  # fmt: skip
+    """c = A b by the winner for the device. Tensors as task.Data of nvfp4_gemv has them, but codes and scales as uint8,
+    since torch's checks of an operator copy and compare its inputs, which it cannot for fp4 and fp8.
+    ValueError as task.unpack says, or where the device has no winner.
+    """
+    _winner("nvfp4_gemv", a.device).custom_kernel(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
+
+
+@nvfp4_gemv.register_fake
+def _(
+    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
+    sfb_permuted: torch.Tensor, c: torch.Tensor,
+) -> None:  # fmt: skip
+    _task("nvfp4_gemv").unpack(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
+
+
+@torch.library.custom_op("dsv4::fmha_decode", mutates_args=("out", "lse"))
+def fmha_decode(
+    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
+    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor,
+) -> None:  # fmt: skip
+    """out, lse = attention of q to the entries that the lists name, by the winner for the device. Tensors as task.Data
+    of fmha_decode. ValueError as task.unpack says, or where the device has no winner.
+    """
+    data = _task("fmha_decode").Data(
+        q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
+    )
+    _winner("fmha_decode", q.device).custom_kernel(data)
+
+
+@fmha_decode.register_fake
+def _(
+    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
+    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor,
+) -> None:  # fmt: skip
+    data = _task("fmha_decode").Data(
+        q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
+    )
+    _task("fmha_decode").unpack(data)
+
+
+_held: dict[str, tuple[tuple, object]] = {}  # by name: task.Weights of moe_gemm, what the winner made of them
+
+
+@torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
+def hold_moe_gemm(name: str, weights: tuple | None) -> None:
+    """Prepare task.Weights of moe_gemm with the winner for their device, for calls of moe_gemm with `name`, and
+    hold them instead of those before; None: hold none. ValueError as unpack_weights says, or a device without a winner.
+    """
+    _held.pop(name, None)
+    if weights is not None:
+        _task("moe_gemm").unpack_weights(weights)
+        winner = _winner("moe_gemm", weights.w13.device)
+        _held[name] = weights, winner.prepare(weights) if hasattr(winner, "prepare") else weights
+
+
+def _moe_data(name: str, *tensors: torch.Tensor) -> tuple[tuple, object]:
+    """-> task.Data with the weights as they came, and what the winner made of them."""
+    if name not in _held:
+        raise ValueError(f"name must be one of {sorted(_held)}, which are held, got {name!r}")
+    task, (weights, prepared) = _task("moe_gemm"), _held[name]
+    x, topk_ids, topk_weights, out = tensors
+    return task.Data(weights, task.Inputs(x, topk_ids, topk_weights), task.Outputs(out)), prepared
+
+
+@torch.library.custom_op("dsv4::moe_gemm", mutates_args=("out",))
+def moe_gemm(name: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+    """out = the experts' sum for x, by the winner for the device. name: of weights that hold_moe_gemm got; tensors as
+    task.Inputs and task.Outputs of moe_gemm. ValueError as task.unpack says, or no such name.
+    """
+    data, prepared = _moe_data(name, x, topk_ids, topk_weights, out)
+    _task("moe_gemm").unpack(data)
+    _winner("moe_gemm", x.device).custom_kernel(data._replace(weights=prepared))
+
+
+@moe_gemm.register_fake
+def _(name: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+    _task("moe_gemm").unpack(_moe_data(name, x, topk_ids, topk_weights, out)[0])

@@ -1,0 +1,240 @@
+"""Load checkpoints from disk: the released model, NVIDIA's NVFP4 variant, what transformers saves; save the first two.
+
+Files are safetensors, memory-mapped, and go to the device tensor by tensor. Names and formats: checkpoint_names.py.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from problems.dsv4_forward.checkpoint import checkpoint_names, config_json, convert
+from problems.dsv4_forward.checkpoint.checkpoint_names import CheckpointError, Piece, Stored
+from problems.dsv4_forward.checkpoint.config_json import config_from_json
+from problems.dsv4_forward.weights import layout, tree
+from problems.dsv4_forward.weights.config import Config
+from problems.dsv4_forward.weights.tree import ModelWeights
+
+__all__ = ["CheckpointError", "config_from_json", "load", "save"]
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 4 * 2**30  # of a saved file, unless one tensor is larger
+KINDS = {"released": ("released",), "nvfp4": ("nvfp4_experts", "nvfp4"), "plain": ("fp32", "bf16")}
+DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8, "U8": torch.uint8, "I64": torch.int64,
+}  # fmt: skip
+Advance = Callable[[int], None]  # receives the bytes that were done
+
+
+class _Files:
+    """The open files of a checkpoint. stored: their tensors by DeepSeek's name; faults: what is wrong with the files;
+    lost: names that the index puts into files which cannot be read.
+    """
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.faults: list[str] = []
+        self.lost: set[str] = set()
+        self.stored: dict[str, Stored] = {}
+        self._handles = {}
+        expected = self._expected(path)
+        for file, names in expected.items():
+            try:
+                self._handles[file] = stack.enter_context(safe_open(file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                self.faults.append(f"{Path(file).name} cannot be read (truncated or damaged?): {error}")
+                self.lost |= {checkpoint_names.canonical(name) for name in names}
+                continue
+            self._read_header(file)
+
+    def _expected(self, path: Path) -> dict[str, list[str]]:
+        """File -> names that the index puts there (none if there is no index)."""
+        if path.is_file():
+            return {str(path): []}
+        if (path / INDEX).is_file():
+            files: dict[str, list[str]] = {}
+            try:
+                for name, file in json.loads((path / INDEX).read_text())["weight_map"].items():
+                    files.setdefault(str(path / file), []).append(name)
+            except (OSError, ValueError, KeyError) as error:
+                raise CheckpointError(path / INDEX, [f"cannot be read: {error!r}"]) from error
+            return files
+        found = sorted(path.glob("*.safetensors"))
+        if len(found) != 1:
+            self.faults.append(f"must hold {INDEX} or one .safetensors file, got {[file.name for file in found]}")
+        return {str(file): [] for file in found[:1]}
+
+    def _read_header(self, file: str) -> None:
+        for name in self._handles[file].keys():  # noqa: SIM118 (a safe_open handle is no dict)
+            held = self._handles[file].get_slice(name)
+            known = checkpoint_names.canonical(name)
+            if known in self.stored:
+                self.faults.append(f"{name} of {Path(file).name} is {self.stored[known].name} once more")
+            self.stored[known] = Stored(file, name, held.get_dtype(), tuple(held.get_shape()))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by DeepSeek's name, on the host."""
+        held = self.stored[name]
+        return self._handles[held.file].get_tensor(held.name)
+
+
+def load(
+    path: str | Path, cfg: Config | None = None, fmt: str | None = None, device: str | torch.device = "cpu",
+    progress: bool = True,
+) -> ModelWeights:  # fmt: skip
+    """The weights of a checkpoint: a folder with an index and its files, or with one file, or a file.
+
+    cfg: config.json's if None; one without prediction layers leaves those of the checkpoint out. fmt: the format to
+    hold the weights in, the checkpoint's if None; convert.convert says what can become what. progress: show a bar.
+    CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor and every file that cannot be
+    read, before any weight is loaded; ValueError: the checkpoint cannot become `fmt`.
+    """
+    path = Path(path)
+    cfg = cfg or config_from_json(path if path.is_dir() else path.parent)
+    with ExitStack() as stack:
+        files = _Files(path, stack)
+        try:
+            source = checkpoint_names.detect(files.stored)
+        except ValueError as error:
+            raise CheckpointError(path, [*files.faults, str(error)]) from error
+        joined = any(name.endswith(".experts.w13.weight") for name in files.stored)
+        pieces = checkpoint_names.pieces(cfg, source, joined)
+        if faults := files.faults + _faults(cfg, pieces, files) + _wrong_values(cfg, pieces, files):
+            raise CheckpointError(f"{path} as {cfg.name} in {source}", faults)
+        convert.check(source, fmt or source)
+        tensors = tree.empty(cfg, fmt or source, device)
+        with _bar(progress, layout.nbytes(layout.layout(cfg, source))) as advance:
+            _fill(cfg, source, fmt or source, pieces, files, tensors, advance)
+    return tree.assemble(cfg, fmt or source, tensors)
+
+
+def _faults(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[str]:
+    """Tensors that are missing, unknown, misshapen or of another dtype."""
+    faults = [f"missing {name}" for name in pieces if name not in files.stored and name not in files.lost]
+    for name, held in files.stored.items():
+        if name not in pieces:
+            if not checkpoint_names.ignored(cfg, name):
+                faults.append(f"unknown {held.name} ({held.dtype} {held.shape}) in {Path(held.file).name}")
+            continue
+        want = pieces[name]
+        if held.shape != want.shape:
+            faults.append(f"{held.name} must have shape {want.shape}, got {held.shape}")
+        if held.dtype not in want.dtypes:
+            faults.append(f"{held.name} must be {' or '.join(want.dtypes)}, got {held.dtype}")
+    return faults
+
+
+def _wrong_values(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[str]:
+    """Values that could not be computed with: w1 and w3 of different NVFP4 scalars, experts that do not exist."""
+    faults = []
+    sound = {name for name in pieces if name in files.stored and files.stored[name].dtype in pieces[name].dtypes}
+    for name in sorted(sound):
+        first = pieces[name].repeats
+        if first in sound and files.stored[name].shape == files.stored[first].shape:
+            one, other = files.read(first), files.read(name)
+            if not torch.equal(one, other):
+                faults.append(f"{name} must be {first}'s {one.tolist()}, got {other.tolist()}")
+        if name.endswith("tid2eid"):
+            table = files.read(name)
+            if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < cfg.n_routed_experts:
+                faults.append(f"{name} must be of 0..{cfg.n_routed_experts - 1}, got {table.min()}..{table.max()}")
+    return faults
+
+
+def _fill(
+    cfg: Config, source: str, fmt: str, pieces: dict[str, Piece], files: _Files, tensors: dict[str, torch.Tensor],
+    advance: Advance,
+) -> None:  # fmt: skip
+    """Read every tensor or linear layer, as it is or, where the format differs, by way of temporary memory."""
+    before, after = layout.units(cfg, source), layout.units(cfg, fmt)
+    parts: dict[str, dict[str, Piece]] = {name: {} for name in before}
+    for name, piece in pieces.items():
+        parts[piece.unit][name] = piece
+    for name, unit in before.items():
+        if isinstance(unit, layout.Spec) or unit.kind == after[name].kind:
+            _read(parts[name], files, tensors)
+        else:
+            specs = {f"{name}.{field}": spec for field, spec in unit.tensors().items()}
+            buffer = torch.empty(layout.nbytes(specs), dtype=torch.uint8, device=tensors["embed.weight"].device)
+            held = layout.views(buffer, specs)
+            _read(parts[name], files, held)
+            fields = {field: held[f"{name}.{field}"] for field in unit.tensors()}
+            convert.transfer(cfg, name, unit, after[name], fields, tensors)
+        advance(sum(spec.nbytes for spec in ([unit] if isinstance(unit, layout.Spec) else unit.tensors().values())))
+
+
+def _read(parts: dict[str, Piece], files: _Files, tensors: dict[str, torch.Tensor]) -> None:
+    for name, piece in parts.items():
+        target, value = piece.view(tensors[piece.target]), files.read(name)
+        # Bytes for which PyTorch has a separate type (ue8m0, packed codes) are uint8 here.
+        target.copy_(value.view(torch.uint8) if target.dtype == torch.uint8 else value)
+
+
+@contextmanager
+def _bar(show: bool, total: int) -> Iterator[Advance]:
+    """A progress bar over `total` bytes, on standard error."""
+    if not show:
+        yield lambda done: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (*progress.Progress.get_default_columns(), progress.DownloadColumn(), progress.TransferSpeedColumn())
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("weights", total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def save(source: ModelWeights, path: str | Path, kind: str, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a checkpoint and its config.json into the folder `path`, made if need be.
+
+    kind: "released" (DeepSeek's layout; weights in the format released), "nvfp4" (NVIDIA's; nvfp4_experts or nvfp4,
+    whose other linear layers are then stored as the experts are) or "plain" (DeepSeek's names; fp32 or bf16).
+    shard_bytes: size at which a file is ended. ValueError: the weights are in a format of another kind (convert them
+    first). FileExistsError: the folder holds a checkpoint.
+    """
+    if source.format not in KINDS.get(kind, ()):
+        raise ValueError(f"kind must be one of {KINDS}, and the format one of its, got {kind!r}, {source.format!r}")
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if found := sorted(path.glob("*.safetensors*")):
+        raise FileExistsError(f"{path} holds a checkpoint already: {found[0].name}")
+    pieces = checkpoint_names.pieces(source.config, source.format)
+    shards = _shards(pieces, source, shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for file, shard in zip(names, shards, strict=True):
+        save_file({name: _stored(pieces[name], source) for name in shard}, path / file, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config_json.to_json(source.config, source.format), indent=2) + "\n")
+    if len(shards) > 1:
+        total = sum(_nbytes(piece) for piece in pieces.values())
+        index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (path / INDEX).write_text(text + "\n")
+
+
+def _nbytes(piece: Piece) -> int:
+    return layout.Spec(piece.shape, DTYPES[piece.dtypes[0]]).nbytes
+
+
+def _shards(pieces: dict[str, Piece], source: ModelWeights, shard_bytes: int) -> list[list[str]]:
+    """Names by file, each ended before it would pass shard_bytes."""
+    shards, size = [[]], 0
+    for name, piece in pieces.items():
+        if shards[-1] and size + _nbytes(piece) > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _nbytes(piece)
+    return shards
+
+
+def _stored(piece: Piece, source: ModelWeights) -> torch.Tensor:
+    """The tensor of a file: a copy on the host, in the file's dtype."""
+    part, dtype = piece.view(source.tensors[piece.target]), DTYPES[piece.dtypes[0]]
+    return torch.empty(part.shape, dtype=part.dtype).copy_(part).view(dtype)

@@ -1,0 +1,87 @@
+"""Predict the token after the next (MTP of depth 1), and decode with it: a pass verifies the guess of the one before.
+
+`draft` takes the hc copies of the main model at position t and token t + 1, and guesses token t + 2. Its block has a
+separate window, at the main model's positions. A guess is accepted only where it equals what the main model says, so
+the tokens are those of plain greedy decoding. Source: DeepSeek-V3's practice and vLLM's, as README.md says.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from problems.dsv4_forward.cache.state import Batch, State
+from problems.dsv4_forward.model import Model
+from problems.dsv4_forward.weights.config import SWA
+
+
+def draft(model: Model, batch: Batch, state: State, copies: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Guess the token after the next. -> logits fp32 (N, vocab). Writes the window of the prediction layer's block.
+
+    copies (N, n, d): the main model's at the batch's tokens; following int64 (N,): the token after each. ValueError:
+    the model has no prediction layer.
+    """
+    w = model.weights.mtp
+    if w is None:
+        raise ValueError(f"{model.config.name} has no prediction layer (num_nextn_predict_layers is 0)")
+    ctx, tables = model.context(batch)
+    # Position 0 gets no embedding, as where the model was trained to.
+    embedding = model.weights.embed[following].to(model.dtype)
+    embedding = torch.where(batch.position.unsqueeze(1) == 0, 0, embedding)
+    token = ctx.linear(ctx.norm(embedding, w.enorm), w.e_proj)
+    count, n, d = copies.shape
+    before = ctx.linear(ctx.norm(copies, w.hnorm).view(count * n, d), w.h_proj).view(count, n, d)
+    mixed = model.block("mtp.0", before + token.unsqueeze(1), w.block, state.mtp, tables[SWA], ctx)
+    return model.logits(mixed, w.hc_head, w.norm, ctx)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one verified pass gave. tokens: one or two; accepted: whether the guess was right."""
+
+    tokens: tuple[int, ...]
+    accepted: bool
+
+
+class Speculative:
+    """Greedy decoding of one sequence, a guess ahead. Host synchronisation: once a pass, to compare the guess."""
+
+    def __init__(self, model: Model, state: State, sequence: int) -> None:
+        self.model, self.state, self.sequence = model, state, sequence
+        self._token = self._guess = 0
+
+    def prefill(self, tokens: Sequence[int]) -> int:
+        """Feed the prompt. -> the first token. ValueError if it is empty."""
+        if not len(tokens):
+            raise ValueError("tokens must hold a token or more, got none")
+        step = self.state.chunk
+        for start in range(0, len(tokens), step):
+            part = tokens[start : start + step]
+            batch = self.state.plan({self.sequence: part})
+            out = self.model.forward(batch, self.state)
+            self._token = int(out.logits[0].argmax())
+            following = [*tokens[start + 1 : start + step + 1]]
+            following += [self._token] * (len(part) - len(following))
+            self._draft(batch, out.copies, following, len(part) - 1)
+            self.state.commit(batch)
+        return self._token
+
+    def steps(self) -> Iterator[Step]:
+        """Passes without end. Each feeds the last token and the guess of the next."""
+        while True:
+            length = self.state.lengths[self.sequence]
+            batch = self.state.plan({self.sequence: [self._token, self._guess]})
+            out = self.model.forward(batch, self.state, every=True)
+            first, second = out.logits.argmax(-1).tolist()
+            accepted = first == self._guess
+            tokens = (first, second) if accepted else (first,)
+            self._draft(batch, out.copies, [first, second], int(accepted))
+            self.state.commit(batch)
+            if not accepted:  # what was written for the wrong guess is written again before it is read
+                self.state.rewind(self.sequence, length + 1)
+            self._token = tokens[-1]
+            yield Step(tokens, accepted)
+
+    def _draft(self, batch: Batch, copies: torch.Tensor, following: Sequence[int], row: int) -> None:
+        after = torch.tensor(following, dtype=torch.int64, device=copies.device)
+        self._guess = int(draft(self.model, batch, self.state, copies, after)[row].argmax())

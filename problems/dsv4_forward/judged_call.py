@@ -1,0 +1,101 @@
+"""Make one call of the judged problem, as every submission does: `prepare` builds the model once, `run` is one call.
+
+A call reads and writes the state where it lies. It never waits for the device: the host's side of the state, lengths
+and blocks, comes with the inputs on the CPU. Data, Weights and Inputs are task.py's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.cache.batch import Batch, Planner
+from problems.dsv4_forward.cache.state_layout import LayerState, StateLayout
+from problems.dsv4_forward.kernels import fused
+from problems.dsv4_forward.model import Model
+from problems.dsv4_forward.weights import config, layout, tree
+
+Regions = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The part of a state that a forward pass reads and writes."""
+
+    layers: tuple[LayerState, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The model over the weights; and the planner of calls for each state layout, with its constants on the device."""
+
+    model: Model
+    planners: dict[StateLayout, Planner] = field(default_factory=dict)
+
+    def planner(self, sizes: StateLayout, regions: Regions) -> Planner:
+        """Return the planner for a state. The planner keeps a copy of the table, since the state may go."""
+        if sizes not in self.planners:
+            tables = (torch.empty_like(regions[name]) for name in ("length", "table"))
+            self.planners[sizes] = Planner(*tables, sizes.ring, self.model.config.ratios, unread=sizes.blocks)
+        planner = self.planners[sizes]
+        planner.table.copy_(regions["table"])
+        return planner
+
+
+def prepare(weights: NamedTuple, text: str, **functions: Callable) -> Prepared:
+    """Build the model over task.Weights. text: what fills the ops, as ops.choose takes it; functions: of single ops.
+
+    Copies no weights but what the adapters lay out anew. ValueError as ops.choose and tree.assemble.
+    """
+    cfg = config.find(weights.config)
+    tensors = layout.views(weights.bytes, layout.layout(cfg, weights.format))
+    made = tree.assemble(cfg, weights.format, tensors)
+    chosen = ops.choose(text, load.device_target(weights.bytes.device), made)
+    return Prepared(Model(made, replace(chosen.ops, **functions)))
+
+
+@torch.inference_mode()
+def run(data: NamedTuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one call and write outputs and state. data: task.Data with what prepare returned as its weights.
+
+    -> the outputs. ValueError: a shape is not task.Inputs'.
+    """
+    prepared, inputs, outputs = data
+    sizes = state_sizes(prepared, inputs)
+    regions = sizes.views(inputs.state)
+    batch = plan(prepared.planner(sizes, regions), inputs)
+    logits = prepared.model.forward(batch, Layers(sizes.layers(regions)[: sizes.config.num_hidden_layers])).logits
+    regions["length"].index_add_(0, batch.sequence_ids, batch.advance)
+    outputs.logits.copy_(logits)
+    torch.argmax(logits, dim=1, out=outputs.next)
+    return tuple(outputs)
+
+
+def state_sizes(prepared: Prepared, inputs: NamedTuple) -> StateLayout:
+    """Return the layout of the state in task.Inputs."""
+    weights = prepared.model.weights
+    return StateLayout(
+        weights.config, weights.format, len(inputs.tokens), inputs.blocks.numel(), inputs.chunk, snapshots=0
+    )
+
+
+def plan(planner: Planner, inputs: NamedTuple) -> Batch:
+    """Plan the call: every sequence gets its row of tokens; its blocks are there already."""
+    count, new = inputs.tokens.shape
+    return planner.planned(
+        tuple(range(count)), inputs.tokens.flatten(), [new] * count, inputs.lengths.tolist(), inputs.blocks.tolist(),
+        stamps=(),
+    )  # fmt: skip
+
+
+def compile_for(problems: tuple[str, ...], target: str) -> list:
+    """Compile the winners of `problems`, and this folder's fused kernels, for `target`."""
+    artefacts = fused.compile_for(target) if target in fused.TARGETS else []
+    for name in problems:
+        folder = load.PROBLEMS / name
+        winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
+        artefacts += load.variant(name, load.winner(folder, winners, target)).compile_for(target)
+    return artefacts

@@ -1,0 +1,107 @@
+"""Experts and NVFP4 matrices for tests of the adapters of moe_gemm, and how near two results are."""
+
+import dataclasses
+import math
+
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.adapters import linear as moe_linear
+from problems.dsv4_forward.adapters import moe
+from problems.dsv4_forward.weights.config import TINY
+from problems.dsv4_forward.weights.linear import Linear
+
+FOLDER = load.PROBLEMS / moe.PROBLEM
+TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
+GROUPED = load.variant(moe.PROBLEM, "torch_grouped")
+# As TINY, with the clamp that the problem has, every kind of layer, a prediction layer and groups of three.
+SMALL = dataclasses.replace(
+    TINY, name="small", hidden_size=384, num_attention_heads=6, q_lora_rank=64, o_groups=3, n_routed_experts=8,
+    num_hash_layers=1, compress_ratios=(0, 4, 128, 0), index_n_heads=8, num_nextn_predict_layers=1, vocab_size=64,
+    swiglu_limit=TASK.LIMIT,
+)  # fmt: skip
+ROUNDED = 2.0**-8  # largest relative error of bf16: all that a row may be off by if nothing falls on another side
+
+
+def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation: str, content: str = "plain") -> tuple:
+    """Arguments of the op experts but for its output."""
+    case = {
+        "tokens": tokens, "experts": size, "topk": topk, "hidden": hidden, "inner": inner, "activation": activation,
+        "router": "uniform", "content": content, "seed": tokens, "device": "cpu",
+    }  # fmt: skip
+    made, (given, _) = REFERENCE.generate_weights(**case), REFERENCE.generate_input(**case)
+    quantised = activation == "nvfp4"
+    w13 = Linear("nvfp4", made.w13, made.s13, made.g13, made.in_scale13, quantised, "layers.0.ffn.experts.w13")
+    w2 = Linear("nvfp4", made.w2, made.s2, made.g2, made.in_scale2, quantised, "layers.0.ffn.experts.w2")
+    return *given, w13, w2, TASK.LIMIT
+
+
+def adapted_experts(*layers_: tuple[Linear, Linear], module: object = GROUPED, table: object = None) -> moe.Experts:
+    made = [moe.prepare_experts(module, w13, w2, table) for w13, w2 in layers_]
+    ids, ones = torch.zeros(moe.ROOM, 1, dtype=torch.int32), torch.ones(moe.ROOM, 1)
+    return moe.Experts(TASK, module.custom_kernel, {id(b.w13): b for b in made}, ops.REFERENCE, ids, ones)
+
+
+def run(op: object, arguments: tuple, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    out = torch.full(arguments[0].shape, math.nan, dtype=dtype)
+    op(*arguments, out)
+    return out
+
+
+def product(x: torch.Tensor, w: Linear, op: object, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    out = torch.full((*x.shape[:-1], w.n), math.nan, dtype=dtype)
+    op(x, w, out)
+    return out
+
+
+def apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Relative errors of the rows."""
+    got, want = got.float().flatten(0, -2), want.float().flatten(0, -2)
+    return (got - want).norm(dim=1) / want.norm(dim=1)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, activation: str) -> None:
+    """Both round the intermediate to bf16 and quantise what comes of it; `want` is fp32, `got` is rounded once more.
+    fp32 sums in another order put an intermediate value here and there on another side, in rows that are few.
+    """
+    error = apart(got, want)
+    assert float(error.median()) <= ROUNDED
+    row, whole = (TASK.NVFP4_ROW_RTOL, TASK.NVFP4_RTOL) if activation == "nvfp4" else (1.1 * ROUNDED, 1.1 * ROUNDED)
+    assert float(error.max()) <= row and float((got - want).norm() / want.norm()) <= whole
+
+
+def matrix(*shape: int, seed: int = 0, **changes: object) -> Linear:
+    """Random codes and scales; outputs of about 1 for inputs of about 1."""
+    gen = torch.Generator().manual_seed(seed)
+    lead, k = shape[:-2], shape[-1]
+    codes = torch.randint(0, 256, (*shape[:-1], k // 2), dtype=torch.uint8, generator=gen)
+    scale = torch.rand(*shape[:-1], k // 16, generator=gen).mul_(4).sub_(2).exp2_().to(torch.float8_e4m3fn)
+    fields = {"scale_2": torch.rand(lead, generator=gen) / 3 / k**0.5, "input_scale": torch.full(lead, 6 / 2688)}
+    return Linear("nvfp4", codes, scale, **(fields | {"name": "layers.0.attn.w"} | changes))
+
+
+def inputs(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+
+def linears(*made: Linear, module: object = GROUPED) -> moe_linear.Linears:
+    matrices = [moe_linear.make_matrix(module, w) for w in made]
+    return moe_linear.Linears(module.linear, {id(m.linear): m for m in matrices}, ops.REFERENCE)
+
+
+class Raises:
+    """In the place of a variant, shows that it was called."""
+
+    @staticmethod
+    def custom_kernel(_):
+        raise AssertionError("called")
+
+    @staticmethod
+    def prepare_linear(packed, scales, g, in_scale):
+        if packed.shape[1] > 32:
+            raise ValueError("k must be at most 64")
+
+    @staticmethod
+    def linear(state, x, out):
+        raise AssertionError("called")

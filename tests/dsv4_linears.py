@@ -1,0 +1,74 @@
+"""NVFP4 matrices and inputs for tests of linears, the product of their values in fp64, and a small model."""
+
+import dataclasses
+import math
+
+import torch
+
+from problems.common import load, nvfp4
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.adapters import gemv
+from problems.dsv4_forward.weights.config import TINY
+from problems.dsv4_forward.weights.linear import Linear
+
+TASK = load.module(load.PROBLEMS / gemv.PROBLEM, "task")
+REFERENCE = load.module(load.PROBLEMS / gemv.PROBLEM, "reference")
+VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+# One layer of each kind, a prediction layer, and few experts: every matrix that the linear ops receive.
+SMALL = dataclasses.replace(
+    TINY, name="small", hidden_size=384, num_attention_heads=6, q_lora_rank=64, o_groups=3, o_lora_rank=128,
+    n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=128, vocab_size=64, num_hash_layers=1,
+    compress_ratios=(0, 4, 128, 0), index_n_heads=8, num_nextn_predict_layers=1,
+)  # fmt: skip
+
+
+def published(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = (), name: str = "w") -> Linear:
+    """Gaussian matrices as calibrated checkpoints have them: scale_2 = amax / (6 * 448), so scales reach 448."""
+    gen = torch.Generator().manual_seed(seed)
+    real = torch.randn(*lead, n, k, generator=gen) * torch.rand(*lead, n, 1, generator=gen).add(0.5) / k**0.5
+    scale_2 = real.abs().amax((-2, -1)) / 2688
+    codes, scale = nvfp4.quantise((real / scale_2[..., None, None]).clamp(-2688, 2688))
+    input_scale = torch.rand(lead, generator=gen).add(0.5) * 6 / 2688
+    return Linear("nvfp4", codes, scale, scale_2, input_scale, name=name)
+
+
+def made(codes: torch.Tensor, scale: torch.Tensor, **fields: object) -> Linear:
+    """codes: uint8 (n, k), unpacked; scale: fp32 (n, k // 16)."""
+    one = {"scale_2": torch.tensor(1e-4), "input_scale": torch.tensor(6 / 2688), "name": "odd"}
+    return Linear("nvfp4", nvfp4.pack(codes), scale.to(torch.float8_e4m3fn), **(one | fields))
+
+
+def adapted(*matrices: Linear, variant: str = "cpu_portable") -> gemv.Gemv:
+    kernel = load.variant(gemv.PROBLEM, variant).custom_kernel
+    prepared = [gemv.make_matrix(w, TASK.Data) for w in matrices]
+    return gemv.Gemv(kernel, {id(m.linear): m for m in prepared}, ops.REFERENCE)
+
+
+def values64(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """fp64 values of codes (low nibble first) times scales, by the format's table."""
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
+    return torch.tensor(VALUES, dtype=torch.float64)[codes] * scale.double().repeat_interleave(16, -1)
+
+
+def exact(x: torch.Tensor, w: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: (N, k), within the calibrated range -> x w^T in fp64, (N, n), and a bound of what the kernel may be off by."""
+    codes, scale = nvfp4.quantise((x.float() / w.input_scale).clamp(-2688, 2688))
+    a, b = values64(w.weight, w.scale), values64(codes, scale)
+    both = w.scale_2.double() * w.input_scale.double()
+    terms = (b.abs() @ a.abs().T) * both
+    want = (b @ a.T) * both
+    # One rounding to fp16, fp32 sums, the product with two fp32 scales.
+    return want, want.abs() * 2.0**-11 * 1.01 + terms * 8 * 2.0**-24 + 1e-12
+
+
+def product(x: torch.Tensor, w: Linear, run, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.full((*x.shape[:-1], w.n), math.nan, dtype=dtype)
+    run(x, w, out)
+    return out
+
+
+def inputs(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal rows of different size, each within 6."""
+    gen = torch.Generator().manual_seed(seed + 100)
+    x = torch.randn(*shape, generator=gen).clamp_(-3, 3)
+    return (x * torch.linspace(0.3, 1.0, shape[0]).view(-1, *[1] * (len(shape) - 1))).to(dtype)

@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from harness.judge import console, device_lock, journal, machine, plan, verdict  # noqa: E402
+from harness.judge.handle import ProblemError  # noqa: E402
 from harness.judge.journal import Journal  # noqa: E402
 from harness.judge.judging import Judging  # noqa: E402
-from harness.judge.session import ProblemError  # noqa: E402
 from harness.judge.verdict import Recorder, Result  # noqa: E402
 from harness.problem import folders, scan  # noqa: E402
 from harness.problem.folders import Case, Problem, Submission, UsageError, reading  # noqa: E402

@@ -8,7 +8,9 @@ import torch
 
 from harness.checker.checker import WORD, Checker, same
 from harness.judge import phases
-from harness.judge.session import Outcome, ProblemError, RunnerHandle, Session
+from harness.judge.handle import ProblemError, RunnerHandle
+from harness.judge.outcome import Outcome
+from harness.judge.session import Session
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.runner import tree
@@ -193,7 +195,7 @@ def test_after_a_call_the_slot_holds_them_as_before(tmp_path, classes):
     made.fill({"runner": "r", "buffer": 0, "key": None}, [])
     (buffer,) = made.buffers["r"]
     leaves = tree.leaves(made.spec)
-    regions = [tree.tensor(leaves[i], buffer.buffers["host"]) for i in said["open"]["inout"]]
+    regions = [tree.tensor(leaves[i], buffer.memory["host"]) for i in said["open"]["inout"]]
     before = [region.clone() for region in regions]
     for region in regions:
         region.fill_(3)

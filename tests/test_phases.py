@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from harness.judge import phases
+from harness.judge.call import CallRequest
+from harness.judge.handle import RunnerHandle
+from harness.judge.outcome import Outcome
 from harness.judge.phases import JUDGE, Plan
-from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.session import Session
 from harness.problem import folders
 from harness.problem.folders import Case, Submission
 from harness.runner import matmul
@@ -24,7 +27,7 @@ class Counting:
     """A session in which nothing runs: it knows who is alive, and answers each call at once."""
 
     device = "cpu"
-    folders = SimpleNamespace(tests=())
+    problem = SimpleNamespace(tests=())
 
     def __init__(self) -> None:
         self.alive: set[str] = set()
@@ -47,13 +50,10 @@ class Counting:
 
     content = weights
 
-    def call(self, handle: RunnerHandle, *_: object, **__: object) -> Outcome:
+    def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
         assert handle.name in self.alive
         self.called[handle.name] = self.called.get(handle.name, 0) + 1
         return Outcome("PASSED", us=1.0, host_us=1.0, ready_us=1.0, outside_us=1.0)
-
-    def look(self, handle: RunnerHandle) -> None:
-        pass
 
 
 def waves(cases: list[Case], handles: int, how: Plan, paired: bool = False) -> list[int]:
@@ -74,7 +74,7 @@ def case(weight_bytes: int) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("weights", "submissions", "wanted"),
+    ("weights", "handles", "wanted"),
     [
         ([250], 1, [4, 4, 2]), ([300], 1, [3, 3, 3, 1]), ([500], 1, [2] * 5), ([501], 1, [1] * 10),
         # Each submission's processes prepare, and they live through all cases: the one with the most counts.
@@ -99,7 +99,7 @@ def test_the_two_of_a_pair_are_never_parted(monkeypatch):
     assert waves([case(250)], 2, how, paired=True) == [4] * 5
 
 
-def test_parts_of_the_entrants_are_resumed_each_by_itself(monkeypatch):
+def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
     """What was told of a run goes into the next, but for one group of the second part: that part alone runs again."""
     monkeypatch.setattr(phases, "PREPARED_BYTES", ROOM)
     how = Plan(processes=2, samples=3, warmups=1, buffers=2, audits=0, together=8)
@@ -114,20 +114,20 @@ def test_parts_of_the_entrants_are_resumed_each_by_itself(monkeypatch):
     session = Counting()
     whole = phases.run_benchmarks(session, handles(), cases, lambda _: None, group=group, how=how)
     assert session.waves == [2, 1, 2, 1] and set(told) == {(p, n, k) for p in (0, 1) for n in (0, 1) for k in (0, 1)}
-    assert [set(told[0, 0, k].outcomes) for k in (0, 1)] == [{"entrant0", "entrant1"}, {"entrant2"}]
+    assert [set(told[0, 0, k].outcomes) for k in (0, 1)] == [{"submission0", "submission1"}, {"submission2"}]
     missing = {at: found for at, found in told.items() if at != (1, 0, 1)}
     again = Counting()
     timings, all_readings = phases.run_benchmarks(
         again, handles(), cases, lambda _: None, have=phases.Have(groups=missing), how=how
     )  # fmt: skip
-    assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"entrant2 1"}
+    assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"submission2 1"}
     for name, of_cases in whole[0].items():
         assert [[len(calls) for calls in timing.outcomes] for timing in of_cases] == [[3, 3], [3, 3]], name
         assert [timing.outcomes for timing in timings[name]] == [timing.outcomes for timing in of_cases], name
     assert all_readings == whole[1]
 
 
-@pytest.mark.parametrize(("submissions", "paired"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("handles", "paired"), [(1, False), (3, False), (2, True)])
 def test_weights_of_v4_pro_are_prepared_by_few_at_once(handles, paired):
     """14.3 GB each: two of them in the 32 GiB there are. Without a word, all."""
     how = dataclasses.replace(phases.plan("cuda", paired), samples=1, warmups=1, audits=0)
@@ -163,10 +163,10 @@ class Readings(Counting):
         super().__init__()
         self.matmuls = self.turn = 0
 
-    def call(self, handle: RunnerHandle, buffers: int, what: str = "", *_: object, **__: object) -> Outcome:
-        self.matmuls += what == matmul.NAME
+    def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
+        self.matmuls += request.what == matmul.NAME
         self.turn += handle.name != JUDGE
-        us = {matmul.NAME: 2000.0, "empty": 3.0}.get(what, 100.0)
+        us = {matmul.NAME: 2000.0, "empty": 3.0}.get(request.what, 100.0)
         return Outcome("PASSED", us=us, host_us=1.0, ready_us=1.0, outside_us=us, bytes=1000 + 2 * (self.turn % 2))
 
 
@@ -180,7 +180,7 @@ def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.H
         told[process, number, found[-1]] = phases.Group(process, number, *found)
 
     cases = [Case({"n": i}, 1, bytes=5, flops=count) for i, count in enumerate(flops)]
-    handle = RunnerHandle("entrant0", Submission("entrant0", None, ("sm90",)), "sm90")
+    handle = RunnerHandle("submission0", Submission("submission0", None, ("sm90",)), "sm90")
     _, found = phases.run_benchmarks(
         session, [handle], cases, lambda _: None, group=group, have=have, how=how
     )  # fmt: skip

@@ -147,7 +147,7 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
         import os
         from pathlib import Path
         import torch
-        from harness import native
+        from harness.runner import native
         from problems.common import build
         def compile_for(target):
             made = build.cpp(Path(__file__).with_suffix(".cpp"))

@@ -7,10 +7,11 @@ public seeds. What a runner writes is never kept.
 import ast
 from pathlib import Path
 
-from harness.judge.submission import RunnerHandle
+from harness.judge.handle import RunnerHandle
 from harness.problem import scan, sources
 from harness.problem.folders import Problem
 from harness.sandbox import workdir
+from harness.sandbox.workdir import Workdir
 from problems.common import load
 
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
@@ -46,11 +47,11 @@ def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str,
     return found
 
 
-def keep(problem: Problem, handle: RunnerHandle) -> str:
-    """Keep what the process of `submission`, which has ended, compiled. -> why it is not kept, or ""."""
+def keep(problem: Problem, handle: RunnerHandle, folder: Workdir) -> str:
+    """Keep what a process of `handle`, which has ended, compiled in its folder. Return why it is not kept, or ""."""
     key = workdir.key(handle.submission.file, problem, handle.target)
     try:
-        handle.workdir.publish(key)
+        folder.publish(key)
     except workdir.CacheError as error:  # its runners compile for themselves
         return f"what {handle.name} compiled is not kept: {error}"
     return ""

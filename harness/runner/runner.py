@@ -236,7 +236,7 @@ class Runner:
             return vars(self.clock.time(run, capture, delivery))
         with streams.Watch() as watch:
             sample = self.clock.time(run, capture, delivery)
-        return {**vars(sample), "queues": watch.seen()}
+        return {**vars(sample), "streams": watch.seen()}
 
     def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
         """One of the judge's own calls on a GPU."""

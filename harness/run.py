@@ -6,8 +6,8 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from harness.judge.judging import Judging  # noqa: E402
 from harness.judge.verdict import Recorder, Result  # noqa: E402
 from harness.problem import folders, scan  # noqa: E402
 from harness.problem.folders import Case, Problem, Submission, UsageError, reading  # noqa: E402
-from harness.results import environment, output, ranking, record, text  # noqa: E402
+from harness.results import environment, gpu, output, ranking, record, text  # noqa: E402
 from harness.sandbox import process  # noqa: E402
 from harness.tools import endtoend, modes  # noqa: E402
 from problems.common import load  # noqa: E402
@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
     )
-    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    p.add_argument(
+        "--device", metavar="{cpu,cuda,cuda:N}", help="default: cuda, the first visible GPU, where there is one"
+    )
     p.add_argument("--case", metavar="TEXT", help="only cases whose text holds this, such as k=64 or 'm=7168 k=2048'")
     p.add_argument("--seed", type=int, help="seed of the test cases (timed calls have secret seeds)")
     p.add_argument("--timeout", type=float, metavar="S", help="seconds a call may take (default 30, the first 120)")
@@ -257,24 +259,26 @@ class Run:
         return 0
 
     def _device(self) -> str:
-        has_gpu = bool(environment.describe()["gpu"])
-        if self.args.device == "cuda" and not has_gpu:
-            raise UsageError("--device cuda needs an NVIDIA GPU and its driver, found none")
-        if self.args.device:
-            return self.args.device
-        if not self.problem.own and not has_gpu:
+        wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
+        if wanted == "cpu":
             return "cpu"
-        return "cuda" if has_gpu else "cpu"
+        if not (named := re.fullmatch(r"cuda(?::([0-9]{1,3}))?", wanted)):
+            raise UsageError(f"--device must be cpu, cuda or cuda:N, got {wanted!r}")
+        if not gpu.present():
+            raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
+        try:
+            gpu.select(int(named[1] or 0))
+        except LookupError as error:
+            raise UsageError(f"--device {wanted}: {error}") from None
+        return "cuda"
 
     def _target(self) -> str:
         if self.device == "cpu":
             return "cpu"
-        result = subprocess.run(
-            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"], capture_output=True, text=True
-        )
-        major = result.stdout.partition(".")[0].strip()
+        capability = gpu.current().capability
+        major = capability.partition(".")[0]
         if not major.isdigit() or int(major) not in load.TARGETS:
-            raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {result.stdout.strip()!r}")
+            raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
         return load.TARGETS[int(major)]
 
     def _chosen(self) -> list[Submission]:

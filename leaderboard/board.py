@@ -26,33 +26,15 @@ OTHER_RUN = "from another run: not comparable"
 COMPILED = "compiled, not run"
 
 STANDING = [
-    *(
-        "rank",
-        "variant",
-        "baseline",
-        "geomean_us",
-        "lo_us",
-        "hi_us",
-        "roofline_share",
-        "baseline_ratio",
-        "done",
-        "wanted",
-    ),
+    *("rank", "variant", "baseline", "geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio", "done"),
+    "wanted",
     *("status", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes", "kernels"),
 ]
 TIMES = [
     *("variant", "case", "baseline", "run_id", "base", "status", "reason", "median_us", "lo_us", "hi_us", "n"),
-    *(
-        "roofline_us",
-        "roofline_kind",
-        "roofline_share",
-        "baseline_ratio",
-        "bytes",
-        "flops",
-        "empty_call_us",
-        "host_us",
-        "setup_us",
-    ),
+    *("roofline_us", "roofline_kind", "roofline_share", "baseline_ratio", "bytes", "flops", "empty_call_us"),
+    "host_us",
+    "setup_us",
     *("rel_error", "max_error", "tolerance"),
 ]
 PAIRS = ["variant", "against", "case", "ratio", "lo", "hi", "word", "run_id"]
@@ -67,7 +49,7 @@ class Board:
     pairs     one row per case of each two variants' newest paired run, columns PAIRS; ratio < 1: variant is faster
     run       the base run's facts: run_id, time, commit, environment, clock; where nothing was timed, the newest run's
     timed     whether any variant was timed or tested here, rather than compiled alone
-    figure    what stands in geomean_us: "geomean" over the cases, or "mean" where the problem ranks by that
+    metric    what is in geomean_us: "geomean" over the cases, or "mean" where the problem ranks by that
     """
 
     machine: str

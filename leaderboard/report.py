@@ -3,8 +3,8 @@
     python leaderboard/report.py                              every board, in the terminal
     python leaderboard/report.py nvfp4_gemv --format markdown
     python leaderboard/report.py --out leaderboard/out        board.md, board.csv and a picture of each board
-    python leaderboard/report.py --readme README.md           fill in the README's table from machines.txt
-    python leaderboard/report.py --check                      exit 1 if that table is stale
+    python leaderboard/report.py --readme README.md           fill in its table of winners, and leaderboard/README.md
+    python leaderboard/report.py --check                      exit 1 if one of these is stale
 
 Nothing here is measured, and no date but the records' own appears: equal records give equal text. A line that is no
 record is left out with a warning, and what is shown of a record is text, never markup.
@@ -29,8 +29,9 @@ from problems.common import load  # noqa: E402
 
 RESULTS = ROOT / "leaderboard" / "results"
 MACHINES = ROOT / "leaderboard" / "machines.txt"
+BOARDS = Path("leaderboard", "README.md")  # beside the README that has the winners
 BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
-PLAIN_WIDTH = 200  # columns, where the output is no terminal
+PLAIN_WIDTH = 220  # columns, where the output is no terminal
 DIFF_LINES = 20  # of a stale table, shown by --check
 
 
@@ -96,8 +97,8 @@ def committed(machines: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def readme_table(results: Path, machines: Path) -> tuple[str, list[str]]:
-    """-> (Markdown, complaints) for the README. ValueError if a listed machine has no records."""
+def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
+    """Return (the winners, all boards, complaints), both as Markdown. ValueError if a listed machine has no records."""
     slugs = committed(machines)
     for slug in slugs:
         if not record_files(results / slug):
@@ -105,8 +106,10 @@ def readme_table(results: Path, machines: Path) -> tuple[str, list[str]]:
     boards, complaints = read(results, slugs, [])
     steps, said = latency.read(results, slugs, [])
     if not boards and not steps:
-        return "No machine's records are committed yet.\n", complaints + said
-    return markdown(boards, steps, complaints + said), complaints + said
+        nothing = "No machine's records are committed yet.\n"
+        return nothing, nothing, complaints + said
+    winners = tables.grid(*tables.winners(boards, steps), {"problem", "winner", "machine"})
+    return winners, markdown(boards, steps, complaints + said), complaints + said
 
 
 def markdown(boards: list[board.Board], steps: dict[str, list[dict]], complaints: list[str]) -> str:
@@ -208,25 +211,27 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    file = options.readme
-    table, complaints = readme_table(options.results, options.machines)
+    top = options.readme
+    winners, boards, complaints = readme_tables(options.results, options.machines)
     for complaint in complaints:
         output.complain(f"warning: {text.line(complaint)}")
-    old = file.read_text(encoding="utf-8")
-    new = spliced(old, table, file.name)
-    if not options.check:
-        if new != old:
-            output.write_whole(file, new)  # a README cut short by a kill would lose its text
-        print(f"{file.name}: the board is " + ("unchanged" if new == old else "rewritten"))
-        return 0
-    if new == old:
-        print(f"{file.name}: the board is current")
-        return 0
-    print(f"{file.name}: the board is stale; run `python leaderboard/report.py --readme {file.name}`")
-    sides = (old.splitlines(), new.splitlines(), "as it stands", "from the records")
-    diff = difflib.unified_diff(*sides, lineterm="", n=0)
-    print("\n".join(list(diff)[:DIFF_LINES]))
-    return 1
+    pages = {top: winners, top.parent / BOARDS: boards}
+    old = {file: file.read_text(encoding="utf-8") for file in pages}
+    new = {file: spliced(old[file], table, str(file.relative_to(top.parent))) for file, table in pages.items()}
+    stale = [file for file in pages if new[file] != old[file]]
+    for file in pages:
+        name = file.relative_to(top.parent)
+        if not options.check:
+            if file in stale:
+                output.write_whole(file, new[file])  # a README cut short by a kill would lose its text
+            print(f"{name}: the table is " + ("rewritten" if file in stale else "unchanged"))
+        elif file not in stale:
+            print(f"{name}: the table is current")
+        else:
+            print(f"{name}: the table is stale; run `python leaderboard/report.py --readme {top.name}`")
+            sides = (old[file].splitlines(), new[file].splitlines(), "as it stands", "from the records")
+            print("\n".join(list(difflib.unified_diff(*sides, lineterm="", n=0))[:DIFF_LINES]))
+    return int(options.check and bool(stale))
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -235,8 +240,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--machine", metavar="SLUG", help="a folder of leaderboard/results; default: all")
     parser.add_argument("--format", choices=("terminal", "markdown", "csv"), default="terminal")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write board.md, board.csv and pictures there")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="render the table between FILE's board markers")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if that table is stale")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="fill in FILE and leaderboard/README.md beside it")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is stale")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: leaderboard/results")
     parser.add_argument("--machines", type=Path, default=MACHINES, metavar="FILE", help="default: machines.txt")
     options = parser.parse_args(arguments)

@@ -14,33 +14,11 @@ from leaderboard.board import Board
 WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 CSV = [
-    *(
-        "machine",
-        "problem",
-        "target",
-        "rank",
-        "variant",
-        "baseline",
-        "case",
-        "run_id",
-        "base",
-        "status",
-        "reason",
-        "done",
-    ),
-    *(
-        "wanted",
-        "time_us",
-        "lo_us",
-        "hi_us",
-        "n",
-        "roofline_us",
-        "roofline_kind",
-        "roofline_share",
-        "baseline_ratio",
-        "bytes",
-        "flops",
-    ),
+    *("machine", "problem", "target", "rank", "variant", "baseline", "case", "run_id", "base", "status", "reason"),
+    "done",
+    *("wanted", "time_us", "lo_us", "hi_us", "n", "roofline_us", "roofline_kind", "roofline_share"),
+    *("baseline_ratio", "bytes"),
+    "flops",
     *("empty_call_us", "host_us", "setup_us", "rel_error", "max_error", "tolerance", "attempts"),
     *("registers", "spill_bytes"),
 ]
@@ -80,10 +58,10 @@ def standing(board: Board) -> Table:
             [row.variant, _state(row, resources=False), *_compiled(row)] for row in board.standing.itertuples()
         ]
     with_run = not board.standing.base.all()
-    with_peer = bool(board.standing.baseline_ratio.notna().any())
-    header = ["rank", "variant", f"{board.metric} us", "95 % interval", "of measured roofline"] + [
+    with_baseline = bool(board.standing.baseline_ratio.notna().any())
+    header = ["rank", "variant", f"{board.metric} us", "95 % interval", "% of roofline"] + [
         "baseline / this"
-    ] * with_peer
+    ] * with_baseline
     shown = board.cases if len(board.cases) <= WIDE else []
     header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run + ["state"]
     cells = {(row.variant, row.case): row for row in board.times.itertuples()}
@@ -91,16 +69,41 @@ def standing(board: Board) -> Table:
     for row in board.standing.itertuples():
         rank = "baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank)
         line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roofline_share)]
-        line += [f"{row.baseline_ratio:.2f}x" if row.baseline_ratio > 0 else ""] * with_peer
+        line += [f"{row.baseline_ratio:.2f}x" if row.baseline_ratio > 0 else ""] * with_baseline
         line += [_cell(cells.get((row.variant, case))) for case in shown]
         line += [f"{row.done}/{row.wanted}", _error(board.times, row), str(row.attempts or "")]
         rows.append(line + ["" if row.base else row.run_id] * with_run + [_state(row)])
     of_base = board.times[board.times.base]
-    for name, column in (("measured roofline", "roofline_us"), ("empty call", "empty_call_us")) if shown else ():
+    for name, column in (("roofline", "roofline_us"), ("empty call", "empty_call_us")) if shown else ():
         spans = [_span(of_base.loc[of_base.case == case, column]) for case in shown]
-        kinds = "/".join(sorted(set(of_base.roofline_kind) - {""})) if name == "measured roofline" else ""
-        line = ["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_peer + spans
+        kinds = "/".join(sorted(set(of_base.roofline_kind) - {""})) if name == "roofline" else ""
+        line = ["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_baseline + spans
         rows.append(line + [""] * (len(header) - len(line)))
+    return header, rows
+
+
+def winners(boards: list[Board], steps: dict[str, list[dict]]) -> Table:
+    """Return (header, rows): the first of each board, and each model's step of one sequence, where it was timed.
+
+    x baseline: the time of the best public kernel of the same run over the winner's; for a model, none is timed.
+    """
+    header = ["problem", "winner", "time", "% of roofline", "x baseline", "machine"]
+    rows = []
+    for board in boards:
+        first = next((row for row in board.standing.itertuples() if not pd.isna(row.rank)), None)
+        if first is not None:
+            ratio = f"{first.baseline_ratio:.2f}x" if first.baseline_ratio > 0 else ""
+            name = f"{board.problem}, {board.target}"
+            rows.append(
+                [name, first.variant, f"{us(first.geomean_us)} us", percent(first.roofline_share), ratio, board.machine]
+            )
+    for where, records in steps.items():
+        problem, _, machine = where.partition(" on ")
+        for one in records:
+            if one["batch"] == 1:
+                name = f"{problem}, {one['config']}, {one['format']}, a token"
+                share = percent(one["floor_ms"] / one["graph_ms"])
+                rows.append([name, "all of these", f"{one['graph_ms']:.3g} ms", share, "", machine])
     return header, rows
 
 
@@ -116,17 +119,17 @@ def by_case(board: Board) -> tuple[Table, str]:
     variants = [name for name in board.standing.variant if name in timed]
     cells = {(row.variant, row.case): row for row in of_base.itertuples()}
     best = board.standing[board.standing["rank"] == 1].variant
-    with_peer = bool(len(best)) and bool(board.standing.baseline_ratio.notna().any())
+    with_baseline = bool(len(best)) and bool(board.standing.baseline_ratio.notna().any())
     rows = []
     for case in board.cases:
         line = [own[case]]
         line += [_cell(cells.get((name, case)), rate=True) for name in variants]
-        if with_peer:
+        if with_baseline:
             ratio = getattr(cells.get((best.iloc[0], case)), "baseline_ratio", math.nan)
             line.append(f"{ratio:.2f}x" if ratio > 0 else "")
         its = of_base[of_base.case == case]
         rows.append(line + [_span(its.roofline_us), _span(its.empty_call_us)])
-    header = ["case", *variants] + ["baseline / first"] * with_peer + ["measured roofline", "empty call"]
+    header = ["case", *variants] + ["baseline / first"] * with_baseline + ["measured roofline", "empty call"]
     return (header, rows), shared
 
 
@@ -166,15 +169,15 @@ def markdown(boards: list[Board], complaints: list[str]) -> str:
         left = {"variant", "run", "state"}
         parts.append(f"### {escape(title(board))}")
         parts.append("\n".join(f"- {escape(line)}" for line in facts(board)))
-        parts.append(_grid(header, rows, left))
+        parts.append(grid(header, rows, left))
         (header, rows), common = by_case(board)
         if rows:
             parts.append(escape(f"By case, us. All have {common}." if common else "By case, us."))
-            parts.append(_grid(header, rows, {"case"}))
+            parts.append(grid(header, rows, {"case"}))
         header, rows = pairs(board)
         if rows:
             parts.append("Interleaved pairs, variant / other:")
-            parts.append(_grid(header, rows, {"variant", "against", "case", "verdict"}))
+            parts.append(grid(header, rows, {"variant", "against", "case", "verdict"}))
         parts += [escape(line) for line in notes(board)]
     parts += [f"Warning: {escape(line)}" for line in complaints]
     return "\n\n".join(parts) + "\n"
@@ -182,7 +185,7 @@ def markdown(boards: list[Board], complaints: list[str]) -> str:
 
 def section(title: str, table: Table, notes: list[str], left: set[str]) -> str:
     """One more table as GitHub Markdown; `left`: columns of words. Ends with a newline."""
-    return "\n\n".join([f"### {escape(title)}", _grid(*table, left), *map(escape, notes)]) + "\n"
+    return "\n\n".join([f"### {escape(title)}", grid(*table, left), *map(escape, notes)]) + "\n"
 
 
 def frame(boards: list[Board]) -> pd.DataFrame:
@@ -226,7 +229,7 @@ def percent(share: float) -> str:
 escape = text.markdown
 
 
-def _grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
+def grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
     rule = ["---" if name in left else "---:" for name in header]
     return "\n".join(f"| {' | '.join(line)} |" for line in [map(escape, header), rule, *(map(escape, r) for r in rows)])
 

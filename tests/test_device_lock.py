@@ -11,7 +11,7 @@ from harness.judge import device_lock
 from harness.sandbox.process import ROOT
 
 HOLD = (
-    "import sys, time, subprocess\nfrom harness import device_lock\n"
+    "import sys, time, subprocess\nfrom harness.judge import device_lock\n"
     "with device_lock.hold({device!r}):\n    {then}\n    print('held', flush=True)\n    sys.stdin.read()"
 )
 

@@ -101,7 +101,7 @@ def test_the_scan_reaches_every_area():
         ("problems/common/nvfp4.py", "import problems.nvfp4_gemv.task"),
         ("problems/common/load.py", "import task"),
         ("problems/common/tma.py", "from .build import cuda"),
-        ("problems/nvfp4_gemv/task.py", "from harness import stats"),
+        ("problems/nvfp4_gemv/task.py", "from harness.results import stats"),
         ("problems/nvfp4_gemv/task.py", "import reference"),
         ("problems/nvfp4_gemv/reference.py", "from problems.moe_gemm import task"),
         ("problems/nvfp4_gemv/submission.py", "from problems.nvfp4_gemv.variants import cpu_avx2"),
@@ -140,7 +140,7 @@ def test_a_wrong_import_is_seen(path, line):
         ("problems/nvfp4_gemv/variants/peer_x.py", 'REQUIRES = ("humming",)\nfrom humming.layer import HummingLayer'),
         ("problems/dsv4_forward/model.py", "import problems.nvfp4_gemv"),
         ("harness/run.py", "from problems.common import load\nimport yaml"),
-        ("leaderboard/report.py", "from harness import stats\nfrom problems.common import load\nimport pandas"),
+        ("leaderboard/report.py", "from harness.results import stats\nfrom problems.common import load\nimport pandas"),
     ],
 )
 def test_a_right_import_passes(path, line):

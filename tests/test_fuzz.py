@@ -132,7 +132,7 @@ class Fuzz:
             self._profile(made, judged)
         assert not fake_runner.BROKE
         *hostile, honest = judged
-        assert honest.verdict == "PASSED" and honest.figure, reasons(honest)
+        assert honest.verdict == "PASSED" and honest.metric, reasons(honest)
         for script, one in zip(made, hostile, strict=True):
             self._check(script, one)
         self._record(recorder, judged, held)

@@ -69,7 +69,7 @@ def test_a_slot_is_one_memory_for_two_processes():
     buffer.memory["device"].zero_()
     buffer.memory["host"].zero_()
     code = (
-        "import socket, sys, torch\nfrom harness import buffers, wire\n"
+        "import socket, sys, torch\nfrom harness.runner import buffers, wire\n"
         "sock = socket.socket(fileno=int(sys.argv[1]))\nmessage, fds = wire.receive(sock)\n"
         "mapped = buffers.MappedSlot(message, fds)\n"
         "mapped.memory['device'][100:104] = 7\nmapped.memory['host'][200] = 9\ntorch.cuda.synchronize()\n"

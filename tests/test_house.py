@@ -57,7 +57,7 @@ def test_without_a_gpu_cpu_torch_is_installed_at_its_exact_pin():
     assert plan.pins == PINS
 
 
-def test_peers_are_for_machines_with_a_gpu():
+def test_baselines_are_for_machines_with_a_gpu():
     baselines = {"humming-kernels", "tokenspeed-flashmla"}
     assert baselines <= set(names(GPU_NEEDS)) and not baselines & set(names(CPU_NEEDS))
 

@@ -134,7 +134,8 @@ def test_the_newest_that_nobody_holds_is_resumed():
 
 def test_the_lock_ends_with_its_process():
     script = (
-        "import sys\nfrom pathlib import Path\nfrom harness import record\nfrom harness.judge.journal import Journal\n"
+        "import sys\nfrom pathlib import Path\nfrom harness.results import record\n"
+        "from harness.judge.journal import Journal\n"
         f"record.RESULTS = Path(sys.argv[1])\nheld = Journal.create('box', 'p', {{'run_id': {RUN_IDS[0]!r}}})\n"
         "print('ready', flush=True)\nsys.stdin.read()\n"
     )

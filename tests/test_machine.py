@@ -172,7 +172,7 @@ def test_nowhere_for_temporary_files(monkeypatch, tmp_path, folder, capsys):
 
 
 FULL = """import errno, runpy, sys
-from harness import record
+from harness.results import record
 real, count = record.add_line, 0
 def add(file, line):
     global count

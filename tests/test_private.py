@@ -337,10 +337,11 @@ def test_what_it_wrote_is_counted(box):
 SCRIPT = """
 import os, sys, time
 sys.path[:0] = [{root!r}]
-from harness import private, problem
-from harness.process import Child
-gemv = problem.find("nvfp4_gemv")
-box = private.Private.make(gemv.variant("cpu_portable").file, gemv)
+from harness.problem import folders
+from harness.sandbox import workdir
+from harness.sandbox.process import Child
+gemv = folders.find("nvfp4_gemv")
+box = workdir.Workdir.make(gemv.variant("cpu_portable").file, gemv)
 child = Child("harness.runner.runner", jail=box.jail)
 print(box._place, child.pid, flush=True)
 {then}

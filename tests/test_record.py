@@ -24,7 +24,7 @@ BROKEN = {
     "long": '{"a": "' + "x" * record.LINE_BYTES + '"}', "null": "null", "NUL": "\0\0\0",
 }  # fmt: skip
 WRONG = {
-    "schema": [0, 2, "1", None, True, [], {}], "run_id": [1, "", None], "kind": ["trial", None, ["test"]],
+    "schema": [0, 3, "1", None, True, [], {}], "run_id": [1, "", None], "kind": ["trial", None, ["test"]],
     "problem": ["../../etc", "a/b", "..", ".hidden", "x" * 300, None, "a\0b"], "target": ["../x", None, 9],
     "variant": [None, {}, "a/b"], "status": ["FINE", None, 0], "case": [[], "m=1", 5],
     "time": ["yesterday", None, 5, "2026-13-01T00:00:00Z", "0001-01-01T00:00:00Z", "2026-W01-1"],
@@ -208,7 +208,7 @@ def test_a_full_and_a_read_only_file_system(results):
     script = f"""
 import subprocess, sys
 from pathlib import Path
-from harness import record
+from harness.results import record
 from tests.fixtures.records import full
 record.RESULTS = Path({str(results)!r})
 def mount(options):

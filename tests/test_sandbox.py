@@ -726,7 +726,7 @@ PARENT = """
 import os, sys, time
 sys.path[:0] = [{root!r}]
 from pathlib import Path
-from harness import process
+from harness.sandbox import process
 from tests.test_sandbox import DAEMON, answer, jail_in
 child = process.Child("jailed", jail=jail_in(Path({place!r})))
 print(answer(child, DAEMON), child.pid, child._process.pid, flush=True)
@@ -896,7 +896,7 @@ def test_a_hardened_process_is_closed_to_its_own_user(tmp_path):
     shutil.copy(ROOT / "harness" / "confine.py", tmp_path / "holder" / "code" / "harness")
     attempt = f"answer = len(open('/proc/{holder.pid}/environ', 'rb').read())"
     assert answer(reader, attempt) > 0
-    answer(holder, "from harness import confine; confine.prctl('dumpable', 0)")
+    answer(holder, "from harness.sandbox import confine; confine.prctl('dumpable', 0)")
     reply = ask(reader, attempt)
     reader.close()
     holder.close()
@@ -904,7 +904,10 @@ def test_a_hardened_process_is_closed_to_its_own_user(tmp_path):
 
 
 def test_harden_is_that():
-    code = "import ctypes; from harness import process; process.harden(); print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    code = (
+        "import ctypes; from harness.sandbox import process; process.harden(); "
+        "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "0\n"
 

@@ -63,13 +63,13 @@ def test_line(name: str, case: Case, outcome: Outcome) -> None:
 def times(judged: list[Result]) -> None:
     """One line per variant and case: time, interval, rate, share of the measured roofline, error."""
     table = Table(
-        title="Times, us (median of the calls, 95 % interval; measured roofline: the best plain read of the same bytes "
-        "or, where that takes longer, a matrix product of as many operations)"
+        title="Times, us (median, 95 % interval; roofline: the best plain read of the same bytes or, where that takes "
+        "longer, a matrix product of as many operations)"
     )
     own, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
     table.add_column("variant", no_wrap=True)
     table.add_column("case", overflow="fold")  # gives way: figures are not to be cut
-    for column in ("time", "interval", "GB/s", "roofline", "% of roofline", "host", "setup", "error", "tolerance"):
+    for column in ("time", "interval", "GB/s", "roofline", "% of\nroofline", "host", "setup", "error", "tolerance"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
     for j in sorted(judged, key=_order):
@@ -103,7 +103,7 @@ def readings(judged: list[Result]) -> None:
         of = t.readings
         read = f"{of.bytes / of.roofline_us / 1e3:.0f} GB/s, " if of.roofline_kind == "read" else ""
         say(
-            f"{text.line(t.case):<28} measured roofline {of.roofline_us:.2f} us ({read}{of.roofline_config})   "
+            f"{text.line(t.case):<28} roofline {of.roofline_us:.2f} us ({read}{of.roofline_config})   "
             f"empty call {of.empty_us:.2f} us"
         )
 

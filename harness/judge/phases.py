@@ -34,7 +34,7 @@ PAIRED_TOGETHER = {"cuda": 8, "cpu": 1}
 PREPARED_BYTES = 32 * 2**30
 SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
 PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
-SLOTS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
+BUFFERS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
 # Calls that compile, show the enqueue time and touch every buffer once; checked like all others.
 WARMUPS = {"cuda": 3, "cpu": 1}
 # Unscored calls of a case in one process, at random places, with a look at the driver's records. On a CPU every call is
@@ -68,7 +68,9 @@ def plan(device: str, paired: bool = False) -> Plan:
         (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     )  # fmt: skip
     extra = EXTRA_ROUNDS[device] * samples[device]
-    return Plan(count[device], samples[device], WARMUPS[device], SLOTS[device], AUDITS[device], together[device], extra)
+    return Plan(
+        count[device], samples[device], WARMUPS[device], BUFFERS[device], AUDITS[device], together[device], extra
+    )  # fmt: skip
 
 
 def run_tests(

@@ -5,21 +5,22 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import torch
 
+from harness.results import gpu
+
 
 @functools.cache
 def describe() -> dict[str, str | None]:
     """gpu, cpu, driver, cuda, torch, python, platform, cutlass_dsl; None where there is none."""
-    gpu = _smi("name")
+    used = gpu.current()
     return {
-        "gpu": gpu,
+        "gpu": used and used.name,
         "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
-        "driver": _smi("driver_version"),
+        "driver": used and used.driver,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -47,12 +48,11 @@ def machine(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name).strip("-")
 
 
-@functools.cache
 def gpu_uuid() -> str:
-    """The GPU's own name, the same in every process and container. RuntimeError: there is no GPU."""
-    if (uuid := _smi("uuid")) is None:
-        raise RuntimeError("nvidia-smi names no GPU")
-    return uuid
+    """Return the UUID of the GPU in use, the same in every process and container. RuntimeError: there is no GPU."""
+    if (used := gpu.current()) is None:
+        raise RuntimeError("nvidia-smi names no GPU that is visible here")
+    return used.uuid
 
 
 def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
@@ -63,13 +63,13 @@ def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
         return None, None
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid())
         mhz = {
             "sm": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
             "mem": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
         }
         mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, RuntimeError):
         return None, None
     prefix = "nvmlClocksThrottleReason"
     names = [n.removeprefix(prefix) for n in dir(pynvml) if n.startswith(prefix) and n not in (f"{prefix}None",)]
@@ -91,15 +91,6 @@ def commit() -> tuple[str | None, bool | None]:
     except (OSError, subprocess.CalledProcessError):
         return None, None
     return head.stdout.strip(), bool(status.stdout.strip())
-
-
-@functools.cache
-def _smi(field: str) -> str | None:
-    if not shutil.which("nvidia-smi"):
-        return None
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip() or None if result.returncode == 0 else None
 
 
 @functools.cache

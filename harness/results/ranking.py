@@ -1,4 +1,4 @@
-"""Which run a board compares, by what figure, and who leads: one rule for the board and for the judge.
+"""Which run a board compares, by what metric, and who leads: one rule for the board and for the judge.
 
 Pure: works on records, newest run last or not, and reads nothing. A board is one problem and target on one machine.
 
@@ -23,7 +23,7 @@ from harness.results import stats
 
 @dataclass(frozen=True)
 class Leader:
-    """Who is, or was, first. value, lo, hi: the board's figure with its 95 % interval, in us, from run `run_id`.
+    """Who is, or was, first. value, lo, hi: the board's metric with its 95 % interval, in us, from run `run_id`.
 
     over, ratio: of one that took the lead by its confirmation, from whom, and (ratio of times, lo, hi), all below 1,
     with the 99 % interval by which it is called faster.
@@ -59,18 +59,18 @@ def is_repeat(variant: str) -> bool:
 
 
 def name(ranking_by: str) -> str:
-    """What a problem's figure is called. GPU MODE's `last` ranks by one case, of which any mean is its time."""
+    """What a problem's metric is called. GPU MODE's `last` ranks by one case, of which any mean is its time."""
     return "mean" if ranking_by == "mean" else "geomean"
 
 
 def metric(ranking_by: str, medians: Sequence[float]) -> float:
-    """The figure over the medians of all cases, in us. ValueError as stats.geomean says."""
+    """The metric over the medians of all cases, in us. ValueError as stats.geomean says."""
     geomean = stats.geomean(medians)  # also looks at every value
     return sum(medians) / len(medians) if name(ranking_by) == "mean" else geomean
 
 
 def interval(ranking_by: str, cases: Sequence[stats.Groups]) -> tuple[float, float]:
-    """The figure's 95 % interval. cases: of each case the samples by process. ValueError as stats says."""
+    """The metric's 95 % interval. cases: of each case the samples by process. ValueError as stats says."""
     return (stats.mean_interval if name(ranking_by) == "mean" else stats.geomean_interval)(cases)
 
 
@@ -135,7 +135,7 @@ def attempt(records: Iterable[dict], variant: str) -> int:
 def _standing(
     records: list[dict], variant: str, run_id: str | None, wanted: Sequence[str], ranking_by: str
 ) -> Leader | None:
-    """The figure of a variant in a run; None for a baseline, or where a case is missing, failed or no time."""
+    """The metric of a variant in a run; None for a baseline, or where a case is missing, failed or no time."""
     cases = {case_label(r["case"]): r for r in timed(records) if (r["variant"], r["run_id"]) == (variant, run_id)}
     if any(r.get("baseline") or r["status"] != "PASSED" for r in cases.values()) or not set(wanted) <= set(cases):
         return None

@@ -139,7 +139,7 @@ class Runner:
         return {"claims": forms, "switches": self.switches.restore()}
 
     def _timed_call(self, message: dict, buffer: MappedBuffer) -> dict:
-        """A call on a GPU between two events; `audit`: with a look at which queues its work ran on."""
+        """A call on a GPU between two events; `audit`: with a look at which streams its work ran on."""
         key = bytes.fromhex(message["key"]) if message["key"] else None
         data = self._data(buffer)
         outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
@@ -231,7 +231,7 @@ class Runner:
     def _timed(
         self, run: Callable[[], object], capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
     ) -> dict:
-        """The clock's reading, and of an audited call on a GPU the queues that its work ran on."""
+        """The clock's reading, and of an audited call on a GPU the streams that its work ran on."""
         if not audit or self.device != "cuda":
             return vars(self.clock.time(run, capture, delivery))
         with streams.Watch() as watch:

@@ -1,0 +1,86 @@
+"""Which GPU a run uses: one of those that CUDA_VISIBLE_DEVICES leaves, known by its UUID.
+
+Numbers count as CUDA counts them in a process: the first device that CUDA_VISIBLE_DEVICES names is number 0. A number
+in that variable is nvidia-smi's (the order of the PCI bus). `select` leaves one device visible, by UUID, to this
+process and to every process that it starts, so that number 0 is the same device everywhere.
+"""
+
+import csv
+import functools
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+LIMIT_S = 30
+_FIELDS = ("index", "uuid", "name", "driver_version", "compute_cap")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi describes it. capability: its compute capability, such as "9.0"."""
+
+    index: int
+    uuid: str
+    name: str
+    driver: str
+    capability: str
+
+
+@functools.cache
+def present() -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine in nvidia-smi's order; () without a driver."""
+    if not shutil.which("nvidia-smi"):
+        return ()
+    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return ()
+    return parse(result.stdout) if result.returncode == 0 else ()
+
+
+def parse(text: str) -> tuple[Gpu, ...]:
+    """Return the GPUs of nvidia-smi's table of `_FIELDS`, without its header."""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines(), skipinitialspace=True)]
+    return tuple(Gpu(int(row[0]), *row[1:]) for row in rows if len(row) == len(_FIELDS) and row[0].isdigit())
+
+
+def visible() -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA sees, in its order.
+
+    As CUDA does it, a word that names no GPU, or one again, hides itself and all that follow it.
+    """
+    said = os.environ.get(VARIABLE)
+    if said is None:
+        return present()
+    found: list[Gpu] = []
+    for word in map(str.strip, said.split(",")):
+        named = [
+            gpu for gpu in present() if word == str(gpu.index) or (word[:4] == "GPU-" and gpu.uuid.startswith(word))
+        ]
+        if len(named) != 1 or named[0] in found:
+            break
+        found += named
+    return tuple(found)
+
+
+def current() -> Gpu | None:
+    """Return the GPU that CUDA calls device 0, None where it sees none."""
+    return next(iter(visible()), None)
+
+
+def select(number: int = 0) -> Gpu:
+    """Leave only GPU `number` of the visible ones to this process and its children, and return it.
+
+    To be called before CUDA is used. LookupError: there is no such GPU; the message says which there are.
+    """
+    found = visible()
+    if number >= len(found):
+        names = "; ".join(f"cuda:{i} is {gpu.name} ({gpu.uuid})" for i, gpu in enumerate(found)) or "there is none"
+        hidden = len(present()) - len(found)
+        rest = f" ({VARIABLE}={os.environ.get(VARIABLE)} hides {hidden})" if hidden else ""
+        raise LookupError(f"no GPU cuda:{number}: {names}{rest}")
+    os.environ[VARIABLE] = found[number].uuid
+    return found[number]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checker.checker import WORD, Checker, same
+from harness.checker.checker import Checker
+from harness.checker.memory import WORD, same
 from harness.judge import phases
 from harness.judge.handle import ProblemError, RunnerHandle
 from harness.judge.outcome import Outcome

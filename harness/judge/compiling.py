@@ -1,7 +1,7 @@
-"""The compile step of a submission: a process of its own, whose caches are kept for the runners of the same closure.
+"""The compile step of a submission: a separate process, whose caches are kept for the runners of the same closure.
 
-It is hostile code like a runner, in the same jail and with a budget of its own, and it sees no contents but those of
-public seeds. What a runner writes is never kept.
+It is hostile code like a runner, in the same jail and with a separate budget, and it sees only contents of public
+seeds. What a runner writes is never kept.
 """
 
 import ast
@@ -32,7 +32,7 @@ def kind(file: Path, folder: Path | None = None) -> str:
 
 
 def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str, RunnerHandle, RunnerHandle]]:
-    """(kind, submission, the submission of its compile step) for those that have none behind them."""
+    """Return (kind, handle, the handle of its compile step) for those that had no compile step yet."""
     found = []
     for handle in handles:
         if handle.built or handle.submission is None:

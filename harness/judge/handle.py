@@ -155,11 +155,9 @@ class RunnerProcess:
     host_base: int | None = None  # bytes of host memory and files before weights that count came; None: not counted
     device_grown: int = 0  # bytes of device memory that its own requests took since
 
-    def ask(
-        self, wanted: type[replies.Wanted], message: dict, limit_s: float, fds: tuple[int, ...] = ()
-    ) -> replies.Wanted:
+    def ask(self, wanted: type[replies.Wanted], message: dict, limit_s: float) -> replies.Wanted:
         """Return the reply to a request. Died: there was none, or none of this form; Reported: an exception came."""
-        self.child.send(message, fds)
+        self.child.send(message)
         return self.receive(wanted, limit_s)
 
     def receive(self, wanted: type[replies.Wanted], limit_s: float) -> replies.Wanted:

@@ -1,7 +1,7 @@
-"""The two phases of a judgement: every test case once, then fixed numbers of timed calls on the benchmark cases.
+"""The two phases of a judgement: one call on every test case, then fixed numbers of timed calls on benchmark cases.
 
-All submissions get equal contents, one after the other in a random order, so what drifts falls on all of them. Each
-timed call is checked; its seed is drawn after the call before it was closed.
+All submissions get equal contents, one after the other in a random order, so that drift falls on all of them. Each
+timed call is checked. Its seed is drawn after the call before it was closed.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Plan:
 
 
 def plan(device: str, paired: bool = False) -> Plan:
-    """What a run on `device` does; nothing that a submission does changes it."""
+    """Return what a run on `device` does. Nothing that a submission does changes it."""
     count, together, samples = (
         (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     )  # fmt: skip
@@ -177,8 +177,8 @@ class Benchmark:
         self.watched = {handle.name: random.randrange(count) for handle in self.handles}
 
     def parts(self) -> tuple[list[list[RunnerHandle]], int]:
-        """Submissions that are alive at once, in parts, and how many processes of each. One part, but where so many
-        prepared weights leave no room; those of a pair take turns in any case.
+        """Return the submissions in parts that are alive at once, and how many processes of each. There is one part,
+        unless the prepared weights of all have no room; those of a pair take turns in any case.
         """
         largest = max((case.weight_bytes for case in self.cases), default=0)
         room = PREPARED_BYTES // largest if largest else self.how.together * len(self.handles)
@@ -187,7 +187,7 @@ class Benchmark:
         return parts, max(1, min(self.how.together, room // size))
 
     def process_group(self, processes: range, part: int, handles: list[RunnerHandle]) -> None:
-        """Some processes of each of these, which live at the same time and take turns."""
+        """Time some processes of each of these, which live at the same time and take turns."""
         todo = [p for p in processes if any(self.have.group(p, n, part) is None for n in range(len(self.cases)))]
         self.session.build(*handles)
         living = {p: [handle.replica(p) for handle in handles] for p in todo}
@@ -209,7 +209,7 @@ class Benchmark:
         self.session.stop(self.judge, *everybody)
 
     def _take(self, known: Group) -> None:
-        """A group that an interrupted run had finished."""
+        """Take over a group that an interrupted run had finished."""
         for name, outcomes in known.outcomes.items():
             timing = self.timings[name][known.case]
             timing.outcomes[known.process] += [o for o in outcomes if o.status == "PASSED"]
@@ -218,6 +218,7 @@ class Benchmark:
         self.readings[known.case].state = known.state
 
     def _group(self, process: int, part: int, number: int, handles: list[RunnerHandle]) -> _Group:
+        """Return an empty group, with the places of the audited calls that are due in it."""
         names = [_name(handle) for handle in handles]
         audits = {
             name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
@@ -227,7 +228,7 @@ class Benchmark:
         return _Group(process, part, handles, {n: [] for n in names if not self.timings[n][number].failure}, audits)
 
     def _case(self, number: int, groups: list[_Group], rated: bool) -> None:
-        """The calls of one case in the processes that are alive. rated: these have timed the matrix product."""
+        """Make the calls of one case in the processes that are alive. rated: these have timed the matrix product."""
         session, case, device = self.session, self.cases[number], self.session.device
         of_weights = [session.weights(case)]
         for sample in range(-self.how.warmups, self.how.samples + self.how.extra):
@@ -265,20 +266,20 @@ class Benchmark:
                 self.done(group.process, number, group.outcomes, group.own, group.seeds, found.state, group.part)
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
-        """Names of the submissions that have too few calls yet."""
+        """Return the names of the submissions that have too few calls yet."""
         timings = {_name(handle): self.timings[_name(handle)][number] for handle in group.handles}
         return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
 
     def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
-        """On a CPU, a round that is not scored: a process whose memory is measured, or which prepares weights, runs
-        before its call, and could do work for it there.
+        """On a CPU, make a round that is not scored: a process whose memory is measured, or which prepares weights,
+        runs before its call, and could do work for it there.
         """
         for group in groups if self.session.device == "cpu" else ():
             self._round(number, group, 0, False, measure)
 
     def _round(self, number: int, group: _Group, sample: int, scored: bool, measure: bool) -> None:
-        """One call of each submission on the same new contents; of a pair both count or none. measure: what it leaves
-        behind in memory counts.
+        """Make one call of each submission on the same new contents; of a pair both count or none. measure: what it
+        leaves behind in memory counts.
         """
         group.seeds.append(self.session.content(self.cases[number]))
         lacking = self._lacking(number, group)
@@ -348,7 +349,7 @@ class Benchmark:
         return outcome
 
     def _own_calls(self, group: _Group, sample: int) -> None:
-        """The judge's own, beside one process of the submissions: the readers, and on a GPU the empty call."""
+        """Make the judge's own calls beside a process of each submission: the readers, on a GPU also the empty one."""
         for what in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
             outcome = self._own_call(group, what, sample)
             if sample >= 0 and self.session.device == "cuda":
@@ -356,6 +357,7 @@ class Benchmark:
                 group.own.setdefault(key, []).append(us)
 
     def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
+        """Make one of the judge's own calls. RuntimeError if it fails."""
         outcome = self.session.call(self.judge, CallRequest(self.how.buffers, what, self.reads, stay=True))
         if outcome.status != "PASSED":
             raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
@@ -365,8 +367,8 @@ class Benchmark:
         return outcome
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
-        """Where weights are prepared, what a process keeps is counted from a point where its code is loaded: one call
-        on the first test case. Its outcome is not judged here; run_tests did that.
+        """Call each process once on the first test case where weights are prepared: what it keeps is counted from then
+        on, when its code is loaded. The outcome is not judged here; run_tests did that.
         """
         tests = self.session.problem.tests
         if not tests or self.session.weights(tests[0]) is None:

@@ -126,8 +126,9 @@ def _take_off_cost(found: CaseReadings, timings: list[Timing], reads: list[str])
 
 
 def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
-    """What no call can undercut, in us: bytes or flops at the datasheet's rate, or the empty call; of that, 95 %. 0 for
-    a device without a datasheet here: a rate that was measured is no bound, and the judge's clock runs outside.
+    """Return what no call can undercut, in us: 95 % of the bytes or flops at the datasheet's rate, or of the empty
+    call. Return 0 for a device without a datasheet here: a rate that was measured is no bound, and the judge's clock
+    runs outside.
     """
     known = next((rates for name, rates in DATASHEET.items() if gpu and name in gpu), None)
     if known is None:
@@ -137,7 +138,7 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
 
 
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
-    """Pairs of times on equal contents, by process."""
+    """Return pairs of times on equal contents, by process."""
     return [
         [(a.us, b.us) for a, b in zip(mine, theirs, strict=True)]
         for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
@@ -145,8 +146,8 @@ def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
 
 
 def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome | None:
-    """Whether the parent's own clock contradicts the claimed times: on it an empty call takes `empty_us`, and the
-    judge's own readers are ready after `ready_us`.
+    """Return the fault of claimed times that the parent's own clock contradicts: on it an empty call takes `empty_us`,
+    and the judge's own readers are ready after `ready_us`.
     """
     calls = [o for group in timing.outcomes for o in group]
     if not calls:

@@ -35,7 +35,7 @@ RIGHT = {
     replies.Seen: {"records": 3, "elsewhere": {"7": ["add"]}},
     replies.Timed: {
         "us": 1.5, "host_us": 2.5, "host_bound": False, "setup_us": 3.5, "claims": [CLAIM],
-        "streams": {"records": 3, "elsewhere": {"7": ["add"]}},
+        "activity": {"records": 3, "elsewhere": {"7": ["add"]}},
     },
     replies.Kernel: KERNEL,
     replies.Artefact: {"bytes": 5, "kernels": [KERNEL]},
@@ -44,9 +44,9 @@ RIGHT = {
     replies.Sealed: {"replaced": ["time.sleep"], "switches": []},
 }  # fmt: skip
 KINDS = sorted(RIGHT, key=lambda kind: kind.__name__)
-OPTIONAL = {"clock", "setup_us", "streams"}  # may be null
+OPTIONAL = {"clock", "setup_us", "activity"}  # may be null
 # May be missing, in one kind at least.
-DEFAULTED = {"dtype", "shape", "stride", "device", "same", "setup_us", "claims", "streams"}
+DEFAULTED = {"dtype", "shape", "stride", "device", "same", "setup_us", "claims", "activity"}
 MAPPINGS = {"elsewhere"}  # objects whose keys are data
 NUMBERS = (-1, math.nan, math.inf, -math.inf, 2**63, 10**400, -(10**400))
 DEEP = json.loads("[" * 900 + "]" * 900)
@@ -218,7 +218,7 @@ FLOODS = {
     "further fields": (replies.Done, lambda: {str(i): 1 for i in range(400_000)}),
     "one long name": (replies.Done, lambda: {"x" * 4_000_000: 1}),
     "names": (replies.Sealed, lambda: {"replaced": list(range(700_000)), "switches": []}),
-    "streams": (replies.Seen, lambda: {"records": 1, "elsewhere": {str(i): 1 for i in range(300_000)}}),
+    "activity": (replies.Seen, lambda: {"records": 1, "elsewhere": {str(i): 1 for i in range(300_000)}}),
     "kernels": (replies.Compiled, lambda: {"artefacts": [{"bytes": 1, "kernels": [{}] * 4096}] * 256}),
     "kernels of wrong fields": (
         replies.Compiled, lambda: {"artefacts": [{"bytes": 1, "kernels": [{"name": 1, "x": 2}] * 4096}] * 60},

@@ -40,7 +40,7 @@ def jail_in(place: Path, **options: object) -> Jail:
     folders = [place / name for name in ("code", "home", "tmp", "cache")]
     for folder in folders:
         folder.mkdir(parents=True)
-    (folders[0] / "harness").mkdir()
+    (folders[0] / "harness" / "runner").mkdir(parents=True)
     for name in ("harness/__init__.py", "harness/runner/wire.py"):
         shutil.copy(ROOT / name, folders[0] / name)
     shutil.copy(Path(__file__).parent / "fixtures" / "jailed.py", folders[0])
@@ -594,7 +594,7 @@ def test_the_probe_says_what_a_shared_user_costs(monkeypatch):
 def other_user(python: str) -> list[str]:
     if os.geteuid() != 0 or not os.access(python, os.X_OK):
         pytest.skip("needs root and a system-wide Python")
-    command = [python, "-m", "harness.sandbox.policy"]
+    command = [python, "-m", "harness.sandbox"]
     result = subprocess.run([*command, "--probe"], cwd=ROOT, capture_output=True, text=True, env=PLAIN_PATH)
     if result.returncode or not json.loads(result.stdout)["uid"].startswith("on"):
         pytest.skip(f"no user of its own here: {result.stdout}{result.stderr}")
@@ -893,7 +893,9 @@ def test_a_hardened_process_is_closed_to_its_own_user(tmp_path):
     """Two processes with equal rights and no other fence between them: one reads the other until that hardens."""
     options = {"without": frozenset({"landlock", "seccomp"})}
     reader, holder = (Child("jailed", jail=jail_in(tmp_path / name, **options)) for name in ("reader", "holder"))
-    shutil.copy(ROOT / "harness" / "confine.py", tmp_path / "holder" / "code" / "harness")
+    confine = tmp_path / "holder" / "code" / "harness" / "sandbox"
+    confine.mkdir()
+    shutil.copy(ROOT / "harness" / "sandbox" / "confine.py", confine)
     attempt = f"answer = len(open('/proc/{holder.pid}/environ', 'rb').read())"
     assert answer(reader, attempt) > 0
     answer(holder, "from harness.sandbox import confine; confine.prctl('dumpable', 0)")
@@ -994,7 +996,7 @@ def test_what_an_old_landlock_lets_through_is_filtered():
 def test_the_guard_and_the_jail_start_without_a_heavy_import():
     """They run once for every child; torch would take seconds, and json a third of a reaper's time."""
     code = (
-        "import sys; sys.path.append('harness'); import reaper, confine; "
+        "import sys; sys.path.append('harness/sandbox'); import reaper, confine; "
         "print(sorted({'json', 'subprocess', 're', 'enum', 'torch', 'dataclasses'} & set(sys.modules)))"
     )
     command = [sys.executable, "-I", "-S", "-c", code]

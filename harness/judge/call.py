@@ -140,4 +140,4 @@ def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
     reply = admitted(replies.read(replies.Timed, said))
     times = outcome.of_gpu(reply, ready_us, outside_us - process.spin_us, handle.baseline)
     process.spin_us = max(min(2 * reply.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, SPIN_DECAY * process.spin_us)
-    return Findings(times, reply.claims, reply.streams)
+    return Findings(times, reply.claims, reply.activity)

@@ -63,12 +63,12 @@ class Findings:
     """What is known of a call that returned, source by source. None: the source found no fault, or was not asked.
 
     times: a passed Outcome that holds the times. claims: what the runner says of the tensors that came back; None if it
-    was not asked. streams: the driver's records of an audited call.
+    was not asked. activity: the driver's records of an audited call.
     """
 
     times: Outcome
     claims: list[replies.Claim] | None = None
-    streams: replies.Seen | None = None
+    activity: replies.Seen | None = None
     after_done: Outcome | None = None  # outputs that were written, or processes that lived on, after "done"
     checked: Outcome | None = None  # the checker's verdict on inputs, outputs and claims
     tampering: Outcome | None = None  # what was replaced in the runner's process, or how it was lost when it was asked
@@ -139,10 +139,10 @@ def records_missing() -> Outcome:
     )
 
 
-def ran_elsewhere(streams: replies.Seen | None) -> Outcome | None:
+def ran_elsewhere(activity: replies.Seen | None) -> Outcome | None:
     """Return the fault of an audited call whose work ran on other streams than the default one."""
-    if streams is None or not streams.elsewhere:
+    if activity is None or not activity.elsewhere:
         return None
-    named = (f"queue {stream}: {', '.join(names)}" for stream, names in streams.elsewhere.items())
+    named = (f"queue {stream}: {', '.join(names)}" for stream, names in activity.elsewhere.items())
     said = text.line("; ".join(named), NAMES)
     return Outcome("RULE_BROKEN", f"work ran on another queue than the default one: {said}")

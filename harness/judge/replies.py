@@ -140,7 +140,7 @@ class Timed(Reply):
     host_bound: bool
     setup_us: Time | None = None
     claims: Claims = []
-    streams: Seen | None = None
+    activity: Seen | None = None
 
 
 class Kernel(Reply):

@@ -139,14 +139,14 @@ class Session:
             return self._break(handle, failure) if first else handle.lose(failure)
         found.times.bytes = plan.content.bytes
         if handle.submission is None:
-            handle.audit.records += found.streams.records if found.streams else 0
+            handle.audit.records += found.activity.records if found.activity else 0
             return outcome.decide(found)
         # Each source is asked only where those before it found nothing: a lost or false call leaves nothing to look at.
         if outcome.decide(found).status == "PASSED":
             found.checked = self._checked(handle, plan, found)
         found.tampering = handle.tampering()
         if self.device == "cuda" and request.audit and outcome.decide(found).status == "PASSED":
-            found.audit = self._audit(handle, found.streams)
+            found.audit = self._audit(handle, found.activity)
         if before and outcome.decide(found).status == "PASSED":
             found.memory = prepared.kept(handle, before)
         return outcome.decide(found)
@@ -247,15 +247,15 @@ class Session:
         )
         return Outcome(verdict["status"], verdict["reason"], verdict["error"])
 
-    def _audit(self, handle: RunnerHandle, streams: replies.Seen | None) -> Outcome | None:
+    def _audit(self, handle: RunnerHandle, activity: replies.Seen | None) -> Outcome | None:
         """Return the fault of an audited call on a GPU: what ran on another stream, or which processes live on."""
         handle.audit.calls += 1
-        records = streams.records if streams else 0
+        records = activity.records if activity else 0
         handle.audit.records += records
         if not handle.baseline:
             if not records and self._records_are_given():
                 return outcome.records_missing()
-            if fault := outcome.ran_elsewhere(streams):
+            if fault := outcome.ran_elsewhere(activity):
                 return fault
         return handle.look()
 

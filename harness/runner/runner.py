@@ -242,7 +242,7 @@ class Runner:
             return vars(self.clock.time(run, capture, delivery))
         with streams.Watch() as watch:
             sample = self.clock.time(run, capture, delivery)
-        return {**vars(sample), "streams": watch.seen()}
+        return {**vars(sample), "activity": watch.seen()}
 
     def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
         """One of the judge's own calls on a GPU."""

@@ -133,9 +133,9 @@ def probe() -> dict[str, str]:
     }
     if offered()["uid"] and not offered()["seccomp"]:
         found["uid"] += "; pinning of other threads is refused"
-    found |= {"no_new_privs": "on", "dumpable": "on (off for the judge: nobody reads its memory)", "guard": "on"}
+    found |= {"no_new_privs": "on", "dumpable": "on (off for the judge: nobody reads its memory)", "reaper": "on"}
     if found["scope"] != "on" and not found["uid"].startswith("on"):
-        found["guard"] = "on, but a runner of the judge's user can signal what it finds, the guard and parent aside"
+        found["reaper"] = "on, but a runner of the judge's user can signal what it finds, the reaper and parent aside"
     found["python_path"] = os.pathsep.join(python_path())
     found["library_path"] = os.pathsep.join(library_path())
     return found

@@ -273,7 +273,7 @@ class Session:
 
     def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:
         """Say once of a submission that global settings of torch, which it had changed, were put back."""
-        name = handle.submission.name if handle.submission else handle.name
+        name = handle.owner
         if changed and name not in self._switched:
             self._switched.add(name)
             self.notes.append(f"{name} changed torch's {'; '.join(changed[:SWITCHES_SHOWN])}: put back")
@@ -282,5 +282,5 @@ class Session:
     def _break(self, handle: RunnerHandle, failure: Outcome) -> Outcome:
         """End a submission's process, and start no other in this run. Return `failure`."""
         handle.broken = Outcome(failure.status, f"not run again: {failure.reason}")
-        self._breaks[handle.submission.name if handle.submission else handle.name] = handle.broken
+        self._breaks[handle.owner] = handle.broken
         return handle.lose(failure)

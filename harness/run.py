@@ -2,12 +2,10 @@
 
 import argparse
 import contextlib
-import dataclasses
-import importlib.util
+import functools
 import json
 import math
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -15,12 +13,13 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from harness.judge import console, device_lock, journal, machine, plan, verdict  # noqa: E402
+from harness.judge.handle import ProblemError  # noqa: E402
 from harness.judge.journal import Journal  # noqa: E402
 from harness.judge.judging import Judging  # noqa: E402
-from harness.judge.session import ProblemError  # noqa: E402
+from harness.judge.selection import Selection  # noqa: E402
 from harness.judge.verdict import Recorder, Result  # noqa: E402
-from harness.problem import folders, scan  # noqa: E402
-from harness.problem.folders import Case, Problem, Submission, UsageError, reading  # noqa: E402
+from harness.problem import folders  # noqa: E402
+from harness.problem.folders import Problem, Submission, UsageError, reading  # noqa: E402
 from harness.results import environment, gpu, output, ranking, record, text  # noqa: E402
 from harness.sandbox import process  # noqa: E402
 from harness.tools import endtoend, modes  # noqa: E402
@@ -88,13 +87,78 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Run:
-    """One invocation. further: arguments that are not harness/run.py's own."""
+    """One invocation. further: arguments that are not harness/run.py's own.
+
+    What follows from the arguments is found when it is first asked for, and raises UsageError where they are wrong.
+    """
 
     def __init__(self, arguments: argparse.Namespace, further: list[str]) -> None:
         self.args, self.further = arguments, further
         self.lines: list[dict] = []
         self.journal: Journal | None = None
         self.opponents: list[Result] = []  # leaders that took part in a confirmation alone
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The problem that is named. UsageError: there is none, or its folder is not as it must be."""
+        name = self.args.problem
+        with reading(name):
+            found = folders.find(name)
+            for case in (*found.tests, *(case for cases in found.benchmarks.values() for case in cases)):
+                try:
+                    json.dumps(case.params, allow_nan=False)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
+        if not record.can_name(found.name):
+            raise UsageError(f"a problem's folder must have a plain name, got {found.name!r}: rename it")
+        return found
+
+    @functools.cached_property
+    def device(self) -> str:
+        """The kind of device. Of GPUs, the one that is named becomes the only visible one."""
+        wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
+        if wanted == "cpu":
+            return "cpu"
+        if not (named := re.fullmatch(r"cuda(?::([0-9]{1,3}))?", wanted)):
+            raise UsageError(f"--device must be cpu, cuda or cuda:N, got {wanted!r}")
+        if not gpu.present():
+            raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
+        try:
+            gpu.select(int(named[1] or 0))
+        except LookupError as error:
+            raise UsageError(f"--device {wanted}: {error}") from None
+        return "cuda"
+
+    @functools.cached_property
+    def machine(self) -> str:
+        """The machine's name in the records."""
+        return environment.machine(self.device)
+
+    @functools.cached_property
+    def target(self) -> str:
+        """The GPU's architecture, or "cpu". UsageError: a GPU of another one."""
+        if self.device == "cpu":
+            return "cpu"
+        capability = gpu.current().capability
+        major = capability.partition(".")[0]
+        if not major.isdigit() or int(major) not in load.TARGETS:
+            raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
+        return load.TARGETS[int(major)]
+
+    @functools.cached_property
+    def selection(self) -> Selection:
+        """What the arguments choose of the problem."""
+        return Selection(self.problem, self.args, self.device, self.target)
+
+    @functools.cached_property
+    def recorder(self) -> Recorder:
+        """What makes the records; its run id is the resumed run's, or new."""
+        return Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether this run appends to the records: a whole one in --mode leaderboard does."""
+        return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
 
     @property
     def resumable(self) -> bool:
@@ -113,14 +177,13 @@ class Run:
             if self.further:
                 raise UsageError(f"unrecognized arguments: {' '.join(self.further)}")
             return self._list()
-        self.problem = self._problem()
+        name = self.problem.name
         if args.timeout is not None and not 0 < args.timeout < math.inf:
             raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
         if args.seed is not None and not 0 <= args.seed < 2**63:
             raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
         self._see_json()
-        self.device = self._device()
-        self.machine = environment.machine(self.device)
+        machine = self.machine  # and with it the device: --lint and the check use it too
         own = {option for action in parser()._actions for option in action.option_strings}
         checked = endtoend.wanted(self.problem, args, self.further, own)
         if args.lint:
@@ -132,7 +195,7 @@ class Run:
             return completed
         with contextlib.ExitStack() as stack:
             if args.resume is not None:
-                self.journal = Journal.resume(self.machine, self.problem.name, args.resume or None)
+                self.journal = Journal.resume(machine, name, args.resume or None)
                 stack.callback(self.journal.close)
                 for complaint in self.journal.complaints:
                     console.say(f"warning: {complaint}")
@@ -153,17 +216,14 @@ class Run:
 
     def _run(self, stack: contextlib.ExitStack, checked: bool) -> int:
         args = self.args
-        self.target = self._target()
-        chosen = self._chosen()
+        chosen = self.selection.submissions()
         console.say(environment.block() + "\n")
         if checked and (code := self._check()):
             return code
         if args.mode == "profile" and not args.sanitize:
             return self._profile(chosen[0])
-        self.recorder = Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)
-        self.recorded = args.mode == "leaderboard" and not args.case and not args.sanitize
         judged = [self._judged(submission) for submission in chosen]
-        runnable = [j for j in judged if self._admit(j)]
+        runnable = [j for j in judged if self.selection.admit(j)]
         if args.sanitize:
             return self._sanitize([j for j in runnable if not j.submission.baseline])
         if self.recorded:
@@ -207,7 +267,7 @@ class Run:
 
     def _plan(self, judged: list[Result]) -> None:
         """Begin the journal, or see that what the resumed run depends on is unchanged."""
-        tests, benchmarks = self._tests(), list(self.problem.benchmarks[self.device])
+        tests, benchmarks = self.selection.tests(), list(self.problem.benchmarks[self.device])
         now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
         if self.journal is None:
             self.journal = Journal.create(self.machine, self.problem.name, now)
@@ -223,20 +283,6 @@ class Run:
         with self._held(timed=False):
             right = linter.run(self.problem, self.device, console.say)
         return 0 if right else verdict.EXIT_CODES["INCORRECT"]
-
-    def _problem(self) -> Problem:
-        """The problem that is named. UsageError: there is none, or its folder is not as it must be."""
-        name = self.args.problem
-        with reading(name):
-            found = folders.find(name)
-            for case in (*found.tests, *(case for cases in found.benchmarks.values() for case in cases)):
-                try:
-                    json.dumps(case.params, allow_nan=False)
-                except (TypeError, ValueError, RecursionError) as error:
-                    raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
-        if not record.can_name(found.name):
-            raise UsageError(f"a problem's folder must have a plain name, got {found.name!r}: rename it")
-        return found
 
     def _see_json(self) -> None:
         """UsageError if --json names what cannot be written: that is to be known before anything is judged."""
@@ -254,70 +300,9 @@ class Run:
                     about = load.summary(folders.find(name).folder / "task.py")
                 console.say(f"{name:<20} {text.line(about)}")
             return 0
-        for submission in self._problem().submissions():
+        for submission in self.problem.submissions():
             console.say(text.line(f"{submission.name:<24} {','.join(submission.targets):<12} {submission.summary}"))
         return 0
-
-    def _device(self) -> str:
-        wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
-        if wanted == "cpu":
-            return "cpu"
-        if not (named := re.fullmatch(r"cuda(?::([0-9]{1,3}))?", wanted)):
-            raise UsageError(f"--device must be cpu, cuda or cuda:N, got {wanted!r}")
-        if not gpu.present():
-            raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
-        try:
-            gpu.select(int(named[1] or 0))
-        except LookupError as error:
-            raise UsageError(f"--device {wanted}: {error}") from None
-        return "cuda"
-
-    def _target(self) -> str:
-        if self.device == "cpu":
-            return "cpu"
-        capability = gpu.current().capability
-        major = capability.partition(".")[0]
-        if not major.isdigit() or int(major) not in load.TARGETS:
-            raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
-        return load.TARGETS[int(major)]
-
-    def _chosen(self) -> list[Submission]:
-        """The submissions that this run judges. UsageError: not these options together, or a file is no submission."""
-        chosen = self._named()
-        for one in chosen:
-            if not record.can_name(one.name):
-                raise UsageError(f"a submission's file must have a plain name, got {one.name!r}: rename it")
-        first = chosen[0]
-        for key, value in first.directives:
-            if key == "leaderboard" and value != self.problem.name and not self.args.all:
-                said = f"{first.file.name} is headed for leaderboard {value}, judged on {self.problem.name}"
-                console.say(f"note: {text.line(said)}")
-        return chosen
-
-    def _named(self) -> list[Submission]:
-        args = self.args
-        if sum(map(bool, (args.variant, args.submission, args.all))) > 1:
-            raise UsageError("give one of --variant, --submission and --all")
-        if args.all and (args.against or args.mode == "profile"):
-            raise UsageError("--all goes with neither --against nor --mode profile")
-        if args.all:
-            submissions = self.problem.submissions()
-            if not submissions:
-                raise UsageError(f"{self.problem.name} has no variants/")
-            return submissions
-        if args.variant:
-            first = self.problem.variant(args.variant)
-        elif args.submission:
-            first = folders.submission(self.problem, Path(args.submission))
-        else:
-            first = self.problem.winner(self.target)
-        if not args.against:
-            return [first]
-        path = Path(args.against)
-        second = folders.submission(self.problem, path) if path.suffix == ".py" else self.problem.variant(args.against)
-        if second.name == first.name:
-            second = dataclasses.replace(second, name=f"{second.name}#2")
-        return [first, second]
 
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
         """The lock on the device: whenever a GPU is used, and on the CPU where something is timed."""
@@ -325,68 +310,19 @@ class Run:
             return device_lock.hold(environment.gpu_uuid(), console.say)
         return device_lock.hold("cpu", console.say) if timed else contextlib.nullcontext()
 
-    def _target_of(self, submission: Submission) -> str:
-        return self.target if self.target in submission.targets else submission.targets[0]
-
     def _judged(self, submission: Submission) -> Result:
+        run_id = self.recorder.run_id
         with reading(submission.file.name):
-            judged = Result(submission, self._target_of(submission), ranking_by=self.problem.ranking_by)
+            judged = Result(submission, self.selection.target_of(submission), ranking_by=self.problem.ranking_by)
         if self.recorded:
             name = self.problem.name
             runs = ranking.attempts(record.read(self.machine, name), submission.name)
             runs |= journal.attempts(self.machine, name, submission.name)
-            judged.attempt = len(runs | {self.recorder.run_id})
+            judged.attempt = len(runs | {run_id})
         return judged
 
-    def _admit(self, j: Result) -> bool:
-        """Whether a submission may and can run here; else its verdict is set."""
-        with reading(j.submission.file.name):
-            findings = scan.findings(scan.closure(j.submission.file, j.submission.folder), j.submission.baseline)
-            missing = [str(name) for name in j.submission.requires if not _installed(name)]
-            flags = load.missing_cpu_flags(j.submission.file)
-        if findings:
-            j.status, j.reason = "RULE_BROKEN", "\n".join(map(str, findings))
-            console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
-        elif self.target not in j.submission.targets:
-            j.status, j.reason = (
-                "UNSUPPORTED",
-                f"made for {', '.join(j.submission.targets)}, this run is on {self.target}",
-            )
-        elif missing:
-            j.status, j.reason = "UNSUPPORTED", f"needs the Python package {', '.join(missing)}, which is not installed"
-        elif flags:
-            j.status, j.reason = "UNSUPPORTED", f"needs a CPU with {', '.join(flags)}"
-        elif self.device == "cuda" and not shutil.which("nvcc"):
-            raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
-        elif j.submission.only and not any(j.submission.serves(case) for cases in self._of_run() for case in cases):
-            j.status, j.reason = "UNSUPPORTED", f"{j.submission.limits}, and no case of this run is such"
-        return not j.status
-
-    def _cases(self, cases: tuple[Case, ...], what: str) -> list[Case]:
-        chosen = [case for case in cases if not self.args.case or self.args.case in str(case)]
-        if not chosen:
-            known = "; ".join(map(str, cases)) or "none"
-            name = self.problem.name
-            raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}")
-        return chosen
-
-    def _tests(self) -> list[Case]:
-        args = self.args
-        tests = self._cases(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
-        if args.case and args.mode == "leaderboard":
-            tests = [c for c in tests if args.case in str(c)] or tests
-        return tests if args.seed is None else [dataclasses.replace(case, seed=args.seed) for case in tests]
-
-    def _of_run(self) -> tuple[list[Case], list[Case]]:
-        """Test cases and benchmark cases that are looked at."""
-        mode, timed = self.args.mode, self.problem.benchmarks[self.device]
-        if self.args.sanitize:
-            return self._cases(self.problem.tests, "test"), []
-        tests = self._tests() if mode in ("test", "leaderboard") else []
-        return tests, self._cases(timed, "benchmark") if mode != "test" else []
-
     def _judge(self, judged: list[Result]) -> None:
-        args, (tests, cases) = self.args, self._of_run()
+        args, (tests, cases) = self.args, self.selection.cases()
         judging = Judging(self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter)
         with self._held(args.mode != "test"):
             judging.run(judged, tests, cases)
@@ -395,7 +331,7 @@ class Run:
     def _enter(self, submission: Submission) -> Result | None:
         """A submission that nobody named; None where it may not, or cannot, run here."""
         judged = self._judged(submission)
-        return judged if self._admit(judged) else None
+        return judged if self.selection.admit(judged) else None
 
     def _compile(self, judged: list[Result]) -> None:
         """Entries for other targets are compiled here, without their device, where their compiler is installed."""
@@ -461,11 +397,11 @@ class Run:
             output.write_whole(Path(self.args.json), said)
 
     def _profile(self, submission: Submission) -> int:
-        j = Result(submission, self._target_of(submission))
-        if not self._admit(j):
+        j = Result(submission, self.selection.target_of(submission))
+        if not self.selection.admit(j):
             console.say(f"{submission.name}: {j.status}: {j.reason}")
             return verdict.EXIT_CODES[j.status]
-        _, cases = self._of_run()
+        _, cases = self.selection.cases()
         for case in cases:
             if not submission.serves(case):
                 console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
@@ -477,18 +413,10 @@ class Run:
     def _sanitize(self, judged: list[Result]) -> int:
         if self.device != "cuda":
             raise UsageError("--sanitize needs a GPU")
-        cases, _ = self._of_run()
+        cases, _ = self.selection.cases()
         with self._held():
             clean = modes.sanitize(self.problem, judged, cases, self.target)
         return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]
-
-
-def _installed(name: object) -> bool:
-    """Whether there is a package of that name; a submission says it, so it may be no name."""
-    try:
-        return importlib.util.find_spec(str(name)) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 if __name__ == "__main__":

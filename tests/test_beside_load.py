@@ -18,9 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.judge import phases, session
+from harness.judge import limits, phases
+from harness.judge.handle import RunnerHandle
+from harness.judge.outcome import Outcome
 from harness.judge.phases import Plan
-from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.session import Session
 from harness.judge.verdict import CaseTime, aggregate
 from harness.problem import folders, scan
 from harness.problem.folders import Case, Problem
@@ -201,7 +203,7 @@ def gained(files: list[Path], busy: Busy) -> list[str]:
 @pytest.mark.slow
 def test_no_attack_gets_a_false_time_beside_load(busy, monkeypatch):
     """One that seems to is measured again, in fresh processes: of forty intervals one is too narrow."""
-    monkeypatch.setattr(session, "GIVE_UP_AFTER", 2)
+    monkeypatch.setattr(limits, "GIVE_UP_AFTER", 2)
     monkeypatch.setattr(process, "MEMORY_SHARE", 1.5 * 2**30 / process.available_memory())
     files = attacks()
     assert len(files) == 10

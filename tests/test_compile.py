@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from harness.judge.session import ARCH, COMPILE_LIMIT_S, Outcome, RunnerHandle, Session
+from harness.judge.handle import ARCH, RunnerHandle
+from harness.judge.limits import COMPILE_LIMIT_S
+from harness.judge.outcome import Outcome
+from harness.judge.session import Session
 from harness.problem import folders
 
 # By variant and target, kernels by their mangled names, and the bytes that they may spill and load. sm90_grouped: three

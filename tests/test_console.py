@@ -8,8 +8,9 @@ import re
 
 import pytest
 
-from harness.judge import console, phases, verdict
-from harness.judge.session import Outcome
+from harness.judge import console, verdict
+from harness.judge.outcome import Outcome
+from harness.judge.readings import ReferenceReadings, Timing
 from harness.problem import folders
 from harness.problem.folders import Case
 from harness.results import output, ranking, record, text
@@ -22,14 +23,14 @@ def printed(monkeypatch, capsys, cases: list[Case], names: list[str], failing: s
     """The table of times of variants of moe_gemm that took 1234.56 us in every case."""
     plain = console.Screen(width=console.PLAIN_WIDTH, highlight=False, soft_wrap=True)
     monkeypatch.setattr(console, "console", plain)
-    readings = phases.ReferenceReadings(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"], None, None)
+    readings = ReferenceReadings(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"], None, None)
     judged = []
     for name in names:
         judged.append(verdict.Result(MOE.variant(name), "cpu"))
         for case in cases:
             calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
             failure = Outcome("INCORRECT", "mismatch found!") if name == failing else None
-            timing = phases.Timing(case, [calls, calls], failure)
+            timing = Timing(case, [calls, calls], failure)
             judged[-1].times.append(verdict.aggregate(timing, readings))
     console.times(judged)
     return capsys.readouterr().out
@@ -92,11 +93,11 @@ def screen(monkeypatch):
 def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
     """In every function that prints; rich's own codes for bold and the like aside, nothing but text comes out."""
     case, submission = Case({"m": said}, 1), dataclasses.replace(MOE.variant("cpu_avx512"), name=said, summary=said)
-    readings = phases.ReferenceReadings(800.25, said, said, 3.0, 10**9, ["1"], None, None)
+    readings = ReferenceReadings(800.25, said, said, 3.0, 10**9, ["1"], None, None)
     calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
     judged = [verdict.Result(submission, "cpu") for _ in range(3)]
     for j, failure in zip(judged, (None, Outcome("INCORRECT", said), None), strict=True):
-        j.times.append(verdict.aggregate(phases.Timing(case, [calls, calls], failure), readings))
+        j.times.append(verdict.aggregate(Timing(case, [calls, calls], failure), readings))
         j.tests.append((case, Outcome("RUNTIME_ERROR" if failure else "PASSED", said)))
     judged[0].against = [{"variant": said, "ratio": 1.0, "ci95": [0.9, 1.1], "word": said}]
     judged[0].against_all = judged[0].against[0]
@@ -122,8 +123,8 @@ def test_an_empty_reason_is_no_error(screen, status):
     if not judged.status:
         judged.tests.append((case, Outcome(status, "")))
     console.summary([judged])
-    readings = phases.ReferenceReadings(800.25, "", "read", 3.0, 10**9, ["1"], None, None)
-    judged.times.append(verdict.aggregate(phases.Timing(case, [], Outcome(status, "")), readings))
+    readings = ReferenceReadings(800.25, "", "read", 3.0, 10**9, ["1"], None, None)
+    judged.times.append(verdict.aggregate(Timing(case, [], Outcome(status, "")), readings))
     console.times([judged])
     assert status in screen.file.getvalue()
 

@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from harness.judge import console, phases, replies
+from harness.judge.handle import RunnerHandle
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
-from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.outcome import Outcome
+from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import Case, Problem, Submission

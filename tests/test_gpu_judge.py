@@ -12,8 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.judge.phases import DATASHEET, run_tests
-from harness.judge.session import RunnerHandle, Session
+from harness.judge.call import CallRequest
+from harness.judge.handle import RunnerHandle
+from harness.judge.phases import run_tests
+from harness.judge.readings import DATASHEET
+from harness.judge.session import Session
 from harness.problem import folders
 from harness.runner import buffers, clock, matmul, native, wire
 from harness.sandbox.process import ROOT
@@ -237,12 +240,12 @@ def test_what_prepare_keeps_is_counted_again_with_each_weights(tmp_path, states,
     with Session(moe, "cuda", timeout_s=60) as session:
         session.weights(small)
         session.content(small)
-        assert session.call(handle, 1).status == "PASSED"
-        session.baseline(handle)
+        assert session.call(handle, CallRequest(1)).status == "PASSED"
+        session.count_kept(handle)
         for case in (one, many, many, one)[: len(verdicts)]:
             session.weights(case)
             session.content(case)
-            found.append(session.call(handle, 1))
+            found.append(session.call(handle, CallRequest(1)))
     assert [outcome.status for outcome in found] == verdicts, found
     nbytes = 64 * 3 * 4096 * 2048 * 9 // 16
     assert states * nbytes <= handle.audit.kept_bytes <= states * nbytes + 2**28

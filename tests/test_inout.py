@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checker.checker import WORD, Checker, same
+from harness.checker.checker import Checker
+from harness.checker.memory import WORD, same
 from harness.judge import phases
-from harness.judge.session import Outcome, ProblemError, RunnerHandle, Session
+from harness.judge.handle import ProblemError, RunnerHandle
+from harness.judge.outcome import Outcome
+from harness.judge.session import Session
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.runner import tree

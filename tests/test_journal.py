@@ -18,7 +18,7 @@ import pytest
 from harness import run
 from harness.judge import journal, plan
 from harness.judge.journal import Group, Journal
-from harness.judge.session import Outcome
+from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem import folders
 from harness.problem.folders import UsageError

@@ -1,8 +1,11 @@
 """What a submission keeps of weights on a GPU is what free memory does not explain by the judge's own weights."""
 
-from harness.judge import replies, session
-from harness.judge.session import Session
-from harness.judge.submission import RunnerHandle
+from types import SimpleNamespace
+
+from harness.judge import prepared, replies
+from harness.judge.handle import RunnerHandle, RunnerProcess
+from harness.judge.outcome import Outcome
+from harness.judge.prepared import Size
 
 GIB = 2**30
 
@@ -25,56 +28,52 @@ class Driver:
         self.unmapped, self.state = 0, state
 
 
-class Child:
-    def __init__(self) -> None:
-        self.killed = False
+class Handle(RunnerHandle):
+    """A handle whose runner replaces nothing."""
 
-    def kill(self) -> None:
-        self.killed = True
+    def tampering(self) -> None:
+        return None
 
 
-def held(driver: Driver, sizes: list[tuple[int, int]]) -> tuple[RunnerHandle, session.Outcome | None]:
+def held(
+    monkeypatch, driver: Driver, sizes: list[tuple[int, int]]
+) -> tuple[RunnerHandle, RunnerProcess, Outcome | None]:
     """A runner that gets weights of these sizes, one after the other, and keeps as much of each as is said."""
-    judge = object.__new__(Session)
-    judge.device, judge._split, judge._weights = "cuda", True, 0
     size, state = 0, 0
 
     class Checker:
-        def request(self, message, limit_s):
+        device = "cuda"
+
+        def request(self, message, failing):
             assert message["op"] == "hold"
             driver.hold(size)
             return {"buffer": {"sizes": {"device": size, "host": 0}}, "spec": None, "bytes": size}, []
 
-    judge._checker = Checker()
-    judge._hand_over = lambda *args: driver.prepare(state) or replies.Prepared(prepared=True)
-    judge._tampered = lambda handle: None
-    judge.measure = lambda handle: (driver.free, 0)
-    handle = RunnerHandle("one", object(), "sm90")
-    handle.child = Child()
+    monkeypatch.setattr(prepared, "measure", lambda handle: Size(driver.free, 0))
+    process = RunnerProcess("one", SimpleNamespace(), None, Checker(), 1.0)
+    process.hand_over = lambda *_: driver.prepare(state) or replies.Prepared(prepared=True)
+    handle = Handle("one", SimpleNamespace(baseline=False), "sm90", process=process)
     fault = None
-    for number, now in enumerate(sizes):
-        size, state = now
-        judge._weights += 1
-        fault = judge._hold(handle)
+    for number, (size, state) in enumerate(sizes, start=1):  # noqa: B007  read by the functions above
+        fault = prepared.hold(handle, number)
         if fault:
             break
-        if number == 0:
-            handle.host_base, handle.device_grown = 0, 0  # as baseline() does
-    return handle, fault
+        if number == 1:
+            assert prepared.begin(handle)
+    return handle, process, fault
 
 
-def test_what_is_kept_is_the_state_alone():
+def test_what_is_kept_is_the_state_alone(monkeypatch):
+    sizes = [(1, 1), *[(4 * GIB, 4 * GIB)] * 6, (14 * GIB, 14 * GIB), (4 * GIB, 4 * GIB)]
     for late in (False, True):
-        handle, fault = held(
-            Driver(late), [(1, 1), *[(4 * GIB, 4 * GIB)] * 6, (14 * GIB, 14 * GIB), (4 * GIB, 4 * GIB)]
-        )
+        handle, process, fault = held(monkeypatch, Driver(late), sizes)
         assert fault is None, (late, fault)
-        assert handle.device_grown == 4 * GIB - 1 and handle.audit.kept_bytes == 14 * GIB - 1
+        assert process.device_grown == 4 * GIB - 1 and handle.audit.kept_bytes == 14 * GIB - 1
 
 
-def test_a_second_state_is_too_much_whatever_came_before():
+def test_a_second_state_is_too_much_whatever_came_before(monkeypatch):
     for late in (False, True):
         for before in (0, 1, 7):
             sizes = [(1, 1), *[(4 * GIB, 4 * GIB)] * before, (4 * GIB, 8 * GIB)]
-            handle, fault = held(Driver(late), sizes)
+            _, _, fault = held(monkeypatch, Driver(late), sizes)
             assert fault and fault.status == "RULE_BROKEN" and "8192 MiB more are held" in fault.reason, (late, before)

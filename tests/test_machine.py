@@ -13,7 +13,7 @@ import torch
 
 from harness import run
 from harness.judge import journal, machine, verdict
-from harness.judge.session import DeviceError, ProblemError
+from harness.judge.handle import DeviceError, ProblemError
 from harness.problem import folders
 from harness.results import output, record
 from harness.sandbox.policy import SandboxError

@@ -9,7 +9,8 @@ import pytest
 
 from harness import run
 from harness.judge import console, phases, verdict
-from harness.judge.session import Outcome
+from harness.judge.outcome import Outcome
+from harness.judge.readings import Timing
 from harness.lint import linter
 from harness.problem import folders
 from harness.problem.folders import UsageError
@@ -91,7 +92,7 @@ def test_pairs_are_of_the_cases_that_both_serve(folder, capsys, served):
         for case, here in zip(found.benchmarks["cpu"], called, strict=True):
             calls = [[Outcome("PASSED", us=us * (1 + 0.001 * i)) for i in range(3)] for _ in range(3)]
             left_out = None if here else Outcome("UNSUPPORTED", SAYS)
-            timing = phases.Timing(case, calls if here else [[], [], []], left_out)
+            timing = Timing(case, calls if here else [[], [], []], left_out)
             j.times.append(verdict.CaseTime(case, timing, None, left_out))
     verdict.pair(whole, part)
     if not any(served):

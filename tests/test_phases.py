@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from harness.judge import phases
+from harness.judge.call import CallRequest
+from harness.judge.handle import RunnerHandle
+from harness.judge.outcome import Outcome
 from harness.judge.phases import JUDGE, Plan
-from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.session import Session
 from harness.problem import folders
 from harness.problem.folders import Case, Submission
 from harness.runner import matmul
@@ -47,13 +50,10 @@ class Counting:
 
     content = weights
 
-    def call(self, handle: RunnerHandle, *_: object, **__: object) -> Outcome:
+    def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
         assert handle.name in self.alive
         self.called[handle.name] = self.called.get(handle.name, 0) + 1
         return Outcome("PASSED", us=1.0, host_us=1.0, ready_us=1.0, outside_us=1.0)
-
-    def look(self, handle: RunnerHandle) -> None:
-        pass
 
 
 def waves(cases: list[Case], handles: int, how: Plan, paired: bool = False) -> list[int]:
@@ -163,10 +163,10 @@ class Readings(Counting):
         super().__init__()
         self.matmuls = self.turn = 0
 
-    def call(self, handle: RunnerHandle, buffers: int, what: str = "", *_: object, **__: object) -> Outcome:
-        self.matmuls += what == matmul.NAME
+    def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
+        self.matmuls += request.what == matmul.NAME
         self.turn += handle.name != JUDGE
-        us = {matmul.NAME: 2000.0, "empty": 3.0}.get(what, 100.0)
+        us = {matmul.NAME: 2000.0, "empty": 3.0}.get(request.what, 100.0)
         return Outcome("PASSED", us=us, host_us=1.0, ready_us=1.0, outside_us=us, bytes=1000 + 2 * (self.turn % 2))
 
 

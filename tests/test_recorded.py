@@ -15,7 +15,8 @@ import pytest
 
 from harness import run
 from harness.judge import confirm, judging, phases
-from harness.judge.session import Outcome
+from harness.judge.outcome import Outcome
+from harness.judge.readings import ReferenceReadings, Timing
 from harness.results import environment, ranking, record
 from leaderboard import board
 
@@ -86,7 +87,7 @@ class World:
                 done(handle, case, outcome)
 
     def run_benchmarks(self, session, handles, cases, progress, paired, group, have, limit_s):
-        timings = {handle.name: [phases.Timing(case) for case in cases] for handle in handles}
+        timings = {handle.name: [Timing(case) for case in cases] for handle in handles}
         names = [handle.name for handle in handles]
         for name in names:
             self.measured[name] = self.measured.get(name, 0) + 1
@@ -111,8 +112,8 @@ class World:
             "resolution_us": 0.0,
             "seeds": ["1"],
         }
-        blank = dict.fromkeys(field.name for field in dataclasses.fields(phases.ReferenceReadings)) | known
-        return timings, [phases.ReferenceReadings(**blank | {"bytes": case.bytes or 4}) for case in cases]
+        blank = dict.fromkeys(field.name for field in dataclasses.fields(ReferenceReadings)) | known
+        return timings, [ReferenceReadings(**blank | {"bytes": case.bytes or 4}) for case in cases]
 
     def calls(self, name: str, process: int) -> list[Outcome]:
         us = self.us[name.removesuffix("#2")]
@@ -452,20 +453,22 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
 
 
 def test_the_calls_of_a_phase_share_its_limit():
-    class Slow:
-        def call(self, handle, buffers, within_s, **_):
-            within.append(within_s)
-            time.sleep(0.06)
-            return Outcome("PASSED")
+    def call(budget: phases.Budget, handle: SimpleNamespace) -> str:
+        if (outcome := budget.exhausted(handle)) is None:
+            with budget.spending(handle) as left_s:
+                within.append(left_s)
+                time.sleep(0.06)
+        return outcome.status if outcome else "PASSED"
 
-    within, budget = [], phases._Budget(0.1)
+    within, budget = [], phases.Budget(0.1)
     handles = {
         n: [SimpleNamespace(name=f"{n} {p}", submission=SimpleNamespace(name=n)) for p in range(3)] for n in "ab"
     }
-    said = [[budget.call(Slow(), process, 1).status for process in handles[name]] for name in "ab"]
+    said = [[call(budget, process) for process in handles[name]] for name in "ab"]
     assert said == [["PASSED", "PASSED", "TIMEOUT"]] * 2  # all processes of a submission together
     assert within[0] == 0.1 and 0 < within[1] < 0.05 and len(within) == 4
-    assert [phases._Budget(None).call(Slow(), handles["a"][0], 1).status for _ in range(3)] == ["PASSED"] * 3
+    unlimited = phases.Budget(None)
+    assert [call(unlimited, handles["a"][0]) for _ in range(3)] == ["PASSED"] * 3
 
 
 def test_every_record_is_strict_json(world, folder):

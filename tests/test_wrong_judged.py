@@ -3,7 +3,8 @@
 import pytest
 
 from harness.judge import phases
-from harness.judge.session import RunnerHandle, Session
+from harness.judge.handle import RunnerHandle
+from harness.judge.session import Session
 from harness.problem import folders
 
 AT_ONCE = 4  # processes with torch in each

@@ -1,6 +1,7 @@
-"""The process that holds the reference: makes contents, fills buffers, judges outputs. It never imports a submission.
+"""The process that holds the reference. It makes inputs, fills buffers, times calls on a CPU and judges outputs.
 
-Started as `python -m harness.checker.checker FD`, FD a connected socket; talks as harness/runner/wire.py says.
+It never imports a submission. It starts as `python -m harness.checker.checker FD`, where FD is a connected socket, and
+exchanges the messages of harness/runner/wire.py.
 """
 
 import contextlib
@@ -13,13 +14,13 @@ from types import ModuleType
 
 import torch
 
+from harness.checker import memory
 from harness.runner import flush, gate, native, tree, wire
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
 from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
 
-WORD = 8  # bytes of an int64
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
 
 
@@ -30,8 +31,8 @@ STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
 
 @dataclasses.dataclass
 class Caught:
-    """What a call on a CPU left, taken while nothing of the runner could run. fault: what is wrong beside the outputs;
-    outputs: their bytes, None where they cannot be read.
+    """What a call on a CPU left, which the checker took while nothing of the runner could run. fault: what is wrong
+    beside the outputs; outputs: their bytes, None where they cannot be read.
     """
 
     fault: str
@@ -39,6 +40,11 @@ class Caught:
 
 
 class Checker:
+    """The inputs and the answer of the present content, the buffers of all runners, and the verdict on their outputs.
+
+    A public method handles the request of its name: it takes the message and its descriptors, and returns the reply.
+    """
+
     def __init__(self, start: dict) -> None:
         self.folder = Path(start["folder"])
         self.own: bool = start["own"]  # a folder of ours; else GPU MODE's format
@@ -67,7 +73,7 @@ class Checker:
         self.canaries = [canary.to(device) for device in {"cpu", self.device}]
 
     def new_weights(self, message: dict, _: list[int]) -> dict:
-        """Make the weights of a case from a seed. -> {"split": whether the problem has weights apart from inputs}."""
+        """Make the weights of a case from a seed. Return "split": whether the problem has weights apart from inputs."""
         self.weights = self.pristine = self.want = None
         if self.split:
             case = {**message["case"], "seed": message["seed"], "device": self.device}
@@ -78,30 +84,30 @@ class Checker:
         return {"split": self.split}
 
     def hold(self, message: dict, _: list[int]) -> dict:
-        """The present weights in memory for one runner; what it held before goes."""
+        """Copy the present weights into memory for one runner, and free what it held before."""
         if old := self.held.pop(message["runner"], None):
             old.close()
         buffer = self.held[message["runner"]] = Buffer(self.weights_sizes)
         for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
-            _region(leaf, buffer).copy_(tree.raw(source))
+            memory.region(leaf, buffer).copy_(tree.raw(source))
         self._sync()
         part, fds = buffer.message()
         nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
         return {"buffer": part, "spec": self.weights_spec, "bytes": nbytes, "fds": list(fds)}
 
     def free_memory(self, message: dict, _: list[int]) -> dict:
-        """Bytes of device memory that nobody holds, this process's own caches given back; None on a CPU."""
+        """Return the bytes of free device memory, after this process gave back its caches; None on a CPU."""
         if self.device == "cuda":
             torch.cuda.empty_cache()
         return {"free": native.free_memory() if self.device == "cuda" else None}
 
     def canary(self, message: dict, _: list[int]) -> dict:
-        """Whether the device still computes: a small sum with a known result, through memory and back."""
+        """Return whether the device still computes: a small sum with a known result, through memory and back."""
         values = torch.arange(1 << 16, device=self.device, dtype=torch.int64)
         return {"well": int(values.sum()) == (1 << 15) * ((1 << 16) - 1)}
 
     def content(self, message: dict, _: list[int]) -> dict:
-        """Make the inputs of a case from a seed, and the answer to them."""
+        """Make the inputs of a case from a seed, and the reference's answer to them. Return how a buffer holds them."""
         self.pristine = self.want = None  # before the next ones are made: they may be large
         case = {**message["case"], "seed": message["seed"]}
         self.pristine = make(self.reference, self.task, case, self.device, self.own, self.weights)
@@ -122,8 +128,8 @@ class Checker:
             if any(len(part) != 1 for part in found):
                 raise ValueError(f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}")
             self.outputs = [first + part[0] for part in found]
-            self.captures = [_capture_spec(leaves[i], copies) for i in self.outputs]
-            _poison(tree.tensors(self._delivered()), self.outputs)
+            self.captures = [memory.capture_spec(leaves[i], copies) for i in self.outputs]
+            memory.poison(tree.tensors(self._delivered()), self.outputs)
         else:
             # The reference may write into its argument and return an element of it: that element is the output.
             scratch = tree.clone(self.pristine)
@@ -142,16 +148,16 @@ class Checker:
         }  # fmt: skip
 
     def _bytes(self, case: dict) -> int | None:
-        """What a call on the present content must move at least, where the task says that of contents."""
+        """Return the bytes that a call on the present content must move, where the task says that of contents."""
         kind = getattr(self.task, "Case", None)
         if not self.own or not hasattr(kind, "bytes_of"):
             return None
         return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
     def allocate(self, message: dict, _: list[int]) -> dict:
-        """`count` buffers for runner `runner`, for the present content's layout. Old ones of that runner go. On a CPU
-        also the page by which calls are handed over, its descriptor before the others; `reaper`, `pid`, `cgroup`: the
-        runner's.
+        """Allocate `count` buffers of the present content's layout for a runner, and free its old ones. On a CPU also
+        make the page by which calls are handed over; its descriptor comes before the others. reaper, pid, cgroup: the
+        runner's, by which it is stopped.
         """
         runner = message["runner"]
         self.release(message, _)
@@ -179,27 +185,27 @@ class Checker:
         return {}
 
     def fill(self, message: dict, _: list[int]) -> dict:
-        """The present content into a buffer; its outputs and the captures poisoned; masked if there is a `key`."""
+        """Copy the present content into a buffer, with poisoned outputs and captures. Mask it if there is a `key`."""
         buffer = self.buffers[message["runner"]][message["buffer"]]
         for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self._delivered()), strict=True):
-            _region(leaf, buffer).copy_(tree.raw(source))
+            memory.region(leaf, buffer).copy_(tree.raw(source))
         if self.device == "cuda":
             for spec in self.captures:
-                _poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
+                memory.poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
         if message["key"]:
             native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
         self._sync()
         return {}
 
     def turn(self, message: dict, _: list[int]) -> dict:
-        """Make call `number` of a runner on a CPU, and time it: stop everything of the runner, fill its buffer
-        (`fill`), make caches cold, say "go", wait for "done", stop it again, take what it left.
+        """Let a runner on a CPU make call `number`, and time it: stop the runner, fill its buffer (`fill`), make caches
+        cold, say "go", wait for "done", stop the runner again, and take what the call left.
 
-        first: the runner has said that it is ready; else it has waited since its call before. last: it is to reply.
+        first: the runner has said that it is ready; else it has waited since its call before. last: it shall reply.
         judges: the call is the judge's own, and nothing is taken. which: of the calls that the runner has prepared.
 
-        -> the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what it says
-        of the tensors that it returned, where the folder is not ours.
+        Return the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what the
+        runner noted of the tensors that it returned, in a GPU MODE folder.
         """
         runner, number = message["runner"], message["number"]
         if runner not in self.freezers:
@@ -230,42 +236,44 @@ class Checker:
         return {**dataclasses.asdict(reading), "waiting": True, "before": before, "after": after, "said": said}
 
     def leave(self, message: dict, _: list[int]) -> dict:
-        """Call `number` of a runner on a CPU was its last: it replies when it is let go."""
+        """Note that call `number` of a runner on a CPU was its last: it replies when it is let go."""
         if message["runner"] in self.pages:
             gate.bindings().leave(self.pages[message["runner"]].address, message["number"])
         return {}
 
     def _make_cold(self, buffer: Buffer, message: dict) -> None:
-        """Leave nothing in any cache that the call reads.
+        """Drop all that the call reads from all caches.
 
-        What a runner holds in its private memory (prepared weights, a baseline's setup, the room of the judge's
-        readers) only a read of much more than all caches drives out.
+        A runner may hold some of it in private memory: prepared weights, a baseline's setup, what the judge's readers
+        read. Only a read of much more than all caches drives that out.
         """
-        memory = buffer.memory.get("host")
+        host = buffer.memory.get("host")
         own_memory = (
             self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.sizes["host"])
         )
-        if own_memory or not native.forget(memory):
+        if own_memory or not native.forget(host):
             self.flush = flush.memory(self.flush_bytes) if self.flush is None else self.flush
             native.evict(self.flush)
 
     def _written(self, buffer: Buffer) -> list[tuple[int, int]]:
-        """(address, bytes) of what a call on the present content writes; address 0: in memory of the runner."""
+        """Return (address, bytes) of what a call on the present content writes; address 0: in the runner's memory."""
         if not self.own:
             return [(0, STRIDED_FACTOR * spec["nbytes"] + STRIDED_BYTES) for spec in self.captures]
-        regions = [_region(tree.leaves(self.spec)[i], buffer) for i in self.outputs]
+        regions = [memory.region(tree.leaves(self.spec)[i], buffer) for i in self.outputs]
         return [(region.data_ptr(), region.numel()) for region in regions]
 
     def _catch(self, runner: str, buffer: Buffer, pid: int, noted: list[tuple[int, int]]) -> Caught:
-        """What the call left. noted: (address, bytes) of each output, in the runner where the folder is not ours."""
+        """Copy the outputs that a call left, and compare its inputs with the originals. noted: (address, bytes) of each
+        output in the runner's memory, in a GPU MODE folder.
+        """
         fault = self._changed(runner, buffer)
         if self.own:
             leaves = tree.leaves(self.spec)
-            return Caught(fault, [_region(leaves[i], buffer).clone() for i in self.outputs])
+            return Caught(fault, [memory.region(leaves[i], buffer).clone() for i in self.outputs])
         outputs: list[torch.Tensor | None] = []
         for (address, nbytes), (_, most) in zip(noted, self._written(buffer), strict=True):
             try:
-                outputs.append(_fetched(pid, address, nbytes) if nbytes <= most else None)
+                outputs.append(memory.fetched(pid, address, nbytes) if nbytes <= most else None)
             except PermissionError as error:
                 raise RuntimeError(
                     "this machine does not let the judge read a runner's memory (kernel.yama.ptrace_scope): run the "
@@ -276,8 +284,8 @@ class Checker:
         return Caught(fault, outputs)
 
     def judge(self, message: dict, _: list[int]) -> dict:
-        """The verdict on the output in a buffer. `claims`: what the runner says that the submission returned; None
-        where it was not asked.
+        """Return the verdict on the outputs in a buffer. claims: what the runner says that the submission returned,
+        None where it was not asked.
         """
         runner, claims = message["runner"], message["claims"]
         buffer = self.buffers[runner][message["buffer"]]
@@ -292,11 +300,11 @@ class Checker:
             taken = [tree.raw(tensor) for tensor in got]
         else:
             taken = caught.outputs
-            got = [_interpret(output, claim) for output, claim in zip(taken, self._layouts(claims), strict=False)]
+            got = [memory.interpret(output, claim) for output, claim in zip(taken, self._layouts(claims), strict=False)]
         if self.own:
-            leaves, names = tree.leaves(self.spec), _names(self.spec)
+            leaves, names = tree.leaves(self.spec), memory.names(self.spec)
             for i, output in zip(self.outputs, taken, strict=True):
-                if not same(_region(leaves[i], buffer), output):
+                if not memory.same(memory.region(leaves[i], buffer), output):
                     return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if claims is not None and (fault := self._returned_fault(claims, self.captures)):
             return _verdict("INCORRECT", fault)
@@ -312,25 +320,25 @@ class Checker:
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 
     def _layouts(self, claims: list[dict]) -> list[dict]:
-        """dtype, shape and stride of each output that is judged: the problem's own, or what came back."""
+        """Return dtype, shape and stride of each output that is judged: the problem's own, or what came back."""
         return self.captures if self.own else claims
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
-        """What a call changed that it must leave alone, in words. INOUT's tensors are put back."""
-        leaves, names = tree.leaves(self.spec), _names(self.spec)
+        """Return in words what a call changed and must not change, "" if nothing. Put INOUT's tensors back."""
+        leaves, names = tree.leaves(self.spec), memory.names(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
-                _region(leaf, buffer).copy_(tree.raw(source))
-            elif i not in self.outputs and not same(_region(leaf, buffer), tree.raw(source)):
+                memory.region(leaf, buffer).copy_(tree.raw(source))
+            elif i not in self.outputs and not memory.same(memory.region(leaf, buffer), tree.raw(source)):
                 return f"input {names[i]} was changed by the call"
         if held := self.held.get(runner):
             pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
-            if not all(same(_region(leaf, held), tree.raw(source)) for leaf, source in pairs):
+            if not all(memory.same(memory.region(leaf, held), tree.raw(source)) for leaf, source in pairs):
                 return "the weights were changed by the call"
         return ""
 
     def _returned_fault(self, claims: list[dict], wanted: list[dict]) -> str:
-        """What is wrong with the forms of what came back. wanted: specifications of tensors
+        """Return what is wrong with the forms of what came back, "" if nothing. wanted: specifications of tensors
         (harness/runner/tree.py).
         """
         if len(claims) != len(wanted):
@@ -347,7 +355,7 @@ class Checker:
         return ""
 
     def _inout(self) -> list[int]:
-        """Which of the delivered tensors are those of INOUT. ValueError: it names what is no input."""
+        """Return which of the delivered tensors are those of INOUT. ValueError: it names what is no input."""
         # The weights are not delivered, so inputs come first.
         inputs = self.spec["items"][1] if self.split else self.spec
         names = [name for name in inputs.get("fields", []) if self.split or name not in self.outputs_named]
@@ -359,7 +367,7 @@ class Checker:
         return tree.within(inputs, self.inout_named)
 
     def _for_reference(self) -> object:
-        """The data, in which the reference may overwrite what a call may."""
+        """Return the data, with copies of what a call may overwrite, since the reference may too."""
         if not self.inout_named:
             return self.pristine
         inputs = self.pristine.inputs if self.split else self.pristine
@@ -367,7 +375,7 @@ class Checker:
         return self.pristine._replace(inputs=inputs) if self.split else inputs
 
     def _delivered(self) -> object:
-        """The data without its weights, which have memory of their own."""
+        """Return the data without its weights, which have separate memory."""
         return self.pristine._replace(weights=None) if self.split else self.pristine
 
     def _sync(self) -> None:
@@ -376,8 +384,8 @@ class Checker:
 
 
 def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: object = None) -> object:
-    """The data of a call: `case` holds generate_input's arguments, the seed among them. Where the reference splits
-    weights from inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
+    """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
+    inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
     """
     if not own:
         return reference.generate_input(**case)
@@ -387,69 +395,6 @@ def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: 
         raise ValueError("weights must be made before the inputs of a problem that splits them, got None")
     inputs, outputs = reference.generate_input(**case, device=device)
     return task.Data(weights, inputs, outputs)
-
-
-def _names(spec: dict) -> list[str]:
-    """A name for each tensor of a specification: its field where it stands in a NamedTuple, else its number."""
-    if "items" not in spec:
-        return ["0"] if spec["kind"] == "tensor" else []
-    if spec["kind"] != "named":
-        return [str(i) for i in range(len(tree.leaves(spec)))]
-    found = []
-    for name, item in zip(spec["fields"], spec["items"], strict=True):
-        inner = _names(item)
-        found += [name] if item["kind"] == "tensor" else inner
-    return found
-
-
-def _region(leaf: dict, buffer: Buffer) -> torch.Tensor:
-    return buffer.memory[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two flat uint8 tensors hold the same bytes. Compared as words where both are aligned: torch.equal makes a
-    byte for each element, and of a model's weights, looked at after every call, that is as much memory once more.
-    """
-    if one.numel() != other.numel():
-        return False
-    whole = one.numel() // WORD * WORD
-    if whole and not any(place % WORD for t in (one, other) for place in (t.storage_offset(), t.data_ptr())):
-        if not torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64)):
-            return False
-        one, other = one[whole:], other[whole:]
-    return torch.equal(one, other)
-
-
-def _fetched(pid: int, address: int, nbytes: int) -> torch.Tensor:
-    """Memory of a stopped process, flat uint8. OSError: it cannot be read."""
-    into = torch.empty(nbytes, dtype=torch.uint8)
-    gate.bindings().peek(pid, address, nbytes, into.data_ptr())
-    return into
-
-
-def _interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
-    """Flat bytes as a tensor of a dtype, shape and stride; None where they do not hold just such a one."""
-    dtype = getattr(torch, layout["dtype"], None)
-    if output is None or not isinstance(dtype, torch.dtype) or len(layout["shape"]) != len(layout["stride"]):
-        return None
-    pairs = list(zip(layout["shape"], layout["stride"], strict=True))
-    span = 1 + sum((n - 1) * stride for n, stride in pairs) if all(n for n, _ in pairs) else 0
-    if span * dtype.itemsize != output.numel():
-        return None
-    try:
-        return output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
-    except RuntimeError:  # such as a shape whose number of elements is no int64
-        return None
-
-
-def _capture_spec(leaf: dict, layout: tree.Layout) -> dict:
-    return {**leaf, "offset": layout.place(leaf["space"], leaf["nbytes"])}
-
-
-def _poison(tensors: list[torch.Tensor], which: list[int]) -> None:
-    for i in which:
-        tensor = tensors[i]
-        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 
 def _verdict(status: str, reason: str, error: dict | None = None) -> dict:

@@ -1,16 +1,17 @@
-"""The compile step of a submission: a process of its own, whose caches are kept for the runners of the same closure.
+"""The compile step of a submission: a separate process, whose caches are kept for the runners of the same closure.
 
-It is hostile code like a runner, in the same jail and with a budget of its own, and it sees no contents but those of
-public seeds. What a runner writes is never kept.
+It is hostile code like a runner, in the same jail and with a separate budget, and it sees only contents of public
+seeds. What a runner writes is never kept.
 """
 
 import ast
 from pathlib import Path
 
-from harness.judge.submission import RunnerHandle
+from harness.judge.handle import RunnerHandle
 from harness.problem import scan, sources
 from harness.problem.folders import Problem
 from harness.sandbox import workdir
+from harness.sandbox.workdir import Workdir
 from problems.common import load
 
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
@@ -31,7 +32,7 @@ def kind(file: Path, folder: Path | None = None) -> str:
 
 
 def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str, RunnerHandle, RunnerHandle]]:
-    """(kind, submission, the submission of its compile step) for those that have none behind them."""
+    """Return (kind, handle, the handle of its compile step) for those that had no compile step yet."""
     found = []
     for handle in handles:
         if handle.built or handle.submission is None:
@@ -46,11 +47,11 @@ def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str,
     return found
 
 
-def keep(problem: Problem, handle: RunnerHandle) -> str:
-    """Keep what the process of `submission`, which has ended, compiled. -> why it is not kept, or ""."""
+def keep(problem: Problem, handle: RunnerHandle, folder: Workdir) -> str:
+    """Keep what a process of `handle`, which has ended, compiled in its folder. Return why it is not kept, or ""."""
     key = workdir.key(handle.submission.file, problem, handle.target)
     try:
-        handle.workdir.publish(key)
+        folder.publish(key)
     except workdir.CacheError as error:  # its runners compile for themselves
         return f"what {handle.name} compiled is not kept: {error}"
     return ""

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from rich.table import Table
 from rich.text import Text
 
+from harness.judge.outcome import Outcome
 from harness.judge.phases import Progress
-from harness.judge.session import Outcome
 from harness.judge.verdict import CaseTime, Result
 from harness.problem.folders import Case
 from harness.results import ranking, stats, text

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from harness.judge.session import Outcome
+from harness.judge.outcome import Outcome
 from harness.problem.folders import UsageError
 from harness.results import record, text
 

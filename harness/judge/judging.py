@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from harness.judge import confirm, console, device_lock, journal, phases, verdict
+from harness.judge.handle import RunnerHandle
 from harness.judge.journal import Journal
+from harness.judge.outcome import Outcome
 from harness.judge.phases import Progress
-from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import environment, ranking, record

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from harness.judge.session import DeviceError
+from harness.judge.handle import DeviceError
 from harness.results import record, text
 from harness.sandbox.policy import SandboxError
 from problems.common import build

@@ -1,21 +1,26 @@
-"""The two phases of a judgement: every test case once, then fixed numbers of timed calls on the benchmark cases.
+"""The two phases of a judgement: one call on every test case, then fixed numbers of timed calls on benchmark cases.
 
-All submissions get equal contents, one after the other in a random order, so what drifts falls on all of them. Each
-timed call is checked; its seed is drawn after the call before it was closed.
+All submissions get equal contents, one after the other in a random order, so that drift falls on all of them. Each
+timed call is checked. Its seed is drawn after the call before it was closed.
 """
 
-import dataclasses
+import contextlib
 import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from harness.judge import readings
+from harness.judge.call import CallRequest
+from harness.judge.handle import RunnerHandle
 from harness.judge.journal import NOTHING, Group, GroupDone, Have
-from harness.judge.session import Outcome, RunnerHandle, Session
+from harness.judge.outcome import Outcome
+from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
+from harness.judge.session import Session
 from harness.problem.folders import Case
-from harness.results import environment, stats
+from harness.results import environment
 from harness.runner import gate, matmul, native
 
 # Processes of each submission, and in a paired run: a process has a level of its own, which only more of them average
@@ -37,19 +42,7 @@ WARMUPS = {"cuda": 3, "cpu": 1}
 AUDITS = {"cuda": 3, "cpu": 0}
 # Times the samples of a process: rounds more at most, in place of calls beside which other processes took the machine.
 EXTRA_ROUNDS = {"cuda": 0, "cpu": 2}
-# The parent's clock against the claimed time: allowed is OUTSIDE_FACTOR times it and this many us more.
-OUTSIDE_FACTOR = 1.25
-OUTSIDE_SLACK_US = 300
-# On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
-COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
-# Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
-DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
-SOL_SHARE = 0.95  # of the physical bound: a time below it is no measurement
 JUDGE = "(judge)"
-
-# Keys of what the parent's clock reads of the judge's own calls, among their times: the empty ones from "go" to the
-# reply, and the readers until they are ready.
-OUTSIDE, READY = "outside", "ready"
 
 Progress = Callable[[str], None]
 
@@ -70,7 +63,7 @@ class Plan:
 
 
 def plan(device: str, paired: bool = False) -> Plan:
-    """What a run on `device` does; nothing that a submission does changes it."""
+    """Return what a run on `device` does. Nothing that a submission does changes it."""
     count, together, samples = (
         (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     )  # fmt: skip
@@ -80,57 +73,17 @@ def plan(device: str, paired: bool = False) -> Plan:
     )  # fmt: skip
 
 
-@dataclass
-class Timing:
-    """One submission's timed calls on one case; the lists hold one list per process."""
-
-    case: Case
-    outcomes: list[list[Outcome]] = field(default_factory=list)
-    failure: Outcome | None = None
-
-    @property
-    def samples(self) -> list[list[float]]:
-        return [[o.us for o in group] for group in self.outcomes if group]
-
-    def flat(self, name: str) -> list[float]:
-        return [getattr(o, name) for group in self.outcomes for o in group if getattr(o, name) is not None]
-
-    @property
-    def median_us(self) -> float:
-        return stats.median(self.flat("us"))
-
-    @property
-    def worst_error(self) -> dict | None:
-        errors = [o.error for group in self.outcomes for o in group if o.error]
-        return max(errors, key=lambda e: e["rel"]) if errors else None
-
-
-@dataclass
-class ReferenceReadings:
-    """What the judge measured beside the submissions on one case, under the same clock, in us."""
-
-    roofline_us: float
-    roofline_config: str
-    roofline_kind: str  # what it stands for: "read", the bytes, or "flops", the operations
-    empty_us: float
-    bytes: int
-    seeds: list[str]
-    clocks_mhz: dict | None
-    throttle: list[str] | None
-    resolution_us: float = 0.0  # on a CPU, what a reading is at least: how far readings of the empty call lie apart
-
-
 def run_tests(
     session: Session, handles: list[RunnerHandle], cases: list[Case],
     done: Callable[[RunnerHandle, Case, Outcome], None], progress: Progress, have: Have = NOTHING,
     limit_s: float | None = None,
 ) -> dict[str, list[Outcome]]:  # fmt: skip
-    """Every submission on every case, once. -> outcomes by submission, in the order of the cases.
+    """Call every submission once on every case. Return the outcomes by submission, in the order of the cases.
 
-    What `have` holds is not run again, but is told to `done` too. limit_s: for all calls of a submission together.
+    What `have` holds is not run again, but is passed to `done` too. limit_s: for all calls of a submission together.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
-    budget = _Budget(limit_s)
+    budget = Budget(limit_s)
     missing = [[e for e in handles if have.test(e.name, number) is None] for number in range(len(cases))]
     session.start(*(e for e in handles if any(e in part for part in missing)))
     audited = {handle.name: random.randrange(len(cases)) for handle in handles} if cases else {}
@@ -142,9 +95,13 @@ def run_tests(
             outcome = have.test(handle.name, number)
             if outcome is None:
                 progress(f"test {number + 1}/{len(cases)}  {case}  {handle.name}")
-                outcome = budget.call(session, handle, 1, audit=audited[handle.name] == number)
+                outcome = budget.exhausted(handle)
+            if outcome is None:
+                with budget.spending(handle) as left_s:
+                    request = CallRequest(1, within_s=left_s, audit=audited[handle.name] == number)
+                    outcome = session.call(handle, request)
                 if outcome.status == "PASSED" and number == len(cases) - 1:
-                    outcome = session.look(handle) or outcome
+                    outcome = handle.look() or outcome
             results[handle.name].append(outcome)
             done(handle, case, outcome)
     session.stop(*handles)
@@ -155,12 +112,23 @@ def run_benchmarks(
     session: Session, handles: list[RunnerHandle], cases: list[Case], progress: Progress, paired: bool = False,
     group: GroupDone | None = None, have: Have = NOTHING, limit_s: float | None = None, how: Plan | None = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:  # fmt: skip
-    """Timed calls of every submission on every case. -> (timings by submission, the judge's own readings by case).
+    """Time every submission on every case. Return (timings by submission, the judge's own readings by case).
 
-    `group` is told each finished group of calls (one process, one case); those that `have` holds are not run again.
+    group: receives each finished group of calls (one process, one case); those that `have` holds are not run again.
     limit_s: for all calls of a submission together.
     """
-    return _Benchmark(session, handles, cases, progress, paired, group, have, limit_s, how).run()
+    how = how or plan(session.device, paired)
+    made = Benchmark(
+        session=session, handles=handles, cases=cases, progress=progress, paired=paired, done=group, have=have,
+        budget=Budget(limit_s), how=how,
+    )  # fmt: skip
+    for handle in handles:
+        handle.lost = 0
+    parts, together = made.parts()
+    for first in range(0, how.processes, together):
+        for part, members in enumerate(parts):
+            made.process_group(range(first, min(first + together, how.processes)), part, members)
+    return made.timings, [made.reference(number) for number in range(len(cases))]
 
 
 @dataclass
@@ -181,39 +149,36 @@ class _Group:
     late: dict[str, int] = field(default_factory=dict)
 
 
-class _Benchmark:
-    def __init__(
-        self, session: Session, handles: list[RunnerHandle], cases: list[Case], progress: Progress, paired: bool,
-        done: GroupDone | None, have: Have, limit_s: float | None, how: Plan | None,
-    ) -> None:  # fmt: skip
-        self.session, self.handles, self.cases = session, handles, cases
-        self.progress, self.paired, self.done, self.have = progress, paired, done, have
-        self.how = how or plan(session.device, paired)
-        self.budget = _Budget(limit_s)
-        self.judge = RunnerHandle(JUDGE, None, session.device)
-        self.reads = {f"read {i}": i for i in range(native.read_configs(session.device))}
-        count = self.how.processes
-        self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in cases] for e in handles}
-        self.own: list[dict[str, list[float]]] = [{} for _ in cases]
-        self.bytes = [case.bytes for case in cases]
-        self.seeds: list[list[str]] = [[] for _ in cases]
-        self.states: list[tuple] = [(None, None)] * len(cases)
-        self.computes = session.device in matmul.DEVICES and any(case.flops for case in cases)
-        # Each submission's audited calls come at random places of one process, between scored ones.
-        self.watched = {handle.name: random.randrange(count) for handle in handles}
+@dataclass(eq=False)
+class Benchmark:
+    """The timed calls of submissions on cases, and what came of them so far. done: receives each finished group.
 
-    def run(self) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
-        for handle in self.handles:
-            handle.lost = 0
-        parts, together = self._parts()
-        for first in range(0, self.how.processes, together):
-            for part, handles in enumerate(parts):
-                self._process_group(range(first, min(first + together, self.how.processes)), part, handles)
-        return self.timings, [self._readings(number) for number in range(len(self.cases))]
+    timings: by submission and case. readings: the judge's own, by case. watched: by submission, the process in which
+    some calls are audited.
+    """
 
-    def _parts(self) -> tuple[list[list[RunnerHandle]], int]:
-        """Submissions that are alive at once, in parts, and how many processes of each. One part, but where so many
-        prepared weights leave no room; those of a pair take turns in any case.
+    session: Session
+    handles: list[RunnerHandle]
+    cases: list[Case]
+    progress: Progress
+    paired: bool
+    done: GroupDone | None
+    have: Have
+    budget: "Budget"
+    how: Plan
+
+    def __post_init__(self) -> None:
+        device, count = self.session.device, self.how.processes
+        self.judge = RunnerHandle(JUDGE, None, device)
+        self.reads = {f"read {i}": i for i in range(native.read_configs(device))}
+        self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in self.cases] for e in self.handles}
+        self.readings = [CaseReadings(case, case.bytes) for case in self.cases]
+        self.computes = device in matmul.DEVICES and any(case.flops for case in self.cases)
+        self.watched = {handle.name: random.randrange(count) for handle in self.handles}
+
+    def parts(self) -> tuple[list[list[RunnerHandle]], int]:
+        """Return the submissions in parts that are alive at once, and how many processes of each. There is one part,
+        unless the prepared weights of all have no room; those of a pair take turns in any case.
         """
         largest = max((case.weight_bytes for case in self.cases), default=0)
         room = PREPARED_BYTES // largest if largest else self.how.together * len(self.handles)
@@ -221,11 +186,11 @@ class _Benchmark:
         parts = [self.handles[i : i + size] for i in range(0, len(self.handles), size)]
         return parts, max(1, min(self.how.together, room // size))
 
-    def _process_group(self, processes: range, part: int, handles: list[RunnerHandle]) -> None:
-        """Some processes of each of these, which live at the same time and take turns."""
+    def process_group(self, processes: range, part: int, handles: list[RunnerHandle]) -> None:
+        """Time some processes of each of these, which live at the same time and take turns."""
         todo = [p for p in processes if any(self.have.group(p, n, part) is None for n in range(len(self.cases)))]
         self.session.build(*handles)
-        living = {p: [_replica(handle, p) for handle in handles] for p in todo}
+        living = {p: [handle.replica(p) for handle in handles] for p in todo}
         everybody = [handle for replicas in living.values() for handle in replicas]
         if todo:
             self.session.start(self.judge, *everybody)
@@ -244,20 +209,16 @@ class _Benchmark:
         self.session.stop(self.judge, *everybody)
 
     def _take(self, known: Group) -> None:
-        """A group that an interrupted run had finished."""
+        """Take over a group that an interrupted run had finished."""
         for name, outcomes in known.outcomes.items():
             timing = self.timings[name][known.case]
             timing.outcomes[known.process] += [o for o in outcomes if o.status == "PASSED"]
             timing.failure = timing.failure or next((o for o in outcomes if o.status != "PASSED"), None)
-        self._add(known.case, known.own, known.seeds)
-        self.states[known.case] = known.state
-
-    def _add(self, number: int, own: dict[str, list[float]], seeds: list[str]) -> None:
-        for what, times in own.items():
-            self.own[number].setdefault(what, []).extend(times)
-        self.seeds[number] += seeds
+        self.readings[known.case].add(known.own, known.seeds)
+        self.readings[known.case].state = known.state
 
     def _group(self, process: int, part: int, number: int, handles: list[RunnerHandle]) -> _Group:
+        """Return an empty group, with the places of the audited calls that are due in it."""
         names = [_name(handle) for handle in handles]
         audits = {
             name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
@@ -267,7 +228,7 @@ class _Benchmark:
         return _Group(process, part, handles, {n: [] for n in names if not self.timings[n][number].failure}, audits)
 
     def _case(self, number: int, groups: list[_Group], rated: bool) -> None:
-        """The calls of one case in the processes that are alive. rated: these have timed the matrix product."""
+        """Make the calls of one case in the processes that are alive. rated: these have timed the matrix product."""
         session, case, device = self.session, self.cases[number], self.session.device
         of_weights = [session.weights(case)]
         for sample in range(-self.how.warmups, self.how.samples + self.how.extra):
@@ -289,36 +250,36 @@ class _Benchmark:
             for sample in range(-self.how.warmups, self.how.samples):
                 self._own_call(groups[0], matmul.NAME, sample)
         groups[0].seeds += [f"weights {seed}" for seed in of_weights if seed]
+        found = self.readings[number]
         if device == "cuda":
-            self.states[number] = environment.clocks()
-        self.bytes[number] = self.bytes[number] or session.default_bytes()
+            found.state = environment.clocks()
+        found.bytes = found.bytes or session.default_bytes()
         for group in groups:
             for handle in group.handles:
                 timing = self.timings[_name(handle)][number]
                 self._complete(timing, group, _name(handle))
-                if not timing.failure and (found := session.look(handle)):
-                    timing.failure = found
-                    group.outcomes[_name(handle)].append(found)
-            self._add(number, group.own, group.seeds)
+                if not timing.failure and (fault := handle.look()):
+                    timing.failure = fault
+                    group.outcomes[_name(handle)].append(fault)
+            found.add(group.own, group.seeds)
             if self.done:
-                state = self.states[number]
-                self.done(group.process, number, group.outcomes, group.own, group.seeds, state, group.part)
+                self.done(group.process, number, group.outcomes, group.own, group.seeds, found.state, group.part)
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
-        """Names of the submissions that have too few calls yet."""
+        """Return the names of the submissions that have too few calls yet."""
         timings = {_name(handle): self.timings[_name(handle)][number] for handle in group.handles}
         return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
 
     def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
-        """On a CPU, a round that is not scored: a process whose memory is measured, or which prepares weights, runs
-        before its call, and could do work for it there.
+        """On a CPU, make a round that is not scored: a process whose memory is measured, or which prepares weights,
+        runs before its call, and could do work for it there.
         """
         for group in groups if self.session.device == "cpu" else ():
             self._round(number, group, 0, False, measure)
 
     def _round(self, number: int, group: _Group, sample: int, scored: bool, measure: bool) -> None:
-        """One call of each submission on the same new contents; of a pair both count or none. measure: what it leaves
-        behind in memory counts.
+        """Make one call of each submission on the same new contents; of a pair both count or none. measure: what it
+        leaves behind in memory counts.
         """
         group.seeds.append(self.session.content(self.cases[number]))
         lacking = self._lacking(number, group)
@@ -329,7 +290,7 @@ class _Benchmark:
             if handle is self.judge:
                 self._own_call(group, "empty", sample if scored else -1)
             elif not scored or self.paired or _name(handle) in lacking:
-                outcomes[_name(handle)] = self._turn(number, group, handle, sample, measure)
+                outcomes[_name(handle)] = self._call(number, group, handle, sample, measure)
         if not scored or (None in outcomes.values() and self.paired):
             return
         quiet = {name for name, outcome in outcomes.items() if outcome and not outcome.busy and not outcome.late}
@@ -362,8 +323,8 @@ class _Benchmark:
             )
             group.outcomes[name].append(timing.failure)
 
-    def _turn(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
-        """One scored call of a submission, and before it the audited ones that are due. -> None: it failed."""
+    def _call(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
+        """Make one call of a submission, and before it the audited ones that are due. Return None if it failed."""
         name, case = _name(handle), self.cases[number]
         timing = self.timings[name][number]
         due = group.audits.get(name, []).count(sample)
@@ -374,8 +335,11 @@ class _Benchmark:
             if audit:  # on contents that no other call has
                 seed = group.seeds[-1]
                 group.seeds.insert(-1, self.session.content(case))
-            found = self.session.look(handle) if audit else None
-            outcome = found or self.budget.call(self.session, handle, self.how.buffers, audit, measure, stay=True)
+            outcome = (handle.look() if audit else None) or self.budget.exhausted(handle)
+            if outcome is None:
+                with self.budget.spending(handle) as left_s:
+                    request = CallRequest(self.how.buffers, "", None, left_s, audit, measure, stay=True)
+                    outcome = self.session.call(handle, request)
             if audit:
                 self.session.content(case, int(seed))
             if outcome.status != "PASSED":
@@ -385,7 +349,7 @@ class _Benchmark:
         return outcome
 
     def _own_calls(self, group: _Group, sample: int) -> None:
-        """The judge's own, beside one process of the submissions: the readers, and on a GPU the empty call."""
+        """Make the judge's own calls beside a process of each submission: the readers, on a GPU also the empty one."""
         for what in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
             outcome = self._own_call(group, what, sample)
             if sample >= 0 and self.session.device == "cuda":
@@ -393,7 +357,8 @@ class _Benchmark:
                 group.own.setdefault(key, []).append(us)
 
     def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
-        outcome = self.session.call(self.judge, self.how.buffers, what, self.reads, stay=True)
+        """Make one of the judge's own calls. RuntimeError if it fails."""
+        outcome = self.session.call(self.judge, CallRequest(self.how.buffers, what, self.reads, stay=True))
         if outcome.status != "PASSED":
             raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
         if sample >= 0:
@@ -402,8 +367,8 @@ class _Benchmark:
         return outcome
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
-        """Where weights are prepared, what a process keeps is counted from a point where its code is loaded: one call
-        on the first test case. Its outcome is not judged here; run_tests did that.
+        """Call each process once on the first test case where weights are prepared: what it keeps is counted from then
+        on, when its code is loaded. The outcome is not judged here; run_tests did that.
         """
         tests = self.session.problem.tests
         if not tests or self.session.weights(tests[0]) is None:
@@ -412,112 +377,27 @@ class _Benchmark:
         for handle in everybody:
             # Where calls are going to be audited, the profiler's memory is there before anything is counted.
             audit = handle.name == f"{_name(handle)} {self.watched[_name(handle)]}"
-            self.session.call(handle, self.how.buffers, audit=audit)
-            self.session.baseline(handle)
+            self.session.call(handle, CallRequest(self.how.buffers, audit=audit))
+            self.session.count_kept(handle)
 
-    def _net(self, number: int) -> tuple[float, float]:
-        """Take what the clock itself costs off all readings of a case on a CPU. -> (that cost, the resolution), in us.
-
-        Both are of the judge's empty calls, in a runner without a submission.
-        """
-        readings = self.own[number]["empty"]
-        cost = min(stats.median(readings), COST_LIMIT_US)
-        resolution = min(max(stats.spread(readings), 1.0), RESOLUTION_LIMIT_US)
-        for of_one in self.timings.values():
-            for group in of_one[number].outcomes:
-                group[:] = [dataclasses.replace(o, us=max(o.us - cost, resolution)) for o in group]
-        for what in self.reads:
-            self.own[number][what] = [max(us - cost, resolution) for us in self.own[number][what]]
-        return cost, resolution
-
-    def _readings(self, number: int) -> ReferenceReadings:
-        resolution = 0.0
-        if self.session.device == "cpu":
-            empty, resolution = self._net(number)
-            medians = {what: stats.median(self.own[number][what]) for what in self.reads}
-        else:
-            own = {what: times for what, times in self.own[number].items() if what != matmul.NAME}
-            medians = {what: stats.median(times) for what, times in own.items()}
-            empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
-            for of_one in self.timings.values():
-                timing = of_one[number]
-                timing.failure = timing.failure or _contradicted(timing, outside, ready)
-        best = min(medians, key=medians.get)
-        counted = [o.bytes for t in self.timings.values() for group in t[number].outcomes for o in group if o.bytes]
-        if counted:
-            self.bytes[number] = round(sum(counted) / len(counted))
-        if self.bytes[number] is None:  # a folder that does not say, and no group was run now
+    def reference(self, number: int) -> ReferenceReadings:
+        """Return the reference readings of a case, and settle its timings by them."""
+        timings = [of_cases[number] for of_cases in self.timings.values()]
+        # Processes that live together share a reading, and a resumed run has those of the run before, beside their
+        # first case.
+        matmul_us = [us for found in self.readings for us in found.own.get(matmul.NAME, [])]
+        made = readings.reference(self.readings[number], timings, self.session.device, list(self.reads), matmul_us)
+        if made.bytes is None:  # a folder that does not say, and no group was run now
             self.session.content(self.cases[number])
-            self.bytes[number] = self.session.default_bytes()
-        roofline = (medians[best], best, "read")
-        # Processes of a wave share a reading, and a resumed run has those of the run before, beside their first case.
-        readings = [us for own in self.own for us in own.get(matmul.NAME, [])]
-        if readings and self.cases[number].flops:
-            rate = matmul.flops(self.session.device) / stats.median(readings)  # a microsecond
-            if (least := self.cases[number].flops / rate) > medians[best]:
-                roofline = (least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
-        return ReferenceReadings(
-            *roofline, empty, self.bytes[number], self.seeds[number], *self.states[number], resolution
-        )
-
-
-def _replica(handle: RunnerHandle, process: int) -> RunnerHandle:
-    """The submission's process of that number, with the same audit."""
-    return dataclasses.replace(handle, name=f"{handle.name} {process}", child=None, workdir=None)
+            made.bytes = self.session.default_bytes()
+        return made
 
 
 def _name(replica: RunnerHandle) -> str:
     return replica.name.rpartition(" ")[0]
 
 
-def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
-    """What no call can undercut, in us: bytes or flops at the datasheet's rate, or the empty call; of that, 95 %. 0 for
-    a device without a datasheet here: a rate that was measured is no bound, and the judge's clock runs outside.
-    """
-    known = next((rates for name, rates in DATASHEET.items() if gpu and name in gpu), None)
-    if known is None:
-        return 0.0
-    flops_us = (case.flops or 0) / known[1] * 1e6
-    return SOL_SHARE * max(readings.bytes / known[0] * 1e6, flops_us, readings.empty_us)
-
-
-def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
-    """Pairs of times on equal contents, by process."""
-    return [
-        [(a.us, b.us) for a, b in zip(mine, theirs, strict=True)]
-        for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
-    ]
-
-
-def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome | None:
-    """Whether the parent's own clock contradicts the claimed times: on it an empty call takes `empty_us`, and the
-    judge's own readers are ready after `ready_us`.
-    """
-    calls = [o for group in timing.outcomes for o in group]
-    if not calls:
-        return None
-    # A busy machine makes some calls look longer from outside; a false claim does that to every one of them.
-    slack = OUTSIDE_SLACK_US
-    nearest = min(calls, key=lambda o: o.outside_us - OUTSIDE_FACTOR * o.us)
-    allowed = OUTSIDE_FACTOR * nearest.us + slack + empty_us
-    if nearest.outside_us > allowed:
-        return Outcome(
-            "CHEAT_SUSPECTED",
-            f"the outside clock saw {nearest.outside_us:.0f} us where {nearest.us:.2f} us are claimed and allows "
-            f"{allowed:.0f} us; no call of {len(calls)} is nearer to its claim",
-        )
-    earliest = min(o.ready_us for o in calls if o.ready_us is not None)
-    allowed = OUTSIDE_FACTOR * ready_us + slack
-    if earliest > allowed and not timing.flat("setup_us"):
-        return Outcome(
-            "CHEAT_SUSPECTED",
-            f"the outside clock saw {earliest:.0f} us before any of {len(calls)} calls was ready, and allows "
-            f"{allowed:.0f} us: the judge's own are ready after {ready_us:.0f} us",
-        )
-    return None
-
-
-class _Budget:
+class Budget:
     """The seconds that the calls of each submission may take together in one phase, None for no such limit.
 
     GPU MODE's test_timeout, benchmark_timeout and ranked_timeout. Every call has its own limit besides.
@@ -525,21 +405,22 @@ class _Budget:
 
     def __init__(self, limit_s: float | None) -> None:
         self.limit_s = math.inf if limit_s is None else limit_s
-        self.spent_s: dict[str, float] = {}
+        self.spent_s: dict[str, float] = {}  # by submission, over all its processes
 
-    def call(
-        self, session: Session, handle: RunnerHandle, buffers: int, audit: bool = False, measure: bool = False,
-        stay: bool = False,
-    ) -> Outcome:  # fmt: skip
-        name = handle.submission.name  # of all its processes
+    def exhausted(self, handle: RunnerHandle) -> Outcome | None:
+        """Return the outcome of a call for which nothing is left."""
+        if self.spent_s.get(handle.submission.name, 0.0) < self.limit_s:
+            return None
+        return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
+
+    @contextlib.contextmanager
+    def spending(self, handle: RunnerHandle) -> Iterator[float]:
+        """Take off what is done within, and yield the seconds that are left before."""
+        name = handle.submission.name
         spent_s = self.spent_s.get(name, 0.0)
-        left_s = self.limit_s - spent_s
-        if left_s <= 0:
-            return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
         before = time.monotonic()
-        outcome = session.call(handle, buffers, within_s=left_s, audit=audit, measure=measure, stay=stay)
+        yield self.limit_s - spent_s
         self.spent_s[name] = spent_s + time.monotonic() - before
-        return outcome
 
 
 def _order(handles: list[RunnerHandle], sample: int, paired: bool) -> list[RunnerHandle]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from harness.judge import phases
-from harness.judge.session import Outcome
+from harness.judge.outcome import Outcome
+from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.problem import scan
 from harness.problem.folders import Case, Problem, Submission
 from harness.results import environment, ranking, record, stats
@@ -26,8 +26,8 @@ class CaseTime:
     """A case that was timed and found valid, or `failure`. Times in us."""
 
     case: Case
-    timing: phases.Timing
-    readings: phases.ReferenceReadings
+    timing: Timing
+    readings: ReferenceReadings
     failure: Outcome | None = None
     median: float = float("nan")
     interval: tuple[float, float] = (float("nan"), float("nan"))
@@ -104,12 +104,12 @@ def code_of(verdicts: list[str], everything: bool) -> int:
     return EXIT_CODES[min(verdicts, key=_GRAVEST.index)]
 
 
-def aggregate(timing: phases.Timing, readings: phases.ReferenceReadings) -> CaseTime:
+def aggregate(timing: Timing, readings: ReferenceReadings) -> CaseTime:
     """The time of a case, or why it has none."""
     if timing.failure:
         return CaseTime(timing.case, timing, readings, timing.failure)
     median = timing.median_us
-    sol = phases.sol_us(timing.case, readings, environment.describe()["gpu"])
+    sol = sol_us(timing.case, readings, environment.describe()["gpu"])
     if not median > sol:
         text = f"median {median:.3f} us is under the physical floor of {sol:.3f} us"
         return CaseTime(timing.case, timing, readings, Outcome("INVALID_MEASUREMENT", text))
@@ -123,7 +123,7 @@ def pair(first: Result, second: Result) -> None:
     if any(t.failure and t.failure.status != "UNSUPPORTED" for j in (first, second) for t in j.times):
         return
     both = zip(first.times, second.times, strict=True)
-    cases = [None if a.failure or b.failure else phases.ratios(a.timing, b.timing) for a, b in both]
+    cases = [None if a.failure or b.failure else ratios(a.timing, b.timing) for a, b in both]
     if served := [case for case in cases if case]:
         first.against = [_against(second, stats.compare([case])) if case else None for case in cases]
         first.against_all = _against(second, stats.compare(served))
@@ -211,7 +211,7 @@ class Recorder:
             line["against"] = judged.against[index]
         return line
 
-    def _clock(self, timing: phases.Timing, readings: phases.ReferenceReadings) -> dict:
+    def _clock(self, timing: Timing, readings: ReferenceReadings) -> dict:
         warnings = list(self.warnings)
         if bound := sum(timing.flat("host_bound")):
             warnings.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")

@@ -25,8 +25,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness.judge import console, phases
+from harness.judge.handle import ProblemError, RunnerHandle
+from harness.judge.limits import CHECKER_LIMIT_S
 from harness.judge.phases import Progress
-from harness.judge.session import CHECKER_LIMIT_S, ProblemError, RunnerHandle, Session
+from harness.judge.session import Session
 from harness.lint import trivial
 from harness.problem import scan
 from harness.problem.folders import Case, Problem, Submission, UsageError, submission

@@ -76,9 +76,9 @@ class Gate:
         self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float,
         outputs: list[tuple[int, int]],
     ) -> tuple[Reading, list[tuple[int, int]]]:  # fmt: skip
-        """Let a stopped runner make call `number`, which of its calls is given, and stop it again. outputs: (address,
-        bytes) of what the call writes; address 0: the runner notes where it is. -> (the reading, (address, bytes) of
-        each as noted: untrusted numbers).
+        """Let a stopped runner make call `number`, and stop it again. which: of its calls. outputs: (address, bytes) of
+        what the call writes; address 0: the runner notes where it is. Return (the reading, (address, bytes) of each as
+        noted: untrusted numbers).
         """
         regions, sizes, found = _pairs(outputs), (c_uint64 * len(outputs))(), _Reading()
         code = self._time(page, number, which, *group, limit_s, regions, len(outputs), sizes, ctypes.byref(found))
@@ -107,8 +107,9 @@ class Gate:
         self._note_returned(page, _pairs(places), len(places), said, len(said))
 
     def take_turns(self, page: int, number: int, kernel: Callable, calls: tuple[tuple, ...]) -> object:
-        """The runner: from call `number` on wait for "go", call, say "done", until the judge says that it was the last.
-        calls: arguments, of which the judge picks. -> what the last one returned; what it raised comes through.
+        """In the runner, from call `number` on, wait for "go", call `kernel` and say "done", until the judge says that
+        it was the last. calls: arguments, of which the judge picks. Return what the last one returned, or raise what it
+        raised.
         """
         return self._take_turns(page, number, kernel, calls)
 

@@ -2,7 +2,7 @@
 
 The id of a function is not enough, since its __code__ can be swapped in place: what is kept is each function and the
 code object within it, its constants too. It sees what Python does to Python. Native code that writes into the process
-is beyond it; that is bounded by the parent's own clock (harness/judge/session.py) and by the checker being another
+is beyond it; that is bounded by the parent's own clock (harness/judge/call.py) and by the checker being another
 process. On a CPU the runner has nothing that is worth replacing, and nothing is looked at.
 
 torch's global switches are another matter: a library may set them on import. They are put back, which is no accusation.

@@ -1,10 +1,11 @@
-"""The process that runs a submission: imports it, receives one call's data at a time, and says what came back.
+"""The process that runs a submission. It imports the submission, makes one call at a time, and says what came back.
 
 It knows no reference, no expected value and no seed, and decides nothing. On a CPU it has no clock either: it waits for
-the judge's "go" and says "done" (harness/runner/gate.cpp). With no submission it runs the judge's own calls (the empty
-one, the plain readers, a matrix product) under the same clock.
+the judge's "go" and says "done" (harness/runner/gate.cpp). Without a submission it makes the judge's own calls (the
+empty one, the plain readers, a matrix product) under the same clock.
 
-Started as `python -m harness.runner.runner FD`, FD a connected socket; talks as harness/runner/wire.py says.
+It starts as `python -m harness.runner.runner FD`, where FD is a connected socket, and exchanges the messages of
+harness/runner/wire.py.
 """
 
 import gc
@@ -29,6 +30,11 @@ TEXT_LIMIT = 16_000  # characters of a traceback or compiler report that are pas
 
 
 class Runner:
+    """A submission in this process, the buffers that it is called on, and its weights.
+
+    A public method handles the request of its name: it takes the message and its descriptors, and returns the reply.
+    """
+
     def __init__(self, sock: socket.socket, start: dict, fds: list[int]) -> None:
         self.sock = sock
         self.device: str = start["device"]
@@ -100,7 +106,7 @@ class Runner:
         return {}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        """One timed call on one buffer; on a CPU several."""
+        """Make one timed call on one buffer; on a CPU several."""
         if self.device == "cpu":
             return self._turns(message)
         buffer = self.buffers[message["buffer"]]
@@ -109,8 +115,8 @@ class Runner:
         return self._timed_call(message, buffer)
 
     def _turns(self, message: dict) -> dict:
-        """Calls on a CPU, of one buffer or another: for each wait for the judge's "go", call, say "done"; reply after
-        the last one. `buffer`: of the first. The judge's own are a call for each of `whats` and each buffer.
+        """Make calls on a CPU, of one buffer or another: for each wait for the judge's "go", call, say "done". Reply
+        after the last one. buffer: of the first. The judge's own are a call for each of `whats` and each buffer.
         """
         if self.module is None:
             kernel = _call
@@ -208,7 +214,7 @@ class Runner:
         }
 
     def _data(self, buffer: MappedBuffer) -> object:
-        """A call's data over a buffer, with the weights, where the problem has such, in their place."""
+        """Return a call's data over a buffer, with the weights in their place where the problem has such."""
         data = tree.build(self.opened["data"], buffer.memory, self.task)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
@@ -330,7 +336,7 @@ def _capture_own(
 
 
 def _forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
-    """What came back of a call that was handed its outputs."""
+    """Return what each object is that came back of a call which received its outputs."""
     returned = list(result) if isinstance(result, tuple | list) else [result]
     return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned[:CLAIMS])]
 

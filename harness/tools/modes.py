@@ -6,8 +6,11 @@ import subprocess
 from collections.abc import Iterator
 
 from harness.judge import console
+from harness.judge.handle import ARCH, RunnerHandle
+from harness.judge.limits import COMPILE_LIMIT_S
+from harness.judge.outcome import Outcome
 from harness.judge.phases import Progress
-from harness.judge.session import ARCH, COMPILE_LIMIT_S, Outcome, RunnerHandle, Session
+from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.tools import profiling

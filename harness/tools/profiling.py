@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.judge.session import ARCH
+from harness.judge.handle import ARCH
 from harness.problem.folders import Case, Problem, Submission
 from harness.sandbox.process import ROOT
 

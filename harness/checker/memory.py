@@ -1,0 +1,75 @@
+"""Tensors in a buffer, as the checker sees them: where one lies, what it is called, whether its bytes are the same."""
+
+import torch
+
+from harness.runner import gate, tree
+from harness.runner.buffers import Buffer
+
+WORD = 8  # bytes of an int64
+
+
+def names(spec: dict) -> list[str]:
+    """Return a name for each tensor of a specification: its field where it is in a NamedTuple, else its number."""
+    if "items" not in spec:
+        return ["0"] if spec["kind"] == "tensor" else []
+    if spec["kind"] != "named":
+        return [str(i) for i in range(len(tree.leaves(spec)))]
+    found = []
+    for name, item in zip(spec["fields"], spec["items"], strict=True):
+        inner = names(item)
+        found += [name] if item["kind"] == "tensor" else inner
+    return found
+
+
+def region(leaf: dict, buffer: Buffer) -> torch.Tensor:
+    """Return the bytes of one tensor of a specification in a buffer."""
+    return buffer.memory[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two flat uint8 tensors hold the same bytes. They are compared as words where both are aligned:
+    torch.equal makes a byte for each element, and of a model's weights, looked at after every call, that is as much
+    memory once more.
+    """
+    if one.numel() != other.numel():
+        return False
+    whole = one.numel() // WORD * WORD
+    if whole and not any(place % WORD for t in (one, other) for place in (t.storage_offset(), t.data_ptr())):
+        if not torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64)):
+            return False
+        one, other = one[whole:], other[whole:]
+    return torch.equal(one, other)
+
+
+def fetched(pid: int, address: int, nbytes: int) -> torch.Tensor:
+    """Return memory of a stopped process, flat uint8. OSError: it cannot be read."""
+    into = torch.empty(nbytes, dtype=torch.uint8)
+    gate.bindings().peek(pid, address, nbytes, into.data_ptr())
+    return into
+
+
+def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
+    """Return flat bytes as a tensor of a dtype, shape and stride; None where they do not hold just such a one."""
+    dtype = getattr(torch, layout["dtype"], None)
+    if output is None or not isinstance(dtype, torch.dtype) or len(layout["shape"]) != len(layout["stride"]):
+        return None
+    pairs = list(zip(layout["shape"], layout["stride"], strict=True))
+    span = 1 + sum((n - 1) * stride for n, stride in pairs) if all(n for n, _ in pairs) else 0
+    if span * dtype.itemsize != output.numel():
+        return None
+    try:
+        return output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
+    except RuntimeError:  # such as a shape whose number of elements is no int64
+        return None
+
+
+def capture_spec(leaf: dict, layout: tree.Layout) -> dict:
+    """Return the specification of a copy of one tensor, which gets a place in `layout`."""
+    return {**leaf, "offset": layout.place(leaf["space"], leaf["nbytes"])}
+
+
+def poison(tensors: list[torch.Tensor], which: list[int]) -> None:
+    """Fill these of the tensors with NaN, integers with the smallest value: what a call leaves out is wrong."""
+    for i in which:
+        tensor = tensors[i]
+        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)

@@ -1,0 +1,143 @@
+"""One judged call: what is asked of it, and how it is made on a CPU and on a GPU.
+
+On a CPU the runner is believed in nothing: the checker's clock runs outside it, and it runs only while it is asked
+something. On a GPU its time is believed as far as the parent's own clock does not contradict it.
+"""
+
+import math
+import secrets
+import time
+from dataclasses import dataclass
+
+from harness.judge import limits, outcome, replies
+from harness.judge.handle import FIRST_SPIN_US, Content, RunnerHandle, admitted
+from harness.judge.outcome import Findings
+from harness.sandbox.process import Died
+
+EMPTY = "empty"  # the judge's own call that does nothing, or on a CPU works for a known time
+SPIN_MARGIN_US = 100  # events, the mark and the capture are enqueued under the spin as well
+SPIN_DECAY = 0.9  # that a spin keeps of the one before: a first call compiles, and not every later one may last as long
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """What is asked of one call.
+
+    buffers: addresses that calls take in turn. what: name of one of the judge's own calls, "" for a submission's.
+    reads: plain readers of the judge by name, with their configuration. within_s: a limit beside those of the session,
+    for a phase whose time is running out. audit: on a GPU, look at what ran on which stream meanwhile; the time is then
+    no score. measure: what the call leaves behind in memory counts towards what `prepare` may keep, where the problem
+    has weights. stay: on a CPU the process waits where it is for the next call, so that nothing of it runs between the
+    two, and does not say what came back.
+    """
+
+    buffers: int
+    what: str = ""
+    reads: dict[str, int] | None = None
+    within_s: float = math.inf
+    audit: bool = False
+    measure: bool = False
+    stay: bool = False
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """A request, and what the session adds to it: the content, the buffer whose turn it is, the limit."""
+
+    request: CallRequest
+    content: Content
+    buffer: int
+    limit_s: float
+
+    @property
+    def masked(self) -> bool:
+        """Whether the buffer holds on a GPU what the runner may not read yet."""
+        return bool(self.content.sizes["device"]) and self.request.what != EMPTY
+
+    @property
+    def whats(self) -> tuple[str, ...]:
+        """Names of the calls that a runner on a CPU prepares together, one for each buffer."""
+        together = (EMPTY, *(self.request.reads or ()))
+        return together if self.request.what in together else (self.request.what,)
+
+    @property
+    def which(self) -> int:
+        """Number of this call among those that the runner prepares."""
+        return self.whats.index(self.request.what) * self.request.buffers + self.buffer
+
+
+def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
+    """Make one call on a CPU, which the checker times. Return what is known of it. Died: the call failed."""
+    process, checker, judges = handle.process, handle.process.checker, handle.submission is None
+    nbytes = plan.content.moved if judges else 0
+    address = {"runner": handle.name, "buffer": plan.buffer}
+    stays = plan.request.stay and not handle.baseline  # a baseline's setup is made for each call
+    # The runner waits in native code for one of these calls. If it waits for others, it leaves those first.
+    calls = (plan.whats, nbytes)
+    if process.within != calls:
+        process.leave()
+    first = process.within is None
+    # A baseline's setup sees the contents, and is no adversary; for any other they come when it is stopped.
+    if handle.baseline:
+        checker.ask({"op": "fill", "key": None, **address})
+    process.number += 1
+    if first:
+        message = {"op": "call", "number": process.number, "buffer": plan.buffer, "whats": plan.whats}
+        process.ask(replies.Ready, {**message, "baseline": handle.baseline, "bytes": nbytes}, plan.limit_s)
+    # The checker stops the runner, fills the buffer, says "go", reads its clock, and stops the runner again.
+    message = {
+        "op": "turn", "number": process.number, "which": plan.which, "first": first, "last": not stays,
+        "fill": not handle.baseline, "judges": judges, "limit_s": plan.limit_s, "key": None,
+        "baseline": handle.baseline, "bytes": nbytes, **address,
+    }  # fmt: skip
+    found, _ = checker.request(message, limit_s=plan.limit_s + limits.CHECKER_LIMIT_S, watch=process.child)
+    turn = process.turn_of(found, plan.limit_s)
+    # The runner says what came back, after its last call or, in a GPU MODE folder, beside each one.
+    process.within, claims = calls, None
+    if not stays or turn.reading.raised:
+        reply = process.left()
+        if turn.reading.raised:
+            raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
+        claims = reply.claims if first or not plan.content.own else None
+    elif not plan.content.own and not judges:
+        claims = replies.noted(turn.said)
+    fault = outcome.written_later(turn.reading.changed)
+    if fault is None and not judges and process.strays & set(turn.before):
+        fault = handle.look()
+    process.strays = frozenset(turn.after)
+    return Findings(outcome.of_cpu(turn.reading), claims, after_done=fault)
+
+
+def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
+    """Make one call on a GPU, timed in the runner and from outside. Return what is known of it. Died: it failed.
+
+    The runner's context is not to be trusted after a failed call, nor is anything else in it.
+    """
+    process, request = handle.process, plan.request
+    address = {"buffer": plan.buffer, "baseline": handle.baseline}
+    key = secrets.token_hex(32) if plan.masked else None
+    if handle.submission is not None:
+        process.checker.ask({"op": "fill", "key": key, "runner": handle.name, "buffer": plan.buffer})
+        # The checker's kernels have driven out the submission's code: it is called once on the buffer before, whose
+        # call is closed.
+        if plan.masked and request.buffers > 1 and process.turn > 1:
+            before = {**address, "op": "warm", "buffer": (process.turn - 2) % request.buffers}
+            process.ask(replies.Done, before, plan.limit_s)
+    message = {
+        "op": "call", "key": key, "spin_us": process.spin_us, "what": request.what, "audit": request.audit,
+        "bytes": 0 if handle.submission else plan.content.moved, **address,
+    }  # fmt: skip
+    # The parent's own clock: until the runner is ready, and from "go" to its reply.
+    child, ready_us, outside_us = process.child, math.nan, math.nan
+    deadline = time.monotonic() + plan.limit_s
+    start = time.perf_counter_ns()
+    said, _ = child.request(message, plan.limit_s)
+    ready = time.perf_counter_ns()
+    if "ready" in said:
+        child.send({"go": True})
+        said, _ = child.receive(max(0.1, deadline - time.monotonic()))
+        ready_us, outside_us = (ready - start) / 1e3, (time.perf_counter_ns() - ready) / 1e3
+    reply = admitted(replies.read(replies.Timed, said))
+    times = outcome.of_gpu(reply, ready_us, outside_us - process.spin_us, handle.baseline)
+    process.spin_us = max(min(2 * reply.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, SPIN_DECAY * process.spin_us)
+    return Findings(times, reply.claims, reply.activity)

@@ -1,0 +1,350 @@
+"""The processes that a session talks to: the checker, and the runner of each submission.
+
+CheckerHandle asks the checker, whose failures are the problem's. RunnerHandle is a submission over all its processes;
+RunnerProcess is the present one. What a runner does wrong is raised as Died and becomes an Outcome of its submission.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from harness.judge import limits, outcome, replies
+from harness.judge.outcome import Audit, Outcome
+from harness.problem.folders import Case, Problem, Submission
+from harness.runner import flush, gate
+from harness.sandbox import freezer, workdir
+from harness.sandbox.process import Child, Died
+from harness.sandbox.workdir import Workdir
+
+ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
+FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
+
+
+class ProblemError(RuntimeError):
+    """The problem's own code failed: generator, reference or checker."""
+
+
+class DeviceError(RuntimeError):
+    """The device does not compute any more: nothing that it says can be believed."""
+
+
+class Reported(Died):
+    """A runner said that an exception came through. Its text names the submission's files where they were copied to."""
+
+    def __init__(self, reply: replies.Failed) -> None:
+        compiling = reply.failed == "compile"
+        said = reply.text.strip()
+        said = f"out of memory: {said}" if reply.memory and not compiling else said
+        super().__init__("COMPILE_ERROR" if compiling else "RUNTIME_ERROR", said)
+
+
+@dataclass(frozen=True)
+class Content:
+    """The inputs and outputs of one call, as the checker made them. sizes: bytes of a buffer on the device and on the
+    host; layout: what a runner needs to map it; bytes: that a call must move, where the task says that for contents.
+    """
+
+    case: Case
+    sizes: dict[str, int]
+    layout: dict
+    bytes: int | None
+
+    @property
+    def default_bytes(self) -> int:
+        """Bytes of all tensors, for a folder that does not say what a call must move."""
+        return sum(self.sizes.values())
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a call moves; the judge's own readers read as many."""
+        return self.bytes or self.case.bytes or self.default_bytes
+
+    @property
+    def own(self) -> bool:
+        """Whether the folder is ours, not GPU MODE's."""
+        return self.layout["own"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the checker says of a call on a CPU that it let a runner make. before, after: pids of what the runner had
+    started and not ended; said: what the runner noted of the tensors that it returned.
+    """
+
+    reading: gate.Reading
+    before: list[int]
+    after: list[int]
+    said: str
+
+
+class CheckerHandle:
+    """The checker of `problem` on `device` ("cpu" or "cuda"). ProblemError from any request: the problem's code failed,
+    or the checker is gone.
+    """
+
+    def __init__(self, problem: Problem, device: str) -> None:
+        self.problem, self.device = problem, device
+        # Threads of its pool that spin for long when their work is done would slow the calls that follow.
+        self.child = Child("harness.checker.checker", {"GOMP_SPINCOUNT": "1000"})
+        flush_bytes = flush.nbytes() if device == "cpu" else 0
+        if device == "cpu":
+            self.child.lend(flush_bytes)
+        utils = str(problem.utils) if problem.utils else None
+        start = {"folder": str(problem.folder), "own": problem.own, "device": device, "utils": utils}
+        self.ask(start | {"flush": flush_bytes})
+
+    def ask(self, message: dict) -> dict:
+        """Return the checker's reply."""
+        return self.request(message)[0]
+
+    def request(
+        self, message: dict, failing: str = "", limit_s: float = 0.0, watch: Child | None = None
+    ) -> tuple[dict, list[int]]:
+        """Return the checker's reply and its descriptors. failing: what the error says that it could not do. watch: a
+        runner that works meanwhile. Died: that runner took too much, and is gone.
+        """
+        try:
+            self.child.send(message)
+            reply, fds = self.child.receive(limit_s or limits.CHECKER_LIMIT_S, watch=watch)
+        except Died as died:
+            raise ProblemError(f"the checker of {self.problem.name} {died.reason}") from None
+        if watch and watch.excess:
+            raise Died("RUNTIME_ERROR", watch.excess)
+        if "failed" in reply:
+            failed = failing or f"{self.problem.name}'s own code failed"
+            raise ProblemError(f"{failed}:\n{reply['text']}")
+        return reply, fds
+
+    def computes(self) -> bool:
+        """Return whether the device still computes, in the checker's context."""
+        try:
+            return self.child.request({"op": "canary"}, limits.CANARY_LIMIT_S)[0].get("well") is True
+        except Died:
+            return False
+
+    def close(self) -> None:
+        """End the checker."""
+        self.child.close()
+
+
+@dataclass(eq=False)
+class RunnerProcess:
+    """One process of a submission: its child process, its folder (None for the judge's own), and what it has received.
+
+    limit_s: for a request that is no call. switched: receives the names of torch's switches that were put back.
+    """
+
+    name: str
+    child: Child
+    workdir: Workdir | None
+    checker: CheckerHandle
+    limit_s: float
+    switched: Callable[[list[str]], None] = lambda _: None
+    opened: tuple | None = None  # what its buffers were allocated for
+    calls: int = 0
+    turn: int = 0  # calls on the present buffers
+    number: int = 0  # of its last call on a CPU
+    within: tuple | None = None  # which calls it is waiting in on a CPU, to make a further one of them
+    spin_us: float = FIRST_SPIN_US  # ordered before its next call on a GPU
+    strays: frozenset[int] = frozenset()  # processes that were there when its last call was over
+    holds: int = 0  # number of the weights that it has
+    held_device: int = 0  # bytes of device memory that the judge keeps them in
+    weights_bytes: int = 0  # of the weights' tensors
+    host_base: int | None = None  # bytes of host memory and files before weights that count came; None: not counted
+    device_grown: int = 0  # bytes of device memory that its own requests took since
+
+    def ask(self, wanted: type[replies.Wanted], message: dict, limit_s: float) -> replies.Wanted:
+        """Return the reply to a request. Died: there was none, or none of this form; Reported: an exception came."""
+        self.child.send(message)
+        return self.receive(wanted, limit_s)
+
+    def receive(self, wanted: type[replies.Wanted], limit_s: float) -> replies.Wanted:
+        """Return the next reply. Died, Reported: as in `ask`."""
+        return admitted(replies.read(wanted, self.child.receive(limit_s)[0]))
+
+    def open(self, content: Content, buffers: int, reads: dict[str, int] | None) -> None:
+        """Give it buffers for this content, if it has no such yet: the checker allocates them, the runner maps them."""
+        wanted = (content.sizes, content.layout, buffers)
+        if self.opened == wanted:
+            return
+        self.leave()
+        request = {"op": "allocate", "runner": self.name, "sizes": content.sizes, "count": buffers}
+        if self.checker.device == "cpu":
+            request |= self.child.freezer.address()
+        made, fds = self.checker.request(request, "the checker could not allocate buffers")
+        message = {"op": "open", "buffers": made["buffers"], **content.layout}
+        if reads is not None:
+            message["reads"] = reads
+        self.hand_over(replies.Done, message, fds, "map its buffers", self.limit_s + limits.COMPILE_LIMIT_S)
+        self.opened, self.turn = wanted, 0
+
+    def hand_over(
+        self, wanted: type[replies.Wanted], message: dict, fds: list[int], what: str, limit_s: float
+    ) -> replies.Wanted:
+        """Send descriptors, which are closed here, and return the reply. Died: the runner could not do `what`."""
+        try:
+            said, _ = self.child.request(message, limit_s, tuple(fds))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        reply = replies.read(wanted, said)
+        if isinstance(reply, replies.Failed):
+            raise Died("RUNTIME_ERROR", f"could not {what}: {reply.text}")
+        return reply
+
+    def leave(self) -> None:
+        """Have a runner on a CPU that waits for a further call reply to the last one, if it does."""
+        if self.within is not None:
+            self.checker.ask({"op": "leave", "runner": self.name, "number": self.number})
+            self.left()
+
+    def left(self) -> replies.Called:
+        """Return the reply of a runner on a CPU that makes no further call, and stop it again."""
+        self.within = None
+        self.child.resume()
+        reply = self.receive(replies.Called, self.limit_s)
+        self.child.rest()
+        self.switched(reply.switches)
+        return reply
+
+    def turn_of(self, found: dict, limit_s: float) -> Turn:
+        """Return what the checker's reply says of this runner's turn; the runner is stopped now. Died: it is gone, was
+        not ready, took longer than limit_s, or could not be stopped.
+        """
+        if found["code"] == freezer.GONE:
+            self.child.receive(limits.CANARY_LIMIT_S)  # raises what became of it
+            raise Died("RUNTIME_ERROR", "its process was gone when its call should have been over")
+        self.child.stopped()
+        if not found.pop("waiting"):
+            raise Died("RUNTIME_ERROR", 'its process said that it was ready and did not wait for the "go"')
+        if found["code"] == freezer.RUNS_ON:
+            raise Died("RUNTIME_ERROR", "its processes could not be stopped when its call was over")
+        before, after, said = found.pop("before"), found.pop("after"), found.pop("said")
+        if found["code"] == freezer.LATE:
+            self.child.kill()
+            raise Died("TIMEOUT", f"no answer within {limit_s:g} s; it and all it had started were killed")
+        return Turn(gate.Reading(**found), before, after, said)
+
+    def failure(self, died: Died) -> Outcome:
+        """Return the outcome of a call that this process did not come through."""
+        return Outcome(died.status, self.restored(died.reason))
+
+    def restored(self, text: str) -> str:
+        """Return `text` with the submission's own paths in place of those of its folder here."""
+        return self.workdir.restore(text) if self.workdir else text
+
+    def remove(self) -> None:
+        """Remove its folder."""
+        if self.workdir:
+            self.workdir.remove()
+            self.workdir = None
+
+
+@dataclass(eq=False)
+class RunnerHandle:
+    """A submission that is judged, or (submission None) the judge's own calls: its present process, and what became of
+    those before.
+    """
+
+    name: str
+    submission: Submission | None
+    target: str
+    built: bool = False  # its compile step was made, or is not needed
+    audit: Audit = field(default_factory=Audit)
+    process: RunnerProcess | None = None
+    lost: int = 0  # processes that died
+    last_loss: Outcome | None = None
+    # Its compile step, an import or a first call failed: no further process is started for it.
+    broken: Outcome | None = None
+    keep: bool = False  # what its process compiled is kept when it stops
+
+    @property
+    def baseline(self) -> bool:
+        return self.submission is not None and self.submission.baseline
+
+    @property
+    def owner(self) -> str:
+        """Name of the submission, which several handles may share."""
+        return self.submission.name if self.submission else self.name
+
+    def replica(self, number: int) -> "RunnerHandle":
+        """Return a handle for the submission's process of that number, with the same audit."""
+        return replace(self, name=f"{self.name} {number}", process=None)
+
+    def start(
+        self, checker: CheckerHandle, compile_only: bool, limit_s: float, switched: Callable[[list[str]], None]
+    ) -> None:
+        """Start its process and tell it what to import. `RunnerProcess.receive` has the answer."""
+        problem, device = checker.problem, "cpu" if compile_only else checker.device
+        arch = {"CUTE_DSL_ARCH": ARCH[self.target]} if self.target in ARCH else {}
+        stoppable = checker.device == "cpu" and not compile_only
+        if self.submission is None:
+            box = None
+            child = Child("harness.runner.runner", arch, stoppable=checker.device == "cpu")
+            file, folder, utils = None, problem.folder, problem.utils
+        else:
+            built = workdir.build_folder(self.submission.file, problem, self.target)
+            box = Workdir.make(self.submission.file, problem, built, checker.device)
+            child = Child("harness.runner.runner", arch, box.jail, stoppable)
+            file, folder, utils = str(box.file), box.folder, box.utils
+        self.process = RunnerProcess(self.name, child, box, checker, limit_s, switched)
+        self.last_loss = None
+        message = {
+            "device": device, "folder": str(folder), "file": file, "utils": str(utils) if utils else None,
+            "compile": compile_only,
+        }  # fmt: skip
+        with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
+            child.send(message)
+
+    def lose(self, what: Outcome) -> Outcome:
+        """End its process because of `what`, and return `what`. DeviceError: the device does not compute since then."""
+        process = self.process
+        if process is None:  # lost already, while it was measured
+            return what
+        process.child.kill()
+        self.process, self.last_loss = None, what
+        self.lost += 1
+        process.remove()
+        process.checker.ask({"op": "release", "runner": self.name})
+        if process.checker.device == "cuda" and not process.checker.computes():
+            raise DeviceError(f"the device does not compute any more since {self.name} was lost: {what.reason}")
+        return what
+
+    def tampering(self) -> Outcome | None:
+        """Return what was replaced in its process on a GPU, as a fault. Baselines are not looked at: the packages that
+        they call may patch what they like.
+        """
+        process = self.process
+        if self.baseline or process.checker.device == "cpu":
+            return None
+        try:
+            reply = process.ask(replies.Sealed, {"op": "sealed"}, process.limit_s)
+        except Died as died:
+            return self.lose(process.failure(died))
+        process.switched(reply.switches)
+        return outcome.tampering_in(reply.replaced)
+
+    def look(self) -> Outcome | None:
+        """Return the fault of processes that the submission started and that live on, now that its call is over. They
+        get a moment to end.
+        """
+        if self.process is None or self.baseline:
+            return None
+        child = self.process.child
+        for _ in range(limits.SETTLES):
+            child.rest()
+            if not (pids := child.processes()):
+                return None
+            child.resume()
+            time.sleep(limits.SETTLE_S)
+        child.rest()
+        return outcome.left_behind(pids)
+
+
+def admitted(reply: replies.Wanted | replies.Failed) -> replies.Wanted:
+    """Return `reply`. Reported if it says that an exception came through."""
+    if isinstance(reply, replies.Failed):
+        raise Reported(reply)
+    return reply

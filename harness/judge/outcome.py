@@ -1,0 +1,148 @@
+"""What became of a call: its times, what each source said of it, and the one verdict that follows.
+
+A source (the clock, the checker, the audit, the memory) returns an Outcome for a fault and None otherwise. `decide`
+makes the verdict of them.
+"""
+
+from dataclasses import dataclass, replace
+
+from harness.judge import replies
+from harness.results import text
+from harness.runner import gate
+
+# From a call's end until its runner was told to stop: what it may still write then is bounded. To tell a thread takes a
+# moment, so honest pools get more; not without limit, since idle threads cost nothing.
+STOP_LIMIT_US, STOP_THREAD_US, STOP_THREADS = 250, 2, 256
+# That a call's threads may wait for a processor beside tasks of others: the larger of so many us and this share of it.
+BUSY_US = 100
+BUSY_SHARE = 0.02
+NAMES = 500  # characters of a report
+NAMED = 5  # replaced objects in a report
+
+
+@dataclass
+class Outcome:
+    """What became of one call. us and the rest are None unless the call returned.
+
+    us: the clock's reading, what the clock itself costs included. On a GPU, by the parent's clock, ready_us: until the
+    runner was ready to make the call; outside_us: from "go" to the reply, less the spin that was ordered. On a CPU,
+    stop_us: from "done" until all of the runner had been told to stop; late: that was too long for a score; busy: its
+    threads waited for a processor, which tasks of other processes wanted too. bytes: that a call on these contents must
+    move, where the task says that for contents.
+    """
+
+    status: str
+    reason: str = ""
+    error: dict | None = None
+    us: float | None = None
+    host_us: float | None = None
+    setup_us: float | None = None
+    host_bound: bool = False
+    ready_us: float | None = None
+    outside_us: float | None = None
+    bytes: int | None = None
+    stop_us: float | None = None
+    late: bool = False
+    busy: bool = False
+
+
+@dataclass
+class Audit:
+    """What was looked at beside the outputs. calls: audited ones; records: of the driver on what ran where, in them;
+    prepare_us and kept_bytes where weights are prepared.
+    """
+
+    calls: int = 0
+    records: int = 0
+    prepare_us: float | None = None
+    kept_bytes: int | None = None
+
+
+@dataclass
+class Findings:
+    """What is known of a call that returned, source by source. None: the source found no fault, or was not asked.
+
+    times: a passed Outcome that holds the times. claims: what the runner says of the tensors that came back; None if it
+    was not asked. activity: the driver's records of an audited call.
+    """
+
+    times: Outcome
+    claims: list[replies.Claim] | None = None
+    activity: replies.Seen | None = None
+    after_done: Outcome | None = None  # outputs that were written, or processes that lived on, after "done"
+    checked: Outcome | None = None  # the checker's verdict on inputs, outputs and claims
+    tampering: Outcome | None = None  # what was replaced in the runner's process, or how it was lost when it was asked
+    audit: Outcome | None = None  # where its work ran, and which processes live on
+    memory: Outcome | None = None  # what is held beyond the bound on `prepare`
+
+
+def decide(found: Findings) -> Outcome:
+    """Return the outcome of a call: its times, with the first fault of its sources as the verdict."""
+    faults = (found.tampering, found.after_done, found.checked, found.audit, found.memory)
+    passed = found.checked or found.times
+    verdict = next((fault for fault in faults if fault and fault.status != "PASSED"), passed)
+    error = found.checked.error if found.checked else None
+    return replace(found.times, status=verdict.status, reason=verdict.reason, error=error)
+
+
+def of_cpu(reading: gate.Reading) -> Outcome:
+    """Return the times of a call on a CPU, by the judge's clock."""
+    busy = reading.delay_us > max(BUSY_US, BUSY_SHARE * reading.call_us) and reading.others > 0
+    late = reading.stop_us > STOP_LIMIT_US + STOP_THREAD_US * min(reading.threads, STOP_THREADS)
+    us, stop_us = reading.call_us, reading.stop_us
+    return Outcome("PASSED", us=us, host_us=us, stop_us=stop_us, late=late, busy=busy)
+
+
+def of_gpu(reply: replies.Timed, ready_us: float, outside_us: float, baseline: bool) -> Outcome:
+    """Return the times of a call on a GPU: those that the runner claims, and those of the parent's own clock."""
+    # Only baselines have a setup whose time does not count.
+    setup_us = reply.setup_us if baseline else None
+    return Outcome(
+        "PASSED", us=reply.us, host_us=reply.host_us, host_bound=reply.host_bound, setup_us=setup_us,
+        ready_us=ready_us, outside_us=outside_us,
+    )  # fmt: skip
+
+
+def written_later(changed: int) -> Outcome | None:
+    """Return the fault of outputs of which so many words changed after "done"; -1: they cannot be read."""
+    if changed < 0:
+        return Outcome("INCORRECT", "the memory of a tensor that was returned cannot be read")
+    if not changed:
+        return None
+    return Outcome(
+        "CHEAT_SUSPECTED",
+        f"outputs were written after the call had ended: of at most {gate.WORDS} words that were looked at, "
+        f"{changed} changed later",
+    )
+
+
+def left_behind(pids: list[int]) -> Outcome:
+    """Return the fault of processes that a call started and did not end."""
+    return Outcome(
+        "CHEAT_SUSPECTED",
+        f"still running after the call: child processes {pids}; end all that a call starts before it returns "
+        "(docs/rules.md, rule 4)",
+    )
+
+
+def tampering_in(names: list[str]) -> Outcome | None:
+    """Return the fault of objects that a runner says were replaced within it."""
+    if not names:
+        return None
+    return Outcome("CHEAT_SUSPECTED", f"tampering, this was replaced in its process: {', '.join(names[:NAMED])}")
+
+
+def records_missing() -> Outcome:
+    """Return the fault of an audited call of which the driver recorded nothing, on a machine where it records."""
+    return Outcome(
+        "CHEAT_SUSPECTED", "tampering: of its audited call the driver gave no record, of the judge's own it does"
+    )
+
+
+def ran_elsewhere(activity: replies.Seen | None) -> Outcome | None:
+    """Return the fault of an audited call whose work ran on other streams than the default one."""
+    if activity is None or not activity.elsewhere:
+        return None
+    named = (f"queue {stream}: {', '.join(names)}" for stream, names in activity.elsewhere.items())
+    said = text.line("; ".join(named), NAMES)
+    return Outcome("RULE_BROKEN", f"work ran on another queue than the default one: {said}")

@@ -1,0 +1,112 @@
+"""The bound on what a submission keeps of prepared weights (docs/rules.md, rule 2).
+
+Memory of the device, of the runner's processes and of its files is measured around each request that may add to it.
+Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds more than then
+must fit into `allowed`.
+"""
+
+import time
+from dataclasses import dataclass
+
+from harness.judge import limits, replies
+from harness.judge.handle import RunnerHandle, RunnerProcess
+from harness.judge.outcome import Outcome
+from harness.sandbox.process import Died
+
+PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
+CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kernels and workspaces as shapes ask for them
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes at one moment. device_free: of device memory that no process holds; host: of memory and files that the
+    runner takes.
+    """
+
+    device_free: int
+    host: int
+
+
+def measure(handle: RunnerHandle) -> Size | None:
+    """Return what a runner takes now, after it gave back what no tensor holds; None if it is gone, or was lost here."""
+    process = handle.process
+    if process is None or process.workdir is None:
+        return None
+    try:
+        process.leave()
+        process.ask(replies.Done, {"op": "trim"}, process.limit_s)
+    except Died as died:
+        handle.lose(process.failure(died))
+        return None
+    free = process.checker.ask({"op": "free_memory"})["free"] or 0
+    return Size(free, process.child.private_bytes() + process.workdir.bytes_written())
+
+
+def measure_counted(handle: RunnerHandle) -> Size | None:
+    """Return what a runner takes now if that counts; None if it does not, and as in `measure`."""
+    return measure(handle) if handle.process.host_base is not None else None
+
+
+def begin(handle: RunnerHandle) -> bool:
+    """Count from here on what a runner keeps. Return False if it was lost meanwhile."""
+    size = measure(handle)
+    if size is None:
+        return False
+    handle.process.host_base, handle.process.device_grown = size.host, 0
+    return True
+
+
+def hold(handle: RunnerHandle, number: int) -> Outcome | None:
+    """Give a runner the present weights, which have this number, to prepare if it likes. Return the fault of what it
+    kept, or of how it was lost.
+    """
+    process = handle.process
+    process.leave()
+    # Before the checker lets go of the weights before: their memory is free then, or when the runner unmaps it.
+    before = measure_counted(handle)
+    if handle.process is None:
+        return handle.last_loss
+    failing = "the checker could not allocate weights"
+    made, fds = process.checker.request({"op": "hold", "runner": handle.name}, failing)
+    nbytes = made["buffer"]["sizes"]["device"]
+    message = {"op": "hold", "buffer": made["buffer"], "spec": made["spec"]}
+    start = time.perf_counter()
+    try:
+        reply = process.hand_over(replies.Prepared, message, fds, "prepare the weights", limits.PREPARE_LIMIT_S)
+    except Died as died:
+        raise Died(died.status, f"in prepare: {died.reason}") from None
+    took_us = (time.perf_counter() - start) * 1e6
+    if before:  # what would be free if nothing but the judge's own weights had changed
+        before = Size(before.device_free + process.held_device - nbytes, before.host)
+    process.holds, process.held_device, process.weights_bytes = number, nbytes, made["bytes"]
+    if found := handle.tampering():
+        return found
+    if reply.prepared:
+        handle.audit.prepare_us = took_us
+    return kept(handle, before) if before else None
+
+
+def kept(handle: RunnerHandle, before: Size) -> Outcome | None:
+    """Add what a request left behind, measured `before` it. Return the fault if the runner holds more than is allowed,
+    or was lost meanwhile.
+    """
+    after = measure(handle)
+    if after is None:
+        return handle.last_loss
+    process = handle.process
+    process.device_grown += before.device_free - after.device_free
+    grown = max(0, process.device_grown) + max(0, after.host - process.host_base)
+    handle.audit.kept_bytes = max(grown, handle.audit.kept_bytes or 0)
+    return _fault(process, grown)
+
+
+def _fault(process: RunnerProcess, grown: int) -> Outcome | None:
+    slack = PREPARED_SLACK + CODE_SLACK[process.checker.device]
+    allowed = int(PREPARED_FACTOR * process.weights_bytes) + slack
+    if grown <= allowed:
+        return None
+    return Outcome(
+        "RULE_BROKEN",
+        f"prepare: {grown / 2**20:.0f} MiB more are held than before, {allowed / 2**20:.0f} MiB are allowed "
+        f"({PREPARED_FACTOR} x the weights and {slack // 2**20} MiB)",
+    )

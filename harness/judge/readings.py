@@ -1,0 +1,173 @@
+"""What times are worth: the judge's own readings beside them, the bounds on a claim, and the cost of the clock."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from harness.judge.outcome import Outcome
+from harness.problem.folders import Case
+from harness.results import stats
+from harness.runner import matmul
+
+# The parent's clock against the claimed time: allowed is OUTSIDE_FACTOR times it and this many us more.
+OUTSIDE_FACTOR = 1.25
+OUTSIDE_SLACK_US = 300
+# On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
+COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
+# Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
+DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
+SOL_SHARE = 0.95  # of the physical bound: a time below it is no measurement
+
+# Keys of what the parent's clock reads of the judge's own calls, among their times: the empty ones from "go" to the
+# reply, and the readers until they are ready.
+OUTSIDE, READY = "outside", "ready"
+
+
+@dataclass
+class Timing:
+    """One submission's timed calls on one case; the lists hold one list per process."""
+
+    case: Case
+    outcomes: list[list[Outcome]] = field(default_factory=list)
+    failure: Outcome | None = None
+
+    @property
+    def samples(self) -> list[list[float]]:
+        return [[o.us for o in group] for group in self.outcomes if group]
+
+    def flat(self, name: str) -> list[float]:
+        return [getattr(o, name) for group in self.outcomes for o in group if getattr(o, name) is not None]
+
+    @property
+    def median_us(self) -> float:
+        return stats.median(self.flat("us"))
+
+    @property
+    def worst_error(self) -> dict | None:
+        errors = [o.error for group in self.outcomes for o in group if o.error]
+        return max(errors, key=lambda e: e["rel"]) if errors else None
+
+
+@dataclass
+class ReferenceReadings:
+    """What the judge measured beside the submissions on one case, under the same clock, in us."""
+
+    roofline_us: float
+    roofline_config: str
+    roofline_kind: str  # what it stands for: "read", the bytes, or "flops", the operations
+    empty_us: float
+    bytes: int
+    seeds: list[str]
+    clocks_mhz: dict | None
+    throttle: list[str] | None
+    resolution_us: float = 0.0  # on a CPU, what a reading is at least: how far readings of the empty call lie apart
+
+
+@dataclass
+class CaseReadings:
+    """What the judge reads beside the submissions on one case, as it comes in. bytes: that a call must move, None while
+    that is unknown; own: by judge's call its times in us; state: (clocks in MHz, throttle reasons), each None where
+    unknown.
+    """
+
+    case: Case
+    bytes: int | None
+    own: dict[str, list[float]] = field(default_factory=dict)
+    seeds: list[str] = field(default_factory=list)
+    state: tuple = (None, None)
+
+    def add(self, own: dict[str, list[float]], seeds: list[str]) -> None:
+        """Add the readings and the seeds of one group of calls."""
+        for what, times in own.items():
+            self.own.setdefault(what, []).extend(times)
+        self.seeds += seeds
+
+
+def reference(
+    found: CaseReadings, timings: list[Timing], device: str, reads: list[str], matmul_us: list[float]
+) -> ReferenceReadings:
+    """Return the reference readings of a case. On a CPU, take the clock's cost off its timings; on a GPU, fail those
+    that the parent's clock contradicts. matmul_us: of all cases of the run, since processes that live together share
+    one.
+    """
+    resolution = 0.0
+    if device == "cpu":
+        empty, resolution = _take_off_cost(found, timings, reads)
+        medians = {what: stats.median(found.own[what]) for what in reads}
+    else:
+        medians = {what: stats.median(times) for what, times in found.own.items() if what != matmul.NAME}
+        empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
+        for timing in timings:
+            timing.failure = timing.failure or _contradicted(timing, outside, ready)
+    best = min(medians, key=medians.get)
+    counted = [o.bytes for timing in timings for group in timing.outcomes for o in group if o.bytes]
+    nbytes = round(sum(counted) / len(counted)) if counted else found.bytes
+    roofline = (medians[best], best, "read")
+    if matmul_us and found.case.flops:
+        rate = matmul.flops(device) / stats.median(matmul_us)  # a microsecond
+        if (least := found.case.flops / rate) > medians[best]:
+            roofline = (least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
+    return ReferenceReadings(*roofline, empty, nbytes, found.seeds, *found.state, resolution)
+
+
+def _take_off_cost(found: CaseReadings, timings: list[Timing], reads: list[str]) -> tuple[float, float]:
+    """Take what the clock itself costs off all times of a case on a CPU. Return (that cost, the resolution), in us.
+
+    Both are of the judge's empty calls, in a runner without a submission.
+    """
+    empty = found.own["empty"]
+    cost = min(stats.median(empty), COST_LIMIT_US)
+    resolution = min(max(stats.spread(empty), 1.0), RESOLUTION_LIMIT_US)
+    for timing in timings:
+        for group in timing.outcomes:
+            group[:] = [dataclasses.replace(o, us=max(o.us - cost, resolution)) for o in group]
+    for what in reads:
+        found.own[what] = [max(us - cost, resolution) for us in found.own[what]]
+    return cost, resolution
+
+
+def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
+    """Return what no call can undercut, in us: 95 % of the bytes or flops at the datasheet's rate, or of the empty
+    call. Return 0 for a device without a datasheet here: a rate that was measured is no bound, and the judge's clock
+    runs outside.
+    """
+    known = next((rates for name, rates in DATASHEET.items() if gpu and name in gpu), None)
+    if known is None:
+        return 0.0
+    flops_us = (case.flops or 0) / known[1] * 1e6
+    return SOL_SHARE * max(readings.bytes / known[0] * 1e6, flops_us, readings.empty_us)
+
+
+def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
+    """Return pairs of times on equal contents, by process."""
+    return [
+        [(a.us, b.us) for a, b in zip(mine, theirs, strict=True)]
+        for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
+    ]
+
+
+def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome | None:
+    """Return the fault of claimed times that the parent's own clock contradicts: on it an empty call takes `empty_us`,
+    and the judge's own readers are ready after `ready_us`.
+    """
+    calls = [o for group in timing.outcomes for o in group]
+    if not calls:
+        return None
+    # A busy machine makes some calls look longer from outside; a false claim does that to every one of them.
+    slack = OUTSIDE_SLACK_US
+    nearest = min(calls, key=lambda o: o.outside_us - OUTSIDE_FACTOR * o.us)
+    allowed = OUTSIDE_FACTOR * nearest.us + slack + empty_us
+    if nearest.outside_us > allowed:
+        return Outcome(
+            "CHEAT_SUSPECTED",
+            f"the outside clock saw {nearest.outside_us:.0f} us where {nearest.us:.2f} us are claimed and allows "
+            f"{allowed:.0f} us; no call of {len(calls)} is nearer to its claim",
+        )
+    earliest = min(o.ready_us for o in calls if o.ready_us is not None)
+    allowed = OUTSIDE_FACTOR * ready_us + slack
+    if earliest > allowed and not timing.flat("setup_us"):
+        return Outcome(
+            "CHEAT_SUSPECTED",
+            f"the outside clock saw {earliest:.0f} us before any of {len(calls)} calls was ready, and allows "
+            f"{allowed:.0f} us: the judge's own are ready after {ready_us:.0f} us",
+        )
+    return None

@@ -1,0 +1,123 @@
+"""What the arguments of a run choose: the submissions, the cases, and whether a submission may run here."""
+
+import argparse
+import dataclasses
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.judge import console
+from harness.judge.verdict import Result
+from harness.problem import folders, scan
+from harness.problem.folders import Case, Problem, Submission, UsageError, reading
+from harness.results import record, text
+from problems.common import load
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What `args` (harness/run.py's) choose of a problem, for a run on `device` and `target`."""
+
+    problem: Problem
+    args: argparse.Namespace
+    device: str
+    target: str
+
+    def submissions(self) -> list[Submission]:
+        """Return the submissions that this run judges. UsageError: options exclude each other, or a file is none."""
+        chosen = self._named()
+        for one in chosen:
+            if not record.can_name(one.name):
+                raise UsageError(f"a submission's file must have a plain name, got {one.name!r}: rename it")
+        first = chosen[0]
+        for key, value in first.directives:
+            if key == "leaderboard" and value != self.problem.name and not self.args.all:
+                said = f"{first.file.name} is headed for leaderboard {value}, judged on {self.problem.name}"
+                console.say(f"note: {text.line(said)}")
+        return chosen
+
+    def _named(self) -> list[Submission]:
+        args = self.args
+        if sum(map(bool, (args.variant, args.submission, args.all))) > 1:
+            raise UsageError("give one of --variant, --submission and --all")
+        if args.all and (args.against or args.mode == "profile"):
+            raise UsageError("--all goes with neither --against nor --mode profile")
+        if args.all:
+            submissions = self.problem.submissions()
+            if not submissions:
+                raise UsageError(f"{self.problem.name} has no variants/")
+            return submissions
+        if args.variant:
+            first = self.problem.variant(args.variant)
+        elif args.submission:
+            first = folders.submission(self.problem, Path(args.submission))
+        else:
+            first = self.problem.winner(self.target)
+        if not args.against:
+            return [first]
+        path = Path(args.against)
+        second = folders.submission(self.problem, path) if path.suffix == ".py" else self.problem.variant(args.against)
+        if second.name == first.name:
+            second = dataclasses.replace(second, name=f"{second.name}#2")
+        return [first, second]
+
+    def target_of(self, submission: Submission) -> str:
+        """Return the run's target, or for a submission that is not made for it, the first of its own."""
+        return self.target if self.target in submission.targets else submission.targets[0]
+
+    def admit(self, j: Result) -> bool:
+        """Return whether a submission may and can run here. Set its verdict if not."""
+        with reading(j.submission.file.name):
+            findings = scan.findings(scan.closure(j.submission.file, j.submission.folder), j.submission.baseline)
+            missing = [str(name) for name in j.submission.requires if not _installed(name)]
+            flags = load.missing_cpu_flags(j.submission.file)
+        if findings:
+            j.status, j.reason = "RULE_BROKEN", "\n".join(map(str, findings))
+            console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
+        elif self.target not in j.submission.targets:
+            j.status, j.reason = (
+                "UNSUPPORTED",
+                f"made for {', '.join(j.submission.targets)}, this run is on {self.target}",
+            )
+        elif missing:
+            j.status, j.reason = "UNSUPPORTED", f"needs the Python package {', '.join(missing)}, which is not installed"
+        elif flags:
+            j.status, j.reason = "UNSUPPORTED", f"needs a CPU with {', '.join(flags)}"
+        elif self.device == "cuda" and not shutil.which("nvcc"):
+            raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
+        elif j.submission.only and not any(j.submission.serves(case) for cases in self.cases() for case in cases):
+            j.status, j.reason = "UNSUPPORTED", f"{j.submission.limits}, and no case of this run is such"
+        return not j.status
+
+    def cases(self) -> tuple[list[Case], list[Case]]:
+        """Return the test cases and the benchmark cases that are looked at."""
+        mode, timed = self.args.mode, self.problem.benchmarks[self.device]
+        if self.args.sanitize:
+            return self._matching(self.problem.tests, "test"), []
+        tests = self.tests() if mode in ("test", "leaderboard") else []
+        return tests, self._matching(timed, "benchmark") if mode != "test" else []
+
+    def tests(self) -> list[Case]:
+        """Return the test cases of this run."""
+        args = self.args
+        tests = self._matching(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
+        if args.case and args.mode == "leaderboard":
+            tests = [c for c in tests if args.case in str(c)] or tests
+        return tests if args.seed is None else [dataclasses.replace(case, seed=args.seed) for case in tests]
+
+    def _matching(self, cases: tuple[Case, ...], what: str) -> list[Case]:
+        chosen = [case for case in cases if not self.args.case or self.args.case in str(case)]
+        if not chosen:
+            known = "; ".join(map(str, cases)) or "none"
+            name = self.problem.name
+            raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}")
+        return chosen
+
+
+def _installed(name: object) -> bool:
+    """Return whether there is a package of that name. A submission says it, so it may be no name."""
+    try:
+        return importlib.util.find_spec(str(name)) is not None
+    except (ImportError, ValueError):
+        return False

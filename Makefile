@@ -33,6 +33,7 @@ test-slow: setup
 
 lint: setup
 	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
 	sh -n .ci/run
 
 clean:

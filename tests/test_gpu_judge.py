@@ -71,7 +71,7 @@ def test_a_slot_is_one_memory_for_two_processes():
     code = (
         "import socket, sys, torch\nfrom harness.runner import buffers, wire\n"
         "sock = socket.socket(fileno=int(sys.argv[1]))\nmessage, fds = wire.receive(sock)\n"
-        "mapped = buffers.MappedSlot(message, fds)\n"
+        "mapped = buffers.MappedBuffer(message, fds)\n"
         "mapped.memory['device'][100:104] = 7\nmapped.memory['host'][200] = 9\ntorch.cuda.synchronize()\n"
         "mapped.close()\nassert 'device' not in mapped.memory\nwire.send(sock, {})\n"
     )

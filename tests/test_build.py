@@ -357,13 +357,13 @@ def test_an_error_of_nvcc_names_file_and_line(place):
 
 PTXAS = textwrap.dedent("""\
     ptxas info    : 0 bytes gmem
-    ptxas info    : Compiling submission function '_Z1av' for 'sm_90a'
+    ptxas info    : Compiling entry function '_Z1av' for 'sm_90a'
     ptxas info    : Function properties for _Z1av
         0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
     ptxas info    : Used 24 registers, used 1 barriers, 1024 bytes smem
     ptxas info    : Function properties for _Z6helperf
         40 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
-    ptxas info    : Compiling submission function '_Z1bv' for 'sm_90a'
+    ptxas info    : Compiling entry function '_Z1bv' for 'sm_90a'
     ptxas info    : Function properties for _Z1bv
         32 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
     ptxas info    : Used 168 registers, used 0 barriers, 32 bytes cumulative stack size

@@ -292,7 +292,7 @@ def test_planners_are_kept_by_the_size_of_the_state():
 
 
 def test_the_checker_delivers_and_judges_a_call():
-    """The judge's own process, here: data over its slots, the state overwritten, a verdict."""
+    """The judge's own process, here: data over its buffers, the state overwritten, a verdict."""
     judge = Checker({"folder": str(FOLDER), "own": True, "device": "cpu", "utils": None})
     case = {k: v for k, v in dataclasses.asdict(QUICK[12]).items() if k != "seed"}
     judge.new_weights({"case": case, "seed": 3}, [])
@@ -300,20 +300,20 @@ def test_the_checker_delivers_and_judges_a_call():
     opened = said["open"]
     assert (len(opened["inout"]), len(opened["outputs"])) == (1, 2)
     judge.hold({"runner": "r"}, [])
-    own = {"guard": os.getpid(), "pid": os.getpid(), "cgroup": None}
+    own = {"reaper": os.getpid(), "pid": os.getpid(), "cgroup": None}
     judge.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **own}, [])
     for stem, status in (("variants/composed", "PASSED"), ("wrong/norm_by_mean_magnitude", "INCORRECT")):
-        judge.fill({"runner": "r", "slot": 0, "key": None}, [])
-        (slot,) = judge.slots["r"]
-        data = tree.build(judge.spec, slot.buffers, TASK)
-        weights = tree.build(judge.weights_spec, judge.held["r"].buffers, TASK)
+        judge.fill({"runner": "r", "buffer": 0, "key": None}, [])
+        (buffer,) = judge.buffers["r"]
+        data = tree.build(judge.spec, buffer.memory, TASK)
+        weights = tree.build(judge.weights_spec, judge.held["r"].memory, TASK)
         outputs = list(data.outputs)
         assert bool(outputs[0].isnan().all()) and data.inputs.chunk == 128
         module = load.module(FOLDER, stem)
         result = module.custom_kernel(data._replace(weights=module.prepare(weights)))
-        judge.caught["r"] = judge._catch("r", slot, judge.pages["r"], judge.freezers["r"])
+        judge.caught["r"] = judge._catch("r", buffer, judge.pages["r"], judge.freezers["r"])
         claims = runner._forms(result, outputs)
-        verdict = judge.judge({"runner": "r", "slot": 0, "claims": claims, "peer": False}, [])
+        verdict = judge.judge({"runner": "r", "buffer": 0, "claims": claims, "baseline": False}, [])
         assert verdict["status"] == status, verdict
     judge.release({"op": "release", "runner": "r"}, [])
 
@@ -324,7 +324,7 @@ def test_the_checker_delivers_and_judges_a_call():
 def test_the_harness_knows_it_as_a_composition():
     found = folders.find("dsv4_forward")
     assert found.composition and found.winner("cpu").name == "composed"
-    assert {e.name for e in found.entries()} == set(VARIANTS)
+    assert {e.name for e in found.submissions()} == set(VARIANTS)
     for case in (*found.tests, *found.benchmarks["cpu"], *found.benchmarks["cuda"]):
         assert case.bytes > 0 and case.flops > 0
 

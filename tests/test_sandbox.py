@@ -437,8 +437,8 @@ def test_of_homes_only_the_folders_that_are_named_may_be_read(tmp_path, monkeypa
 
 
 def test_the_checkout_is_cut_out_of_what_may_be_read(monkeypatch):
-    for submission in (ROOT, ROOT.parent, ROOT / "harness", Path("/")):
-        monkeypatch.setattr(sys, "path", [str(submission), *sys.path])
+    for path in (ROOT, ROOT.parent, ROOT / "harness", Path("/")):
+        monkeypatch.setattr(sys, "path", [str(path), *sys.path])
     monkeypatch.setenv("PATH", os.pathsep.join([str(ROOT), str(ROOT.parent), os.environ["PATH"]]))
     paths = [Path(path) for path in policy.read_paths()]
     inside = [path for path in paths if ROOT in path.parents]

@@ -193,7 +193,7 @@ def _why_no_uid(passing: bool) -> str:
             origin = importlib.util.find_spec(name).origin
             needed += [(origin, os.R_OK)] if origin else []
     script = (
-        f"import marshal, sys; sys.path.append({str(ROOT / 'harness')!r}); import confine; "
+        f"import marshal, sys; sys.path.append({str(ROOT / 'harness' / 'sandbox')!r}); import confine; "
         "print(confine.closed(*marshal.loads(sys.stdin.buffer.read())))"
     )
     result = subprocess.run(

@@ -166,3 +166,21 @@ def test_a_wrong_import_is_seen(path, line):
 )
 def test_a_right_import_passes(path, line):
     assert broken(path, line) == []
+
+
+HARNESS = ("runner", "results", "problem", "sandbox", "checker", "judge", "lint", "tools")
+
+
+def test_the_folders_of_the_harness_form_no_circle():
+    """Each imports only itself and those before it; the runner only itself. Nothing imports run.py."""
+    wrong = []
+    for file in sorted((ROOT / "harness").rglob("*.py")):
+        parts = file.relative_to(ROOT / "harness").parts
+        if len(parts) == 1:  # run.py and the package itself
+            continue
+        allowed = HARNESS[: HARNESS.index(parts[0]) + 1]
+        for line, name in imports(file.read_text()):
+            folder = name.split(".")[1] if name.startswith("harness.") else parts[0]
+            if folder not in allowed:
+                wrong.append(f"{'/'.join(parts)}:{line}: imports {name}")
+    assert not wrong, "\n".join(wrong)

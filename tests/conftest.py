@@ -25,10 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that torch sees"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def few_threads(request):
-    """The small models' operations are too short to share between threads; waiting for each other costs more."""
-    if not request.module.__name__.rpartition(".")[2].startswith("test_dsv4"):
+    """Small models' operations are too short to share between torch's threads. CPU variants have separate threads."""
+    if not request.module.__name__.rpartition(".")[2].startswith(("test_dsv4", "test_moe_gemm")):
         yield
         return
     before = torch.get_num_threads()

@@ -35,15 +35,6 @@ from tests.dsv4_experts import (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Of torch: its operations here are too short to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tree.random(SMALL, "nvfp4", seed=3)

@@ -16,15 +16,6 @@ from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4_experts import GROUPED, ROUNDED, SMALL, Raises, apart, inputs, linears, matrix, product
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Of torch: its operations here are too short to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tree.random(SMALL, "nvfp4", seed=3)

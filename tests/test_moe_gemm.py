@@ -25,15 +25,6 @@ TINY = {
 ISSUE_SIZES = {"tokens": {1, 2, 3, 7, 64, 129, 1000}, "experts": {1, 2, 8, 17, 256}, "topk": {1, 2, 6}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Of torch: its operations here are too short to share. CPU variants have threads of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def named(case: object) -> str:
     sizes = f"{case.tokens}x{case.topk}of{case.experts}-{case.hidden}x{case.inner}"
     return f"{sizes}-{case.activation}-{case.router}-{case.content}"

@@ -1,4 +1,4 @@
-"""One judged call: what is asked of it, and how it is made on a CPU and on a GPU.
+"""A judged call: its request, its plan, and one function each that makes it on a CPU and on a GPU.
 
 On a CPU the runner is believed in nothing: the checker's clock runs outside it, and it runs only while it is asked
 something. On a GPU its time is believed as far as the parent's own clock does not contradict it.

@@ -104,7 +104,7 @@ class Judging:
             verdict.pair(*judged)
 
     def _confirm(self, session: Session, progress: Progress) -> None:
-        """Time whoever would take the lead once more (see harness/judge/confirm.py), until nobody else would."""
+        """Time whoever would take the lead once more (see harness/judge/confirm.py), until no other would."""
         settled = self.journal.noted("confirm")  # by the run that is resumed
         while said := settled.pop(0) if settled else self._challenge():
             leader, name = said["leader"], said["challenger"]

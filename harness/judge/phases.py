@@ -23,7 +23,7 @@ from harness.problem.folders import Case
 from harness.results import environment
 from harness.runner import gate, matmul, native
 
-# Processes of each submission, and in a paired run: a process has a level of its own, which only more of them average
+# Processes of each submission, and in a paired run: each process has a different level, which only more of them average
 # out.
 PROCESSES = {"cuda": 6, "cpu": 3}
 PAIRED_PROCESSES = {"cuda": 40, "cpu": 3}

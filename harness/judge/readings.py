@@ -53,7 +53,7 @@ class ReferenceReadings:
 
     roofline_us: float
     roofline_config: str
-    roofline_kind: str  # what it stands for: "read", the bytes, or "flops", the operations
+    roofline_kind: str  # of what: "read", the bytes, or "flops", the operations
     empty_us: float
     bytes: int
     seeds: list[str]

@@ -177,7 +177,7 @@ def utils_of(folder: Path, named: Path | None = None) -> Path | None:
 
 
 def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[tuple[str, tuple], ...]:
-    """The literal ONLY as Entry has it. UsageError: not a baseline's, or not fields of the cases with values."""
+    """The literal ONLY as Submission has it. UsageError: not a baseline's, or not fields of the cases with values."""
     if not baseline:
         raise UsageError(f"{file.name}: ONLY is for peer_* files of variants/, a submission must serve every case")
     if not isinstance(said, dict) or not said or any(isinstance(v, list | set | dict) for v in said.values()):

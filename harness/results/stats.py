@@ -63,7 +63,7 @@ def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int 
     """Geometric mean over cases and processes of the midmean of a / b in each.  cases: of each, one list of (a, b) per
     process, taken one right after the other, so that what drifts falls on both.
 
-    A process has a level of its own (an H200: +-1 % of 13 us, the same for all its calls), so processes are averaged,
+    Each process has a different level (an H200: +-1 % of 13 us, the same for all its calls), so processes are averaged,
     and the interval, a bootstrap in two levels, is as wide as Student's t asks for their number; from one process it
     says what calls differ by alone. ValueError for no case, process or pair, and a time that is not positive.
     """

@@ -1,7 +1,7 @@
 """docs/architecture.md names the functions of one judged call in the order in which they are called.
 
 The judge is the real one, on a CPU. The checker's functions run in this process, so that they are seen too; a fake
-runner answers (tests/fixtures/fake_runner.py), so of the runner's own steps only the functions' existence is tested.
+runner answers (tests/support/fake_runner.py), so of the runner's own steps only the functions' existence is tested.
 """
 
 import ast
@@ -19,11 +19,10 @@ from harness.judge import phases
 from harness.judge.handle import RunnerHandle
 from harness.judge.session import Session
 from harness.problem import folders
-from tests.fixtures import fake_runner
+from tests.support import ROOT, fake_runner
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
-PROBLEM = ROOT / "tests" / "fixtures" / "problems" / "vector_add"
+PROBLEM = ROOT / "tests" / "support" / "problems" / "vector_add"
 PROCESSES = ("judge", "checker", "runner")
 FIRST = "harness/judge/phases.py:run_tests"
 LAST = "harness/checker/checker.py:Checker.turn"  # while it runs, so does the call

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from problems.common import load
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS = {"problems", "harness", "leaderboard", "tests", "tools", "task", "reference", "submission", "utils"}
 KERNEL_LANGUAGES = {"torch", "triton", "cutlass"}
 COMPUTED = "a name that is put together at run time"
@@ -141,7 +141,7 @@ def test_the_folders_of_the_composition_import_each_other_without_a_circle():
         ("harness/results/stats.py", "from leaderboard import board"),
         ("leaderboard/report.py", "from problems.common import nvfp4"),
         ("leaderboard/report.py", "import problems.nvfp4_gemv.task"),
-        ("leaderboard/report.py", "from tests import fixtures"),
+        ("leaderboard/report.py", "from tests import support"),
         ("tools/setup.py", "import yaml"),
         ("problems/dsv4_forward/model.py", "import harness.runner.clock"),
     ],

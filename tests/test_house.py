@@ -16,9 +16,9 @@ from packaging.requirements import Requirement
 
 from harness.problem import scan
 from problems.common import build, load
+from tests.support import ROOT
 from tools import setup
 
-ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = setup.read_pins((ROOT / "constraints.txt").read_text())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -4,9 +4,9 @@ import io
 import subprocess
 import tokenize
 from collections import defaultdict
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+
 WORDS = """
 entrant entrants Entrant Entry Judged peer peers roof roofs roof_us ground grounds Ground downgrades slot slots Slot
 seal Seal tamper guard Guard private Private queue queues untimed untimed_us beside solo wave waves weigh slab Slab Row

@@ -1,0 +1,109 @@
+"""The CuTe DSL variants refuse, while tracing, what would be wrong or slow on a GPU; no GPU is needed for that."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from problems.common import build, load
+from tests.support import ROOT
+
+pytest.importorskip("cutlass")
+
+# The DSL takes its architecture from the environment at import, and traces only what stands in a file.
+SCRIPT = '''
+import json, sys
+from problems.common import load
+
+variant = load.variant("nvfp4_gemv", sys.argv[1])
+from cutlass import Float8E4M3FN, Float16, Int16, Int32, cute
+from cutlass.cute.runtime import make_ptr
+
+
+@cute.jit
+def slice_rows(at: cute.Pointer, n: Int32):
+    """A vector of 4 words across the rows of a matrix, not along one."""
+    variant.vector(cute.make_tensor(at, cute.make_layout((4, n), stride=(n, 1)))[None, 0], 4, "a chunk of a")
+
+
+@cute.jit
+def short_slice(at: cute.Pointer, n: Int32):
+    """Two words where four are read."""
+    variant.vector(cute.make_tensor(at, cute.make_layout((2, n)))[None, 0], 4, "a chunk of a")
+
+
+def message(call):
+    """What `call` raises, or ""."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def pointer(dtype, align):
+    return make_ptr(dtype, 0, cute.AddressSpace.gmem, align)
+
+
+def compile_launch(align):
+    pointers = [pointer(*view) for view in ((Int32, align), (Int32, 16), (Int16, 2), (Float8E4M3FN, 1), (Float16, 2))]
+    cute.compile(variant.launch, *pointers, *(Int32(1) for _ in range(4)), variant.DEFAULT)
+
+
+print(json.dumps({
+    "aligned": message(lambda: compile_launch(16)),
+    "misaligned": message(lambda: compile_launch(8)),
+    "rows": message(lambda: cute.compile(slice_rows, pointer(Int32, 16), Int32(8))),
+    "short": message(lambda: cute.compile(short_slice, pointer(Int32, 16), Int32(8))),
+    "other": message(lambda: variant.compile_for("cpu")),
+    "warps": message(lambda: variant.Plan(warps=33, rows=1, prefetch=0)),
+    "rows of a plan": message(lambda: variant.Plan(warps=1, rows=33, prefetch=0)),
+    "few rows": [variant.plan_for(m, 64, 1)[0].rows <= m for m in range(1, 9)],
+}))
+'''
+
+
+def _python(arguments: list[str], arch: str, tmp_path: Path) -> subprocess.CompletedProcess:
+    env = {**os.environ, "CUTE_DSL_ARCH": arch, "PYTHONPATH": str(ROOT), "KERNEL_BUILD_DIR": str(tmp_path / "build")}
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=300)
+
+
+def _variants() -> list[tuple[str, str]]:
+    files = sorted((load.PROBLEMS / "nvfp4_gemv" / "variants").glob("*_cute.py"))
+    return [(file.stem, load.constants(file, "TARGETS")["TARGETS"][0]) for file in files]
+
+
+# One is enough for every day: 10 s of a processor each.
+each_variant = pytest.mark.parametrize(
+    ("name", "target"), [pytest.param(*v, marks=pytest.mark.slow if i else ()) for i, v in enumerate(_variants())]
+)
+
+
+@each_variant
+def test_assertions_fire_while_tracing(name, target, tmp_path):
+    script = tmp_path / "trace.py"
+    script.write_text(SCRIPT)
+    done = _python([str(script), name], build.ARCH[target], tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["aligned"] == ""
+    assert "a chunk of a must be aligned to 16 bytes, got 8" in said["misaligned"]
+    assert "a chunk of a must be a slice of 4 words of stride 1" in said["rows"]
+    assert "a chunk of a must be a slice of 4 words of stride 1" in said["short"]
+    assert said["other"].startswith("ValueError: target must be one of")
+    assert said["warps"].startswith("ValueError: warps must be 1 to 32")
+    assert said["rows of a plan"].startswith("ValueError: warps must be 1 to 32 and rows 1 to 32")
+    assert all(said["few rows"])
+
+
+@each_variant
+def test_compile_for_refuses_the_wrong_architecture(name, target, tmp_path):
+    other = next(arch for known, arch in build.ARCH.items() if known != target)
+    code = f"from problems.common import load; load.variant('nvfp4_gemv', {name!r}).compile_for({target!r})"
+    done = _python(["-c", code], other, tmp_path)
+    assert done.returncode != 0
+    assert f"RuntimeError: CUTE_DSL_ARCH must be '{build.ARCH[target]}'" in done.stderr
+    assert not list(tmp_path.glob("build/*"))

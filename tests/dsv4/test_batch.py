@@ -1,0 +1,130 @@
+"""problems/dsv4_forward/cache/batch.py: every index against slow loops, and replayable steps against planned ones."""
+
+import itertools
+
+import pytest
+import torch
+
+from problems.dsv4_forward.cache.batch import Planner
+from tests.dsv4.states import MOST, check_counts, check_indices, grow, make, opened
+
+EDGES = (0, 1, 2, 3, 4, 5, 126, 127, 128, 129, 131, 191, 192, 193, 255, 256, 257, 319, 320, 321, 383, 384, 500)
+
+
+@pytest.mark.parametrize(("chunk", "ring"), [(1, 192), (5, 192), (64, 192), (65, 256), (128, 256), (200, 384)])
+def test_indices_of_ragged_batches(chunk, ring):
+    state = make(chunk)
+    assert state.ring == ring
+    counts = [count for count in (1, 2, 3, 4, 5, 127, 128, 129, 200) if count <= chunk]
+    opened(state, 0, 0, 0)
+    for number, edge in enumerate(EDGES if chunk > 1 else EDGES[::4]):
+        lengths = (edge, EDGES[(3 * number + 5) % len(EDGES)], EDGES[(7 * number + 2) % len(EDGES)])
+        for sequence, length in zip((2, 0, 1), lengths, strict=True):
+            state.rewind(sequence, 0)
+            grow(state, sequence, length)
+        for each in range(2):
+            some = [counts[(number + each * 4 + k) % len(counts)] for k in range(3)]
+            batch = state.plan({sequence: [9] * count for sequence, count in zip((2, 0, 1), some, strict=True)})
+            check_indices(state, batch, ring)
+        check_indices(state, state.plan({1: torch.arange(counts[number % len(counts)])}), ring)
+        check_indices(state, state.step((1,), torch.tensor([3])), ring)
+        check_indices(state, state.step((1, 2, 0), torch.tensor([3, 4, 5])), ring)
+    check_counts(state)
+
+
+def test_tokens_arrive_in_order_whatever_they_come_in():
+    state = make()
+    a, b = opened(state, 3, 130)
+    want = [1, 2, 3, 9, 8]
+    assert state.plan({b: [1, 2, 3], a: [9, 8]}).tokens.tolist() == want
+    assert state.plan({b: torch.tensor([1, 2, 3]), a: torch.tensor([9, 8])}).tokens.tolist() == want
+    assert state.plan({b: (1, 2, 3), a: torch.tensor([9, 8])}).tokens.tolist() == want
+    tokens = torch.tensor([5, 6])
+    assert state.step((b, a), tokens).tokens is tokens
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2), (2, 0), (1,)])
+def test_a_replayable_step_agrees_with_a_planned_one(order):
+    state = make(64, blocks=30)
+    sequences = opened(state, 0, 0, 0)
+    for number in range(0, 300, 7):
+        for sequence in sequences:
+            grow(state, sequence, (0, 125, 250)[sequence] + number)
+        tokens = torch.arange(len(order))
+        planned = state.step(order, tokens)
+        replayed = state.step(order, tokens, static=True)
+        assert replayed.bound == state.capacity == MOST and replayed.stamps is None
+        same = ["tokens", "sequence", "owner", "position", "last", "window_target", "window_index", "sequence_ids"]
+        same.append("advance")
+        for name in same:
+            assert torch.equal(getattr(planned, name), getattr(replayed, name)), name
+            assert getattr(planned, name).dtype == getattr(replayed, name).dtype, name
+        assert planned.segments == replayed.segments and planned.sequences == replayed.sequences
+        assert torch.equal(replayed.rows[:, : planned.rows.shape[1]], planned.rows)
+        assert replayed.rows.shape[1] == 8
+        seen = planned.entries[128]
+        assert torch.equal(replayed.hca_index[:, :seen], planned.hca_index)
+        assert replayed.hca_index.shape[1] == MOST // 128 and bool((replayed.hca_index[:, seen:] == -1).all())
+        ids = torch.arange(-1, planned.entries[4], dtype=torch.int32).repeat(len(order), 1)
+        for row, sequence in enumerate(order):
+            count = 1 + (state.lengths[sequence] + 1) // 4
+            assert torch.equal(replayed.locate(ids)[row, :count], planned.locate(ids)[row, :count])
+        for ratio in (4, 128):
+            assert torch.equal(planned.visible[ratio], replayed.visible[ratio])
+            assert replayed.emit[ratio].tolist() == list(range(len(order)))
+            want = [state.blocks * (128 // ratio)] * len(order)
+            for n, place in zip(planned.emit[ratio].tolist(), planned.target[ratio].tolist(), strict=True):
+                want[n] = place
+            assert replayed.target[ratio].tolist() == want
+
+
+def test_a_replay_sees_what_changed_since_it_was_recorded():
+    """The recorded operations read the device alone: the same tensors, other lengths."""
+    state = make(64)
+    sequences = opened(state, 126, 126)
+    first = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
+    assert first.bound == 300 and first.hca_index.tolist() == [[-1, -1], [-1, -1]]
+    for _ in range(3):
+        state.reserve(dict.fromkeys(sequences, 1))
+        batch = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
+        state.commit(batch)
+    assert batch.hca_index.tolist() == [[state.owned[sequence][0], -1] for sequence in sequences]
+    assert state.lengths[sequences[0]] == 129 and state.length.tolist()[sequences[0]] == 129
+    check_counts(state)
+
+
+def test_closed_sequences_in_a_replay_stay_empty():
+    state = make(64)
+    a, b, c = opened(state, 200, 130, 131)
+    batch = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
+    state.close(b)
+    state.commit(batch)
+    assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 132)
+    later = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
+    assert later.position.tolist() == [201, 0, 132]
+    assert [later.target[ratio][1] for ratio in (4, 128)] == [24 * 32, 24], "the page that nobody reads"
+    state.commit(later, sequences=[c])
+    assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 133)
+    with pytest.raises(ValueError, match=f"open sequence, got {b}"):
+        state.commit(later, sequences=[b])
+    check_counts(state)
+
+
+def test_what_a_replay_may_not_write_goes_to_the_unread_page():
+    """Without reserve() a block is missing: nobody else's is written."""
+    state = make(64, blocks=4)
+    a, b = opened(state, 126, 255)
+    for _ in range(2):
+        state.commit(state.step((a, b), torch.tensor([1, 2]), static=True))
+    state.length[a] = 131
+    batch = state.step((a, b), torch.tensor([1, 2]), static=True, bound=300)
+    assert batch.target[4].tolist()[0] == 4 * 32
+
+
+def test_forms_of_batches_are_kept_but_not_without_end():
+    state = make(8, sequences=5)
+    sequences = opened(state, 1, 2, 3, 4, 5)
+    for order in itertools.permutations(sequences, 3):
+        state.step(order, torch.tensor([1, 2, 3]))
+    assert len(state._planner._kept) == Planner.KEPT
+    assert state.step(sequences, torch.arange(5)).sequence.tolist() == sequences

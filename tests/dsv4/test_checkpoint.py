@@ -1,0 +1,421 @@
+"""Checkpoints: three layouts round-trip, conversions keep values, and every fault of a broken one is named at once."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, convert
+from problems.dsv4_forward.checkpoint.checkpoint import CheckpointError, load, save
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY
+from tests.dsv4 import oracle
+
+SMALL = dataclasses.replace(
+    TINY, name="small", hidden_size=320, num_attention_heads=6, q_lora_rank=160, o_groups=3, n_routed_experts=3,
+    num_experts_per_tok=2, num_hash_layers=1, compress_ratios=(SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
+    vocab_size=66, index_n_heads=8,
+)  # fmt: skip
+KIND = {"fp32": "plain", "bf16": "plain", "released": "released", "nvfp4_experts": "nvfp4", "nvfp4": "nvfp4"}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.int8: "I8", torch.uint8: "U8",
+         torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}  # fmt: skip
+
+
+@functools.cache
+def made(fmt: str) -> tree.ModelWeights:
+    return tree.random(SMALL, fmt, 3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with the checkpoint of made(fmt), in one file; not to be changed."""
+
+    @functools.cache
+    def folder(fmt: str) -> Path:
+        path = tmp_path_factory.mktemp("saved") / fmt
+        save(made(fmt), path, KIND[fmt])
+        return path
+
+    return folder
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def differing(one: tree.ModelWeights, other: tree.ModelWeights) -> list[str]:
+    assert (one.config, one.format, one.tensors.keys()) == (other.config, other.format, other.tensors.keys())
+    return [name for name in one.tensors if bits(one.tensors[name]) != bits(other.tensors[name])]
+
+
+def edited(source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a one-file checkpoint after `edit` has changed its tensors in place."""
+    target.mkdir()
+    shutil.copy(source / "config.json", target)
+    tensors = load_file(source / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+
+
+def faults(path: Path, *args: object, **keywords: object) -> tuple[str, ...]:
+    with pytest.raises(CheckpointError) as caught:
+        load(path, *args, progress=False, **keywords)
+    assert all(fault in str(caught.value) for fault in caught.value.faults[:200])
+    return caught.value.faults
+
+
+# Names and shapes.
+
+
+@pytest.mark.parametrize(("cfg", "count"), [(FLASH, 69187), (PRO, 145116)])
+def test_the_released_models_have_as_many_tensors_as_published(cfg, count):
+    assert len(checkpoint_names.pieces(cfg, "released")) == count
+
+
+def test_released_names_shapes_and_dtypes(saved):
+    found = header(saved("released") / "model.safetensors")
+    for name, want in {
+        "embed.weight": ("BF16", (66, 320)), "head.weight": ("BF16", (66, 320)), "hc_head_fn": ("F32", (4, 1280)),
+        "layers.0.attn.wq_a.weight": ("F8_E4M3", (160, 320)), "layers.0.attn.wq_a.scale": ("F8_E8M0", (2, 3)),
+        "layers.0.attn.wo_a.weight": ("F8_E4M3", (384, 256)), "layers.0.attn.wo_a.scale": ("F8_E8M0", (3, 2)),
+        "layers.0.attn.attn_sink": ("F32", (6,)), "layers.0.hc_attn_base": ("F32", (24,)),
+        "layers.0.ffn.gate.tid2eid": ("I64", (66, 2)), "layers.1.ffn.gate.bias": ("F32", (3,)),
+        "layers.1.attn.compressor.ape": ("F32", (128, 128)), "layers.2.attn.compressor.ape": ("F32", (4, 256)),
+        "layers.1.attn.compressor.wgate.weight": ("BF16", (128, 320)),
+        "layers.2.attn.indexer.compressor.wkv.weight": ("BF16", (256, 320)),
+        "layers.2.attn.indexer.weights_proj.weight": ("BF16", (8, 320)),
+        "layers.2.ffn.experts.1.w1.weight": ("I8", (128, 160)),
+        "layers.2.ffn.experts.1.w1.scale": ("F8_E8M0", (128, 10)),
+        "layers.2.ffn.experts.2.w2.weight": ("I8", (320, 64)), "layers.2.ffn.experts.2.w2.scale": ("F8_E8M0", (320, 4)),
+        "layers.2.ffn.shared_experts.w3.scale": ("F8_E8M0", (1, 3)), "mtp.0.e_proj.scale": ("F8_E8M0", (3, 3)),
+        "mtp.0.ffn.experts.0.w3.weight": ("I8", (128, 160)), "mtp.0.norm.weight": ("BF16", (320,)),
+    }.items():  # fmt: skip
+        assert found[name] == want, name
+    # One a tensor of section 17: embed, head, norm and hc_head; by layer; expert and shared matrices have a scale each.
+    attention, compressor, indexer = 5 * 2 + 3, 4, 4 + 3
+    layer = 2 + 6 + attention + 2 + 2 * 3 * (3 + 1)
+    assert len(found) == 6 + 3 * layer + 2 * compressor + indexer + layer + 3 + 4 + 3
+
+
+def test_nvfp4_names_shapes_and_dtypes(saved):
+    found = header(saved("nvfp4_experts") / "model.safetensors")
+    expert = "layers.1.ffn.experts.2.w1"
+    assert found[f"{expert}.weight"] == ("U8", (128, 160))
+    assert found[f"{expert}.weight_scale"] == ("F8_E4M3", (128, 20))
+    assert found[f"{expert}.weight_scale_2"] == found[f"{expert}.input_scale"] == ("F32", ())
+    assert found["mtp.0.ffn.experts.2.w1.weight"] == ("I8", (128, 160)), "a prediction layer's experts stay MXFP4"
+    assert found["layers.1.attn.wq_b.weight"][0] == found["layers.1.ffn.shared_experts.w2.weight"][0] == "F8_E4M3"
+    tensors = load_file(saved("nvfp4_experts") / "model.safetensors")
+    for scalar in ("weight_scale_2", "input_scale"):
+        assert tensors[f"{expert}.{scalar}"] == tensors[f"layers.1.ffn.experts.2.w3.{scalar}"]
+
+
+def test_gate_comes_before_up_and_the_groups_of_wo_a_are_one_matrix(saved):
+    tensors, tree = load_file(saved("fp32") / "model.safetensors"), made("fp32")
+    ffn, attn = tree.layers[1].ffn, tree.layers[2].attn
+    assert torch.equal(tensors["layers.1.ffn.experts.2.w1.weight"], ffn.w13.weight[2, :128])
+    assert torch.equal(tensors["layers.1.ffn.experts.2.w3.weight"], ffn.w13.weight[2, 128:])
+    assert torch.equal(tensors["layers.1.ffn.shared_experts.w3.weight"], ffn.shared_w13.weight[0, 128:])
+    assert torch.equal(tensors["layers.2.attn.wo_a.weight"][128:256], attn.wo_a.weight[1])
+    assert torch.equal(tensors["layers.2.attn.compressor.wgate.weight"], attn.compressor.project[256:])
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_saved_checkpoint_is_loaded_bit_for_bit(saved, fmt, capsys):
+    again = load(saved(fmt))
+    assert differing(again, made(fmt)) == []
+    assert capsys.readouterr().out == "", "the bar goes to standard error"
+
+
+@pytest.mark.parametrize("fmt", ["released", "nvfp4_experts"])
+def test_shards_and_their_index(tmp_path, fmt):
+    save(made(fmt), tmp_path / "sharded", KIND[fmt], shard_bytes=300_000)
+    files = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    index = json.loads((tmp_path / "sharded" / checkpoint.INDEX).read_text())
+    assert len(files) > 3 and set(index["weight_map"].values()) == {file.name for file in files}
+    found = [load_file(file) for file in files]
+    size = sum(t.numel() * t.element_size() for tensors in found for t in tensors.values())
+    assert index["metadata"]["total_size"] == size
+    assert {name: file.name for file, tensors in zip(files, found, strict=True) for name in tensors} == (
+        index["weight_map"]
+    )
+    assert differing(load(tmp_path / "sharded", progress=False), made(fmt)) == []
+
+
+def test_a_single_file_is_a_checkpoint(saved):
+    assert differing(load(saved("released") / "model.safetensors", progress=False), made("released")) == []
+
+
+def test_saving_refuses_another_kind_and_to_overwrite(saved, tmp_path):
+    with pytest.raises(ValueError, match="got 'released', 'bf16'"):
+        save(made("bf16"), tmp_path, "released")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        save(made("bf16"), tmp_path, "gguf")
+    with pytest.raises(FileExistsError, match=r"model\.safetensors"):
+        save(made("released"), saved("released"), "released")
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["default names", "own names"])
+def test_what_transformers_saves_is_loaded_with_equal_values(tmp_path, original):
+    oracle.hf_model("other").save_pretrained(tmp_path, save_original_format=original)
+    again = load(tmp_path, progress=False)
+    want = oracle.weights_of("other")
+    assert again.format == "fp32"
+    assert dataclasses.replace(again.config, name="other") == want.config, "as config.json describes it"
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in want.tensors.items())
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["default names", "own names"])
+def test_a_bf16_model_of_transformers(tmp_path, original):
+    model = oracle.hf_model.__wrapped__("wide").bfloat16()  # a model of its own: the shared one stays as it is
+    model.save_pretrained(tmp_path, save_original_format=original)
+    again = load(tmp_path, oracle.WIDE, progress=False)
+    assert again.format == "bf16"
+    for name, tensor in oracle.weights_of("wide").tensors.items():
+        want = tensor if tensor.dtype == torch.int64 else tensor.bfloat16().float()
+        assert torch.equal(again.tensors[name].to(want.dtype), want), name
+    assert load(tmp_path, oracle.WIDE, "fp32", progress=False).tensors["layers.0.attn.wkv.weight"].dtype == (
+        torch.float32
+    )
+
+
+def test_a_plain_checkpoint_of_mixed_precision_loses_nothing(saved, tmp_path):
+    def upcast(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.2.attn.compressor.wkv.weight"] = tensors["layers.2.attn.compressor.wkv.weight"].float() * 1.001
+
+    path = edited(saved("bf16"), tmp_path / "mixed", upcast)
+    again = load(path, progress=False)
+    assert again.format == "fp32"
+    wanted = made("bf16").layers[2].attn.compressor.project[:256].float() * 1.001
+    assert torch.equal(again.layers[2].attn.compressor.project[:256], wanted)
+    assert load(path, fmt="bf16", progress=False).format == "bf16", "rounding is for the asking"
+
+
+def test_a_prediction_layer_can_be_left_out(saved):
+    without = dataclasses.replace(SMALL, num_nextn_predict_layers=0, compress_ratios=SMALL.ratios)
+    again = load(saved("released"), without, progress=False)
+    assert again.mtp is None
+    assert bits(again.layers[2].ffn.w13.weight) == bits(made("released").layers[2].ffn.w13.weight)
+
+
+def test_copies_of_embedding_and_head_in_a_prediction_layer_are_skipped(saved, tmp_path):
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {"mtp.0.emb.tok_emb.weight": torch.zeros(66, 320), "mtp.0.head.weight": torch.zeros(66, 320)}
+
+    assert differing(load(edited(saved("released"), tmp_path / "more", add), progress=False), made("released")) == []
+
+
+# Conversions.
+
+
+def from_file(tensors: dict[str, torch.Tensor], owner: str, row: int, column: int) -> float:
+    """One value of a stored matrix, by hand."""
+    weight = tensors[f"{owner}.weight"]
+    if weight.dtype == torch.float8_e4m3fn:
+        exponent = int(tensors[f"{owner}.scale"].view(torch.uint8)[row // 128, column // 128])
+        return float(weight[row, column].float()) * 2.0 ** (exponent - 127)
+    byte = int(weight.view(torch.uint8)[row, column // 2])
+    code = byte >> 4 if column % 2 else byte & 15
+    value = -E2M1[code - 8] if code > 7 else E2M1[code]
+    if f"{owner}.scale" in tensors:
+        return value * 2.0 ** (int(tensors[f"{owner}.scale"].view(torch.uint8)[row, column // 32]) - 127)
+    scale = float(tensors[f"{owner}.weight_scale"][row, column // 16].float())
+    return value * scale * float(tensors[f"{owner}.weight_scale_2"])
+
+
+@pytest.mark.parametrize("fmt", ["released", "nvfp4_experts"])
+def test_dequantised_values_are_those_of_the_file(saved, fmt):
+    tensors, tree = load_file(saved(fmt) / "model.safetensors"), load(saved(fmt), fmt="fp32", progress=False)
+    ffn, mtp = tree.layers[2].ffn, tree.mtp.block.ffn
+    gen = torch.Generator().manual_seed(5)
+    for owner, matrix in {
+        "layers.2.attn.wq_a": tree.layers[2].attn.wq_a.weight,
+        "layers.2.attn.wo_a": tree.layers[2].attn.wo_a.weight.flatten(0, 1),
+        "layers.2.attn.indexer.wq_b": tree.layers[2].attn.indexer.wq_b.weight,
+        "layers.2.ffn.experts.2.w1": ffn.w13.weight[2, :128], "layers.2.ffn.experts.1.w3": ffn.w13.weight[1, 128:],
+        "layers.2.ffn.experts.2.w2": ffn.w2.weight[2], "mtp.0.ffn.experts.1.w2": mtp.w2.weight[1],
+        "layers.2.ffn.shared_experts.w3": ffn.shared_w13.weight[0, 128:], "mtp.0.h_proj": tree.mtp.h_proj.weight,
+    }.items():  # fmt: skip
+        for _ in range(20):
+            row, column = (int(torch.randint(size, (1,), generator=gen)) for size in matrix.shape)
+            assert float(matrix[row, column]) == pytest.approx(from_file(tensors, owner, row, column), rel=1e-6), owner
+
+
+def test_bf16_from_the_released_checkpoint_is_exact(saved):
+    tree, exact = (load(saved("released"), fmt=fmt, progress=False) for fmt in ("bf16", "fp32"))
+    for name, tensor in exact.tensors.items():
+        if name.endswith(("wq_b.weight", "experts.w13.weight", "wo_b.weight")):
+            assert tree.tensors[name].dtype == torch.bfloat16
+            assert torch.equal(tree.tensors[name].float(), tensor), name
+
+
+def test_nvfp4_experts_from_the_released_checkpoint_have_its_values(saved):
+    cast = load(saved("released"), fmt="nvfp4_experts", progress=False)
+    for got, want in zip(
+        (*cast.layers, cast.mtp.block), (*made("released").layers, made("released").mtp.block), strict=True
+    ):
+        for part in ("w13", "w2"):
+            one, other = getattr(got.ffn, part), getattr(want.ffn, part)
+            assert torch.equal(one.dequantise(), other.dequantise()), one.name
+            assert one.kind == ("mxfp4" if one.name.startswith("mtp") else "nvfp4")
+    assert differing(cast, convert.convert(made("released"), "nvfp4_experts")) == []
+    ffn = cast.layers[1].ffn
+    bound = float(cast.layers[1].ffn_norm.float().abs().max()) * SMALL.hidden_size**0.5
+    assert float(ffn.w13.input_scale[2]) == pytest.approx(bound / 2688, rel=1e-6)
+    assert float(ffn.w2.input_scale[0]) == pytest.approx(1.0**2 * 1.5 / 2688, rel=1e-6)
+
+
+def test_a_converted_model_can_be_saved_as_nvfp4(saved, tmp_path):
+    save(convert.convert(made("released"), "nvfp4_experts"), tmp_path / "nvfp4", "nvfp4")
+    again = load(tmp_path / "nvfp4", progress=False)
+    assert again.format == "nvfp4_experts"
+    assert torch.equal(again.layers[1].ffn.w2.dequantise(), made("released").layers[1].ffn.w2.dequantise())
+
+
+def test_plain_weights_are_quantised_as_random_ones_are():
+    assert differing(convert.convert(made("fp32"), "released"), made("released")) == []
+
+
+def test_an_expert_whose_scales_are_spread_too_far_is_named(saved, tmp_path):
+    def spread(tensors: dict[str, torch.Tensor]) -> None:
+        scale = tensors["layers.1.ffn.experts.2.w1.scale"].view(torch.uint8)
+        scale[5, 3] = scale.max() - 40
+
+    path = edited(saved("released"), tmp_path / "spread", spread)
+    with pytest.raises(ValueError, match=r"layers\.1\.ffn\.experts\.w13.*5"):
+        load(path, fmt="nvfp4_experts", progress=False)
+    assert load(path, progress=False).format == "released"
+
+
+@pytest.mark.parametrize(("source", "fmt"), [("nvfp4_experts", "released"), ("released", "nvfp4"), ("bf16", "nvfp4")])
+def test_what_cannot_become_a_format_is_refused(saved, source, fmt):
+    with pytest.raises(ValueError, match=f"for weights in {source}, got '{fmt}'"):
+        load(saved(source), fmt=fmt, progress=False)
+    with pytest.raises(ValueError, match=f"for weights in {source}, got '{fmt}'"):
+        convert.convert(made(source), fmt)
+
+
+# Broken checkpoints.
+
+
+def test_a_missing_tensor_is_named(saved, tmp_path):
+    path = edited(saved("released"), tmp_path / "bad", lambda t: t.pop("layers.2.attn.indexer.wq_b.scale"))
+    assert faults(path) == ("missing layers.2.attn.indexer.wq_b.scale",)
+
+
+def test_an_unknown_tensor_is_named(saved, tmp_path):
+    path = edited(saved("released"), tmp_path / "bad", lambda t: t.update({"layers.3.attn.wkv.bias": torch.ones(2)}))
+    assert faults(path) == ("unknown layers.3.attn.wkv.bias (F32 (2,)) in model.safetensors",)
+
+
+def test_a_misshapen_tensor_is_named(saved, tmp_path):
+    def transpose(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.1.attn.wkv.weight"] = tensors["layers.1.attn.wkv.weight"].T.contiguous()
+
+    want = "layers.1.attn.wkv.weight must have shape (128, 320), got (320, 128)"
+    assert faults(edited(saved("released"), tmp_path / "bad", transpose)) == (want,)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "name", "dtype", "wanted"),
+    [
+        ("released", "layers.1.attn.wkv.weight", torch.bfloat16, "F8_E4M3"),
+        ("released", "layers.1.attn.wkv.scale", torch.float32, "F8_E8M0"),
+        ("released", "layers.1.ffn.experts.0.w1.weight", torch.uint8, "I8"),
+        ("released", "norm.weight", torch.float32, "BF16"),
+        ("released", "layers.1.ffn.gate.bias", torch.bfloat16, "F32"),
+        ("nvfp4_experts", "mtp.0.ffn.experts.0.w1.weight", torch.uint8, "I8"),
+        ("nvfp4_experts", "layers.0.ffn.experts.1.w2.weight_scale", torch.float32, "F8_E4M3"),
+        ("bf16", "layers.0.attn.wq_a.weight", torch.float16, "BF16"),
+        ("fp32", "layers.0.ffn.gate.tid2eid", torch.float32, "I64 or I32"),
+    ],
+)
+def test_a_wrong_dtype_is_named(saved, tmp_path, fmt, name, dtype, wanted):
+    path = edited(saved(fmt), tmp_path / "bad", lambda t: t.update({name: t[name].float().to(dtype)}))
+    (fault,) = faults(path)
+    assert fault == f"{name} must be {wanted}, got {NAMES.get(dtype, 'F16')}"
+
+
+def test_a_truncated_file_is_named(saved, tmp_path):
+    save(made("released"), tmp_path / "cut", "released", shard_bytes=300_000)
+    files = sorted((tmp_path / "cut").glob("*.safetensors"))
+    files[1].write_bytes(files[1].read_bytes()[:-1000])
+    files[2].write_bytes(b"")
+    found = faults(tmp_path / "cut")
+    assert len(found) == 2, "tensors of a file that cannot be read are not counted as missing"
+    assert all(f"{file.name} cannot be read" in fault for file, fault in zip(files[1:3], found, strict=True))
+
+
+def test_a_lost_file_is_named(tmp_path):
+    save(made("released"), tmp_path / "lost", "released", shard_bytes=300_000)
+    last = sorted((tmp_path / "lost").glob("*.safetensors"))[-1]
+    last.unlink()
+    (fault,) = faults(tmp_path / "lost")
+    assert fault.startswith(f"{last.name} cannot be read")
+
+
+def test_several_faults_are_all_named(saved, tmp_path):
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["layers.0.attn.attn_sink"], tensors["mtp.0.hnorm.weight"]
+        tensors["vision.weight"] = torch.zeros(3)
+        tensors["norm.weight"] = torch.zeros(321)
+        tensors["layers.2.ffn.experts.0.w3.input_scale"] *= 2
+        tensors["layers.0.ffn.gate.tid2eid"][7, 1] = 3
+
+    found = faults(edited(saved("nvfp4_experts"), tmp_path / "bad", spoil))
+    scale, expert = float(made("nvfp4_experts").layers[2].ffn.w13.input_scale[0]), "layers.2.ffn.experts.0"
+    assert sorted(found) == sorted([
+        "missing layers.0.attn.attn_sink",
+        "missing mtp.0.hnorm.weight",
+        "unknown vision.weight (F32 (3,)) in model.safetensors",
+        "norm.weight must have shape (320,), got (321,)",
+        "norm.weight must be BF16, got F32",
+        f"{expert}.w3.input_scale must be {expert}.w1.input_scale's {scale}, got {2 * scale}",
+        "layers.0.ffn.gate.tid2eid must be of 0..2, got 0..3",
+    ])  # fmt: skip
+
+
+def test_one_tensor_under_two_names_is_a_fault(saved, tmp_path):
+    path = edited(saved("fp32"), tmp_path / "bad", lambda t: t.update({"lm_head.weight": t["head.weight"].clone()}))
+    (fault,) = faults(path)
+    assert "lm_head.weight" in fault and "head.weight once more" in fault
+
+
+def test_another_model_is_refused_with_a_message_of_bounded_length(saved):
+    found = faults(saved("released"), FLASH)
+    assert len(found) > 60_000
+    with pytest.raises(CheckpointError, match=r"and \d+ more \(see \.faults\)") as caught:
+        load(saved("released"), FLASH, progress=False)
+    assert len(str(caught.value)) < 30_000
+
+
+def test_unknown_quantisations_and_empty_folders_are_refused(saved, tmp_path):
+    def fp8_experts(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if ".experts." in name and name.endswith("weight"):
+                tensors[name] = tensors[name].float().to(torch.float8_e4m3fn)
+
+    found = faults(edited(saved("released"), tmp_path / "base", fp8_experts))
+    assert "attention + expert matrices must be" in found[0] and found[0].endswith("got F8_E4M3 + F8_E4M3")
+    (tmp_path / "empty").mkdir()
+    assert any("must hold" in fault for fault in faults(tmp_path / "empty", SMALL))
+    (tmp_path / "empty" / checkpoint.INDEX).write_text("{")
+    assert "cannot be read" in faults(tmp_path / "empty", SMALL)[0]

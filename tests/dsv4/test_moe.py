@@ -1,0 +1,380 @@
+"""moe_gemm in the ops experts and shared: equal to the reference, what it leaves, what it refuses, what it says."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import check, ops
+from problems.dsv4_forward.adapters import common, gemv, moe, operators
+from problems.dsv4_forward.adapters import linear as moe_linear
+from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.torch_ops import experts, linear
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import CONFIGS
+from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4.experts import (
+    FOLDER,
+    GROUPED,
+    REFERENCE,
+    ROUNDED,
+    SMALL,
+    TASK,
+    Raises,
+    adapted_experts,
+    apart,
+    call,
+    close,
+    inputs,
+    matrix,
+    product,
+    run,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tree.random(SMALL, "nvfp4", seed=3)
+
+
+@pytest.fixture
+def winners(tmp_path, monkeypatch):
+    """-> a function that makes a text the only winner of moe_gemm, in a copy of problems/ made of links."""
+
+    def make(text: str) -> None:
+        for folder in load.PROBLEMS.iterdir():
+            if folder.name != moe.PROBLEM:
+                (tmp_path / folder.name).symlink_to(folder)
+        own = tmp_path / moe.PROBLEM
+        (own / "variants").mkdir(parents=True)
+        (own / "task.py").symlink_to(FOLDER / "task.py")
+        (own / "submission.py").write_text('WINNERS = {"cpu": ("only",)}\n')
+        (own / "variants" / "only.py").write_text(text)
+        monkeypatch.setattr(load, "PROBLEMS", tmp_path)
+
+    return make
+
+
+# ---------------------------------------------------------------- experts
+
+
+@pytest.mark.parametrize("activation", TASK.ACTIVATIONS)
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_experts_are_the_references(name, tokens, activation):
+    """As many experts as each model has, as many a token; and tokens that no tile divides."""
+    cfg = CONFIGS[name]
+    arguments = call(tokens, cfg.n_routed_experts, cfg.num_experts_per_tok, 64, 256, activation)
+    want = run(experts.experts, arguments, torch.float32)
+    close(run(adapted_experts(arguments[3:5]).experts, arguments), want, activation)
+
+
+@pytest.mark.parametrize("tokens", [1, 70, moe.ROOM + 3])
+def test_shared_is_the_references_with_one_expert(tokens):
+    x, _, _, *rest = call(tokens, 1, 1, 64, 64, "bf16")
+    want = run(experts.shared, (x, *rest), torch.float32)
+    close(run(adapted_experts(rest[:2]).shared, (x, *rest)), want, "bf16")
+
+
+def test_the_clamp_acts():
+    arguments = call(60, 8, 2, 128, 192, "bf16", "clamped")
+    want = run(experts.experts, arguments, torch.float32)
+    close(run(adapted_experts(arguments[3:5]).experts, arguments), want, "bf16")
+    wrong = load.from_file(FOLDER, FOLDER / "wrong" / "no_clamp.py")
+    assert float(apart(run(adapted_experts(arguments[3:5], module=wrong).experts, arguments), want).median()) > 0.1
+
+
+def test_what_it_does_not_serve_goes_to_the_reference():
+    """fp32 activations or outputs, other kinds of weights; on the last call, who was called."""
+    x, ids, gates, w13, w2, limit = call(5, 8, 2, 64, 64, "bf16")
+    adapted = adapted_experts((w13, w2), module=Raises)
+    plain = [Linear("plain", w.dequantise(), name=w.name) for w in (w13, w2)]
+    for arguments, dtype in (
+        ((x.float(), ids, gates, w13, w2, limit), torch.bfloat16),
+        ((x, ids, gates, w13, w2, limit), torch.float32),
+        ((x, ids, gates, *plain, limit), torch.bfloat16),
+    ):
+        assert torch.equal(run(adapted.experts, arguments, dtype), run(experts.experts, arguments, dtype))
+    with pytest.raises(AssertionError, match="called"):
+        run(adapted.experts, (x, ids, gates, w13, w2, limit))
+    assert run(adapted.experts, (x[:0], ids[:0], gates[:0], w13, w2, limit)).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda a, b: (dataclasses.replace(a, quantise_input=False), b), "the input of one of w13 and w2 is quantised"),
+        (lambda a, b: (a, Linear("plain", b.dequantise(), name=b.name)), "its w2 is plain"),
+        (lambda a, b: (matrix(2, 128, 80), matrix(2, 80, 64)), "H and I must be multiples of 64, are 80 and 64"),
+        (lambda a, b: (dataclasses.replace(a, scale=a.scale.mT.contiguous().mT), b), "w13 are not contiguous"),
+        (lambda a, b: (a, dataclasses.replace(b, weight=moved(b.weight))), "w2 do not start at a multiple of 64 bytes"),
+    ],
+)
+def test_weights_that_the_problem_has_not_are_the_references_and_named(change, reason, model):
+    x, ids, gates, *pair, limit = call(3, 2, 2, 64, 64, "nvfp4")
+    w13, w2 = change(*pair)
+    adapted = adapted_experts((w13, w2), module=Raises)
+    (held,) = adapted.prepared.values()
+    assert reason in held.reason
+    line, left = common.report("what", "layers", [held], model)
+    assert line == "what: 0 of 1 layers, 0.0 MiB kept beside the weights"
+    assert left == f"{held.name}: reference ({held.reason})"
+    x = inputs(3, w13.k)
+    got, want = (run(op, (x, ids, gates, w13, w2, limit)) for op in (adapted.experts, experts.experts))
+    assert torch.equal(got, want)
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that starts 16 bytes beside a multiple of 64."""
+    room = torch.empty(tensor.numel() + 16, dtype=tensor.dtype)[16:].view(tensor.shape)
+    return room.copy_(tensor)
+
+
+def test_a_table_that_repeats_an_expert_is_left_to_the_reference():
+    _, _, _, w13, w2, _ = call(1, 8, 2, 64, 64, "bf16")
+    fine, twice = torch.tensor([[1, 2], [2, 1]]), torch.tensor([[1, 2], [3, 3]])
+    assert [moe.prepare_experts(GROUPED, w13, w2, table).reason for table in (fine, twice)] == [
+        "", "its table names an expert twice for a token"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b: a.scale.view(torch.uint8)[1].fill_(0x7F), r"experts\.w13: scale bytes must be .*0x7F at \(1, "),
+        (lambda a, b: b.scale.view(torch.uint8)[0].fill_(0x80), r"experts\.w2: scale bytes must be .*0x80"),
+        (lambda a, b: a.input_scale.fill_(0), r"experts\.w13: input_scale must be positive and finite, got 0\.0"),
+        (lambda a, b: b.input_scale[1:].fill_(math.nan), r"experts\.w2: input_scale must .* got nan"),
+    ],
+)
+def test_bad_weights_are_errors_that_name_the_layer(change, message):
+    _, _, _, w13, w2, _ = call(1, 2, 2, 64, 64, "nvfp4")
+    change(w13, w2)
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn\." + message):
+        moe.prepare_experts(GROUPED, w13, w2)
+
+
+def test_what_a_variant_refuses_is_an_error_that_names_the_layer():
+    def prepare(_):
+        raise ValueError("H must be a multiple of 128")
+
+    _, _, _, w13, w2, _ = call(1, 2, 2, 64, 64, "bf16")
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.experts: H must be a multiple of 128"):
+        moe.prepare_experts(SimpleNamespace(prepare=prepare), w13, w2)
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.experts: w2 must be .*\(3, 64, 32\)"):
+        moe.prepare_experts(GROUPED, *(w.select(torch.arange(n) % 2) for w, n in ((w13, 3), (w2, 2))))
+
+
+def test_calls_that_are_none_are_errors():
+    x, ids, gates, w13, w2, limit = call(3, 4, 2, 64, 64, "bf16")
+    adapted = adapted_experts((w13, w2)).experts
+    other = dataclasses.replace(w13, name="stranger")
+    for arguments, message in (
+        ((x, ids, gates, w13, w2, 7.0), r"limit must be 10\.0, got 7\.0"),
+        ((x, ids, gates, other, w2, limit), r"w13 \(stranger\) and w2 must be of the weights that"),
+        ((x, ids, gates, w13, dataclasses.replace(w2), limit), "must be of the weights that"),
+        ((x[:, :32], ids, gates, w13, w2, limit), "x must be"),
+        ((x, ids[:2], gates, w13, w2, limit), "x must be"),
+        ((x, ids + 3, gates, w13, w2, limit), "topk_ids must be 0 to 3"),
+        ((x, ids * 0, gates, w13, w2, limit), "topk_ids must be all different"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(adapted, arguments)
+
+
+def test_slices_of_wider_tensors_go_in_and_out():
+    x, ids, gates, w13, w2, limit = call(3, 4, 2, 64, 64, "bf16")
+    adapted = adapted_experts((w13, w2)).experts
+    want = run(adapted, (x, ids, gates, w13, w2, limit))
+    wide, out = torch.zeros(3, 90, dtype=torch.bfloat16), torch.full((3, 90), math.nan, dtype=torch.bfloat16)
+    wide[:, 7:71] = x
+    adapted(wide[:, 7:71], ids, gates, w13, w2, limit, out[:, 3:67])
+    assert torch.equal(out[:, 3:67], want)
+    assert bool(out[:, :3].isnan().all()) and bool(out[:, 67:].isnan().all())
+
+
+def test_weights_are_prepared_once_and_what_is_kept_is_told(model):
+    seen = []
+
+    class Copies:
+        __name__ = "problems.moe_gemm.variants.copies"
+
+        @staticmethod
+        def prepare(given):
+            room = torch.empty(1000)  # written in each call
+            assert not room.is_inference()
+            seen.append(given.w13.data_ptr())
+            return {"codes": [given.w13.clone(), given.w2], "room": room}
+
+        @staticmethod
+        def custom_kernel(data):
+            return data.outputs.out.copy_(data.inputs.x + data.weights["room"].fill_(1)[0])
+
+    with torch.inference_mode():
+        found, (line,) = moe.adapt_experts(Copies(), model, Fallback(ops.REFERENCE))
+    blocks = [*model.layers, model.mtp.block]
+    assert seen == [block.ffn.w13.weight.data_ptr() for block in blocks]
+    size = len(blocks) * (blocks[0].ffn.w13.weight.nbytes + 4000) / 2**20
+    assert line == f"moe_gemm/copies, routed experts: 4 of 4 layers, {size:.1f} MiB kept beside the weights"
+    ffn, x = model.layers[1].ffn, inputs(2, SMALL.hidden_size)
+    ids, gates = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.ones(2, 2)
+    assert torch.equal(run(found["experts"], (x, ids, gates, ffn.w13, ffn.w2, TASK.LIMIT)), x + 1)
+
+
+def test_the_models_weights_are_taken_where_they_are(model):
+    found, (line,) = moe.adapt_experts(GROUPED, model, Fallback(ops.REFERENCE))
+    assert line == "moe_gemm/torch_grouped, routed experts: 4 of 4 layers, 0.0 MiB kept beside the weights"
+    ffn = model.layers[0].ffn
+    state = found["experts"].__self__.prepared[id(ffn.w13)].state
+    own = {tensor.data_ptr() for tensor in model.tensors.values()}
+    assert isinstance(state, TASK.Weights) and all(tensor.data_ptr() in own for tensor in state[:-1])
+
+
+# ---------------------------------------------------------------- in the table
+
+
+def lines(chosen: ops.Chosen) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in chosen.report)
+
+
+def test_kernels_pick_the_winner(model):
+    composes = load.constants(load.PROBLEMS / "dsv4_forward" / "submission.py", "COMPOSES")["COMPOSES"]
+    assert {provider.problem for spec in ops.SPECS for provider in spec.providers} == set(composes)
+    chosen = ops.choose("winners", "cpu", model)
+    submission = load.module(FOLDER, "submission")
+    winner = f"moe_gemm/{load.winner(FOLDER, submission.WINNERS, 'cpu')}"
+    said = lines(chosen)
+    assert said["experts"] == f"{winner} (NVFP4)" and said["shared"] == f"{winner} (NVFP4, as one expert)"
+    assert chosen.names["experts"] == chosen.names["shared"] == winner
+    assert said[f"{winner}, routed experts"].startswith("4 of 4 layers, ")
+    assert said[f"{winner}, shared experts"].startswith("4 of 4 layers, ")
+    count = sum(w.kind == "nvfp4" for w in model.linears())
+    behind = f"{winner}, behind nvfp4_gemv: {count} of {count} NVFP4 matrices, "
+    (line,) = (line for line in chosen.report if line.startswith((behind, f"{winner} has no plain product: ")))
+
+
+def test_linears_of_many_tokens_are_passed_to_the_variant_in_another_op(model):
+    for text in ("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "nvfp4_gemv=cpu_portable,shared=torch_grouped"):
+        chosen = ops.choose(text, "cpu", model)
+        assert chosen.fallbacks["linear"] == ("moe_gemm/torch_grouped", "reference")
+        assert isinstance(chosen.ops.linear.__self__.fallback.linear.__self__, moe_linear.Linears)
+    chosen = ops.choose("nvfp4_gemv=cpu_portable", "cpu", model)
+    assert chosen.fallbacks["linear"] == ("reference",)
+    assert chosen.ops.linear.__self__.fallback is ops.REFERENCE
+    alone = ops.choose("moe_gemm=torch_grouped", "cpu", model)
+    assert alone.ops.linear is ops.REFERENCE.linear and not any("behind" in line for line in alone.report)
+    w, x = model.layers[0].attn.wq_a, inputs(40, SMALL.hidden_size)
+    both = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu", model).ops
+    want = product(x, w, linear.linear, torch.float32)
+    assert float(apart(product(x, w, both.linear), want).max()) <= ROUNDED
+
+
+def test_only_what_is_named_is_prepared(model):
+    chosen = ops.choose("shared=torch_grouped", "cpu", model)
+    assert "moe_gemm/torch_grouped, shared experts" in lines(chosen)
+    assert not any("routed" in line for line in chosen.report)
+
+
+def test_a_winner_without_a_plain_product_leaves_linears_as_they_were(winners, model):
+    winners('TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    return data.outputs.out.fill_(3)\n')
+    chosen = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=winner", "cpu", model)
+    said = "moe_gemm/only has no plain product: linears that nvfp4_gemv does not take are the reference's"
+    assert said in chosen.report
+    w, x = model.layers[0].attn.wq_a, inputs(gemv.TOKENS + 1, SMALL.hidden_size)
+    assert torch.equal(product(x, w, chosen.ops.linear), product(x, w, linear.linear))
+    ffn = model.layers[0].ffn
+    got = run(chosen.ops.shared, (x, ffn.shared_w13, ffn.shared_w2, TASK.LIMIT))
+    assert bool((got == 3).all())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "change", "experts_", "shared"),
+    [
+        ("nvfp4", {"swiglu_limit": 7.0}, "swiglu_limit must be 10, is 7", "swiglu_limit must be 10, is 7"),
+        ("nvfp4_experts", {}, "", "no NVFP4 linears in nvfp4_experts"),
+        ("released", {}, "no NVFP4 experts in released", "no NVFP4 linears in released"),
+        ("nvfp4", {}, "", ""),
+    ],
+)
+def test_providers_say_what_they_serve(fmt, change, experts_, shared):
+    rows = {spec.name: spec.providers[0] for spec in ops.SPECS if spec.providers}
+    cfg = dataclasses.replace(SMALL, **change)
+    assert (rows["experts"].serves(cfg, fmt), rows["shared"].serves(cfg, fmt)) == (experts_, shared)
+
+
+def test_the_model_is_right_with_it(model, capsys):
+    """Two prompts of unlike length and greedy steps, through every kind of layer, kernel by kernel and as a whole."""
+    gen = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(SMALL.vocab_size, (length,), generator=gen).tolist() for length in (37, 150)]
+    case = check.Case(SMALL, "nvfp4", model, prompts, steps=2, device="cpu")
+    assert check.check(case, "nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu"), capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- the operator
+
+
+@pytest.fixture
+def held():
+    case = {**vars(TASK.TESTS[1]), "device": "cpu"}
+    made = REFERENCE.generate_weights(**case)
+    operators.hold_moe_gemm("test", made)
+    inputs_, outputs = REFERENCE.generate_input(**case)
+    yield TASK.Data(made, inputs_, outputs)
+    operators.hold_moe_gemm("test", None)
+
+
+def test_the_operator_is_the_winner_and_passes_torchs_own_checks(held):
+    out = held.outputs.out
+    torch.ops.dsv4.moe_gemm("test", *held.inputs, out)
+    assert REFERENCE.check_implementation(held, out)[0]
+    torch.library.opcheck(operators.moe_gemm, ("test", *held.inputs, out))
+
+
+def test_the_operator_takes_what_is_held(held, winners):
+    winners(
+        'TARGETS = ("cpu",)\n\n\ndef prepare(weights):\n    return "laid out"\n\n\ndef custom_kernel(data):\n'
+        '    assert data.weights == "laid out"\n    return data.outputs.out.fill_(3)\n'
+    )
+    operators._winner.cache_clear()
+    try:
+        operators.hold_moe_gemm("test", held.weights)
+        torch.ops.dsv4.moe_gemm("test", *held.inputs, held.outputs.out)
+    finally:
+        operators._winner.cache_clear()
+    assert bool((held.outputs.out == 3).all())
+    with pytest.raises(ValueError, match=r"name must be one of \['test'\].*'other'"):
+        torch.ops.dsv4.moe_gemm("other", *held.inputs, held.outputs.out)
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match="topk_weights must be"):
+        x, ids, gates, out = (mode.from_tensor(t) for t in (*held.inputs, held.outputs.out))
+        operators.moe_gemm("test", x, ids, gates[:, :1], out)
+    with pytest.raises(ValueError, match="w13 must be"):
+        operators.hold_moe_gemm("test", held.weights._replace(w13=held.weights.w13.char()))
+
+
+@pytest.mark.gpu
+def test_the_ops_on_the_gpu_never_wait():
+    there = tree.random(SMALL, "nvfp4", seed=3, device="cuda")
+    chosen = ops.choose("winners", load.device_target("cuda"), there)
+    ffn, x = there.layers[1].ffn, inputs(40, SMALL.hidden_size)
+    ids = torch.stack([torch.randperm(SMALL.n_routed_experts)[:2] for _ in x]).int()
+    gates = torch.rand(len(x), 2)
+    routed, shared = (ids, gates, ffn.w13, ffn.w2, TASK.LIMIT), (ffn.shared_w13, ffn.shared_w2, TASK.LIMIT)
+    moved_ = tuple(t.cuda() if isinstance(t, torch.Tensor) else t for t in routed)
+    x = x.cuda()
+    want = [torch.empty(x.shape, device="cuda") for _ in range(2)]
+    experts.experts(x, *moved_, want[0])
+    experts.shared(x, *shared, want[1])
+    got = [torch.empty_like(x) for _ in range(2)]
+    for mode in ("default", "error"):  # the first calls may compile
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            chosen.ops.experts(x, *moved_, got[0].zero_())
+            chosen.ops.shared(x, *shared, got[1].zero_())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(got, want, strict=True):
+        close(one, other, "nvfp4")

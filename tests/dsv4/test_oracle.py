@@ -1,0 +1,196 @@
+"""The forward pass in fp32 against transformers' model with the same weights, and that each feature matters."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.weights.config import CSA
+from tests.dsv4 import oracle
+from tests.dsv4.oracle import CONFIGS
+
+TOLERANCE = 2e-5  # of logits with a standard deviation of about 1
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 300)  # around every boundary: windows of 4 and 128, the ring, YaRN
+LONGEST = max(LENGTHS)
+CHUNKS = (37, 1, 91, 5, 130, 3, 33)
+
+
+@functools.cache
+def ids(name: str) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(17)
+    return torch.randint(CONFIGS[name].vocab_size, (LONGEST,), generator=gen)
+
+
+@functools.cache
+def wanted(name: str) -> torch.Tensor:
+    """transformers' logits of all positions, one uncached pass: causal, so every shorter prompt's are in it."""
+    return oracle.hf_logits(name, ids(name)[None])[0]
+
+
+def state_for(name: str, sequences: int = 1, chunk: int = 128) -> State:
+    return State(CONFIGS[name], "fp32", sequences=sequences, blocks=4 * sequences, chunk=chunk)
+
+
+def run(name: str, chunks: tuple[int, ...], model: Model | None = None, chunk: int = 128) -> torch.Tensor:
+    """Logits of every token when they are fed in these chunks."""
+    model = model or Model(oracle.weights_of(name))
+    state = state_for(name, chunk=chunk)
+    sequence, _ = state.open()
+    found, done = [], 0
+    for count in chunks:
+        batch = state.plan({sequence: ids(name)[done : done + count]})
+        found.append(model.forward(batch, state, every=True).logits)
+        state.commit(batch)
+        done += count
+    return torch.cat(found)
+
+
+def worst(name: str, got: torch.Tensor) -> float:
+    return float((got - wanted(name)[: len(got)]).abs().max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_logits_are_of_size_one(name):
+    assert 0.5 < float(wanted(name).std()) < 2
+    assert len(wanted(name).argmax(-1).unique()) > 20, "a model that says the same everywhere shows nothing"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_one_prefill(name, length):
+    assert worst(name, run(name, (length,), chunk=LONGEST)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_chunked_prefill(name):
+    assert sum(CHUNKS) == LONGEST
+    assert worst(name, run(name, CHUNKS, chunk=130)) <= TOLERANCE
+
+
+LONG = ["tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "tiny")]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_prefill_then_a_hundred_steps(name):
+    assert worst(name, run(name, (128, 72, *[1] * 100))) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), [("tiny", 132), *(pytest.param(name, LONGEST, marks=pytest.mark.slow) for name in CONFIGS)]
+)
+def test_decode_from_nothing(name, length):
+    assert worst(name, run(name, (1,) * length, chunk=1)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_cached_transformers_agree_as_well(name):
+    step = oracle.hf_decoder(name)
+    got = torch.cat([step(ids(name)[None, :200])[0], *(step(ids(name)[None, [t]])[0] for t in range(200, 230))])
+    assert worst(name, got) <= TOLERANCE
+    assert worst(name, run(name, (128, 72, *[1] * 30))) <= TOLERANCE
+
+
+def test_feed_splits_a_prompt_by_the_chunk():
+    state = state_for("tiny", chunk=50)
+    sequence, _ = state.open()
+    got = feed(Model(oracle.weights_of("tiny")), state, {sequence: ids("tiny").tolist()})
+    assert float((got[0] - wanted("tiny")[-1]).abs().max()) <= TOLERANCE
+    assert state.lengths[sequence] == LONGEST
+
+
+# What the comparison would not see if a feature had no effect: each of these must break it by far. first: the position
+# up to which the model must still agree.
+def changed(**fields: object):
+    def edit(model: Model) -> None:
+        cfg = dataclasses.replace(model.config, **fields)
+        fresh = Model(dataclasses.replace(model.weights, config=cfg), model.ops)
+        model.__dict__.update(fresh.__dict__)
+
+    return edit
+
+
+def edited(what: str, value):
+    """Every layer's attention or router tensor `what` replaced by value(it)."""
+
+    def edit(model: Model) -> None:
+        layers = []
+        for layer in model.weights.layers:
+            attn, router = layer.attn, layer.ffn.router
+            if what == "sink":
+                attn = dataclasses.replace(attn, sink=value(attn.sink))
+            elif what == "ape" and attn.compressor:
+                compressor = dataclasses.replace(attn.compressor, ape=value(attn.compressor.ape))
+                attn = dataclasses.replace(attn, compressor=compressor)
+            elif what == "bias" and router.bias is not None:
+                router = dataclasses.replace(router, bias=value(router.bias))
+            elif what == "comb":
+                layer = dataclasses.replace(
+                    layer, hc_attn=dataclasses.replace(layer.hc_attn, base=value(layer.hc_attn.base))
+                )
+            ffn = dataclasses.replace(layer.ffn, router=router)
+            layers.append(dataclasses.replace(layer, attn=attn, ffn=ffn))
+        model.weights = dataclasses.replace(model.weights, layers=tuple(layers))
+
+    return edit
+
+
+def transposed(base: torch.Tensor) -> torch.Tensor:
+    return torch.cat([base[:8], base[8:].view(4, 4).t().reshape(-1)])
+
+
+def narrow_window(model: Model) -> None:
+    """127 keys in place of 128."""
+    fmha = model.ops.fmha
+
+    def less(q, window, index, *rest):
+        index = index.clone()
+        index[..., 0] = -1
+        fmha(q, window, index, *rest)
+
+    model.ops = dataclasses.replace(model.ops, fmha=less)
+
+
+FEATURES = {
+    "sink": (edited("sink", lambda sink: torch.full_like(sink, -torch.inf)), 0),
+    "ape": (edited("ape", torch.zeros_like), 3),
+    "router bias": (edited("bias", torch.zeros_like), 0),
+    "mHC orientation": (edited("comb", transposed), 0),
+    "SwiGLU clamp": (changed(swiglu_limit=10.0), 0),
+    "top-k": (changed(index_topk=64), 66),
+    "theta of compressed layers": (changed(compress_rope_theta=40000.0), 1),
+    "YaRN": (changed(rope_factor=1.0), 1),
+    "window": (narrow_window, 126),
+    "Sinkhorn": (changed(hc_sinkhorn_iters=3), 0),
+    "route scale": (changed(routed_scaling_factor=1.0), 0),
+    "hash layers": (lambda model: hash_off(model), 0),
+}
+
+
+def hash_off(model: Model) -> None:
+    layers = [
+        dataclasses.replace(layer, ffn=dataclasses.replace(
+            layer.ffn, router=dataclasses.replace(layer.ffn.router, table=None, bias=torch.zeros(8))
+        )) if layer.ffn.router.table is not None else layer
+        for layer in model.weights.layers
+    ]  # fmt: skip
+    model.weights = dataclasses.replace(model.weights, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_matters(feature):
+    edit, first = FEATURES[feature]
+    model = Model(oracle.weights_of("tiny"))
+    edit(model)
+    got = run("tiny", (LONGEST,), model, chunk=LONGEST)
+    off = (got - wanted("tiny")).abs().amax(-1)
+    assert float(off.max()) > 0.1, f"{feature} does not matter: {float(off.max()):.2g}"
+    assert float(off[:first].max() if first else 0) <= TOLERANCE, f"{feature} acts too early"
+
+
+def test_the_indexer_selects_within_the_test():
+    """Without more entries than top-k nothing would be scored."""
+    for cfg in CONFIGS.values():
+        assert CSA in cfg.ratios and 2 * cfg.index_topk < LONGEST // CSA

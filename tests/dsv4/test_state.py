@@ -1,0 +1,329 @@
+"""cache/state.py and cache/state_layout.py: memory, what an error leaves, sequences that come, go and go back."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.cache.state import OutOfBlocks, State
+from problems.dsv4_forward.weights.config import CSA, FLASH, HCA, SWA, TINY, TINY_K
+from tests.dsv4.states import MOST, SMALL, check_counts, check_indices, grow, make, opened, unchanged
+
+# Memory.
+
+
+FORMATS = ("fp32", "bf16", "released", "nvfp4_experts", "nvfp4")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("ratios", [SMALL.compress_ratios, (*TINY.ratios, 0), (SWA, SWA), (HCA, 0), (CSA, 0)])
+def test_views_cover_the_buffer_once(ratios, fmt):
+    cfg = dataclasses.replace(SMALL, compress_ratios=ratios)
+    sizes = {"sequences": 3, "blocks": 5, "chunk": 9, "snapshots": 2}
+    size = State.nbytes(cfg, fmt, **sizes)
+    buffer = torch.full((size,), 255, dtype=torch.uint8)
+    state = State(cfg, fmt, **sizes, buffer=buffer)
+    assert state.buffer is buffer and state.lengths == state.length.tolist() == [0, 0, 0]
+    assert bool((state.table == 5).all())
+    buffer.zero_()
+    total = 0
+    for view in state._regions.values():
+        view.view(torch.uint8).add_(1)
+        total += view.numel() * view.itemsize
+        assert (view.data_ptr() - buffer.data_ptr()) % 256 == 0
+    assert int(buffer.max()) == 1 and int(buffer.sum()) == total
+    assert size - total < 256 * len(state._regions), "padding only"
+    buffer.zero_()
+    for layer in (*state.layers, *([state.mtp] if state.mtp else [])):
+        for part in (layer.window, layer.cache, layer.index_keys, layer.tail, layer.index_tail):
+            if part is not None:
+                data = part.data if isinstance(part, Pages) else part
+                assert data.is_contiguous()
+                data.view(torch.uint8).add_(1)
+    assert int(buffer.max()) == 1
+    rest = [view for name, view in state._regions.items() if name in ("length", "active", "table") or "saved" in name]
+    assert int(buffer.sum()) == total - sum(view.numel() * view.itemsize for view in rest)
+
+
+def test_shapes_of_the_layers():
+    state = State(SMALL, "released", sequences=3, blocks=5, chunk=70)
+    assert len(state.layers) == 4 and state.mtp.ratio == 0 and state.mtp.cache is None
+    assert [layer.ratio for layer in state.layers] == [4, 0, 128, 4]
+    csa, swa, hca = state.layers[:3]
+    assert csa.tail.shape == (3, 78, 2, 256) and csa.index_tail.shape == (3, 78, 2, 256)
+    assert hca.tail.shape == (3, 198, 2, 128) and hca.index_tail is hca.index_keys is None
+    assert swa.tail is swa.cache is swa.index_tail is swa.index_keys is None
+    assert {layer.window.per_page for layer in state.layers} == {64} and len(csa.window.data) == 3 * 256 // 64
+    assert (csa.cache.per_page, csa.index_keys.per_page, hca.cache.per_page) == (32, 32, 1)
+    assert len(csa.cache.data) == len(csa.index_keys.data) == len(hca.cache.data) == 6
+    assert (csa.cache.kind, csa.index_keys.kind, csa.window.kind) == ("entry", "index", "entry")
+    plain = State(SMALL, "bf16", 1, 1).layers[0]
+    assert plain.cache.data.dtype == plain.index_keys.data.dtype == plain.window.data.dtype == torch.bfloat16
+    assert State(SMALL, "fp32", 1, 1).layers[0].index_keys.data.dtype == torch.float32
+
+
+def test_a_long_context_of_the_real_model_takes_what_it_says():
+    """Flash at 1,048,576 tokens: entries of 584 bytes and keys of 68 a block, in 21 CSA and 20 HCA layers."""
+    size = State.nbytes(FLASH, "released", 1, 8192, 128, snapshots=0)
+    paged = 8193 * (21 * (32 * 584 + 32 * 68) + 20 * 584)
+    assert paged < size < 1.06 * paged
+    assert State.nbytes(TINY_K, "nvfp4", 1, 9) > State.nbytes(TINY_K, "nvfp4", 1, 8)
+
+
+def test_a_buffer_of_another_kind_is_refused():
+    size = State.nbytes(SMALL, "fp32", 1, 1)
+    for wrong in (torch.zeros(size - 1, dtype=torch.uint8), torch.zeros(size, dtype=torch.int8)):
+        with pytest.raises(ValueError, match=f"contiguous uint8 \\({size},\\)"):
+            State(SMALL, "fp32", 1, 1, buffer=wrong)
+
+
+@pytest.mark.parametrize("name", ["sequences", "blocks", "chunk", "snapshots"])
+def test_sizes_are_checked(name):
+    sizes = {"sequences": 1, "blocks": 1, "chunk": 1, "snapshots": 0}
+    State(SMALL, "fp32", **sizes)
+    with pytest.raises(ValueError, match=f"{name} must be {sizes[name]} or more, got {sizes[name] - 1}"):
+        State(SMALL, "fp32", **{**sizes, name: sizes[name] - 1})
+    with pytest.raises(ValueError, match="sliding_window must be 128"):
+        State(dataclasses.replace(SMALL, sliding_window=64), "fp32", 1, 1)
+
+
+# Errors leave everything as it was.
+
+
+def test_running_out_of_blocks_changes_nothing():
+    state = make(200, blocks=4)
+    state.buffer.view(-1)[1000:].random_(generator=torch.Generator().manual_seed(1))
+    state = make(200, blocks=4, buffer=state.buffer)
+    a, b = opened(state, 127, 130)
+    both = {a: [1] * 5, b: [1] * 127}
+    unchanged(state, OutOfBlocks, "^1 blocks missing: 2 wanted, 1 of 4 available", lambda: state.plan(both))
+    unchanged(state, OutOfBlocks, "^4 blocks missing: 5 wanted, 1 of 4 available", lambda: state.reserve({a: 600}))
+    state.reserve({a: 100})
+    grow(state, b, 256)
+    unchanged(state, OutOfBlocks, "^1 blocks missing: 1 ", lambda: state.step((a, b), torch.tensor([1, 2])))
+    with pytest.raises(OutOfBlocks) as caught:
+        state.plan({b: [1] * 130})
+    assert caught.value.missing == 2
+    state.plan({a: [1] * 5})
+    state.close(a)
+    state.plan({b: [1] * 130})
+    check_counts(state)
+
+
+def test_arguments_are_checked_before_anything_is_written():
+    state = make(8, blocks=9)
+    (a,) = opened(state, 5)
+    closed = 1 - a
+    cases = [
+        (lambda: state.plan({}), "name a sequence or more"),
+        (lambda: state.plan({a: []}), f"1 to 8 tokens of a sequence, got 0 for {a}"),
+        (lambda: state.plan({a: [1] * 9}), f"1 to 8 tokens of a sequence, got 9 for {a}"),
+        (lambda: state.plan({a: [1], closed: [1]}), f"open sequence, got {closed}"),
+        (lambda: state.plan({a: torch.tensor([1.0])}), "int64 and 1-D, got torch.float32"),
+        (lambda: state.plan({a: torch.tensor([[1]])}), "int64 and 1-D"),
+        (lambda: state.reserve({a: MOST - 4}), f"would have {MOST + 1} tokens, more than the model's {MOST}"),
+        (lambda: state.step((a, a), torch.tensor([1, 2])), "sequences must be distinct"),
+        (lambda: state.step((), torch.tensor([])), "sequences must be distinct"),
+        (lambda: state.step((a, 3), torch.tensor([1, 2]), static=True), "from 0 to 2"),
+        (lambda: state.step((a,), torch.tensor([1, 2])), r"int64 \(1,\)"),
+        (lambda: state.step((a,), torch.tensor([1], dtype=torch.int32)), r"int64 \(1,\)"),
+        (lambda: state.step((closed,), torch.tensor([1])), f"open sequence, got {closed}"),
+        (lambda: state.rewind(a, 6), "length must be 0 to 5"),
+        (lambda: state.rewind(a, -1), "length must be 0 to 5"),
+        (lambda: state.rewind(-1, 0), "open sequence, got -1"),
+        (lambda: state.close(closed), f"open sequence, got {closed}"),
+        (lambda: state.publish(closed, []), f"open sequence, got {closed}"),
+    ]
+    for act, match in cases:
+        unchanged(state, ValueError, match, act)
+
+
+def test_a_model_ends_at_its_last_position():
+    state = make(128)
+    (a,) = opened(state, MOST - 1)
+    state.commit(state.step((a,), torch.tensor([1])))
+    unchanged(state, ValueError, f"more than the model's {MOST}", lambda: state.step((a,), torch.tensor([1])))
+
+
+def test_a_stale_batch_is_refused():
+    state = make()
+    a, b = opened(state, 5, 6)
+    for change in (
+        state.commit, lambda _: state.rewind(b, 3), lambda _: (state.close(b), state.open()),
+        lambda _: state.commit(state.plan({b: [1]})),
+    ):  # fmt: skip
+        batch = state.plan({a: [1, 2], b: [1]})
+        change(batch)
+        with pytest.raises(ValueError, match="stale"):
+            state.commit(batch)
+    check_counts(state)
+
+
+def test_a_batch_that_is_given_up_is_planned_again():
+    state = make()
+    (a,) = opened(state, 100)
+    first, again = state.plan({a: [1] * 60}), state.plan({a: [1] * 30})
+    assert torch.equal(first.position[:30], again.position)
+    state.commit(again)
+    assert state.lengths[a] == 130
+    check_counts(state)
+
+
+# Sequences come and go.
+
+
+def test_slots_and_blocks_are_used_again():
+    state = make(128, sequences=2, blocks=6)
+    for turn in range(8):
+        sequences = opened(state, 100 + turn, 300)
+        with pytest.raises(RuntimeError, match="all 2 sequences are open"):
+            state.open()
+        check_counts(state)
+        assert state.pool.free == 6 - 1 - 3
+        for sequence in sequences if turn % 2 else sequences[::-1]:
+            state.close(sequence)
+        assert state.pool.free == 6 and state.lengths == [0, 0]
+        check_counts(state)
+
+
+def test_a_longer_reservation_is_given_back_by_going_back():
+    state = make(128, blocks=9)
+    (a,) = opened(state, 130)
+    state.reserve({a: 700})
+    assert state.pool.free == 2
+    state.reserve({a: 1})
+    assert state.pool.free == 2
+    state.rewind(a, 128)
+    assert state.pool.free == 8 and state.lengths[a] == 128
+    check_counts(state)
+
+
+def test_the_host_side_is_found_in_a_restored_buffer():
+    state = make(64, blocks=9)
+    sequences = opened(state, 300, 5)
+    state.publish(sequences[0], [7] * 300)
+    saved, lengths, owned = state.buffer.clone(), list(state.lengths), [list(blocks) for blocks in state.owned]
+    for sequence in sequences:
+        state.commit(state.plan({sequence: [1] * 64}))
+    other, old = make(64, blocks=9, buffer=saved.clone()), state.plan({sequences[0]: [1]})
+    for each in (state, other):
+        each.buffer.copy_(saved)
+        each.reload()
+        assert each.lengths == lengths and each.owned == owned and not each.pool.prefixes
+        check_counts(each)
+        check_indices(each, each.plan({sequence: [1] * 9 for sequence in sequences}), 192)
+        with pytest.raises(ValueError, match="can go back to 300 or more"):
+            each.rewind(sequences[0], 299)
+    with pytest.raises(ValueError, match="stale"):
+        state.commit(old)
+
+
+# Going back.
+
+
+class Rings:
+    """Which position each place of a sequence's rings holds, and what the next token reads: a slow model."""
+
+    def __init__(self, chunk: int, ratios: tuple[int, ...] = (CSA, HCA)) -> None:
+        window = (128 + chunk + 63) // 64 * 64
+        tails = {"csa": chunk + 8} if CSA in ratios else {}
+        self.sizes = {"window": window} | tails | ({"hca": chunk + 128} if HCA in ratios else {})
+        self.held: dict[str, dict[int, int]] = {name: {} for name in self.sizes}
+
+    def write(self, first: int, count: int) -> None:
+        for name, size in self.sizes.items():
+            self.held[name] |= {position % size: position for position in range(first, first + count)}
+
+    def forget(self) -> None:
+        self.held = {name: {} for name in self.held}
+
+    def resume(self, length: int) -> None:
+        """What a snapshot holds."""
+        self.forget()
+        for name, count in (("window", 128), ("csa", 4)):
+            self.held[name] = {p % self.sizes[name]: p for p in range(length - count, length)}
+
+    def holds(self, length: int) -> bool:
+        needs = {"window": length - 127, "csa": length // 4 * 4 - 4, "hca": length // 128 * 128}
+        return all(
+            self.held[name].get(position % self.sizes[name]) == position
+            for name, first in needs.items() if name in self.sizes for position in range(max(first, 0), length)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chunk", "ratios"),
+    [(chunk, (CSA, SWA, HCA)) for chunk in (1, 7, 61, 64, 128, 200)]
+    + [(chunk, (ratio,)) for ratio in (SWA, CSA, HCA) for chunk in (1, 60, 64)],
+)
+def test_how_far_one_may_go_back(chunk, ratios):
+    """Exactly as far as every ring holds what is read, and the error says how far."""
+    gen = torch.Generator().manual_seed(chunk)
+    cfg = dataclasses.replace(SMALL, compress_ratios=(*ratios, 0))
+    state, rings = make(chunk, cfg=cfg), Rings(chunk, ratios)
+    (sequence,) = opened(state, 0)
+    for _ in range(25):
+        length = state.lengths[sequence]
+        count = min(int(torch.randint(1, chunk + 1, (), generator=gen)), MOST - length)
+        while count and state.lengths[sequence] < MOST and int(torch.randint(4, (), generator=gen)):
+            batch = state.plan({sequence: [1] * count})
+            rings.write(state.lengths[sequence], count)
+            if int(torch.randint(5, (), generator=gen)):  # else it is given up, though written
+                state.commit(batch)
+            count = min(count, MOST - state.lengths[sequence])
+        length = state.lengths[sequence]
+        can = [back for back in range(length + 1) if rings.holds(back)]
+        assert [back for back in range(length + 1) if state._holds(sequence, back)] == can
+        assert length in can
+        floor = next((n for n in range(length, 0, -1) if n - 1 not in can), 0)
+        assert state.floor(sequence) == floor
+        if bad := [back for back in range(length) if back not in can]:
+            unchanged(state, ValueError, f"go back to {floor} or more tokens, or 0, got {bad[-1]}",
+                      lambda bad=bad: state.rewind(sequence, bad[-1]))  # fmt: skip
+        back = can[int(torch.randint(len(can), (), generator=gen))]
+        state.rewind(sequence, back)
+        if not back:
+            rings.forget()
+        check_counts(state)
+
+
+@pytest.mark.parametrize("ratios", [(CSA, SWA, HCA), (SWA,), (CSA,), (HCA,)])
+@pytest.mark.parametrize("chunk", [1, 60])
+def test_the_limit_is_exact_at_every_length(chunk, ratios):
+    state = make(chunk, cfg=dataclasses.replace(SMALL, compress_ratios=(*ratios, 0)))
+    rings = Rings(chunk, ratios)
+    (sequence,) = opened(state, 0)
+    while (length := state.lengths[sequence]) < 330:
+        tokens = 1 if length % 128 > chunk else chunk
+        state.commit(state.plan({sequence: [1] * tokens}))
+        rings.write(length, tokens)
+        for back in range(max(0, length - chunk - 70), min(length, length - chunk + 9)):
+            assert state._holds(sequence, back) == rings.holds(back), (length + tokens, back)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64, 130])
+def test_a_chunk_can_always_be_taken_back(chunk):
+    state = make(chunk, sequences=1)
+    (sequence,) = opened(state, 0)
+    for length in range(0, 600, 13):
+        grow(state, sequence, length)
+        assert state.floor(sequence) <= max(0, length - chunk)
+
+
+def test_a_resumed_prefix_is_as_far_back_as_one_may_go():
+    state = make(64)
+    (a,) = opened(state, 300)
+    rings = Rings(64)
+    state.publish(a, [7] * 300)
+    b, matched = state.open([7] * 300)
+    rings.resume(256)
+    assert matched == 256 and state.floor(b) == 256
+    assert [back for back in range(257) if state._holds(b, back)] == [0, 256]
+    assert [back for back in range(1, 257) if rings.holds(back)] == [256]
+    grow(state, b, 310)
+    state.rewind(b, 256)
+    state.rewind(b, 0)
+    grow(state, b, 40)
+    state.rewind(b, 3)
+    check_counts(state)

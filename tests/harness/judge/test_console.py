@@ -1,0 +1,155 @@
+"""What a run prints at its end: every figure can be read, whatever the cases are called."""
+
+import dataclasses
+import io
+import json
+import math
+import re
+
+import pytest
+
+from harness.judge import console, verdict
+from harness.judge.outcome import Outcome
+from harness.judge.readings import ReferenceReadings, Timing
+from harness.problem import folders
+from harness.problem.folders import Case
+from harness.results import output, ranking, record, text
+from tests.support.hostile import HOSTILE, brief
+
+MOE = folders.find("moe_gemm")
+
+
+def printed(monkeypatch, capsys, cases: list[Case], names: list[str], failing: str = "") -> str:
+    """The table of times of variants of moe_gemm that took 1234.56 us in every case."""
+    plain = console.Screen(width=console.PLAIN_WIDTH, highlight=False, soft_wrap=True)
+    monkeypatch.setattr(console, "console", plain)
+    readings = ReferenceReadings(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"], None, None)
+    judged = []
+    for name in names:
+        judged.append(verdict.Result(MOE.variant(name), "cpu"))
+        for case in cases:
+            calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
+            failure = Outcome("INCORRECT", "mismatch found!") if name == failing else None
+            timing = Timing(case, [calls, calls], failure)
+            judged[-1].times.append(verdict.aggregate(timing, readings))
+    console.times(judged)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_no_figure_is_cut_off_by_long_names_of_cases(monkeypatch, capsys, device):
+    cases = list(MOE.benchmarks[device])
+    said = printed(monkeypatch, capsys, cases, ["cpu_avx512", "torch_grouped"])
+    assert said.count("1234.56..1234.56") == said.count(" 1234.56 ") == 2 * len(cases)
+    assert said.count("800.25 flops") == 2 * len(cases) and said.count(" 65% ") == 2 * len(cases)
+    assert "cpu_avx512" in said and "torch_grouped" in said and "\u2026" not in said
+    assert max(map(len, said.splitlines())) <= console.PLAIN_WIDTH
+
+
+def test_what_all_cases_share_is_said_once(monkeypatch, capsys):
+    said = printed(monkeypatch, capsys, list(MOE.benchmarks["cpu"]), ["cpu_avx512"])
+    assert said.count("tokens=256") == 1 and said.count("hidden=1024") == said.count("content=plain") == 1
+    assert said.splitlines()[-1].startswith("All cases have experts=8 topk=2 hidden=1024")
+
+
+def test_a_case_alone_is_named_in_full(monkeypatch, capsys):
+    case = MOE.benchmarks["cuda"][0]
+    said = printed(monkeypatch, capsys, [case], ["cpu_avx512", "torch_grouped"], failing="torch_grouped")
+    assert all(said.count(f"{key}={value}") == 2 for key, value in case.params.items())
+    assert "All cases" not in said and all(word in said for word in ("INCORRECT:", "mismatch", "found!"))
+
+
+def test_cases_without_parameters_have_a_name_too(monkeypatch, capsys):
+    assert "(no parameters)" in printed(monkeypatch, capsys, [Case({}, 1)], ["cpu_avx512"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "own", "shared"),
+    [
+        (["m=1 k=2 l=1", "m=3 k=2 l=1"], ["m=1", "m=3"], "k=2 l=1"),
+        (["m=1 k=2", "k=1 m=2"], ["m=1 k=2", "k=1 m=2"], ""),
+        (["s=[1, 2] k=2", "s=[1, 3] k=2"], ["s=[1, 2]", "s=[1, 3]"], "k=2"),
+        (["m=1", "m=1 k=2"], ["m=1", "k=2"], "m=1"),  # a name is never empty
+        (["m=1 k=2"], ["m=1 k=2"], ""), (["m=1"] * 2, ["m=1"] * 2, ""), ([], [], ""),
+    ],
+)  # fmt: skip
+def test_cases_are_told_apart_by_what_they_do_not_share(labels, own, shared):
+    mine, common = ranking.apart(labels)
+    assert ([mine[label] for label in labels], common) == (own, shared)
+
+
+# --- text of a submission is data
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """Prints to a terminal of 160 columns that obeys markup, as far as rich lets it."""
+    made = console.Screen(file=io.StringIO(), force_terminal=True, width=console.PLAIN_WIDTH, highlight=False)
+    monkeypatch.setattr(console, "console", made)
+    return made
+
+
+@pytest.mark.parametrize("said", HOSTILE, ids=brief)
+def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
+    """In every function that prints; rich's own codes for bold and the like aside, nothing but text comes out."""
+    case, submission = Case({"m": said}, 1), dataclasses.replace(MOE.variant("cpu_avx512"), name=said, summary=said)
+    readings = ReferenceReadings(800.25, said, said, 3.0, 10**9, ["1"], None, None)
+    calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
+    judged = [verdict.Result(submission, "cpu") for _ in range(3)]
+    for j, failure in zip(judged, (None, Outcome("INCORRECT", said), None), strict=True):
+        j.times.append(verdict.aggregate(Timing(case, [calls, calls], failure), readings))
+        j.tests.append((case, Outcome("RUNTIME_ERROR" if failure else "PASSED", said)))
+    judged[0].against = [{"variant": said, "ratio": 1.0, "ci95": [0.9, 1.1], "word": said}]
+    judged[0].against_all = judged[0].against[0]
+    judged[2].status, judged[2].reason = "RULE_BROKEN", said
+    console.say(said)
+    console.test_line(said, case, Outcome("INCORRECT", said))
+    console.times(judged)
+    console.readings(judged)
+    console.against(judged[0])
+    console.summary(judged, baseline=said)
+    with console.progress() as progress:
+        progress(said)
+    out = re.sub(r"\x1b\[[\d;]*[mAKGhl]|\x1b\[\?25[lh]|\r", "", screen.file.getvalue())
+    assert all(char.isprintable() or char == "\n" for char in out), ascii(out)
+    if said.isprintable() and len(said) < 100:
+        assert out.count(said) >= 10
+
+
+@pytest.mark.parametrize("status", ["INCORRECT", "COMPILE_ERROR"])
+def test_an_empty_reason_is_no_error(screen, status):
+    judged = verdict.Result(MOE.variant("cpu_avx512"), "cpu", status if status == "COMPILE_ERROR" else "")
+    case = MOE.benchmarks["cpu"][0]
+    if not judged.status:
+        judged.tests.append((case, Outcome(status, "")))
+    console.summary([judged])
+    readings = ReferenceReadings(800.25, "", "read", 3.0, 10**9, ["1"], None, None)
+    judged.times.append(verdict.aggregate(Timing(case, [], Outcome(status, "")), readings))
+    console.times([judged])
+    assert status in screen.file.getvalue()
+
+
+def test_the_end_of_a_reader_is_said_and_does_not_end_the_process(screen):
+    class Closed(io.StringIO):
+        def write(self, _):
+            raise BrokenPipeError
+
+    screen.file = Closed()
+    with pytest.raises(output.ClosedError):
+        console.say("x")
+
+
+def test_records_hold_clean_text_and_finite_numbers():
+    submission = dataclasses.replace(MOE.variant("cpu_avx512"), name=HOSTILE[1])
+    judged = verdict.Result(submission, "cpu", "COMPILE_ERROR", "".join(HOSTILE))
+    judged.tests.append((Case({"m": 1}, 1), Outcome("INCORRECT", "".join(HOSTILE), {"rel": math.nan, "max": math.inf})))
+    judged.artefacts = [
+        {"target": "sm90", "registers": math.inf, "name": HOSTILE[3], "deep": [[[[[[[[[[[[[1]]]]]]]]]]]]]}
+    ]
+    recorder = verdict.Recorder(MOE, "cpu")
+    lines = recorder.lines(judged)
+    said = "\n".join(json.dumps(line, allow_nan=False) for line in lines)
+    records, complaints = record.parse(said, "f")
+    assert complaints == [] and records == lines
+    for line in records:
+        assert text.clean(line["reason"], math.inf) == line["reason"] and "[link=http" in line["reason"]

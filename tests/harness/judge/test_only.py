@@ -1,0 +1,152 @@
+"""Peers that serve some cases of a problem alone, as their literal ONLY says: called on those, shown on all."""
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness import run
+from harness.judge import console, phases, verdict
+from harness.judge.outcome import Outcome
+from harness.judge.readings import Timing
+from harness.lint import linter
+from harness.problem import folders
+from harness.problem.folders import UsageError
+from harness.results import environment, record
+from leaderboard import board, tables
+from tests.support import SUPPORT
+
+VECTOR_ADD = SUPPORT / "problems" / "vector_add"
+KERNEL = '''"""{name}."""
+TARGETS = ("cpu",)
+{only}
+
+
+def custom_kernel(data):
+    if {refuses}:
+        raise ValueError("no such kernel")
+    return data.z.copy_(data.x.double() + data.y.double())
+'''
+ONLY = f'ONLY = {{"n": (1024, {2**20})}}'
+CASES = [{"n": 2**19}, {"n": 2**20}]
+SAYS = f"serves n=1024 or {2**20} alone"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """vector_add with two tests and two benchmarks, a variant for all and a baseline for one of each; short runs."""
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(phases, "PROCESSES", {"cpu": 1})
+    monkeypatch.setattr(phases, "SAMPLES", {"cpu": 2})
+    place = tmp_path / "vector_add"
+    shutil.copytree(VECTOR_ADD, place)
+    text = (place / "task.py").read_text().replace("(1024, 1, 1025, 4099)", "(4099, 1024)")
+    (place / "task.py").write_text(
+        text.replace("[Case(2**20, seed=20)]", "[Case(2**19, seed=19), Case(2**20, seed=20)]")
+    )
+    (place / "variants").mkdir()
+    for name, only, refuses in (("whole", "", "False"), ("peer_part", ONLY, "len(data.x) in (4099, 2**19)")):
+        (place / "variants" / f"{name}.py").write_text(KERNEL.format(name=name, only=only, refuses=refuses))
+    return place
+
+
+def outcomes(lines: list[dict]) -> dict[str, list[tuple]]:
+    """(kind, n, status, reason) by variant."""
+    found: dict[str, list[tuple]] = {}
+    for line in lines:
+        found.setdefault(line["variant"], []).append(
+            (line["kind"], line["case"].get("n"), line["status"], line["reason"])
+        )
+    return found
+
+
+def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
+    assert run.main([str(folder), "--device", "cpu", "--all"]) == 0
+    text, lines = capsys.readouterr().out, record.read(environment.machine("cpu"), "vector_add")
+    assert outcomes(lines) == {
+        "whole": [
+            ("test", 4099, "PASSED", ""), ("test", 1024, "PASSED", ""),
+            ("benchmark", 2**19, "PASSED", ""), ("benchmark", 2**20, "PASSED", ""),
+        ],
+        "peer_part": [
+            ("test", 4099, "UNSUPPORTED", SAYS), ("test", 1024, "PASSED", ""),
+            ("benchmark", 2**19, "UNSUPPORTED", SAYS), ("benchmark", 2**20, "PASSED", ""),
+        ],
+    }  # fmt: skip
+    assert re.search(rf"peer_part +1/2 test cases right; 1 UNSUPPORTED: {SAYS}", text)
+    assert re.search(
+        rf"peer_part +PASSED +1 test cases right; timed on 1 of 2 cases \(baseline, unranked; {SAYS}\)", text
+    )
+    (found,) = board.build(lines, "box", {("vector_add", "cpu"): CASES})
+    standing = found.standing.set_index("variant")
+    assert standing["rank"]["whole"] == 1 and standing.status["peer_part"] == "PASSED"
+    assert "UNSUPPORTED" in tables.markdown([found], []) and SAYS in tables.markdown([found], [])
+
+
+@pytest.mark.parametrize("served", [[False, True], [True, True], [False, False]])
+def test_pairs_are_of_the_cases_that_both_serve(folder, capsys, served):
+    found = folders.find(str(folder))
+    whole, part = (verdict.Result(found.variant(name), "cpu") for name in ("whole", "peer_part"))
+    for j, us, called in ((whole, 10.0, [True, True]), (part, 20.0, served)):
+        for case, here in zip(found.benchmarks["cpu"], called, strict=True):
+            calls = [[Outcome("PASSED", us=us * (1 + 0.001 * i)) for i in range(3)] for _ in range(3)]
+            left_out = None if here else Outcome("UNSUPPORTED", SAYS)
+            timing = Timing(case, calls if here else [[], [], []], left_out)
+            j.times.append(verdict.CaseTime(case, timing, None, left_out))
+    verdict.pair(whole, part)
+    if not any(served):
+        assert (whole.against, whole.against_all) == ([], None)
+        return
+    assert [pair and round(pair["ratio"], 3) for pair in whole.against] == [0.5 if here else None for here in served]
+    console.against(whole)
+    text = capsys.readouterr().out
+    assert ("geomean of 1 of 2" in text) == (f"n={2**19}" + " " * 20 + " one of the two" in text) == (not all(served))
+
+
+def test_without_a_case_that_it_serves_it_is_unsupported_and_not_started(folder, capsys):
+    (folder / "variants" / "peer_part.py").write_text(f"raise SystemExit('started')\n{ONLY}\n")
+    arguments = [str(folder), "--device", "cpu", "--variant", "peer_part"]
+    for more in (["--mode", "test", "--case", "n=4099"], ["--mode", "profile", "--case", f"n={2**19}"]):
+        code = run.main([*arguments, *more])
+        assert code == verdict.EXIT_CODES["UNSUPPORTED"] and SAYS in capsys.readouterr().out
+
+
+def test_the_linter_asks_no_more_of_it(folder, monkeypatch):
+    made = {"whole": [Outcome("PASSED")] * 2, "peer_part": [Outcome("UNSUPPORTED", SAYS), Outcome("PASSED")]}
+    monkeypatch.setattr(linter, "_judged", lambda *_: made)
+    session, said = SimpleNamespace(problem=folders.find(str(folder)), device="cpu"), []
+    assert linter.variants(session, "cpu", said.append, lambda _: None, short=False) == []
+    assert any(re.fullmatch(rf"peer_part +1/2 cases right  {SAYS}", line) for line in said), said
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("peer_x", 'ONLY = {"k": 1}', r"peer_x\.py: ONLY must name fields of the case \(n\), got 'k'"),
+        ("peer_x", 'ONLY = {"n": [1, 2]}', r"must map fields of the case to a value or a tuple of values, got \{'n'"),
+        ("peer_x", "ONLY = {}", "must map fields"), ("peer_x", 'ONLY = ("n",)', "must map fields"),
+        ("peer_x", "ONLY = dict(n=1)", r"peer_x\.py:1: ONLY must be a literal"),
+        ("sm90_x", 'ONLY = {"n": 1}', r"sm90_x\.py: ONLY is for peer_\* files of variants/"),
+    ],
+)  # fmt: skip
+def test_a_literal_that_cannot_be_is_bad_use(folder, name, line, message):
+    (folder / "variants" / f"{name}.py").write_text(f"{line}\n")
+    with pytest.raises(UsageError, match=message):
+        folders.find(str(folder)).variant(name)
+
+
+def test_what_it_serves_is_read_from_the_file(folder):
+    (folder / "variants" / "peer_one.py").write_text('ONLY = {"n": 1024}\n')
+    found = folders.find(str(folder))
+    one, whole = found.variant("peer_one"), found.variant("whole")
+    assert [one.serves(case) for case in found.tests] == [False, True] and one.limits == "serves n=1024 alone"
+    assert all(map(whole.serves, found.tests)) and whole.only == ()
+
+
+def test_humming_is_asked_for_bf16_alone():
+    found = folders.find("moe_gemm")
+    baseline = found.variant("peer_humming")
+    assert {case.params["activation"] for case in found.tests if baseline.serves(case)} == {"bf16"}
+    assert all(map(baseline.serves, found.benchmarks["cuda"])) and baseline.limits == "serves activation=bf16 alone"

@@ -1,0 +1,242 @@
+"""How many processes of a benchmark are alive at once where each prepares weights; and which measured roofline a case
+has.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from harness.judge import phases
+from harness.judge.call import CallRequest
+from harness.judge.handle import RunnerHandle
+from harness.judge.outcome import Outcome
+from harness.judge.phases import JUDGE, Plan
+from harness.judge.session import Session
+from harness.problem import folders
+from harness.problem.folders import Case, Submission
+from harness.runner import matmul
+from problems.common import load
+from tests.support import SUPPORT
+
+LINEAR = SUPPORT / "problems" / "linear"
+ROOM = 1000  # bytes that all processes alive at once may have prepared, here
+
+
+class Counting:
+    """A session in which nothing runs: it knows who is alive, and answers each call at once."""
+
+    device = "cpu"
+    problem = SimpleNamespace(tests=())
+
+    def __init__(self) -> None:
+        self.alive: set[str] = set()
+        self.waves: list[int] = []  # processes of submissions that were started together
+        self.called: dict[str, int] = {}
+
+    def build(self, *handles: RunnerHandle) -> None:
+        pass
+
+    def start(self, *handles: RunnerHandle) -> None:
+        assert not self.alive, "the processes before are stopped first"
+        self.alive = {handle.name for handle in handles}
+        self.waves.append(len(self.alive - {JUDGE}))
+
+    def stop(self, *handles: RunnerHandle) -> None:
+        self.alive -= {handle.name for handle in handles}
+
+    def weights(self, case: Case) -> str:
+        return "1"
+
+    content = weights
+
+    def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
+        assert handle.name in self.alive
+        self.called[handle.name] = self.called.get(handle.name, 0) + 1
+        return Outcome("PASSED", us=1.0, host_us=1.0, ready_us=1.0, outside_us=1.0)
+
+
+def waves(cases: list[Case], handles: int, how: Plan, paired: bool = False) -> list[int]:
+    """How many processes of submissions a benchmark has alive, wave by wave; each is called as often as `how` says."""
+    session = Counting()
+    made = [RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(handles)]
+    phases.run_benchmarks(session, made, cases, lambda _: None, paired, how=how)
+    assert session.alive == set()
+    session.called.pop(JUDGE)
+    names = {f"{handle.name} {process}" for handle in made for process in range(how.processes)}
+    unscored = 2  # rounds on a CPU: after other weights, and where memory is measured
+    assert session.called == dict.fromkeys(names, len(cases) * (how.warmups + how.samples + unscored))
+    return session.waves
+
+
+def case(weight_bytes: int) -> Case:
+    return Case({"n": 1}, 1, bytes=1, weight_bytes=weight_bytes)
+
+
+@pytest.mark.parametrize(
+    ("weights", "handles", "wanted"),
+    [
+        ([250], 1, [4, 4, 2]), ([300], 1, [3, 3, 3, 1]), ([500], 1, [2] * 5), ([501], 1, [1] * 10),
+        # Each submission's processes prepare, and they live through all cases: the one with the most counts.
+        ([250], 2, [4] * 5), ([100], 3, [9, 9, 9, 3]), ([100, 400, 0], 1, [2] * 5),
+        # Never fewer than one: then submissions take part after part, as many at once as there is room for.
+        ([5000], 1, [1] * 10), ([501], 2, [1] * 20), ([400], 5, [2, 2, 1] * 10), ([334], 3, [2, 1] * 10),
+        ([333], 3, [3] * 10),
+        # Nor more than the plan has, and as many as that where no case says what its weights take.
+        ([1], 1, [8, 2]), ([0], 1, [8, 2]), ([0, 0], 5, [40, 10]),
+    ],
+)  # fmt: skip
+def test_no_more_are_alive_than_their_weights_leave_room_for(monkeypatch, weights, handles, wanted):
+    monkeypatch.setattr(phases, "PREPARED_BYTES", ROOM)
+    how = Plan(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8)
+    assert waves([case(n) for n in weights], handles, how) == wanted
+
+
+def test_the_two_of_a_pair_are_never_parted(monkeypatch):
+    monkeypatch.setattr(phases, "PREPARED_BYTES", ROOM)
+    how = Plan(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8)
+    assert waves([case(501)], 2, how, paired=True) == [2] * 10
+    assert waves([case(250)], 2, how, paired=True) == [4] * 5
+
+
+def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
+    """What was told of a run goes into the next, but for one group of the second part: that part alone runs again."""
+    monkeypatch.setattr(phases, "PREPARED_BYTES", ROOM)
+    how = Plan(processes=2, samples=3, warmups=1, buffers=2, audits=0, together=8)
+    cases, told = [case(400), case(10)], {}
+
+    def handles() -> list[RunnerHandle]:
+        return [RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(3)]
+
+    def group(process: int, number: int, *found: object) -> None:
+        told[process, number, found[-1]] = phases.Group(process, number, *found)
+
+    session = Counting()
+    whole = phases.run_benchmarks(session, handles(), cases, lambda _: None, group=group, how=how)
+    assert session.waves == [2, 1, 2, 1] and set(told) == {(p, n, k) for p in (0, 1) for n in (0, 1) for k in (0, 1)}
+    assert [set(told[0, 0, k].outcomes) for k in (0, 1)] == [{"submission0", "submission1"}, {"submission2"}]
+    missing = {at: found for at, found in told.items() if at != (1, 0, 1)}
+    again = Counting()
+    timings, all_readings = phases.run_benchmarks(
+        again, handles(), cases, lambda _: None, have=phases.Have(groups=missing), how=how
+    )  # fmt: skip
+    assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"submission2 1"}
+    for name, of_cases in whole[0].items():
+        assert [[len(calls) for calls in timing.outcomes] for timing in of_cases] == [[3, 3], [3, 3]], name
+        assert [timing.outcomes for timing in timings[name]] == [timing.outcomes for timing in of_cases], name
+    assert all_readings == whole[1]
+
+
+@pytest.mark.parametrize(("handles", "paired"), [(1, False), (3, False), (2, True)])
+def test_weights_of_v4_pro_are_prepared_by_few_at_once(handles, paired):
+    """14.3 GB each: two of them in the 32 GiB there are. Without a word, all."""
+    how = dataclasses.replace(phases.plan("cuda", paired), samples=1, warmups=1, audits=0)
+    cases = list(folders.find("moe_gemm").benchmarks["cuda"])
+    prepared = max(c.params["experts"] * c.params["hidden"] * c.params["inner"] for c in cases) * 3 * 9 / 16
+    assert prepared > 14e9
+    alive = max(waves(cases, handles, how, paired))
+    assert alive == 2
+    assert 2 * prepared <= phases.PREPARED_BYTES == 32 * 2**30 < 3 * prepared, "three run out of an H200's memory"
+    assert max(waves([case(0)], handles, how)) == how.together * handles
+
+
+def test_a_case_takes_over_what_its_task_says():
+    found = folders.find("moe_gemm")
+    task, reference = (load.module(found.folder, name) for name in ("task", "reference"))
+    assert [c.weight_bytes for c in found.tests] == [spec.weight_bytes() for spec in task.TESTS]
+    for spec in (spec for spec in task.TESTS if spec.experts < 100):
+        tensors = reference.generate_weights(**vars(spec), device="cpu")[:-1]  # without the name of the activation
+        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        assert held == spec.weight_bytes() + 4 * 4 * spec.experts, "and four fp32 an expert, which are not counted"
+
+
+def test_a_case_that_says_nothing_has_no_weight_bytes():
+    assert {c.weight_bytes for c in folders.find(str(LINEAR)).tests} == {0}
+
+
+class Readings(Counting):
+    """Of a GPU on which every reader takes 100 us and the matrix product 2000; contents move 1000 bytes, then 1002."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmuls = self.turn = 0
+
+    def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
+        self.matmuls += request.what == matmul.NAME
+        self.turn += handle.name != JUDGE
+        us = {matmul.NAME: 2000.0, "empty": 3.0}.get(request.what, 100.0)
+        return Outcome("PASSED", us=us, host_us=1.0, ready_us=1.0, outside_us=us, bytes=1000 + 2 * (self.turn % 2))
+
+
+def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.Have = phases.NOTHING) -> tuple:
+    """-> (what the judge measured of cases with these operations, the session, the groups it was told of)."""
+    monkeypatch.setattr(phases.native, "read_configs", lambda _: 2)
+    monkeypatch.setattr(phases.environment, "clocks", lambda: (None, None))
+    session, told = Readings(), {}
+
+    def group(process: int, number: int, *found: object) -> None:
+        told[process, number, found[-1]] = phases.Group(process, number, *found)
+
+    cases = [Case({"n": i}, 1, bytes=5, flops=count) for i, count in enumerate(flops)]
+    handle = RunnerHandle("submission0", Submission("submission0", None, ("sm90",)), "sm90")
+    _, found = phases.run_benchmarks(
+        session, [handle], cases, lambda _: None, group=group, have=have, how=how
+    )  # fmt: skip
+    return found, session, told
+
+
+HOW = Plan(processes=4, samples=2, warmups=1, buffers=2, audits=0, together=2)
+
+
+def test_the_roof_is_the_larger_of_bytes_and_operations(monkeypatch):
+    rate = matmul.flops("cuda") / 2000  # operations a microsecond
+    found, session, _ = all_readings(monkeypatch, [round(50 * rate), round(300 * rate), None], HOW)
+    assert [g.roofline_kind for g in found] == ["read", "flops", "read"]
+    assert [g.roofline_us for g in found] == pytest.approx([100, 300, 100], rel=1e-6)
+    assert found[1].roofline_config == f"matmul at {rate / 1e6:.0f} TFLOP/s"
+    assert session.matmuls == 2 * 3, "in each wave, beside its first case"
+
+
+def test_what_contents_move_counts_and_not_what_was_expected(monkeypatch):
+    found, _, _ = all_readings(monkeypatch, [None], HOW)
+    assert found[0].bytes == 1001
+
+
+def test_no_product_is_timed_where_nobody_says_what_is_computed(monkeypatch):
+    assert all_readings(monkeypatch, [None, None], HOW)[1].matmuls == 0
+
+
+def test_a_resumed_run_has_the_rate_of_the_run_before(monkeypatch):
+    flops = [1, matmul.flops("cuda")]
+    whole, _, told = all_readings(monkeypatch, flops, HOW)
+    again, session, _ = all_readings(monkeypatch, flops, HOW, phases.Have(groups=told))
+    assert (again, session.matmuls) == (whole, 0)
+    # One group of the second wave is missing: that wave reads its own.
+    part = {at: group for at, group in told.items() if at != (3, 1, 0)}
+    assert all_readings(monkeypatch, flops, HOW, phases.Have(groups=part))[1].matmuls == 3
+
+
+def test_a_real_run_times_the_product_and_counts_the_bytes_of_its_contents(monkeypatch):
+    monkeypatch.setattr(matmul, "DEVICES", ("cpu",))
+    found = folders.find("moe_gemm")
+    spec = next(spec for spec in load.module(found.folder, "task").BENCHMARKS_CPU if spec.tokens == 1)
+    case = next(c for c in found.benchmarks["cpu"] if c.params["tokens"] == 1)
+    how = Plan(processes=1, samples=2, warmups=1, buffers=1, audits=0)
+    with Session(found, "cpu") as session:
+        handle = RunnerHandle("torch_grouped", found.variant("torch_grouped"), "cpu")
+        cases = [dataclasses.replace(case, bytes=7, flops=10**14)]
+        timings, all_readings = phases.run_benchmarks(session, [handle], cases, lambda _: None, how=how)
+    assert all_readings[0].bytes == spec.bytes_moved(), "one token hits k experts, whatever the contents"
+    assert [o.bytes for o in timings["torch_grouped"][0].outcomes[0]] == [all_readings[0].bytes] * 2
+    assert all_readings[0].roofline_kind == "flops" and 1e9 < 10**14 / all_readings[0].roofline_us * 1e6 < 1e14
+
+
+def test_the_product_is_one_of_random_values():
+    made = matmul.Product("cpu")
+    made()
+    assert made._c.numel() == matmul.SIZE["cpu"] ** 2 and matmul.flops("cpu") == 2 * matmul.SIZE["cpu"] ** 3
+    want = made._a.double() @ made._b.double()
+    assert 20 < float(want.std()) < 25, "512 products of two normal values"
+    assert float((made._c.double() - want).abs().max()) < 1e-3

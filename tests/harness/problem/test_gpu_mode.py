@@ -1,0 +1,57 @@
+"""A problem folder in GPU MODE's format runs unchanged, and a right and a wrong submission are told apart."""
+
+import pytest
+
+from harness import run
+from harness.problem import folders
+from tests.support import SUPPORT
+
+FOLDER = SUPPORT / "gpu_mode" / "vectoradd"
+
+
+def test_the_folder_is_read_as_it_stands():
+    found = folders.find(str(FOLDER))
+    assert not found.own and found.utils == FOLDER.parent / "utils.py"
+    assert [case.params for case in found.tests] == [
+        {"sizes": [7, 130], "scale": 1}, {"sizes": [1, 3, 1000], "scale": 2},
+    ]  # fmt: skip
+    assert [case.seed for case in found.tests] == [4242, 5236]
+    assert found.ranking_by == "geom"
+    assert found.timeouts_s == {"test": 60, "benchmark": 180, "leaderboard": 90}
+
+
+def test_directives_of_the_first_comment_block():
+    submission = folders.submission(folders.find(str(FOLDER)), FOLDER / "submission.py")
+    assert submission.directives == (("leaderboard", "vectoradd"), ("gpu", "H100"))
+
+
+def test_a_right_submission_passes(capsys):
+    assert run.main([str(FOLDER), "--mode", "test", "--device", "cpu"]) == 0
+    assert "2 test cases right" in capsys.readouterr().out
+
+
+def test_a_wrong_one_does_not(capsys):
+    wrong = FOLDER / "solutions" / "wrong.py"
+    assert run.main([str(FOLDER), "--submission", str(wrong), "--mode", "test", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "INCORRECT" in out and "Number of mismatched elements" in out
+
+
+def test_it_is_timed(capsys):
+    assert run.main([str(FOLDER), "--mode", "benchmark", "--device", "cpu"]) == 0
+    assert "geomean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tests: 3", "list of tests"), ("tests: []\nlang: cu", "Python problems"),
+        ("tests: []\nranking_by: x", "ranking_by"), ("a: [", "YAML"),
+    ],
+)  # fmt: skip
+def test_a_malformed_task_yml_is_refused(tmp_path, text, message):
+    (tmp_path / "task.py").write_text("")
+    (tmp_path / "reference.py").write_text("")
+    (tmp_path / "task.yml").write_text(text)
+    with pytest.raises(folders.UsageError, match=message):
+        folders.find(str(tmp_path))

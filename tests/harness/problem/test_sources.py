@@ -1,0 +1,145 @@
+"""What the judge reads of a submission: whatever stands there, it ends with one clear line and no traceback."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import run
+from harness.judge import compiling
+from harness.problem import folders, scan, sources
+from harness.problem.folders import UsageError
+from harness.results import record
+from problems.common import load
+from tests.support import SUPPORT
+
+VECTOR_ADD = folders.find(str(SUPPORT / "problems" / "vector_add"))
+PLAIN = b"def custom_kernel(data): pass\n"
+
+
+def written(folder: Path, content: bytes = PLAIN) -> Path:
+    file = folder / "sub.py"
+    file.write_bytes(content)
+    return file
+
+
+NO_PYTHON = {
+    "a null byte": (b"x = 1\0", "null bytes"),
+    "no UTF-8": (b"x = 1\nx = '\xff'\n", r"sub\.py:2: not Python: it must be UTF-8"),
+    "another encoding": (b"# coding: utf-7\n", "must be UTF-8, but says that it is utf-7"),
+    "an unknown encoding": (b"# coding: nonsense\n", "unknown encoding"),
+    "parentheses": (b"x = " + b"(" * 100_000, "nested"),
+    "signs": (b"x = " + b"-" * 100_000 + b"1", "nested too deeply"),
+    "attributes": (b"x = a" + b".b" * 100_000, "nested too deeply"),
+    "calls": (b"x = a" + b"()" * 10_000, "nested too deeply"),
+    "sums": (b"x = 1" + b"+1" * 100_000, "nested too deeply"),
+    "branches": (b"if 1: pass\n" + b"elif 1: pass\n" * 20_000, "nested too deeply"),
+    "a long number": (b"x = " + b"9" * 10_000, "integer"),
+    "a syntax error": (b"\nx =\n", r"sub\.py:2: not Python"),
+    "too long": (b"#" * (load.PYTHON_LIMIT + 1), "larger than 1 MiB"),
+    "a constant that is none": (b"TARGETS = {[]: 1}", r"sub\.py:1: TARGETS must be a literal"),
+    "a constant that is deep": (b"TARGETS = " + b"-" * 800 + b"1", r"sub\.py:1: TARGETS must be a literal"),
+    "targets that are none": (b"TARGETS = 5", r"sub\.py: TARGETS must be a tuple of names, got 5"),
+    "targets that are no names": (b"TARGETS = ([],)", "TARGETS must be a tuple of names"),
+    "packages that are no names": (b"REQUIRES = ('os', 3)", "REQUIRES must be a tuple of names"),
+    "a package by its path": (b"REQUIRES = ('tests.conftest',)", "REQUIRES must be a tuple of names"),
+    "flags that are no names": (b"CPU_FLAGS = ([],)", "CPU_FLAGS must be a tuple of names"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NO_PYTHON)
+def test_a_python_file_that_cannot_be_read_is_a_usage_error(tmp_path, what):
+    content, said = NO_PYTHON[what]
+    with pytest.raises(UsageError, match=said):
+        folders.submission(VECTOR_ADD, written(tmp_path, content))
+
+
+def test_a_deep_call_is_still_searched_for_imports(tmp_path):
+    file = written(tmp_path, b"import importlib\nx = importlib.import_module('triton')\ny = a" + b".b()" * 400)
+    assert ("triton" in {name for _, name in sources.imports(load.parse(file))}) and compiling.kind(file) == "call"
+
+
+def folder_of(path: Path) -> None:
+    path.mkdir()
+
+
+def link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+def huge(path: Path) -> None:
+    with open(path, "w") as file:
+        file.truncate(10 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [(os.mkfifo, "plain file"), (folder_of, "plain file"), (link, "plain file"), (huge, "4 MiB")]
+)
+def test_a_source_beside_it_that_is_no_plain_file_is_a_usage_error(tmp_path, make, said):
+    """None of them is waited for, followed, or taken into memory."""
+    file = written(tmp_path)
+    make(tmp_path / "sub.cu")
+    start = time.monotonic()
+    with pytest.raises(UsageError, match=rf"sub\.cu.*{said}"):
+        folders.submission(VECTOR_ADD, file)
+    assert time.monotonic() - start < 5
+
+
+def test_a_name_that_is_no_text_is_a_usage_error(tmp_path):
+    file = written(tmp_path)
+    Path(os.fsdecode(bytes(tmp_path) + b"/sub.\xff.cu")).touch()
+    with pytest.raises(UsageError, match="plain text"):
+        folders.submission(VECTOR_ADD, file)
+
+
+def test_a_source_may_hold_any_bytes(tmp_path):
+    """The compiler says what it thinks of them; the scan reads what can be read."""
+    file = written(tmp_path)
+    (tmp_path / "sub.cu").write_bytes(bytes(range(256)) + b'\n#include "a\0b.h"\n// upstr' + b"eam\n")
+    submission = folders.submission(VECTOR_ADD, file)
+    (found,) = scan.findings(scan.closure(submission.file, submission.folder))
+    assert found.file.name == "sub.cu" and record.source_hash(scan.closure(submission.file, submission.folder))
+
+
+def test_a_linked_submission_is_the_file_that_it_leads_to(tmp_path):
+    """Its sources are those beside that file."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "sub.cu").write_text("")
+    written(tmp_path / "real")
+    (tmp_path / "real" / "sub.cu").write_text('#include "../sub.cu"\n')
+    (tmp_path / "sub.py").symlink_to("real/sub.py")
+    assert sources.own(tmp_path / "sub.py") == [tmp_path / "real" / "sub.py", tmp_path / "real" / "sub.cu"]
+
+
+BUILDS = """
+from pathlib import Path
+from problems.common import build
+TARGETS = ("cpu",)
+def custom_kernel(data): {call}
+{top}
+"""
+BUILD = 'build.cpp(Path(__file__).with_suffix(".cpp"))'
+PHASES = {
+    "at import": BUILDS.format(call="return data.z", top=BUILD),
+    "in the first call": BUILDS.format(call=BUILD, top=""),
+    "beforehand": BUILDS.format(call="return data.z", top=f"def compile_for(target): return [{BUILD}]"),
+}
+
+
+@pytest.mark.parametrize(
+    "phase", ["at import", pytest.param("in the first call", marks=pytest.mark.slow),
+              pytest.param("beforehand", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_an_include_of_a_file_elsewhere_is_a_compile_error(tmp_path, capsys, phase):
+    """The compiler names the submission's own file and line, and nothing of the other file."""
+    (tmp_path / "secret.h").write_text("held by the judge\n")
+    (tmp_path / "mine").mkdir()
+    file = written(tmp_path / "mine", PHASES[phase].encode())
+    source = file.with_suffix(".cpp")
+    source.write_text(f'extern "C" int f() {{ return 0; }}\n\n#include "{tmp_path}/secret.h"\n')
+    arguments = [str(VECTOR_ADD.folder), "--submission", str(file), "--mode", "test", "--device", "cpu"]
+    code = run.main([*arguments, "--case", "n=1024"])
+    said = capsys.readouterr().out
+    assert code == 4 and "COMPILE_ERROR" in said, said
+    assert f"{source}:3:10: fatal error: {tmp_path}/secret.h: " in said and "held by" not in said

@@ -1,0 +1,405 @@
+"""A runner's private folder: what is in it and what is not, what is kept of it, and that nothing else stays."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.problem import folders
+from harness.sandbox import policy, process, reaper, workdir
+from harness.sandbox.process import Child
+from harness.sandbox.workdir import CacheError, Workdir
+from problems.common import build
+from tests.harness.sandbox.test_sandbox import answer, ask
+from tests.support import SUPPORT
+
+ROOT = process.ROOT
+GEMV = folders.find("nvfp4_gemv")
+CPU = GEMV.variant("cpu_portable").file
+GPU_MODE = folders.find(str(SUPPORT / "gpu_mode" / "vectoradd"))
+LIMIT_S = 120
+
+
+@pytest.fixture
+def place():
+    """A folder that other users may pass through, as pytest's may not be: a runner may be one."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o711)
+    yield folder
+    reaper.remove_tree(str(folder))
+
+
+@pytest.fixture
+def box(place):
+    made = Workdir.make(CPU, GEMV, base=place)
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def builds(tmp_path, monkeypatch):
+    """A build folder of this test's own, with the judge's code in it."""
+    judge = workdir.native.library("cpu").path.parent
+    shutil.copytree(judge, tmp_path / "builds" / judge.name)
+    monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "builds"))
+    return tmp_path / "builds"
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def runner(box: Workdir, extra: dict[str, str] | None = None, **message: object) -> Child:
+    """A started runner in `box`, ready."""
+    child = Child("harness.runner.runner", extra, box.jail)
+    start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
+    reply, _ = child.request({**start, **message}, LIMIT_S)
+    assert reply.get("ready"), reply
+    return child
+
+
+def test_it_holds_the_closure_and_nothing_else(box):
+    seen = files(box.jail.code)
+    problems = {name for name in seen if name.startswith("problems/nvfp4_gemv/")}
+    assert problems == {
+        "problems/nvfp4_gemv/task.py", "problems/nvfp4_gemv/variants/cpu_portable.py",
+        "problems/nvfp4_gemv/variants/cpu_portable.cpp", "problems/nvfp4_gemv/variants/cpu_rows.h",
+    }  # fmt: skip
+    assert {f"problems/common/{path.name}" for path in build.COMMON.iterdir() if path.is_file()} < seen
+    judge = {name for name in seen if name.startswith("harness/")}
+    assert {"harness/runner/runner.py", "harness/runner/wire.py", "harness/runner/judge.cpp"} < judge
+    roles = ("checker", "session", "phases", "run", "record", "journal", "verdict", "private", "sandbox", "process")
+    assert not judge & {f"harness/{name}.py" for name in roles}
+    assert not [name for name in seen if "reference" in name or "wrong" in name or name.endswith((".jsonl", ".pyc"))]
+    assert box.file.read_bytes() == CPU.read_bytes() and box.folder / "variants" == box.file.parent
+
+
+def test_the_runner_knows_only_its_own_modules(box):
+    """Every import of harness.runner.runner is served from the private code, the checkout being out of reach."""
+    child = runner(box)
+    maps = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
+    child.close()
+    assert maps and not [line for line in maps for name in policy.SECRET if f"{ROOT}/{name}/" in line]
+
+
+def test_a_submission_from_elsewhere_keeps_its_places(tmp_path, place):
+    """Headers below the file too: their way to each other stays. Nothing comes from above it."""
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    (tmp_path / "above.h").write_text("#define EIGHT 8\n")
+    (tmp_path / "mine" / "deep" / "shared.h").write_text("#define SEVEN 7\n")
+    (tmp_path / "mine" / "secret.txt").write_text("not of the closure")
+    (tmp_path / "mine" / "sub.cpp").write_text(
+        '#include "deep/shared.h"\n#include "nvfp4.cuh"\n#include "../above.h"\n#include "secret.txt"\n'
+    )
+    file = tmp_path / "mine" / "sub.py"
+    file.write_text("from task import Case\ndef custom_kernel(data): pass\n")
+    box = Workdir.make(file, GEMV, base=place)
+    try:
+        top = box.folder / "submission"
+        assert files(top) == {"deep/shared.h", "sub.py", "sub.cpp"} and box.file == top / "sub.py"
+        assert box.restore(f"{box.file}:3") == f"{file}:3"
+        runner(box).close()
+    finally:
+        box.remove()
+
+
+def test_a_submission_cannot_take_the_place_of_the_task(tmp_path, place):
+    """One that lies beside the problem's files, under a name of theirs."""
+    folder = tmp_path / "vectoradd"
+    shutil.copytree(GPU_MODE.folder, folder)
+    other = replace(GPU_MODE, folder=folder)
+    box = Workdir.make(folder / "task.py", other, base=place)
+    box.remove()
+    assert box.file.name == "task.py"  # itself is allowed: it is the same file
+
+
+def test_a_folder_of_gpu_mode_brings_its_utils(place):
+    box = Workdir.make(GPU_MODE.folder / "submission.py", GPU_MODE, base=place)
+    try:
+        assert box.utils.read_bytes() == GPU_MODE.utils.read_bytes()
+        assert not list(box.jail.code.rglob("reference.py")) and not list(box.jail.code.rglob("eval.py"))
+        runner(box, utils=str(box.utils)).close()
+    finally:
+        box.remove()
+
+
+def test_messages_name_the_real_files(box):
+    text = f'File "{box.file}", line 3; {box.folder}/task.py; {box.jail.code}/harness/runner.py; {box.jail.home}/x'
+    assert box.restore(text) == (
+        f'File "{CPU}", line 3; {GEMV.folder}/task.py; {ROOT}/harness/runner.py; <private>/home/x'
+    )
+
+
+def test_torch_and_a_build_work_in_it(tmp_path, place):
+    """A tensor operation on threads, g++ through problems.common.build, and what was built is loaded and called."""
+    file = tmp_path / "sub.py"
+    (tmp_path / "sub.cpp").write_text('extern "C" int seven() { return 7; }\n')
+    file.write_text(
+        textwrap.dedent("""
+        import os
+        from pathlib import Path
+        import torch
+        from harness.runner import native
+        from problems.common import build
+        def compile_for(target):
+            made = build.cpp(Path(__file__).with_suffix(".cpp"))
+            assert made.function("seven")() == 7
+            assert torch.equal(torch.ones(600, 600) @ torch.ones(600, 600), torch.full((600, 600), 600.0))
+            assert str(made.path).startswith(os.environ["KERNEL_BUILD_DIR"])
+            native.read_configs("cpu")
+            return [made]
+    """)
+    )
+    box = Workdir.make(file, GEMV, base=place)
+    try:
+        child = runner(box, compile=True)
+        reply, _ = child.request({"op": "compile", "target": "cpu"}, LIMIT_S)
+        child.close()
+        assert reply["artefacts"][0]["bytes"] > 0, reply
+        assert list(box.jail.cache.glob("build/sub-cpu-*/sub.so"))
+        assert len(list(box.jail.cache.glob("build/judge-cpu-*/judge.so"))) == 1, "the judge's is not built again"
+    finally:
+        box.remove()
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("name", ["sm90_plain", pytest.param("sm90_cute", marks=pytest.mark.slow)])
+def test_a_gpu_variant_compiles_in_it(name, place):
+    submission = GEMV.variant(name)
+    box = Workdir.make(submission.file, GEMV, base=place)
+    try:
+        child = runner(box, {"CUTE_DSL_ARCH": "sm_90a"}, compile=True)
+        reply, _ = child.request({"op": "compile", "target": "sm90"}, LIMIT_S)
+        child.close()
+        assert reply.get("artefacts") and reply["artefacts"][0]["bytes"] > 0, reply
+        assert list(box.jail.cache.glob(f"build/{name}*"))
+    finally:
+        box.remove()
+
+
+# ---- what is kept
+
+
+def test_what_a_compile_step_made_serves_the_next_runner(builds, place):
+    assert workdir.build_folder(CPU, GEMV, "cpu") is None
+    first = Workdir.make(CPU, GEMV, base=place)
+    (first.jail.cache / "build" / "mine").mkdir()
+    (first.jail.cache / "build" / "mine" / "code.so").write_bytes(b"made")
+    (first.jail.cache / "build" / "mine" / "tool").write_bytes(b"run me")
+    (first.jail.cache / "build" / "mine" / "tool").chmod(0o755)
+    kept = first.publish(workdir.key(CPU, GEMV, "cpu"))
+    first.remove()
+    assert workdir.build_folder(CPU, GEMV, "cpu") == kept
+    assert files(kept) == {"build/mine/code.so", "build/mine/tool"}, "the judge's own code is not among it"
+    second = Workdir.make(CPU, GEMV, kept, base=place)
+    try:
+        assert (second.jail.cache / "build" / "mine" / "code.so").read_bytes() == b"made"
+        assert os.access(second.jail.cache / "build" / "mine" / "tool", os.X_OK)
+        (second.jail.cache / "build" / "mine" / "code.so").write_bytes(b"poisoned")
+    finally:
+        second.remove()
+    assert (kept / "build" / "mine" / "code.so").read_bytes() == b"made", "a runner has a copy"
+
+
+def test_what_was_published_first_stays(builds, box):
+    (box.jail.cache / "build" / "x").write_text("first")
+    kept = box.publish("k")
+    (box.jail.cache / "build" / "x").write_text("second")
+    assert box.publish("k") == kept and (kept / "build" / "x").read_text() == "first"
+    assert [path.name for path in kept.parent.iterdir()] == ["k"]
+
+
+def test_the_judges_code_in_a_cache_is_the_judges(builds, tmp_path, place):
+    """A compile step that replaces it serves nobody, not even where it was published by other means."""
+    first = Workdir.make(CPU, GEMV, base=place)
+    artefact = next(first.jail.cache.glob("build/judge-cpu-*/judge.so"))
+    honest = artefact.read_bytes()
+    artefact.write_bytes(b"poisoned")
+    poisoned = tmp_path / "poisoned"
+    poisoned.mkdir()
+    workdir.copy_tree(first.jail.cache, poisoned)
+    first.remove()
+    second = Workdir.make(CPU, GEMV, poisoned, base=place)
+    found = next(second.jail.cache.glob("build/judge-cpu-*/judge.so")).read_bytes()
+    second.remove()
+    assert found == honest
+
+
+def test_links_and_special_files_are_not_kept(builds, box, tmp_path):
+    (tmp_path / "secret").write_text("outside")
+    cache = box.jail.cache
+    (cache / "link").symlink_to(tmp_path / "secret")
+    (cache / "folder_link").symlink_to(tmp_path)
+    os.mkfifo(cache / "fifo")
+    (cache / "plain").write_text("kept")
+    assert files(box.publish("k")) == {"plain"}
+    assert not any(path.is_symlink() for path in (builds / "closures").rglob("*"))
+
+
+@pytest.mark.parametrize(("limit", "value", "said"), [
+    ("CACHE_LIMIT", 1000, "GiB"), ("CACHE_FILES", 5, "files"), ("CACHE_DEPTH", 3, "deep"),
+])  # fmt: skip
+def test_a_cache_that_is_too_much_is_refused_whole(builds, box, monkeypatch, limit, value, said):
+    deep = box.jail.cache / "a" / "b" / "c" / "d" / "e"
+    deep.mkdir(parents=True)
+    (deep / "large").write_bytes(bytes(2000))
+    monkeypatch.setattr(workdir, limit, value)
+    with pytest.raises(CacheError, match=said):
+        box.publish("k")
+    assert not list((builds / "closures").iterdir())
+
+
+def test_a_half_filled_one_is_never_used_and_goes(builds, box):
+    """Killed while it publishes: what it left is swept by the next one, but not under one that is still at it."""
+    closures = builds / "closures"
+    closures.mkdir(parents=True, exist_ok=True)
+    for name in ("tmp-dead", "tmp-busy"):
+        (closures / name).mkdir()
+        (closures / name / "half").write_text("h")
+    (closures / "tmp-dead.lock").touch()
+    with open(closures / "tmp-busy.lock", "w") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        box.publish("k")
+        assert {path.name for path in closures.iterdir()} == {"k", "tmp-busy", "tmp-busy.lock"}
+    box.publish("other")
+    assert {path.name for path in closures.iterdir()} == {"k", "other"}
+
+
+def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
+    folder = tmp_path / "nvfp4_gemv"
+    shutil.copytree(GEMV.folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    common = tmp_path / "common"
+    shutil.copytree(build.COMMON, common, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(build, "COMMON", common)
+    copy = replace(GEMV, folder=folder)
+    file = folder / "variants" / "cpu_portable.py"
+
+    def key(target: str = "cpu") -> str:
+        return workdir.key(file, copy, target)
+
+    start = key()
+    assert key() == start and key("sm90") != start
+    for name in ("reference.py", "variants/cpu_avx2.cpp", "README.md", "wrong/adds_to_output.py"):
+        with open(folder / name, "a") as other:
+            other.write("\n# a change\n")
+        assert key() == start, name
+    seen = {start}
+    changed = (
+        file, file.with_suffix(".cpp"), folder / "variants" / "cpu_rows.h", folder / "task.py", common / "nvfp4.cuh",
+        common / "build.py",
+    )  # fmt: skip
+    for number, path in enumerate(changed, 2):
+        with open(path, "a") as source:
+            source.write("\n// a change\n" if path.suffix != ".py" else "\n# a change\n")
+        seen.add(key())
+        assert len(seen) == number, path
+    monkeypatch.setattr(workdir, "_versions", lambda target: ("another compiler",))
+    assert key() not in seen
+
+
+# ---- what is left
+
+
+def test_removal_leaves_nothing_however_a_runner_left_it(tmp_path, place):
+    box = Workdir.make(CPU, GEMV, base=place)
+    child = Child("harness.runner.runner", jail=box.jail)
+    child.kill()
+    deep = os.open(box.jail.tmp, os.O_RDONLY)
+    for _ in range(1500):  # beyond what a path can name, and what a recursion can follow
+        os.mkdir("deeper", dir_fd=deep)
+        below = os.open("deeper", os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = below
+    os.close(deep)
+    (box.jail.home / "closed" / "in").mkdir(parents=True)
+    (box.jail.home / "closed").chmod(0)
+    (box.jail.home / "link").symlink_to(tmp_path)
+    box.remove()
+    box.remove()
+    assert list(place.iterdir()) == []
+
+
+def test_what_it_wrote_is_counted(box):
+    before = box.bytes_written()
+    (box.jail.cache / "xdg").mkdir()
+    (box.jail.cache / "xdg" / "hidden").write_bytes(os.urandom(2**20))
+    assert 2**20 <= box.bytes_written() - before < 2**20 + 2**15
+
+
+SCRIPT = """
+import os, sys, time
+sys.path[:0] = [{root!r}]
+from harness.problem import folders
+from harness.sandbox import workdir
+from harness.sandbox.process import Child
+gemv = folders.find("nvfp4_gemv")
+box = workdir.Workdir.make(gemv.variant("cpu_portable").file, gemv)
+child = Child("harness.runner.runner", jail=box.jail)
+print(box._place, child.pid, flush=True)
+{then}
+"""
+
+
+ENDS = [
+    "time.sleep(600)", "", pytest.param("os._exit(0)", marks=pytest.mark.slow),
+    pytest.param("raise KeyError", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("then", ENDS)
+def test_the_folder_goes_with_its_judge(then):
+    """kill -9, a normal end without clearing up, one that runs no handlers, an exception."""
+    script = SCRIPT.format(root=str(ROOT), then=then)
+    judge = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    place, pid = judge.stdout.readline().split()
+    if "sleep" in then:
+        assert Path(place).is_dir()
+        judge.send_signal(signal.SIGKILL)
+    judge.wait(timeout=LIMIT_S)
+    judge.stdout.close()
+    deadline = time.monotonic() + 10
+    while (Path(place).parent.exists() or Path(f"/proc/{pid}").exists()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(place).exists() and not Path(place).parent.exists()
+
+
+def test_two_runners_do_not_see_each_other(place):
+    boxes = [Workdir.make(CPU, GEMV, base=place) for _ in range(2)]
+    for made in boxes:
+        shutil.copy(SUPPORT / "jailed.py", made.jail.code)
+    children = [Child("jailed", jail=made.jail) for made in boxes]
+    other = boxes[1].jail
+    try:
+        answer(children[1], "import os; open(os.environ['TMPDIR'] + '/mine', 'w').write('x')")
+        for attempt in (
+            f"open({str(other.tmp / 'mine')!r}).read()", f"open({str(other.cache / 'x')!r}, 'w')",
+            f"import os; os.kill({children[1].pid}, 0)", f"open('/proc/{children[1].pid}/environ').read()",
+        ):  # fmt: skip
+            assert ask(children[0], attempt).get("errno") in (1, 13), attempt
+    finally:
+        for child, made in zip(children, boxes, strict=True):
+            child.close()
+            made.remove()
+
+
+def test_remove_tree_needs_nothing_on_the_path(tmp_path, monkeypatch):
+    (tmp_path / "folder" / "below").mkdir(parents=True)
+    monkeypatch.setenv("PATH", "/nowhere")
+    reaper.remove_tree(str(tmp_path / "folder"))
+    assert not (tmp_path / "folder").exists()
+
+
+def test_remove_tree_says_when_something_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(reaper, "_quiet", lambda command: None)
+    monkeypatch.setattr(reaper.time, "sleep", lambda seconds: None)
+    with pytest.raises(OSError, match="could not remove"):
+        reaper.remove_tree(str(tmp_path))

@@ -1,0 +1,386 @@
+"""What the machine does to a run is one line and exit code 2; what a submission writes does nothing but show."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import run
+from harness.judge import journal, machine, verdict
+from harness.judge.handle import DeviceError, ProblemError
+from harness.problem import folders
+from harness.results import output, record
+from harness.sandbox.policy import SandboxError
+from problems.common import build
+from tests.support import ROOT
+from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
+
+PROBLEM = ROOT / "tests" / "support" / "problems" / "vector_add"
+RUN = [sys.executable, str(ROOT / "harness" / "run.py")]
+REPORT = [sys.executable, str(ROOT / "leaderboard" / "report.py")]
+GOOD = """{docstring!r}
+import torch
+
+TARGETS = ("cpu",)
+
+
+def custom_kernel(data):
+    torch.add(data.x, data.y, out=data.z)
+    return data.z
+"""
+BAD = f'''"""bad."""
+TARGETS = ("cpu",)
+
+
+def custom_kernel(data):
+    raise RuntimeError({"".join(HOSTILE)!r})
+'''
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A problem folder of the test's own."""
+    place = tmp_path / "vector_add"
+    (place / "variants").mkdir(parents=True)
+    for name in ("task.py", "reference.py"):
+        shutil.copy(PROBLEM / name, place)
+    (place / "variants" / "good.py").write_text(GOOD.format(docstring="good."))
+    return place
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def short(tmp_path: Path, *arguments: object, start: tuple = (), **environment: str) -> subprocess.Popen:
+    """A run of its own process with one process of a submission, records in tmp_path / "results"."""
+    command = [sys.executable, *start, "tests/support/short_run.py", tmp_path / "results", 1, *arguments]
+    command += ["--device", "cpu"]
+    (tmp_path / "runtime").mkdir(exist_ok=True, mode=0o700)
+    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")} | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, text=True, errors="replace", **pipes)
+
+
+def one_line(said: str) -> str:
+    """It, if it is one of harness/run.py's."""
+    assert said.startswith("harness/run.py: ") and said.count("\n") == 1 and said.endswith("\n"), said
+    return said
+
+
+# --- what the machine does
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (record.StorageError("full"), "full"), (DeviceError("gone"), "gone"), (SandboxError("no uid"), "no uid"),
+        (build.BuildError("g++ is not on PATH: install g++"), "g++ is not on PATH: install g++"),
+        (MemoryError(), "out of memory in the judge"), (torch.OutOfMemoryError("CUDA\nmore"), "out of memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), "No space left on device: /x (free some space)"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"), (OSError("no folder"), "no folder"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/x']"), "No usable temporary"),
+        (FileExistsError(errno.EEXIST, "File exists", str(build.directory())), "set KERNEL_BUILD_DIR to a folder"),
+        (subprocess.CalledProcessError(1, ["g++", "--version"]), "g++"),
+    ],
+    ids=brief,
+)  # fmt: skip
+def test_a_machine_error_is_one_line_and_status_2(monkeypatch, capsys, error, said):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(run.Run, "main", fail)
+    assert run.main(["nvfp4_gemv"]) == verdict.USAGE_EXIT
+    assert said in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), AssertionError(), RecursionError(), FileNotFoundError(errno.ENOENT, "No such file", "/x")]
+)
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch, error):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(run.Run, "main", fail)
+    assert machine.said_of(error) is None
+    with pytest.raises(type(error)):
+        run.main(["nvfp4_gemv"])
+
+
+def test_the_line_says_how_to_go_on(monkeypatch, capsys, results):
+    held = journal.Journal.create("box", "p", {"run_id": "20260101T000000-00000001"})
+    held.note("x")
+    for error, code in ((record.StorageError("full"), 2), (ProblemError("x"), 2), (KeyboardInterrupt(), 130),
+                        (output.ClosedError("gone"), 141)):  # fmt: skip
+
+        def fail(self, error=error):
+            self.journal = held
+            raise error
+
+        monkeypatch.setattr(run.Run, "main", fail)
+        assert run.main(["nvfp4_gemv"]) == code
+        assert one_line(capsys.readouterr().err).endswith("; go on with --resume 20260101T000000-00000001\n")
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
+def test_a_folder_of_results_that_cannot_be(monkeypatch, tmp_path, folder, capsys, place):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(record, "RESULTS", tmp_path / place)
+    assert run.main([str(folder), "--variant", "good", "--device", "cpu"]) == 2
+    assert "file" in (said := one_line(capsys.readouterr().err)) or "/proc/nothing" in said
+
+
+def test_without_a_compiler_for_the_judges_own_code(tmp_path, folder):
+    """Everything that is on PATH but g++."""
+    (tmp_path / "bin").mkdir()
+    for place in reversed(os.environ["PATH"].split(os.pathsep)):
+        for file in Path(place).glob("*"):
+            if not file.name.startswith(("g++", "c++")) and not os.path.lexists(tmp_path / "bin" / file.name):
+                (tmp_path / "bin" / file.name).symlink_to(file)
+    where = {"PATH": str(tmp_path / "bin"), "KERNEL_BUILD_DIR": str(tmp_path / "builds")}
+    started = short(tmp_path, folder, "--variant", "good", **where)
+    _, said = started.communicate(timeout=120)
+    assert started.returncode == 2 and "g++ is not on PATH: install g++" in one_line(said)
+
+
+@pytest.mark.parametrize("variable", ["KERNEL_BUILD_DIR", "TMPDIR"])
+def test_a_folder_that_the_user_chose_and_cannot_be_written(tmp_path, folder, variable):
+    (tmp_path / "file").touch()
+    started = short(tmp_path, folder, "--variant", "good", "--mode", "test", **{variable: str(tmp_path / "file")})
+    _, said = started.communicate(timeout=120)
+    if variable == "TMPDIR":  # Python takes /tmp instead
+        assert started.returncode == 0, said
+    else:
+        assert started.returncode == 2 and "set KERNEL_BUILD_DIR to a folder that can be written" in one_line(said)
+
+
+def test_nowhere_for_temporary_files(monkeypatch, tmp_path, folder, capsys):
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nothing"])
+    assert run.main([str(folder), "--variant", "good", "--device", "cpu", "--mode", "test"]) == 2
+    assert "No usable temporary directory" in one_line(capsys.readouterr().err)
+
+
+FULL = """import errno, runpy, sys
+from harness.results import record
+real, count = record.add_line, 0
+def add(file, line):
+    global count
+    count += 1
+    if count > 4:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    real(file, line)
+record.add_line = add
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
+    started = short(tmp_path, folder, "--variant", "good", start=("-c", FULL))
+    _, said = started.communicate(timeout=120)
+    assert started.returncode == 2 and "No space left on device" in one_line(said) and "; go on with --resume " in said
+    (path,) = (tmp_path / "results").rglob("*.partial.jsonl")
+    kept = path.read_bytes()
+    assert kept.endswith(b"\n") and all(json.loads(line) for line in kept.splitlines())
+    again = short(tmp_path, folder, "--resume")
+    out, said = again.communicate(timeout=120)
+    assert again.returncode in (0, 6) and said == "" and "goes on: 3 test outcomes" in out, said
+    assert not path.exists()
+
+
+# --- whoever reads the output goes away
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*RUN, "nvfp4_gemv", "--list"], REPORT,
+        *(pytest.param(command, marks=pytest.mark.slow) for command in (
+            [*RUN, "--list"], [*RUN, "--help"], [*REPORT, "--format", "csv"], [*REPORT, "--format", "markdown"],
+            [*REPORT, "--check"],
+        )),
+    ],
+    ids=lambda command: " ".join(command[1:]).rpartition("/")[2],
+)  # fmt: skip
+def test_a_closed_pipe_is_no_traceback(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.stderr == "" and done.returncode in (output.CLOSED_EXIT, *([0] if "--help" in command else []))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "command", [[*RUN, "--list"], REPORT, pytest.param([*REPORT, "--format", "csv"], marks=pytest.mark.slow)], ids=brief
+)
+def test_a_full_disk_under_the_output_is_one_line(command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_in_the_middle_of_a_run_keeps_what_was_done(tmp_path, folder):
+    started = short(tmp_path, folder, "--variant", "good")
+    while " test " not in (line := started.stdout.readline()):
+        assert line, started.stderr.read()
+    started.stdout.close()
+    said = started.stderr.read()
+    assert started.wait(timeout=120) == output.CLOSED_EXIT and "closed; go on with --resume " in one_line(said)
+    assert len(list((tmp_path / "results").rglob("*.partial.jsonl"))) == 1
+
+
+# --- --json
+
+
+def test_json_that_cannot_be_written_is_known_before_anything_is_judged(tmp_path, folder, results, capsys):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "x.json", tmp_path, tmp_path / "none" / "x.json", Path("/proc/x.json")):
+        assert run.main([str(folder), "--variant", "good", "--device", "cpu", "--json", str(place)]) == 2
+        said = capsys.readouterr()
+        assert f"--json: cannot write {place}: " in one_line(said.err) and "test" not in said.out
+    assert not results.exists()
+
+
+def test_json_that_fails_at_the_end_loses_no_record(tmp_path, folder, results, capsys, monkeypatch):
+    def fail(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(output, "write_whole", fail)
+    (folder / "variants" / "other.py").write_text('TARGETS = ("sm90",)\nREQUIRES = ("no_such_package",)\n')
+    arguments = [str(folder), "--variant", "other", "--device", "cpu", "--json", str(tmp_path / "x.json")]
+    assert run.main(arguments) == 2
+    said = capsys.readouterr()
+    assert "No space left on device" in one_line(said.err) and "1 records of" in said.out
+    assert len(list(results.rglob("*.jsonl"))) == 1
+
+
+def test_a_file_is_replaced_whole_and_a_device_stays_one(tmp_path):
+    file = tmp_path / "x"
+    file.write_text("old")
+    output.see_writable(file)
+    output.write_whole(file, "new")
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+    with pytest.raises(UnicodeEncodeError):
+        output.write_whole(file, "\ud800")
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+    output.see_writable(Path("/dev/null"))
+    output.write_whole(Path("/dev/null"), "x")
+    with pytest.raises(OSError, match="/dev/full"):
+        output.write_whole(Path("/dev/full"), "x")
+    assert Path("/dev/null").is_char_device()
+
+
+# --- odd files of a problem or a submission
+
+
+@pytest.mark.parametrize(
+    "task", [b"OUTPUTS = (", b"\xff", b"\0", b"OUTPUTS = ()\nraise KeyError('x')", b"OUTPUTS = ()\n",
+             b"x = " + b"-" * 200_000 + b"1"],
+    ids=brief,
+)  # fmt: skip
+def test_an_odd_task_is_one_line(tmp_path, capsys, task):
+    (tmp_path / "task.py").write_bytes(task)
+    for more in ([], ["--list"]):
+        assert run.main([str(tmp_path), *more, "--device", "cpu"]) == 2
+        assert str(tmp_path) in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "yml", [b"tests: [5]", b"tests: []\nfiles: [{}]", b"tests: [{n: 2026-01-01}]", b"tests: [{n: .nan}]", b"\xff\xfe\0",
+            b"tests: &a [*a]", b"tests: [{n: 1, seed: x}]", b"a: " + b"[" * 5000, b"tests: [{n: !!binary aaaa}]"],
+    ids=brief,
+)  # fmt: skip
+def test_an_odd_task_yml_is_one_line(tmp_path, capsys, yml):
+    for name in ("task.py", "reference.py", "submission.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "task.yml").write_bytes(yml)
+    assert run.main([str(tmp_path), "--device", "cpu"]) == 2
+    assert str(tmp_path) in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xff", b"\0", b"(", b"TARGETS = 5", b"TARGETS = ({},)", b"REQUIRES = 5", b"CPU_FLAGS = 5", b"CPU_FLAGS = f()",
+        b"COMPOSES = 5", b"x = " + b"-" * 200_000 + b"1", b"x = importlib" + b".x" * 20_000 + b"()",
+    ],
+    ids=brief,
+)  # fmt: skip
+def test_an_odd_submission_is_one_line(folder, results, capsys, text):
+    (folder / "variants" / "odd.py").write_bytes(text)
+    assert run.main([str(folder), "--variant", "odd", "--device", "cpu", "--mode", "test"]) == 2
+    assert "odd.py" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", [("",), ("..",), ("a.b",), (5,)], ids=brief)
+def test_a_package_of_an_odd_name_is_refused(folder, capsys, name):
+    (folder / "variants" / "odd.py").write_text(f'TARGETS = ("cpu",)\nREQUIRES = {name!r}\n')
+    assert run.main([str(folder), "--variant", "odd", "--device", "cpu", "--mode", "test"]) == 2
+    assert "REQUIRES must be a tuple of names" in one_line(capsys.readouterr().err)
+
+
+# --- text of a submission is data
+
+
+@pytest.mark.parametrize("name", UNPRINTABLE, ids=brief)
+def test_a_name_that_cannot_be_shown_is_refused(folder, results, capsys, name):
+    (folder / "variants" / f"{name}.py").write_text(GOOD.format(docstring="x"))
+    for which in (["--variant", name], ["--submission", str(folder / "variants" / f"{name}.py")], ["--all"]):
+        assert run.main([str(folder), *which, "--device", "cpu"]) == 2
+        said = one_line(capsys.readouterr().err)
+        assert "plain" in said and said.rstrip("\n").isprintable()
+    assert run.main([str(folder), "--list"]) == 2
+    assert "plain" in one_line(capsys.readouterr().err)
+
+
+def test_a_problem_of_such_a_name_is_refused(folder, capsys):
+    other = folder.rename(folder.with_name("a\x1b[31mb"))
+    assert run.main([str(other), "--device", "cpu"]) == 2
+    assert "must have a plain name" in one_line(capsys.readouterr().err)
+
+
+def test_docstrings_are_listed_as_text(folder, capsys):
+    for number, said in enumerate(HOSTILE):
+        (folder / "variants" / f"v{number}.py").write_text(GOOD.format(docstring=said.replace("\ud800", "")))
+    assert run.main([str(folder), "--list"]) == 0
+    lines = capsys.readouterr().out.split("\n")[:-1]
+    assert len(lines) == len(HOSTILE) + 1 and all(line.isprintable() and len(line) < 2200 for line in lines)
+    assert any("[bold]" in line for line in lines) and any(":smile:" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_run_and_its_boards_with_hostile_names_and_reasons(tmp_path, folder):
+    """Result for real, by names that are markup; then shown in every form."""
+    (folder / "variants" / "good.py").unlink()
+    names = [name for name in NAMES if "x" * 9 not in name]
+    for name in names[:3]:
+        (folder / "variants" / f"{name}.py").write_text(GOOD.format(docstring=name))
+    (folder / "variants" / f"{names[3]}.py").write_text(BAD)
+    found = [submission.name for submission in folders.find(str(folder)).submissions()]
+    assert sorted(names[:4]) == found
+    started = short(tmp_path, folder, "--all")
+    out, said = started.communicate(timeout=300)
+    assert started.returncode in (4, 6) and said == "", said
+    assert all(char.isprintable() or char == "\n" for char in out) and all(name in out for name in ("[/red]", *found))
+    files = list((tmp_path / "results").rglob("*.jsonl"))
+    ((records, complaints),) = [record.parse(file.read_bytes(), file.name) for file in files]
+    assert complaints == [] and {one["variant"] for one in records} == set(found)
+    for form in ("terminal", "markdown", "csv"):
+        command = [*REPORT, "--results", str(tmp_path / "results"), "--format", form, "--out", str(tmp_path / "out")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert all(char.isprintable() or char == "\n" for char in done.stdout)
+    assert len(list((tmp_path / "out").glob("*.png"))) == 1

@@ -1,0 +1,35 @@
+"""harness/tools/single.py, the process that profilers and sanitizers look into, on CPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+from harness.sandbox.process import ROOT
+from tests.support import SUPPORT
+
+LINEAR = SUPPORT / "problems" / "linear"
+SUBMISSION = """
+import torch
+from task import Data, Weights
+
+def prepare(weights):
+    assert type(weights) is Weights
+    return weights.w.t().contiguous()
+
+def custom_kernel(data):
+    assert type(data) is Data and data.weights.shape == (data.inputs.x.numel(), data.outputs.y.numel())
+    torch.mv(data.weights.t(), data.inputs.x, out=data.outputs.y)
+    print("called", *data.weights.shape)
+    return data.outputs.y
+"""
+
+
+def test_a_problem_with_weights_is_called_on_what_prepare_made(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SUBMISSION)
+    cases = [{"m": 65, "k": 129, "seed": 1}, {"m": 3, "k": 2, "seed": 2}]
+    command = [sys.executable, "-m", "harness.tools.single", str(LINEAR), str(file), "cpu", json.dumps(cases)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["called 129 65", "called 2 3"], done.stderr

@@ -1,0 +1,448 @@
+"""Records to ranked tables: what ranks, what does not and why, and that nothing is left out silently."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from harness.results import ranking, stats
+from leaderboard import board
+from tests.support.records import CASES, ROOFS, bench, full, line, samples
+
+EXPECTED = {("nvfp4_gemv", "sm90"): [{**case, "seed": 1111} for case in CASES]}
+
+
+def one(records: list[dict], expected: dict = EXPECTED) -> board.Board:
+    """The sm90 board of `records`."""
+    (found,) = [b for b in board.build(records, "box", expected) if b.target == "sm90"]
+    return found
+
+
+def rows(found: board.Board) -> dict[str, pd.Series]:
+    return {row.variant: row for _, row in found.standing.iterrows()}
+
+
+def unranked(row: pd.Series) -> bool:
+    return row["rank"] is pd.NA
+
+
+# --- reading: tests/harness/results/test_record.py
+
+
+def test_no_records_no_boards():
+    assert board.build([], "box", EXPECTED) == []
+
+
+def test_a_time_that_is_no_date_is_an_error():
+    with pytest.raises(ValueError):
+        one([line("test", "a", time="yesterday")])
+
+
+# --- ranks
+
+
+def test_overlapping_intervals_share_a_rank():
+    assert board.ranks([(1, 2), (1.9, 3), (3.5, 4)]) == [1, 1, 3]
+    assert board.ranks([(1, 2), (2, 3)]) == [1, 1]  # touching is overlapping
+    assert board.ranks([(3, 4), (1, 2)]) == [1, 2]  # an interval may lie off its own geomean
+    assert board.ranks([]) == []
+
+
+def test_ties_are_with_the_groups_leader_not_with_the_neighbour():
+    """a ~ b and b ~ c, but a and c are apart: c is third, and d is tied with c."""
+    assert board.ranks([(1, 2), (1.5, 3), (2.5, 4), (3.9, 5)]) == [1, 1, 3, 3]
+
+
+def test_board_ranks_by_geomean_and_shares_ranks():
+    records = full("slow", 2.0) + full("tied", 1.101, spread=0.02) + full("first", 1.1, spread=0.02)
+    found = rows(one(records))
+    assert list(found) == ["first", "tied", "slow"]
+    assert [int(row["rank"]) for row in found.values()] == [1, 1, 3]
+    assert found["slow"].geomean_us == pytest.approx(2 * stats.geomean(ROOFS))
+    assert found["slow"].roofline_share == pytest.approx(0.5)
+    interval = stats.geomean_interval([samples(2 * roofline) for roofline in ROOFS])
+    assert (found["slow"].lo_us, found["slow"].hi_us) == interval
+
+
+def test_times_follow_the_standing_and_the_boards_cases():
+    found = one([record for variant in "cbad" for record in full(variant, 1 + ord(variant) / 100)])
+    assert found.cases == [board.case_label(case) for case in CASES]
+    places = list(zip(found.times.variant, found.times.case, strict=True))
+    assert places == [(name, case) for name in "abcd" for case in found.cases]
+
+
+def test_order_of_lines_within_a_run_does_not_matter():
+    records = full("a", 1.1) + full("b", 1.5) + full("peer_p", 2.0, baseline=True)
+    pd.testing.assert_frame_equal(one(records).standing, one(records[::-1]).standing)
+
+
+# --- gaps and failures
+
+
+def test_a_missing_case_is_unranked_with_its_coverage():
+    row = rows(one(full("a", 1.1) + full("b", 1.05)[:2]))["b"]
+    assert unranked(row) and math.isnan(row.geomean_us)
+    assert (row.done, row.wanted, row.status) == (2, 3, "MISSING")
+    assert row.reason == "not timed: m=7168 k=2048 l=4"
+
+
+def test_a_case_that_nobody_timed_is_missing_from_all():
+    found = rows(one(full("a", 1.1)[:2] + full("b", 1.2)[:2]))
+    assert all(unranked(row) and (row.done, row.wanted) == (2, 3) for row in found.values())
+
+
+def test_without_a_set_of_cases_the_base_runs_cases_count():
+    found = rows(one(full("a", 1.1) + full("b", 1.05)[:2], {}))
+    assert found["a"]["rank"] == 1 and unranked(found["b"]) and found["b"].wanted == 3
+
+
+def test_a_failed_case_is_unranked_with_status_and_reason():
+    failed = full("b", 1.0)
+    failed[1] = line("benchmark", "b", case=1, status="TIMEOUT", reason="no answer in 60 s")
+    found = one(full("a", 1.1) + failed)
+    row = rows(found)["b"]
+    assert unranked(row) and (row.status, row.done) == ("TIMEOUT", 2) and "no answer in 60 s" in row.reason
+    assert list(found.times[found.times.variant == "b"].status) == ["PASSED", "TIMEOUT", "PASSED"]
+
+
+def test_a_failed_test_case_outweighs_good_times():
+    wrong = line("test", "b", case=2, status="INCORRECT", reason="mismatch found!")
+    row = rows(one([*full("a", 1.1), *full("b", 1.0), wrong]))["b"]
+    assert unranked(row) and row.status == "INCORRECT" and "mismatch found!" in row.reason
+    assert math.isnan(row.geomean_us)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -3.0, None, "18.0", True])
+def test_what_is_no_time_never_ranks(value):
+    bad = full("b", 1.0)
+    bad[0]["median_us"] = value
+    row = rows(one(full("a", 1.1) + bad))["b"]
+    assert unranked(row) and (row.status, row.done) == ("INVALID_MEASUREMENT", 2) and "no time" in row.reason
+
+
+@pytest.mark.parametrize("value", [None, [], [[]], [[1.0, math.nan]], [[-1.0]], "x"])
+def test_without_valid_samples_there_is_no_interval_and_no_rank(value):
+    bad = full("b", 1.0)
+    bad[0]["samples_us"] = value
+    row = rows(one(full("a", 1.1) + bad))["b"]
+    assert unranked(row) and row.status == "PASSED" and any("no interval" in note for note in row.notes)
+
+
+def test_a_later_failure_takes_the_rank_away():
+    again = line("test", "b", run="r2", minute=9, status="INCORRECT", reason="wrong on a new seed")
+    row = rows(one(full("a", 1.1) + full("b", 1.0) + [again]))["b"]
+    assert unranked(row) and (row.status, row.run_id) == ("INCORRECT", "r2")
+
+
+def test_an_earlier_failure_is_history():
+    before = line("test", "b", run="r0", minute=0, status="INCORRECT", reason="wrong")
+    row = rows(one([before, *full("a", 1.1, minute=5), *full("b", 1.0, minute=5)]))["b"]
+    assert row["rank"] == 1 and row.status == "PASSED"
+
+
+def test_unsupported_elsewhere_does_not_undo_a_result_but_shows_where_nothing_else_is_known():
+    later = line("test", "b", run="r2", minute=9, case=None, status="UNSUPPORTED", reason="no GPU")
+    row = rows(one(full("a", 1.1) + full("b", 1.0) + [later]))["b"]
+    assert row["rank"] == 1
+    row = rows(one([*full("a", 1.1), later]))["b"]
+    assert unranked(row) and (row.status, row.reason) == ("UNSUPPORTED", "no GPU")
+
+
+def test_an_unsupported_case_is_a_failure_of_that_variant():
+    part = full("b", 1.0)[:2] + [line("benchmark", "b", case=2, status="UNSUPPORTED", reason="k below 4096")]
+    row = rows(one(full("a", 1.1) + part))["b"]
+    assert unranked(row) and row.status == "UNSUPPORTED" and "k below 4096" in row.reason
+
+
+def test_a_verdict_on_the_whole_entry_has_a_row():
+    broken = line("test", "b", case=None, status="RULE_BROKEN", reason="b.py:3: the word")
+    row = rows(one([*full("a", 1.1), broken]))["b"]
+    assert (row.status, row.reason) == ("RULE_BROKEN", "all cases: b.py:3: the word")
+
+
+def test_the_last_attempt_of_a_case_counts():
+    first = line("benchmark", "b", case=0, status="INVALID_MEASUREMENT", reason="below the bound")
+    assert rows(one([*full("a", 1.1), first, *full("b", 1.0)]))["b"]["rank"] == 1
+
+
+def test_tested_but_not_timed():
+    row = rows(one([*full("a", 1.1), line("test", "b", run="r2", minute=5)]))["b"]
+    assert unranked(row) and row.reason == "tested, not timed"
+
+
+# --- runs
+
+
+def test_the_newest_run_of_several_variants_is_the_board():
+    old = full("a", 1.0) + full("b", 1.5)
+    new = full("a", 1.2, run="r2", minute=5) + full("b", 1.1, run="r2", minute=5)
+    found = one(old + new)
+    assert found.run["run_id"] == "r2" and found.run["time"] == "2026-01-02 03:05:00 UTC"
+    assert list(rows(found)) == ["b", "a"]
+
+
+def test_a_variant_from_another_run_is_shown_and_not_ranked():
+    alone = full("c", 0.9, run="r2", minute=5)
+    found = one(full("a", 1.1) + full("b", 1.2) + alone)
+    row = rows(found)["c"]
+    assert found.run["run_id"] == "r1"
+    assert unranked(row) and row.run_id == "r2" and not row.base and board.OTHER_RUN in row.notes
+    assert row.geomean_us == pytest.approx(0.9 * stats.geomean(ROOFS))  # shown, though
+    assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
+
+
+def test_a_newer_run_alone_neither_replaces_the_boards_time_nor_hides():
+    row = rows(one(full("a", 1.1) + full("b", 1.2) + full("a", 0.5, run="r2", minute=5, source_hash="new")))["a"]
+    assert row.run_id == "r1" and row["rank"] == 1
+    assert row.notes == ["newer run r2, not comparable: PASSED", "source changed since"]
+
+
+def test_a_paired_run_does_not_displace_the_field():
+    pair = {"variant": "b", "ratio": 0.9, "ci95": [0.89, 0.91]}
+    paired = full("a", 0.9, run="r2", minute=5, against=pair) + full("b", 1.0, run="r2", minute=5)
+    found = one(full("a", 1.1) + full("b", 1.2) + full("c", 1.3) + paired)
+    assert found.run["run_id"] == "r1" and list(found.pairs.case) == list(found.cases)
+    assert found.pairs.iloc[0].to_dict() == {
+        "variant": "a", "against": "b", "case": "m=7168 k=16384 l=1",
+        "ratio": 0.9, "lo": 0.89, "hi": 0.91, "word": "FASTER", "run_id": "r2",
+    }  # fmt: skip
+
+
+def test_a_run_that_failed_does_not_become_the_board():
+    """Even where it is the newest, and no run has more than one variant."""
+    failed = full("b", 1.0, run="r2", minute=5)
+    failed[2] |= {"status": "INVALID_MEASUREMENT", "median_us": None}
+    for expected in (EXPECTED, {}):
+        found = one(full("a", 1.1) + failed, expected)
+        assert found.run["run_id"] == "r1" and rows(found)["a"]["rank"] == 1
+        assert rows(found)["b"].status == "INVALID_MEASUREMENT" and unranked(rows(found)["b"])
+
+
+def test_a_pair_is_called_what_its_record_calls_it():
+    """By its 99 % interval, which the record knows; one without a word is read by the interval that it has."""
+    words = []
+    for word in ({"word": "SAME"}, {}):
+        pair = {"variant": "b", "ratio": 0.9, "ci95": [0.89, 0.91], **word}
+        words.append(one(full("a", 0.9, against=pair) + full("b", 1.0)).pairs.word.iloc[0])
+    assert words == ["SAME", "FASTER"]
+
+
+def test_the_newest_pair_counts_and_a_repeat_is_no_variant():
+    def pair(run, minute, ratio):
+        against = {"variant": "a#2", "ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
+        return full("a", 1.1, run=run, minute=minute, against=against) + full("a#2", 1.1, run=run, minute=minute)
+
+    newest = [record for ratio in (1.4, 1.001) for record in pair("r3", 6, ratio) if record["case"] != CASES[2]]
+    found = one(full("a", 1.1) + full("b", 1.2) + pair("r2", 5, 1.5) + newest)
+    assert list(found.pairs.ratio) == [1.001] * 2  # nothing of r2's third case, nor of r3's first attempt
+    assert set(found.pairs.run_id) == {"r3"}
+    assert list(rows(found)) == ["a", "b"]
+
+
+def test_a_single_newest_run_is_a_board_of_one():
+    found = rows(one(full("a", 1.0) + full("b", 1.1, run="r2", minute=5)))
+    assert found["b"]["rank"] == 1 and unranked(found["a"])
+
+
+def test_an_incomplete_run_of_several_does_not_displace_a_complete_one():
+    part = full("a", 0.9, run="r2", minute=5)[:1] + full("b", 0.8, run="r2", minute=5)[:1]
+    assert one(full("a", 1.1) + full("b", 1.2) + part).run["run_id"] == "r1"
+
+
+def test_runs_are_ordered_by_time_not_by_place_in_the_file():
+    new = full("a", 1.2, run="r2", minute=5) + full("b", 1.1, run="r2", minute=5)
+    assert one(new + full("a", 1.0) + full("b", 1.5)).run["run_id"] == "r2"
+
+
+def test_times_of_cases_outside_the_set_are_named():
+    extra = bench("a", 0, 5.0) | {"case": {"m": 1, "k": 64, "l": 1}}
+    found = one([*full("a", 1.1), extra])
+    assert any("m=1 k=64 l=1" in note for note in found.notes) and rows(found)["a"]["rank"] == 1
+
+
+# --- baselines, compiled variants, targets
+
+
+def test_peers_are_unranked_and_measure_the_others():
+    records = full("a", 1.0) + full("b", 3.0) + full("peer_slow", 4.0, baseline=True)
+    found = one(records + full("peer_fast", 2.0, baseline=True, setup_us=812.0))
+    baseline = rows(found)["peer_fast"]
+    assert unranked(baseline) and baseline.notes == ["left out of the time: 812 us a call"]
+    assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
+    assert rows(found)["a"].baseline_ratio == pytest.approx(2.0) and rows(found)["b"].baseline_ratio == pytest.approx(
+        2 / 3
+    )
+    assert list(found.times[found.times.variant == "a"].baseline_ratio) == pytest.approx([2.0] * 3)
+
+
+def test_a_peer_that_failed_or_is_from_another_run_is_no_measure():
+    wrong = [*full("peer_w", 0.5, baseline=True), line("test", "peer_w", status="INCORRECT", baseline=True)]
+    other = full("peer_o", 0.5, baseline=True, run="r0", minute=0)
+    records = [record | {"time": "2026-01-02T04:00:00Z"} for record in full("a", 1.0) + full("b", 1.1) + wrong]
+    found = one(other + records)
+    assert found.standing.baseline_ratio.isna().all() and found.times.baseline_ratio.isna().all()
+    assert board.OTHER_RUN in rows(found)["peer_o"].notes
+
+
+def test_a_peer_that_serves_some_cases_is_the_measure_in_those_alone():
+    says = {"status": "UNSUPPORTED", "reason": "serves l=1 or 8 alone", "baseline": True}
+    gaps = [line("test", "peer_p", case=2, **says), line("benchmark", "peer_p", case=2, **says)]
+    found = one(full("a", 1.0) + full("peer_p", 2.0, baseline=True)[:2] + gaps)
+    a, baseline = rows(found)["a"], rows(found)["peer_p"]
+    assert (baseline.status, baseline.done, baseline.wanted, baseline.notes) == (
+        "PASSED",
+        2,
+        3,
+        ["serves l=1 or 8 alone"],
+    )
+    assert unranked(baseline) and math.isnan(baseline.geomean_us) and math.isnan(a.baseline_ratio) and a["rank"] == 1
+    ratios = list(found.times[found.times.variant == "a"].baseline_ratio)
+    assert ratios[:2] == pytest.approx([2.0] * 2) and math.isnan(ratios[2])
+    assert list(found.times[found.times.variant == "peer_p"].status) == ["PASSED", "PASSED", "UNSUPPORTED"]
+    whole = rows(one(full("a", 1.0) + full("peer_p", 2.0, baseline=True) + gaps[:1]))  # of the tests alone
+    assert whole["peer_p"].geomean_us > 0 and whole["a"].baseline_ratio == pytest.approx(2.0)
+    wrong = line("test", "peer_p", case=1, status="INCORRECT", baseline=True)
+    assert (
+        rows(one([*full("a", 1.0), *full("peer_p", 2.0, baseline=True)[:2], *gaps, wrong]))["peer_p"].status
+        == "INCORRECT"
+    )
+
+
+def test_compile_records_alone_are_compiled_not_run():
+    kernels = [{"name": "k1", "registers": 40, "spill_bytes": 0}, {"name": "k2", "registers": 64, "spill_bytes": 8}]
+    records = [*full("a", 1.1), line("compile", "b", case=None, status="COMPILED", resources=kernels)]
+    row = rows(one(records))["b"]
+    assert unranked(row) and row.status == "COMPILED" and row.notes == [board.COMPILED]
+    assert (row.registers, row.spill_bytes, row.kernels) == (64, 8, 2)
+    assert list(rows(one(records))) == ["a", "b"]
+
+
+def test_a_board_of_compiled_variants_knows_that_nothing_ran():
+    found = one([line("compile", "b", case=None, status="COMPILED", resources=[])])
+    assert not found.timed and found.times.empty and rows(found)["b"].kernels == 0
+    skipped = line("test", "b", run="r2", minute=5, case=None, status="UNSUPPORTED")
+    assert not one([line("compile", "b", case=None, status="COMPILED"), skipped]).timed
+
+
+def test_a_later_compile_error_is_the_state():
+    failed = line("compile", "a", run="r2", minute=5, case=None, status="COMPILE_ERROR", reason="no such instruction")
+    row = rows(one([*full("a", 1.1), failed]))["a"]
+    assert unranked(row) and (row.status, row.reason) == ("COMPILE_ERROR", "no such instruction")
+
+
+def test_a_compile_record_for_two_targets_is_on_both_boards():
+    kernels = [{"target": target, "registers": n, "spill_bytes": 0} for target, n in (("sm90", 40), ("sm100", 50))]
+    boards = board.build([line("compile", "b", case=None, status="COMPILED", resources=kernels)], "box", {})
+    assert {b.target: b.standing.iloc[0].registers for b in boards} == {"sm90": 40, "sm100": 50}
+
+
+def test_targets_and_problems_have_boards_of_their_own():
+    records = full("a", 1.1) + full("a", 9.0, target="cpu") + full("a", 2.0, problem="other")
+    boards = board.build(records, "box", {})
+    assert [(b.problem, b.target) for b in boards] == [("nvfp4_gemv", "cpu"), ("nvfp4_gemv", "sm90"), ("other", "sm90")]
+    assert all(b.standing.iloc[0]["rank"] == 1 for b in boards)
+
+
+def test_the_runs_oddities_are_noted():
+    records = full("a", 1.1, throttle=["hot"]) + full("b", 1.2, environment={"gpu": "another"})
+    notes = " ".join(one(records).notes)
+    assert "throttled" in notes and "hot" in notes and "environment changed" in notes
+
+
+# --- confirmations, attempts, and other figures than the geomean
+
+CONFIRMS = {"variant": "a", "run_id": "r1", "source_hash": "abc", "paired": True}
+
+
+def confirmed(factor: float, of_leader: float = 1.1, **more) -> list[dict]:
+    """Run r2: `b` first seemed to take 0.9 times the measured roofline; its confirmation, in pairs with `a`, gave
+    `factor`.
+    """
+    where = {"run": "r2", "minute": 9}
+    ratio = factor / of_leader
+    against = {"variant": "a", "ratio": ratio, "ci95": [ratio * 0.99, ratio * 1.01]}
+    first = [record | {"superseded": True} for record in full("b", 0.9, **where)]
+    second = full("b", factor, confirms=CONFIRMS | more, against=against, **where)
+    return first + second + full("a", of_leader, **where)
+
+
+FIELD = full("a", 1.1) + full("c", 1.5) + full("d", 2.0)
+
+
+def test_a_confirmed_variant_takes_the_lead_without_displacing_the_field():
+    found = one(FIELD + confirmed(1.0))
+    assert list(found.standing.variant) == ["b", "a", "c", "d"] and found.run["run_id"] == "r1"
+    assert list(found.standing["rank"]) == [1, 2, 3, 4]
+    row = rows(found)["b"]
+    assert row.geomean_us == pytest.approx(stats.geomean(ROOFS)) and row.run_id == "r2"
+    assert "first by its pairs with a: 0.9091 (" in row.notes[0]
+    assert any("supersedes a first measurement of 16.13 us" in note for note in row.notes)
+
+
+@pytest.mark.parametrize(
+    ("records", "why"),
+    [
+        (confirmed(1.1), "no faster in the pairs"), (confirmed(1.0, paired=False), "not paired with the leader"),
+        (confirmed(1.0, variant="c"), "paired with one who does not lead"),
+        (confirmed(1.0)[:3], "nothing but the first measurement"),
+        (confirmed(1.0)[:5] + confirmed(1.0)[6:], "a case of the confirmation is missing"),
+        ([*confirmed(1.0), line("test", "b", run="r3", minute=10, status="INCORRECT")], "wrong since"),
+    ],
+)  # fmt: skip
+def test_what_is_not_confirmed_does_not_lead(records, why):
+    found = one(FIELD + records)
+    assert list(found.standing.variant[:3]) == ["a", "c", "d"], why
+    assert list(found.standing["rank"][:3]) == [1, 2, 3]
+    assert unranked(rows(found)["b"]) if "b" in rows(found) else len(records) == 3
+
+
+def test_each_confirmation_counts_against_who_leads_then():
+    """b beats a, then a beats b, then c claims to have beaten a, who does lead."""
+    back = full("a", 0.9, run="r3", minute=10, confirms=CONFIRMS | {"variant": "b"}, against={"variant": "b"})
+    back += full("b", 1.0, run="r3", minute=10)
+    assert list(one(FIELD + confirmed(1.0) + back).standing.variant) == ["a", "b", "c", "d"]
+    third = full("c", 0.8, run="r4", minute=11, confirms=CONFIRMS, against={"variant": "a"})
+    third += full("a", 0.9, run="r4", minute=11)
+    found = one(FIELD + confirmed(1.0) + back + third)
+    assert list(found.standing.variant) == ["c", "a", "b", "d"] and list(found.standing["rank"]) == [1, 2, 3, 4]
+
+
+def test_a_newer_run_of_the_field_decides_anew():
+    newer = full("a", 1.1, run="r9", minute=30) + full("b", 1.2, run="r9", minute=30)
+    found = rows(one(FIELD + confirmed(1.0) + newer))
+    assert (found["a"]["rank"], found["b"]["rank"]) == (1, 2)
+
+
+def test_the_judge_and_the_board_agree_on_the_leader():
+    wanted = [board.case_label(case) for case in CASES]
+    failed = line("test", "a", run="r5", minute=20, status="INCORRECT", reason="wrong")
+    for records in (
+        FIELD, FIELD + confirmed(1.0), FIELD + confirmed(1.1), [*FIELD, failed], full("a", 1.1)[:2], [],
+        FIELD + full("peer_p", 0.9, baseline=True), FIELD + full("e", 0.5, run="r6", minute=21), confirmed(1.0),
+        [*FIELD, *confirmed(1.0), failed], full("a", 1.1) + full("a#2", 1.0),
+    ):  # fmt: skip
+        chain = ranking.leaders(records, wanted)
+        boards = [b for b in board.build(records, "box", EXPECTED) if b.target == "sm90"]
+        first = boards[0].standing.iloc[0] if boards else None
+        assert bool(chain) == (first is not None and first["rank"] is not pd.NA)
+        if chain:
+            told = (chain[-1].variant, chain[-1].run_id, chain[-1].value, chain[-1].lo, chain[-1].hi)
+            assert told == (first.variant, first.run_id, first.geomean_us, first.lo_us, first.hi_us)
+
+
+def test_attempts_are_the_runs_that_timed_it_and_no_fewer_than_a_record_says():
+    again = full("a", 1.1, run="r2", minute=5, attempt=7)
+    found = rows(one(full("a", 1.2) + again + full("b", 2.0) + [line("test", "c", run="r3")]))
+    assert (found["a"].attempts, found["b"].attempts, found["c"].attempts) == (7, 1, 0)
+
+
+def test_a_problem_that_ranks_by_the_mean_is_ranked_by_the_mean():
+    """`a` is better by the geomean, `b` by the mean."""
+    by = {"ranking_by": "mean"}
+    a = [bench("a", case, us, **by) for case, us in enumerate((10.0, 100.0, 1.0))]
+    b = [bench("b", case, us, **by) for case, us in enumerate((20.0, 50.0, 9.0))]
+    found = one(a + b)
+    assert found.metric == "mean" and list(found.standing.variant) == ["b", "a"]
+    assert list(found.standing.geomean_us) == pytest.approx([79 / 3, 37.0])
+    without = [{key: value for key, value in record.items() if key != "ranking_by"} for record in a + b]
+    assert one(without).metric == "geomean" and list(one(without).standing.variant) == ["a", "b"]

@@ -1,0 +1,441 @@
+"""The leaderboard's command line: what it prints and writes, and that a stale README is found out."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+from matplotlib import image
+
+from harness.results import record
+from leaderboard import board, report, tables
+from problems.common import load
+from tests.support import ROOT
+from tests.support.hostile import HOSTILE
+from tests.support.records import CASES, full, line, write
+
+README = f"# A title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n"
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A GPU machine with a ranked variant, a baseline, a wrong one and compiled ones, and a CPU machine."""
+    folder = tmp_path / "results"
+    compiled = {"status": "COMPILED", "resources": [{"name": "k", "registers": 40, "spill_bytes": 16}], "case": None}
+    gpu = [
+        *full("sm90_v1", 1.1), *full("sm90_v2", 1.5), *full("peer_p", 2.2, baseline=True, setup_us=700.0),
+        line("test", "sm90_bad", case=1, status="INCORRECT", reason="mismatch found! 3 | 4\nERROR AT (0, 0, 0): 1 2"),
+        line("compile", "sm90_new", **compiled), line("compile", "sm100_v1", target="sm100", **compiled),
+        *full("sm90_old", 1.0, run="r0", time="2025-12-31T00:00:00Z"),
+    ]  # fmt: skip
+    write(folder, "gpu-box", gpu)
+    write(folder, "cpu-box", [record | {"target": "cpu"} for record in full("cpu_v1", 1.3) + full("cpu_v2", 4.0)])
+    return folder
+
+
+@pytest.fixture
+def readme(tmp_path: Path, results: Path) -> list[str]:
+    """The options for a README and a machines.txt of our own, in tmp_path."""
+    (tmp_path / "README.md").write_text(README)
+    (tmp_path / "leaderboard").mkdir()
+    (tmp_path / "leaderboard" / "README.md").write_text(README)
+    (tmp_path / "machines.txt").write_text("# committed\ngpu-box  # the GPU\n\n")
+    where = ["--machines", str(tmp_path / "machines.txt"), "--results", str(results)]
+    return ["--readme", str(tmp_path / "README.md"), *where]
+
+
+def said(capsys, *arguments) -> tuple[int, str, str]:
+    code = report.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def test_terminal_names_machine_run_clock_roof_and_every_variant(capsys, results):
+    code, out, err = said(capsys, "--results", results)
+    assert (code, err) == (0, "")
+    for word in ("gpu-box", "cpu-box", "Imaginary GPU", "driver 1.2", "CUDA 13.0", "torch 2.13", "cuda events", "r1"):
+        assert word in out
+    for word in (
+        "2026-01-02 03:00:00 UTC",
+        "0123456789ab",
+        "roofline (read)",
+        "empty call",
+        "18.00",
+        "2.10",
+        "2.00x",
+    ):
+        assert word in out
+    for name in ("sm90_v1", "sm90_v2", "peer_p", "sm90_bad", "sm90_new", "sm90_old", "sm100_v1", "cpu_v1", "cpu_v2"):
+        assert name in out
+    for state in ("INCORRECT", "compiled, not run", "left out of the time: 700 us", "from another run: not comparable"):
+        assert state in out
+
+
+@pytest.mark.parametrize("resources", [None, [], [{"bytes": 9}], [{"name": "k", "registers": 40, "spill_bytes": 16}]])
+def test_registers_and_spills_are_shown_where_they_are_known(capsys, tmp_path, resources):
+    compiled = line("compile", "new", case=None, status="COMPILED", resources=resources)
+    write(tmp_path, "box", [*full("a", 1.0), compiled, compiled | {"target": "sm100"}])
+    _, out, _ = said(capsys, "--results", tmp_path, "--format", "markdown")
+    known = bool(resources) and "registers" in resources[0]
+    assert ("compiled, not run; 40 registers; spills 16 B |" in out) == known  # among the timed
+    assert ("| new | compiled, not run | 40 | 16 B |" in out) == known
+    assert out.count("compiled, not run") == 2 and ("not run |" in out)
+
+
+def test_machine_and_problem_choose(capsys, results):
+    write(results, "cpu-box", [record | {"problem": "other", "target": "cpu"} for record in full("x", 1.0)])
+    _, out, _ = said(capsys, "--results", results, "--machine", "cpu-box", "problems/nvfp4_gemv")
+    assert "cpu_v1" in out and "gpu-box" not in out and "other" not in out
+    code, _, err = said(capsys, "--results", results, "no_such_problem")
+    assert code == 2 and "no problem no_such_problem" in err
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown", "csv"])
+def test_no_records_is_one_line_and_no_failure(capsys, tmp_path, form):
+    code, out, err = said(capsys, "--results", tmp_path / "none", "--format", form)
+    assert code == 0 and "no records" in (out if form == "terminal" else err)
+    assert (out + err).count("no records") == 1 and len(out.splitlines()) <= 1
+
+
+def test_an_unknown_machine_is_told_which_there_are(capsys, results):
+    code, out, _ = said(capsys, "--results", results, "--machine", "nowhere")
+    assert code == 0 and out.count("\n") == 1 and "cpu-box, gpu-box" in out
+
+
+def test_a_truncated_line_is_reported_and_the_rest_is_shown(capsys, results):
+    write(results, "gpu-box", [], tail='{"schema": 1, "reas\u00f6')
+    file = results / "gpu-box" / "nvfp4_gemv.jsonl"
+    file.write_bytes(file.read_bytes()[:-1])  # cut within a character
+    code, out, err = said(capsys, "--results", results)
+    assert code == 0 and "sm90_v1" in out and "warning: gpu-box/nvfp4_gemv.jsonl:" in err and "broken line" in err
+
+
+def test_a_record_of_another_schema_is_left_out_with_a_warning(capsys, results):
+    write(results, "gpu-box", [line("test", "a", schema=99)])
+    code, out, err = said(capsys, "--results", results)
+    assert code == 0 and "sm90_v1" in out and err.count("\n") == 1
+    assert re.search(
+        r"^warning: gpu-box/nvfp4_gemv.jsonl:\d+: not a record \(schema must be 1 or 2, got 99\): left out$", err, re.M
+    )
+
+
+def test_csv_has_a_row_per_variant_and_case(capsys, results):
+    code, out, _ = said(capsys, "--results", results, "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(out)))
+    mine = [row for row in lines if row["variant"] == "sm90_v1"]
+    assert code == 0 and [row["case"] for row in mine] == ["geomean", *map(board.case_label, CASES)]
+    assert mine[0]["rank"] == "1" and float(mine[1]["time_us"]) == pytest.approx(19.8)
+    assert float(mine[1]["roofline_share"]) == pytest.approx(1 / 1.1, rel=1e-4)
+    (wrong,) = [row for row in lines if row["variant"] == "sm90_bad" and row["case"] == "geomean"]
+    assert wrong["rank"] == wrong["time_us"] == "" and "ERROR AT (0, 0, 0): 1 2" in wrong["reason"]
+
+
+def test_attempts_superseded_times_and_the_mean_are_shown(capsys, tmp_path):
+    again = [record | {"superseded": True} for record in full("b", 0.8)] + full("b", 1.0, attempt=3)
+    write(tmp_path, "box", full("a", 1.1) + again)
+    write(tmp_path, "mean-box", [record | {"ranking_by": "mean"} for record in full("a", 1.0)])
+    _, out, _ = said(capsys, "--results", tmp_path, "--format", "markdown")
+    assert "| geomean us |" in out and "| mean us |" in out and "| 20.00 |" in out  # (18 + 32 + 10) / 3
+    header, first, second = [text for text in out.splitlines() if text.startswith(("| rank", "| 1 | b", "| 2 | a"))][:3]
+    place = header.split(" | ").index("attempts")
+    assert (first.split(" | ")[place], second.split(" | ")[place]) == ("3", "1")
+    assert "supersedes a first measurement of 14.34 us" in first
+    _, out, _ = said(capsys, "--results", tmp_path, "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(out)))
+    assert [row["attempts"] for row in lines if row["case"] in ("geomean", "mean")] == ["3", "1", "1"]
+
+
+def test_an_unfinished_run_is_no_record(capsys, tmp_path):
+    write(tmp_path, "box", full("a", 1.1))
+    (tmp_path / "box" / f"nvfp4_gemv.r7{record.PARTIAL}").write_text('{"kind": "plan"}\n')
+    (tmp_path / "bare-box").mkdir()
+    (tmp_path / "bare-box" / f"nvfp4_gemv.r7{record.PARTIAL}").write_text('{"kind": "plan"}\n')
+    code, out, err = said(capsys, "--results", tmp_path)
+    assert (code, err) == (0, "") and "bare-box" not in out
+
+
+def test_markdown_tables_are_whole(capsys, results):
+    """A reason with | and a line break must not break its table."""
+    _, out, _ = said(capsys, "--results", results, "--format", "markdown")
+    rows = [text for text in out.splitlines() if text.startswith("|")]
+    blocks = [block.splitlines() for block in out.split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 3 and sum(map(len, blocks)) == len(rows)
+    for block in blocks:
+        assert {text.replace("\\|", "").count("|") for text in block} == {block[0].count("|")}
+    assert r"mismatch found! 3 \| 4 ERROR AT" in out
+
+
+@pytest.mark.parametrize("form", ["markdown", "terminal"])
+def test_many_cases_get_a_row_each(capsys, monkeypatch, tmp_path, form):
+    monkeypatch.setattr(tables, "WIDE", 2)
+    monkeypatch.setenv("COLUMNS", "200")
+    baseline = [one | {"baseline": True} for one in full("peer_x", 2.2)]
+    write(tmp_path, "box", [*full("a", 1.1), *baseline, line("test", "bad", status="INCORRECT")])
+    _, out, _ = said(capsys, "--results", tmp_path, "--format", form)
+    words = [re.sub(r"\s*\|?\s+\|?\s*", " ", text.strip(" |")) for text in out.splitlines()]
+    assert "case a peer_x baseline / first measured roofline empty call" in words
+    assert [text for text in words if text.startswith("m=")] == [
+        "m=7168 k=16384 l=1 19.80 (91 %, 11.8 TFLOP/s) 39.60 (45 %, 5.91 TFLOP/s) 2.00x 18.00 2.10",
+        "m=4096 k=7168 l=8 35.20 (91 %, 6.65 TFLOP/s) 70.40 (45 %, 3.32 TFLOP/s) 2.00x 32.00 2.10",
+        "m=7168 k=2048 l=4 11.00 (91 %, 21.3 TFLOP/s) 22.00 (45 %, 10.6 TFLOP/s) 2.00x 10.00 2.10",
+    ]
+    assert not any("cases" in text and "m=" in text for text in words)  # nor in the columns
+    same = [one | {"case": one["case"] | {"k": 64}} for one in full("a", 1.1)]
+    (found,) = board.build(same, "box", {})
+    (header, rows), common = tables.by_case(found)
+    assert common == "k=64" and [row[0] for row in rows] == ["m=7168 l=1", "m=4096 l=8", "m=7168 l=4"]
+
+
+def test_markup_in_a_reason_stays_text():
+    assert tables.escape("<b>*x*\n[a](b) `c`") == r"\<b\>\*x\* \[a\](b) \`c\`"
+
+
+def test_out_writes_tables_and_readable_pictures(capsys, results, tmp_path):
+    out = tmp_path / "new" / "out"
+    code, _, _ = said(capsys, "--results", results, "--out", out)
+    names = {"board.md", "board.csv", "gpu-box_nvfp4_gemv_sm90.png", "cpu-box_nvfp4_gemv_cpu.png"}
+    assert code == 0 and {path.name for path in out.iterdir()} == names  # nothing to draw of sm100
+    pixels = image.imread(out / "gpu-box_nvfp4_gemv_sm90.png")
+    assert min(pixels.shape[:2]) > 300 and pixels[..., :3].std() > 0.05
+    first = {path.name: path.read_bytes() for path in out.iterdir()}
+    said(capsys, "--results", results, "--out", out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == first
+
+
+def test_a_picture_with_nothing_but_odd_values(capsys, tmp_path):
+    """No measured roofline, no interval, no time in one case, a time under its measured roofline."""
+    odd = full("a", 0.9, roofline_us=None, ci95_us=None) + full("b", 0.8)
+    odd[1] |= {"status": "TIMEOUT", "median_us": None}
+    write(tmp_path / "results", "box", [*odd, *full("c", 0.95)[:1]])
+    code, _, _ = said(capsys, "--results", tmp_path / "results", "--out", tmp_path / "out")
+    assert code == 0 and (tmp_path / "out" / "box_nvfp4_gemv_sm90.png").stat().st_size > 0
+
+
+# --- the README
+
+
+def test_readme_is_filled_in_between_its_markers(capsys, tmp_path, readme):
+    assert said(capsys, *readme)[0] == 0
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(f"# A title\n\n{report.BEGIN}\n") and text.endswith(f"{report.END}\n\nThe end.\n")
+    assert "sm90_v1" in text and "old\n" not in text and "cpu-box" not in text  # machines.txt does not list it
+    assert "rewritten" not in said(capsys, *readme)[1]
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_check_finds_a_readme_that_is_stale(capsys, tmp_path, results, readme):
+    """By its own text, by a new record, by a removed machine; and it writes nothing."""
+    file = tmp_path / "README.md"
+    code, out, _ = said(capsys, *readme, "--check")
+    assert code == 1 and "stale" in out and file.read_text() == README
+    said(capsys, *readme)
+    fresh = file.read_text()
+    assert said(capsys, *readme, "--check")[0] == 0
+    file.write_text(fresh.replace("sm90_v1", "sm90_v9"))
+    assert said(capsys, *readme, "--check")[0] == 1
+    file.write_text(fresh)
+    write(results, "gpu-box", full("sm90_v1", 1.05, run="r9", minute=9) + full("sm90_v2", 1.4, run="r9", minute=9))
+    code, out, _ = said(capsys, *readme, "--check")
+    assert code == 1 and "r9" in out and file.read_text() == fresh
+    said(capsys, *readme)
+    assert said(capsys, *readme, "--check")[0] == 0
+    (tmp_path / "machines.txt").write_text("# none\n")
+    assert said(capsys, *readme, "--check")[0] == 1
+
+
+def test_without_listed_machines_the_readme_says_so(capsys, tmp_path, readme):
+    (tmp_path / "machines.txt").write_text("# none yet\n")
+    said(capsys, *readme)
+    assert "No machine's records are committed yet." in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["# no markers\n", f"{report.END}\n{report.BEGIN}\n", README + report.BEGIN])
+def test_a_readme_without_its_markers_is_an_error_and_stays(capsys, tmp_path, readme, text):
+    (tmp_path / "README.md").write_text(text)
+    for more in ([], ["--check"]):
+        code, _, err = said(capsys, *readme, *more)
+        assert code == 2 and "README.md must hold the lines" in err
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_a_listed_machine_without_records_is_an_error(capsys, tmp_path, readme):
+    (tmp_path / "machines.txt").write_text("gpu-box\nghost\n")
+    code, _, err = said(capsys, *readme)
+    assert code == 2 and "ghost" in err
+
+
+def test_readme_takes_no_filter(readme):
+    with pytest.raises(SystemExit) as stop:
+        report.main([*readme, "--machine", "gpu-box"])
+    assert stop.value.code == 2
+
+
+def test_the_readme_of_this_project_is_current(capsys):
+    """`make board` renders it. That a stale one is found out is shown above, on a README of the test's own."""
+    file = ROOT / "README.md"
+    if not file.is_file() or report.BEGIN not in file.read_text(encoding="utf-8"):
+        pytest.skip("README.md has no board")
+    code, out, err = said(capsys, "--check")
+    assert code == 0, out + err
+
+
+def test_it_runs_as_a_script_from_anywhere(tmp_path, results):
+    script = str(ROOT / "leaderboard" / "report.py")
+    command = [sys.executable, script, "--results", str(results), "--machine", "cpu-box"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "cpu_v1" in done.stdout, done.stderr
+
+
+def test_the_newest_latency_of_each_configuration_is_shown(capsys, results):
+    """Beside the boards, and with the check that failed; a broken line is said and the rest shown."""
+    good = {"host_synchronisations": "", "replay_equals_eager": True, "missing_in_graph": {}, "not_captured": []}
+    one = {
+        "config": "small", "format": "bf16", "batch": 1, "context": 512, "kernels": {"fmha": "reference"},
+        "eager_ms": 9.0, "graph_ms": 4.0, "floor_ms": 1.0, "graph_launches": 77, "checks": good, "ok": True,
+        "commit": "0123456789abcdef",
+    }  # fmt: skip
+    bad = one | {"format": "nvfp4", "ok": False, "checks": good | {"replay_equals_eager": False}}
+    lines = [one | {"graph_ms": 8.0}, one, bad]
+    file = results / "gpu-box" / "model" / "latency.jsonl"
+    file.parent.mkdir()
+    file.write_text("\n".join([*map(json.dumps, lines), '{"config":']))
+    code, out, err = said(capsys, "--results", results, "--format", "markdown")
+    assert code == 0 and "gpu-box/model/latency.jsonl:4: not a latency record" in err
+    assert "### model on gpu-box: time per decode token" in out and "### " in out.partition("### model")[0]
+    assert "| small | bf16 | 1 | 512 | 9 | 4 | 1 | 25.0 % | 77 | ok |" in out
+    assert "| small | nvfp4 | 1 | 512 | 9 | 4 | 1 | 25.0 % | 77 | replay_equals_eager |" in out
+    code, out, _ = said(capsys, "--results", results)
+    assert code == 0 and "model on gpu-box: time per decode token" in out and "replay_equals_eager" in out
+
+
+# --- text of a record is data
+
+
+def hostile(number: int) -> str:
+    """As a name that a record may have: without what parts folders."""
+    return HOSTILE[number].replace("/", "").replace("\0", "")[:150] + f"x{number}"
+
+
+@pytest.fixture
+def bad_results(tmp_path: Path) -> Path:
+    """Every text of a record, a submission's or not, in turn each of the hostile ones."""
+    lines, latencies = [], []
+    for number, said in enumerate(HOSTILE):
+        name = hostile(number)
+        more = {
+            "environment": {"gpu": said, "driver": said}, "clock": {"name": said, "cold": [said], "warnings": [said]},
+            "commit": said, "roofline_kind": said, "throttle": [said], "run": f"r{hostile(number % 3)}",
+            "problem": "foreign",
+        }  # fmt: skip
+        times = full(name, 1.0 + number / 10, **more)
+        for one in times:
+            one["case"] = {"m": one["case"]["m"], "said": said}
+            one["against"] = {"variant": said, "ratio": 1.0, "ci95": [0.9, 1.1], "word": said}
+        lines += times
+        lines.append(line("test", f"wrong{name}", status="INCORRECT", reason=said, case=number % 3))
+        lines.append(line("test", f"odd{name}", problem=f"p{number}{name}", status="TIMEOUT", reason=said))
+        lines.append(line("compile", name, target=f"t{name}", status="COMPILED", resources=[{"target": f"t{name}"}]))
+        latencies.append({
+            "config": said, "format": said, "batch": 1, "context": number, "kernels": {said: said}, "eager_ms": 1.0,
+            "graph_ms": 1.0, "floor_ms": 1.0, "graph_launches": 1, "checks": {said: said}, "ok": False, "commit": said,
+        })  # fmt: skip
+    file = write(tmp_path / "bad", "box", lines).parent / "model" / "latency.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps(one) + "\n" for one in latencies))
+    return tmp_path / "bad"
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown", "csv"])
+def test_hostile_records_are_shown_as_text(capsys, bad_results, form):
+    code, out, err = said(capsys, "--results", bad_results, "--format", form)
+    assert (code, err) == (0, "")
+    out.encode()
+    assert all(char.isprintable() or char == "\n" for char in out) and "[link=http" in out.replace("\\", "")
+    if form == "markdown":
+        html = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(out).replace("<!-- -->", "")
+        known = {"h3", "ul", "li", "p", "table", "thead", "tbody", "tr", "th", "td"}
+        assert set(re.findall(r"<(\w+)", html)) <= known
+        assert not re.search(r"://|\w@\w", out)
+    if form == "csv":
+        rows = list(csv.DictReader(io.StringIO(out)))
+        assert {row["machine"] for row in rows} == {"box"} and all(None not in row for row in rows)
+
+
+def test_hostile_records_have_pictures(capsys, bad_results, tmp_path):
+    code, _, err = said(capsys, "--results", bad_results, "--out", tmp_path / "out")
+    assert code == 0 and err.startswith("wrote ")
+    assert {path.parent for path in (tmp_path / "out").rglob("*")} == {tmp_path / "out"}
+    assert len(list((tmp_path / "out").glob("box_foreign_sm90.png"))) == 1
+
+
+def test_a_record_names_no_file_outside(capsys, tmp_path):
+    """Neither a folder of problems to load code from, nor a picture to write."""
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "task.py").write_text("raise SystemExit(99)\n")
+    places = [f"../../../../../../../../{tmp_path}/evil", str(tmp_path / "evil"), "..", "../x"]
+    write(tmp_path / "r", "box", full("a", 1.0) + [one | {"problem": p} for p in places for one in full("b", 1.0)])
+    write(tmp_path / "r", "box", [one | {"target": p} for p in places for one in full("b", 1.0)])
+    code, out, err = said(capsys, "--results", tmp_path / "r", "--out", tmp_path / "out")
+    assert code == 0 and "evil" not in out, out
+    assert err.count("): left out\n") == 2 * 3 * len(places)
+
+
+def test_broken_lines_cost_no_board(capsys, results):
+    said(capsys, "--results", results, "--format", "markdown")
+    before = said(capsys, "--results", results, "--format", "markdown")[1]
+    lines = [
+        "[" * 100_000,
+        '{"schema": ' + "1" * 10_000 + "}",
+        "NaN",
+        '{"schema": 1, "status": 1e999}',
+        "17",
+        "\ufeff{}",
+    ]
+    bad = [full("bad", 1.0)[0] | {"variant": {}}, full("bad", 1.0)[0] | {"median_us": "1"}]
+    file = write(results, "gpu-box", bad, tail="\n".join(lines) + "\n")
+    kept = file.read_bytes()
+    code, out, err = said(capsys, "--results", results, "--format", "markdown")
+    shown, _, warnings = out.partition("Warning: ")
+    assert code == 0 and before.startswith(shown.rstrip("\n")[:2000]) and "bad" not in shown.replace("sm90_bad", "")
+    assert err.count("left out\n") == 8 == len(set(err.splitlines())) and file.read_bytes() == kept
+
+
+def test_a_broken_latency_record_costs_no_board(capsys, results):
+    file = results / "gpu-box" / "model" / "latency.jsonl"
+    file.parent.mkdir()
+    odd = [{"config": [], "format": "x"}, {"config": "a"}, [], 5, {"eager_ms": 0}]
+    file.write_text("\n".join([*map(json.dumps, odd), "[" * 100_000, "\x00"]))
+    code, out, err = said(capsys, "--results", results)
+    assert code == 0 and "sm90_v1" in out and err.count("not a latency record") == 7
+
+
+# --- files that cannot be read or written
+
+
+def test_results_that_are_a_file_and_places_that_cannot_be_written(capsys, tmp_path, results, readme):
+    (tmp_path / "file").touch()
+    for options in (
+        ["--results", tmp_path / "file"], ["--results", results, "--out", tmp_path / "file"],
+        ["--results", results, "--out", "/proc/nothing"], ["--readme", tmp_path / "none" / "README.md", *readme[2:]],
+        [*readme[:2], "--machines", tmp_path / "none", *readme[4:]],
+    ):  # fmt: skip
+        code, _, err = said(capsys, *options)
+        assert code == 2 and err.startswith("report.py: ") and err.count("\n") == 1
+
+
+def test_a_folder_that_is_called_as_records_is_none(capsys, results):
+    (results / "gpu-box" / "odd.jsonl").mkdir()
+    assert said(capsys, "--results", results)[0] == 0
+
+
+def test_a_problem_that_cannot_be_loaded_is_one_line(capsys, monkeypatch, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "task.py").write_text("raise KeyError('x')\n")
+    monkeypatch.setattr(load, "PROBLEMS", tmp_path)
+    write(tmp_path / "r", "box", [one | {"problem": "broken"} for one in full("a", 1.0)])
+    code, _, err = said(capsys, "--results", tmp_path / "r")
+    assert code == 2 and "broken/task.py cannot be loaded: KeyError('x')" in err and err.count("\n") == 1

@@ -1,0 +1,141 @@
+"""fmha_decode: every variant is right, on a CPU and on a GPU, and every file of wrong/ is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from problems.common import load
+from tests.problems.fmha_cases import FOLDER, named, poisoned, reference, solved, task
+
+VARIANTS = sorted((FOLDER / "variants").glob("*.py"))
+WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
+# Enough to catch every file of wrong/, the quickest first.
+CATCHING = [
+    case
+    for wanted in ("ragged", "empty", "magnitudes", "duplicates", "plain", "maxima", "cancelling")
+    for case in sorted((c for c in task.TESTS if c.content == wanted), key=lambda c: c.flops())[:2]
+]
+CATCHING.insert(4, next(case for case in task.TESTS if case.content == "plain" and case.compressed == 512))
+REPEATED = (("ragged", 64), ("maxima", 128), ("sinks", 128))  # contents and heads of three cases
+
+
+def run(file: Path, case: object, device: str = "cpu") -> object:
+    """The checker's result for one variant; a peer gets its own preparation and tolerance."""
+    module = load.module(FOLDER, f"variants/{file.stem}")
+    data, want = solved(case, device)
+    data, peer = poisoned(data), file.stem.startswith("peer_")
+    output = module.custom_kernel(*((data, module.setup(data)) if peer else (data,)))
+    assert output[0] is data.out and output[1] is data.lse
+    return reference.compare(data, want, output, peer)
+
+
+def on_cpu() -> list[Path]:
+    return [file for file in VARIANTS if "cpu" in load.constants(file, "TARGETS")["TARGETS"]]
+
+
+@pytest.mark.parametrize("file", on_cpu(), ids=lambda file: file.stem)
+def test_every_cpu_variant_is_right_in_every_case(file):
+    if missing := load.missing_cpu_flags(file):
+        pytest.skip(f"needs a CPU with {missing}")
+    for case in task.TESTS:
+        result = run(file, case)
+        assert result.ok, f"{named(case)}: {result.message}"
+
+
+def first_rejection(name: str, cases: list, device: str = "cpu") -> object | None:
+    wrong = load.module(FOLDER, f"wrong/{name}")
+    for case in cases:
+        data, want = solved(case, device)
+        data = poisoned(data)
+        if not reference.compare(data, want, wrong.custom_kernel(data)).ok:
+            return case
+    return None
+
+
+def test_there_are_files_that_must_be_rejected():
+    assert len(WRONG) >= 12
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_submission_is_rejected(name):
+    assert first_rejection(name, CATCHING) is not None, "passes every case"
+
+
+@pytest.mark.slow
+def test_every_wrong_submission_has_a_case_that_always_rejects_it():
+    """Not by the luck of a seed: 5 other contents."""
+    left = {name: list(CATCHING) for name in WRONG}
+    for case in CATCHING:
+        made = []
+        for turn in range(1, 6):
+            data = reference.generate_input(**{**vars(case), "seed": case.seed + 100 * turn}, device="cpu")
+            made.append((data, reference.ref_kernel(data)))
+        for name in list(left):
+            kernel = load.module(FOLDER, f"wrong/{name}").custom_kernel
+            copies = [(poisoned(data), want) for data, want in made]
+            if not any(reference.compare(data, want, kernel(data)).ok for data, want in copies):
+                del left[name]
+    assert not left, f"no case rejects all five of {sorted(left)}"
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def on_gpu() -> list[Path]:
+    return [file for file in VARIANTS if "sm90" in load.constants(file, "TARGETS")["TARGETS"]]
+
+
+def skip_unless_it_runs(file: Path) -> None:
+    target = load.device_target("cuda")
+    said = load.constants(file, "TARGETS", "REQUIRES")
+    if target not in said["TARGETS"]:
+        pytest.skip(f"made for {said['TARGETS']}, this is {target}")
+    for package in said.get("REQUIRES", ()):
+        pytest.importorskip(package)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", on_gpu(), ids=lambda file: file.stem)
+def test_every_gpu_variant_is_right_in_every_case(file):
+    skip_unless_it_runs(file)
+    for case in task.TESTS:
+        result = run(file, case, "cuda")
+        assert result.ok, f"{named(case)}: {result.message}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", on_gpu(), ids=lambda file: file.stem)
+def test_every_gpu_variant_repeats_itself_bit_by_bit(file):
+    skip_unless_it_runs(file)
+    module = load.module(FOLDER, f"variants/{file.stem}")
+    for case in (next(c for c in task.TESTS if (c.content, c.heads) == kind) for kind in REPEATED):
+        data = poisoned(solved(case, "cuda")[0])
+        prepared = (module.setup(data),) if file.stem.startswith("peer_") else ()
+        first = [t.clone() for t in module.custom_kernel(data, *prepared)]
+        for _ in range(20):
+            data.out.fill_(torch.nan), data.lse.fill_(torch.nan)
+            for got, want in zip(module.custom_kernel(data, *prepared), first, strict=True):
+                assert torch.equal(got, want), named(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("entries", "splits"), [(48, 1), (48, 2), (48, 3), (32, 3)])
+def test_every_launch_of_the_winner_is_right_in_every_case(monkeypatch, entries, splits):
+    """Of splits more than a list has tiles, too."""
+    file = FOLDER / "variants" / "sm90_wgmma.py"
+    skip_unless_it_runs(file)
+    module = load.module(FOLDER, f"variants/{file.stem}")
+    monkeypatch.setattr(module, "launch_for", lambda _: module.Launch(entries, splits))
+    for case in task.TESTS:
+        result = run(file, case, "cuda")
+        assert result.ok, f"{named(case)}: {result.message}"
+
+
+@pytest.mark.gpu
+def test_the_oracle_on_a_gpu_and_on_a_cpu_agree():
+    for case in CATCHING[:6]:
+        data, want = solved(case, "cuda")
+        here = reference.ref_kernel(task.Data(*(t.cpu() for t in data)))
+        for got, cpu in zip(want, here, strict=True):
+            torch.testing.assert_close(got.cpu(), cpu, rtol=1e-11, atol=1e-12)

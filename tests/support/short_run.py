@@ -1,0 +1,22 @@
+"""harness/run.py as a process of its own, with fewer processes and calls than a real run, and records elsewhere.
+
+python tests/support/short_run.py RESULTS PROCESSES ARGUMENT...
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+
+from harness import run  # noqa: E402
+from harness.judge import phases  # noqa: E402
+from harness.results import record  # noqa: E402
+from harness.runner import flush  # noqa: E402
+from harness.sandbox import process  # noqa: E402
+
+if __name__ == "__main__":
+    record.RESULTS = Path(sys.argv[1])
+    phases.PROCESSES, phases.SAMPLES = dict.fromkeys(("cuda", "cpu"), int(sys.argv[2])), {"cuda": 2, "cpu": 2}
+    flush.last_level_cache = lambda: 2**23
+    process.harden()
+    sys.exit(run.main(sys.argv[3:]))

@@ -60,7 +60,6 @@ class Server:
     """The process with torch loaded. It ends with this one."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # what the server's forks leave behind becomes ours
         self._sock, theirs = socket.socketpair()
         environment = os.environ | {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "PASSIVE"}
         self._process = subprocess.Popen(
@@ -73,6 +72,7 @@ class Server:
     def start_reaper(self, control: int, status: int, keep: tuple[int, ...]) -> Process:
         ours, theirs = os.pipe()
         numbers = [control, status, *keep]
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # what the server's forks leave behind becomes ours
         with self._lock:
             socket.send_fds(self._sock, [marshal.dumps(numbers)], [*numbers, theirs])
             os.close(theirs)

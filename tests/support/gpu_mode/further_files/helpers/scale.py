@@ -1,0 +1,3 @@
+"""The constant."""
+
+FACTOR = 0.75

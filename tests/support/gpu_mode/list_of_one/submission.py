@@ -1,0 +1,5 @@
+import torch
+
+
+def custom_kernel(data):
+    return [torch.neg(data)]

@@ -184,8 +184,7 @@ class Run:
             raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
         self._see_json()
         machine = self.machine  # and with it the device: --lint and the check use it too
-        own = {option for action in parser()._actions for option in action.option_strings}
-        checked = endtoend.wanted(self.problem, args, self.further, own)
+        checked = endtoend.wanted(self.problem, args, self.further)
         if args.lint:
             return self._lint()
         if args.check_only:
@@ -281,7 +280,7 @@ class Run:
         from harness.lint import linter
 
         with self._held(timed=False):
-            right = linter.run(self.problem, self.device, console.say)
+            right = linter.run(self.problem, self.device, self.target, console.say)
         return 0 if right else verdict.EXIT_CODES["INCORRECT"]
 
     def _see_json(self) -> None:
@@ -380,7 +379,7 @@ class Run:
         if timed:
             console.times(timed)
             console.readings(timed)
-        for one in (one for j in judged for one in (*j.before, j) if one.against_all):
+        for one in (j for j in judged if j.against_all):
             console.say()
             console.against(one)
         console.say()

@@ -300,9 +300,10 @@ class Checker:
             taken = [tree.raw(tensor) for tensor in got]
         else:
             taken = caught.outputs
-            got = [memory.interpret(output, claim) for output, claim in zip(taken, self._layouts(claims), strict=False)]
+            forms = self.captures if self.own else claims  # dtype, shape and stride: the problem's, or what came back
+            got = [memory.interpret(output, form) for output, form in zip(taken, forms, strict=False)]
         if self.own:
-            leaves, names = tree.leaves(self.spec), memory.names(self.spec)
+            leaves, names = tree.leaves(self.spec), tree.names(self.spec)
             for i, output in zip(self.outputs, taken, strict=True):
                 if not memory.same(memory.region(leaves[i], buffer), output):
                     return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
@@ -319,13 +320,9 @@ class Checker:
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 
-    def _layouts(self, claims: list[dict]) -> list[dict]:
-        """Return dtype, shape and stride of each output that is judged: the problem's own, or what came back."""
-        return self.captures if self.own else claims
-
     def _changed(self, runner: str, buffer: Buffer) -> str:
         """Return in words what a call changed and must not change, "" if nothing. Put INOUT's tensors back."""
-        leaves, names = tree.leaves(self.spec), memory.names(self.spec)
+        leaves, names = tree.leaves(self.spec), tree.names(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
                 memory.region(leaf, buffer).copy_(tree.raw(source))
@@ -401,7 +398,7 @@ def _verdict(status: str, reason: str, error: dict | None = None) -> dict:
     return {"status": status, "reason": reason, "error": error}
 
 
-def main() -> None:
+def main(kind: type[Checker] = Checker) -> None:
     process.harden()
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, _ = wire.receive(sock)
@@ -410,7 +407,7 @@ def main() -> None:
         fds: list[int] = []
         try:
             if checker is None:
-                checker, reply = Checker(message), {"ready": True}
+                checker, reply = kind(message), {"ready": True}
             else:
                 reply = getattr(checker, message["op"])(message, fds)
         except Exception as error:

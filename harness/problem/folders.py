@@ -6,7 +6,6 @@ of its cases go to generate_input as they stand.
 
 import contextlib
 import dataclasses
-import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
 DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
-_DIRECTIVE = re.compile(r"^\s*(?:#|//)!POPCORN\s+(\w+)\s+(.+?)\s*$")
 
 
 class UsageError(ValueError):
@@ -70,7 +68,6 @@ class Submission:
     requires: tuple[str, ...] = ()
     baseline: bool = False
     summary: str = ""
-    directives: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None
     only: tuple[tuple[str, tuple], ...] = ()
 
@@ -165,9 +162,9 @@ def _entry(problem: Problem, file: Path) -> Submission:
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
     baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-    requires, directives = tuple(said.get("REQUIRES", ())), _directives(load.text(file))
+    requires = tuple(said.get("REQUIRES", ()))
     only = _only(problem, file, said["ONLY"], baseline) if "ONLY" in said else ()
-    return Submission(file.stem, file.resolve(), targets, requires, baseline, summary, directives, problem.folder, only)
+    return Submission(file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only)
 
 
 def utils_of(folder: Path, named: Path | None = None) -> Path | None:
@@ -187,17 +184,6 @@ def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[t
     if unknown := [field for field in said if field not in known]:
         raise UsageError(f"{file.name}: ONLY must name fields of the case ({', '.join(known)}), got {unknown[0]!r}")
     return tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
-
-
-def _directives(text: str) -> tuple[tuple[str, str], ...]:
-    """GPU MODE's header lines, which count in the first comment block only."""
-    found = []
-    for line in text.splitlines():
-        if line.strip() and not line.lstrip().startswith(("#", "//")):
-            break
-        if match := _DIRECTIVE.match(line):
-            found.append((match[1], match[2]))
-    return tuple(found)
 
 
 def _read(folder: Path) -> Problem:

@@ -4,7 +4,6 @@
 ("device" and "host"); `build` makes the same value again over another process's mapping of those buffers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -78,6 +77,16 @@ def leaves(spec: dict) -> list[dict]:
     return [leaf for item in spec.get("items", ()) for leaf in leaves(item)]
 
 
+def names(spec: dict, path: str = "") -> list[str]:
+    """Return a name for each of the leaves: its fields, keys or positions, joined by dots."""
+    if spec["kind"] == "tensor":
+        return [path or "0"]
+    items = spec.get("items", [])
+    parts = spec.get("fields") or spec.get("keys") or range(len(items))
+    named = zip(parts, items, strict=True)
+    return [name for part, item in named for name in names(item, f"{path}.{part}" if path else str(part))]
+
+
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:
     """Which of the leaves of a specification stand in the fields `names` of a NamedTuple, or under such keys of a dict;
     of anything else none do.
@@ -89,20 +98,10 @@ def within(spec: dict, names: tuple[str, ...]) -> list[int]:
 
 def tensors(value: object) -> list[torch.Tensor]:
     """The tensors within `value`, in the order of `leaves`."""
-    found: list[torch.Tensor] = []
-    walk(value, found.append)
-    return found
-
-
-def walk(value: object, visit: Callable[[torch.Tensor], None]) -> None:
     if isinstance(value, torch.Tensor):
-        visit(value)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            walk(item, visit)
-    elif isinstance(value, dict):
-        for item in value.values():
-            walk(item, visit)
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for item in items for tensor in tensors(item)]
 
 
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,8 @@ def against(j: Result) -> None:
         say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
     what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
-    say(f"{what:<28} {_ratio(j, j.against_all)}")
+    if j.against_all:
+        say(f"{what:<28} {_ratio(j, j.against_all)}")
 
 
 def _ratio(j: Result, pair: dict) -> str:

@@ -265,6 +265,20 @@ class RunnerHandle:
     keep: bool = False  # what its process compiled is kept when it stops
 
     @property
+    def running(self) -> RunnerProcess:
+        """Its process. RuntimeError: it has none."""
+        if self.process is None:
+            raise RuntimeError(f"{self.name} has no process")
+        return self.process
+
+    @property
+    def loss(self) -> Outcome:
+        """What became of its last process. RuntimeError: none was lost."""
+        if self.last_loss is None:
+            raise RuntimeError(f"{self.name} has lost no process")
+        return self.last_loss
+
+    @property
     def baseline(self) -> bool:
         return self.submission is not None and self.submission.baseline
 
@@ -320,7 +334,7 @@ class RunnerHandle:
         """Return what was replaced in its process on a GPU, as a fault. Baselines are not looked at: the packages that
         they call may patch what they like.
         """
-        process = self.process
+        process = self.running
         if self.baseline or process.checker.device == "cpu":
             return None
         try:

@@ -29,8 +29,8 @@ from harness.judge.outcome import Outcome
 from harness.judge.phases import Progress
 from harness.judge.session import Session
 from harness.lint import trivial
+from harness.problem import folders
 from harness.problem.folders import Case, Problem, Submission, submission
-from problems.common import load
 
 AT_ONCE = 4  # submissions judged side by side, each a process with torch in it
 SMALL_BYTES = 2**20  # of a case: wrong files are judged on these first
@@ -120,7 +120,7 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
             ask.close()
         size = f"one input at a time only where data has up to {trivial.SMALL_BYTES // 2**20} MiB"
         say(f"{problem.name} on {device}: {len(rows)} trivial answers, {len(cases)} cases ({size})")
-        if opaque := load.constants(problem.folder / "task.py", "OPAQUE").get("OPAQUE") if problem.own else None:
+        if problem.own and (opaque := folders.names(problem.folder / "task.py", "OPAQUE")):
             say(f"left as they are, since task.py calls them OPAQUE: {', '.join(opaque)}")
         width = max(len(row.name) for row in rows)
         say(f"{'answer':<{width}}  refused  note")

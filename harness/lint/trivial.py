@@ -131,16 +131,12 @@ class Trivial(Checker):
     def _opaque(self) -> set[int]:
         """Which tensors of the data stand in the fields that OPAQUE names. ValueError: no inputs, or floating point."""
         named = tuple(getattr(self.task, "OPAQUE", ())) if self.own else ()
-        spec = tree.describe(self.pristine, tree.Layout())
-        parts = spec["items"][:2] if self.split else [spec]
-        fields = [name for part in parts for name in part.get("fields") or part.get("keys") or ()]
-        fields = [name for name in fields if self.split or name not in self.outputs_named]
-        if not set(named) <= set(fields):
-            raise ValueError(f"OPAQUE must name fields of weights or inputs, {fields}, got {list(named)}")
-        first, found = 0, set()
-        for part in parts:
-            found |= {first + i for i in tree.within(part, named)}
-            first += len(tree.leaves(part))
+        depth = 1 if self.split else 0  # of the fields below the three parts of the data
+        fields = {i: (*self.names[i].split("."), "")[depth] for i in self.inputs}
+        if not set(named) <= set(fields.values()):
+            known = list(dict.fromkeys(fields.values()))
+            raise ValueError(f"OPAQUE must name fields of weights or inputs, {known}, got {list(named)}")
+        found = {i for i, field in fields.items() if field in named}
         for i in sorted(found):
             dtype = tree.tensors(self.pristine)[i].dtype
             if dtype in values.BITS or dtype == values.FP4:
@@ -200,7 +196,7 @@ class Trivial(Checker):
             "largest element zero": (NEAR, lambda: _largest_zeroed(exact)),
             "answer in less precision": (NEAR, lambda: self._narrowed_answer(j)),
             "inputs in less precision": (ALONE, lambda: self._narrowed_inputs(j)),
-            "answer to inputs x10": (DERIVED, lambda: self._changed("x10", self.inputs, values.tenfold)[j]),
+            "answer to inputs x10": (DERIVED, lambda: self._answer_to("x10", self.inputs, values.tenfold)[j]),
         }
         if self.own:  # in other folders the judge checks forms
             found["wrong type of elements"] = (FORM, lambda: values.other_type(exact))
@@ -211,8 +207,8 @@ class Trivial(Checker):
             name = self.names[i]
             found[f"copy of {name}"] = (BLIND, lambda i=i: self._copy(i, j))
             if small:
-                found[f"{name} zero"] = (ALONE, lambda i=i: self._changed(f"{i} zero", [i], torch.zeros_like)[j])
-                found[f"{name} shifted"] = (ALONE, lambda i=i: self._changed(f"{i} shifted", [i], values.shifted)[j])
+                found[f"{name} zero"] = (ALONE, lambda i=i: self._answer_to(f"{i} zero", [i], torch.zeros_like)[j])
+                found[f"{name} shifted"] = (ALONE, lambda i=i: self._answer_to(f"{i} shifted", [i], values.shifted)[j])
         return found
 
     def _some(self, which: list[int]) -> list[int]:
@@ -253,7 +249,7 @@ class Trivial(Checker):
             kept = NARROWER_INPUT[self._admitted(tensor.dtype, out)]
             return values.cast(values.rounded(values.numbers(tensor), kept), tensor.dtype)
 
-        return self._changed(f"narrowed for {out}", self.inputs, narrowed)[j]
+        return self._answer_to(f"narrowed for {out}", self.inputs, narrowed)[j]
 
     def _copy(self, i: int, j: int) -> torch.Tensor:
         """Input i in the form of output j."""
@@ -264,7 +260,7 @@ class Trivial(Checker):
         content = values.numbers(content)
         return values.like(form, values.cast(values.fitted(_filled(content), form.shape), form.dtype))
 
-    def _changed(
+    def _answer_to(
         self, what: str, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> list[torch.Tensor]:  # fmt: skip
         """The answer to the inputs of which those in `which` went through `change`, which gives None where it means

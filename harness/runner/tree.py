@@ -6,6 +6,7 @@
 
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class Layout:
         return offset
 
 
-def describe(value: object, layout: Layout) -> dict:
+def describe(value: Any, layout: Layout) -> dict:
     """JSON specification of `value`, its tensors placed in `layout`. TypeError for anything else than the above."""
     if isinstance(value, torch.Tensor):
         space = "device" if value.is_cuda else "host"
@@ -50,7 +51,7 @@ def describe(value: object, layout: Layout) -> dict:
     raise TypeError(f"data may hold tensors, numbers, strings and nests of them, got {type(value).__name__}")
 
 
-def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> object:
+def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
     """The value that `spec` describes, its tensors views of `buffers` (uint8, flat). NamedTuple classes come from
     `task` (an attribute of that name); without one they become plain tuples.
     """
@@ -114,7 +115,7 @@ def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
 def raw(value: torch.Tensor) -> torch.Tensor:
     """The bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
     start, length = value.storage_offset() * value.element_size(), extent(value) * value.element_size()
-    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,))
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,), (1,))
 
 
 def extent(value: torch.Tensor) -> int:
@@ -124,7 +125,7 @@ def extent(value: torch.Tensor) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def clone(value: object) -> object:
+def clone(value: Any) -> Any:
     """A copy with storage of its own for every tensor, strides kept."""
     if isinstance(value, torch.Tensor):
         copied = raw(value).clone()

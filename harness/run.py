@@ -139,7 +139,8 @@ class Run:
         """The GPU's architecture, or "cpu". UsageError: a GPU of another one."""
         if self.device == "cpu":
             return "cpu"
-        capability = gpu.current().capability
+        found = gpu.current()
+        capability = found.capability if found else "(no GPU answers)"
         major = capability.partition(".")[0]
         if not major.isdigit() or int(major) not in load.TARGETS:
             raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
@@ -167,7 +168,7 @@ class Run:
 
     def stopped(self, why: str) -> int:
         """Say on standard error why it ended, and how to go on. -> exit code."""
-        how = f"; go on with --resume {self.journal.run_id}" if self.resumable else ""
+        how = f"; go on with --resume {self.journal.run_id}" if self.journal and self.resumable else ""
         output.complain(f"harness/run.py: {why}{how}")
         return verdict.USAGE_EXIT
 
@@ -184,8 +185,7 @@ class Run:
             raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
         self._see_json()
         machine = self.machine  # and with it the device: --lint and the check use it too
-        own = {option for action in parser()._actions for option in action.option_strings}
-        checked = endtoend.wanted(self.problem, args, self.further, own)
+        checked = endtoend.wanted(self.problem, args, self.further)
         if args.lint:
             return self._lint()
         if args.check_only:
@@ -227,8 +227,7 @@ class Run:
         if args.sanitize:
             return self._sanitize([j for j in runnable if not j.submission.baseline])
         if self.recorded:
-            self._plan(judged)
-            stack.callback(self.journal.close)
+            stack.callback(self._plan(judged).close)
         if runnable:
             self._judge(runnable)
         self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets])
@@ -265,23 +264,24 @@ class Run:
             return verdict.code_of([r["status"] for r in records if not r.get("superseded")], everything=True)
         return None
 
-    def _plan(self, judged: list[Result]) -> None:
-        """Begin the journal, or see that what the resumed run depends on is unchanged."""
+    def _plan(self, judged: list[Result]) -> Journal:
+        """Begin the journal, or see that what the resumed run depends on is unchanged. Return the journal."""
         tests, benchmarks = self.selection.tests(), list(self.problem.benchmarks[self.device])
         now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
         if self.journal is None:
             self.journal = Journal.create(self.machine, self.problem.name, now)
-            return
+            return self.journal
         plan.compare(self.journal.plan, now, self.journal.path)
         times = self.journal.resumptions
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
+        return self.journal
 
     def _lint(self) -> int:
         from harness.lint import linter
 
         with self._held(timed=False):
-            right = linter.run(self.problem, self.device, console.say)
+            right = linter.run(self.problem, self.device, self.target, console.say)
         return 0 if right else verdict.EXIT_CODES["INCORRECT"]
 
     def _see_json(self) -> None:
@@ -337,18 +337,8 @@ class Run:
         """Entries for other targets are compiled here, without their device, where their compiler is installed."""
         if self.args.mode != "leaderboard":
             return
-        settled = {line["submission"]: line for line in self.journal.noted("compiled")} if self.journal else {}
-        todo = []
-        for j in judged:
-            if line := settled.get(j.submission.name):
-                j.status, j.reason, j.artefacts = line["status"], line["reason"], line["artefacts"]
-            else:
-                todo.append(j)
         with console.progress() as progress:
-            for j in modes.compile_only(self.problem, self.device, todo, progress):
-                if self.journal:
-                    facts = {"status": j.status, "reason": j.reason, "artefacts": j.artefacts}
-                    self.journal.note("compiled", submission=j.submission.name, **facts)
+            modes.compile_only(self.problem, self.device, judged, progress)
 
     def _see_unchanged(self, judged: list[Result]) -> None:
         """Every process takes a copy of its submission when it starts, so all must have found the same."""
@@ -380,7 +370,7 @@ class Run:
         if timed:
             console.times(timed)
             console.readings(timed)
-        for one in (one for j in judged for one in (*j.before, j) if one.against_all):
+        for one in (j for j in judged if j.against_all):
             console.say()
             console.against(one)
         console.say()

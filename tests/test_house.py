@@ -67,7 +67,7 @@ def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
     assert (plan.stop, plan.torch) == ("", "python3")
     assert sorted(names(plan.requirements)) == [
         "humming-kernels", "nvidia-cutlass-dsl", "pytest-xdist", "ruff", "safetensors", "tokenspeed-flashmla",
-        "transformers",
+        "transformers", "ty",
     ]  # fmt: skip
     assert plan.pins["torch"] == "2.11.0+cu130" and plan.pins["numpy"] == "2.5.2"
     assert plan.pins["nvidia-cutlass-dsl"] == PINS["nvidia-cutlass-dsl"]
@@ -319,7 +319,7 @@ def test_the_readme_names_every_option_of_the_command_line():
 def test_the_options_that_the_pages_use_exist():
     defined = flags((ROOT / "harness/run.py").read_text())
     for check in load.PROBLEMS.glob("*/check.py"):
-        defined |= set(load.constants(check, "OPTIONS").get("OPTIONS", ()))
+        defined |= flags(check.read_text())
     used = {
         word
         for page in PAGES

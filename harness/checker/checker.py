@@ -11,6 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -61,10 +62,10 @@ class Checker:
         self.freezers: dict[str, Freezer] = {}
         self.caught: dict[str, Caught] = {}
         self.flush_bytes, self.flush = start.get("flush", 0), None  # what makes a CPU's caches cold; made when needed
-        self.weights: object = None
+        self.weights: Any = None  # NamedTuples that only task.py knows
         self.weights_spec: dict = {}
-        self.pristine: object = None
-        self.want: object = None
+        self.pristine: Any = None
+        self.want: Any = None
         self.spec: dict = {}
         self.outputs: list[int] = []
         self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
@@ -296,15 +297,16 @@ class Checker:
         if caught.fault:
             return _verdict("INCORRECT", caught.fault)
         if self.device == "cuda":
-            got = [tree.tensor(spec, buffer.memory[spec["space"]]) for spec in self.captures]
-            taken = [tree.raw(tensor) for tensor in got]
+            got: list[torch.Tensor | None] = [tree.tensor(c, buffer.memory[c["space"]]) for c in self.captures]
+            taken: list[torch.Tensor | None] = [tree.raw(tensor) for tensor in got if tensor is not None]
         else:
             taken = caught.outputs
-            got = [memory.interpret(output, claim) for output, claim in zip(taken, self._layouts(claims), strict=False)]
+            forms = self.captures if self.own else claims  # dtype, shape and stride: the problem's, or what came back
+            got = [memory.interpret(output, form) for output, form in zip(taken, forms, strict=False)]
         if self.own:
-            leaves, names = tree.leaves(self.spec), memory.names(self.spec)
+            leaves, names = tree.leaves(self.spec), _fields(self.spec)
             for i, output in zip(self.outputs, taken, strict=True):
-                if not memory.same(memory.region(leaves[i], buffer), output):
+                if output is None or not memory.same(memory.region(leaves[i], buffer), output):
                     return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if claims is not None and (fault := self._returned_fault(claims, self.captures)):
             return _verdict("INCORRECT", fault)
@@ -319,13 +321,9 @@ class Checker:
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 
-    def _layouts(self, claims: list[dict]) -> list[dict]:
-        """Return dtype, shape and stride of each output that is judged: the problem's own, or what came back."""
-        return self.captures if self.own else claims
-
     def _changed(self, runner: str, buffer: Buffer) -> str:
         """Return in words what a call changed and must not change, "" if nothing. Put INOUT's tensors back."""
-        leaves, names = tree.leaves(self.spec), memory.names(self.spec)
+        leaves, names = tree.leaves(self.spec), _fields(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
                 memory.region(leaf, buffer).copy_(tree.raw(source))
@@ -366,7 +364,7 @@ class Checker:
             )
         return tree.within(inputs, self.inout_named)
 
-    def _for_reference(self) -> object:
+    def _for_reference(self) -> Any:
         """Return the data, with copies of what a call may overwrite, since the reference may too."""
         if not self.inout_named:
             return self.pristine
@@ -374,7 +372,7 @@ class Checker:
         inputs = inputs._replace(**{name: tree.clone(getattr(inputs, name)) for name in self.inout_named})
         return self.pristine._replace(inputs=inputs) if self.split else inputs
 
-    def _delivered(self) -> object:
+    def _delivered(self) -> Any:
         """Return the data without its weights, which have separate memory."""
         return self.pristine._replace(weights=None) if self.split else self.pristine
 
@@ -383,7 +381,7 @@ class Checker:
             torch.cuda.synchronize()
 
 
-def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: object = None) -> object:
+def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: Any = None) -> Any:
     """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
     inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
     """
@@ -397,11 +395,16 @@ def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: 
     return task.Data(weights, inputs, outputs)
 
 
+def _fields(spec: dict) -> list[str]:
+    """Return the field of each tensor of a specification, for messages."""
+    return [name.rpartition(".")[2] for name in tree.names(spec)]
+
+
 def _verdict(status: str, reason: str, error: dict | None = None) -> dict:
     return {"status": status, "reason": reason, "error": error}
 
 
-def main() -> None:
+def main(kind: type[Checker] = Checker) -> None:
     process.harden()
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, _ = wire.receive(sock)
@@ -410,7 +413,8 @@ def main() -> None:
         fds: list[int] = []
         try:
             if checker is None:
-                checker, reply = Checker(message), {"ready": True}
+                checker = kind(message)
+                reply: dict = {"ready": True}
             else:
                 reply = getattr(checker, message["op"])(message, fds)
         except Exception as error:

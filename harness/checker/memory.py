@@ -8,19 +8,6 @@ from harness.runner.buffers import Buffer
 WORD = 8  # bytes of an int64
 
 
-def names(spec: dict) -> list[str]:
-    """Return a name for each tensor of a specification: its field where it is in a NamedTuple, else its number."""
-    if "items" not in spec:
-        return ["0"] if spec["kind"] == "tensor" else []
-    if spec["kind"] != "named":
-        return [str(i) for i in range(len(tree.leaves(spec)))]
-    found = []
-    for name, item in zip(spec["fields"], spec["items"], strict=True):
-        inner = names(item)
-        found += [name] if item["kind"] == "tensor" else inner
-    return found
-
-
 def region(leaf: dict, buffer: Buffer) -> torch.Tensor:
     """Return the bytes of one tensor of a specification in a buffer."""
     return buffer.memory[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]

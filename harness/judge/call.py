@@ -68,7 +68,7 @@ class CallPlan:
 
 def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
     """Make one call on a CPU, which the checker times. Return what is known of it. Died: the call failed."""
-    process, checker, judges = handle.process, handle.process.checker, handle.submission is None
+    process, checker, judges = handle.running, handle.running.checker, handle.submission is None
     nbytes = plan.content.moved if judges else 0
     address = {"runner": handle.name, "buffer": plan.buffer}
     stays = plan.request.stay and not handle.baseline  # a baseline's setup is made for each call
@@ -113,7 +113,7 @@ def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
 
     The runner's context is not to be trusted after a failed call, nor is anything else in it.
     """
-    process, request = handle.process, plan.request
+    process, request = handle.running, plan.request
     address = {"buffer": plan.buffer, "baseline": handle.baseline}
     key = secrets.token_hex(32) if plan.masked else None
     if handle.submission is not None:

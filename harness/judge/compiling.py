@@ -47,8 +47,10 @@ def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str,
     return found
 
 
-def keep(problem: Problem, handle: RunnerHandle, folder: Workdir) -> str:
+def keep(problem: Problem, handle: RunnerHandle, folder: Workdir | None) -> str:
     """Keep what a process of `handle`, which has ended, compiled in its folder. Return why it is not kept, or ""."""
+    if handle.submission is None or folder is None:
+        return ""
     key = workdir.key(handle.submission.file, problem, handle.target)
     try:
         folder.publish(key)

@@ -31,14 +31,13 @@ def challenger(judged: list[Result], leader: Leader | None, everything: bool) ->
         return None
     eligible = [
         j for j in judged
-        if j.metric and j.verdict == "PASSED" and not j.submission.baseline and not ranking.is_repeat(j.submission.name)
+        if j.verdict == "PASSED" and not j.submission.baseline and not ranking.is_repeat(j.submission.name)
     ]  # fmt: skip
-    if everything and any(is_leader(j, leader) for j in eligible):
+    timed = [(j.metric, j) for j in eligible if j.metric]
+    if not timed or (everything and any(is_leader(j, leader) for _, j in timed)):
         return None
-    first = min(eligible, key=lambda j: j.metric[0], default=None)
-    if first is None or first.confirms or is_leader(first, leader) or not first.metric[2] < leader.lo:
-        return None
-    return first
+    metric, first = min(timed, key=lambda pair: pair[0][0])
+    return None if first.confirms or is_leader(first, leader) or not metric[2] < leader.lo else first
 
 
 def is_leader(j: Result, leader: Leader) -> bool:

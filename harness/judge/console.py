@@ -121,9 +121,6 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
             name, tried = ranking.name(j.ranking_by), f"   attempt {j.attempt}" if j.attempt else ""
             said = f"{name} {value:.2f} us ({lo:.2f}..{hi:.2f}) over {len(j.times)} cases   {roofline:.0%} of roofline"
             say(f"{j.submission.name:<20} {j.verdict:<14} {said}{ratio}{tried}{kind}")
-            for earlier in j.before:
-                said = f"{earlier.metric[0]:.2f} us" if earlier.metric else earlier.verdict
-                say(f"{'':<20} measured again to confirm a first place; superseded: {said}")
         elif j.verdict == "PASSED":
             right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
             said = [f"{right} test cases right"] if j.tests else []
@@ -139,7 +136,8 @@ def against(j: Result) -> None:
         say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
     what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
-    say(f"{what:<28} {_ratio(j, j.against_all)}")
+    if j.against_all:
+        say(f"{what:<28} {_ratio(j, j.against_all)}")
 
 
 def _ratio(j: Result, pair: dict) -> str:
@@ -155,11 +153,14 @@ def _why(j: Result) -> str:
     if not bad:
         return "no reason given"
     case, outcome = bad[0]
-    lines = text.clean(outcome.reason).strip().split("\n")
-    # A traceback says what happened in its last line, every other report in its first.
-    said = text.line(lines[-1] if lines[0].startswith("Traceback") else lines[0], REASON)
     many = f"{len(bad)} of {len(j.tests) + len(j.times)} cases failed"
-    return f"{many}, first {text.line(case)}: {outcome.status}: {said}"
+    return f"{many}, first {text.line(case)}: {outcome.status}: {gist(outcome.reason)}"
+
+
+def gist(reason: str) -> str:
+    """Return the line of a report that says what happened: the last one of a traceback, the first of any other."""
+    lines = text.clean(reason).strip().split("\n")
+    return text.line(lines[-1] if lines[0].startswith("Traceback") else lines[0], REASON)
 
 
 def _cell(said: str) -> Text:

@@ -26,6 +26,10 @@ class ProblemError(RuntimeError):
     """The problem's own code failed: generator, reference or checker."""
 
 
+class CheckerLost(ProblemError):
+    """The checker ended, or was killed, before it answered."""
+
+
 class DeviceError(RuntimeError):
     """The device does not compute any more: nothing that it says can be believed."""
 
@@ -80,14 +84,14 @@ class Turn:
 
 
 class CheckerHandle:
-    """The checker of `problem` on `device` ("cpu" or "cuda"). ProblemError from any request: the problem's code failed,
-    or the checker is gone.
+    """The checker of `problem` on `device` ("cpu" or "cuda"). ProblemError from any request: the problem's code failed;
+    CheckerLost: the checker is gone. module: another program than the checker that takes the same messages.
     """
 
-    def __init__(self, problem: Problem, device: str) -> None:
+    def __init__(self, problem: Problem, device: str, module: str = "harness.checker.checker") -> None:
         self.problem, self.device = problem, device
         # Threads of its pool that spin for long when their work is done would slow the calls that follow.
-        self.child = Child("harness.checker.checker", {"GOMP_SPINCOUNT": "1000"})
+        self.child = Child(module, {"GOMP_SPINCOUNT": "1000"})
         flush_bytes = flush.nbytes() if device == "cpu" else 0
         if device == "cpu":
             self.child.lend(flush_bytes)
@@ -109,7 +113,7 @@ class CheckerHandle:
             self.child.send(message)
             reply, fds = self.child.receive(limit_s or limits.CHECKER_LIMIT_S, watch=watch)
         except Died as died:
-            raise ProblemError(f"the checker of {self.problem.name} {died.reason}") from None
+            raise CheckerLost(f"the checker of {self.problem.name} {died.reason}") from None
         if watch and watch.excess:
             raise Died("RUNTIME_ERROR", watch.excess)
         if "failed" in reply:
@@ -261,6 +265,20 @@ class RunnerHandle:
     keep: bool = False  # what its process compiled is kept when it stops
 
     @property
+    def running(self) -> RunnerProcess:
+        """Its process. RuntimeError: it has none."""
+        if self.process is None:
+            raise RuntimeError(f"{self.name} has no process")
+        return self.process
+
+    @property
+    def loss(self) -> Outcome:
+        """What became of its last process. RuntimeError: none was lost."""
+        if self.last_loss is None:
+            raise RuntimeError(f"{self.name} has lost no process")
+        return self.last_loss
+
+    @property
     def baseline(self) -> bool:
         return self.submission is not None and self.submission.baseline
 
@@ -316,7 +334,7 @@ class RunnerHandle:
         """Return what was replaced in its process on a GPU, as a fault. Baselines are not looked at: the packages that
         they call may patch what they like.
         """
-        process = self.process
+        process = self.running
         if self.baseline or process.checker.device == "cpu":
             return None
         try:

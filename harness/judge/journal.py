@@ -1,14 +1,14 @@
-"""What an unfinished run has found so far, on disk: a killed one loses nothing, and --resume goes on from there.
+"""The journal of an unfinished run: what it has found so far, on disk. --resume continues a run that was killed.
 
-results/<machine>/<problem>.<run_id>.partial.jsonl, one JSON object a line, each synced before the next: first the plan,
-then every finished test outcome, every finished group of timed calls (one process, one case, all submissions),
-decisions, and, when all is done, the final records. These are then appended to <problem>.jsonl, and the journal is
-removed. The process that writes it holds a flock on it, which ends with the process.
+results/<machine>/<problem>.<run_id>.partial.jsonl has one JSON object a line, each synced before the next: first the
+plan, then every finished test outcome, every finished group of timed calls (one process, one case, all submissions),
+decisions, and at the end the final records. These are then appended to <problem>.jsonl, and the journal is removed. The
+process that writes it holds a flock on it, which ends with the process.
 
-A journal is read as a killed writer leaves it: a line that is torn, or not as _LINES says, is work that is done again.
-A run that was killed while it appended its records is completed by the next run, without judging anything (`settle`).
+A killed writer may leave a torn line. Such a line, or one that is not as _LINES says, is ignored, and its work is done
+again. Where a run was killed while it appended its records, the next run completes them (`settle`) and judges nothing.
 StorageError (harness/results/record.py): a journal cannot be read or written, say because the disk is full. What was
-written before stays, so --resume goes on once there is room.
+written before stays, so --resume works once there is room.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from pydantic import TypeAdapter
 
 from harness.judge.outcome import Outcome
 from harness.problem.folders import UsageError
 from harness.results import record, text
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
-
-GroupDone = Callable[[int, int, dict[str, list[Outcome]], dict[str, list[float]], list[str], tuple, int], None]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,11 @@ class Group:
     outcomes: dict[str, list[Outcome]]
     own: dict[str, list[float]]
     seeds: list[str]
-    state: tuple = (None, None)
+    state: tuple[Any, Any] = (None, None)
     part: int = 0
+
+
+GroupDone = Callable[[Group], None]
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,18 @@ class Journal:
     def create(cls, machine: str, problem: str, plan: dict) -> "Journal":
         """A new one. plan: JSON; its run_id names the file, the rest is compared when the run is resumed."""
         path = record.RESULTS / machine / f"{problem}.{plan['run_id']}{record.PARTIAL}"
-        with record.storing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            journal = cls(path, _hold(path, create=True), [])
+        fresh = path.with_name(f"new.{path.name}")  # `settle` of another process sees no journal before it has its plan
         try:
+            with record.storing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                journal = cls(path, _locked(fresh, os.O_CREAT), [])
             journal._write({"kind": "plan", **plan})
             with record.storing(path):
+                os.rename(fresh, path)
                 _sync_folder(path.parent)
         except record.StorageError:
-            journal.close()
+            with contextlib.suppress(OSError):
+                fresh.unlink()
             raise
         return journal
 
@@ -148,34 +154,20 @@ class Journal:
 
     def have(self, phase: str = "benchmark") -> Have:
         """What is known: every test, and the groups of `phase`."""
-        tests = {(at["submission"], at["case"]): _outcome(at["outcome"]) for at in self.noted("test")}
-        groups = {}
-        for at in self.noted("group"):
-            if at["phase"] == phase:
-                outcomes = {name: [_outcome(one) for one in listed] for name, listed in at["outcomes"].items()}
-                rest = at["own"], at["seeds"], tuple(at["state"]), at["part"]
-                group = Group(at["process"], at["case"], outcomes, *rest)
-                groups[group.process, group.case, group.part] = group
-        return Have(tests, groups)
+        tests = {(at["submission"], at["case"]): Outcome(**at["outcome"]) for at in self.noted("test")}
+        groups = [_GROUP.validate_python(at) for at in self.noted("group") if at.get("phase") == phase]
+        return Have(tests, {(group.process, group.case, group.part): group for group in groups})
 
     def test(self, submission: str, case: int, outcome: Outcome) -> None:
         """A test case is done."""
         self._write({"kind": "test", "submission": submission, "case": case, "outcome": dataclasses.asdict(outcome)})
 
     def group(self, phase: str = "benchmark") -> GroupDone:
-        """The function to call when a group of `phase` is done, with the fields of a Group."""
-
-        def done(
-            process: int, case: int, outcomes: dict, own: dict, seeds: list[str], state: tuple, part: int = 0
-        ) -> None:
-            listed = {name: [dataclasses.asdict(one) for one in calls] for name, calls in outcomes.items()}
-            line = {"kind": "group", "phase": phase, "process": process, "case": case, "outcomes": listed}
-            self._write({**line, "own": own, "seeds": list(seeds), "state": list(state), "part": part})
-
-        return done
+        """The function to call when a group of `phase` is done."""
+        return lambda group: self._write({"kind": "group", "phase": phase, **dataclasses.asdict(group)})
 
     def note(self, kind: str, **facts: object) -> None:
-        """Another thing that is settled, such as a compile result or the choice of whom to confirm against."""
+        """Another thing that is settled, such as the choice of the leader to confirm against."""
         self._write({"kind": kind, **facts})
 
     def noted(self, kind: str) -> list[dict]:
@@ -265,42 +257,44 @@ def attempts(machine: str, problem: str, variant: str) -> set[str]:
     return found
 
 
-def _hold(path: Path, create: bool = False) -> BinaryIO:
+def _hold(path: Path) -> BinaryIO:
     """`path` open for reading from its start and for appending, locked; a torn last line is closed.
 
-    BlockingIOError: another process holds it. FileNotFoundError: it is gone. With `create` neither happens: it is made
-    anew until it is ours, since `settle` of another process may look at, and remove, what has no plan yet.
-    StorageError: any other trouble with it.
+    BlockingIOError: another process holds it. FileNotFoundError: it is gone. StorageError: any other trouble with it.
     """
-    while True:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        with _telling(path, create):
-            file = os.fdopen(os.open(path, flags, 0o644), "ab+", buffering=0)
+    with _telling(path):
+        file = _locked(path, fcntl.LOCK_NB)
         try:
-            with _telling(path):
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if create else fcntl.LOCK_NB))
-                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                    record.close_line(file)
-                    file.seek(0)
-                    return file
-        except FileNotFoundError:
-            if not create:
-                file.close()
-                raise
+            os.stat(path)  # it may have been removed between opening and locking
+            record.close_line(file)
+            file.seek(0)
         except BaseException:
             file.close()
             raise
-        file.close()  # removed between opening and locking, and there again
+        return file
+
+
+def _locked(path: Path, how: int) -> BinaryIO:
+    """`path` open for reading and appending, locked. how: O_CREAT for a new file, LOCK_NB for one that is there."""
+    file = os.fdopen(
+        os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | how & os.O_CREAT, 0o644), "ab+", buffering=0
+    )
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | how & fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 @contextlib.contextmanager
-def _telling(path: Path, create: bool = False) -> Iterator[None]:
-    """As record.storing, but that a file is gone or held by another process comes through, unless it is to be made."""
+def _telling(path: Path) -> Iterator[None]:
+    """As record.storing, but that a file is gone or held by another process comes through."""
     try:
         with record.storing(path):
             yield
     except record.StorageError as error:
-        if isinstance(error.__cause__, BlockingIOError | FileNotFoundError) and not create:
+        if isinstance(error.__cause__, BlockingIOError | FileNotFoundError):
             raise error.__cause__ from None
         raise
 
@@ -322,64 +316,25 @@ def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
 
 def _check(line: dict) -> None:
     """Raise ValueError unless a line of a journal is as those that read it rely on."""
-    kind = line.get("kind")
-    if not isinstance(kind, str):
+    if not isinstance(kind := line.get("kind"), str):
         raise ValueError("it must have a kind")
-    fields = _LINES.get(kind, {})
-    record.check_fields(line, fields, fields)
+    if kind in _LINES:
+        _LINES[kind].validate_python(line)
 
 
-def _is_number(value: object) -> bool:
-    return value is None or isinstance(value, int | float)
-
-
-def _is_outcome(value: object) -> bool:
-    known = {field.name for field in dataclasses.fields(Outcome)}
-    if not isinstance(value, dict) or not value.keys() <= known or value.get("status") not in record.STATUSES:
-        return False
-    numbers = known - {"status", "reason", "error"}
-    error = value.get("error") or {}
-    return (
-        isinstance(value.get("reason", ""), str) and all(_is_number(value.get(name)) for name in numbers)
-        and isinstance(error, dict) and all(map(_is_number, error.values()))
-    )  # fmt: skip
-
-
-def _is_list(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
-def _is_object(fits: Callable[[object], bool] = lambda _: True) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
-
-
-def _is(kind: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-_TEXT, _COUNT, _OBJECT = ("text", _is(str)), ("a whole number", _is(int)), ("an object", _is_object())
-# By kind the fields that are read of such a line. Lines of other kinds are kept, and nobody reads them.
-_LINES: dict[str, record.Fields] = {
-    "plan": {"run_id": _TEXT},
-    "test": {"submission": _TEXT, "case": _COUNT, "outcome": ("an outcome", _is_outcome)},
-    "group": {
-        "phase": _TEXT, "process": _COUNT, "case": _COUNT, "part": _COUNT,
-        "outcomes": ("lists of outcomes", _is_object(_is_list(_is_outcome))),
-        "own": ("lists of numbers", _is_object(_is_list(_is_number))),
-        "seeds": ("a list of texts", _is_list(_is(str))),
-        "state": ("a pair", lambda value: isinstance(value, list) and len(value) == 2),
-    },
-    "clock": {"name": _TEXT},
-    "audit": {"part": _COUNT, "submissions": ("objects", _is_object(_is_object()))},
-    "compiled": {"submission": _TEXT, "status": ("a verdict", lambda v: v in (*record.STATUSES, "")), "reason": _TEXT,
-                 "artefacts": ("a list of objects", _is_list(_is(dict)))},
-    "confirm": {"challenger": _TEXT, "leader": _OBJECT, "opponent": ("text", lambda v: v is None or _is(str)(v))},
-    "final": {"records": ("a list of objects", _is_list(_is(dict)))},
-}  # fmt: skip
-
-
-def _outcome(line: dict) -> Outcome:
-    return Outcome(**line)
+_GROUP = TypeAdapter(Group)
+# By kind the fields that are read of such a line. Lines of other kinds are kept, and no code reads them.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "plan": {"run_id": str},
+    "test": {"submission": str, "case": int, "outcome": Outcome},
+    "clock": {"name": str},
+    "audit": {"submissions": dict[str, dict]},
+    "confirm": {"challenger": str, "leader": dict, "opponent": str | None},
+    "final": {"records": list[dict]},
+}
+_LINES: dict[str, TypeAdapter] = {"group": _GROUP} | {
+    kind: TypeAdapter(dataclasses.make_dataclass(kind, fields.items())) for kind, fields in _FIELDS.items()
+}
 
 
 def _split(path: Path) -> tuple[str, str]:

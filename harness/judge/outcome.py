@@ -5,9 +5,12 @@ makes the verdict of them.
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, ConfigDict
 
 from harness.judge import replies
-from harness.results import text
+from harness.results import record, text
 from harness.runner import gate
 
 # From a call's end until its runner was told to stop: what it may still write then is bounded. To tell a thread takes a
@@ -18,6 +21,12 @@ BUSY_US = 100
 BUSY_SHARE = 0.02
 NAMES = 500  # characters of a report
 NAMED = 5  # replaced objects in a report
+
+
+def _known(status: str) -> str:
+    if status not in record.STATUSES:
+        raise ValueError(f"a verdict must be one of {', '.join(record.STATUSES)}, got {status!r}")
+    return status
 
 
 @dataclass
@@ -31,7 +40,9 @@ class Outcome:
     move, where the task says that for contents.
     """
 
-    status: str
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a journal
+
+    status: Annotated[str, AfterValidator(_known)]
     reason: str = ""
     error: dict | None = None
     us: float | None = None
@@ -44,6 +55,13 @@ class Outcome:
     stop_us: float | None = None
     late: bool = False
     busy: bool = False
+
+
+def known(value: float | None) -> float:
+    """Return `value`, which every call that returned has. ValueError: it is None."""
+    if value is None:
+        raise ValueError("a call that returned must have its times")
+    return value
 
 
 @dataclass

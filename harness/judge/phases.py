@@ -16,7 +16,7 @@ from harness.judge import readings
 from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.journal import NOTHING, Group, GroupDone, Have
-from harness.judge.outcome import Outcome
+from harness.judge.outcome import Outcome, known
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
 from harness.judge.session import Session
 from harness.problem.folders import Case
@@ -263,7 +263,7 @@ class Benchmark:
                     group.outcomes[_name(handle)].append(fault)
             found.add(group.own, group.seeds)
             if self.done:
-                self.done(group.process, number, group.outcomes, group.own, group.seeds, found.state, group.part)
+                self.done(Group(group.process, number, group.outcomes, group.own, group.seeds, found.state, group.part))
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
         """Return the names of the submissions that have too few calls yet."""
@@ -298,12 +298,14 @@ class Benchmark:
         if self.paired and len(quiet) < len(outcomes):
             quiet, late = set(), set(outcomes) if late else set()
         for name, outcome in outcomes.items():
+            if outcome is None:
+                continue
             if name in quiet:
                 self.timings[name][number].outcomes[group.process].append(outcome)
                 group.outcomes[name].append(outcome)
             elif name in late:
                 group.late[name] = group.late.get(name, 0) + 1
-            elif outcome:
+            else:
                 group.spare.setdefault(name, []).append(outcome)
 
     def _complete(self, timing: Timing, group: _Group, name: str) -> None:
@@ -327,26 +329,29 @@ class Benchmark:
         """Make one call of a submission, and before it the audited ones that are due. Return None if it failed."""
         name, case = _name(handle), self.cases[number]
         timing = self.timings[name][number]
-        due = group.audits.get(name, []).count(sample)
-        for turn in range(due + 1):
-            if timing.failure:
-                return None
-            audit = turn < due
-            if audit:  # on contents that no other call has
-                seed = group.seeds[-1]
-                group.seeds.insert(-1, self.session.content(case))
-            outcome = (handle.look() if audit else None) or self.budget.exhausted(handle)
-            if outcome is None:
-                with self.budget.spending(handle) as left_s:
-                    request = CallRequest(self.how.buffers, "", None, left_s, audit, measure, stay=True)
-                    outcome = self.session.call(handle, request)
-            if audit:
-                self.session.content(case, int(seed))
+        if timing.failure:
+            return None
+        for _ in range(group.audits.get(name, []).count(sample)):  # each on contents that no other call has
+            seed = group.seeds[-1]
+            group.seeds.insert(-1, self.session.content(case))
+            outcome = handle.look() or self._within_budget(handle, measure, audit=True)
+            self.session.content(case, int(seed))
             if outcome.status != "PASSED":
-                timing.failure = outcome
-                group.outcomes.setdefault(name, []).append(outcome)
-                return None
-        return outcome
+                break
+        else:
+            outcome = self._within_budget(handle, measure, audit=False)
+        if outcome.status == "PASSED":
+            return outcome
+        timing.failure = outcome
+        group.outcomes.setdefault(name, []).append(outcome)
+        return None
+
+    def _within_budget(self, handle: RunnerHandle, measure: bool, audit: bool) -> Outcome:
+        """Make a call, or return the outcome of one for which no time is left."""
+        if exhausted := self.budget.exhausted(handle):
+            return exhausted
+        with self.budget.spending(handle) as left_s:
+            return self.session.call(handle, CallRequest(self.how.buffers, "", None, left_s, audit, measure, stay=True))
 
     def _own_calls(self, group: _Group, sample: int) -> None:
         """Make the judge's own calls beside a process of each submission: the readers, on a GPU also the empty one."""
@@ -354,7 +359,7 @@ class Benchmark:
             outcome = self._own_call(group, what, sample)
             if sample >= 0 and self.session.device == "cuda":
                 key, us = (OUTSIDE, outcome.outside_us) if what == "empty" else (READY, outcome.ready_us)
-                group.own.setdefault(key, []).append(us)
+                group.own.setdefault(key, []).append(known(us))
 
     def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
         """Make one of the judge's own calls. RuntimeError if it fails."""
@@ -363,7 +368,7 @@ class Benchmark:
             raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
         if sample >= 0:
             spun_us = gate.EMPTY_US if what == "empty" and self.session.device == "cpu" else 0.0
-            group.own.setdefault(what, []).append(outcome.us - spun_us)
+            group.own.setdefault(what, []).append(known(outcome.us) - spun_us)
         return outcome
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
@@ -385,12 +390,12 @@ class Benchmark:
         timings = [of_cases[number] for of_cases in self.timings.values()]
         # Processes that live together share a reading, and a resumed run has those of the run before, beside their
         # first case.
-        matmul_us = [us for found in self.readings for us in found.own.get(matmul.NAME, [])]
-        made = readings.reference(self.readings[number], timings, self.session.device, list(self.reads), matmul_us)
-        if made.bytes is None:  # a folder that does not say, and no group was run now
+        matmul_us = [us for one in self.readings for us in one.own.get(matmul.NAME, [])]
+        found = self.readings[number]
+        if found.bytes is None:  # a folder that does not say, and no group was run now
             self.session.content(self.cases[number])
-            made.bytes = self.session.default_bytes()
-        return made
+            found.bytes = self.session.default_bytes()
+        return readings.reference(found, timings, self.session.device, list(self.reads), matmul_us)
 
 
 def _name(replica: RunnerHandle) -> str:
@@ -409,14 +414,14 @@ class Budget:
 
     def exhausted(self, handle: RunnerHandle) -> Outcome | None:
         """Return the outcome of a call for which nothing is left."""
-        if self.spent_s.get(handle.submission.name, 0.0) < self.limit_s:
+        if self.spent_s.get(handle.owner, 0.0) < self.limit_s:
             return None
         return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
 
     @contextlib.contextmanager
     def spending(self, handle: RunnerHandle) -> Iterator[float]:
         """Take off what is done within, and yield the seconds that are left before."""
-        name = handle.submission.name
+        name = handle.owner
         spent_s = self.spent_s.get(name, 0.0)
         before = time.monotonic()
         yield self.limit_s - spent_s

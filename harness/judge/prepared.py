@@ -44,7 +44,7 @@ def measure(handle: RunnerHandle) -> Size | None:
 
 def measure_counted(handle: RunnerHandle) -> Size | None:
     """Return what a runner takes now if that counts; None if it does not, and as in `measure`."""
-    return measure(handle) if handle.process.host_base is not None else None
+    return measure(handle) if handle.running.host_base is not None else None
 
 
 def begin(handle: RunnerHandle) -> bool:
@@ -52,7 +52,7 @@ def begin(handle: RunnerHandle) -> bool:
     size = measure(handle)
     if size is None:
         return False
-    handle.process.host_base, handle.process.device_grown = size.host, 0
+    handle.running.host_base, handle.running.device_grown = size.host, 0
     return True
 
 
@@ -60,12 +60,12 @@ def hold(handle: RunnerHandle, number: int) -> Outcome | None:
     """Give a runner the present weights, which have this number, to prepare if it likes. Return the fault of what it
     kept, or of how it was lost.
     """
-    process = handle.process
+    process = handle.running
     process.leave()
     # Before the checker lets go of the weights before: their memory is free then, or when the runner unmaps it.
     before = measure_counted(handle)
     if handle.process is None:
-        return handle.last_loss
+        return handle.loss
     failing = "the checker could not allocate weights"
     made, fds = process.checker.request({"op": "hold", "runner": handle.name}, failing)
     nbytes = made["buffer"]["sizes"]["device"]
@@ -92,10 +92,10 @@ def kept(handle: RunnerHandle, before: Size) -> Outcome | None:
     """
     after = measure(handle)
     if after is None:
-        return handle.last_loss
-    process = handle.process
+        return handle.loss
+    process = handle.running
     process.device_grown += before.device_free - after.device_free
-    grown = max(0, process.device_grown) + max(0, after.host - process.host_base)
+    grown = max(0, process.device_grown) + max(0, after.host - (process.host_base or 0))
     handle.audit.kept_bytes = max(grown, handle.audit.kept_bytes or 0)
     return _fault(process, grown)
 

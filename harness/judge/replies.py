@@ -180,8 +180,20 @@ Wanted = TypeVar("Wanted", bound=Reply)
 
 
 def read(wanted: type[Wanted], message: dict) -> Wanted | Failed:
-    """`message` as the reply that was asked for, or as the failure that it reports. Died: it is neither."""
-    kind = Failed if "failed" in message else wanted
+    """Return `message` as the reply that was asked for, or as the failure that it reports. Died: it is neither."""
+    return _validated(Failed if "failed" in message else wanted, message)
+
+
+def noted(said: str) -> list[Claim]:
+    """Return what a call noted, as JSON. Died: it is none."""
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        raise _malformed("what its call noted is no JSON") from None
+    return _validated(Noted, {"claims": found}).claims
+
+
+def _validated(kind: type[Wanted], message: dict) -> Wanted:
     if _has_more(message, kind.most_values):
         raise _malformed(f"it holds more than {kind.most_values} values")
     try:
@@ -190,15 +202,6 @@ def read(wanted: type[Wanted], message: dict) -> Wanted | Failed:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
     shown = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}" for fault in faults[:SHOWN_FAULTS])
     raise _malformed(shown + (f" and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""))
-
-
-def noted(said: str) -> list[Claim]:
-    """What a call noted, as JSON. Died: it is none."""
-    try:
-        found = json.loads(said)
-    except (ValueError, RecursionError):
-        raise _malformed("what its call noted is no JSON") from None
-    return read(Noted, {"claims": found}).claims
 
 
 def _has_more(message: dict, most: int) -> bool:

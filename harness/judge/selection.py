@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.judge import console
+from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem import folders, scan
 from harness.problem.folders import Case, Problem, Submission, UsageError, reading
-from harness.results import record, text
+from harness.results import record
 from problems.common import load
 
 
@@ -30,11 +31,6 @@ class Selection:
         for one in chosen:
             if not record.can_name(one.name):
                 raise UsageError(f"a submission's file must have a plain name, got {one.name!r}: rename it")
-        first = chosen[0]
-        for key, value in first.directives:
-            if key == "leaderboard" and value != self.problem.name and not self.args.all:
-                said = f"{first.file.name} is headed for leaderboard {value}, judged on {self.problem.name}"
-                console.say(f"note: {text.line(said)}")
         return chosen
 
     def _named(self) -> list[Submission]:
@@ -68,27 +64,14 @@ class Selection:
 
     def admit(self, j: Result) -> bool:
         """Return whether a submission may and can run here. Set its verdict if not."""
-        with reading(j.submission.file.name):
-            findings = scan.findings(scan.closure(j.submission.file, j.submission.folder), j.submission.baseline)
-            missing = [str(name) for name in j.submission.requires if not _installed(name)]
-            flags = load.missing_cpu_flags(j.submission.file)
-        if findings:
-            j.status, j.reason = "RULE_BROKEN", "\n".join(map(str, findings))
+        refused = refusal(j.submission, self.device, self.target)
+        if not refused and j.submission.only and not any(j.submission.serves(c) for part in self.cases() for c in part):
+            refused = Outcome("UNSUPPORTED", f"{j.submission.limits}, and no case of this run is such")
+        if refused:
+            j.status, j.reason = refused.status, refused.reason
+        if j.status == "RULE_BROKEN":
             console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
-        elif self.target not in j.submission.targets:
-            j.status, j.reason = (
-                "UNSUPPORTED",
-                f"made for {', '.join(j.submission.targets)}, this run is on {self.target}",
-            )
-        elif missing:
-            j.status, j.reason = "UNSUPPORTED", f"needs the Python package {', '.join(missing)}, which is not installed"
-        elif flags:
-            j.status, j.reason = "UNSUPPORTED", f"needs a CPU with {', '.join(flags)}"
-        elif self.device == "cuda" and not shutil.which("nvcc"):
-            raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
-        elif j.submission.only and not any(j.submission.serves(case) for cases in self.cases() for case in cases):
-            j.status, j.reason = "UNSUPPORTED", f"{j.submission.limits}, and no case of this run is such"
-        return not j.status
+        return not refused
 
     def cases(self) -> tuple[list[Case], list[Case]]:
         """Return the test cases and the benchmark cases that are looked at."""
@@ -115,9 +98,22 @@ class Selection:
         return chosen
 
 
-def _installed(name: object) -> bool:
-    """Return whether there is a package of that name. A submission says it, so it may be no name."""
-    try:
-        return importlib.util.find_spec(str(name)) is not None
-    except (ImportError, ValueError):
-        return False
+def refusal(submission: Submission, device: str, target: str) -> Outcome | None:
+    """Return why a submission may not, or cannot, run on a GPU of architecture `target`, or a CPU. UsageError: nothing
+    can run, since nvcc is missing.
+    """
+    with reading(submission.file.name):
+        findings = scan.findings(scan.closure(submission.file, submission.folder), submission.baseline)
+        missing = [name for name in submission.requires if importlib.util.find_spec(name) is None]
+        flags = load.missing_cpu_flags(submission.file)
+    if findings:
+        return Outcome("RULE_BROKEN", "\n".join(map(str, findings)))
+    if target not in submission.targets:
+        return Outcome("UNSUPPORTED", f"made for {', '.join(submission.targets)}, this run is on {target}")
+    if missing:
+        return Outcome("UNSUPPORTED", f"needs the Python package {', '.join(missing)}, which is not installed")
+    if flags:
+        return Outcome("UNSUPPORTED", f"needs a CPU with {', '.join(flags)}")
+    if device == "cuda" and not shutil.which("nvcc"):
+        raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
+    return None

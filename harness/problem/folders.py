@@ -6,11 +6,11 @@ of its cases go to generate_input as they stand.
 
 import contextlib
 import dataclasses
-import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,7 +20,6 @@ from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
 DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
-_DIRECTIVE = re.compile(r"^\s*(?:#|//)!POPCORN\s+(\w+)\s+(.+?)\s*$")
 
 
 class UsageError(ValueError):
@@ -70,7 +69,6 @@ class Submission:
     requires: tuple[str, ...] = ()
     baseline: bool = False
     summary: str = ""
-    directives: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None
     only: tuple[tuple[str, tuple], ...] = ()
 
@@ -157,17 +155,20 @@ def _entry(problem: Problem, file: Path) -> Submission:
         raise
     except (ValueError, build.BuildError) as error:
         raise UsageError(str(error)) from error
-    for name in ("TARGETS", "REQUIRES", "CPU_FLAGS"):
-        words = said.get(name, ())
-        if not isinstance(words, tuple | list) or not all(isinstance(w, str) and w.isidentifier() for w in words):
-            raise UsageError(f"{file.name}: {name} must be a tuple of names, got {words!r}")
-    targets = tuple(said.get("TARGETS", TARGETS))
+    requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
+    targets = _names(file, said, "TARGETS") or TARGETS
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
     baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-    requires, directives = tuple(said.get("REQUIRES", ())), _directives(load.text(file))
     only = _only(problem, file, said["ONLY"], baseline) if "ONLY" in said else ()
-    return Submission(file.stem, file.resolve(), targets, requires, baseline, summary, directives, problem.folder, only)
+    return Submission(file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only)
+
+
+def _names(file: Path, said: dict[str, Any], literal: str) -> tuple[str, ...]:
+    words = said.get(literal, ())
+    if not isinstance(words, tuple | list) or not all(isinstance(w, str) and w.isidentifier() for w in words):
+        raise UsageError(f"{file.name}: {literal} must be a tuple of names, got {words!r}")
+    return tuple(words)
 
 
 def utils_of(folder: Path, named: Path | None = None) -> Path | None:
@@ -189,20 +190,10 @@ def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[t
     return tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
 
 
-def _directives(text: str) -> tuple[tuple[str, str], ...]:
-    """GPU MODE's header lines, which count in the first comment block only."""
-    found = []
-    for line in text.splitlines():
-        if line.strip() and not line.lstrip().startswith(("#", "//")):
-            break
-        if match := _DIRECTIVE.match(line):
-            found.append((match[1], match[2]))
-    return tuple(found)
-
-
 def _read(folder: Path) -> Problem:
     if "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
-        _see_names(folder / "task.py", "INOUT", "OPAQUE")
+        for literal in ("INOUT", "OPAQUE"):
+            names(folder / "task.py", literal)
         task = load.module(folder, "task")
 
         def cases(specs: list) -> tuple[Case, ...]:
@@ -223,15 +214,15 @@ def _read(folder: Path) -> Problem:
     return _read_gpu_mode(folder)
 
 
-def _see_names(file: Path, *literals: str) -> None:
-    """UsageError unless each of these literals of task.py, where it is there, is a tuple of names."""
-    for literal in literals:
-        try:
-            said = load.constants(file, literal).get(literal, ())
-        except ValueError as error:
-            raise UsageError(f"{file.parent.name}: {error}") from None
-        if not isinstance(said, tuple) or not all(isinstance(name, str) for name in said):
-            raise UsageError(f"{file.parent.name}/task.py: {literal} must be a tuple of fields' names, got {said!r}")
+def names(file: Path, literal: str) -> tuple[str, ...]:
+    """Return the fields that a literal of task.py names. UsageError: it is no tuple of names."""
+    try:
+        said = load.constants(file, literal).get(literal, ())
+    except ValueError as error:
+        raise UsageError(f"{file.parent.name}: {error}") from None
+    if not isinstance(said, tuple) or not all(isinstance(name, str) for name in said):
+        raise UsageError(f"{file.parent.name}/task.py: {literal} must be a tuple of fields' names, got {said!r}")
+    return said
 
 
 def _read_gpu_mode(folder: Path) -> Problem:

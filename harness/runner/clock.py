@@ -55,7 +55,7 @@ class CudaClock:
     def time(self, call: Callable[[], object], capture: Callable[[object], None], delivery: Delivery) -> Sample:
         torch.cuda.synchronize()
         native.reset_persisting_l2()
-        if delivery.key is not None:
+        if delivery.buffer is not None and delivery.key is not None:
             native.mask(delivery.buffer, delivery.key)
         native.clean_l2(self._junk)
         native.read(self._flush, self._flush.numel(), FLUSH_CONFIG)

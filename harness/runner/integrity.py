@@ -53,7 +53,7 @@ class IntegrityCheck:
             same = names.get(key) is value
             if same and inner is not None:
                 # Compared by their contents: code that was swapped for its equal is no change.
-                same = inner.__code__ == code[0] and inner.__defaults__ == code[1]
+                same = (inner.__code__, inner.__defaults__) == code
             if not same:
                 found.append(name)
         methods = self._methods.items()
@@ -91,12 +91,12 @@ def _flushes_denormals() -> bool:
     return float(torch.tensor([1e-40], dtype=torch.float32) * 1) == 0.0
 
 
-def _attribute(owner: object, name: str) -> tuple[Callable[[], object], Callable[[object], object]]:
+def _attribute(owner: object, name: str) -> tuple[Callable[[], object], Callable]:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
 
 # Name -> how it is read, how it is set.
-_SWITCHES: dict[str, tuple[Callable[[], object], Callable[[object], object]]] = {
+_SWITCHES: dict[str, tuple[Callable[[], object], Callable]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "cuda.matmul.allow_tf32": _attribute(torch.backends.cuda.matmul, "allow_tf32"),

@@ -21,9 +21,8 @@ class Product:
     """c = a b with a, b, c (SIZE, SIZE). Of random values: a product of zeros takes less power, and is quicker."""
 
     def __init__(self, device: str) -> None:
-        shape = {"size": (SIZE[device],) * 2, "dtype": DTYPE[device], "device": device}
-        self._a, self._b = torch.randn(**shape), torch.randn(**shape)
-        self._c = torch.empty(**shape)
+        a = torch.randn(SIZE[device], SIZE[device], dtype=DTYPE[device], device=device)
+        self._a, self._b, self._c = a, torch.randn_like(a), torch.empty_like(a)
 
     def __call__(self) -> None:
         torch.matmul(self._a, self._b, out=self._c)

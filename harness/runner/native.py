@@ -130,16 +130,16 @@ class DeviceBuffer:
     def __init__(self, nbytes: int, handle: bytes | None = None) -> None:
         self._owner = handle is None
         pointer = c_void_p()
-        if self._owner:
+        if handle is None:
             call = library("cuda").function("judge_allocate", c_size_t, c_void_p)
             _check("cuda", call(nbytes, ctypes.addressof(pointer)))
             exported = ctypes.create_string_buffer(HANDLE_BYTES)
             _check("cuda", library("cuda").function("judge_export", c_void_p, c_void_p)(pointer, exported))
-            self.handle = exported.raw
+            handle = exported.raw
         else:
             call = library("cuda").function("judge_import", c_char_p, c_void_p)
             _check("cuda", call(ctypes.create_string_buffer(handle, HANDLE_BYTES), ctypes.addressof(pointer)))
-            self.handle = handle
+        self.handle = handle
         self._pointer = pointer.value
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (self._pointer, False), "version": 3,

@@ -17,7 +17,8 @@ import traceback
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -39,14 +40,15 @@ class Runner:
         self.sock = sock
         self.device: str = start["device"]
         self.folder = Path(start["folder"])
-        self.task = self.module = None
+        self.task: ModuleType | None = None
+        self.module: Any = None  # the submission; None: the judge's own calls
         self.buffers: list[MappedBuffer] = []
-        self.page: Page | None = None
+        self.page: Page  # on a CPU, from the first `open` on
         self.opened: dict = {}
         self.held: MappedBuffer | None = None  # the weights' memory
         self.room: torch.Tensor | None = None  # what plain readers read where the buffer is smaller
         self.product: matmul.Product | None = None
-        self.weights: object = None  # what stands for the weights in the data of a call: they, or what prepare made
+        self.weights: Any = None  # what stands for the weights in the data of a call: they, or what prepare made
         native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
         self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] else None
         self.integrity = integrity.IntegrityCheck() if self.clock else None
@@ -213,16 +215,16 @@ class Runner:
             ]
         }
 
-    def _data(self, buffer: MappedBuffer) -> object:
+    def _data(self, buffer: MappedBuffer) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
         data = tree.build(self.opened["data"], buffer.memory, self.task)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
-    def _leaf(self, data: object, index: int) -> torch.Tensor:
+    def _leaf(self, data: Any, index: int) -> torch.Tensor:
         """The tensor that is leaf `index` of the buffer."""
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
 
-    def _setup(self, data: object, message: dict) -> tuple:
+    def _setup(self, data: Any, message: dict) -> tuple:
         return (self.module.setup(data),) if message["baseline"] and hasattr(self.module, "setup") else ()
 
     def _delivery(self, buffer: MappedBuffer | None, key: bytes | None, message: dict) -> clock.Delivery:
@@ -232,17 +234,20 @@ class Runner:
             wire.send(self.sock, {"ready": True})
             wire.receive(self.sock)
 
-        return clock.Delivery(buffer and buffer.memory.get("device"), key, message["spin_us"], ready)
+        device = buffer.memory.get("device") if buffer else None
+        return clock.Delivery(device, key, message["spin_us"], ready)
 
     def _timed(
         self, run: Callable[[], object], capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
     ) -> dict:
         """The clock's reading, and of an audited call on a GPU the streams that its work ran on."""
-        if not audit or self.device != "cuda":
+        if self.clock is None:
+            raise RuntimeError("only a runner on a GPU has a clock")
+        if not audit:
             return vars(self.clock.time(run, capture, delivery))
-        with streams.Watch() as watch:
+        with streams.watch() as watched:
             sample = self.clock.time(run, capture, delivery)
-        return {**vars(sample), "activity": watch.seen()}
+        return {**vars(sample), "activity": streams.seen(watched)}
 
     def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
         """One of the judge's own calls on a GPU."""
@@ -252,7 +257,7 @@ class Runner:
         kernel = self._judges_kernel(what, message["bytes"], buffer)
         kernel()  # its code is fetched, as a submission's is
         delivery = self._delivery(None if what == matmul.NAME else buffer, None, message)
-        return vars(self.clock.time(kernel, lambda _: None, delivery))
+        return self._timed(kernel, lambda _: None, delivery, False)
 
     def _judges_kernel(self, what: str, nbytes: int, buffer: MappedBuffer) -> Callable[[], object]:
         """A call of the judge: "empty", the product, or one of the plain readers over `nbytes`."""
@@ -352,12 +357,12 @@ def _capture_any(result: object, captures: list[torch.Tensor]) -> list[dict]:
 
 def _flat(value: object) -> list[object]:
     """`value`, or what is in its tuples and lists."""
-    if type(value) not in (tuple, list):
+    if not isinstance(value, tuple | list) or type(value) not in (tuple, list):
         return [value]
     return [inner for item in value for inner in _flat(item)]
 
 
-def _is_plain(item: object) -> bool:
+def _is_plain(item: object) -> TypeGuard[torch.Tensor]:
     """Whether it is a dense tensor and nothing that only behaves like one."""
     return type(item) is torch.Tensor and not vars(item) and item.layout is torch.strided
 

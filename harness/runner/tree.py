@@ -4,9 +4,9 @@
 ("device" and "host"); `build` makes the same value again over another process's mapping of those buffers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ class Layout:
         return offset
 
 
-def describe(value: object, layout: Layout) -> dict:
+def describe(value: Any, layout: Layout) -> dict:
     """JSON specification of `value`, its tensors placed in `layout`. TypeError for anything else than the above."""
     if isinstance(value, torch.Tensor):
         space = "device" if value.is_cuda else "host"
@@ -51,7 +51,7 @@ def describe(value: object, layout: Layout) -> dict:
     raise TypeError(f"data may hold tensors, numbers, strings and nests of them, got {type(value).__name__}")
 
 
-def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> object:
+def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
     """The value that `spec` describes, its tensors views of `buffers` (uint8, flat). NamedTuple classes come from
     `task` (an attribute of that name); without one they become plain tuples.
     """
@@ -78,6 +78,16 @@ def leaves(spec: dict) -> list[dict]:
     return [leaf for item in spec.get("items", ()) for leaf in leaves(item)]
 
 
+def names(spec: dict, path: str = "") -> list[str]:
+    """Return a name for each of the leaves: its fields, keys or positions, joined by dots."""
+    if spec["kind"] == "tensor":
+        return [path or "0"]
+    items = spec.get("items", [])
+    parts = spec.get("fields") or spec.get("keys") or range(len(items))
+    named = zip(parts, items, strict=True)
+    return [name for part, item in named for name in names(item, f"{path}.{part}" if path else str(part))]
+
+
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:
     """Which of the leaves of a specification stand in the fields `names` of a NamedTuple, or under such keys of a dict;
     of anything else none do.
@@ -89,20 +99,10 @@ def within(spec: dict, names: tuple[str, ...]) -> list[int]:
 
 def tensors(value: object) -> list[torch.Tensor]:
     """The tensors within `value`, in the order of `leaves`."""
-    found: list[torch.Tensor] = []
-    walk(value, found.append)
-    return found
-
-
-def walk(value: object, visit: Callable[[torch.Tensor], None]) -> None:
     if isinstance(value, torch.Tensor):
-        visit(value)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            walk(item, visit)
-    elif isinstance(value, dict):
-        for item in value.values():
-            walk(item, visit)
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for item in items for tensor in tensors(item)]
 
 
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
 def raw(value: torch.Tensor) -> torch.Tensor:
     """The bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
     start, length = value.storage_offset() * value.element_size(), extent(value) * value.element_size()
-    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,))
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,), (1,))
 
 
 def extent(value: torch.Tensor) -> int:
@@ -125,7 +125,7 @@ def extent(value: torch.Tensor) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def clone(value: object) -> object:
+def clone(value: Any) -> Any:
     """A copy with storage of its own for every tensor, strides kept."""
     if isinstance(value, torch.Tensor):
         copied = raw(value).clone()

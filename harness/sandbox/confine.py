@@ -233,9 +233,9 @@ def _rule(ruleset: int, path: str, rights: int) -> None:
         os.close(fd)
 
 
-# A rule of the filter: (system call, error, conditions), each condition (argument, test, value) on its low 32 bits.
+# A rule of the filter: (system call, error, conditions), each condition (argument, test, *values) on its low 32 bits.
 # A call that meets every condition of a rule gets its error.
-_Rule = tuple[int, int, tuple[tuple[int, str, int | tuple[int, int]], ...]]
+_Rule = tuple[int, int, tuple[tuple, ...]]
 
 
 def _rules(jail: dict, reaper: int) -> list[_Rule]:
@@ -264,7 +264,7 @@ def _rules(jail: dict, reaper: int) -> list[_Rule]:
         if jail["abi"] < 3:  # then Landlock does not know truncation
             truncates = (os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC)
             rules += [(_TRUNCATE, deny, ()), (_OPENAT2, errno.ENOSYS, ())]
-            rules += [(_OPEN, deny, ((1, "masked", truncates),)), (_OPENAT, deny, ((2, "masked", truncates),))]
+            rules += [(_OPEN, deny, ((1, "masked", *truncates),)), (_OPENAT, deny, ((2, "masked", *truncates),))]
         if "scope" not in measures or "landlock" not in measures:
             kept = {reaper, jail["parent"]}
             for target in sorted({-1, *kept, *(-os.getpgid(pid) for pid in kept)}):
@@ -291,16 +291,16 @@ def assemble(rules: list[_Rule]) -> bytes:
     loaded = True  # the accumulator holds the call's number
     for number, error, conditions in rules:
         tests: list[tuple[int, int, int, int]] = []  # a jump distance of -1: to the next rule
-        for argument, test, value in conditions:
+        for argument, test, *values in conditions:
             tests.append((_LOAD, 0, 0, 16 + 8 * argument))
             if test == "is":
-                tests.append((_EQUAL, 0, -1, value))
+                tests.append((_EQUAL, 0, -1, values[0]))
             elif test == "not":
-                tests.append((_EQUAL, -1, 0, value))
+                tests.append((_EQUAL, -1, 0, values[0]))
             elif test == "any":
-                tests.append((_ANY_BIT, 0, -1, value))
+                tests.append((_ANY_BIT, 0, -1, values[0]))
             else:
-                tests += [(_AND, 0, 0, value[0]), (_EQUAL, 0, -1, value[1])]
+                tests += [(_AND, 0, 0, values[0]), (_EQUAL, 0, -1, values[1])]
         body = [(_EQUAL, 0, -1, number), *tests, (_RETURN, 0, 0, _ERRNO | error)]
         if not loaded:
             code.append((_LOAD, 0, 0, 0))

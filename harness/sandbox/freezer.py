@@ -44,7 +44,7 @@ class Freezer:
                 raise StopError("the runner could not be stopped: its process is gone") from None
 
     @property
-    def handle(self) -> tuple[int, int, int, int]:
+    def handle(self) -> tuple[int, ...]:
         """Reaper, pid and the cgroup's descriptors, as harness/runner/gate.cpp takes them."""
         return self.reaper, self.pid, *self._files
 
@@ -54,7 +54,7 @@ class Freezer:
 
     def stop(self) -> None:
         """Return when nothing of the runner can run. StopError: it did not come to that, or its process is gone."""
-        if code := gate.bindings().stop(*self.handle, limit_s=STOP_LIMIT_S):
+        if code := gate.bindings().stop(*self.handle, STOP_LIMIT_S):
             why = "its process is gone" if code == GONE else f"processes still ran after {STOP_LIMIT_S:g} s"
             raise StopError(f"the runner could not be stopped: {why}")
 

@@ -79,7 +79,7 @@ class Jail:
         measures = self.measures()
         return {
             "measures": measures,
-            "abi": _landlock_abi() if "landlock" in measures else 0,
+            "abi": confine.landlock_abi() if "landlock" in measures else 0,
             "uid": self.uid if "uid" in measures else None,
             "passing": passing(),
             "stays_stopped": self.stays_stopped,
@@ -121,7 +121,7 @@ def probe() -> dict[str, str]:
     """What jailed processes get on this machine, for the record: "on", with what it is, or "off: " and why not."""
     details = {
         "uid": f"{UIDS[0]} to {UIDS[-1]}, one a runner",
-        "landlock": f"ABI {_landlock_abi()}" if not offered()["landlock"] else "",
+        "landlock": f"ABI {confine.landlock_abi()}" if not offered()["landlock"] else "",
         "capabilities": "CAP_DAC_READ_SEARCH alone, to pass closed folders; Landlock says what is read"
         if passing()
         else "none",
@@ -150,7 +150,7 @@ def offered() -> dict[str, str]:
         if abi < 2:
             found["landlock"] = "Landlock ABI 1 lets nobody rename between folders (Linux 5.19 does)"
     except OSError as error:
-        abi, found["landlock"] = 0, error.strerror
+        abi, found["landlock"] = 0, error.strerror or str(error)
     found["uid"] = _why_no_uid(passing=False)
     if found["uid"] and not found["landlock"]:
         found["uid"] = _why_no_uid(passing=True)
@@ -159,14 +159,10 @@ def offered() -> dict[str, str]:
     try:
         confine.seccomp_available()
     except OSError as error:
-        found["seccomp"] = error.strerror
+        found["seccomp"] = error.strerror or str(error)
     if found["seccomp"]:
         found["network"] = found["memfd"] = f"needs the system-call filter: {found['seccomp']}"
     return found
-
-
-def _landlock_abi() -> int:
-    return confine.landlock_abi()
 
 
 @functools.cache
@@ -189,9 +185,9 @@ def _why_no_uid(passing: bool) -> str:
     needed += [(str(path), os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*")]
     needed += [(tempfile.gettempdir(), os.X_OK)]
     for name in IMPORTED:
-        with contextlib.suppress(ImportError, ValueError, AttributeError):
-            origin = importlib.util.find_spec(name).origin
-            needed += [(origin, os.R_OK)] if origin else []
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            needed += [(spec.origin, os.R_OK)] if spec and spec.origin else []
     script = (
         f"import marshal, sys; sys.path.append({str(ROOT / 'harness' / 'sandbox')!r}); import confine; "
         "print(confine.closed(*marshal.loads(sys.stdin.buffer.read())))"

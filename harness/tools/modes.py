@@ -3,9 +3,8 @@
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Iterator
 
-from harness.judge import console
+from harness.judge import console, replies
 from harness.judge.handle import ARCH, RunnerHandle
 from harness.judge.limits import COMPILE_LIMIT_S
 from harness.judge.outcome import Outcome
@@ -19,10 +18,9 @@ SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
 SANITIZE_TOOLS = ("memcheck", "racecheck")
 
 
-def compile_only(problem: Problem, device: str, judged: list[Result], progress: Progress) -> Iterator[Result]:
-    """Compile submissions for their own targets, without their device, where their compiler is installed.
-
-    -> each one whose verdict this settled, as soon as it did: COMPILED, or COMPILE_ERROR with the compiler's words.
+def compile_only(problem: Problem, device: str, judged: list[Result], progress: Progress) -> None:
+    """Compile submissions for their own targets, without their device, where their compiler is installed. Their verdict
+    becomes COMPILED, or COMPILE_ERROR with the compiler's words.
     """
     todo = [j for j in judged if j.target in ARCH and not j.submission.baseline]
     if not todo:
@@ -34,14 +32,13 @@ def compile_only(problem: Problem, device: str, judged: list[Result], progress: 
         for j in todo:
             if all(importlib.util.find_spec(name) for name in j.submission.requires):
                 _compile(session, j, progress)
-                yield j
 
 
 def _compile(session: Session, j: Result, progress: Progress) -> None:
     for target in (t for t in j.submission.targets if t in ARCH):
         progress(f"compile {j.submission.name} for {target}")
         handle = RunnerHandle(f"{j.submission.name}@{target}", j.submission, target)
-        reply = session.ask_runner(handle, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
+        reply = session.ask_runner(handle, replies.Compiled, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
         session.stop(handle)
         if isinstance(reply, Outcome):
             j.status, j.reason = "COMPILE_ERROR", reply.reason
@@ -65,9 +62,8 @@ def profile(
         for case in cases:
             session.weights(case)
             session.content(case)
-            reply = session.ask_runner(
-                handle, {"op": "profile", "baseline": submission.baseline}, 2 * COMPILE_LIMIT_S, buffers=1
-            )
+            message = {"op": "profile", "baseline": submission.baseline}
+            reply = session.ask_runner(handle, replies.Profiled, message, 2 * COMPILE_LIMIT_S, buffers=1)
             if isinstance(reply, Outcome):
                 console.say(f"{submission.name}: {reply.status}: {reply.reason}")
                 return reply.status

@@ -33,7 +33,7 @@ from harness.runner import flush
 from harness.tools import modes
 from leaderboard import report
 from tests.support import SUPPORT, fake_runner
-from tests.support.fake_runner import BROKEN, HARMLESS, OTHERS, SILENT, Script
+from tests.support.scripted import BROKEN, HARMLESS, OTHERS, SILENT, Script
 
 FOLDERS = {
     "vector_add": SUPPORT / "problems" / "vector_add", "linear": SUPPORT / "problems" / "linear",

@@ -117,7 +117,7 @@ def test_the_linter_asks_no_more_of_it(folder, monkeypatch):
     made = {"whole": [Outcome("PASSED")] * 2, "peer_part": [Outcome("UNSUPPORTED", SAYS), Outcome("PASSED")]}
     monkeypatch.setattr(linter, "_judged", lambda *_: made)
     session, said = SimpleNamespace(problem=folders.find(str(folder)), device="cpu"), []
-    assert linter.variants(session, "cpu", said.append, lambda _: None, short=False) == []
+    assert linter.variants(session, "cpu", said.append, lambda _: None) == []
     assert any(re.fullmatch(rf"peer_part +1/2 cases right  {SAYS}", line) for line in said), said
 
 

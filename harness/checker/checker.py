@@ -9,6 +9,7 @@ import dataclasses
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -132,13 +133,14 @@ class Checker:
             self.captures = [memory.capture_spec(leaves[i], copies) for i in self.outputs]
             memory.poison(tree.tensors(self._delivered()), self.outputs)
         else:
-            # The reference may write into its argument and return an element of it: that element is the output.
-            scratch = tree.clone(self.pristine)
-            answer = self.reference.ref_kernel(scratch)
-            pointers = [t.untyped_storage().data_ptr() for t in tree.tensors(scratch)]
-            found = [t.untyped_storage().data_ptr() for t in tree.tensors(answer)]
-            self.outputs = [i for i, pointer in enumerate(pointers) if pointer in found]
-            self.captures = [tree.describe(t.contiguous(), copies) for t in tree.tensors(answer)]
+            # A call may overwrite every input, as the reference may, and return one of them.
+            self.outputs, self.inout = [], list(range(len(tree.leaves(self.spec))))
+            given = tree.tensors(self.pristine)
+            answer = tree.parts(self.reference.ref_kernel(tree.clone(self.pristine)))
+            if not answer or not all(isinstance(part, torch.Tensor) for part in answer):
+                kinds = ", ".join(type(part).__name__ for part in answer) or "none"
+                raise TypeError(f"ref_kernel must return tensors, in tuples, lists or dicts, got {kinds}")
+            self.captures = [memory.room_for(part, given, copies) for part in answer]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
             "device": "cuda" if cuda else "cpu", "sizes": layout.used, "bytes": self._bytes(case),
@@ -192,7 +194,10 @@ class Checker:
             memory.region(leaf, buffer).copy_(tree.raw(source))
         if self.device == "cuda":
             for spec in self.captures:
-                memory.poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
+                if self.own:
+                    memory.poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
+                else:  # of any dtype: NaN, and of integers -1
+                    memory.region({**spec, "nbytes": spec["most"]}, buffer).fill_(0xFF)
         if message["key"]:
             native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
         self._sync()
@@ -259,7 +264,7 @@ class Checker:
     def _written(self, buffer: Buffer) -> list[tuple[int, int]]:
         """Return (address, bytes) of what a call on the present content writes; address 0: in the runner's memory."""
         if not self.own:
-            return [(0, STRIDED_FACTOR * spec["nbytes"] + STRIDED_BYTES) for spec in self.captures]
+            return [(0, STRIDED_FACTOR * spec["most"] + STRIDED_BYTES) for spec in self.captures]
         regions = [memory.region(tree.leaves(self.spec)[i], buffer) for i in self.outputs]
         return [(region.data_ptr(), region.numel()) for region in regions]
 
@@ -267,9 +272,8 @@ class Checker:
         """Copy the outputs that a call left, and compare its inputs with the originals. noted: (address, bytes) of each
         output in the runner's memory, in a GPU MODE folder.
         """
-        fault = self._changed(runner, buffer)
         if self.own:
-            leaves = tree.leaves(self.spec)
+            fault, leaves = self._changed(runner, buffer), tree.leaves(self.spec)
             return Caught(fault, [memory.region(leaves[i], buffer).clone() for i in self.outputs])
         outputs: list[torch.Tensor | None] = []
         for (address, nbytes), (_, most) in zip(noted, self._written(buffer), strict=True):
@@ -282,7 +286,7 @@ class Checker:
                 ) from error
             except OSError:
                 outputs.append(None)
-        return Caught(fault, outputs)
+        return Caught(self._changed(runner, buffer), outputs)  # last: it puts inputs back, and one may be an output
 
     def judge(self, message: dict, _: list[int]) -> dict:
         """Return the verdict on the outputs in a buffer. claims: what the runner says that the submission returned,
@@ -296,30 +300,54 @@ class Checker:
             raise RuntimeError(f"{runner} has made no call that could be judged")
         if caught.fault:
             return _verdict("INCORRECT", caught.fault)
+        if not self.own:
+            return self._judge_any(caught.outputs, claims[0] if claims else {"type": "nothing"}, buffer)
         if self.device == "cuda":
             got: list[torch.Tensor | None] = [tree.tensor(c, buffer.memory[c["space"]]) for c in self.captures]
             taken: list[torch.Tensor | None] = [tree.raw(tensor) for tensor in got if tensor is not None]
         else:
             taken = caught.outputs
-            forms = self.captures if self.own else claims  # dtype, shape and stride: the problem's, or what came back
-            got = [memory.interpret(output, form) for output, form in zip(taken, forms, strict=False)]
-        if self.own:
-            leaves, names = tree.leaves(self.spec), _fields(self.spec)
-            for i, output in zip(self.outputs, taken, strict=True):
-                if output is None or not memory.same(memory.region(leaves[i], buffer), output):
-                    return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
+            got = [memory.interpret(output, form) for output, form in zip(taken, self.captures, strict=True)]
+        leaves, names = tree.leaves(self.spec), _fields(self.spec)
+        for i, output in zip(self.outputs, taken, strict=True):
+            if output is None or not memory.same(memory.region(leaves[i], buffer), output):
+                return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if claims is not None and (fault := self._returned_fault(claims, self.captures)):
             return _verdict("INCORRECT", fault)
-        if any(tensor is None for tensor in got):
-            return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
-        if not self.own:
-            answer = got[0] if len(got) == 1 else got
-            ok, text = self.reference.check_implementation(tree.clone(self.pristine), tree.clone(answer))
-            return _verdict("PASSED" if ok else "INCORRECT", "" if ok else str(text))
         output = got[0] if len(got) == 1 else tuple(got)
         result = self.reference.compare(self.pristine, self.want, output, message["baseline"])
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
+
+    def _judge_any(self, taken: list[torch.Tensor | None], claim: dict, buffer: Buffer) -> dict:
+        """Return the verdict of a GPU MODE folder's own check. claim: what the runner says that came back; taken: the
+        tensors' bytes on a CPU.
+        """
+        forms = _tensors_of(claim)
+        if fault := self._returned_fault(forms, self.captures):
+            return _verdict("INCORRECT", fault)
+        if self.device == "cuda":
+            places = [{**spec, "dtype": form["dtype"]} for spec, form in zip(self.captures, forms, strict=True)]
+            got = [memory.copied(place, buffer) for place in places]
+        else:
+            got = [memory.interpret(part, form) for part, form in zip(taken, forms, strict=True)]
+        if any(part is None for part in got):
+            return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
+        ok, said = self._said_of(_answer(claim, iter([tree.clone(part) for part in got])))
+        return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
+
+    def _said_of(self, answer: object) -> tuple[bool, str]:
+        """Return what the folder's check says of an answer. It returns a pair; or a text that is empty where all is
+        right; or a bool, of which the reference's own answer shows the meaning.
+        """
+        said = self.reference.check_implementation(tree.clone(self.pristine), answer)
+        if isinstance(said, tuple | list) and len(said) == 2:
+            return bool(said[0]), str(said[1])
+        if said is None or isinstance(said, str):
+            return not said, str(said)
+        right = self.reference.ref_kernel(tree.clone(self.pristine))
+        good = bool(said) == bool(self.reference.check_implementation(tree.clone(self.pristine), right))
+        return good, "check_implementation says of it what it does not say of the reference's answer"
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
         """Return in words what a call changed and must not change, "" if nothing. Put INOUT's tensors back."""
@@ -346,7 +374,8 @@ class Checker:
             if claim["type"] != "Tensor":
                 return f"custom_kernel must return a torch.Tensor, {form}, got {claim['type']}"
             came = f"{claim['dtype']} {tuple(claim['shape'])} on {claim['device']}"
-            if came != f"{form} on {device}":
+            admitted = [f"{dtype} {tuple(want['shape'])} on {device}" for dtype in want.get("dtypes", [want["dtype"]])]
+            if came not in admitted:
                 return f"custom_kernel must return {form} on {device}, got {came}"
             if self.own and not claim["same"]:
                 return f"custom_kernel must return the output tensor it was given ({form}), got another one"
@@ -393,6 +422,23 @@ def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: 
         raise ValueError("weights must be made before the inputs of a problem that splits them, got None")
     inputs, outputs = reference.generate_input(**case, device=device)
     return task.Data(weights, inputs, outputs)
+
+
+def _tensors_of(claim: dict) -> list[dict]:
+    """Return the forms of the tensors within what a runner says that came back, in the order of tree.parts."""
+    if claim["type"] in ("tuple", "list", "dict"):
+        return [form for item in claim["items"] for form in _tensors_of(item)]
+    return [] if claim["type"] == "value" else [claim]
+
+
+def _answer(claim: dict, tensors: Iterator[torch.Tensor]) -> object:
+    """Return what came back as the runner says that it was put together, of the tensors that were taken."""
+    if claim["type"] in ("tuple", "list", "dict"):
+        items = [_answer(item, tensors) for item in claim["items"]]
+        if claim["type"] == "dict":
+            return dict(zip(claim["keys"], items, strict=False))
+        return tuple(items) if claim["type"] == "tuple" else items
+    return claim["value"] if claim["type"] == "value" else next(tensors)
 
 
 def _fields(spec: dict) -> list[str]:

@@ -1,5 +1,7 @@
 """Tensors in a buffer, as the checker sees them: where one lies, what it is called, whether its bytes are the same."""
 
+import math
+
 import torch
 
 from harness.runner import gate, tree
@@ -53,6 +55,24 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
 def capture_spec(leaf: dict, layout: tree.Layout) -> dict:
     """Return the specification of a copy of one tensor, which gets a place in `layout`."""
     return {**leaf, "offset": layout.place(leaf["space"], leaf["nbytes"])}
+
+
+def room_for(tensor: torch.Tensor, others: list[torch.Tensor], layout: tree.Layout) -> dict:
+    """Return the specification of a dense copy of an answer, which gets a place in `layout`. A submission may give it
+    in the dtype of any of `others` that has its shape: a buffer for it that the problem hands out.
+    """
+    dtypes = {other.dtype for other in others if other.shape == tensor.shape} | {tensor.dtype}
+    spec = tree.describe(torch.empty_like(tensor, memory_format=torch.contiguous_format, device="meta"), tree.Layout())
+    space, most = ("device" if tensor.is_cuda else "host"), max(dtype.itemsize for dtype in dtypes)
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    place = layout.place(space, tensor.numel() * most)
+    return {**spec, "space": space, "offset": place, "most": tensor.numel() * most, "dtypes": names}
+
+
+def copied(spec: dict, buffer: Buffer) -> torch.Tensor:
+    """Return the dense tensor of a specification of `room_for`, in the dtype that it names."""
+    nbytes = math.prod(spec["shape"]) * getattr(torch, spec["dtype"]).itemsize
+    return tree.tensor({**spec, "nbytes": nbytes}, buffer.memory[spec["space"]])
 
 
 def poison(tensors: list[torch.Tensor], which: list[int]) -> None:

@@ -99,7 +99,10 @@ class Prepared(Reply):
 
 
 class Claim(Reply):
-    """One object that a call returned. same: it is the tensor that the judge handed out."""
+    """One object that a call returned. same: it is the tensor that the judge handed out.
+
+    In a GPU MODE folder a tuple, list or dict has `items`, a dict also `keys`, and a plain value has `value`.
+    """
 
     type: Name
     dtype: Name = ""
@@ -107,6 +110,9 @@ class Claim(Reply):
     stride: Annotated[list[Count], Field(max_length=DIMENSIONS)] = []
     device: Name = ""
     same: bool = False
+    items: Annotated[list["Claim"], Field(max_length=LISTED)] = []
+    keys: Names = []
+    value: bool | Annotated[int, Field(ge=-(2**63), lt=2**63)] | float | Text | None = None
 
 
 Claims = Annotated[list[Claim], Field(max_length=LISTED)]

@@ -143,7 +143,7 @@ class Runner:
         if self.opened["own"]:
             forms = _forms(result, [self._leaf(calls[message["buffer"]][0], i) for i in self.opened["outputs"]])
         else:
-            forms = [_form(item) for item in _flat(result)[:CLAIMS]]
+            forms = [_structure(result)]
         return {"claims": forms, "switches": self.switches.restore()}
 
     def _timed_call(self, message: dict, buffer: MappedBuffer) -> dict:
@@ -153,7 +153,8 @@ class Runner:
         outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
         # Views of the judge's own, made before the call: what comes back may have been given other methods.
         sources = [tree.raw(output) for output in outputs]
-        captures = [tree.tensor(spec, buffer.memory[spec["space"]]) for spec in self.opened["captures"]]
+        copies = self.opened["captures"]
+        captures = [tree.tensor(spec, buffer.memory[spec["space"]]) for spec in copies if self.opened["own"]]
         claims: list[dict] = []
         setup_us, state = None, ()
         if message["baseline"] and hasattr(self.module, "setup"):
@@ -173,7 +174,7 @@ class Runner:
             if self.opened["own"]:
                 claims.extend(_capture_own(result, outputs, sources, captures))
             else:
-                claims.extend(_capture_any(result, captures))
+                claims.extend(_capture_any(result, copies, buffer))
 
         timed = self._timed(run, capture, self._delivery(buffer, key, message), message["audit"])
         return {**timed, "setup_us": setup_us, "claims": claims}
@@ -319,12 +320,11 @@ def _noting(kernel: Callable, page: Page) -> Callable:
 
     def noted(*arguments: object) -> object:
         result = kernel(*arguments)
-        returned = _flat(result)
         places = [
             (item.data_ptr(), tree.extent(item) * item.element_size()) if _is_plain(item) else (0, 0)
-            for item in returned[: gate.RETURNED]
+            for item in tree.parts(result)[: gate.RETURNED]
         ]
-        said = json.dumps([_form(item) for item in returned[:CLAIMS]]).encode()
+        said = json.dumps([_structure(result)]).encode()
         gate.bindings().note_returned(page.address, places, said)
         return result
 
@@ -346,25 +346,39 @@ def _forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
     return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned[:CLAIMS])]
 
 
-def _capture_any(result: object, captures: list[torch.Tensor]) -> list[dict]:
-    """Copy whatever tensors came back, where they have the form of the expected ones; say what came."""
-    returned = _flat(result)
-    for item, target in zip(returned, captures, strict=False):
-        if type(item) is torch.Tensor and item.dtype == target.dtype and item.shape == target.shape:
-            target.copy_(item)
-    return [_form(item) for item in returned[:CLAIMS]]
+def _capture_any(result: object, captures: list[dict], buffer: MappedBuffer) -> list[dict]:
+    """Copy whatever tensors came back, where they have a form that is judged; say what came."""
+    for item, spec in zip(tree.parts(result), captures, strict=False):
+        if _is_plain(item) and str(item.dtype).removeprefix("torch.") in spec["dtypes"]:
+            form = {"dtype": str(item.dtype).removeprefix("torch."), "nbytes": item.numel() * item.element_size()}
+            if list(item.shape) == spec["shape"]:
+                tree.tensor({**spec, **form}, buffer.memory[spec["space"]]).copy_(item)
+    return [_structure(result)]
 
 
-def _flat(value: object) -> list[object]:
-    """`value`, or what is in its tuples and lists."""
-    if not isinstance(value, tuple | list) or type(value) not in (tuple, list):
-        return [value]
-    return [inner for item in value for inner in _flat(item)]
+def _structure(value: object, left: list[int] | None = None) -> dict:
+    """What a call returned: of a tuple, a list or a dict what is in it, of a plain value the value, else its form.
+
+    left: how many more objects are told of.
+    """
+    left = [CLAIMS] if left is None else left
+    left[0] -= 1
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {"type": kind, "items": [_structure(item, left) for item in value if left[0] > 0]}
+    if isinstance(value, dict):
+        keys = sorted(map(str, value))[: max(0, left[0])]
+        return {"type": "dict", "keys": keys, "items": [_structure(value.get(key), left) for key in keys]}
+    if value is None or isinstance(value, int | float | str):
+        return {"type": "value", "value": value}
+    return _form(value)
 
 
 def _is_plain(item: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is a dense tensor and nothing that only behaves like one."""
-    return type(item) is torch.Tensor and not vars(item) and item.layout is torch.strided
+    """Whether it is a dense tensor and nothing that only behaves like one. torch.compile leaves notes on its results."""
+    if type(item) is not torch.Tensor or item.layout is not torch.strided:
+        return False
+    return all(isinstance(name, str) and name.startswith("_dynamo_") for name in vars(item))
 
 
 def _form(item: object, own: torch.Tensor | None = None) -> dict:

@@ -105,6 +105,15 @@ def tensors(value: object) -> list[torch.Tensor]:
     return [tensor for item in items for tensor in tensors(item)]
 
 
+def parts(answer: object) -> list[object]:
+    """What a call returned, without its tuples, lists, dicts (by key) and plain values: its tensors, in order."""
+    if isinstance(answer, tuple | list):
+        return [inner for item in answer for inner in parts(item)]
+    if isinstance(answer, dict):
+        return [inner for key in sorted(answer, key=str) for inner in parts(answer[key])]
+    return [] if isinstance(answer, _PLAIN) else [answer]
+
+
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
     """The strided view of `buffer` (uint8, flat) that a tensor specification describes."""
     dtype = getattr(torch, spec["dtype"])

@@ -1,0 +1,55 @@
+"""Folders with the traits of other people's problems: a right and a wrong submission of each are told apart."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.judge import phases
+from harness.judge.handle import RunnerHandle
+from harness.judge.session import Session
+from harness.judge.verdict import Result, aggregate
+from harness.problem import folders
+from tests.support import SUPPORT
+
+SET = SUPPORT / "gpu_mode"
+FOLDERS = sorted(path.parent.name for path in SET.glob("*/task.yml") if (path.parent / "solutions").is_dir())
+NEEDS_GPU = ("triton_kernel",)
+HOW = phases.Plan(processes=1, samples=2, warmups=1, buffers=2, audits=0, extra=6)
+
+
+def judged(name: str, device: str) -> dict[str, Result]:
+    """What submission.py and solutions/wrong.py of a folder get, in tests and in a short benchmark."""
+    found = folders.find(str(SET / name))
+    target = {"cpu": "cpu", "cuda": "sm90"}[device]
+    files = {"right": found.folder / "submission.py", "wrong": found.folder / "solutions" / "wrong.py"}
+    handles = [RunnerHandle(what, folders.submission(found, file), target) for what, file in files.items()]
+    results = {handle.name: Result(handle.submission, target) for handle in handles}
+    with Session(found, device) as session:
+        phases.run_tests(
+            session, handles, list(found.tests), lambda h, *a: results[h.name].tests.append(a), lambda _: None
+        )
+        right = [handle for handle in handles if handle.name == "right"]
+        cases = list(found.benchmarks[device])
+        times, readings = phases.run_benchmarks(session, right, cases, lambda _: None, how=HOW)
+        results["right"].times = [aggregate(t, g) for t, g in zip(times["right"], readings, strict=True)]
+    return results
+
+
+def check(name: str, device: str) -> None:
+    results = judged(name, device)
+    right, wrong = results["right"], results["wrong"]
+    said = [outcome.reason for _, outcome in right.tests] + [t.failure.reason for t in right.times if t.failure]
+    assert right.verdict == "PASSED", "\n".join(filter(None, said))
+    assert [len(t.timing.flat("us")) for t in right.times] == [HOW.samples] * len(right.times) != []
+    assert wrong.verdict == "INCORRECT", [outcome.reason for _, outcome in wrong.tests]
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name not in NEEDS_GPU])
+def test_on_a_cpu(name):
+    check(name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FOLDERS)
+def test_on_a_gpu(name):
+    check(name, "cuda")

@@ -14,7 +14,7 @@ WINNERS = {"cpu": ("composed",), "sm90": ("composed",), "sm100": ("composed",)}
 
 @functools.cache
 def _name(target: str) -> str:
-    return load.winner(Path(__file__).parent, WINNERS, target)
+    return load.winner(Path(__file__).parent, target)
 
 
 def prepare(weights: Weights) -> object:

@@ -17,7 +17,7 @@ WINNERS = {
 
 @functools.cache
 def _name(target: str) -> str:
-    return load.winner(Path(__file__).parent, WINNERS, target)
+    return load.winner(Path(__file__).parent, target)
 
 
 def custom_kernel(data: input_t) -> output_t:

@@ -1,12 +1,6 @@
 """sm90_cute: CuTe DSL; wgmma on bf16 tiles that are gathered through registers and decoded once for K and V."""
 
-import contextlib
 import functools
-import io
-import os
-import re
-import shlex
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +9,11 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_ptr
 from cutlass.cutlass_dsl import T, dsl_user_op
 from task import HEAD_DIM, NOPE, SCALE, input_t, output_t, unpack
 
 from problems.common import build
+from problems.common.cute_dsl import bits_to_float, check_target, cubin, mul_bf16x2, pack_bf16x2, pointers, prmt
 
 TARGETS = ("sm90",)
 REQUIRES = ("cutlass",)
@@ -38,33 +32,6 @@ EXPONENT = SCALE * LOG2_E  # exp(SCALE s) = 2^(EXPONENT s)
 LOWEST = -3.0e38  # reference where there is no score yet: finite, so that no difference is NaN
 SLACK = 8 / EXPONENT  # the largest score may pass the reference by this much: weights stay below 2^8
 SIGNS, LOW_THREE, HIGH_NIBBLES = -0x7F7F7F80, 0x07070707, -0x0F0F0F10  # 0x80, 0x07 and 0xF0 in each byte
-
-
-@dsl_user_op
-def permute(low: Int32, high: Int32, selector: int, *, loc=None, ip=None) -> Int32:
-    """The 4 bytes that the nibbles of `selector` name: 0 to 3 of `low`, 4 to 7 of `high`."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (low, high, selector)]
-    return Int32(llvm.inline_asm(T.i32(), values, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def times(pair: Int32, factor: Int32, *, loc=None, ip=None) -> Int32:
-    """The products of two bf16 pairs; subnormal operands and results are kept."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (pair, factor)]
-    return Int32(llvm.inline_asm(T.i32(), values, "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def pack(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
-    """Two floats as bf16, rounded to nearest."""
-    values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (high, low)]
-    return Int32(llvm.inline_asm(T.i32(), values, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def to_float(bits: Int32, *, loc=None, ip=None) -> Float32:
-    """The float whose bits are `bits`."""
-    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -117,7 +84,7 @@ def decode(word: Int32, factor: Int32) -> tuple[Int32, Int32]:
     """
     high = (word & SIGNS) | ((word >> 4) & LOW_THREE)
     low = (word << 4) & HIGH_NIBBLES
-    return times(permute(low, high, 0x5140), factor), times(permute(low, high, 0x7362), factor)
+    return mul_bf16x2(prmt(low, high, 0x5140), factor), mul_bf16x2(prmt(low, high, 0x7362), factor)
 
 
 def chunk_at(row, chunk):
@@ -315,7 +282,7 @@ def weigh(
         for j in range(TILE // 16):
             low, high = (exp2((s[4 * j + 2 * h + b] - new) * EXPONENT) for b in range(2))
             sum_of_row += low + high
-            p_words[4 * chunk_at(row, place.chunk(TILE, j)) + place.pair] = pack(low, high)
+            p_words[4 * chunk_at(row, place.chunk(TILE, j)) + place.pair] = pack_bf16x2(low, high)
         total[h] = sum_of_row
 
 
@@ -338,7 +305,7 @@ def round_rows(place: Place, o: cute.Tensor, words: cute.Tensor) -> None:
     for h in range(2):
         for j in range(HEAD_DIM // 16):
             at = chunk_at(place.row + 8 * h, place.chunk(HEAD_DIM, j))
-            words[4 * at + place.pair] = pack(o[4 * j + 2 * h], o[4 * j + 2 * h + 1])
+            words[4 * at + place.pair] = pack_bf16x2(o[4 * j + 2 * h], o[4 * j + 2 * h + 1])
 
 
 @cute.jit
@@ -522,12 +489,12 @@ def combine(partial: cute.Tensor, stats: cute.Tensor, sink: cute.Tensor, out: cu
             source = partial[None, thread, head, start + i, query].iterator.toint()
             words = load_if(part > 0.0, source, 4, 0)  # what has no weight may not have been written
             for j in cutlass.range_constexpr(4):
-                sums[j] += part * to_float(words[j])
+                sums[j] += part * bits_to_float(words[j])
     total = cute.arch.warp_reduction_sum(total)
     whole = final_factor(reference, total, sink[head])
     result = cute.make_rmem_tensor((2,), Int32)
     for j in cutlass.range_constexpr(2):
-        result[j] = pack(sums[2 * j] * whole, sums[2 * j + 1] * whole)
+        result[j] = pack_bf16x2(sums[2 * j] * whole, sums[2 * j + 1] * whole)
     cute.autovec_copy(result, out[None, thread, head, query])
     if thread == 0:
         lse[head, query] = log_sum(reference, total)
@@ -595,20 +562,17 @@ def launch(
         ).launch(grid=(heads, rows, 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True)  # fmt: skip
 
 
-def pointers(*addresses: int) -> list[cute.Pointer]:
-    """The pointer arguments of `launch`, in its order, at their device addresses."""
-    views = (
-        (Int32, 16), (Uint8, 16), (Int32, 4), (Int32, 4), (Uint8, 16), (Int32, 4), (Int32, 4), (Float32, 4),
-        (Int32, 16), (Float32, 4), (Float32, 16), (Float32, 8),
-    )  # fmt: skip
-    memory = cute.AddressSpace.gmem
-    return [make_ptr(dtype, at, memory, align) for (dtype, align), at in zip(views, addresses, strict=True)]
+# Of the pointer arguments of `launch`: dtype, alignment in bytes.
+VIEWS = (
+    (Int32, 16), (Uint8, 16), (Int32, 4), (Int32, 4), (Uint8, 16), (Int32, 4), (Int32, 4), (Float32, 4),
+    (Int32, 16), (Float32, 4), (Float32, 16), (Float32, 8),
+)  # fmt: skip
 
 
 @functools.cache
 def compiled(split: bool, options: str = ""):
     """The kernels, for any shape; called with the pointers, then the integers of `launch`."""
-    return cute.compile(launch, *pointers(*[0] * 12), *(Int32(1) for _ in range(10)), split, options=options)
+    return cute.compile(launch, *pointers(VIEWS, [0] * 12), *(Int32(1) for _ in range(10)), split, options=options)
 
 
 @functools.cache
@@ -631,48 +595,12 @@ def compile_for(target: str) -> list[build.Artefact]:
 
     RuntimeError unless CUTE_DSL_ARCH, which the DSL reads when it is first imported, says the same architecture.
     """
-    if target not in TARGETS:
-        raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
-    if os.environ.get("CUTE_DSL_ARCH") != build.ARCH[target]:
-        raise RuntimeError(
-            f"CUTE_DSL_ARCH must be {build.ARCH[target]!r} before cutlass is imported, "
-            f"got {os.environ.get('CUTE_DSL_ARCH')!r}"
-        )
-    return [cubin(split, target) for split in (False, True)]
-
-
-def cubin(split: bool, target: str) -> build.Artefact:
-    """The kernels as a cubin under build.directory(), with what ptxas said of them."""
-    stem = f"{Path(__file__).stem}-{target}-{'split' if split else 'whole'}"
-    build.directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        report = io.StringIO()
-        options = f"--keep-cubin --keep-ptx --dump-dir {shlex.quote(scratch)} --ptxas-options '-v' remarks{{ptx}}"
-        with contextlib.redirect_stderr(report):
-            artefacts = compiled(split, options).artifacts
-        if not artefacts.CUBIN:
-            raise build.BuildError(f"{stem}: the DSL kept no cubin:\n{report.getvalue()}")
-        Path(scratch, "cubin").write_bytes(artefacts.CUBIN)
-        path = build.directory() / f"{stem}.cubin"
-        os.replace(Path(scratch, "cubin"), path)
-    return build.Artefact(path, target, ptxas_report(report.getvalue(), stem, build.ARCH[target]))
-
-
-def ptxas_report(text: str, stem: str, arch: str) -> str:
-    """What ptxas -v said of each kernel in `text`, in its form: the DSL wraps and colours it, and names are long.
-
-    BuildError if the numbers are not there.
-    """
-    flat = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-    found = re.findall(
-        r"entry function 'kernel_cutlass_(\w+?)_tensor.*?(\d+ bytes stack frame, \d+ bytes spill stores, "
-        r"\d+ bytes spill loads).*?(Used \d+ registers[^.]*?)(?= ptxas| -->|$)",
-        flat,
-    )
-    if not found:
-        raise build.BuildError(f"{stem}: no report of ptxas in\n{text}")
-    lines = [(f"Compiling entry function '{stem}-{name}' for '{arch}'", *said) for name, *said in found]
-    return "".join(f"ptxas info    : {line}\n" for kernel in lines for line in kernel)
+    check_target(target, TARGETS)
+    stem = f"{Path(__file__).stem}-{target}"
+    return [
+        cubin(functools.partial(compiled, split), f"{stem}-{'split' if split else 'whole'}", target)
+        for split in (False, True)
+    ]
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -695,7 +623,8 @@ def custom_kernel(data: input_t) -> output_t:
     addresses = [t.data_ptr() for t in tensors]
     strides = data.window.shape[1], data.compressed.shape[1]
     compiled(shares > 1)(
-        *pointers(*addresses, addresses[-1] + 4 * HEAD_DIM * summed), batch, queries, heads, window, compressed,
+        *pointers(VIEWS, [*addresses, addresses[-1] + 4 * HEAD_DIM * summed]),
+        batch, queries, heads, window, compressed,
         window_page.bit_length() - 1, strides[0], compressed_page.bit_length() - 1, strides[1], shares,
     )  # fmt: skip
     return data.out, data.lse

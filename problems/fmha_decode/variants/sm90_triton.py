@@ -5,18 +5,15 @@ keeps a running maximum. A second kernel combines the splits and brings in the s
 entries again, mostly from L2; with 64 heads a program the query alone takes 64 registers a thread, and much is spilled.
 """
 
-import os
-import subprocess
-import tempfile
 from pathlib import Path
 
 import triton
 import triton.language as tl
 from task import BENCHMARKS, HEAD_DIM, NOPE, ROPE, SCALE, Sizes, input_t, output_t, unpack
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from problems.common import build, kv_pages
+from problems.common.triton_dsl import cubin
 
 TARGETS = ("sm90",)
 REQUIRES = ("triton",)
@@ -198,7 +195,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 def _cubin(kernel: object, constant: dict, target: str) -> build.Artefact:
-    """One kernel as a cubin under build.directory(), with what ptxas says of it."""
+    """Compile one kernel with these constants."""
     types = {
         "q": "*bf16", "window": "*u8", "compressed": "*u8", "out": "*bf16",
         "window_index": "*i32", "window_length": "*i32", "compressed_index": "*i32", "compressed_length": "*i32",
@@ -208,15 +205,4 @@ def _cubin(kernel: object, constant: dict, target: str) -> build.Artefact:
     constexprs = {(i,): constant[name] for i, name in enumerate(kernel.arg_names) if name in constant}
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(kernel, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in pointers})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
-    build.directory().mkdir(parents=True, exist_ok=True)
-    path = build.directory() / f"{Path(__file__).stem}-{target}-{made.metadata.hash[:20]}.cubin"
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        Path(scratch, "ptx").write_text(made.asm["ptx"])
-        Path(scratch, "cubin").write_bytes(made.asm["cubin"])
-        command = ["ptxas", "-v", f"-arch={build.ARCH[target]}", f"{scratch}/ptx", "-o", f"{scratch}/again"]
-        report = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if report.returncode:
-            raise build.BuildError(f"{' '.join(command)}\n{report.stdout}")
-        os.replace(f"{scratch}/cubin", path)
-    return build.Artefact(path, target, report.stdout)
+    return cubin(source, {"num_warps": WARPS}, Path(__file__).stem, target)

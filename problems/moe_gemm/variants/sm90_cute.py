@@ -1,12 +1,6 @@
 """sm90_cute: CuTe DSL; mma.sync on weights decoded in registers, one kernel for both products, tokens as their N."""
 
-import contextlib
 import functools
-import io
-import os
-import re
-import shlex
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +10,11 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu.warp import MmaF16BF16Op
-from cutlass.cute.runtime import make_ptr
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 from task import LIMIT, Weights, input_t, output_t, unpack_call, unpack_weights
 
 from problems.common import build, nvfp4
+from problems.common.cute_dsl import check_target, cubin, mul_bf16x2, pack_bf16x2, pointers, prmt
 
 TARGETS = ("sm90",)
 REQUIRES = ("cutlass",)
@@ -200,27 +194,6 @@ def quantised(x: torch.Tensor, in_scale: torch.Tensor) -> torch.Tensor:
 
 
 @dsl_user_op
-def times(pair: Int32, factor: Int32, *, loc=None, ip=None) -> Int32:
-    """The products of two bf16 pairs; subnormal operands are kept."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (pair, factor)]
-    return Int32(llvm.inline_asm(T.i32(), values, "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def spread(four: Int32, i: int, *, loc=None, ip=None) -> Int32:
-    """Byte i of `four` in both halves of a word."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (four, 0, 0x4040 | i | i << 8)]
-    return Int32(llvm.inline_asm(T.i32(), values, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def pack(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
-    """Two floats as bf16, rounded to nearest."""
-    values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (high, low)]
-    return Int32(llvm.inline_asm(T.i32(), values, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", loc=loc, ip=ip))
-
-
-@dsl_user_op
 def fetch(shared: Int32, address: Int64, count: int, wanted: cutlass.Boolean, *, loc=None, ip=None) -> None:
     """Begin to copy `count` bytes (4 or 16) from global to shared memory if `wanted`, else to write zeros there."""
     size = cutlass.select_(wanted, Int32(count), Int32(0))
@@ -237,7 +210,7 @@ def decode(word: Int32, scale: Int32) -> tuple[Int32, ...]:
     """A word of eight codes and their scale, twice bf16 -> four pairs of bf16, in the order of the columns."""
     last = ((word << 1) & LAST_SIGN) | ((word >> 3) & LAST_HIGH) | ((word >> 7) & LAST_LOW)
     places = word & CODES, (word << 3) & CODES, (word << 6) & CODES, last
-    return tuple(times(pair, scale) for pair in places)
+    return tuple(mul_bf16x2(pair, scale) for pair in places)
 
 
 def swiglu(gate: Float32, up: Float32, routing: Float32) -> Float32:
@@ -407,7 +380,7 @@ def multiply_stage(
     for u in range(units):
         four = scales[lane, u]
         for i in range(4):
-            scale[i, u] = spread(four, i) * 16 + SCALE_BASE
+            scale[i, u] = prmt(four, 0, 0x4040 | i | i << 8) * 16 + SCALE_BASE
         for q in range(2):
             cute.autovec_copy(codes[None, 32 * q + lane, u], raw[None, q, u])
     for half in range(2):
@@ -493,7 +466,9 @@ def write_sums(
                     at = 8 * (place.unit + u) + place.g
                     if cutlass.const_expr(first):
                         weight = routing[slot]
-                        result[at, slot] = pack(swiglu(four[0], four[1], weight), swiglu(four[2], four[3], weight))
+                        result[at, slot] = pack_bf16x2(
+                            swiglu(four[0], four[1], weight), swiglu(four[2], four[3], weight)
+                        )
                     else:
                         cute.autovec_copy(four, result[None, at, slot])
 
@@ -608,7 +583,7 @@ def combine(parts: cute.Tensor, out: cute.Tensor, topk: Int32):
             for i in cutlass.range_constexpr(4):
                 total[i] += part[i]
         for i in cutlass.range_constexpr(2):
-            words[i] = pack(total[2 * i], total[2 * i + 1])
+            words[i] = pack_bf16x2(total[2 * i], total[2 * i + 1])
         cute.autovec_copy(words, out[None, at, token])
 
 
@@ -695,12 +670,6 @@ BEGIN_VIEWS = (
 FINISH_VIEWS = ((Int32, 16), (Float32, 4), (Int32, 16), (Int32, 4), (Int32, 16), (Float32, 16), (Int32, 8))
 
 
-def pointers(views: tuple, addresses: list[int]) -> list[cute.Pointer]:
-    """The pointer arguments of a launch, in its order, at their device addresses."""
-    memory = cute.AddressSpace.gmem
-    return [make_ptr(dtype, at, memory, align) for (dtype, align), at in zip(views, addresses, strict=True)]
-
-
 @functools.cache
 def begin_compiled(plan: Plan, room: int, options: str = ""):
     """For any sizes, called with the pointers, then the integers of `begin`. room: of the experts' counts."""
@@ -720,52 +689,13 @@ def compile_for(target: str) -> list[build.Artefact]:
 
     RuntimeError unless CUTE_DSL_ARCH, which the DSL reads when it is first imported, says the same architecture.
     """
-    if target not in TARGETS:
-        raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
-    if os.environ.get("CUTE_DSL_ARCH") != build.ARCH[target]:
-        raise RuntimeError(
-            f"CUTE_DSL_ARCH must be {build.ARCH[target]!r} before cutlass is imported, "
-            f"got {os.environ.get('CUTE_DSL_ARCH')!r}"
-        )
+    check_target(target, TARGETS)
     found = []
     for _, plan in PLANS:
         name = f"{Path(__file__).stem}-{target}-n{plan.tokens}u{plan.row_units}"
         found.append(cubin(functools.partial(begin_compiled, plan, EXPERTS), f"{name}-begin", target))
         found.append(cubin(functools.partial(finish_compiled, plan), f"{name}-finish", target))
     return found
-
-
-def cubin(compiled, stem: str, target: str) -> build.Artefact:
-    """What `compiled(options)` compiles, as a cubin under build.directory(), with what ptxas said of its kernels."""
-    build.directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        report = io.StringIO()
-        options = f"--keep-cubin --keep-ptx --dump-dir {shlex.quote(scratch)} --ptxas-options '-v' remarks{{ptx}}"
-        with contextlib.redirect_stderr(report):
-            artefacts = compiled(options).artifacts
-        if not artefacts.CUBIN:
-            raise build.BuildError(f"{stem}: the DSL kept no cubin:\n{report.getvalue()}")
-        Path(scratch, "cubin").write_bytes(artefacts.CUBIN)
-        path = build.directory() / f"{stem}.cubin"
-        os.replace(Path(scratch, "cubin"), path)
-    return build.Artefact(path, target, ptxas_report(report.getvalue(), stem, build.ARCH[target]))
-
-
-def ptxas_report(text: str, stem: str, arch: str) -> str:
-    """What ptxas -v said of each kernel in `text`, in its form: the DSL wraps and colours it, and names are long.
-
-    BuildError if the numbers are not there.
-    """
-    flat = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-    found = re.findall(
-        r"entry function 'kernel_cutlass_([a-z]+).*?(\d+ bytes stack frame, \d+ bytes spill stores, "
-        r"\d+ bytes spill loads).*?(Used \d+ registers[^.]*?)(?= ptxas| -->|$)",
-        flat,
-    )
-    if not found:
-        raise build.BuildError(f"{stem}: no report of ptxas in\n{text}")
-    lines = [(f"Compiling entry function '{stem}-{name}' for '{arch}'", *said) for name, *said in found]
-    return "".join(f"ptxas info    : {line}\n" for kernel in lines for line in kernel)
 
 
 def custom_kernel(data: input_t) -> output_t:

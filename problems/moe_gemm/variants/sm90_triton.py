@@ -7,9 +7,6 @@ anew for each tile. "nvfp4" quantises the slots' values in kernels of their own 
 """
 
 import math
-import os
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from task import BENCHMARKS, LIMIT, Sizes, input_t, output_t, unpack
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from problems.common import build
+from problems.common.triton_dsl import cubin
 
 TARGETS = ("sm90",)
 REQUIRES = ("triton",)
@@ -323,7 +320,7 @@ _TYPES = {
 
 
 def _cubin(kernel: object, constant: dict, warps: int, stages: int, target: str) -> build.Artefact:
-    """One kernel as a cubin under build.directory(), with what ptxas says of it."""
+    """Compile one kernel with these constants."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constant else _TYPES.get(n, "i32") for n in names}
     constexprs = {(i,): constant[n] for i, n in enumerate(names) if n in constant}
@@ -332,17 +329,4 @@ def _cubin(kernel: object, constant: dict, warps: int, stages: int, target: str)
     aligned |= {"H", "H2", "H16", "I", "I2", "I16", "N"} & signature.keys()
     hints = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in aligned}
     source = ASTSource(kernel, signature, constexprs, hints)
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}
-    )  # fmt: skip
-    build.directory().mkdir(parents=True, exist_ok=True)
-    path = build.directory() / f"{Path(__file__).stem}-{target}-{made.metadata.hash[:20]}.cubin"
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        Path(scratch, "ptx").write_text(made.asm["ptx"])
-        Path(scratch, "cubin").write_bytes(made.asm["cubin"])
-        command = ["ptxas", "-v", f"-arch={build.ARCH[target]}", f"{scratch}/ptx", "-o", f"{scratch}/again"]
-        report = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if report.returncode:
-            raise build.BuildError(f"{' '.join(command)}\n{report.stdout}")
-        os.replace(f"{scratch}/cubin", path)
-    return build.Artefact(path, target, report.stdout)
+    return cubin(source, {"num_warps": warps, "num_stages": stages}, Path(__file__).stem, target)

@@ -24,7 +24,7 @@ def model():
 # ---------------------------------------------------------------- scales that move
 
 
-@pytest.mark.parametrize(("n", "k"), [(129, 320), (33, 64), (520, 2048)])
+@pytest.mark.parametrize(("n", "k"), [(129, 320), (33, 64)])
 def test_published_scales_overflow_fp16_as_they_are_and_fit_once_moved(n, k):
     w = published(n, k)
     assert float(w.scale.float().max()) == 448
@@ -139,8 +139,8 @@ def test_scales_that_are_none_are_an_error_that_names_the_matrix(byte):
 # ---------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, gemv.TOKENS])
-@pytest.mark.parametrize(("n", "k"), [(129, 320), (7, 64), (517, 832)])
+@pytest.mark.parametrize("tokens", [1, 3, gemv.TOKENS])
+@pytest.mark.parametrize(("n", "k"), [(7, 64), (517, 832)])
 def test_linear_is_the_product_of_the_formats_values(n, k, tokens):
     w = published(n, k, seed=tokens)
     x = inputs(tokens, k, seed=tokens)

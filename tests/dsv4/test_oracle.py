@@ -58,8 +58,11 @@ def test_the_logits_are_of_size_one(name):
     assert len(wanted(name).argmax(-1).unique()) > 20, "a model that says the same everywhere shows nothing"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*(("tiny", length) for length in (3, 128, 129)), *((name, LONGEST) for name in CONFIGS)]
+    + [pytest.param(name, length, marks=pytest.mark.slow) for name in CONFIGS for length in LENGTHS],
+)
 def test_one_prefill(name, length):
     assert worst(name, run(name, (length,), chunk=LONGEST)) <= TOLERANCE
 
@@ -73,13 +76,14 @@ def test_chunked_prefill(name):
 LONG = ["tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "tiny")]
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_then_a_hundred_steps(name):
     assert worst(name, run(name, (128, 72, *[1] * 100))) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [("tiny", 132), *(pytest.param(name, LONGEST, marks=pytest.mark.slow) for name in CONFIGS)]
+    ("name", "length"), [("tiny", 69), *(pytest.param(name, LONGEST, marks=pytest.mark.slow) for name in CONFIGS)]
 )
 def test_decode_from_nothing(name, length):
     assert worst(name, run(name, (1,) * length, chunk=1)) <= TOLERANCE

@@ -158,7 +158,7 @@ def test_generator_reaches_every_corner_of_the_format():
 def test_output_fits_fp16_with_room():
     values = torch.cat([
         reference.ref_kernel(reference.generate_input(m=128, k=16384, l=2, seed=seed, device="cpu")).flatten()
-        for seed in range(6)
+        for seed in range(2)
     ])  # fmt: skip
     assert 550 < float(values.std()) < 670
     assert float(values.abs().max()) < 5 * 620

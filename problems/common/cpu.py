@@ -1,4 +1,4 @@
-"""What CPU variants share in Python: the compiled launcher of a variant, and the errors for its statuses."""
+"""Call the compiled launcher of a CPU variant, and turn its status into an error."""
 
 import ctypes
 import functools

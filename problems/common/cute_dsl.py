@@ -1,4 +1,4 @@
-"""What CuTe DSL variants share: PTX instructions, pointer arguments, and machine code made without a GPU."""
+"""Share code between CuTe DSL variants: PTX instructions, pointer arguments, and machine code without a GPU."""
 
 import contextlib
 import io

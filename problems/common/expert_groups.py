@@ -1,4 +1,4 @@
-"""NVFP4 weights of experts in groups of 16 rows, the layout that the CPU variants of moe_gemm read."""
+"""Lay out the NVFP4 weights of experts in groups of 16 rows, as the CPU variants of moe_gemm read them."""
 
 import ctypes
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Load the modules of a problem folder, each folder in a namespace of its own, so that several live in one process.
+"""Load the modules of a problem folder. Each folder has a separate namespace, so that several live in one process.
 
 A folder's modules become `problems.<folder>.<module>`; while one of them is executed, the bare names `task` (and,
 for GPU MODE folders, `utils`) mean that folder's own files. Submissions import them at module level only.

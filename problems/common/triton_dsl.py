@@ -1,4 +1,4 @@
-"""What Triton variants share: machine code made without a GPU."""
+"""Compile the kernels of Triton variants to machine code, without a GPU."""
 
 import os
 import subprocess

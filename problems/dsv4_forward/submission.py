@@ -1,4 +1,4 @@
-"""The winner for each target. WINNERS is a literal: the harness reads it without running this file."""
+"""Select the winner for each target. WINNERS is a literal: the harness reads it without running this file."""
 
 import functools
 from pathlib import Path

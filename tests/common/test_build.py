@@ -348,14 +348,15 @@ def test_a_kernel_compiles_for_each_target_without_a_gpu(place, target, arch):
     assert (kernels["scale"].shared_bytes, kernels["other"].shared_bytes) == (256, 0)
 
 
-def test_a_build_for_graphs_has_other_flags(place, monkeypatch):
+def test_a_build_for_graphs_has_other_flags(place):
     """And so, as shown above, another key."""
     flags = []
-    monkeypatch.setattr(build, "_build", lambda source, target, compiler, given: flags.append(given))
-    build.cuda(place / "kernel.cu", "sm90")
-    with build.capturable():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_build", lambda source, target, compiler, given: flags.append(given))
         build.cuda(place / "kernel.cu", "sm90")
-    build.cuda(place / "kernel.cu", "sm90")
+        with build.capturable():
+            build.cuda(place / "kernel.cu", "sm90")
+        build.cuda(place / "kernel.cu", "sm90")
     assert set(flags[1]) - set(flags[0]) == {"-default-stream=per-thread"} and flags[2] == flags[0]
 
 

@@ -1,7 +1,7 @@
 // The work of a call among all cores.
 //
 // Threads are started in the call and joined before it returns: nothing parks, spins or works outside a call. Entries
-// go in tiles, cut by their number alone; a tile is decoded once for a group of heads, and its part of the result is
+// go in tiles, cut only by their number; a tile is decoded once for a group of heads, and its part of the result is
 // merged into what came before. Every head sees the same operations in the same order however heads and tiles are
 // shared out, so results do not depend on the number of threads.
 #pragma once
@@ -42,7 +42,7 @@ inline Plan plan(const Problem& p, int64_t panels, int64_t panel_heads, int64_t 
     return {threads, panels, jobs < threads && jobs * tile_bytes <= kTileBytes};
 }
 
-// What the threads of a call keep for the next one, memory alone.
+// What the threads of a call keep for the next one: only memory.
 struct State {
     cpu::Scratch<float> worker;
     List list;

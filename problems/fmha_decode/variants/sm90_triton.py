@@ -2,7 +2,7 @@
 
 A program gathers 32 entries at a time, decodes all 512 values of each in registers, and multiplies twice by them. It
 keeps a running maximum. A second kernel combines the splits and brings in the sink. Blocks of heads gather the same
-entries again, mostly from L2; with 64 heads a program the query alone takes 64 registers a thread, and much is spilled.
+entries again, mostly from L2; with 64 heads a program the query takes 64 registers a thread, and much is spilled.
 """
 
 from pathlib import Path
@@ -152,7 +152,7 @@ def _combine(accs, tops, totals, sink, out, lse, H, SPLITS, PADDED: tl.constexpr
 
 
 def plan(sizes: Sizes) -> tuple[int, dict, dict]:
-    """Splits of a row's lists, and the compile-time arguments of the two kernels; shapes alone decide."""
+    """Splits of a row's lists, and the compile-time arguments of the two kernels, by shapes only."""
     programs = sizes.batch * sizes.queries * triton.cdiv(sizes.heads, HEADS)
     steps = triton.cdiv(sizes.window, ENTRIES) + triton.cdiv(sizes.compressed, ENTRIES)
     splits = max(1, min(FULL // programs, steps))
@@ -165,7 +165,7 @@ def plan(sizes: Sizes) -> tuple[int, dict, dict]:
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write into data.out and data.lse and return them. ValueError as unpack says."""
+    """Write data.out, bf16 (B, S, H, 512), and data.lse, fp32 (B, S, H), and return them. ValueError as unpack says."""
     sizes = unpack(data)
     splits, attend, combine = plan(sizes)
     rows, heads = sizes.batch * sizes.queries, sizes.heads
@@ -183,7 +183,7 @@ def custom_kernel(data: input_t) -> output_t:
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: both kernels for each shape of the benchmarks."""
+    """Compile for `target`, without a GPU: both kernels for each shape of the benchmarks."""
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
     made = {}

@@ -78,7 +78,7 @@ struct Band {
     int64_t first, last;
 };
 
-// Slots t * topk + j by expert, and how they are cut: by their numbers alone, whatever the threads.
+// Slots t * topk + j by expert, and how they are cut: only by their numbers, whatever the threads.
 struct Routing {
     std::vector<int32_t> order;
     std::vector<Panel> panels;

@@ -39,9 +39,9 @@ LAST_SIGN, LAST_HIGH, LAST_LOW = -0x7FFF8000, 0x01800180, 0x00400040
 SCALE_BASE = 0x75807580
 REST = 256.0
 
-THREADS = 256
-WARPS = THREADS // 32
-STAGES = 4  # of shared memory; a power of two
+NUM_THREADS = 256
+WARPS = NUM_THREADS // 32
+NUM_STAGES = 4  # of shared memory; a power of two
 TOKEN_COLUMNS = 64  # tokens times units of columns of a stage
 TOKEN_CHUNKS = 8 * TOKEN_COLUMNS  # of 16 bytes, 8 KiB
 ROUTE_THREADS = 1024
@@ -331,7 +331,7 @@ class TokenCopies:
 
 @dataclass(frozen=True)
 class UnitCopies:
-    """A lane's part of the units of its warp; nobody else reads it."""
+    """A lane's part of the units of its warp. No other lane reads it."""
 
     units: tuple  # address in stage 0, source in the first unit of columns
     unit: Int32  # which of a turn
@@ -360,7 +360,7 @@ class Place:
         return 8 * n + 2 * self.c + b
 
 
-def multiply_stage(
+def mma_stage(
     codes: cute.Tensor, scales: cute.Tensor, tokens: cute.Tensor, sums: cute.Tensor, place: Place, first: Int32
 ) -> None:  # fmt: skip
     """sums += units times tokens, over 64 columns.
@@ -405,8 +405,8 @@ def token_copies(
     """TokenCopies.chunks. A unit's tokens are 8 chunks each; neighbouring threads read a row of x."""
     found = []
     count = cute.size(slots)
-    for i in range(TOKEN_CHUNKS // THREADS):
-        at = thread + i * THREADS
+    for i in range(TOKEN_CHUNKS // NUM_THREADS):
+        at = thread + i * NUM_THREADS
         token, unit, chunk = at // (8 * plan.depth), at // 8 % plan.depth, at % 8
         row = divided(slots[cutlass.min(token, count - 1)], repeats)
         source = x.toint() + Int64(row) * Int64(128 * columns) + Int64(16 * chunk)
@@ -474,12 +474,12 @@ def write_sums(
 
 
 @cute.jit
-def multiply_block(
+def gemm_block(
     units: cute.Pointer, x: cute.Pointer, order: cute.Tensor, expert: Int32, start: Int32, count: Int32,
     row_block: Int32, factor: Float32, routing: cute.Tensor, result: cute.Tensor, row_units: Int32, columns: Int32,
     repeats: Int32, plan: cutlass.Constexpr, first: cutlass.Constexpr,
 ):  # fmt: skip
-    """One CTA's tile, see multiply."""
+    """One CTA's tile, see gemm."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
     group, depth = warp % plan.row_warps, warp // plan.row_warps
@@ -489,47 +489,45 @@ def multiply_block(
     slots = cute.make_tensor(order.iterator + start, cute.make_layout(count))
 
     memory = cutlass.memory.SmemAllocator()
-    token_memory = memory.allocate_tensor(Int32, cute.make_layout((4, TOKEN_CHUNKS, STAGES)), byte_alignment=128)
-    shape = (4, UNIT_CHUNKS, own, WARPS, STAGES)
-    unit_memory = memory.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=128)
-    flat = cute.make_tensor(unit_memory.iterator, cute.make_layout((4 * UNIT_CHUNKS, own, WARPS, STAGES)))
+    smem_b = memory.allocate_tensor(Int32, cute.make_layout((4, TOKEN_CHUNKS, NUM_STAGES)), byte_alignment=128)
+    shape = (4, UNIT_CHUNKS, own, WARPS, NUM_STAGES)
+    smem_a = memory.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=128)
+    flat = cute.make_tensor(smem_a.iterator, cute.make_layout((4 * UNIT_CHUNKS, own, WARPS, NUM_STAGES)))
 
     sums = cute.make_rmem_tensor((4, 2 * own, 1, plan.tokens // 8), Float32)
     sums.fill(0.0)
     turns = Columns(columns, plan.depth)
     before = Int64(expert) * row_units
-    units_in = UnitCopies(
-        unit_copies(unit_memory, units.toint(), before, unit, row_units, columns, warp, own), depth, turns
-    )
-    for stage in cutlass.range_constexpr(STAGES - 1):
+    units_in = UnitCopies(unit_copies(smem_a, units.toint(), before, unit, row_units, columns, warp, own), depth, turns)
+    for stage in cutlass.range_constexpr(NUM_STAGES - 1):
         units_in.begin(Int32(stage), Int32(stage))
     # Behind them: which tokens these are has to be read first.
-    tokens_in = TokenCopies(token_copies(token_memory, x, slots, repeats, columns, thread, plan), turns)
-    for stage in cutlass.range_constexpr(STAGES - 1):
+    tokens_in = TokenCopies(token_copies(smem_b, x, slots, repeats, columns, thread, plan), turns)
+    for stage in cutlass.range_constexpr(NUM_STAGES - 1):
         tokens_in.begin(Int32(stage), Int32(stage))
         cute.arch.cp_async_commit_group()
     for turn in cutlass.range(cute.ceil_div(columns, plan.depth), unroll=1):
-        cute.arch.cp_async_wait_group(STAGES - 2)
+        cute.arch.cp_async_wait_group(NUM_STAGES - 2)
         cute.arch.sync_threads()  # all have this stage's tokens, and are done with the stage that is filled next
-        units_in.begin(turn + STAGES - 1, (turn + STAGES - 1) % STAGES)
-        tokens_in.begin(turn + STAGES - 1, (turn + STAGES - 1) % STAGES)
+        units_in.begin(turn + NUM_STAGES - 1, (turn + NUM_STAGES - 1) % NUM_STAGES)
+        tokens_in.begin(turn + NUM_STAGES - 1, (turn + NUM_STAGES - 1) % NUM_STAGES)
         cute.arch.cp_async_commit_group()
-        stage = turn % STAGES
+        stage = turn % NUM_STAGES
         scales = cute.domain_offset((256, 0), flat[None, None, warp, stage])
-        multiply_stage(
-            unit_memory[None, None, None, warp, stage], scales, token_memory[None, None, stage], sums, place,
+        mma_stage(
+            smem_a[None, None, None, warp, stage], scales, smem_b[None, None, stage], sums, place,
             depth * (8 * plan.tokens),
         )  # fmt: skip
     if cutlass.const_expr(plan.depth > 1):
         layout = cute.make_layout((32, WARPS - plan.row_warps, cute.size(sums)))
-        free = cute.make_tensor(cute.recast_ptr(unit_memory.iterator, dtype=Float32), layout)
+        free = cute.make_tensor(cute.recast_ptr(smem_a.iterator, dtype=Float32), layout)
         add_depths(sums, free, warp, lane, plan)
     if (warp < plan.row_warps) & (unit < row_units):
         write_sums(sums, place, slots, count, factor, routing, result, own, first)
 
 
 @cute.kernel
-def multiply(
+def gemm(
     units: cute.Pointer,
     factors: cute.Tensor,
     x: cute.Pointer,
@@ -557,7 +555,7 @@ def multiply(
     cute.arch.griddepcontrol_wait()  # by all, also those without work: the next kernel's wait must mean the first, too
     expert = blocks[0, block]
     if expert >= 0:
-        multiply_block(
+        gemm_block(
             units, x, order, expert, blocks[1, block], blocks[2, block], cta - block * row_blocks, factors[expert],
             routing, result, row_units, columns, repeats, plan, first,
         )  # fmt: skip
@@ -624,11 +622,11 @@ def begin(
     row_blocks = cute.ceil_div(2 * inner, plan.rows)
     wide = inner // 2
     words = cute.make_tensor(v, cute.make_layout((wide, slots), stride=(1, Int64(wide))))
-    multiply(
+    gemm(
         units, cute.make_tensor(factors, cute.make_layout(experts)), x, sorted_slots, block_list,
         cute.make_tensor(routing, cute.make_layout(slots)), words, inner // 16, hidden // UNIT_COLUMNS, repeats,
         row_blocks, plan, True,
-    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)  # fmt: skip
 
 
 @cute.jit
@@ -655,10 +653,10 @@ def finish(
     sums = rows_of(parts, 4, hidden // 4, slots)
     row_blocks = cute.ceil_div(hidden, plan.rows)
     all_factors = cute.make_tensor(factors, cute.make_layout(experts))
-    multiply(
+    gemm(
         units, all_factors, v, sorted_slots, block_list, all_factors, sums, hidden // UNIT_ROWS,
         inner // UNIT_COLUMNS, Int32(1), row_blocks, plan, False,
-    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)  # fmt: skip
     combine(sums, rows_of(out, 2, hidden // 4, tokens), topk).launch(
         grid=(tokens, cute.ceil_div(hidden, 4 * COMBINE_THREADS), 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True
     )
@@ -685,7 +683,7 @@ def finish_compiled(plan: Plan, options: str = ""):
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: two cubins a plan, ptxas' report as log.
+    """Compile for `target`, without a GPU: two cubins a plan, ptxas' report as log.
 
     RuntimeError unless CUTE_DSL_ARCH, which the DSL reads when it is first imported, says the same architecture.
     """
@@ -699,8 +697,8 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write into data.outputs.out and return it. data.weights is what prepare returned. ValueError as unpack_call says,
-    or if data is not on a GPU with the weights. Slots whose ids are no experts are left out: what their tokens get is
+    """Write data.outputs.out, bf16 (T, H), and return it. data.weights is what prepare returned. ValueError as
+    unpack_call says, or if data is not on a GPU with the weights. Slots whose ids are no experts are left out: what their tokens get is
     undefined.
     """
     state, (x, ids, routing), (out,) = data

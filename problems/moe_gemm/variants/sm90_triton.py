@@ -3,7 +3,7 @@
 Five kernels a call: routing tables, gate and up with the clamped SwiGLU behind them, down into fp32 by slot, and a sum
 over a token's slots. (A slot is t * k + j.) A program of a product owns some rows of one expert's weights and a tile of
 its slots, and the slots are the columns of tl.dot, so that few of them waste little. Weights go from codes to bf16
-anew for each tile. "nvfp4" quantises the slots' values in kernels of their own before either product.
+anew for each tile. "nvfp4" quantises the slots' values in separate kernels before either product.
 """
 
 import math
@@ -224,7 +224,7 @@ def _combine(parts, out, H, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def plan(sizes: Sizes) -> Plan:
-    """Shapes alone decide: a tile holds the slots of most experts when all are chosen alike, up to 128."""
+    """Choose by shapes only: a tile holds the slots of most experts when all are chosen alike, up to 128."""
     slots = sizes.tokens * sizes.topk
     hit = sizes.experts * (1 - (1 - sizes.topk / sizes.experts) ** sizes.tokens)  # experts, expected
     each = slots / hit
@@ -246,7 +246,7 @@ def _product(rows: int, length: int, tile: int, tiles: float, most: int) -> Prod
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write into data.outputs.out and return it. ValueError as unpack says."""
+    """Write data.outputs.out, bf16 (T, H), and return it. ValueError as unpack says."""
     sizes = unpack(data)
     weights, (x, ids, routing), (out,) = data
     hidden, inner, experts = sizes.hidden, sizes.inner, sizes.experts
@@ -292,7 +292,7 @@ def product_constants(how: Plan, product: Product, quantised: bool) -> dict:
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: all kernels for each shape of the benchmarks, and the quantiser."""
+    """Compile for `target`, without a GPU: all kernels for each shape of the benchmarks, and the quantiser."""
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
     made = {}

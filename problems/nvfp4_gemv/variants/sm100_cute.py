@@ -121,7 +121,7 @@ def gemv(
     passes = cute.ceil_div(chunks, X_CHUNKS)
     tiles = cute.ceil_div(m, plan.tile())
 
-    # x as fp16, 4 quarters of a chunk (8 values, half a block, each) in planes of their own: neighbouring lanes then
+    # x as fp16, 4 quarters of a chunk (8 values, half a block, each) in separate planes: neighbouring lanes then
     # read neighbouring 16 bytes. meta: sfb of the two blocks of a chunk.
     smem = cutlass.utils.SmemAllocator()
     planes = cute.make_layout((4, 4, X_CHUNKS), stride=(1, 4 * X_CHUNKS, 4))
@@ -250,7 +250,7 @@ def compiled(plan: Plan, options: str = ""):
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: a cubin for each plan of the benchmark shapes, ptxas' report as log.
+    """Compile for `target`, without a GPU: a cubin for each plan of the benchmark shapes, ptxas' report as log.
 
     RuntimeError unless CUTE_DSL_ARCH, which the DSL reads when it is first imported, says the same architecture.
     """

@@ -118,7 +118,7 @@ def gemv(
     passes = cute.ceil_div(chunks, X_CHUNKS)
     tiles = cute.ceil_div(m, plan.tile())
 
-    # x as int8 (2 x each), the two blocks of a chunk in planes of their own: neighbouring lanes then read
+    # x as int8 (2 x each), the two blocks of a chunk in separate planes: neighbouring lanes then read
     # neighbouring 16 bytes. meta: float bits of sfb / 4 for each block, then where the integer sum of each starts.
     smem = cutlass.utils.SmemAllocator()
     planes = cute.make_layout((4, 2, X_CHUNKS), stride=(1, 4 * X_CHUNKS, 4))
@@ -246,7 +246,7 @@ def compiled(plan: Plan, options: str = ""):
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: a cubin for each plan of the benchmark shapes, ptxas' report as log.
+    """Compile for `target`, without a GPU: a cubin for each plan of the benchmark shapes, ptxas' report as log.
 
     RuntimeError unless CUTE_DSL_ARCH, which the DSL reads when it is first imported, says the same architecture.
     """

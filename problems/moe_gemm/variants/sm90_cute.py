@@ -698,8 +698,8 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 def custom_kernel(data: input_t) -> output_t:
     """Write data.outputs.out, bf16 (T, H), and return it. data.weights is what prepare returned. ValueError as
-    unpack_call says, or if data is not on a GPU with the weights. Slots whose ids are no experts are left out: what their tokens get is
-    undefined.
+    unpack_call says, or if data is not on a GPU with the weights. Slots whose ids are no experts are left out: what
+    their tokens get is undefined.
     """
     state, (x, ids, routing), (out,) = data
     experts, hidden, inner = len(state.units13), UNIT_COLUMNS * state.units13.shape[2], 16 * state.units13.shape[1]

@@ -15,6 +15,7 @@ from tests.dsv4.oracle import CONFIGS
 TOLERANCE = 2e-5  # of logits with a standard deviation of about 1
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 300)  # around every boundary: windows of 4 and 128, the ring, YaRN
 LONGEST = max(LENGTHS)
+FEATURED = 160  # tokens after which every feature has had an effect
 CHUNKS = (37, 1, 91, 5, 130, 3, 33)
 
 
@@ -188,8 +189,8 @@ def test_each_feature_matters(feature):
     edit, first = FEATURES[feature]
     model = Model(oracle.weights_of("tiny"))
     edit(model)
-    got = run("tiny", (LONGEST,), model, chunk=LONGEST)
-    off = (got - wanted("tiny")).abs().amax(-1)
+    got = run("tiny", (FEATURED,), model, chunk=FEATURED)
+    off = (got - wanted("tiny")[:FEATURED]).abs().amax(-1)
     assert float(off.max()) > 0.1, f"{feature} does not matter: {float(off.max()):.2g}"
     assert float(off[:first].max() if first else 0) <= TOLERANCE, f"{feature} acts too early"
 

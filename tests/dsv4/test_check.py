@@ -91,10 +91,16 @@ def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
     assert check.main([*options, "--kernels", "nvfp4_gemv=high_nibble_first"]) == 1
     said = capsys.readouterr().out
     assert "FAULT: layers.0 linear: out is off by" in said and "0 of 1 configurations right" in said
-    assert check.main([*options, "--kernels", "winners", "--attribute"]) == 0
-    said = capsys.readouterr().out
-    assert "1 of 1 configurations right" in said and "linear           logits" in said
     assert check.main([*options, "--kernels", "nonsense"]) == 2
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["--attribute"], marks=pytest.mark.slow)])
+def test_the_command_passes_the_winners(more, capsys, monkeypatch):
+    monkeypatch.setattr(check, "PROMPTS", (9, 5))
+    options = ["--device", "cpu", "--config", "tiny", "--format", "nvfp4", "--steps", "1", "--kernels", "winners"]
+    assert check.main([*options, *more]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 configurations right" in said and ("linear           logits" in said) == bool(more)
 
 
 def test_a_kernel_that_raises_is_no_bad_argument(tmp_path):

@@ -5,9 +5,9 @@
 
 Print one line a variant and target, then "N of N equal"; the exit status is 1 if one differs. Each side is compiled
 with its own build code, for all its targets, without a GPU. Compared are the code sections (.text.*) of every kernel,
-whatever the kernel is called: symbols and line numbers do not count. A Triton variant needs a GPU to be compiled, so
-its kernels are compared as syntax trees in which docstrings do not count and names are numbered. What the other commit
-compiled to is kept in .build/code_sections/ for the next comparison.
+whatever the kernel is called: symbols and line numbers do not count. Triton kernels are compared as syntax trees in
+which docstrings do not count and names are numbered, because .venv need not have triton. What the other commit compiled
+to is kept in .build/code_sections/ for the next comparison.
 """
 
 import argparse

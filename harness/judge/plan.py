@@ -6,7 +6,7 @@ from pathlib import Path
 from harness.judge.verdict import Result
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, UsageError
-from harness.results import environment, record
+from harness.results import environment, record, schema
 
 # Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
 OPTIONS = ("mode", "variant", "submission", "against", "all", "seed", "timeout")
@@ -27,7 +27,7 @@ def make(
     if problem.composition:  # whose reference is made of the folder's modules
         files += sources.modules(problem.folder / "reference.py", problem.folder)
     return {
-        "run_id": run_id, "schema": record.SCHEMA, "target": target,
+        "run_id": run_id, "schema": schema.SCHEMA, "target": target,
         "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},
         "submissions": {one.submission.name: one.source_hash for one in submissions},
         "tests": [_case(case) for case in tests], "benchmarks": [_case(case) for case in benchmarks],

@@ -8,7 +8,7 @@ from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.problem import scan
 from harness.problem.folders import Case, Problem, Submission
-from harness.results import environment, ranking, record, stats
+from harness.results import environment, ranking, record, schema, stats
 from harness.runner import clock, flush
 from harness.sandbox import policy
 
@@ -18,7 +18,7 @@ EXIT_CODES = {
 }  # fmt: skip
 USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
 # Where a submission failed in several ways, the one that says most about it is its verdict.
-_GRAVEST = record.STATUSES
+_GRAVEST = schema.STATUSES
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Recorder:
     def _base(self, judged: Result, kind: str, case: dict) -> dict:
         commit, dirty = environment.commit()
         return {
-            "schema": record.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
+            "schema": schema.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
             "case": case, "kind": kind, "variant": judged.submission.name, "target": judged.target,
             "baseline": judged.submission.baseline, "source_hash": judged.source_hash,
             "environment": environment.describe(), "commit": commit, "dirty": dirty,

@@ -184,7 +184,7 @@ def test_the_records_replace_the_journal(results):
 
 def test_a_record_that_json_cannot_hold_writes_nothing():
     found = filled()
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match="finite"):
         found.finish([{"run_id": found.run_id, "median_us": math.nan}])
     assert record.read("box", "p") == [] and not found.noted("final")
 

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -79,14 +79,21 @@ def append(machine: str, problem: str, lines: Iterable[dict], results: Path | No
     path, lines = path_of(machine, problem, results), list(lines)
     for line in lines:
         checked(line)
+    with appending(path) as file:
+        for line in lines:
+            add_line(file, json.dumps(line, allow_nan=False).encode())
+    return path
+
+
+@contextlib.contextmanager
+def appending(path: Path) -> Iterator[BinaryIO]:
+    """The file `path`, locked, for `add_line`; made if it is missing. An OSError within becomes a StorageError."""
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             close_line(file)
-            for line in lines:
-                add_line(file, json.dumps(line, allow_nan=False).encode())
-    return path
+            yield file
 
 
 def read(machine: str, problem: str, results: Path | None = None) -> list[dict]:
@@ -116,17 +123,22 @@ def parse(data: bytes | str, source: str) -> tuple[list[dict], list[str]]:
 
     Keys that are not known here are kept. A lone surrogate in a text becomes U+FFFD, so that all can be written.
     """
+    return parse_lines(data, source, lambda line: checked(schema.adopted(loads(line))))
+
+
+def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], dict]) -> tuple[list[dict], list[str]]:
+    """-> (what `read_line` makes of each line, complaints about those where it raises ValueError)."""
     lines = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data).split(b"\n")
-    records, complaints = [], []
+    found, complaints = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            records.append(checked(schema.adopted(loads(line))))
+            found.append(read_line(line))
         except ValueError as error:
             why = text.line(error, 200)
             complaints.append(f"{source}:{number}: not a record ({why}): left out; correct this line, or let it be")
-    return records, complaints
+    return found, complaints
 
 
 def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
@@ -208,10 +220,15 @@ def new_run_id() -> str:
 
 
 def source_hash(files: Iterable[Path]) -> str:
-    """Hash of a submission's closure: names and contents."""
+    """Hash of sources: names and contents."""
+    return content_hash((file.name, file.read_bytes()) for file in sorted(files))
+
+
+def content_hash(contents: Iterable[tuple[str, bytes]]) -> str:
+    """Hash of (name, content) in this order."""
     digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(os.fsencode(file.name) + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    for name, content in contents:
+        digest.update(os.fsencode(name) + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()[:16]
 
 

@@ -193,7 +193,8 @@ def _row(
         row["notes"].append(OTHER_RUN)
     newer = ran.iloc[-1]
     if newer.newest > run.newest.iloc[-1]:
-        row["notes"].append(f"newer run {newer.run_id}, not comparable: {newer.status}")
+        of = " of another source" if provenance.differ(newer.record, run.record.iloc[-1]) else ""
+        row["notes"].append(f"newer run {newer.run_id}{of}, not comparable: {newer.status}")
 
     bench = {line.case: line.record for line in pd.concat([gaps, run]).itertuples() if line.kind == "benchmark"}
     times = [_time(variant, case, bench.get(case), run_id, row["base"], row["baseline"]) for case in cases]

@@ -78,6 +78,11 @@ def has_whole_hash(one: dict) -> bool:
     return bool(one.get("source_hash")) and one.get("schema", schema.SCHEMA) >= 3
 
 
+def differ(one: dict, other: dict) -> bool:
+    """Whether two records of a variant are known to be of different sources: by hashes that cover the same."""
+    return one.get("source_hash") != other.get("source_hash") and has_whole_hash(one) == has_whole_hash(other)
+
+
 def read(results: Path) -> tuple[list[dict], list[str]]:
     """-> (lines of RESULTS/code.jsonl, complaints about lines that are none)."""
     path = results / FILE

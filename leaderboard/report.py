@@ -32,7 +32,7 @@ RESULTS = ROOT / "leaderboard" / "results"
 MACHINES = ROOT / "leaderboard" / "machines.txt"
 BOARDS = Path("leaderboard", "README.md")  # beside the README that has the winners
 BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
-PLAIN_WIDTH = 220  # columns, where the output is no terminal
+PLAIN_WIDTH = 250  # columns, where the output is no terminal
 DIFF_LINES = 20  # of a stale table, shown by --check
 
 

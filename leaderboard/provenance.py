@@ -12,12 +12,14 @@ import yaml
 
 from harness.problem import scan, sources
 from harness.results import record, schema, text
-from problems.common import build, load
+from problems.common import load
 
 MATCH, SAME_CODE, STALE = "match", "source changed, same code", "stale"
 STATES = (STALE, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
 PROBLEM_CHANGED = "the problem has changed since"  # its cases, tolerances, task or reference
 FILE = "code.jsonl"
+# Of a file that cannot be read, by harness/problem/sources.py; a BuildError is a RuntimeError.
+ERRORS = (ValueError, SyntaxError, OSError, RuntimeError, yaml.YAMLError)
 
 Key = tuple[str, str, str]  # problem, variant, target
 
@@ -102,7 +104,7 @@ def source_hash(problem: str, variant: str) -> str | None:
     file = folder / "variants" / f"{variant}.py"
     try:
         return scan.source_hash(file, folder) if file.is_file() else None
-    except (ValueError, SyntaxError, OSError, build.BuildError):
+    except ERRORS:
         return None
 
 
@@ -112,7 +114,7 @@ def problem_hash(problem: str) -> str | None:
     folder = load.PROBLEMS / problem
     try:
         return sources.problem_hash(folder) if (folder / "task.py").is_file() else None
-    except (ValueError, SyntaxError, OSError, build.BuildError, yaml.YAMLError):
+    except ERRORS:
         return None
 
 

@@ -167,14 +167,15 @@ class Recorder:
         if judged.status:  # a verdict on the whole submission: a rule broken, unsupported here, compiled
             kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
             lines.append(
-                {**self._base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
+                {**self.base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
                 | ({"resources": judged.artefacts} if kind == "compile" else {})
             )
         for line in lines:
             schema.see_known(line)
         return [record.plain(line) for line in lines]
 
-    def _base(self, judged: Result, kind: str, case: dict) -> dict:
+    def base(self, judged: Result, kind: str, case: dict) -> dict:
+        """The fields that every record has, but for the verdict."""
         commit, dirty = environment.commit()
         # What the compile step left is what the runners start from.
         built = workdir.build_folder(judged.submission.file, self.problem, judged.target)
@@ -189,7 +190,7 @@ class Recorder:
 
     def _test(self, judged: Result, case: Case, outcome: Outcome) -> dict:
         return {
-            **self._base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
+            **self.base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
             "error": _error(outcome.error), "seeds": [str(case.seed)], "device": self.device,
         }  # fmt: skip
 
@@ -197,7 +198,7 @@ class Recorder:
         time = judged.times[index]
         timing, readings = time.timing, time.readings
         line = {
-            **self._base(judged, "benchmark", time.case.params), "device": self.device,
+            **self.base(judged, "benchmark", time.case.params), "device": self.device,
             "status": time.failure.status if time.failure else "PASSED",
             "reason": time.failure.reason if time.failure else "",
             "roofline_us": readings.roofline_us, "roofline_kind": readings.roofline_kind,

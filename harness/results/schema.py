@@ -236,19 +236,21 @@ def _latency(old: dict) -> dict:
     gone = ("eager_ms", "graph_ms", "floor_ms", "eager_launches", "graph_launches", "ok", "config", "format", "batch")
     kept = {name: value for name, value in old.items() if name not in (*gone, "context")}
     launches = {name: old[f"{name}_launches"] for name in ("eager", "graph") if f"{name}_launches" in old}
-    checks = old.get("checks") if isinstance(old.get("checks"), dict) else {}
+    failed = old.get("ok") is not True
     return kept | {
         "run_id": old.get("time"), "target": "sm90", "variant": "composed",
         "case": {name: old.get(name) for name in ("config", "format", "batch", "context")},
-        "status": "PASSED" if old.get("ok") is True else "INVALID_MEASUREMENT", "reason": failed_checks(checks),
+        "status": "INVALID_MEASUREMENT" if failed else "PASSED",
+        "reason": _failed_checks(old.get("checks")) if failed else "",
         "median_us": _from_ms(old.get("graph_ms")), "eager_us": _from_ms(old.get("eager_ms")),
         "sol_us": _from_ms(old.get("floor_ms")), "launches": launches,
     }  # fmt: skip
 
 
-def failed_checks(checks: dict) -> str:
+def _failed_checks(checks: object) -> str:
     """The names of the checks that say something: False, or what was wrong."""
-    return "; ".join(name for name, found in checks.items() if found is False or (found is not True and found))
+    found = checks.items() if isinstance(checks, dict) else ()
+    return "; ".join(name for name, said in found if said is False or (said is not True and said))
 
 
 def _from_ms(value: object) -> object:

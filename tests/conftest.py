@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from harness.runner import flush
+from tests.support import warm
 
 try:
     import hypothesis
@@ -35,6 +36,17 @@ def few_threads(request):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_start(request):
+    """Children of the judge come from a process with torch loaded, but where their start itself is tested."""
+    name = request.module.__name__
+    if torch.cuda.is_available() or name.startswith(("tests.exploits", "tests.harness.sandbox")):
+        yield
+        return
+    with warm.installed():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

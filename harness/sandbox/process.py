@@ -68,13 +68,8 @@ class Guarded:
         }  # fmt: skip
         control, self._control = os.pipe()
         self._status, status = os.pipe()
-        kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "LD_LIBRARY_PATH")}
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", reaper.__file__, str(control), str(status)],
-                stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT if stdout else None,
-                pass_fds=(control, status, *keep), env=kept, cwd=ROOT, start_new_session=True,
-            )  # fmt: skip
+            self.process = self._start_reaper(control, status, keep, stdout)
         finally:
             os.close(control)
             os.close(status)
@@ -84,6 +79,15 @@ class Guarded:
             while data:
                 data = data[os.write(self._control, data) :]
         self._pid: int | None = None
+
+    @staticmethod
+    def _start_reaper(control: int, status: int, keep: tuple[int, ...], stdout: int | None) -> subprocess.Popen:
+        kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "LD_LIBRARY_PATH")}
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", reaper.__file__, str(control), str(status)],
+            stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT if stdout else None,
+            pass_fds=(control, status, *keep), env=kept, cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
 
     @property
     def pid(self) -> int:

@@ -13,10 +13,12 @@ from harness.judge import phases  # noqa: E402
 from harness.results import record  # noqa: E402
 from harness.runner import flush  # noqa: E402
 from harness.sandbox import process  # noqa: E402
+from tests.support import warm  # noqa: E402
 
 if __name__ == "__main__":
     record.RESULTS = Path(sys.argv[1])
     phases.PROCESSES, phases.SAMPLES = dict.fromkeys(("cuda", "cpu"), int(sys.argv[2])), {"cuda": 2, "cpu": 2}
     flush.last_level_cache = lambda: 2**23
     process.harden()
-    sys.exit(run.main(sys.argv[3:]))
+    with warm.installed():
+        sys.exit(run.main(sys.argv[3:]))

@@ -296,7 +296,8 @@ def checkout(tmp_path) -> Path:
     shutil.copy(process.ROOT / "problems" / "__init__.py", made / "problems")
     shutil.copytree(FIXTURE, made / "problems" / "composed", ignore=shutil.ignore_patterns("__pycache__"))
     (made / "tests" / "support").mkdir(parents=True)
-    shutil.copy(FIXTURE.parent.parent / "short_run.py", made / "tests" / "support")
+    for name in ("short_run.py", "warm.py"):
+        shutil.copy(SUPPORT / name, made / "tests" / "support")
     return made
 
 

@@ -16,7 +16,7 @@ from problems.common import load
 
 MATCH, SAME_CODE, STALE = "match", "source changed, same code", "stale"
 STATES = (STALE, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
-PROBLEM_CHANGED = "the problem has changed since"  # its cases, tolerances, task or reference
+PROBLEM_CHANGED = "the problem has changed since it ran"  # its cases, tolerances, task or reference
 FILE = "code.jsonl"
 # Of a file that cannot be read, by harness/problem/sources.py; a BuildError is a RuntimeError.
 ERRORS = (ValueError, SyntaxError, OSError, RuntimeError, yaml.YAMLError)

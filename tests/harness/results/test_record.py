@@ -16,7 +16,6 @@ from tests.support import ROOT
 from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
 from tests.support.records import bench, full, line
 
-LEFT_OUT = "): left out; correct this line, or let it be"
 DEEP = "[" * 100_000
 BROKEN = {
     "cut": '{"schema": 1, "run', "a number": "17", "deep": DEEP, "deep within": '{"a": ' + DEEP,

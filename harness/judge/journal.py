@@ -22,11 +22,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from harness.judge.outcome import Outcome
 from harness.problem.folders import UsageError
-from harness.results import record, text
+from harness.results import record, schema, text
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
@@ -184,9 +186,10 @@ class Journal:
     def finish(self, records: list[dict]) -> None:
         """Append the final records to the truth, each exactly once even if this is killed half way, and end.
 
-        ValueError if a record holds what JSON cannot (NaN, infinity); then nothing is written.
+        ValueError if one is no record; then nothing is written.
         """
-        json.dumps(records, allow_nan=False)
+        for one in records:
+            record.checked(one)
         self._write({"kind": "final", "records": records})
         self._settle()
 
@@ -322,59 +325,77 @@ def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
 
 def _check(line: dict) -> None:
     """Raise ValueError unless a line of a journal is as those that read it rely on."""
-    kind = line.get("kind")
-    if not isinstance(kind, str):
-        raise ValueError("it must have a kind")
-    fields = _LINES.get(kind, {})
-    record.check_fields(line, fields, fields)
+    schema.check(line, _Line)
+    schema.check(line, _LINES.get(line["kind"], _Line))
 
 
-def _is_number(value: object) -> bool:
-    return value is None or isinstance(value, int | float)
+class _Line(BaseModel):
+    """Any line. Of a kind that is not below it is kept, and no process reads it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    kind: str
 
 
-def _is_outcome(value: object) -> bool:
-    known = {field.name for field in dataclasses.fields(Outcome)}
-    if not isinstance(value, dict) or not value.keys() <= known or value.get("status") not in record.STATUSES:
-        return False
-    numbers = known - {"status", "reason", "error"}
-    error = value.get("error") or {}
-    return (
-        isinstance(value.get("reason", ""), str) and all(_is_number(value.get(name)) for name in numbers)
-        and isinstance(error, dict) and all(map(_is_number, error.values()))
-    )  # fmt: skip
+# An Outcome as JSON: its fields and no others.
+_OutcomeLine = create_model(
+    "_OutcomeLine", __config__=ConfigDict(strict=True, extra="forbid"),
+    **{one.name: (one.type, ... if one.default is dataclasses.MISSING else one.default)
+       for one in dataclasses.fields(Outcome)} | {"status": (Literal[schema.STATUSES], ...)},
+)  # fmt: skip
 
 
-def _is_list(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
+class _PlanLine(_Line):
+    run_id: str
 
 
-def _is_object(fits: Callable[[object], bool] = lambda _: True) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+class _TestLine(_Line):
+    submission: str
+    case: int
+    outcome: _OutcomeLine
 
 
-def _is(kind: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, kind)
+class _GroupLine(_Line):
+    phase: str
+    process: int
+    case: int
+    part: int
+    outcomes: dict[str, list[_OutcomeLine]]
+    own: dict[str, list[float | None]]
+    seeds: list[str]
+    state: Annotated[list, Field(min_length=2, max_length=2)]
 
 
-_TEXT, _COUNT, _OBJECT = ("text", _is(str)), ("a whole number", _is(int)), ("an object", _is_object())
-# By kind the fields that are read of such a line. Lines of other kinds are kept, and nobody reads them.
-_LINES: dict[str, record.Fields] = {
-    "plan": {"run_id": _TEXT},
-    "test": {"submission": _TEXT, "case": _COUNT, "outcome": ("an outcome", _is_outcome)},
-    "group": {
-        "phase": _TEXT, "process": _COUNT, "case": _COUNT, "part": _COUNT,
-        "outcomes": ("lists of outcomes", _is_object(_is_list(_is_outcome))),
-        "own": ("lists of numbers", _is_object(_is_list(_is_number))),
-        "seeds": ("a list of texts", _is_list(_is(str))),
-        "state": ("a pair", lambda value: isinstance(value, list) and len(value) == 2),
-    },
-    "clock": {"name": _TEXT},
-    "audit": {"part": _COUNT, "submissions": ("objects", _is_object(_is_object()))},
-    "compiled": {"submission": _TEXT, "status": ("a verdict", lambda v: v in (*record.STATUSES, "")), "reason": _TEXT,
-                 "artefacts": ("a list of objects", _is_list(_is(dict)))},
-    "confirm": {"challenger": _TEXT, "leader": _OBJECT, "opponent": ("text", lambda v: v is None or _is(str)(v))},
-    "final": {"records": ("a list of objects", _is_list(_is(dict)))},
+class _ClockLine(_Line):
+    name: str
+
+
+class _AuditLine(_Line):
+    part: int
+    submissions: dict[str, dict]
+
+
+class _CompiledLine(_Line):
+    submission: str
+    status: Literal[*schema.STATUSES, ""]
+    reason: str
+    artefacts: list[dict]
+
+
+class _ConfirmLine(_Line):
+    challenger: str
+    leader: dict
+    opponent: str | None
+
+
+class _FinalLine(_Line):
+    """What is due. If one of its records is none, nothing of the line is appended, and the run goes on instead."""
+
+    records: list[Annotated[dict, AfterValidator(record.checked)]]
+
+
+_LINES = {
+    "plan": _PlanLine, "test": _TestLine, "group": _GroupLine, "clock": _ClockLine, "audit": _AuditLine,
+    "compiled": _CompiledLine, "confirm": _ConfirmLine, "final": _FinalLine,
 }  # fmt: skip
 
 

@@ -23,8 +23,6 @@ from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
-
-
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -32,8 +30,8 @@ STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
 
 @dataclasses.dataclass
 class Caught:
-    """What a call on a CPU left, which the checker took while nothing of the runner could run. fault: what is wrong
-    beside the outputs; outputs: their bytes, None where they cannot be read.
+    """What a call on a CPU left, taken while the runner was stopped. fault: what is wrong besides the outputs; outputs:
+    their bytes, None if they cannot be read.
     """
 
     fault: str
@@ -157,8 +155,8 @@ class Checker:
 
     def allocate(self, message: dict, _: list[int]) -> dict:
         """Allocate `count` buffers of the present content's layout for a runner, and free its old ones. On a CPU also
-        make the page by which calls are handed over; its descriptor comes before the others. reaper, pid, cgroup: the
-        runner's, by which it is stopped.
+        make the page that hands over calls; its descriptor comes first. reaper, pid, cgroup: the runner's, for its
+        freezer.
         """
         runner = message["runner"]
         self.release(message, _)
@@ -202,8 +200,9 @@ class Checker:
         """Let a runner on a CPU make call `number`, and time it: stop the runner, fill its buffer (`fill`), make caches
         cold, say "go", wait for "done", stop the runner again, and take what the call left.
 
-        first: the runner has said that it is ready; else it has waited since its call before. last: it shall reply.
-        judges: the call is the judge's own, and nothing is taken. which: of the calls that the runner has prepared.
+        first: the runner has just said that it is ready; else it waits since its last call. last: it replies after this
+        call. judges: the call is the judge's own, and nothing is taken. which: one of the calls that the runner has
+        prepared.
 
         Return the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what the
         runner noted of the tensors that it returned, in a GPU MODE folder.
@@ -237,16 +236,15 @@ class Checker:
         return {**dataclasses.asdict(reading), "waiting": True, "before": before, "after": after, "said": said}
 
     def leave(self, message: dict, _: list[int]) -> dict:
-        """Note that call `number` of a runner on a CPU was its last: it replies when it is let go."""
+        """Mark call `number` of a runner on a CPU as its last one: the runner replies when it is continued."""
         if message["runner"] in self.pages:
             gate.bindings().leave(self.pages[message["runner"]].address, message["number"])
         return {}
 
     def _make_cold(self, buffer: Buffer, message: dict) -> None:
-        """Drop all that the call reads from all caches.
-
-        A runner may hold some of it in private memory: prepared weights, a baseline's setup, what the judge's readers
-        read. Only a read of much more than all caches drives that out.
+        """Drop all that the call reads from all caches. A runner may hold some of it in private memory: prepared
+        weights, a baseline's setup, what the judge's readers read. Only a read of much more than all caches evicts
+        that.
         """
         host = buffer.memory.get("host")
         own_memory = (
@@ -278,7 +276,7 @@ class Checker:
             except PermissionError as error:
                 raise RuntimeError(
                     "this machine does not let the judge read a runner's memory (kernel.yama.ptrace_scope): run the "
-                    "judge as root, or give the folder outputs of its own"
+                    "judge as root, or give the folder separate outputs"
                 ) from error
             except OSError:
                 outputs.append(None)
@@ -322,7 +320,7 @@ class Checker:
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
-        """Return in words what a call changed and must not change, "" if nothing. Put INOUT's tensors back."""
+        """Return which tensor a call changed without permission, "" if none. Put INOUT's tensors back."""
         leaves, names = tree.leaves(self.spec), _fields(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
@@ -336,7 +334,7 @@ class Checker:
         return ""
 
     def _returned_fault(self, claims: list[dict], wanted: list[dict]) -> str:
-        """Return what is wrong with the forms of what came back, "" if nothing. wanted: specifications of tensors
+        """Return what is wrong with the forms of the returned tensors, "" if nothing. wanted: specifications of tensors
         (harness/runner/tree.py).
         """
         if len(claims) != len(wanted):

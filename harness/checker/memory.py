@@ -1,4 +1,4 @@
-"""Tensors in a buffer, as the checker sees them: where one lies, what it is called, whether its bytes are the same."""
+"""Tensors in a buffer, for the checker: their bytes, comparison, poison, and copies from a runner's memory."""
 
 import torch
 

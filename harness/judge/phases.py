@@ -1,7 +1,7 @@
 """The two phases of a judgement: one call on every test case, then fixed numbers of timed calls on benchmark cases.
 
-All submissions get equal contents, one after the other in a random order, so that drift falls on all of them. Each
-timed call is checked. Its seed is drawn after the call before it was closed.
+All submissions get equal contents, one after the other in random order, so that drift affects all of them. The judge
+checks each timed call, and draws its seed after the previous call was closed.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """How many of what, in a benchmark. processes: fresh ones of each submission, `together` of them at once; samples,
-    warmups, audits: calls a process and case; extra: rounds more at most, where the machine was busy.
+    """The counts of a benchmark. processes: fresh ones of each submission, `together` of them at once; samples,
+    warmups, audits: calls per process and case; extra: further rounds at most, if the machine was busy.
     """
 
     processes: int
@@ -63,7 +63,7 @@ class Plan:
 
 
 def plan(device: str, paired: bool = False) -> Plan:
-    """Return what a run on `device` does. Nothing that a submission does changes it."""
+    """Return the counts of a run on `device`. No submission can change them."""
     count, together, samples = (
         (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     )  # fmt: skip
@@ -78,9 +78,8 @@ def run_tests(
     done: Callable[[RunnerHandle, Case, Outcome], None], progress: Progress, have: Have = NOTHING,
     limit_s: float | None = None,
 ) -> dict[str, list[Outcome]]:  # fmt: skip
-    """Call every submission once on every case. Return the outcomes by submission, in the order of the cases.
-
-    What `have` holds is not run again, but is passed to `done` too. limit_s: for all calls of a submission together.
+    """Call every submission once on every case. Return the outcomes by submission, in the order of the cases. `done`
+    receives each one. Outcomes in `have` are not measured again. limit_s: for all calls of a submission together.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     budget = Budget(limit_s)
@@ -112,10 +111,9 @@ def run_benchmarks(
     session: Session, handles: list[RunnerHandle], cases: list[Case], progress: Progress, paired: bool = False,
     group: GroupDone | None = None, have: Have = NOTHING, limit_s: float | None = None, how: Plan | None = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:  # fmt: skip
-    """Time every submission on every case. Return (timings by submission, the judge's own readings by case).
-
-    group: receives each finished group of calls (one process, one case); those that `have` holds are not run again.
-    limit_s: for all calls of a submission together.
+    """Time every submission on every case. Return (timings by submission, the judge's own readings by case). group:
+    receives each finished group of calls (one process, one case). Groups in `have` are not measured again. limit_s: for
+    all calls of a submission together.
     """
     how = how or plan(session.device, paired)
     made = Benchmark(
@@ -209,7 +207,7 @@ class Benchmark:
         self.session.stop(self.judge, *everybody)
 
     def _take(self, known: Group) -> None:
-        """Take over a group that an interrupted run had finished."""
+        """Take over a group that an interrupted run finished."""
         for name, outcomes in known.outcomes.items():
             timing = self.timings[name][known.case]
             timing.outcomes[known.process] += [o for o in outcomes if o.status == "PASSED"]
@@ -218,7 +216,7 @@ class Benchmark:
         self.readings[known.case].state = known.state
 
     def _group(self, process: int, part: int, number: int, handles: list[RunnerHandle]) -> _Group:
-        """Return an empty group, with the places of the audited calls that are due in it."""
+        """Return an empty group with the places of its audited calls."""
         names = [_name(handle) for handle in handles]
         audits = {
             name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
@@ -271,8 +269,8 @@ class Benchmark:
         return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
 
     def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
-        """On a CPU, make a round that is not scored: a process whose memory is measured, or which prepares weights,
-        runs before its call, and could do work for it there.
+        """On a CPU, make a round that is not scored: a process that prepares weights, or whose memory is measured, runs
+        before its call, and could do work for it.
         """
         for group in groups if self.session.device == "cpu" else ():
             self._round(number, group, 0, False, measure)
@@ -283,7 +281,7 @@ class Benchmark:
         """
         group.seeds.append(self.session.content(self.cases[number]))
         lacking = self._lacking(number, group)
-        # What is taken off a reading is read where readings are: beside the same work of the judge.
+        # The judge's empty call, whose reading is taken off, is made among the others.
         judge = [self.judge] if self.session.device == "cpu" else []
         outcomes = {}
         for handle in _order([*group.handles, *judge], sample, self.paired):
@@ -309,7 +307,7 @@ class Benchmark:
                 group.spare.setdefault(name, []).append(outcome)
 
     def _complete(self, timing: Timing, group: _Group, name: str) -> None:
-        """Give a submission that the machine left too few quiet calls those beside which it was busy."""
+        """Give a submission with too few quiet calls the busy ones too."""
         missing = self.how.samples - len(timing.outcomes[group.process])
         if timing.failure or missing <= 0:
             return
@@ -354,7 +352,7 @@ class Benchmark:
             return self.session.call(handle, CallRequest(self.how.buffers, "", None, left_s, audit, measure, stay=True))
 
     def _own_calls(self, group: _Group, sample: int) -> None:
-        """Make the judge's own calls beside a process of each submission: the readers, on a GPU also the empty one."""
+        """Make the judge's own calls beside a process of each submission: the readers, and on a GPU the empty call."""
         for what in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
             outcome = self._own_call(group, what, sample)
             if sample >= 0 and self.session.device == "cuda":
@@ -372,8 +370,8 @@ class Benchmark:
         return outcome
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
-        """Call each process once on the first test case where weights are prepared: what it keeps is counted from then
-        on, when its code is loaded. The outcome is not judged here; run_tests did that.
+        """Call each process once on the first test case if weights are prepared. What it keeps is counted from then on,
+        when its code is loaded. run_tests has judged the outcome.
         """
         tests = self.session.problem.tests
         if not tests or self.session.weights(tests[0]) is None:

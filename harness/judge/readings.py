@@ -1,4 +1,4 @@
-"""What times are worth: the judge's own readings beside them, the bounds on a claim, and the cost of the clock."""
+"""The judge's own readings beside the times, the bounds on a claimed time, and the cost of the clock."""
 
 import dataclasses
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
-"""What a runner may say, field by field. A reply is the word of the process that holds the submission.
+"""The form of every reply of a runner, field by field. The process that holds the submission writes the replies.
 
-`read` is the one way in: it checks type, range and length of every field and cleans every text. What does not fit is
-that submission's RUNTIME_ERROR.
+`read` checks type, range and length of every field and cleans every text. A reply that does not fit is that
+submission's RUNTIME_ERROR.
 """
 
 import json
@@ -65,17 +65,17 @@ class Reply(BaseModel):
 
 
 class Done(Reply):
-    """It was done as asked, and there is nothing to say of it."""
+    """The request was carried out."""
 
 
 class Ready(Reply):
-    """It waits for the judge's "go"."""
+    """The runner waits for the judge's "go"."""
 
     ready: Literal[True]
 
 
 class Failed(Reply):
-    """An exception came through. failed: the request that it was in, or "compile"."""
+    """An exception. failed: the request that raised it, or "compile"."""
 
     failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "profile", "sealed"]
     type: Name

@@ -1,7 +1,7 @@
 """Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (task.yml with tests and benchmarks), as one type.
 
-A GPU MODE folder is used unchanged: ../eval.py is ignored, ../utils.py is loaded under its bare name, and the values
-of its cases go to generate_input as they stand.
+A GPU MODE folder is used unchanged: ../eval.py is ignored, ../utils.py is loaded under its bare name, and
+generate_input receives the values of its cases.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class UsageError(ValueError):
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Within, files of a problem or a submission are read. UsageError, on one line, for any trouble with them."""
+    """Turn any trouble with reading files of a problem or a submission into a UsageError of one line."""
     try:
         yield
     except UsageError:
@@ -77,9 +77,9 @@ class Submission:
 
     @property
     def limits(self) -> str:
-        """Why other cases are UNSUPPORTED: "serves activation=bf16 alone"."""
+        """Why other cases are UNSUPPORTED: "serves only activation=bf16"."""
         parts = (f"{field}={' or '.join(map(str, values))}" for field, values in self.only)
-        return f"serves {', '.join(parts)} alone"
+        return f"serves only {', '.join(parts)}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What makes a CPU's caches cold: memory several times the last-level cache, which every processor reads a share of.
+"""Memory several times the last-level cache. Every processor reads a share of it to make a CPU's caches cold.
 
 Some machines report a last-level cache of half a gigabyte, so only the checker holds such memory, for all runners.
 """

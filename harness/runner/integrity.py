@@ -1,11 +1,11 @@
-"""Whether the Python that the GPU's clock relies on in a runner is still what it was before the submission came.
+"""The check that a submission replaced no Python object that the GPU's clock in a runner relies on.
 
-The id of a function is not enough, since its __code__ can be swapped in place: what is kept is each function and the
-code object within it, its constants too. It sees what Python does to Python. Native code that writes into the process
-is beyond it; that is bounded by the parent's own clock (harness/judge/call.py) and by the checker being another
-process. On a CPU the runner has nothing that is worth replacing, and nothing is looked at.
+A submission can swap the __code__ of a function in place, so the check keeps each function and its code object with its
+constants. It sees changes by Python code. Native code that writes into the process is bounded by the judge's clock
+(harness/judge/call.py), and by the checker, which is another process. On a CPU nothing in the runner is worth
+replacing, and nothing is checked.
 
-torch's global switches are another matter: a library may set them on import. They are put back, which is no accusation.
+A library may set torch's global switches on import. They are put back, which is no accusation.
 """
 
 import builtins

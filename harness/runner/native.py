@@ -52,8 +52,8 @@ def evict(flush: torch.Tensor) -> None:
 
 
 def forget(memory: torch.Tensor | None) -> bool:
-    """Drop `memory` (uint8 on the host) from the caches of all processors, whoever had it there. -> False: this machine
-    has no instruction for that.
+    """Drop `memory` (uint8 on the host) from the caches of all processors. Return False if this machine has no
+    instruction for that.
     """
     dropper = library("cpu").function("judge_forget", c_void_p, c_size_t)
     return memory is None or dropper(memory.data_ptr(), memory.numel()) == 0
@@ -109,7 +109,7 @@ class Timer:
 
 
 def free_memory() -> int:
-    """Bytes of device memory that nobody holds."""
+    """Return the bytes of device memory that no process holds."""
     free, total = c_size_t(), c_size_t()
     reader = library("cuda").function("judge_memory", c_void_p, c_void_p)
     _check("cuda", reader(ctypes.addressof(free), ctypes.addressof(total)))
@@ -122,9 +122,8 @@ def reset_persisting_l2() -> None:
 
 
 class DeviceBuffer:
-    """Device memory that is one cudaMalloc of its own, so that sharing it shares nothing else.
-
-    `bytes` is the memory as a flat uint8 tensor; `handle` opens it in another process.
+    """Device memory of a separate cudaMalloc, so that sharing it shares nothing else. `bytes`: the memory as a flat
+    uint8 tensor; `handle`: opens it in another process.
     """
 
     def __init__(self, nbytes: int, handle: bytes | None = None) -> None:

@@ -89,9 +89,7 @@ def names(spec: dict, path: str = "") -> list[str]:
 
 
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:
-    """Which of the leaves of a specification stand in the fields `names` of a NamedTuple, or under such keys of a dict;
-    of anything else none do.
-    """
+    """Return which leaves of a specification are in the fields `names` of a NamedTuple, or under such keys of a dict."""
     parts = spec.get("fields") or spec.get("keys") or ()
     of_leaves = [part for part, item in zip(parts, spec["items"] if parts else (), strict=True) for _ in leaves(item)]
     return [i for i, part in enumerate(of_leaves) if part in names]
@@ -126,7 +124,7 @@ def extent(value: torch.Tensor) -> int:
 
 
 def clone(value: Any) -> Any:
-    """A copy with storage of its own for every tensor, strides kept."""
+    """Return a copy with separate storage for every tensor, strides kept."""
     if isinstance(value, torch.Tensor):
         copied = raw(value).clone()
         return copied.view(value.dtype).as_strided(value.shape, value.stride()) if value.numel() else value.clone()

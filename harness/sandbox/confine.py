@@ -1,8 +1,8 @@
 """What a jailed process gives up between fork and exec: user, capabilities, files, network, system calls.
 
 Plain system calls through ctypes, nothing but the standard library, so that the small process that forks it starts
-quickly. harness/sandbox/policy.py decides what is asked for; here it is done, and whatever cannot be done raises
-OSError: a process never runs less confined than was asked.
+quickly. harness/sandbox/policy.py decides, and this module carries it out. What it cannot carry out raises OSError: a
+process never runs less confined than policy.py decided.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import resource
 import struct
 
 FILE_LIMIT = 8 * 2**30  # bytes of one file, memory files too
-PROCESS_LIMIT = 16384  # processes and threads of a user of its own; CUDA and OpenMP start many threads
+PROCESS_LIMIT = 16384  # processes and threads of a separate user; CUDA and OpenMP start many threads
 CAPABILITIES = 64  # more than any kernel has
 OOM_SCORE = "1000"  # the kernel takes this one first
 
@@ -53,7 +53,7 @@ _DENIED = (
     246, 320, 169, 167, 168, 175, 313, 176, 172, 173, 163, 103, 153,  # kexec, reboot, swap, modules, ports, logs
     164, 227, 170, 171,  # clock and host name
 )  # fmt: skip
-# Landlock does not govern these; a user of its own owns nothing outside its folders, so only a shared one needs them.
+# Landlock does not govern these. A separate user owns nothing outside its folders, so only a shared one needs them.
 _DENIED_SHARED = (
     90, 91, 268, 452, 92, 93, 94, 260,  # chmod, chown
     132, 235, 261, 280,  # times
@@ -61,7 +61,7 @@ _DENIED_SHARED = (
 )  # fmt: skip
 _SOCKET, _CONNECT, _CLONE, _CLONE3, _PRLIMIT = 41, 42, 56, 435, 302
 _TRUNCATE, _OPEN, _OPENAT, _OPENAT2 = 76, 2, 257, 437
-_MEMORY_FILES = (319, 447)  # memfd_create, memfd_secret: memory that nobody could count
+_MEMORY_FILES = (319, 447)  # memfd_create, memfd_secret: memory that the judge could not count
 _UNIX, _NETLINK = 1, 16
 _NAMESPACES = 0x7E020000  # the CLONE_NEW* flags of clone, CLONE_NEWTIME aside, which it does not take
 _OTHERS_PRIORITY = ((141, 1), (142, 0), (144, 0), (314, 0), (251, 1), (279, 0), (256, 0))  # call, argument: pid or 0

@@ -1,4 +1,4 @@
-"""Stop every process of a runner and let them go again: by a cgroup's freezer, or by signals alone.
+"""Stop every process of a runner and continue them: by a cgroup's freezer, or by signals.
 
 A cgroup v2 holds whatever its members start, and its freezer cannot be undone from within: a runner is no member of any
 other cgroup that it could write to. Where the judge may make no cgroup, each process below the runner's reaper gets

@@ -1,6 +1,4 @@
-"""What a submission's process may reach: decided here, carried out by harness/sandbox/confine.py before the submission
-runs.
-"""
+"""The policy of the sandbox: what a submission's process may reach. harness/sandbox/confine.py carries it out."""
 
 import contextlib
 import fcntl
@@ -52,7 +50,7 @@ class SandboxError(RuntimeError):
 class Jail:
     """One process's bounds. `code`: read-only, its only way to project code; `home`, `tmp`, `cache`: writable.
 
-    uid: a user of its own (the caller owns the lease and gives the folders to it), None: the judge's. `without`: names
+    uid: a separate user (the caller owns the lease and gives the folders to it), None: the judge's. `without`: names
     of MEASURES to leave out, to bisect a tool that breaks; nothing judged runs with it. stays_stopped: nothing that the
     process can do continues a process that was stopped by a signal.
     """
@@ -122,7 +120,7 @@ def probe() -> dict[str, str]:
     details = {
         "uid": f"{UIDS[0]} to {UIDS[-1]}, one a runner",
         "landlock": f"ABI {confine.landlock_abi()}" if not offered()["landlock"] else "",
-        "capabilities": "CAP_DAC_READ_SEARCH alone, to pass closed folders; Landlock says what is read"
+        "capabilities": "only CAP_DAC_READ_SEARCH, to pass closed folders; Landlock says what is read"
         if passing()
         else "none",
         "network": "no sockets but unconnected local ones",
@@ -133,7 +131,7 @@ def probe() -> dict[str, str]:
     }
     if offered()["uid"] and not offered()["seccomp"]:
         found["uid"] += "; pinning of other threads is refused"
-    found |= {"no_new_privs": "on", "dumpable": "on (off for the judge: nobody reads its memory)", "reaper": "on"}
+    found |= {"no_new_privs": "on", "dumpable": "on (off for the judge: no process reads its memory)", "reaper": "on"}
     if found["scope"] != "on" and not found["uid"].startswith("on"):
         found["reaper"] = "on, but a runner of the judge's user can signal what it finds, the reaper and parent aside"
     found["python_path"] = os.pathsep.join(python_path())
@@ -148,7 +146,7 @@ def offered() -> dict[str, str]:
     try:
         abi = confine.landlock_abi()
         if abi < 2:
-            found["landlock"] = "Landlock ABI 1 lets nobody rename between folders (Linux 5.19 does)"
+            found["landlock"] = "Landlock ABI 1 lets no process rename between folders (Linux 5.19 does)"
     except OSError as error:
         abi, found["landlock"] = 0, error.strerror or str(error)
     found["uid"] = _why_no_uid(passing=False)
@@ -167,7 +165,7 @@ def offered() -> dict[str, str]:
 
 @functools.cache
 def passing() -> bool:
-    """Whether runners of a user of their own need a capability to come to their interpreter, in root's home, say."""
+    """Return whether runners of a separate user need a capability to reach their interpreter, in root's home, say."""
     return not offered()["uid"] and bool(_why_no_uid(passing=False))
 
 
@@ -209,7 +207,7 @@ def _capabilities() -> int:
 
 
 def _user_fits(without: frozenset[str]) -> bool:
-    """Whether runners that leave out `without` can be users of their own: none passes closed folders unfenced."""
+    """Return whether runners without these measures can be separate users: none passes closed folders unfenced."""
     return "uid" not in without and not (passing() and "landlock" in without)
 
 
@@ -258,7 +256,7 @@ def _processes() -> Iterator[Path]:
 
 
 def runtime_folder(name: str) -> Path:
-    """A folder for locks of this user's, that nobody else can write. SandboxError: somebody else made it."""
+    """Return a folder for this user's locks that no other user can write. SandboxError: another user made it."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = base / f"kernel-locks-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -309,7 +307,7 @@ def _read_paths(*_: tuple) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for path in paths:
         found |= dict.fromkeys(map(str, _carved(path.resolve())))
-    # What lies in another one needs no rule of its own.
+    # A path within another one needs no separate rule.
     return tuple(path for path in found if not any(str(parent) in found for parent in Path(path).parents))
 
 

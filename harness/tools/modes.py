@@ -1,4 +1,4 @@
-"""What a run does beside judging: compile for machines that are not here, profile, and run under a sanitizer."""
+"""The modes of a run that judge nothing: compile for other machines, profile, and run under a sanitizer."""
 
 import importlib.util
 import shutil
@@ -44,7 +44,7 @@ def _compile(session: Session, j: Result, progress: Progress) -> None:
             j.status, j.reason = "COMPILE_ERROR", reply.reason
             console.say(f"{j.submission.name}: COMPILE_ERROR for {target}\n{reply.reason}")
             return
-        # One row a kernel; a compiler that reports no resources leaves the size alone.
+        # One row per kernel; only the size, if the compiler reports no resources.
         j.artefacts += [
             {"target": target, "bytes": a.bytes, **kernel}
             for a in reply.artefacts

@@ -1,6 +1,6 @@
 """Profile and sanitize: the torch profiler's table, one call under Nsight Compute with a digest, compute-sanitizer.
 
-Each tool runs alone, in a pass of its own, and a tool that is missing is said to be missing.
+Each tool runs in a separate pass. RuntimeError names a missing tool.
 """
 
 import csv
@@ -82,7 +82,7 @@ def digest(page: str) -> str:
 
 def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: str, target: str) -> tuple[bool, str]:
     """`cases` under compute-sanitizer's `tool`. -> (clean, its last lines). RuntimeError if it is missing."""
-    # Every tensor an allocation of its own, so that an access past one is seen.
+    # A separate allocation for every tensor, so that the tool sees an access past one.
     command = [
         _tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "66", "--launch-timeout", "120",
         *_solo(problem, submission, cases),

@@ -158,13 +158,12 @@ class Fuzz:
                 assert verdict in WORDS and not (broken(script) and verdict == "PASSED"), script
 
     def _profiled(self, one: Result) -> str:
-        """As beside.profile, less what needs a GPU's tools."""
+        """As modes.profile, less what needs a GPU's tools."""
         with Session(self.problem, "cuda") as running:
             running.weights(self.problem.tests[0])
             running.content(self.problem.tests[0])
-            found = running.ask_runner(
-                RunnerHandle("p", one.submission, "cpu"), {"op": "profile", "baseline": False}, 5, buffers=1
-            )
+            handle, message = RunnerHandle("p", one.submission, "cpu"), {"op": "profile", "baseline": False}
+            found = running.ask_runner(handle, replies.Profiled, message, 5, buffers=1)
             return getattr(found, "status", "PASSED")
 
     def _check(self, script: Script, got: Result) -> None:

@@ -130,7 +130,6 @@ class Run:
 
     @functools.cached_property
     def machine(self) -> str:
-        """The machine's name in the records."""
         return environment.machine(self.device)
 
     @functools.cached_property
@@ -147,7 +146,6 @@ class Run:
 
     @functools.cached_property
     def selection(self) -> Selection:
-        """What the arguments choose of the problem."""
         return Selection(self.problem, self.args, self.device, self.target)
 
     @functools.cached_property

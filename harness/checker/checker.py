@@ -127,7 +127,8 @@ class Checker:
             if any(len(part) != 1 for part in found):
                 raise ValueError(f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}")
             self.outputs = [first + part[0] for part in found]
-            self.captures = [memory.capture_spec(leaves[i], copies) for i in self.outputs]
+            copied = [leaves[i] for i in self.outputs]
+            self.captures = [{**leaf, "offset": copies.place(leaf["space"], leaf["nbytes"])} for leaf in copied]
             memory.poison(tree.tensors(self._delivered()), self.outputs)
         else:
             # The reference may write into its argument and return an element of it: that element is the output.

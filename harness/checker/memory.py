@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.runner import gate, tree
+from harness.runner import gate
 from harness.runner.buffers import Buffer
 
 WORD = 8  # bytes of an int64
@@ -48,11 +48,6 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
         return output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
     except RuntimeError:  # such as a shape whose number of elements is no int64
         return None
-
-
-def capture_spec(leaf: dict, layout: tree.Layout) -> dict:
-    """Return the specification of a copy of one tensor, which gets a place in `layout`."""
-    return {**leaf, "offset": layout.place(leaf["space"], leaf["nbytes"])}
 
 
 def poison(tensors: list[torch.Tensor], which: list[int]) -> None:

@@ -39,5 +39,4 @@ def challenger(judged: list[Result], leader: Leader | None, everything: bool) ->
 
 
 def is_leader(j: Result, leader: Leader) -> bool:
-    """Return whether it is the code that leads."""
     return (j.submission.name, j.source_hash) == (leader.variant, leader.source_hash)

@@ -100,7 +100,6 @@ class CheckerHandle:
         self.ask(start | {"flush": flush_bytes})
 
     def ask(self, message: dict) -> dict:
-        """Return the checker's reply."""
         return self.request(message)[0]
 
     def request(
@@ -129,7 +128,6 @@ class CheckerHandle:
             return False
 
     def close(self) -> None:
-        """End the checker."""
         self.child.close()
 
 
@@ -169,7 +167,7 @@ class RunnerProcess:
         return admitted(replies.read(wanted, self.child.receive(limit_s)[0]))
 
     def open(self, content: Content, buffers: int, reads: dict[str, int] | None) -> None:
-        """Give the runner buffers of this layout, unless it has them: the checker allocates them, the runner maps them."""
+        """Give the runner buffers of this layout, unless it has them. The checker allocates, the runner maps them."""
         wanted = (content.sizes, content.layout, buffers)
         if self.opened == wanted:
             return
@@ -232,7 +230,6 @@ class RunnerProcess:
         return Turn(gate.Reading(**found), before, after, said)
 
     def failure(self, died: Died) -> Outcome:
-        """Return the outcome of a call in which this process failed."""
         return Outcome(died.status, self.restored(died.reason))
 
     def restored(self, text: str) -> str:
@@ -240,7 +237,6 @@ class RunnerProcess:
         return self.workdir.restore(text) if self.workdir else text
 
     def remove(self) -> None:
-        """Remove its folder."""
         if self.workdir:
             self.workdir.remove()
             self.workdir = None

@@ -149,7 +149,6 @@ class Journal:
         return len(self.noted("resumed"))
 
     def summary(self) -> str:
-        """What it knows, in words."""
         return f"{len(self.noted('test'))} test outcomes and {len(self.noted('group'))} groups of timed calls are known"
 
     def have(self, phase: str = "benchmark") -> Have:
@@ -159,7 +158,6 @@ class Journal:
         return Have(tests, {(group.process, group.case, group.part): group for group in groups})
 
     def test(self, submission: str, case: int, outcome: Outcome) -> None:
-        """A test case is done."""
         self._write({"kind": "test", "submission": submission, "case": case, "outcome": dataclasses.asdict(outcome)})
 
     def group(self, phase: str = "benchmark") -> GroupDone:

@@ -130,7 +130,7 @@ class Judging:
             self._time(session, two, len(two) == 2, progress, f"confirm {name}")
 
     def _challenge(self, kept: Journal) -> dict | None:
-        """Return the next confirmation, and note it in the journal: challenger, leader, opponent (source hash or None)."""
+        """Return the next confirmation, and note it: challenger, leader, opponent (its source hash or None)."""
         wanted = [ranking.case_label(case.params) for case in self.cases]
         records = record.read(environment.machine(self.device), self.problem.name)
         leader = confirm.present_leader(records, self.target, wanted, self.problem.ranking_by)
@@ -168,7 +168,6 @@ class Judging:
             self.journal.note("audit", submissions=audits)
 
     def _noted_audit(self, name: str) -> dict | None:
-        """Return what was looked at in this submission's processes before the run was interrupted."""
         lines = self.journal.noted("audit") if self.journal else []
         return next((line["submissions"][name] for line in reversed(lines) if name in line["submissions"]), None)
 

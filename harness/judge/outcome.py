@@ -104,7 +104,6 @@ def decide(found: Findings) -> Outcome:
 
 
 def of_cpu(reading: gate.Reading) -> Outcome:
-    """Return the times of a call on a CPU, by the judge's clock."""
     busy = reading.delay_us > max(BUSY_US, BUSY_SHARE * reading.call_us) and reading.others > 0
     late = reading.stop_us > STOP_LIMIT_US + STOP_THREAD_US * min(reading.threads, STOP_THREADS)
     us, stop_us = reading.call_us, reading.stop_us
@@ -148,13 +147,6 @@ def tampering_in(names: list[str]) -> Outcome | None:
     if not names:
         return None
     return Outcome("CHEAT_SUSPECTED", f"tampering, this was replaced in its process: {', '.join(names[:NAMED])}")
-
-
-def records_missing() -> Outcome:
-    """Return the fault of an audited call of which the driver recorded nothing, on a machine where it records."""
-    return Outcome(
-        "CHEAT_SUSPECTED", "tampering: of its audited call the driver gave no record, of the judge's own it does"
-    )
 
 
 def ran_elsewhere(activity: replies.Seen | None) -> Outcome | None:

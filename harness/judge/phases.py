@@ -4,12 +4,12 @@ All submissions get equal contents, one after the other in random order, so that
 checks each timed call, and draws its seed after the previous call was closed.
 """
 
-import contextlib
+import dataclasses
 import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness.judge import readings
@@ -94,11 +94,7 @@ def run_tests(
             outcome = have.test(handle.name, number)
             if outcome is None:
                 progress(f"test {number + 1}/{len(cases)}  {case}  {handle.name}")
-                outcome = budget.exhausted(handle)
-            if outcome is None:
-                with budget.spending(handle) as left_s:
-                    request = CallRequest(1, within_s=left_s, audit=audited[handle.name] == number)
-                    outcome = session.call(handle, request)
+                outcome = budget.call(session, handle, CallRequest(1, audit=audited[handle.name] == number))
                 if outcome.status == "PASSED" and number == len(cases) - 1:
                     outcome = handle.look() or outcome
             results[handle.name].append(outcome)
@@ -264,7 +260,6 @@ class Benchmark:
                 self.done(Group(group.process, number, group.outcomes, group.own, group.seeds, found.state, group.part))
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
-        """Return the names of the submissions that have too few calls yet."""
         timings = {_name(handle): self.timings[_name(handle)][number] for handle in group.handles}
         return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
 
@@ -329,27 +324,21 @@ class Benchmark:
         timing = self.timings[name][number]
         if timing.failure:
             return None
+        request = CallRequest(self.how.buffers, measure=measure, stay=True)
         for _ in range(group.audits.get(name, []).count(sample)):  # each on contents that no other call has
             seed = group.seeds[-1]
             group.seeds.insert(-1, self.session.content(case))
-            outcome = handle.look() or self._within_budget(handle, measure, audit=True)
+            outcome = handle.look() or self.budget.call(self.session, handle, dataclasses.replace(request, audit=True))
             self.session.content(case, int(seed))
             if outcome.status != "PASSED":
                 break
         else:
-            outcome = self._within_budget(handle, measure, audit=False)
+            outcome = self.budget.call(self.session, handle, request)
         if outcome.status == "PASSED":
             return outcome
         timing.failure = outcome
         group.outcomes.setdefault(name, []).append(outcome)
         return None
-
-    def _within_budget(self, handle: RunnerHandle, measure: bool, audit: bool) -> Outcome:
-        """Make a call, or return the outcome of one for which no time is left."""
-        if exhausted := self.budget.exhausted(handle):
-            return exhausted
-        with self.budget.spending(handle) as left_s:
-            return self.session.call(handle, CallRequest(self.how.buffers, "", None, left_s, audit, measure, stay=True))
 
     def _own_calls(self, group: _Group, sample: int) -> None:
         """Make the judge's own calls beside a process of each submission: the readers, and on a GPU the empty call."""
@@ -410,20 +399,15 @@ class Budget:
         self.limit_s = math.inf if limit_s is None else limit_s
         self.spent_s: dict[str, float] = {}  # by submission, over all its processes
 
-    def exhausted(self, handle: RunnerHandle) -> Outcome | None:
-        """Return the outcome of a call for which nothing is left."""
-        if self.spent_s.get(handle.owner, 0.0) < self.limit_s:
-            return None
-        return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
-
-    @contextlib.contextmanager
-    def spending(self, handle: RunnerHandle) -> Iterator[float]:
-        """Take off what is done within, and yield the seconds that are left before."""
-        name = handle.owner
-        spent_s = self.spent_s.get(name, 0.0)
+    def call(self, session: Session, handle: RunnerHandle, request: CallRequest) -> Outcome:
+        """Make a call within the time that is left. TIMEOUT, without a call: none is left."""
+        spent_s = self.spent_s.get(handle.owner, 0.0)
+        if spent_s >= self.limit_s:
+            return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
         before = time.monotonic()
-        yield self.limit_s - spent_s
-        self.spent_s[name] = spent_s + time.monotonic() - before
+        outcome = session.call(handle, dataclasses.replace(request, within_s=self.limit_s - spent_s))
+        self.spent_s[handle.owner] = spent_s + time.monotonic() - before
+        return outcome
 
 
 def _order(handles: list[RunnerHandle], sample: int, paired: bool) -> list[RunnerHandle]:

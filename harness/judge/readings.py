@@ -76,7 +76,6 @@ class CaseReadings:
     state: tuple = (None, None)
 
     def add(self, own: dict[str, list[float]], seeds: list[str]) -> None:
-        """Add the readings and the seeds of one group of calls."""
         for what, times in own.items():
             self.own.setdefault(what, []).extend(times)
         self.seeds += seeds

@@ -82,7 +82,6 @@ class Selection:
         return tests, self._matching(timed, "benchmark") if mode != "test" else []
 
     def tests(self) -> list[Case]:
-        """Return the test cases of this run."""
         args = self.args
         tests = self._matching(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
         if args.case and args.mode == "leaderboard":

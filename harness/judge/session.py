@@ -182,7 +182,7 @@ class Session:
         return reply
 
     def build(self, *handles: RunnerHandle) -> None:
-        """Make the compile step of each handle that had none (harness/judge/compiling.py). One that fails is `broken`."""
+        """Make the compile step of each handle that had none (harness/judge/compiling.py). A failed one is `broken`."""
         todo = compiling.todo(self.problem, handles)
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
         for how, handle, helper in todo:
@@ -255,13 +255,16 @@ class Session:
         handle.audit.records += records
         if not handle.baseline:
             if not records and self._records_are_given():
-                return outcome.records_missing()
+                return Outcome(
+                    "CHEAT_SUSPECTED",
+                    "tampering: of its audited call the driver gave no record, of the judge's own it does",
+                )
             if fault := outcome.ran_elsewhere(activity):
                 return fault
         return handle.look()
 
     def _records_are_given(self) -> bool:
-        """Return whether the driver records what ran where. An empty call of the judge in a separate process shows it."""
+        """Return whether the driver records what ran where, as an empty call in a separate process shows."""
         if self._records is None:
             own = RunnerHandle("(judge) records", None, self.device)
             self.start(own)

@@ -112,10 +112,11 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
     whether it passes. ProblemError: the problem's own code raises.
     """
     cases = chosen(problem, device)
+    baselines = problem.own and any((problem.folder / "variants").glob("peer_*.py"))
     ask = Helper(problem, device)
     with console.progress() as progress:
         try:
-            rows, holes = survey(ask, cases, has_baselines(problem), progress)
+            rows, holes = survey(ask, cases, baselines, progress)
         finally:
             ask.close()
         size = f"one input at a time only where data has up to {trivial.SMALL_BYTES // 2**20} MiB"
@@ -150,10 +151,6 @@ def chosen(problem: Problem, device: str) -> list[tuple[str, Case]]:
 def small(problem: Problem) -> list[Case]:
     sized = [case for case in problem.tests if case.bytes is not None and case.bytes <= SMALL_BYTES]
     return sized or list(problem.tests[:FEW_CASES])
-
-
-def has_baselines(problem: Problem) -> bool:
-    return problem.own and any((problem.folder / "variants").glob("peer_*.py"))
 
 
 # ---------------------------------------------------------------- trivial answers

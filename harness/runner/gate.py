@@ -111,7 +111,6 @@ class _Reading(ctypes.Structure):
 
 
 def artefact() -> build.Artefact:
-    """The compiled gate.cpp. BuildError: no compiler, or it failed."""
     return build.cpp(Path(__file__).with_name("gate.cpp"))
 
 

@@ -12,7 +12,6 @@ DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 def flops(device: str) -> int:
-    """Operations of one product."""
     return 2 * SIZE[device] ** 3
 
 

@@ -23,7 +23,6 @@ def library(device: str) -> build.Artefact:
 
 @functools.cache
 def read_configs(device: str) -> int:
-    """How many configurations of the plain reader there are."""
     return library(device).function("judge_configs")()
 
 
@@ -94,7 +93,6 @@ class Timer:
         _check("cuda", self._spin(spin_ns, self._sms) or self._begin())
 
     def end(self) -> None:
-        """The stop event."""
         _check("cuda", self._end())
 
     def started(self) -> bool:

@@ -63,7 +63,7 @@ class Runner:
             if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
                 raise AttributeError(f"{Path(start['file']).name} defines no custom_kernel")
 
-    def changes(self) -> dict:
+    def changes(self, *_: object) -> dict:
         """Return what was replaced in this process, and which of torch's switches were changed. Put these back."""
         return {"replaced": self.integrity.broken() if self.integrity else [], "switches": self.switches.restore()}
 
@@ -108,7 +108,6 @@ class Runner:
         return {}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        """Make one timed call on one buffer; on a CPU make several."""
         if self.device == "cpu":
             return self._turns(message)
         buffer = self.buffers[message["buffer"]]
@@ -178,12 +177,7 @@ class Runner:
         timed = self._timed(run, capture, self._delivery(buffer, key, message), message["audit"])
         return {**timed, "setup_us": setup_us, "claims": claims}
 
-    def sealed(self, message: dict, _: list[int]) -> dict:
-        """Return what was replaced in this process since it began."""
-        return self.changes()
-
     def profile(self, message: dict, _: list[int]) -> dict:
-        """Return the torch profiler's table of one call on buffer 0."""
         buffer = self.buffers[0]
         if message["key"]:
             native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
@@ -205,7 +199,6 @@ class Runner:
         return {"table": profiler.key_averages().table(sort_by=order, row_limit=20)}
 
     def compile(self, message: dict, _: list[int]) -> dict:
-        """Compile for a target, without a GPU."""
         if not callable(getattr(self.module, "compile_for", None)):
             raise AttributeError(f"{self.module.__name__.rpartition('.')[2]} defines no compile_for(target)")
         artefacts = self.module.compile_for(message["target"])
@@ -221,7 +214,6 @@ class Runner:
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
     def _leaf(self, data: Any, index: int) -> torch.Tensor:
-        """The tensor that is leaf `index` of the buffer."""
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
 
     def _setup(self, data: Any, message: dict) -> tuple:
@@ -250,7 +242,6 @@ class Runner:
         return {**vars(sample), "activity": streams.seen(watched)}
 
     def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
-        """Make one of the judge's own calls on a GPU."""
         what = message["what"]
         if what == "empty":
             return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
@@ -260,16 +251,21 @@ class Runner:
         return self._timed(kernel, lambda _: None, delivery, False)
 
     def _judges_kernel(self, what: str, nbytes: int, buffer: MappedBuffer) -> Callable[[], object]:
-        """Return a call of the judge: "empty", the matrix product, or one of the plain readers over `nbytes`."""
+        """Return a call of the judge: "empty" (on a CPU), the matrix product, or one of the plain readers over
+        `nbytes`. Where the buffer is smaller, since weights are separate, the reader reads as many zeros.
+        """
         if what == "empty":
-            return _nothing if self.device == "cuda" else self._empty_call(buffer)
+            return self._empty_call(buffer)
         if what == matmul.NAME:
             self.product = self.product or matmul.Product(self.device)
             return self.product
         config = self.opened["reads"][what]
         part = buffer.memory.get("device" if self.device == "cuda" else "host")
-        if part is None or part.numel() < nbytes:  # weights are not in the buffer
-            part = self._stand_in(nbytes)
+        if part is None or part.numel() < nbytes:
+            if self.room is None or self.room.numel() < nbytes:
+                self.room = None  # before the next one is made
+                self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
+            part = self.room
         return lambda: native.read(part, nbytes, config)
 
     def _empty_call(self, buffer: MappedBuffer) -> Callable[[], torch.Tensor]:
@@ -287,13 +283,6 @@ class Runner:
 
         return empty
 
-    def _stand_in(self, nbytes: int) -> torch.Tensor:
-        """Return as many bytes as a call moves, zeros, for the plain readers of a problem with separate weights."""
-        if self.room is None or self.room.numel() < nbytes:
-            self.room = None  # before the next one is made
-            self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
-        return self.room
-
     def _sync(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -308,10 +297,6 @@ class _Empty(NamedTuple):
 
 def _call(kernel: Callable[[], object]) -> object:
     return kernel()
-
-
-def _nothing() -> None:
-    """The empty call on a GPU: its reading is the cost of the clock."""
 
 
 def _noting(kernel: Callable, page: Page) -> Callable:
@@ -356,7 +341,6 @@ def _capture_any(result: object, captures: list[torch.Tensor]) -> list[dict]:
 
 
 def _flat(value: object) -> list[object]:
-    """Return `value`, or what is in its tuples and lists."""
     if not isinstance(value, tuple | list) or type(value) not in (tuple, list):
         return [value]
     return [inner for item in value for inner in _flat(item)]
@@ -406,7 +390,7 @@ def main() -> None:
     wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
     handlers: dict[str, Callable] = {
         "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
-        "profile": runner.profile, "compile": runner.compile, "sealed": runner.sealed,
+        "profile": runner.profile, "compile": runner.compile, "sealed": runner.changes,
     }  # fmt: skip
     while True:
         try:

@@ -16,8 +16,6 @@ _PLAIN = (int, float, str, bool, type(None))
 
 @dataclass
 class Layout:
-    """Bytes taken so far in each buffer."""
-
     used: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
 
     def place(self, space: str, nbytes: int) -> int:
@@ -89,7 +87,7 @@ def names(spec: dict, path: str = "") -> list[str]:
 
 
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:
-    """Return which leaves of a specification are in the fields `names` of a NamedTuple, or under such keys of a dict."""
+    """Return which leaves of a specification are in these fields of a NamedTuple, or under these keys of a dict."""
     parts = spec.get("fields") or spec.get("keys") or ()
     of_leaves = [part for part, item in zip(parts, spec["items"] if parts else (), strict=True) for _ in leaves(item)]
     return [i for i, part in enumerate(of_leaves) if part in names]

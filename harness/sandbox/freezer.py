@@ -112,5 +112,4 @@ def new_cgroup() -> str | None:
 
 
 def clock_name() -> str:
-    """For the record."""
     return CGROUP if place() else SIGNALS

@@ -92,6 +92,7 @@ class Jail:
         """The whole environment of the process. `extra`: what the judge itself adds."""
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG") or k.startswith("CUDA_")}
         library = os.pathsep.join(library_path())
+        user_site = bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
         cache = {
             "KERNEL_BUILD_DIR": "build", "TRITON_CACHE_DIR": "triton", "TORCH_EXTENSIONS_DIR": "torch_extensions",
             "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUTE_DSL_CACHE_DIR": "cute_dsl", "XDG_CACHE_HOME": "xdg",
@@ -100,7 +101,7 @@ class Jail:
         return {
             **kept,
             **({"LD_LIBRARY_PATH": library} if library else {}),
-            **({"PYTHONUSERBASE": site.getuserbase()} if _user_site() else {}),
+            **({"PYTHONUSERBASE": site.getuserbase()} if user_site else {}),
             **{key: str(self.cache / name) for key, name in cache.items()},
             "PYTHONPATH": os.pathsep.join([str(self.code), *python_path()]),
             "HOME": str(self.home),
@@ -174,7 +175,8 @@ def _why_no_uid(passing: bool) -> str:
         return "not started as root"
     if len(mapped := _mapped_uids()) == 0:
         return f"uids {UIDS[0]} to {UIDS[-1]} do not exist in this user namespace"
-    if not _capabilities() >> WATCHES & 1:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    if not int(status.get("CapEff", "-1"), 16) >> WATCHES & 1:
         return "root here lacks CAP_SYS_PTRACE, and could not see what another user's process holds"
     needed = [(sys.executable, os.X_OK), *((path, os.R_OK | os.X_OK) for path in (sys.prefix, sys.base_prefix))]
     needed += [(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in _import_paths()]
@@ -198,12 +200,6 @@ def _why_no_uid(passing: bool) -> str:
         return f"root here cannot become another user: {result.stderr.decode(errors='replace').strip()[-300:]}"
     closed = result.stdout.decode(errors="replace").strip()
     return f"other users cannot use {closed}" if closed else ""
-
-
-def _capabilities() -> int:
-    """A bit for each that this process has."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(fields.get("CapEff", "-1"), 16)
 
 
 def _user_fits(without: frozenset[str]) -> bool:
@@ -230,7 +226,7 @@ def user(without: frozenset[str] = frozenset()) -> Iterator[int | None]:
         yield None
         return
     folder = runtime_folder("uids")
-    busy = {os.stat(entry).st_uid for entry in _processes()}
+    busy = {os.stat(entry).st_uid for entry in Path("/proc").iterdir() if entry.name.isdigit() and entry.exists()}
     candidates = _mapped_uids()
     random.shuffle(candidates)
     for uid in candidates:
@@ -247,12 +243,6 @@ def user(without: frozenset[str] = frozenset()) -> Iterator[int | None]:
         finally:
             os.close(fd)
     raise SandboxError(f"every uid from {UIDS[0]} to {UIDS[-1]} is in use")
-
-
-def _processes() -> Iterator[Path]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and entry.exists():
-            yield entry
 
 
 def runtime_folder(name: str) -> Path:
@@ -280,10 +270,6 @@ def library_path() -> list[str]:
 def _entries(variable: str) -> list[Path]:
     entries = [Path(entry).resolve() for entry in os.environ.get(variable, "").split(os.pathsep) if entry]
     return [path for path in entries if _narrow(path)]
-
-
-def _user_site() -> bool:
-    return bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
 
 
 def _import_paths() -> list[str]:

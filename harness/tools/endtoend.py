@@ -40,7 +40,7 @@ def wanted(problem: Problem, arguments: argparse.Namespace, words: list[str]) ->
 
 
 def run(problem: Problem, device: str, words: list[str]) -> int:
-    """Run the check in a separate process, with this one's output. Return its exit status, or minus a signal's number."""
+    """Run the check in a separate process. Return its exit status, or minus the number of a signal."""
     argv = [sys.executable, "-m", f"problems.{problem.name}.check", *words, "--device", device]
     paths = [str(process.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}

@@ -22,10 +22,10 @@ from harness.problem import folders  # noqa: E402
 from harness.problem.folders import Problem, Submission, UsageError, reading  # noqa: E402
 from harness.results import environment, gpu, output, ranking, record, text  # noqa: E402
 from harness.sandbox import process  # noqa: E402
-from harness.tools import endtoend, modes  # noqa: E402
+from harness.tools import endtoend, latency, modes  # noqa: E402
 from problems.common import load  # noqa: E402
 
-MODES = ("test", "benchmark", "leaderboard", "profile")
+MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
 INTERRUPTED_EXIT = 130  # as shells say it
 BASELINE = "torch_dequant"  # shown as a ratio where it takes part
 
@@ -34,7 +34,12 @@ def parser() -> argparse.ArgumentParser:
     about = "Check and time kernels of a problem."
     p = argparse.ArgumentParser("harness/run.py", description=about, epilog=endtoend.HELP)
     p.add_argument("problem", nargs="?", metavar="PROBLEM", help="a name in problems/, or a folder (GPU MODE's too)")
-    p.add_argument("--mode", choices=MODES, default="leaderboard", help="leaderboard: test, benchmark, record")
+    p.add_argument(
+        "--mode",
+        choices=MODES,
+        default="leaderboard",
+        help="leaderboard: test, benchmark, record; latency: a model's decode step",
+    )
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
     p.add_argument("--submission", metavar="FILE", help="a file of your own")
     p.add_argument("--against", metavar="VARIANT_OR_FILE", help="interleaved pairs; ratio with its 95 %% interval")
@@ -219,6 +224,8 @@ class Run:
             return code
         if args.mode == "profile" and not args.sanitize:
             return self._profile(chosen[0])
+        if args.mode == "latency" and not args.sanitize:
+            return self._latency(chosen[0])
         judged = [self._judged(submission) for submission in chosen]
         runnable = [j for j in judged if self.selection.admit(j)]
         if args.sanitize:
@@ -395,6 +402,21 @@ class Run:
         with self._held():
             said = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
         return verdict.EXIT_CODES[said]
+
+    def _latency(self, submission: Submission) -> int:
+        """The latency of the problem's own model, recorded unless --case chose some of its cases."""
+        args = self.args
+        if self.device != "cuda" or args.variant or args.submission or args.against or args.all:
+            raise UsageError("--mode latency times the winners, on a GPU: no --variant, --submission, --against, --all")
+        judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
+        record.see_writable(self.machine)
+        with self._held():
+            self.lines = latency.run(self.problem, self.recorder, judged, cases)
+        if not args.case:
+            record.append(self.machine, self.problem.name, self.lines)
+            console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
+        self._write_json([])
+        return verdict.code_of([line["status"] for line in self.lines], everything=True)
 
     def _sanitize(self, judged: list[Result]) -> int:
         if self.device != "cuda":

@@ -21,14 +21,17 @@ import pandas as pd
 
 from harness.results import ranking, stats
 from harness.results.ranking import case_label
+from leaderboard import provenance
+from leaderboard.provenance import PROBLEM_CHANGED, Provenance
 
 OTHER_RUN = "from another run: not comparable"
 COMPILED = "compiled, not run"
+KINDS = ("test", "benchmark", "compile")
 
 STANDING = [
     *("rank", "variant", "baseline", "geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio", "done"),
     "wanted",
-    *("status", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes", "kernels"),
+    *("status", "source", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes", "kernels"),
 ]
 TIMES = [
     *("variant", "case", "baseline", "run_id", "base", "status", "reason", "median_us", "lo_us", "hi_us", "n"),
@@ -44,7 +47,8 @@ PAIRS = ["variant", "against", "case", "ratio", "lo", "hi", "word", "run_id"]
 class Board:
     """What was measured for one target of one problem on one machine.
 
-    standing  one row per variant, columns STANDING: ranked, baselines, other runs, failures, compiled; fastest first
+    standing  one row per variant, columns STANDING: ranked, baselines, other runs, failures, compiled; fastest first;
+              source: a state of leaderboard/provenance.py
     times     one row per variant and case of the board, columns TIMES; times in us, NaN where there is none
     pairs     one row per case of each two variants' newest paired run, columns PAIRS; ratio < 1: variant is faster
     run       the base run's facts: run_id, time, commit, environment, clock; where nothing was timed, the newest run's
@@ -81,17 +85,22 @@ def ranks(intervals: list[tuple[float, float]]) -> list[int]:
     return result
 
 
-def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]]) -> list[Board]:
+def build(
+    records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]],
+    known: Provenance | None = None,
+) -> list[Board]:  # fmt: skip
     """The boards of one machine, sorted by problem and target.
 
-    records: as harness/results/record.py reads them. expected: for (problem, target) the cases that a complete variant
-    must have; where absent, those of the base run.
+    records: as harness/results/record.py reads them; those of kind latency are on no board (leaderboard/latency.py).
+    expected: for (problem, target) the cases that a complete variant must have; where absent, those of the base run.
+    known: what a row's `source` comes from.
     """
+    known = known or Provenance()
     rows = [
         {key: record[key] for key in ("run_id", "problem", "target", "kind", "variant", "status")}
         | {"time": record["time"], "case": case_label(record["case"]), "paired": bool(record.get("against"))}
         | {"record": record, "position": position}
-        for position, record in enumerate(split for record in records for split in _by_target(record))
+        for position, record in enumerate(split for one in records if one["kind"] in KINDS for split in _by_target(one))
     ]
     if not rows:
         return []
@@ -100,12 +109,14 @@ def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, st
     lines["newest"] = lines.groupby("run_id")["time"].transform("max")
     lines = lines.sort_values(["newest", "run_id", "position"], kind="stable")  # so the last line is the newest run's
     return [
-        _board(part, machine, problem, target, expected.get((problem, target)))
+        _board(part, machine, problem, target, expected.get((problem, target)), known)
         for (problem, target), part in lines.groupby(["problem", "target"], sort=True)
     ]
 
 
-def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None) -> Board:
+def _board(
+    lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None, known: Provenance
+) -> Board:
     superseded = lines.record.map(lambda record: bool(record.get("superseded"))).astype(bool)
     everything, lines, first_tries = lines, lines[~superseded], lines[superseded]
     repeat = lines.variant.map(ranking.is_repeat).astype(bool)
@@ -116,15 +127,20 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
     cases = wanted if wanted is not None else list(dict.fromkeys(of_base.case))
     ranking_by = (_text(of_base.record.iloc[-1].get("ranking_by")) if len(of_base) else "") or "geom"
     promoted = {one.variant: one for one in ranking.leaders(lines.record, cases, ranking_by) if one.over}
-    standing, times = [], []
+    standing, times, other = [], [], []
     for variant, part in lines[~repeat].groupby("variant", sort=True):
-        row, its_times = _row(variant, part, base, cases, ranking_by, promoted.get(variant))
+        row, its_times, shown = _row(variant, part, base, cases, ranking_by, promoted.get(variant))
+        row["source"] = provenance.worst(map(known.state, shown))
+        other.append(any(map(known.problem_changed, shown)))
         before = first_tries[(first_tries.variant == variant) & (first_tries.run_id == row["run_id"])]
         if len(before):
             row["notes"].append(f"confirmation; it supersedes a first measurement{_first(before, cases, ranking_by)}")
         row["attempts"] = ranking.attempt(everything.record, variant)
         standing.append(row)
         times += its_times
+    if any(other) and not all(other):
+        for row, is_other in zip(standing, other, strict=True):
+            row["notes"] += [PROBLEM_CHANGED] * is_other
     standing, times = pd.DataFrame(standing, columns=STANDING), pd.DataFrame(times, columns=TIMES)
     _against_peers(standing, times)
     standing = _ranked(standing, list(promoted))
@@ -132,13 +148,11 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
     times = times.sort_values("variant", key=lambda names: names.map(order), kind="stable", ignore_index=True)
     ran = lines[(lines.kind != "compile") & (lines.status != "UNSUPPORTED")]
     told = of_base if len(of_base) else ran if len(ran) else lines
-    notes = []
+    notes = [f"All rows: {PROBLEM_CHANGED}."] if other and all(other) else []
     if strange := [case for case in dict.fromkeys(of_base.case) if case not in cases]:
         notes.append(f"timed in run {base}, but no case of this board: {'; '.join(strange)}")
     if len({json.dumps(_environment(record), sort_keys=True) for record in of_base.record}) > 1:
         notes.append(f"the environment changed within run {base}")
-    if throttled := sorted({_text(record["throttle"]) for record in of_base.record if record.get("throttle")}):
-        notes.append(f"clocks were throttled in run {base}: {', '.join(throttled)}")
     run, ever_ran = _facts(told), not ran.empty
     pairs = _pairs(everything[everything.kind == "benchmark"])
     metric = ranking.name(ranking_by)
@@ -148,8 +162,9 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
 def _row(
     variant: str, lines: pd.DataFrame, base: str | None, cases: list[str], ranking_by: str,
     lead: ranking.Leader | None,
-) -> tuple[dict, list[dict]]:  # fmt: skip
-    """-> (row of standing, rows of times) of one variant; rank, attempts and peer_ratio are filled in by the caller.
+) -> tuple[dict, list[dict], list[dict]]:  # fmt: skip
+    """-> (row of standing, rows of times, records that they show) of one variant. The caller fills in rank, attempts,
+    source and baseline_ratio.
 
     lead: how it took the lead after the base run, if it did.
     """
@@ -163,7 +178,7 @@ def _row(
         last = (compiled if len(compiled) else lines).iloc[-1]
         row |= {"status": last.status, "run_id": last.run_id, "reason": _text(last.record.get("reason"))}
         row["notes"] = [COMPILED] if last.status == "COMPILED" else []
-        return row, []
+        return row, [], [last.record]
     # Of a baseline, single cases that it does not serve are gaps, no failures.
     gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & row["baseline"]
     ran, gaps = ran[~gaps], ran[gaps]
@@ -178,9 +193,8 @@ def _row(
         row["notes"].append(OTHER_RUN)
     newer = ran.iloc[-1]
     if newer.newest > run.newest.iloc[-1]:
-        row["notes"].append(f"newer run {newer.run_id}, not comparable: {newer.status}")
-        if newer.record.get("source_hash") != run.record.iloc[-1].get("source_hash"):
-            row["notes"].append("source changed since")
+        of = " of another source" if provenance.differ(newer.record, run.record.iloc[-1]) else ""
+        row["notes"].append(f"newer run {newer.run_id}{of}, not comparable: {newer.status}")
 
     bench = {line.case: line.record for line in pd.concat([gaps, run]).itertuples() if line.kind == "benchmark"}
     times = [_time(variant, case, bench.get(case), run_id, row["base"], row["baseline"]) for case in cases]
@@ -199,7 +213,8 @@ def _row(
             row["notes"].append(f"no interval, hence no rank: samples_us: {error}")
     if left_out := [time["setup_us"] for time in done if time["setup_us"] > 0]:
         row["notes"].append(f"left out of the time: {_span(left_out)} us a call")
-    return row, times
+    row["notes"] += provenance.warnings(run[run.kind == "benchmark"].record)
+    return row, times, list(run.record)
 
 
 def _first(before: pd.DataFrame, cases: list[str], ranking_by: str) -> str:

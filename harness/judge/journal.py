@@ -22,9 +22,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 from harness.judge.outcome import Outcome
 from harness.problem.folders import UsageError
@@ -174,9 +174,10 @@ class Journal:
     def finish(self, records: list[dict]) -> None:
         """Append the final records to the truth, each exactly once even if this is killed half way, and end.
 
-        ValueError if a record holds what JSON cannot (NaN, infinity); then nothing is written.
+        ValueError if one is no record; then nothing is written.
         """
-        json.dumps(records, allow_nan=False)
+        for one in records:
+            record.checked(one)
         self._write({"kind": "final", "records": records})
         self._settle()
 
@@ -328,7 +329,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "clock": {"name": str},
     "audit": {"submissions": dict[str, dict]},
     "confirm": {"challenger": str, "leader": dict, "opponent": str | None},
-    "final": {"records": list[dict]},
+    "final": {"records": list[Annotated[dict, AfterValidator(record.checked)]]},
 }
 _LINES: dict[str, TypeAdapter] = {"group": _GROUP} | {
     kind: TypeAdapter(dataclasses.make_dataclass(kind, fields.items())) for kind, fields in _FIELDS.items()

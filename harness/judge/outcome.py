@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, ConfigDict
 
 from harness.judge import replies
-from harness.results import record, text
+from harness.results import schema, text
 from harness.runner import gate
 
 # From a call's end until all its threads have the order to stop: it bounds what they may still write. An order takes a
@@ -24,8 +24,8 @@ NAMED = 5  # replaced objects in a report
 
 
 def _known(status: str) -> str:
-    if status not in record.STATUSES:
-        raise ValueError(f"a verdict must be one of {', '.join(record.STATUSES)}, got {status!r}")
+    if status not in schema.STATUSES:
+        raise ValueError(f"a verdict must be one of {', '.join(schema.STATUSES)}, got {status!r}")
     return status
 
 

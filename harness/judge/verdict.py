@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
+from harness.judge.handle import ARCH
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
-from harness.problem import scan
+from harness.problem import scan, sources
 from harness.problem.folders import Case, Problem, Submission
-from harness.results import environment, ranking, record, stats
+from harness.results import environment, machine_code, ranking, record, schema, stats
 from harness.runner import clock, flush
-from harness.sandbox import policy
+from harness.sandbox import policy, workdir
 
 EXIT_CODES = {
     "PASSED": 0, "COMPILED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3, "COMPILE_ERROR": 4,
@@ -18,7 +20,7 @@ EXIT_CODES = {
 }  # fmt: skip
 USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
 # Where a submission failed in several ways, the one that says most about it is its verdict.
-_GRAVEST = record.STATUSES
+_GRAVEST = schema.STATUSES
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class Result:
 
 
 def source_hash(submission: Submission) -> str:
-    """Of the submission and what it is made of, as it stands now."""
-    return record.source_hash(scan.closure(submission.file, submission.folder))
+    """Of the submission, what it is made of and what it uses of problems/common, as it is now."""
+    return scan.source_hash(submission.file, submission.folder)
 
 
 def exit_code(judged: list[Result], everything: bool) -> int:
@@ -148,6 +150,10 @@ class Recorder:
         self.warnings: list[str] = []
         self.sandbox = policy.probe()
 
+    @functools.cached_property
+    def problem_hash(self) -> str:
+        return sources.problem_hash(self.problem.folder, self.problem.utils)
+
     def lines(self, judged: Result) -> list[dict]:
         """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole
         submission.
@@ -161,24 +167,30 @@ class Recorder:
         if judged.status:  # a verdict on the whole submission: a rule broken, unsupported here, compiled
             kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
             lines.append(
-                {**self._base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
+                {**self.base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
                 | ({"resources": judged.artefacts} if kind == "compile" else {})
             )
+        for line in lines:
+            schema.see_known(line)
         return [record.plain(line) for line in lines]
 
-    def _base(self, judged: Result, kind: str, case: dict) -> dict:
+    def base(self, judged: Result, kind: str, case: dict) -> dict:
+        """The fields that every record has, but for the verdict."""
         commit, dirty = environment.commit()
+        # What the compile step left is what the runners start from.
+        built = workdir.build_folder(judged.submission.file, self.problem, judged.target)
         return {
-            "schema": record.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
+            "schema": schema.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
             "case": case, "kind": kind, "variant": judged.submission.name, "target": judged.target,
             "baseline": judged.submission.baseline, "source_hash": judged.source_hash,
             "environment": environment.describe(), "commit": commit, "dirty": dirty,
-            "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
+            "code_hash": machine_code.hash_of(built) if built and judged.target in ARCH else None,
+            "problem_hash": self.problem_hash, "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
         }  # fmt: skip
 
     def _test(self, judged: Result, case: Case, outcome: Outcome) -> dict:
         return {
-            **self._base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
+            **self.base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
             "error": _error(outcome.error), "seeds": [str(case.seed)], "device": self.device,
         }  # fmt: skip
 
@@ -186,7 +198,7 @@ class Recorder:
         time = judged.times[index]
         timing, readings = time.timing, time.readings
         line = {
-            **self._base(judged, "benchmark", time.case.params), "device": self.device,
+            **self.base(judged, "benchmark", time.case.params), "device": self.device,
             "status": time.failure.status if time.failure else "PASSED",
             "reason": time.failure.reason if time.failure else "",
             "roofline_us": readings.roofline_us, "roofline_kind": readings.roofline_kind,

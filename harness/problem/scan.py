@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.problem import sources
+from harness.results import record
 from problems.common import build, load
 
 WORD = re.compile("stream", re.IGNORECASE)
@@ -34,6 +35,12 @@ def closure(file: Path, folder: Path | None = None) -> list[Path]:
     beforehand).
     """
     return sources.own(file) + (sources.brought(file, folder) if folder else [])
+
+
+def source_hash(file: Path, folder: Path | None = None) -> str:
+    """Hash of all that the submission `file` is made of, and of what that uses of problems/common."""
+    files = closure(file, folder)
+    return record.source_hash((*files, *sources.shared(files)))
 
 
 def findings(files: list[Path], baseline: bool = False) -> list[Finding]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from harness.results import stats
 
+JUDGED = ("test", "benchmark")  # kinds of record that say whether a variant is right
+
 
 @dataclass(frozen=True)
 class Leader:
@@ -150,7 +152,7 @@ def _standing(
 
 def _failed(records: Iterable[dict], variant: str) -> bool:
     """Whether the variant's newest run, of those that were about it and not about the machine, failed anywhere."""
-    mine = [r for r in records if r["variant"] == variant and r["kind"] != "compile" and not r.get("superseded")]
+    mine = [r for r in records if r["variant"] == variant and r["kind"] in JUDGED and not r.get("superseded")]
     runs = [run for run in _runs(_by_run(mine)).values() if any(r["status"] != "UNSUPPORTED" for r in run)]
     if not runs:
         return True

@@ -278,9 +278,9 @@ def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
         return plan.make("id", found, "cpu", arguments, [verdict.Result(submission, "cpu")], [], [])["problem_hash"]
 
     start = planned()
-    add(problems / "composed" / "model.py", "\n# a change\n")
+    add(problems / "composed" / "model.py", "\nchanged = 1\n")
     assert planned() == start
-    add(problems / "composed" / "state.py", "\n# a change\n")
+    add(problems / "composed" / "state.py", "\nchanged = 1\n")
     assert planned() != start
 
 

@@ -197,11 +197,11 @@ class Fuzz:
     def render(self) -> None:
         """The leaderboard shows every record, as text that moves no cursor."""
         machines = sorted(path.name for path in self.results.glob("box*"))
-        boards, complaints = report.read(self.results, machines, [])
-        assert boards and not complaints
+        shown = report.read(self.results, machines, [])
+        assert shown.boards and not shown.complaints
         screen = io.StringIO()
-        report.terminal(boards, {}, Console(file=screen, width=200))
-        for said in (report.markdown(boards, {}, []), screen.getvalue()):
+        report.terminal(shown, Console(file=screen, width=200))
+        for said in (report.markdown(shown), screen.getvalue()):
             assert "honest" in said and clean(said, len(said))
 
 

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from harness.judge.outcome import Outcome
 from harness.problem.folders import UsageError
-from harness.results import record, text
+from harness.results import record, schema, text
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
@@ -317,8 +317,11 @@ def _check(line: dict) -> None:
     """Raise ValueError unless a line of a journal is as those that read it rely on."""
     if not isinstance(kind := line.get("kind"), str):
         raise ValueError("it must have a kind")
-    if kind in _LINES:
-        _LINES[kind].validate_python(line)
+    try:
+        if kind in _LINES:
+            _LINES[kind].validate_python(line)
+    except ValidationError as error:
+        raise ValueError(schema.said_of(error)) from None
 
 
 _GROUP = TypeAdapter(Group)

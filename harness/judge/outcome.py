@@ -104,6 +104,7 @@ def decide(found: Findings) -> Outcome:
 
 
 def of_cpu(reading: gate.Reading) -> Outcome:
+    """Return the times of a call on a CPU, by the judge's clock."""
     busy = reading.delay_us > max(BUSY_US, BUSY_SHARE * reading.call_us) and reading.others > 0
     late = reading.stop_us > STOP_LIMIT_US + STOP_THREAD_US * min(reading.threads, STOP_THREADS)
     us, stop_us = reading.call_us, reading.stop_us

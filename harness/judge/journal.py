@@ -1,14 +1,13 @@
 """The journal of an unfinished run: what it has found so far, on disk. --resume continues a run that was killed.
 
-results/<machine>/<problem>.<run_id>.partial.jsonl has one JSON object a line, each synced before the next: first the
-plan, then every finished test outcome, every finished group of timed calls (one process, one case, all submissions),
-decisions, and at the end the final records. These are then appended to <problem>.jsonl, and the journal is removed. The
-process that writes it holds a flock on it, which ends with the process.
+results/<machine>/<problem>.<run_id>.partial.jsonl has one JSON object a line, each synced before the next: the plan,
+each test outcome, each group of timed calls (one process, one case, all submissions), decisions, and at the end the
+final records. These are appended to <problem>.jsonl, and the journal is removed. The process that writes it holds a
+flock.
 
-A killed writer may leave a torn line. Such a line, or one that is not as _LINES says, is ignored, and its work is done
-again. Where a run was killed while it appended its records, the next run completes them (`settle`) and judges nothing.
-StorageError (harness/results/record.py): a journal cannot be read or written, say because the disk is full. What was
-written before stays, so --resume works once there is room.
+A torn line, or one that is not as _LINES says, is ignored, and its work is done again. If a run was killed while it
+appended its records, the next run completes them (`settle`). StorageError (harness/results/record.py): a journal cannot
+be read or written, say because the disk is full. What was written before stays.
 """
 
 import contextlib

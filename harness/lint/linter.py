@@ -6,17 +6,9 @@ trivial answer is refused, each wrong file gets a failing verdict in some case, 
 baseline those that its ONLY names). Where a trivial answer is right (the mean of a single element), or passes by the
 luck of a seed (one element that happens to need no more bits), the linter names the case.
 
-task.py may describe itself with these literals:
-
-    PRECISION = "bf16"  (or another of trivial.LADDER) the narrowest format that a kernel may compute in, where that is
-                        not the type of its data. An answer in the next narrower one must be refused.
-    INOUT = ("state",)  inputs that a call may overwrite. They are inputs here like others: the answer depends on them.
-    OPAQUE = ("state",) inputs or weights of integers and bytes that mean something only as a whole, such as a buffer
-                        with a layout or a table of offsets: they are not zeroed or shifted. A tensor of floating-point
-                        values cannot be OPAQUE.
-
-Integers and packed values are never scaled or rounded, but moved on by one element where floating-point ones are
-shifted, so token ids stay such. An answer that cannot be made for a case is not applicable, and the reason is shown.
+docs/adding_a_kernel.md has the literals of task.py that the linter reads: PRECISION, INOUT and OPAQUE. Integers and
+packed values are never scaled or rounded. Where floating-point values are shifted they move on by one element, so token
+ids stay token ids. An answer that cannot be made for a case is not applicable, and the reason is shown.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,11 +1,8 @@
 """The check that a submission replaced no Python object that the GPU's clock in a runner relies on.
 
-A submission can swap the __code__ of a function in place, so the check keeps each function and its code object with its
-constants. It sees changes by Python code. Native code that writes into the process is bounded by the judge's clock
-(harness/judge/call.py), and by the checker, which is another process. On a CPU nothing in the runner is worth
-replacing, and nothing is checked.
-
-A library may set torch's global switches on import. They are put back, which is no accusation.
+A submission can swap the __code__ of a function in place, so the check keeps each function, its code and its constants.
+It sees changes by Python code only; the judge's clock (harness/judge/call.py) and the checker bound native code. On a
+CPU nothing in the runner is worth replacing. A library may set torch's global switches on import: they are put back.
 """
 
 import builtins

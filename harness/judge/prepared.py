@@ -19,9 +19,7 @@ CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kerne
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes at one moment. device_free: of device memory that no process holds; host: of memory and files that the
-    runner takes.
-    """
+    """Bytes at one moment. device_free: device memory that no process holds; host: memory and files of the runner."""
 
     device_free: int
     host: int

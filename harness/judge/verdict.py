@@ -141,7 +141,7 @@ def _against(other: Result, found: stats.Ratio) -> dict:
 class Recorder:
     """Makes the records of one run. `run_id` is common to all of them.
 
-    warnings: what was less than it should be for all of its times, in words.
+    warnings: limits of all times of the run, in words.
     """
 
     def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:

@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Submission:
-    """A submission file and what it says of itself, read without running it. folder: its problem's.
+    """A submission file and its literals, read without running it. folder: its problem's.
 
     only: (field of the case, values that it serves), of a baseline that cannot serve every case; () serves all.
     """
@@ -95,7 +95,7 @@ class Problem:
     composition: bool = False  # see harness/problem/sources.py
 
     def submissions(self) -> list[Submission]:
-        """Every file in variants/, by name."""
+        """Return every file in variants/, by name."""
         return [submission(self, file) for file in sorted((self.folder / "variants").glob("*.py"))]
 
     def winner(self, target: str) -> Submission:

@@ -15,7 +15,7 @@ HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
 
 @functools.cache
 def library(device: str) -> build.Artefact:
-    """The judge's code for "cpu" or "cuda". BuildError: no compiler, or it failed."""
+    """Return the judge's code for "cpu" or "cuda". BuildError: no compiler, or it failed."""
     if device == "cpu":
         return build.cpp(_HERE / "judge.cpp")
     return build.cuda(_HERE / "judge.cu", load.device_target(device))
@@ -89,18 +89,18 @@ class Timer:
         self._elapsed = code.function("judge_elapsed", c_void_p)
 
     def begin(self, spin_ns: int) -> None:
-        """Occupy the whole GPU for `spin_ns`, then the start event, then one empty kernel."""
+        """Occupy the whole GPU for `spin_ns`, then record the start event, then launch one empty kernel."""
         _check("cuda", self._spin(spin_ns, self._sms) or self._begin())
 
     def end(self) -> None:
         _check("cuda", self._end())
 
     def started(self) -> bool:
-        """Whether the start event has come to pass: then the device may have waited for the host."""
+        """Return whether the start event is complete: then the device may have waited for the host."""
         return self._started() == 0
 
     def elapsed_us(self) -> float:
-        """From start to stop, in us; both must have come to pass. RuntimeError if anything on the queue failed."""
+        """Return the time from start to stop, in us; both must be complete. RuntimeError if the device failed."""
         us = ctypes.c_float()
         _check("cuda", self._elapsed(ctypes.addressof(us)))
         return us.value
@@ -115,7 +115,7 @@ def free_memory() -> int:
 
 
 def reset_persisting_l2() -> None:
-    """Every line that was made persisting in L2 becomes an ordinary one."""
+    """Make every persisting line of L2 an ordinary one."""
     _check("cuda", library("cuda").function("judge_reset_l2")())
 
 
@@ -144,7 +144,7 @@ class DeviceBuffer:
         self.bytes = torch.as_tensor(self, device="cuda")
 
     def close(self) -> None:
-        """Give the memory back, or unmap it. Tensors over it must not be used afterwards."""
+        """Free the memory, or unmap it. Tensors over it must not be used afterwards."""
         torch.cuda.synchronize()
         name = "judge_free" if self._owner else "judge_close"
         _check("cuda", library("cuda").function(name, c_void_p)(self._pointer))

@@ -25,7 +25,7 @@ class Layout:
 
 
 def describe(value: Any, layout: Layout) -> dict:
-    """JSON specification of `value`, its tensors placed in `layout`. TypeError for anything else than the above."""
+    """Return the specification of `value` as JSON, and place its tensors in `layout`. TypeError for other types."""
     if isinstance(value, torch.Tensor):
         space = "device" if value.is_cuda else "host"
         nbytes = extent(value) * value.element_size()
@@ -50,8 +50,8 @@ def describe(value: Any, layout: Layout) -> dict:
 
 
 def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
-    """The value that `spec` describes, its tensors views of `buffers` (uint8, flat). NamedTuple classes come from
-    `task` (an attribute of that name); without one they become plain tuples.
+    """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). NamedTuple classes
+    come from `task` (an attribute of that name); without one they become plain tuples.
     """
     kind = spec["kind"]
     if kind == "tensor":
@@ -70,7 +70,7 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
 
 
 def leaves(spec: dict) -> list[dict]:
-    """The tensor specifications within `spec`, in order."""
+    """Return the tensor specifications within `spec`, in order."""
     if spec["kind"] == "tensor":
         return [spec]
     return [leaf for item in spec.get("items", ()) for leaf in leaves(item)]
@@ -94,7 +94,7 @@ def within(spec: dict, names: tuple[str, ...]) -> list[int]:
 
 
 def tensors(value: object) -> list[torch.Tensor]:
-    """The tensors within `value`, in the order of `leaves`."""
+    """Return the tensors within `value`, in the order of `leaves`."""
     if isinstance(value, torch.Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
@@ -102,20 +102,20 @@ def tensors(value: object) -> list[torch.Tensor]:
 
 
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
-    """The strided view of `buffer` (uint8, flat) that a tensor specification describes."""
+    """Return the strided view of `buffer` (uint8, flat) that a tensor specification describes."""
     dtype = getattr(torch, spec["dtype"])
     region = buffer[spec["offset"] : spec["offset"] + spec["nbytes"]]
     return region.view(dtype).as_strided(spec["shape"], spec["stride"], region.storage_offset() // dtype.itemsize)
 
 
 def raw(value: torch.Tensor) -> torch.Tensor:
-    """The bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
+    """Return the bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
     start, length = value.storage_offset() * value.element_size(), extent(value) * value.element_size()
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,), (1,))
 
 
 def extent(value: torch.Tensor) -> int:
-    """Elements from the first to the last that a strided tensor touches."""
+    """Return the number of elements from the first to the last that a strided tensor touches."""
     if not value.numel():
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""What a jailed process gives up between fork and exec: user, capabilities, files, network, system calls.
+"""The confinement of a jailed process between fork and exec: user, capabilities, files, network, system calls.
 
 Plain system calls through ctypes, nothing but the standard library, so that the small process that forks it starts
 quickly. harness/sandbox/policy.py decides, and this module carries it out. What it cannot carry out raises OSError: a
@@ -101,7 +101,7 @@ def seccomp_available() -> None:
 
 
 def confine(jail: dict, reaper: int) -> None:
-    """Give up everything that `jail` (sandbox.Jail.orders) says. `reaper`: pid of the calling process's parent."""
+    """Carry out the orders of `jail` (sandbox.Jail.orders). reaper: pid of the calling process's parent."""
     measures = jail["measures"]
     prctl("dumpable", 1)  # the reaper is not; else /proc/self belongs to root and cannot be written
     if "oom" in measures:
@@ -150,7 +150,7 @@ def become(uid: int, passing: bool = False) -> None:
 
 
 def closed(uid: int, passing: bool, needed: list[tuple[str, int]]) -> str:
-    """Become `uid` as above. -> the first of these paths that is not to be had in its mode (see os.access), or ""."""
+    """Become `uid` as above. Return the first of these paths that is not accessible in its mode (os.access), or ""."""
     become(uid, passing)
     return next((path for path, mode in needed if not os.access(path, mode)), "")
 
@@ -201,7 +201,7 @@ def _set_capabilities(held: int, inheritable: int) -> None:
 
 
 def _landlock(jail: dict) -> int:
-    """-> the ruleset's descriptor."""
+    """Return the descriptor of the ruleset."""
     abi, scoped = jail["abi"], SCOPES if "scope" in jail["measures"] else 0
     handled = FIRST_RIGHTS | REFER | (TRUNCATE if abi >= 3 else 0) | (IOCTL_DEV if abi >= 5 else 0)
     attributes = [handled, NO_TCP if "tcp" in jail["measures"] else 0, scoped][: 1 if abi < 4 else 2 if abi < 6 else 3]
@@ -282,7 +282,7 @@ def _filter(rules: list[_Rule]) -> None:
 
 
 def assemble(rules: list[_Rule]) -> bytes:
-    """The BPF program of a seccomp filter that denies what `rules` say and allows the rest."""
+    """Return the BPF program of a seccomp filter that denies what `rules` say and allows the rest."""
     refuse = _ERRNO | errno.ENOSYS
     code = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_X86_64), (_RETURN, 0, 0, refuse),

@@ -65,7 +65,7 @@ class Jail:
     stays_stopped: bool = False
 
     def measures(self) -> list[str]:
-        """What will be in force, of MEASURES."""
+        """Return those of MEASURES that will be in force."""
         left_out = set(self.without) | ({"tcp", "network"} if self.network else set())
         left_out |= {"uid"} if self.uid is None or not _user_fits(self.without) else set()
         left_out |= {"tcp", "scope"} if "landlock" in left_out else set()
@@ -73,7 +73,7 @@ class Jail:
         return [name for name, why_not in offered().items() if not why_not and name not in left_out]
 
     def orders(self) -> dict:
-        """What harness/sandbox/confine.py carries out, in types that marshal knows."""
+        """Return what harness/sandbox/confine.py carries out, in types that marshal knows."""
         measures = self.measures()
         return {
             "measures": measures,
@@ -89,7 +89,7 @@ class Jail:
         }
 
     def environment(self, extra: dict[str, str] | None = None) -> dict[str, str]:
-        """The whole environment of the process. `extra`: what the judge itself adds."""
+        """Return the whole environment of the process. extra: what the judge adds."""
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG") or k.startswith("CUDA_")}
         library = os.pathsep.join(library_path())
         user_site = bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
@@ -117,7 +117,7 @@ class Jail:
 
 
 def probe() -> dict[str, str]:
-    """What jailed processes get on this machine, for the record: "on", with what it is, or "off: " and why not."""
+    """Return the measures of this machine for the record: "on", with details, or "off: " and why not."""
     details = {
         "uid": f"{UIDS[0]} to {UIDS[-1]}, one a runner",
         "landlock": f"ABI {confine.landlock_abi()}" if not offered()["landlock"] else "",
@@ -142,7 +142,7 @@ def probe() -> dict[str, str]:
 
 @functools.cache
 def offered() -> dict[str, str]:
-    """Each of MEASURES: "" if this machine can give it, else why not."""
+    """Return for each of MEASURES "" if this machine offers it, else why not."""
     found = dict.fromkeys(MEASURES, "")
     try:
         abi = confine.landlock_abi()
@@ -279,7 +279,7 @@ def _import_paths() -> list[str]:
 
 
 def read_paths() -> tuple[str, ...]:
-    """Existing paths that a jailed process may read and execute from, the checkout cut out of them."""
+    """Return the existing paths that a jailed process may read and execute from, without the checkout."""
     names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "HOME")
     return _read_paths(tuple(map(os.environ.get, names)), tuple(sys.path))
 

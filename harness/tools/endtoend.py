@@ -54,7 +54,7 @@ def run(problem: Problem, device: str, words: list[str]) -> int:
 
 
 def _file(problem: Problem) -> Path | None:
-    """The problem's check. UsageError: it has one that cannot be run, since the folder is not in problems/."""
+    """Return the problem's check, if any. UsageError: it cannot run, since the folder is not in problems/."""
     found = problem.folder / FILE
     if not problem.own or not found.is_file():
         return None

@@ -56,7 +56,7 @@ def _compile(session: Session, j: Result, progress: Progress) -> None:
 def profile(
     problem: Problem, device: str, target: str, submission: Submission, cases: list[Case], timeout_s: float | None
 ) -> str:
-    """Print the torch profiler's table of one call on each case, and on a GPU a digest of ncu's report. -> verdict."""
+    """Print torch's profile of one call on each case, and on a GPU a digest of ncu's report. Return the verdict."""
     with Session(problem, device, timeout_s) as session:
         handle = RunnerHandle(submission.name, submission, target)
         for case in cases:
@@ -78,7 +78,7 @@ def profile(
 
 
 def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str) -> bool:
-    """Run the small ones of `cases` under compute-sanitizer. -> whether all were clean. UsageError: no such tool."""
+    """Run the small `cases` under compute-sanitizer. Return whether all were clean. UsageError: no such tool."""
     cases, clean = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], True
     for j in judged:
         for tool in SANITIZE_TOOLS:

@@ -1,7 +1,7 @@
 """Whether the sources that a record is about are those of this checkout. It needs neither a compiler nor a GPU.
 
 Hashes of sources are computed here; hashes of machine code come from records and from leaderboard/results/code.jsonl,
-which `python leaderboard/code.py` completes. docs/records.md says what each hash covers.
+which `python leaderboard/code_table.py` completes. docs/records.md says what each hash covers.
 """
 
 import functools
@@ -16,7 +16,7 @@ from problems.common import load
 
 MATCH, SAME_CODE, STALE = "match", "source changed, same code", "stale"
 STATES = (STALE, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
-PROBLEM_CHANGED = "the problem has changed since"  # its cases, tolerances, task or reference
+PROBLEM_CHANGED = "the problem has changed since it ran"  # its cases, tolerances, task or reference
 FILE = "code.jsonl"
 # Of a file that cannot be read, by harness/problem/sources.py; a BuildError is a RuntimeError.
 ERRORS = (ValueError, SyntaxError, OSError, RuntimeError, yaml.YAMLError)

@@ -336,6 +336,15 @@ def machines() -> list[str]:
     return [line for line in lines if line]
 
 
+def test_gitignore_lists_the_machines_whose_records_are_committed():
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    kept = [line for line in lines if line.startswith("!leaderboard/results/")]
+    wanted = [f"!leaderboard/results/{slug}/" for slug in machines()]
+    assert sorted(kept) == sorted([*wanted, "!leaderboard/results/code.jsonl"])
+    assert "leaderboard/results/*" in lines
+    assert all(lines.index(line) > lines.index("leaderboard/results/*") for line in kept), "a later line wins"
+
+
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_git_ignores_the_records_of_other_machines_alone(tmp_path):
     """In a repository of its own with our .gitignore and one machine more, in the same form."""

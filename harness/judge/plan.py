@@ -5,7 +5,7 @@ from pathlib import Path
 
 from harness.judge.verdict import Result
 from harness.problem import sources
-from harness.problem.folders import Case, Problem, UsageError
+from harness.problem.folders import Case, Problem, UsageError, reading
 from harness.results import environment, record, schema
 
 # Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
@@ -22,12 +22,14 @@ def make(
     tests: list[Case], benchmarks: list[Case],
 ) -> dict:  # fmt: skip
     """The plan as JSON: what a record names, and a hash of everything that an outcome depends on."""
+    with reading(problem.name):
+        problem_hash = sources.problem_hash(problem.folder, problem.utils)
     return {
         "run_id": run_id, "schema": schema.SCHEMA, "target": target,
         "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},
         "submissions": {one.submission.name: one.source_hash for one in submissions},
         "tests": [_case(case) for case in tests], "benchmarks": [_case(case) for case in benchmarks],
-        "problem_hash": sources.problem_hash(problem.folder, problem.utils),
+        "problem_hash": problem_hash,
         "harness_hash": record.harness_hash(), "environment": environment.describe(),
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ from harness.judge.handle import ARCH
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.problem import scan, sources
-from harness.problem.folders import Case, Problem, Submission
+from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, machine_code, ranking, record, schema, stats
 from harness.runner import clock, flush
 from harness.sandbox import policy, workdir
@@ -150,9 +150,20 @@ class Recorder:
         self.warnings: list[str] = []
         self.sandbox = policy.probe()
 
+        self._code_hashes: dict[tuple[str, str], str | None] = {}
+
     @functools.cached_property
     def problem_hash(self) -> str:
-        return sources.problem_hash(self.problem.folder, self.problem.utils)
+        with reading(self.problem.name):
+            return sources.problem_hash(self.problem.folder, self.problem.utils)
+
+    def _code_hash(self, judged: Result) -> str | None:
+        """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
+        key = judged.source_hash, judged.target
+        if judged.target in ARCH and key not in self._code_hashes:
+            built = workdir.build_folder(judged.submission.file, self.problem, judged.target)
+            self._code_hashes[key] = built and machine_code.hash_of(built)
+        return self._code_hashes.get(key)
 
     def lines(self, judged: Result) -> list[dict]:
         """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole
@@ -177,14 +188,12 @@ class Recorder:
     def base(self, judged: Result, kind: str, case: dict) -> dict:
         """The fields that every record has, but for the verdict."""
         commit, dirty = environment.commit()
-        # What the compile step left is what the runners start from.
-        built = workdir.build_folder(judged.submission.file, self.problem, judged.target)
         return {
             "schema": schema.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
             "case": case, "kind": kind, "variant": judged.submission.name, "target": judged.target,
             "baseline": judged.submission.baseline, "source_hash": judged.source_hash,
             "environment": environment.describe(), "commit": commit, "dirty": dirty,
-            "code_hash": machine_code.hash_of(built) if built and judged.target in ARCH else None,
+            "code_hash": self._code_hash(judged),
             "problem_hash": self.problem_hash, "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
         }  # fmt: skip
 

@@ -22,6 +22,7 @@ from harness.results import schema, text
 PARTIAL = ".partial.jsonl"  # how the file of an unfinished run ends
 RESULTS = Path(__file__).resolve().parents[2] / "leaderboard" / "results"
 LINE_BYTES = 8 * 2**20  # of a record; the longest so far has 6000
+LEFT_OUT = "left out; it stays there (append a corrected line if you need it)"
 DEPTH = 12  # lists and objects within each other
 INTEGERS = 2**63  # what every reader can hold
 _HELP = {
@@ -136,8 +137,7 @@ def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], dic
         try:
             found.append(read_line(line))
         except ValueError as error:
-            why = text.line(error, 200)
-            complaints.append(f"{source}:{number}: not a record ({why}): left out; correct this line, or let it be")
+            complaints.append(f"{source}:{number}: not a record ({text.line(error, 200)}): {LEFT_OUT}")
     return found, complaints
 
 

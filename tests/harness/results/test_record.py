@@ -16,7 +16,6 @@ from tests.support import ROOT
 from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
 from tests.support.records import bench, full, line
 
-LEFT_OUT = "): left out; correct this line, or let it be"
 DEEP = "[" * 100_000
 BROKEN = {
     "cut": '{"schema": 1, "run', "a number": "17", "deep": DEEP, "deep within": '{"a": ' + DEEP,
@@ -56,9 +55,7 @@ def test_a_broken_line_costs_that_line_alone(broken, results):
     record.append("box", "p", after)
     assert path.read_bytes().startswith(data) and record.read("box", "p") == before + after
     _, (complaint,) = record.reading("box", "p")
-    assert complaint.startswith("box/p.jsonl:4: not a record (") and complaint.endswith(
-        "): left out; correct this line, or let it be"
-    )
+    assert complaint.startswith("box/p.jsonl:4: not a record (") and complaint.endswith(f"): {record.LEFT_OUT}")
     assert len(complaint) < 400 and complaint.isprintable()
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from harness.tools import history
-from leaderboard import code, provenance
+from leaderboard import code_table, provenance
 from tests.support.records import full, write
 
 
@@ -29,16 +29,16 @@ def table(results) -> list[dict]:
 
 
 def test_sources_of_records_and_of_the_checkout_are_added_once(results, capsys):
-    assert code.main(["--results", str(results)]) == 0
+    assert code_table.main(["--results", str(results)]) == 0
     found = table(results)
     assert [(one["variant"], one["recorded"], one["source_hash"]) for one in found] == [
         ("sm90_a", "old", "old+"), ("sm90_b", "now", "now+"), ("gone", "old", "old+"), ("sm90_a", "now", "now"),
     ]  # fmt: skip
     assert {one["code_hash"] for one in found} == {"x" * 16} and found[0]["commit"] == "0123456".ljust(40, "0")
     before = (results / provenance.FILE).read_bytes()
-    assert code.main(["--results", str(results)]) == 0 and (results / provenance.FILE).read_bytes() == before
+    assert code_table.main(["--results", str(results)]) == 0 and (results / provenance.FILE).read_bytes() == before
     write(results, "box", full("sm90_a", 1.0, source_hash="new", run="r1", minute=5))
-    assert code.main(["--results", str(results)]) == 0
+    assert code_table.main(["--results", str(results)]) == 0
     assert (results / provenance.FILE).read_bytes().startswith(before) and len(table(results)) == 5
 
 
@@ -46,7 +46,7 @@ def test_equal_sources_are_compiled_once(results, monkeypatch):
     write(results, "box", full("sm90_a", 1.0, schema=2, source_hash="old", commit="fedcba9", run="r1"))
     asked = []
     monkeypatch.setattr(history, "compiled", lambda source, root: asked.append(source) or ("x" * 16, "nvcc"))
-    assert code.main(["--results", str(results)]) == 0
+    assert code_table.main(["--results", str(results)]) == 0
     assert len([one for one in asked if one.variant == "sm90_a" and one.hash]) == 1
     assert len([one for one in table(results) if one["recorded"] == "old" and one["variant"] == "sm90_a"]) == 2
 
@@ -59,6 +59,6 @@ def test_a_source_that_cannot_be_had_is_named_and_left_out(results, monkeypatch,
         raise error
 
     monkeypatch.setattr(history, "commit_of", fail)
-    assert code.main(["--results", str(results)]) == status
+    assert code_table.main(["--results", str(results)]) == status
     assert [one["variant"] for one in table(results)] == ["sm90_a"]  # the checkout's
     assert f"nvfp4_gemv/sm90_a for sm90 at 0123456: {error}" in capsys.readouterr().err

@@ -84,6 +84,10 @@ def _value(get: Callable[[], object]) -> object:
         return "a mixture of old and new settings"
 
 
+def _flushes_denormals() -> bool:
+    return float(torch.tensor([1e-40], dtype=torch.float32) * 1) == 0.0
+
+
 def _attribute(owner: object, name: str) -> tuple[Callable[[], object], Callable]:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
@@ -96,7 +100,7 @@ _SWITCHES: dict[str, tuple[Callable[[], object], Callable]] = {
     "cudnn.allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "flush denormals": (lambda: float(torch.tensor(1e-40) * 1) == 0.0, torch.set_flush_denormal),
+    "flush denormals": (_flushes_denormals, torch.set_flush_denormal),
 }
 
 

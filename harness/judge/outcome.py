@@ -129,8 +129,7 @@ def written_later(changed: int) -> Outcome | None:
         return None
     return Outcome(
         "CHEAT_SUSPECTED",
-        f"outputs were written after the call had ended: of at most {gate.WORDS} words that were looked at, "
-        f"{changed} changed later",
+        f"outputs were written after the call had ended: {changed} of at most {gate.WORDS} sampled words changed later",
     )
 
 
@@ -154,6 +153,6 @@ def ran_elsewhere(activity: replies.Seen | None) -> Outcome | None:
     """Return the fault of an audited call whose work ran on other streams than the default one."""
     if activity is None or not activity.elsewhere:
         return None
-    named = (f"queue {stream}: {', '.join(names)}" for stream, names in activity.elsewhere.items())
+    named = (f"stream {stream}: {', '.join(names)}" for stream, names in activity.elsewhere.items())
     said = text.line("; ".join(named), NAMES)
-    return Outcome("RULE_BROKEN", f"work ran on another queue than the default one: {said}")
+    return Outcome("RULE_BROKEN", f"work ran on another stream than the default one: {said}")

@@ -126,7 +126,7 @@ class Noted(Reply):
 
 
 class Seen(Reply):
-    """What the driver recorded of a call. elsewhere: names of work by queue."""
+    """What the driver recorded of a call. elsewhere: names of work by stream."""
 
     records: Count
     elsewhere: Annotated[dict[Name, Names], Field(max_length=LISTED)]

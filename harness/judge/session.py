@@ -257,7 +257,7 @@ class Session:
             if not records and self._records_are_given():
                 return Outcome(
                     "CHEAT_SUSPECTED",
-                    "tampering: of its audited call the driver gave no record, of the judge's own it does",
+                    "tampering: the driver recorded nothing of its audited call, but it records the judge's own",
                 )
             if fault := outcome.ran_elsewhere(activity):
                 return fault
@@ -272,7 +272,7 @@ class Session:
             self.stop(own)
             self._records = own.audit.records > 0
             if not self._records:
-                self.notes.append("the driver gives no records: on which queue work ran is not known")
+                self.notes.append("the driver gives no records: on which stream work ran is not known")
         return self._records
 
     def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:

@@ -1,17 +1,22 @@
 """`--mode latency`: what is recorded of a decode step, and which ops are left out of its graph."""
 
+import contextlib
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+import torch
 
 from harness import run
+from harness.judge.handle import ProblemError
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import record, schema
 from harness.tools import latency
+from problems.dsv4_forward.latency import Decode as Steps
 from tests.support import SUPPORT
 
 MODEL = folders.find("dsv4_forward")
@@ -96,6 +101,43 @@ def test_a_graph_holds_every_kernel_and_as_many_operations(graph, whole):
     eager = ["k", "Memcpy DtoD"]
     missing, _ = latency.apart(eager, graph)
     assert latency.holds(missing, eager, graph) is whole
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """What is asked of a GPU, done on the CPU: a graph's replay is the step itself."""
+    for name in ("stream", "ExternalStream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(latency, "_capture", lambda step: SimpleNamespace(replay=step))
+    monkeypatch.setattr(latency, "_waits", lambda step: step() or "")
+    monkeypatch.setattr(latency, "_launches", lambda call: call() or ["k", "Memcpy DtoD"])
+    monkeypatch.setattr(latency, "STEPS", 3)
+
+
+@torch.inference_mode()
+def test_what_is_found_of_a_step(without_gpu, monkeypatch):
+    case = {"config": "tiny", "format": "bf16", "batch": 1, "context": 8}
+    found = latency.measure(Steps(case, 20, "cpu"))
+    assert (found["status"], found["reason"], found["n"]) == ("PASSED", "", 3)
+    assert found["median_us"] == sorted(found["samples_us"][0])[1] > 0 and found["eager_us"] > 0
+    assert found["launches"] == {"eager": 2, "graph": 2} and set(found["kernels"]) >= {"fmha", "linear"}
+    judged = Result(MODEL.variant("composed"), "sm90")
+    assert record.checked(latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": case, **found}))
+
+    monkeypatch.setattr(latency, "_waits", lambda step: step() or step() or "a copy to the host")
+    found = latency.measure(Steps(case, 20, "cpu"))
+    assert found["status"] == "INVALID_MEASUREMENT"
+    assert found["reason"] == "host_synchronisations; replay_equals_eager"
+    assert found["checks"]["host_synchronisations"] == "a copy to the host"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_process_that_fails_is_a_failure_of_the_problem(capfd):
+    judged, (case,) = Result(MODEL.variant("composed"), "sm90"), latency.cases(MODEL, "tiny-k format=bf16 batch=1")
+    with pytest.raises(ProblemError, match=r"dsv4_forward/latency\.py ended with status 1"):
+        latency.run(MODEL, Recorder(MODEL, "cuda"), judged, [case])
+    assert "CUDA" in capfd.readouterr().err
 
 
 @pytest.mark.gpu

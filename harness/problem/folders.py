@@ -103,11 +103,10 @@ class Problem:
         file = self.folder / "submission.py"
         if not file.is_file():
             raise UsageError(f"{self.name} has no submission.py: name one with --submission FILE")
-        winners = load.constants(file, "WINNERS").get("WINNERS")
-        if winners is None:
+        if not load.winners(self.folder):
             return submission(self, file)
         try:
-            return self.variant(load.winner(self.folder, winners, target))
+            return self.variant(load.winner(self.folder, target))
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}: name a --variant") from None
 

@@ -214,10 +214,8 @@ def _found(name: str, folder: Path, package: str) -> Path | None:
 def _winners(name: str) -> list[Path]:
     """Sources of the problem `name` with which load.variant can serve every target. ValueError: a winner is missing."""
     folder = load.PROBLEMS / name
-    submission = folder / "submission.py"
-    winners = load.constants(submission, "WINNERS").get("WINNERS", {})
-    files = [folder / "task.py", *own(submission)]
-    for variant in dict.fromkeys(v for variants in winners.values() for v in variants):
+    files = [folder / "task.py", *own(folder / "submission.py")]
+    for variant in dict.fromkeys(v for variants in load.winners(folder).values() for v in variants):
         file = folder / "variants" / f"{variant}.py"
         if not file.is_file():
             raise ValueError(f"{name}/submission.py: WINNERS names {variant!r}, but there is no {file.name}")

@@ -212,7 +212,7 @@ def _build(source: Path, target: str, compiler: str, flags: tuple[str, ...]) -> 
         return Artefact(library, target, log.read_text())
     directory().mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held by this process alone: subprocess closes it in the compiler
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held by this process only: subprocess closes it in the compiler
         if library.is_file():
             return Artefact(library, target, log.read_text())
         with tempfile.TemporaryDirectory(dir=directory(), prefix="tmp-") as scratch:

@@ -1,4 +1,4 @@
-"""Load the modules of a problem folder, each folder in a namespace of its own, so that several live in one process.
+"""Load the modules of a problem folder. Each folder has a separate namespace, so that several live in one process.
 
 A folder's modules become `problems.<folder>.<module>`; while one of them is executed, the bare names `task` (and,
 for GPU MODE folders, `utils`) mean that folder's own files. Submissions import them at module level only.
@@ -132,17 +132,23 @@ def summary(file: Path) -> str:
     return (ast.get_docstring(parse(file)) or "").partition("\n")[0]
 
 
-def winner(folder: Path, winners: dict[str, tuple[str, ...]], target: str) -> str:
-    """The first of winners[target], variants of `folder` in order of preference, whose CPU_FLAGS this machine has.
+def winners(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return WINNERS of submission.py in `folder`: by target, variants in order of preference. {} if it has none."""
+    return constants(folder / "submission.py", "WINNERS").get("WINNERS", {})
+
+
+def winner(folder: Path, target: str) -> str:
+    """Return the first of the winners for `target` whose CPU_FLAGS this machine has.
 
     ValueError: no winner for the target, or none that this CPU can run.
     """
-    if target not in winners:
-        raise ValueError(f"target must be one of {sorted(winners)}, for which there is a winner, got {target!r}")
-    for name in winners[target]:
+    known = winners(folder)
+    if target not in known:
+        raise ValueError(f"target must be one of {sorted(known)}, for which there is a winner, got {target!r}")
+    for name in known[target]:
         if not missing_cpu_flags(folder / "variants" / f"{name}.py"):
             return name
-    raise ValueError(f"this CPU can run none of {winners[target]}")
+    raise ValueError(f"this CPU can run none of {known[target]}")
 
 
 def missing_cpu_flags(file: Path) -> list[str]:

@@ -26,9 +26,11 @@ SPILLS = {
 }
 
 
-# Of the longest compilations one for each target and language is enough for every day.
+# Every day the winners, and one CuTe DSL variant; tests/common/test_cute_compile.py compiles the one for sm100.
 LONG = {
     ("moe_gemm", "sm90_cute", "sm90"), ("fmha_decode", "sm90_cute", "sm90"), ("moe_gemm", "sm90_grouped", "sm100"),
+    ("nvfp4_gemv", "sm100_cute", "sm100"), ("nvfp4_gemv", "sm90_plain", "sm90"),
+    ("nvfp4_gemv", "sm90_classic_tma", "sm90"),
 }  # fmt: skip
 
 

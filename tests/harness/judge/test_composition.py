@@ -33,9 +33,7 @@ LIMIT_S = 120
 OWN = {"composed/submission.py"}
 MODULES = {"composed/model.py", "composed/kernels.py", "composed/state.py"}
 GEMV = load.PROBLEMS / "nvfp4_gemv"
-NAMED = {
-    name for named in load.constants(GEMV / "submission.py", "WINNERS")["WINNERS"].values() for name in named
-}  # fmt: skip
+NAMED = {name for named in load.winners(GEMV).values() for name in named}
 SOURCES = [path for path in (GEMV / "variants").iterdir() if path.stem in NAMED]
 INCLUDED = {word for path in SOURCES for word in re.findall(r'#include "(.+)"', path.read_text())}
 WINNERS = {"nvfp4_gemv/task.py", "nvfp4_gemv/submission.py"} | {

@@ -84,7 +84,7 @@ def test_prefill_then_a_hundred_steps(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [("tiny", 69), *(pytest.param(name, LONGEST, marks=pytest.mark.slow) for name in CONFIGS)]
+    ("name", "length"), [("tiny", 40), *(pytest.param(name, LONGEST, marks=pytest.mark.slow) for name in CONFIGS)]
 )
 def test_decode_from_nothing(name, length):
     assert worst(name, run(name, (1,) * length, chunk=1)) <= TOLERANCE
@@ -93,9 +93,9 @@ def test_decode_from_nothing(name, length):
 @pytest.mark.parametrize("name", LONG)
 def test_cached_transformers_agree_as_well(name):
     step = oracle.hf_decoder(name)
-    got = torch.cat([step(ids(name)[None, :200])[0], *(step(ids(name)[None, [t]])[0] for t in range(200, 230))])
+    got = torch.cat([step(ids(name)[None, :120])[0], *(step(ids(name)[None, [t]])[0] for t in range(120, 140))])
     assert worst(name, got) <= TOLERANCE
-    assert worst(name, run(name, (128, 72, *[1] * 30))) <= TOLERANCE
+    assert worst(name, run(name, (120, *[1] * 20))) <= TOLERANCE  # past the window and the first entry of HCA
 
 
 def test_feed_splits_a_prompt_by_the_chunk():

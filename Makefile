@@ -1,7 +1,7 @@
 # Every job sets itself up: the first call makes .venv, later calls install nothing.
 #   make run          check and time every nvfp4_gemv variant that this machine can run, then the board
 #   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python -m pytest -m gpu)
-#   make lint         ruff                      make board       render README's table from the committed records
+#   make lint         ruff, types               make board       render README's table from the committed records
 #   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay
 PYTHON ?= python3
 PROBLEM ?= nvfp4_gemv
@@ -34,6 +34,7 @@ test-slow: setup
 lint: setup
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m ty check --python $(VENV_PYTHON)
 	sh -n .ci/run
 
 clean:

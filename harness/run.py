@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it. -> exit code. What is not the submission's doing is one line on standard error, a bug of ours raises."""
+    """Run the command. Return the exit code. What no submission caused is one line on standard error; a bug raises."""
     run = Run(*parser().parse_known_args(argv))
     try:
         code = run.main()
@@ -92,20 +92,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Run:
-    """One invocation. further: arguments that are not harness/run.py's own.
-
-    What follows from the arguments is found when it is first asked for, and raises UsageError where they are wrong.
+    """One invocation. further: arguments that harness/run.py does not know. The properties that follow from the
+    arguments raise UsageError where these are wrong.
     """
 
     def __init__(self, arguments: argparse.Namespace, further: list[str]) -> None:
         self.args, self.further = arguments, further
         self.lines: list[dict] = []
         self.journal: Journal | None = None
-        self.opponents: list[Result] = []  # leaders that took part in a confirmation alone
+        self.opponents: list[Result] = []  # leaders that took part in a confirmation only
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """The problem that is named. UsageError: there is none, or its folder is not as it must be."""
+        """The named problem. UsageError: there is none, or its folder is malformed."""
         name = self.args.problem
         with reading(name):
             found = folders.find(name)
@@ -120,7 +119,7 @@ class Run:
 
     @functools.cached_property
     def device(self) -> str:
-        """The kind of device. Of GPUs, the one that is named becomes the only visible one."""
+        """The kind of device. Of several GPUs, the named one becomes the only visible one."""
         wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
         if wanted == "cpu":
             return "cpu"
@@ -136,7 +135,6 @@ class Run:
 
     @functools.cached_property
     def machine(self) -> str:
-        """The machine's name in the records."""
         return environment.machine(self.device)
 
     @functools.cached_property
@@ -144,7 +142,8 @@ class Run:
         """The GPU's architecture, or "cpu". UsageError: a GPU of another one."""
         if self.device == "cpu":
             return "cpu"
-        capability = gpu.current().capability
+        found = gpu.current()
+        capability = found.capability if found else "(no GPU answers)"
         major = capability.partition(".")[0]
         if not major.isdigit() or int(major) not in load.TARGETS:
             raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
@@ -152,17 +151,16 @@ class Run:
 
     @functools.cached_property
     def selection(self) -> Selection:
-        """What the arguments choose of the problem."""
         return Selection(self.problem, self.args, self.device, self.target)
 
     @functools.cached_property
     def recorder(self) -> Recorder:
-        """What makes the records; its run id is the resumed run's, or new."""
+        """The maker of the records. Its run id is the resumed run's, or new."""
         return Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)
 
     @property
     def recorded(self) -> bool:
-        """Whether this run appends to the records: a whole one in --mode leaderboard does."""
+        """Whether this run appends to the records: only a whole run in --mode leaderboard does."""
         return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
 
     @property
@@ -171,8 +169,8 @@ class Run:
         return self.journal is not None and self.journal.resumable
 
     def stopped(self, why: str) -> int:
-        """Say on standard error why it ended, and how to go on. -> exit code."""
-        how = f"; go on with --resume {self.journal.run_id}" if self.resumable else ""
+        """Say on standard error why the run ended, and how to continue it. Return the exit code."""
+        how = f"; go on with --resume {self.journal.run_id}" if self.journal and self.resumable else ""
         output.complain(f"harness/run.py: {why}{how}")
         return verdict.USAGE_EXIT
 
@@ -189,8 +187,7 @@ class Run:
             raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
         self._see_json()
         machine = self.machine  # and with it the device: --lint and the check use it too
-        own = {option for action in parser()._actions for option in action.option_strings}
-        checked = endtoend.wanted(self.problem, args, self.further, own)
+        checked = endtoend.wanted(self.problem, args, self.further)
         if args.lint:
             return self._lint()
         if args.check_only:
@@ -208,7 +205,7 @@ class Run:
             return self._run(stack, checked)
 
     def _check(self) -> int:
-        """The problem's own check. -> exit code."""
+        """Run the problem's end-to-end check. Return the exit code."""
         with self._held(timed=False):
             status = endtoend.run(self.problem, self.device, self.further)
         if status == verdict.USAGE_EXIT:
@@ -234,8 +231,7 @@ class Run:
         if args.sanitize:
             return self._sanitize([j for j in runnable if not j.submission.baseline])
         if self.recorded:
-            self._plan(judged)
-            stack.callback(self.journal.close)
+            stack.callback(self._plan(judged).close)
         if runnable:
             self._judge(runnable)
         self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets])
@@ -248,9 +244,8 @@ class Run:
         return verdict.exit_code(judged, args.all)
 
     def _settle(self) -> int | None:
-        """Complete the records of killed runs, and say which are unfinished.
-
-        -> the exit code, where --resume asked for nothing else.
+        """Complete the records of killed runs, and say which are unfinished. Return the exit code if nothing else is
+        left for --resume to do.
         """
         args, name = self.args, self.problem.name
         if args.mode != "leaderboard" or args.case or args.sanitize:
@@ -272,27 +267,28 @@ class Run:
             return verdict.code_of([r["status"] for r in records if not r.get("superseded")], everything=True)
         return None
 
-    def _plan(self, judged: list[Result]) -> None:
-        """Begin the journal, or see that what the resumed run depends on is unchanged."""
+    def _plan(self, judged: list[Result]) -> Journal:
+        """Begin the journal, or see that what the resumed run depends on is unchanged. Return the journal."""
         tests, benchmarks = self.selection.tests(), list(self.problem.benchmarks[self.device])
         now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
         if self.journal is None:
             self.journal = Journal.create(self.machine, self.problem.name, now)
-            return
+            return self.journal
         plan.compare(self.journal.plan, now, self.journal.path)
         times = self.journal.resumptions
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
+        return self.journal
 
     def _lint(self) -> int:
         from harness.lint import linter
 
         with self._held(timed=False):
-            right = linter.run(self.problem, self.device, console.say)
+            right = linter.run(self.problem, self.device, self.target, console.say)
         return 0 if right else verdict.EXIT_CODES["INCORRECT"]
 
     def _see_json(self) -> None:
-        """UsageError if --json names what cannot be written: that is to be known before anything is judged."""
+        """Raise UsageError before anything is judged if --json names a file that cannot be written."""
         if self.args.json:
             try:
                 output.see_writable(Path(self.args.json))
@@ -312,7 +308,7 @@ class Run:
         return 0
 
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
-        """The lock on the device: whenever a GPU is used, and on the CPU where something is timed."""
+        """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
         if self.device == "cuda":
             return device_lock.hold(environment.gpu_uuid(), console.say)
         return device_lock.hold("cpu", console.say) if timed else contextlib.nullcontext()
@@ -336,29 +332,19 @@ class Run:
         self.opponents = judging.opponents
 
     def _enter(self, submission: Submission) -> Result | None:
-        """A submission that nobody named; None where it may not, or cannot, run here."""
+        """Return a submission that the arguments do not name; None if it may not, or cannot, run here."""
         judged = self._judged(submission)
         return judged if self.selection.admit(judged) else None
 
     def _compile(self, judged: list[Result]) -> None:
-        """Entries for other targets are compiled here, without their device, where their compiler is installed."""
+        """Compile submissions for other targets, without their device, if their compiler is installed."""
         if self.args.mode != "leaderboard":
             return
-        settled = {line["submission"]: line for line in self.journal.noted("compiled")} if self.journal else {}
-        todo = []
-        for j in judged:
-            if line := settled.get(j.submission.name):
-                j.status, j.reason, j.artefacts = line["status"], line["reason"], line["artefacts"]
-            else:
-                todo.append(j)
         with console.progress() as progress:
-            for j in modes.compile_only(self.problem, self.device, todo, progress):
-                if self.journal:
-                    facts = {"status": j.status, "reason": j.reason, "artefacts": j.artefacts}
-                    self.journal.note("compiled", submission=j.submission.name, **facts)
+            modes.compile_only(self.problem, self.device, judged, progress)
 
     def _see_unchanged(self, judged: list[Result]) -> None:
-        """Every process takes a copy of its submission when it starts, so all must have found the same."""
+        """Fail submissions whose files changed during the run: each process took a copy when it started."""
         for j in (*judged, *self.opponents):
             if not (j.tests or j.times):
                 continue
@@ -371,11 +357,11 @@ class Run:
                 j.status, j.reason = "INVALID_MEASUREMENT", "its files were changed during the run"
 
     def _record(self, judged: list[Result]) -> None:
-        """All records of the run at once; --mode leaderboard without --case alone has any."""
+        """Write all records of the run at once. Only a recorded run has any."""
         if not self.journal:
             return
         for j in (*judged, *self.opponents):
-            # That a file is made for another machine is no result of this one.
+            # A file for another machine has no result on this one.
             if self.target in j.submission.targets or j.status != "UNSUPPORTED" or not self.args.all:
                 self.lines += self.recorder.lines(j)
         self.journal.finish(self.lines)
@@ -387,7 +373,7 @@ class Run:
         if timed:
             console.times(timed)
             console.readings(timed)
-        for one in (one for j in judged for one in (*j.before, j) if one.against_all):
+        for one in (j for j in judged if j.against_all):
             console.say()
             console.against(one)
         console.say()

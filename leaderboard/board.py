@@ -14,8 +14,9 @@ with itself, is no variant of its own.
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -77,7 +78,8 @@ def ranks(intervals: list[tuple[float, float]]) -> list[int]:
     transitive: with A ~ B and B ~ C but A apart from C, C is third, since only the group's leader counts. That keeps a
     chain of neighbours from making the whole field one tie.
     """
-    result, leader = [], None
+    result: list[int] = []
+    leader, rank = None, 0
     for position, (lo, hi) in enumerate(intervals, 1):
         if leader is None or lo > leader[1] or hi < leader[0]:
             leader, rank = (lo, hi), position
@@ -108,10 +110,16 @@ def build(
     lines["time"] = pd.to_datetime(lines["time"], utc=True, format="ISO8601")
     lines["newest"] = lines.groupby("run_id")["time"].transform("max")
     lines = lines.sort_values(["newest", "run_id", "position"], kind="stable")  # so the last line is the newest run's
-    return [
-        _board(part, machine, problem, target, expected.get((problem, target)), known)
-        for (problem, target), part in lines.groupby(["problem", "target"], sort=True)
-    ]
+    boards = []
+    for _, part in lines.groupby(["problem", "target"], sort=True):
+        problem, target = part.problem.iloc[0], part.target.iloc[0]
+        boards.append(_board(part, machine, problem, target, expected.get((problem, target)), known))
+    return boards
+
+
+def rows_of(table: pd.DataFrame) -> Iterator[Any]:
+    """Return the rows of a table, with its columns as attributes."""
+    return iter(table.itertuples())
 
 
 def _board(
@@ -168,7 +176,13 @@ def _row(
 
     lead: how it took the lead after the base run, if it did.
     """
-    row = dict.fromkeys(STANDING) | {"variant": variant, "done": 0, "wanted": len(cases), "notes": [], "base": False}
+    row: dict[str, Any] = dict.fromkeys(STANDING) | {
+        "variant": variant,
+        "done": 0,
+        "wanted": len(cases),
+        "notes": [],
+        "base": False,
+    }
     row |= {"baseline": any(record.get("baseline") for record in lines.record), "reason": ""} | _resources(lines)
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio"), math.nan)
     ran = lines[lines.kind != "compile"]
@@ -186,7 +200,7 @@ def _row(
     run = ran[ran.run_id == run_id].drop_duplicates(["kind", "case"], keep="last")  # an attempt replaces the one before
     gaps = gaps[gaps.run_id == run_id]
     row |= {"run_id": run_id, "base": run_id == base}
-    if lead:
+    if lead and lead.ratio:
         ratio, lo, hi = lead.ratio
         row["notes"].append(f"first by its pairs with {lead.over}: {ratio:.4f} ({lo:.4f} to {hi:.4f}) of its time")
     elif not row["base"] and base is not None:
@@ -196,7 +210,7 @@ def _row(
         of = " of another source" if provenance.differ(newer.record, run.record.iloc[-1]) else ""
         row["notes"].append(f"newer run {newer.run_id}{of}, not comparable: {newer.status}")
 
-    bench = {line.case: line.record for line in pd.concat([gaps, run]).itertuples() if line.kind == "benchmark"}
+    bench = {line.case: line.record for line in rows_of(pd.concat([gaps, run])) if line.kind == "benchmark"}
     times = [_time(variant, case, bench.get(case), run_id, row["base"], row["baseline"]) for case in cases]
     done = [time for time in times if time["status"] == "PASSED"]
     row["done"] = len(done)
@@ -219,7 +233,7 @@ def _row(
 
 def _first(before: pd.DataFrame, cases: list[str], ranking_by: str) -> str:
     """As " of 22.10 us": the figure of superseded records, as far as they give one."""
-    medians = {line.case: line.record.get("median_us") for line in before.itertuples()}
+    medians = {line.case: line.record.get("median_us") for line in rows_of(before)}
     try:
         return f" of {ranking.metric(ranking_by, [medians[case] for case in cases]):.2f} us"
     except (KeyError, TypeError, ValueError):
@@ -231,7 +245,7 @@ def _shown_run(ran: pd.DataFrame, base: str | None) -> str:
     newest = ran[ran.run_id == ran.run_id.iloc[-1]].drop_duplicates(["kind", "case"], keep="last")
     if (newest.status != "PASSED").any():
         return newest.run_id.iloc[-1]
-    if (ran.run_id == base).any():
+    if base is not None and (ran.run_id == base).any():
         return base
     timed = ran[ran.kind == "benchmark"]
     return (timed if len(timed) else ran).run_id.iloc[-1]
@@ -261,7 +275,12 @@ def _state(run: pd.DataFrame, times: list[dict], lines: pd.DataFrame) -> tuple[s
 def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool, baseline: bool) -> dict:
     """One variant's time in one case. A time that is no positive finite number is INVALID_MEASUREMENT, whatever the
     record says; a case without a record is MISSING."""
-    time = dict.fromkeys(TIMES, math.nan) | {"variant": variant, "case": case, "run_id": run_id, "base": base}
+    time: dict[str, Any] = dict.fromkeys(TIMES, math.nan) | {
+        "variant": variant,
+        "case": case,
+        "run_id": run_id,
+        "base": base,
+    }
     time |= {"baseline": baseline, "status": "MISSING", "reason": "no record", "roofline_kind": ""}
     if record is None:
         return time
@@ -318,7 +337,7 @@ def _ranked(standing: pd.DataFrame, promoted: list[str]) -> pd.DataFrame:
 def _pairs(timed: pd.DataFrame) -> pd.DataFrame:
     """The newest paired run of each (variant, other)."""
     rows = []
-    for line in timed[timed.paired & (timed.status == "PASSED")].itertuples():
+    for line in rows_of(timed[timed.paired & (timed.status == "PASSED")]):
         against = line.record["against"]
         lo, hi = (_number(bound) for bound in against.get("ci95") or (math.nan, math.nan))
         # Records of before there was a word are read by their 95 % interval.

@@ -5,11 +5,12 @@ What a submission has written, say a reason, is in the rows and lines as it is. 
 """
 
 import math
+from typing import Any
 
 import pandas as pd
 
 from harness.results import ranking, text
-from leaderboard.board import Board
+from leaderboard.board import Board, rows_of
 
 WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
@@ -54,8 +55,7 @@ def standing(board: Board) -> Table:
     """
     if not board.timed:
         return ["variant", "source", "state", "registers", "spilled"], [
-            [row.variant, row.source, _state(row, resources=False), *_compiled(row)]
-            for row in board.standing.itertuples()
+            [row.variant, row.source, _state(row, resources=False), *_compiled(row)] for row in rows_of(board.standing)
         ]
     with_run = not board.standing.base.all()
     with_baseline = bool(board.standing.baseline_ratio.notna().any())
@@ -65,9 +65,9 @@ def standing(board: Board) -> Table:
     shown = board.cases if len(board.cases) <= WIDE else []
     header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run
     header += ["source", "state"]
-    cells = {(row.variant, row.case): row for row in board.times.itertuples()}
+    cells = {(row.variant, row.case): row for row in rows_of(board.times)}
     rows = []
-    for row in board.standing.itertuples():
+    for row in rows_of(board.standing):
         rank = "baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank)
         line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roofline_share)]
         line += [f"{row.baseline_ratio:.2f}x" if row.baseline_ratio > 0 else ""] * with_baseline
@@ -91,7 +91,7 @@ def winners(boards: list[Board]) -> Table:
     header = ["problem", "winner", "time", "% of roofline", "x baseline", "machine", "source"]
     rows = []
     for board in boards:
-        first = next((row for row in board.standing.itertuples() if not pd.isna(row.rank)), None)
+        first = next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
         if first is not None:
             ratio = f"{first.baseline_ratio:.2f}x" if first.baseline_ratio > 0 else ""
             name, time = f"{board.problem}, {board.target}", f"{us(first.geomean_us)} us"
@@ -109,7 +109,7 @@ def by_case(board: Board) -> tuple[Table, str]:
     of_base = board.times[board.times.base]
     timed = set(of_base[of_base.median_us.notna()].variant)
     variants = [name for name in board.standing.variant if name in timed]
-    cells = {(row.variant, row.case): row for row in of_base.itertuples()}
+    cells = {(row.variant, row.case): row for row in rows_of(of_base)}
     best = board.standing[board.standing["rank"] == 1].variant
     with_baseline = bool(len(best)) and bool(board.standing.baseline_ratio.notna().any())
     rows = []
@@ -128,7 +128,7 @@ def by_case(board: Board) -> tuple[Table, str]:
 def pairs(board: Board) -> Table:
     """-> (header, rows) of the paired runs; no rows where there are none."""
     rows = []
-    for row in board.pairs.itertuples():
+    for row in rows_of(board.pairs):
         interval = f"{row.lo:.4f} to {row.hi:.4f}"
         rows.append([row.variant, row.against, row.case, f"{row.ratio:.4f}", interval, row.word, row.run_id])
     return ["variant", "against", "case", "time ratio", "95 % interval", "verdict", "run"], rows
@@ -226,7 +226,7 @@ def grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [map(escape, header), rule, *(map(escape, r) for r in rows)])
 
 
-def _cell(time: tuple | None, rate: bool = False) -> str:
+def _cell(time: Any, rate: bool = False) -> str:
     """A case's time with its share of the measured roofline, and with its `rate`, or what there is instead of a
     time.
     """
@@ -239,11 +239,11 @@ def _cell(time: tuple | None, rate: bool = False) -> str:
     return us(time.median_us) + (f" ({', '.join(about)})" if about else "")
 
 
-def _interval(row: tuple) -> str:
+def _interval(row: Any) -> str:
     return f"{us(row.lo_us)} to {us(row.hi_us)}" if math.isfinite(row.lo_us) else ""
 
 
-def _error(times: pd.DataFrame, row: tuple) -> str:
+def _error(times: pd.DataFrame, row: Any) -> str:
     """The error of the case that used most of its tolerance."""
     measure = "rel_error" if row.baseline else "max_error"
     its = times[(times.variant == row.variant) & times[measure].notna() & (times.tolerance > 0)]
@@ -253,7 +253,7 @@ def _error(times: pd.DataFrame, row: tuple) -> str:
     return f"{worst[measure]:.1e} / {worst.tolerance:.1e}"
 
 
-def _state(row: tuple, resources: bool = True) -> str:
+def _state(row: Any, resources: bool = True) -> str:
     """Status, why, the notes, and if wanted the registers and spills of a row, on one line."""
     reason = " ".join(text.line(row.reason).split())
     reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
@@ -267,7 +267,7 @@ def _state(row: tuple, resources: bool = True) -> str:
     return "; ".join(parts) or "ok"
 
 
-def _compiled(row: tuple) -> list[str]:
+def _compiled(row: Any) -> list[str]:
     return [
         f"{row.registers:.0f}" if math.isfinite(row.registers) else "",
         f"{row.spill_bytes:.0f} B" if math.isfinite(row.spill_bytes) else "",

@@ -11,6 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -22,8 +23,6 @@ from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
-
-
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -31,8 +30,8 @@ STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
 
 @dataclasses.dataclass
 class Caught:
-    """What a call on a CPU left, which the checker took while nothing of the runner could run. fault: what is wrong
-    beside the outputs; outputs: their bytes, None where they cannot be read.
+    """What a call on a CPU left, taken while the runner was stopped. fault: what is wrong besides the outputs; outputs:
+    their bytes, None if they cannot be read.
     """
 
     fault: str
@@ -61,10 +60,10 @@ class Checker:
         self.freezers: dict[str, Freezer] = {}
         self.caught: dict[str, Caught] = {}
         self.flush_bytes, self.flush = start.get("flush", 0), None  # what makes a CPU's caches cold; made when needed
-        self.weights: object = None
+        self.weights: Any = None  # NamedTuples that only task.py knows
         self.weights_spec: dict = {}
-        self.pristine: object = None
-        self.want: object = None
+        self.pristine: Any = None
+        self.want: Any = None
         self.spec: dict = {}
         self.outputs: list[int] = []
         self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
@@ -128,7 +127,8 @@ class Checker:
             if any(len(part) != 1 for part in found):
                 raise ValueError(f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}")
             self.outputs = [first + part[0] for part in found]
-            self.captures = [memory.capture_spec(leaves[i], copies) for i in self.outputs]
+            copied = [leaves[i] for i in self.outputs]
+            self.captures = [{**leaf, "offset": copies.place(leaf["space"], leaf["nbytes"])} for leaf in copied]
             memory.poison(tree.tensors(self._delivered()), self.outputs)
         else:
             # The reference may write into its argument and return an element of it: that element is the output.
@@ -156,8 +156,8 @@ class Checker:
 
     def allocate(self, message: dict, _: list[int]) -> dict:
         """Allocate `count` buffers of the present content's layout for a runner, and free its old ones. On a CPU also
-        make the page by which calls are handed over; its descriptor comes before the others. reaper, pid, cgroup: the
-        runner's, by which it is stopped.
+        make the page that hands over calls; its descriptor comes first. reaper, pid, cgroup: the runner's, for its
+        freezer.
         """
         runner = message["runner"]
         self.release(message, _)
@@ -201,8 +201,9 @@ class Checker:
         """Let a runner on a CPU make call `number`, and time it: stop the runner, fill its buffer (`fill`), make caches
         cold, say "go", wait for "done", stop the runner again, and take what the call left.
 
-        first: the runner has said that it is ready; else it has waited since its call before. last: it shall reply.
-        judges: the call is the judge's own, and nothing is taken. which: of the calls that the runner has prepared.
+        first: the runner has just said that it is ready; else it waits since its last call. last: it replies after this
+        call. judges: the call is the judge's own, and nothing is taken. which: one of the calls that the runner has
+        prepared.
 
         Return the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what the
         runner noted of the tensors that it returned, in a GPU MODE folder.
@@ -236,16 +237,15 @@ class Checker:
         return {**dataclasses.asdict(reading), "waiting": True, "before": before, "after": after, "said": said}
 
     def leave(self, message: dict, _: list[int]) -> dict:
-        """Note that call `number` of a runner on a CPU was its last: it replies when it is let go."""
+        """Mark call `number` of a runner on a CPU as its last one: the runner replies when it is continued."""
         if message["runner"] in self.pages:
             gate.bindings().leave(self.pages[message["runner"]].address, message["number"])
         return {}
 
     def _make_cold(self, buffer: Buffer, message: dict) -> None:
-        """Drop all that the call reads from all caches.
-
-        A runner may hold some of it in private memory: prepared weights, a baseline's setup, what the judge's readers
-        read. Only a read of much more than all caches drives that out.
+        """Drop all that the call reads from all caches. A runner may hold some of it in private memory: prepared
+        weights, a baseline's setup, what the judge's readers read. Only a read of much more than all caches evicts
+        that.
         """
         host = buffer.memory.get("host")
         own_memory = (
@@ -277,7 +277,7 @@ class Checker:
             except PermissionError as error:
                 raise RuntimeError(
                     "this machine does not let the judge read a runner's memory (kernel.yama.ptrace_scope): run the "
-                    "judge as root, or give the folder outputs of its own"
+                    "judge as root, or give the folder separate outputs"
                 ) from error
             except OSError:
                 outputs.append(None)
@@ -296,15 +296,16 @@ class Checker:
         if caught.fault:
             return _verdict("INCORRECT", caught.fault)
         if self.device == "cuda":
-            got = [tree.tensor(spec, buffer.memory[spec["space"]]) for spec in self.captures]
-            taken = [tree.raw(tensor) for tensor in got]
+            got: list[torch.Tensor | None] = [tree.tensor(c, buffer.memory[c["space"]]) for c in self.captures]
+            taken: list[torch.Tensor | None] = [tree.raw(tensor) for tensor in got if tensor is not None]
         else:
             taken = caught.outputs
-            got = [memory.interpret(output, claim) for output, claim in zip(taken, self._layouts(claims), strict=False)]
+            forms = self.captures if self.own else claims  # dtype, shape and stride: the problem's, or what came back
+            got = [memory.interpret(output, form) for output, form in zip(taken, forms, strict=False)]
         if self.own:
-            leaves, names = tree.leaves(self.spec), memory.names(self.spec)
+            leaves, names = tree.leaves(self.spec), _fields(self.spec)
             for i, output in zip(self.outputs, taken, strict=True):
-                if not memory.same(memory.region(leaves[i], buffer), output):
+                if output is None or not memory.same(memory.region(leaves[i], buffer), output):
                     return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if claims is not None and (fault := self._returned_fault(claims, self.captures)):
             return _verdict("INCORRECT", fault)
@@ -319,13 +320,9 @@ class Checker:
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 
-    def _layouts(self, claims: list[dict]) -> list[dict]:
-        """Return dtype, shape and stride of each output that is judged: the problem's own, or what came back."""
-        return self.captures if self.own else claims
-
     def _changed(self, runner: str, buffer: Buffer) -> str:
-        """Return in words what a call changed and must not change, "" if nothing. Put INOUT's tensors back."""
-        leaves, names = tree.leaves(self.spec), memory.names(self.spec)
+        """Return which tensor a call changed without permission, "" if none. Put INOUT's tensors back."""
+        leaves, names = tree.leaves(self.spec), _fields(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
                 memory.region(leaf, buffer).copy_(tree.raw(source))
@@ -338,7 +335,7 @@ class Checker:
         return ""
 
     def _returned_fault(self, claims: list[dict], wanted: list[dict]) -> str:
-        """Return what is wrong with the forms of what came back, "" if nothing. wanted: specifications of tensors
+        """Return what is wrong with the forms of the returned tensors, "" if nothing. wanted: specifications of tensors
         (harness/runner/tree.py).
         """
         if len(claims) != len(wanted):
@@ -366,7 +363,7 @@ class Checker:
             )
         return tree.within(inputs, self.inout_named)
 
-    def _for_reference(self) -> object:
+    def _for_reference(self) -> Any:
         """Return the data, with copies of what a call may overwrite, since the reference may too."""
         if not self.inout_named:
             return self.pristine
@@ -374,7 +371,7 @@ class Checker:
         inputs = inputs._replace(**{name: tree.clone(getattr(inputs, name)) for name in self.inout_named})
         return self.pristine._replace(inputs=inputs) if self.split else inputs
 
-    def _delivered(self) -> object:
+    def _delivered(self) -> Any:
         """Return the data without its weights, which have separate memory."""
         return self.pristine._replace(weights=None) if self.split else self.pristine
 
@@ -383,7 +380,7 @@ class Checker:
             torch.cuda.synchronize()
 
 
-def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: object = None) -> object:
+def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: Any = None) -> Any:
     """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
     inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
     """
@@ -397,11 +394,16 @@ def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: 
     return task.Data(weights, inputs, outputs)
 
 
+def _fields(spec: dict) -> list[str]:
+    """Return the field of each tensor of a specification, for messages."""
+    return [name.rpartition(".")[2] for name in tree.names(spec)]
+
+
 def _verdict(status: str, reason: str, error: dict | None = None) -> dict:
     return {"status": status, "reason": reason, "error": error}
 
 
-def main() -> None:
+def main(kind: type[Checker] = Checker) -> None:
     process.harden()
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, _ = wire.receive(sock)
@@ -410,7 +412,8 @@ def main() -> None:
         fds: list[int] = []
         try:
             if checker is None:
-                checker, reply = Checker(message), {"ready": True}
+                checker = kind(message)
+                reply: dict = {"ready": True}
             else:
                 reply = getattr(checker, message["op"])(message, fds)
         except Exception as error:

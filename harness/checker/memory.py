@@ -1,24 +1,11 @@
-"""Tensors in a buffer, as the checker sees them: where one lies, what it is called, whether its bytes are the same."""
+"""Tensors in a buffer, for the checker: their bytes, comparison, poison, and copies from a runner's memory."""
 
 import torch
 
-from harness.runner import gate, tree
+from harness.runner import gate
 from harness.runner.buffers import Buffer
 
 WORD = 8  # bytes of an int64
-
-
-def names(spec: dict) -> list[str]:
-    """Return a name for each tensor of a specification: its field where it is in a NamedTuple, else its number."""
-    if "items" not in spec:
-        return ["0"] if spec["kind"] == "tensor" else []
-    if spec["kind"] != "named":
-        return [str(i) for i in range(len(tree.leaves(spec)))]
-    found = []
-    for name, item in zip(spec["fields"], spec["items"], strict=True):
-        inner = names(item)
-        found += [name] if item["kind"] == "tensor" else inner
-    return found
 
 
 def region(leaf: dict, buffer: Buffer) -> torch.Tensor:
@@ -61,11 +48,6 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
         return output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
     except RuntimeError:  # such as a shape whose number of elements is no int64
         return None
-
-
-def capture_spec(leaf: dict, layout: tree.Layout) -> dict:
-    """Return the specification of a copy of one tensor, which gets a place in `layout`."""
-    return {**leaf, "offset": layout.place(leaf["space"], leaf["nbytes"])}
 
 
 def poison(tensors: list[torch.Tensor], which: list[int]) -> None:

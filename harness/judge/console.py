@@ -1,8 +1,8 @@
-"""What a run prints: live progress on a terminal, plain lines elsewhere, and the tables at its end.
+"""The output of a run: live progress on a terminal, plain lines elsewhere, and the tables at the end.
 
-Names, cases and reasons come from submissions and from foreign problems. All that is printed passes through
-harness/results/text.py here, and rich takes none of it for markup. Every function raises ClosedError
-(harness/results/output.py) once the reader of standard output has gone.
+Names, cases and reasons come from submissions and from foreign problems. harness/results/text.py cleans all of them,
+and rich does not read them as markup. Every function raises ClosedError (harness/results/output.py) once the reader of
+standard output is gone.
 """
 
 import sys
@@ -31,7 +31,7 @@ console = Screen(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=F
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A function that shows what is being done now."""
+    """Yield a function that shows the present step."""
     if console.is_terminal:
         with console.status("starting") as status:
             yield lambda said: status.update(_cell(said))
@@ -48,12 +48,12 @@ def progress() -> Iterator[Progress]:
 
 
 def say(said: str = "") -> None:
-    """Print it clean, as it is: no markup, no names of emoji."""
+    """Print clean text without markup and names of emoji."""
     console.print(Text(text.clean(said, SAID)))
 
 
 def test_line(name: str, case: Case, outcome: Outcome) -> None:
-    """One line per case, and the reason in full where it did not pass."""
+    """Print one line per case, and the whole reason if it did not pass."""
     error = f"  rel {outcome.error['rel']:.1e}" if outcome.error else ""
     say(f"{name:<20} test   {text.line(case):<28} {outcome.status}{error}")
     if outcome.status != "PASSED":
@@ -61,7 +61,7 @@ def test_line(name: str, case: Case, outcome: Outcome) -> None:
 
 
 def times(judged: list[Result]) -> None:
-    """One line per variant and case: time, interval, rate, share of the measured roofline, error."""
+    """Print one line per variant and case: time, interval, rate, share of the measured roofline, error."""
     table = Table(
         title="Times, us (median, 95 % interval; roofline: the best plain read of the same bytes or, where that takes "
         "longer, a matrix product of as many operations)"
@@ -97,7 +97,7 @@ def _time_row(j: Result, t: CaseTime, case: str) -> list[str]:
 
 
 def readings(judged: list[Result]) -> None:
-    """What the judge measured beside the variants."""
+    """Print the reference readings of each case."""
     times = next((j.times for j in judged if j.times), [])
     for t in times:
         of = t.readings
@@ -109,7 +109,7 @@ def readings(judged: list[Result]) -> None:
 
 
 def summary(judged: list[Result], baseline: str | None = None) -> None:
-    """The geomean line of each variant, and for what has no time why."""
+    """Print the geomean of each variant, or why it has no time."""
     base = next((j.metric for j in judged if j.submission.name == baseline and j.metric), None)
     for j in sorted(judged, key=_order):
         limits = f"; {j.submission.limits}" if j.submission.only and not j.reason else ""
@@ -121,9 +121,6 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
             name, tried = ranking.name(j.ranking_by), f"   attempt {j.attempt}" if j.attempt else ""
             said = f"{name} {value:.2f} us ({lo:.2f}..{hi:.2f}) over {len(j.times)} cases   {roofline:.0%} of roofline"
             say(f"{j.submission.name:<20} {j.verdict:<14} {said}{ratio}{tried}{kind}")
-            for earlier in j.before:
-                said = f"{earlier.metric[0]:.2f} us" if earlier.metric else earlier.verdict
-                say(f"{'':<20} measured again to confirm a first place; superseded: {said}")
         elif j.verdict == "PASSED":
             right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
             said = [f"{right} test cases right"] if j.tests else []
@@ -134,12 +131,13 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
 
 
 def against(j: Result) -> None:
-    """The paired comparison: ratio of times by case, and their geomean."""
+    """Print the paired comparison: the ratio of times by case, and their geomean."""
     for t, pair in zip(j.times, j.against, strict=True):
         say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
     what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
-    say(f"{what:<28} {_ratio(j, j.against_all)}")
+    if j.against_all:
+        say(f"{what:<28} {_ratio(j, j.against_all)}")
 
 
 def _ratio(j: Result, pair: dict) -> str:
@@ -155,15 +153,18 @@ def _why(j: Result) -> str:
     if not bad:
         return "no reason given"
     case, outcome = bad[0]
-    lines = text.clean(outcome.reason).strip().split("\n")
-    # A traceback says what happened in its last line, every other report in its first.
-    said = text.line(lines[-1] if lines[0].startswith("Traceback") else lines[0], REASON)
     many = f"{len(bad)} of {len(j.tests) + len(j.times)} cases failed"
-    return f"{many}, first {text.line(case)}: {outcome.status}: {said}"
+    return f"{many}, first {text.line(case)}: {outcome.status}: {gist(outcome.reason)}"
+
+
+def gist(reason: str) -> str:
+    """Return the line of a report that says what happened: the last one of a traceback, the first of any other."""
+    lines = text.clean(reason).strip().split("\n")
+    return text.line(lines[-1] if lines[0].startswith("Traceback") else lines[0], REASON)
 
 
 def _cell(said: str) -> Text:
-    """For rich, which reads markup in a plain string of a table or a status line."""
+    """Return text for rich, which reads markup in a plain string of a table or a status line."""
     return Text(text.line(said))
 
 

@@ -1,14 +1,13 @@
-"""What an unfinished run has found so far, on disk: a killed one loses nothing, and --resume goes on from there.
+"""The journal of an unfinished run: what it has found so far, on disk. --resume continues a run that was killed.
 
-results/<machine>/<problem>.<run_id>.partial.jsonl, one JSON object a line, each synced before the next: first the plan,
-then every finished test outcome, every finished group of timed calls (one process, one case, all submissions),
-decisions, and, when all is done, the final records. These are then appended to <problem>.jsonl, and the journal is
-removed. The process that writes it holds a flock on it, which ends with the process.
+results/<machine>/<problem>.<run_id>.partial.jsonl has one JSON object a line, each synced before the next: the plan,
+each test outcome, each group of timed calls (one process, one case, all submissions), decisions, and at the end the
+final records. These are appended to <problem>.jsonl, and the journal is removed. The process that writes it holds a
+flock.
 
-A journal is read as a killed writer leaves it: a line that is torn, or not as _LINES says, is work that is done again.
-A run that was killed while it appended its records is completed by the next run, without judging anything (`settle`).
-StorageError (harness/results/record.py): a journal cannot be read or written, say because the disk is full. What was
-written before stays, so --resume goes on once there is room.
+A torn line, or one that is not as _LINES says, is ignored, and its work is done again. If a run was killed while it
+appended its records, the next run completes them (`settle`). StorageError (harness/results/record.py): a journal cannot
+be read or written, say because the disk is full. What was written before stays.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from harness.judge.outcome import Outcome
 from harness.problem.folders import UsageError
@@ -32,12 +31,10 @@ from harness.results import record, schema, text
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
-GroupDone = Callable[[int, int, dict[str, list[Outcome]], dict[str, list[float]], list[str], tuple, int], None]
-
 
 @dataclass(frozen=True)
 class Group:
-    """What one process of each submission, or of those of one part, did on one benchmark case.
+    """The calls of one process of each submission, or of those of one part, on one benchmark case.
 
     outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
     failed it comes last. A submission that failed before has no submission. own: by judge's call its times in us.
@@ -50,19 +47,22 @@ class Group:
     outcomes: dict[str, list[Outcome]]
     own: dict[str, list[float]]
     seeds: list[str]
-    state: tuple = (None, None)
+    state: tuple[Any, Any] = (None, None)
     part: int = 0
+
+
+GroupDone = Callable[[Group], None]
 
 
 @dataclass(frozen=True)
 class Have:
-    """What of one phase need not be run again."""
+    """The finished work of one phase."""
 
     tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     groups: dict[tuple[int, int, int], Group] = field(default_factory=dict)  # by process, case, part
 
     def test(self, submission: str, case: int) -> Outcome | None:
-        """The outcome of `submission` (its name) on test case number `case`."""
+        """Return the outcome of `submission` (its name) on test case number `case`."""
         return self.tests.get((submission, case))
 
     def group(self, process: int, case: int, part: int = 0) -> Group | None:
@@ -82,23 +82,26 @@ class Journal:
 
     @classmethod
     def create(cls, machine: str, problem: str, plan: dict) -> "Journal":
-        """A new one. plan: JSON; its run_id names the file, the rest is compared when the run is resumed."""
+        """Begin a journal. plan: JSON; its run_id names the file, the rest is compared when the run is resumed."""
         path = record.RESULTS / machine / f"{problem}.{plan['run_id']}{record.PARTIAL}"
-        with record.storing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            journal = cls(path, _hold(path, create=True), [])
+        fresh = path.with_name(f"new.{path.name}")  # `settle` of another process sees no journal before it has its plan
         try:
+            with record.storing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                journal = cls(path, _locked(fresh, os.O_CREAT), [])
             journal._write({"kind": "plan", **plan})
             with record.storing(path):
+                os.rename(fresh, path)
                 _sync_folder(path.parent)
         except record.StorageError:
-            journal.close()
+            with contextlib.suppress(OSError):
+                fresh.unlink()
             raise
         return journal
 
     @classmethod
     def resume(cls, machine: str, problem: str, run_id: str | None = None) -> "Journal":
-        """The unfinished run `run_id`, by default the newest of the problem that no process holds.
+        """Return the journal of run `run_id`, by default of the problem's newest unfinished run that no process holds.
 
         UsageError: there is none, or a process that still lives holds it.
         """
@@ -128,7 +131,7 @@ class Journal:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a plan; without one nothing else can be used."""
+        """Return whether there is a plan; without one the other lines are of no use."""
         return bool(self.lines) and self.lines[0]["kind"] == "plan"
 
     @property
@@ -137,7 +140,7 @@ class Journal:
 
     @property
     def resumable(self) -> bool:
-        """Whether --resume can go on with it: it is still there, and something is known that would be lost."""
+        """Return whether --resume can continue the run: the journal exists, and has more than a plan."""
         return self.path.exists() and self._holds_work()
 
     @property
@@ -145,46 +148,30 @@ class Journal:
         return len(self.noted("resumed"))
 
     def summary(self) -> str:
-        """What it knows, in words."""
         return f"{len(self.noted('test'))} test outcomes and {len(self.noted('group'))} groups of timed calls are known"
 
     def have(self, phase: str = "benchmark") -> Have:
-        """What is known: every test, and the groups of `phase`."""
-        tests = {(at["submission"], at["case"]): _outcome(at["outcome"]) for at in self.noted("test")}
-        groups = {}
-        for at in self.noted("group"):
-            if at["phase"] == phase:
-                outcomes = {name: [_outcome(one) for one in listed] for name, listed in at["outcomes"].items()}
-                rest = at["own"], at["seeds"], tuple(at["state"]), at["part"]
-                group = Group(at["process"], at["case"], outcomes, *rest)
-                groups[group.process, group.case, group.part] = group
-        return Have(tests, groups)
+        """Return the finished work: every test, and the groups of `phase`."""
+        tests = {(at["submission"], at["case"]): Outcome(**at["outcome"]) for at in self.noted("test")}
+        groups = [_GROUP.validate_python(at) for at in self.noted("group") if at.get("phase") == phase]
+        return Have(tests, {(group.process, group.case, group.part): group for group in groups})
 
     def test(self, submission: str, case: int, outcome: Outcome) -> None:
-        """A test case is done."""
         self._write({"kind": "test", "submission": submission, "case": case, "outcome": dataclasses.asdict(outcome)})
 
     def group(self, phase: str = "benchmark") -> GroupDone:
-        """The function to call when a group of `phase` is done, with the fields of a Group."""
-
-        def done(
-            process: int, case: int, outcomes: dict, own: dict, seeds: list[str], state: tuple, part: int = 0
-        ) -> None:
-            listed = {name: [dataclasses.asdict(one) for one in calls] for name, calls in outcomes.items()}
-            line = {"kind": "group", "phase": phase, "process": process, "case": case, "outcomes": listed}
-            self._write({**line, "own": own, "seeds": list(seeds), "state": list(state), "part": part})
-
-        return done
+        """Return the function that records a finished group of `phase`."""
+        return lambda group: self._write({"kind": "group", "phase": phase, **dataclasses.asdict(group)})
 
     def note(self, kind: str, **facts: object) -> None:
-        """Another thing that is settled, such as a compile result or the choice of whom to confirm against."""
+        """Record another decision, such as the leader of a confirmation."""
         self._write({"kind": kind, **facts})
 
     def noted(self, kind: str) -> list[dict]:
         return [line for line in self.lines if line["kind"] == kind]
 
     def finish(self, records: list[dict]) -> None:
-        """Append the final records to the truth, each exactly once even if this is killed half way, and end.
+        """Append the final records to the problem's file, each exactly once even after a kill, and remove the journal.
 
         ValueError if one is no record; then nothing is written.
         """
@@ -194,7 +181,7 @@ class Journal:
         self._settle()
 
     def close(self) -> None:
-        """Let go of it. It stays for --resume, unless nothing but its plan is known."""
+        """Release the journal. It stays for --resume, unless it has only a plan."""
         if not self._file.closed and not self._holds_work():
             with contextlib.suppress(OSError):  # what holds nothing but a plan does no harm
                 self.path.unlink()
@@ -223,7 +210,7 @@ class Journal:
 
 
 def unfinished(machine: str, problem: str) -> list[Path]:
-    """The journals of `problem` on `machine`, oldest first; held ones too."""
+    """Return the journals of `problem` on `machine`, oldest first, those that a process holds too."""
     return sorted(
         path
         for path in (record.RESULTS / machine).glob(f"{glob.escape(problem)}.*{record.PARTIAL}")
@@ -232,10 +219,9 @@ def unfinished(machine: str, problem: str) -> list[Path]:
 
 
 def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
-    """Complete what killed runs had left to append, and drop journals of runs that were killed before they had begun.
-
-    -> (run ids whose records were completed, run ids that --resume can go on with). Those that a process holds are
-    left alone and not named.
+    """Complete what killed runs had left to append, and remove journals of runs that were killed before they began.
+    Return (run ids whose records were completed, run ids that --resume can continue), without those of living
+    processes.
     """
     completed, open_ones = [], []
     for path in unfinished(machine, problem):
@@ -258,7 +244,7 @@ def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
 
 
 def attempts(machine: str, problem: str, variant: str) -> set[str]:
-    """The unfinished runs that have timed a variant of this name: giving a run up does not undo the attempt."""
+    """Return the unfinished runs that have timed a variant of this name: they count as attempts too."""
     found = set()
     for path in unfinished(machine, problem):
         with contextlib.suppress(FileNotFoundError):
@@ -268,48 +254,50 @@ def attempts(machine: str, problem: str, variant: str) -> set[str]:
     return found
 
 
-def _hold(path: Path, create: bool = False) -> BinaryIO:
-    """`path` open for reading from its start and for appending, locked; a torn last line is closed.
+def _hold(path: Path) -> BinaryIO:
+    """Open and lock `path`, for reading from its start and for appending, and close a torn last line.
 
-    BlockingIOError: another process holds it. FileNotFoundError: it is gone. With `create` neither happens: it is made
-    anew until it is ours, since `settle` of another process may look at, and remove, what has no plan yet.
-    StorageError: any other trouble with it.
+    BlockingIOError: another process holds it. FileNotFoundError: it is gone. StorageError: any other trouble with it.
     """
-    while True:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        with _telling(path, create):
-            file = os.fdopen(os.open(path, flags, 0o644), "ab+", buffering=0)
+    with _telling(path):
+        file = _locked(path, fcntl.LOCK_NB)
         try:
-            with _telling(path):
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if create else fcntl.LOCK_NB))
-                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                    record.close_line(file)
-                    file.seek(0)
-                    return file
-        except FileNotFoundError:
-            if not create:
-                file.close()
-                raise
+            os.stat(path)  # it may have been removed between opening and locking
+            record.close_line(file)
+            file.seek(0)
         except BaseException:
             file.close()
             raise
-        file.close()  # removed between opening and locking, and there again
+        return file
+
+
+def _locked(path: Path, how: int) -> BinaryIO:
+    """Open and lock `path`, for reading and appending. how: O_CREAT for a new file, LOCK_NB for an old one."""
+    file = os.fdopen(
+        os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | how & os.O_CREAT, 0o644), "ab+", buffering=0
+    )
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | how & fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 @contextlib.contextmanager
-def _telling(path: Path, create: bool = False) -> Iterator[None]:
-    """As record.storing, but that a file is gone or held by another process comes through, unless it is to be made."""
+def _telling(path: Path) -> Iterator[None]:
+    """As record.storing, but let the errors of a missing file, and of one that another process holds, pass."""
     try:
         with record.storing(path):
             yield
     except record.StorageError as error:
-        if isinstance(error.__cause__, BlockingIOError | FileNotFoundError) and not create:
+        if isinstance(error.__cause__, BlockingIOError | FileNotFoundError):
             raise error.__cause__ from None
         raise
 
 
 def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
-    """-> (the lines that can be used, complaints about the others)."""
+    """Return (the usable lines, complaints about the others)."""
     lines, complaints = [], []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -325,86 +313,32 @@ def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
 
 def _check(line: dict) -> None:
     """Raise ValueError unless a line of a journal is as those that read it rely on."""
-    schema.check(line, _Line)
-    schema.check(line, _LINES.get(line["kind"], _Line))
+    if not isinstance(kind := line.get("kind"), str):
+        raise ValueError("it must have a kind")
+    try:
+        if kind in _LINES:
+            _LINES[kind].validate_python(line)
+    except ValidationError as error:
+        raise ValueError(schema.said_of(error)) from None
 
 
-class _Line(BaseModel):
-    """Any line. Of a kind that is not below it is kept, and no process reads it."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    kind: str
-
-
-# An Outcome as JSON: its fields and no others.
-_OutcomeLine = create_model(
-    "_OutcomeLine", __config__=ConfigDict(strict=True, extra="forbid"),
-    **{one.name: (one.type, ... if one.default is dataclasses.MISSING else one.default)
-       for one in dataclasses.fields(Outcome)} | {"status": (Literal[schema.STATUSES], ...)},
-)  # fmt: skip
-
-
-class _PlanLine(_Line):
-    run_id: str
-
-
-class _TestLine(_Line):
-    submission: str
-    case: int
-    outcome: _OutcomeLine
-
-
-class _GroupLine(_Line):
-    phase: str
-    process: int
-    case: int
-    part: int
-    outcomes: dict[str, list[_OutcomeLine]]
-    own: dict[str, list[float | None]]
-    seeds: list[str]
-    state: Annotated[list, Field(min_length=2, max_length=2)]
-
-
-class _ClockLine(_Line):
-    name: str
-
-
-class _AuditLine(_Line):
-    part: int
-    submissions: dict[str, dict]
-
-
-class _CompiledLine(_Line):
-    submission: str
-    status: Literal[*schema.STATUSES, ""]
-    reason: str
-    artefacts: list[dict]
-
-
-class _ConfirmLine(_Line):
-    challenger: str
-    leader: dict
-    opponent: str | None
-
-
-class _FinalLine(_Line):
-    """What is due. If one of its records is none, nothing of the line is appended, and the run goes on instead."""
-
-    records: list[Annotated[dict, AfterValidator(record.checked)]]
-
-
-_LINES = {
-    "plan": _PlanLine, "test": _TestLine, "group": _GroupLine, "clock": _ClockLine, "audit": _AuditLine,
-    "compiled": _CompiledLine, "confirm": _ConfirmLine, "final": _FinalLine,
-}  # fmt: skip
-
-
-def _outcome(line: dict) -> Outcome:
-    return Outcome(**line)
+_GROUP = TypeAdapter(Group)
+# By kind the fields that are read of such a line. Lines of other kinds are kept, and no code reads them.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "plan": {"run_id": str},
+    "test": {"submission": str, "case": int, "outcome": Outcome},
+    "clock": {"name": str},
+    "audit": {"submissions": dict[str, dict]},
+    "confirm": {"challenger": str, "leader": dict, "opponent": str | None},
+    "final": {"records": list[Annotated[dict, AfterValidator(record.checked)]]},
+}
+_LINES: dict[str, TypeAdapter] = {"group": _GROUP} | {
+    kind: TypeAdapter(dataclasses.make_dataclass(kind, fields.items())) for kind, fields in _FIELDS.items()
+}
 
 
 def _split(path: Path) -> tuple[str, str]:
-    """-> (problem, run id) of a journal's path."""
+    """Return (problem, run id) of a journal's path."""
     problem, _, run_id = path.name.removesuffix(record.PARTIAL).rpartition(".")
     return problem, run_id
 

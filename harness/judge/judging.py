@@ -1,15 +1,16 @@
-"""One run's judgement: the test cases, the timed calls, and the confirmation of whoever would take the lead."""
+"""The judgement of one run: the test cases, the timed calls, and the confirmation of a new first place."""
 
 import argparse
 import contextlib
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable
 
 from harness.judge import confirm, console, device_lock, journal, phases, verdict
 from harness.judge.handle import RunnerHandle
 from harness.judge.journal import Journal
-from harness.judge.outcome import Outcome
+from harness.judge.outcome import Audit, Outcome
 from harness.judge.phases import Progress
 from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
@@ -18,10 +19,10 @@ from harness.results import environment, ranking, record
 
 
 class Judging:
-    """Fills in what came of each submission; the caller holds the device, and records.
+    """Fills in the results of the submissions. The caller holds the device, and records.
 
-    journal: of a run that is recorded, what of it is done is taken from there; None: the run is not recorded, and
-    nothing has to be confirmed. enter: makes a submission part of the run, or says with None that it cannot be.
+    journal: of a recorded run, whose finished work is taken from it; None: the run is not recorded, and nothing is
+    confirmed. enter: makes a submission part of the run, or returns None if it cannot be.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Judging:
     ) -> None:  # fmt: skip
         self.problem, self.device, self.target, self.args = problem, device, target, args
         self.recorder, self.journal, self.enter = recorder, journal, enter
-        self.opponents: list[Result] = []  # leaders that took part in a confirmation alone
+        self.opponents: list[Result] = []  # leaders that took part in a confirmation only
         self.judged: list[Result] = []
         self.cases: list[Case] = []
         self.handles: dict[str, RunnerHandle] = {}
@@ -52,9 +53,10 @@ class Judging:
                 if right and (len(right) == 2 or not paired):
                     self._time(session, right, paired, progress, "benchmark")
                     if self.journal:
-                        self._confirm(session, progress)
+                        self._confirm(session, progress, self.journal)
             for j in (*judged, *self.opponents):
-                j.audit = self._audit(j.submission.name)
+                handle = self.handles.get(j.submission.name)
+                j.audit = dataclasses.asdict(handle.audit) if handle else self._noted_audit(j.submission.name)
             self.recorder.warnings += session.notes
             # Where a resumed run had nothing left to call, its journal knows the clock.
             noted = self.journal.noted("clock") if self.journal else []
@@ -82,16 +84,16 @@ class Judging:
                 console.say(f"{j.submission.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
 
     def _time(self, session: Session, judged: list[Result], paired: bool, progress: Progress, phase: str) -> None:
-        """Time these, and pair the first with the second; what of `phase` the journal has is taken from there."""
+        """Time these, and pair the first with the second. Finished groups of `phase` come from the journal."""
         group, have = None, journal.NOTHING
         if self.journal:
-            write, have = self.journal.group(phase), self.journal.have(phase)
+            kept, write, have = self.journal, self.journal.group(phase), self.journal.have(phase)
 
-            def group(*facts: object) -> None:
-                if not self.journal.noted("clock"):
-                    self.journal.note("clock", name=session.clock_name)
+            def group(found: journal.Group) -> None:
+                if not kept.noted("clock"):
+                    kept.note("clock", name=session.clock_name)
                 self._note_audits()
-                write(*facts)
+                write(found)
 
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
@@ -103,10 +105,10 @@ class Judging:
         if paired:
             verdict.pair(*judged)
 
-    def _confirm(self, session: Session, progress: Progress) -> None:
-        """Time whoever would take the lead once more (see harness/judge/confirm.py), until no other would."""
-        settled = self.journal.noted("confirm")  # by the run that is resumed
-        while said := settled.pop(0) if settled else self._challenge():
+    def _confirm(self, session: Session, progress: Progress, kept: Journal) -> None:
+        """Time the submission that would take the lead once more (harness/judge/confirm.py), until none would."""
+        settled = kept.noted("confirm")  # by the run that is resumed
+        while said := settled.pop(0) if settled else self._challenge(kept):
             leader, name = said["leader"], said["challenger"]
             two = [next(j for j in self.judged if j.submission.name == name)]
             if said["opponent"]:
@@ -114,8 +116,9 @@ class Judging:
                 if opponent is None or opponent.source_hash != said["opponent"]:
                     raise UsageError(f"--resume: {leader['variant']} changed since run {self.recorder.run_id} began")
                 two.append(opponent)
+            us = two[0].metric[0] if two[0].metric else math.nan
             console.say(
-                f"{name} would lead: {two[0].metric[0]:.2f} us, {leader['variant']} {leader['value']:.2f} us in run "
+                f"{name} would lead: {us:.2f} us, {leader['variant']} {leader['value']:.2f} us in run "
                 f"{leader['run_id']}. Confirming in fresh processes, {'paired with it' if two[1:] else 'alone'}"
             )
             for j in two:
@@ -126,22 +129,22 @@ class Judging:
             two[0].confirms = {key: leader[key] for key in keys} | {"paired": len(two) == 2}
             self._time(session, two, len(two) == 2, progress, f"confirm {name}")
 
-    def _challenge(self) -> dict | None:
-        """Who has to be confirmed now, noted in the journal: challenger, leader, opponent (its source hash or None)."""
+    def _challenge(self, kept: Journal) -> dict | None:
+        """Return the next confirmation, and note it: challenger, leader, opponent (its source hash or None)."""
         wanted = [ranking.case_label(case.params) for case in self.cases]
         records = record.read(environment.machine(self.device), self.problem.name)
         leader = confirm.present_leader(records, self.target, wanted, self.problem.ranking_by)
         j = confirm.challenger(self.judged, leader, self.args.all)
-        if j is None:
+        if j is None or leader is None:
             return None
         opponent = None if leader.variant == j.submission.name else self._opponent(leader.variant)
-        said = {"challenger": j.submission.name, "leader": dataclasses.asdict(leader)}
-        said["opponent"] = opponent.source_hash if opponent else None
-        self.journal.note("confirm", **said)
+        other = opponent.source_hash if opponent else None
+        said = {"challenger": j.submission.name, "leader": dataclasses.asdict(leader), "opponent": other}
+        kept.note("confirm", **said)
         return said
 
     def _opponent(self, name: str) -> Result | None:
-        """The leader of that name, from this run or from variants/; None where it cannot be timed here."""
+        """Return the leader of that name, from this run or from variants/; None if it cannot be timed here."""
         for j in (*self.judged, *self.opponents):
             if j.submission.name == name:
                 return j if not j.status and all(o.status == "PASSED" for _, o in j.tests) else None
@@ -153,31 +156,23 @@ class Judging:
         return j
 
     def _handle(self, j: Result) -> RunnerHandle:
-        return self.handles.setdefault(j.submission.name, RunnerHandle(j.submission.name, j.submission, self.target))
+        name = j.submission.name
+        if name not in self.handles:
+            audit = Audit(**(self._noted_audit(name) or {}))
+            self.handles[name] = RunnerHandle(name, j.submission, self.target, audit=audit)
+        return self.handles[name]
 
     def _note_audits(self) -> None:
         if self.journal:
             audits = {name: dataclasses.asdict(handle.audit) for name, handle in self.handles.items()}
-            self.journal.note("audit", part=self.journal.resumptions, submissions=audits)
+            self.journal.note("audit", submissions=audits)
 
-    def _audit(self, name: str) -> dict | None:
-        """What was looked at in this submission's processes, those before an interruption too; None: it had none."""
-        parts = {}
-        for line in self.journal.noted("audit") if self.journal else ():
-            parts[line["part"]] = line["submissions"].get(name)
-        here = self.journal.resumptions if self.journal else 0
-        parts[here] = dataclasses.asdict(self.handles[name].audit) if name in self.handles else None
-        found = [part for part in parts.values() if part]
-        if not found:
-            return None
-        total = {}
-        for key in found[0]:
-            values = [part[key] for part in found if part[key] is not None]
-            total[key] = (sum if key in ("calls", "records") else max)(values) if values else None
-        return total
+    def _noted_audit(self, name: str) -> dict | None:
+        lines = self.journal.noted("audit") if self.journal else []
+        return next((line["submissions"][name] for line in reversed(lines) if name in line["submissions"]), None)
 
     def _note_others(self) -> None:
-        """Say and record who else is on the GPU; called while no process of this run is."""
+        """Report and record other users of the GPU, while no process of this run uses it."""
         if self.device == "cpu":
             return
         try:

@@ -51,7 +51,8 @@ def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespac
 def compare(was: dict, now: dict, path: Path) -> None:
     """UsageError, saying what changed, unless the two plans are equal but for their run ids."""
     changed = [words for key, words in _WORDS.items() if was.get(key) != now[key]]
-    before = was.get("submissions") if isinstance(was.get("submissions"), dict) else {}
+    noted = was.get("submissions")
+    before = noted if isinstance(noted, dict) else {}
     changed += [name for name in {**before, **now["submissions"]} if before.get(name) != now["submissions"].get(name)]
     if changed:
         raise UsageError(

@@ -1,8 +1,8 @@
 """The bound on what a submission keeps of prepared weights (docs/rules.md, rule 2).
 
-Memory of the device, of the runner's processes and of its files is measured around each request that may add to it.
-Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds more than then
-must fit into `allowed`.
+The judge measures the memory of the device, of the runner's processes and of its files around each request that may add
+to it. Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds beyond
+that must not exceed the bound.
 """
 
 import time
@@ -19,16 +19,14 @@ CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kerne
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes at one moment. device_free: of device memory that no process holds; host: of memory and files that the
-    runner takes.
-    """
+    """Bytes at one moment. device_free: device memory that no process holds; host: memory and files of the runner."""
 
     device_free: int
     host: int
 
 
 def measure(handle: RunnerHandle) -> Size | None:
-    """Return what a runner takes now, after it gave back what no tensor holds; None if it is gone, or was lost here."""
+    """Return what a runner takes now, after it freed what no tensor holds; None if it is gone, or was lost here."""
     process = handle.process
     if process is None or process.workdir is None:
         return None
@@ -44,15 +42,15 @@ def measure(handle: RunnerHandle) -> Size | None:
 
 def measure_counted(handle: RunnerHandle) -> Size | None:
     """Return what a runner takes now if that counts; None if it does not, and as in `measure`."""
-    return measure(handle) if handle.process.host_base is not None else None
+    return measure(handle) if handle.running.host_base is not None else None
 
 
 def begin(handle: RunnerHandle) -> bool:
-    """Count from here on what a runner keeps. Return False if it was lost meanwhile."""
+    """Count from now on what a runner keeps. Return False if it was lost meanwhile."""
     size = measure(handle)
     if size is None:
         return False
-    handle.process.host_base, handle.process.device_grown = size.host, 0
+    handle.running.host_base, handle.running.device_grown = size.host, 0
     return True
 
 
@@ -60,12 +58,12 @@ def hold(handle: RunnerHandle, number: int) -> Outcome | None:
     """Give a runner the present weights, which have this number, to prepare if it likes. Return the fault of what it
     kept, or of how it was lost.
     """
-    process = handle.process
+    process = handle.running
     process.leave()
     # Before the checker lets go of the weights before: their memory is free then, or when the runner unmaps it.
     before = measure_counted(handle)
     if handle.process is None:
-        return handle.last_loss
+        return handle.loss
     failing = "the checker could not allocate weights"
     made, fds = process.checker.request({"op": "hold", "runner": handle.name}, failing)
     nbytes = made["buffer"]["sizes"]["device"]
@@ -92,10 +90,10 @@ def kept(handle: RunnerHandle, before: Size) -> Outcome | None:
     """
     after = measure(handle)
     if after is None:
-        return handle.last_loss
-    process = handle.process
+        return handle.loss
+    process = handle.running
     process.device_grown += before.device_free - after.device_free
-    grown = max(0, process.device_grown) + max(0, after.host - process.host_base)
+    grown = max(0, process.device_grown) + max(0, after.host - (process.host_base or 0))
     handle.audit.kept_bytes = max(grown, handle.audit.kept_bytes or 0)
     return _fault(process, grown)
 

@@ -1,9 +1,9 @@
-"""What times are worth: the judge's own readings beside them, the bounds on a claim, and the cost of the clock."""
+"""The judge's own readings beside the times, the bounds on a claimed time, and the cost of the clock."""
 
 import dataclasses
 from dataclasses import dataclass, field
 
-from harness.judge.outcome import Outcome
+from harness.judge.outcome import Outcome, known
 from harness.problem.folders import Case
 from harness.results import stats
 from harness.runner import matmul
@@ -24,7 +24,7 @@ OUTSIDE, READY = "outside", "ready"
 
 @dataclass
 class Timing:
-    """One submission's timed calls on one case; the lists hold one list per process."""
+    """The timed calls of one submission on one case, with one list per process."""
 
     case: Case
     outcomes: list[list[Outcome]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def samples(self) -> list[list[float]]:
-        return [[o.us for o in group] for group in self.outcomes if group]
+        return [[known(o.us) for o in group] for group in self.outcomes if group]
 
     def flat(self, name: str) -> list[float]:
         return [getattr(o, name) for group in self.outcomes for o in group if getattr(o, name) is not None]
@@ -49,7 +49,7 @@ class Timing:
 
 @dataclass
 class ReferenceReadings:
-    """What the judge measured beside the submissions on one case, under the same clock, in us."""
+    """What the judge measured on one case besides the submissions, under the same clock, in us."""
 
     roofline_us: float
     roofline_config: str
@@ -64,9 +64,8 @@ class ReferenceReadings:
 
 @dataclass
 class CaseReadings:
-    """What the judge reads beside the submissions on one case, as it comes in. bytes: that a call must move, None while
-    that is unknown; own: by judge's call its times in us; state: (clocks in MHz, throttle reasons), each None where
-    unknown.
+    """What the judge has read so far on one case besides the submissions. bytes: that a call must move, None while it
+    is unknown; own: by judge's call its times in us; state: (clocks in MHz, throttle reasons), each None where unknown.
     """
 
     case: Case
@@ -76,7 +75,6 @@ class CaseReadings:
     state: tuple = (None, None)
 
     def add(self, own: dict[str, list[float]], seeds: list[str]) -> None:
-        """Add the readings and the seeds of one group of calls."""
         for what, times in own.items():
             self.own.setdefault(what, []).extend(times)
         self.seeds += seeds
@@ -98,9 +96,9 @@ def reference(
         empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
         for timing in timings:
             timing.failure = timing.failure or _contradicted(timing, outside, ready)
-    best = min(medians, key=medians.get)
+    best = min(medians, key=lambda what: medians[what])
     counted = [o.bytes for timing in timings for group in timing.outcomes for o in group if o.bytes]
-    nbytes = round(sum(counted) / len(counted)) if counted else found.bytes
+    nbytes = round(sum(counted) / len(counted)) if counted else found.bytes or 0
     roofline = (medians[best], best, "read")
     if matmul_us and found.case.flops:
         rate = matmul.flops(device) / stats.median(matmul_us)  # a microsecond
@@ -119,7 +117,7 @@ def _take_off_cost(found: CaseReadings, timings: list[Timing], reads: list[str])
     resolution = min(max(stats.spread(empty), 1.0), RESOLUTION_LIMIT_US)
     for timing in timings:
         for group in timing.outcomes:
-            group[:] = [dataclasses.replace(o, us=max(o.us - cost, resolution)) for o in group]
+            group[:] = [dataclasses.replace(o, us=max(known(o.us) - cost, resolution)) for o in group]
     for what in reads:
         found.own[what] = [max(us - cost, resolution) for us in found.own[what]]
     return cost, resolution
@@ -140,7 +138,7 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
     """Return pairs of times on equal contents, by process."""
     return [
-        [(a.us, b.us) for a, b in zip(mine, theirs, strict=True)]
+        [(known(a.us), known(b.us)) for a, b in zip(mine, theirs, strict=True)]
         for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
     ]
 
@@ -154,12 +152,13 @@ def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome |
         return None
     # A busy machine makes some calls look longer from outside; a false claim does that to every one of them.
     slack = OUTSIDE_SLACK_US
-    nearest = min(calls, key=lambda o: o.outside_us - OUTSIDE_FACTOR * o.us)
-    allowed = OUTSIDE_FACTOR * nearest.us + slack + empty_us
-    if nearest.outside_us > allowed:
+    pairs = [(known(o.outside_us), known(o.us)) for o in calls]
+    outside_us, us = min(pairs, key=lambda pair: pair[0] - OUTSIDE_FACTOR * pair[1])
+    allowed = OUTSIDE_FACTOR * us + slack + empty_us
+    if outside_us > allowed:
         return Outcome(
             "CHEAT_SUSPECTED",
-            f"the outside clock saw {nearest.outside_us:.0f} us where {nearest.us:.2f} us are claimed and allows "
+            f"the outside clock saw {outside_us:.0f} us where {us:.2f} us are claimed and allows "
             f"{allowed:.0f} us; no call of {len(calls)} is nearer to its claim",
         )
     earliest = min(o.ready_us for o in calls if o.ready_us is not None)

@@ -1,7 +1,7 @@
-"""What a runner may say, field by field. A reply is the word of the process that holds the submission.
+"""The form of every reply of a runner, field by field. The process that holds the submission writes the replies.
 
-`read` is the one way in: it checks type, range and length of every field and cleans every text. What does not fit is
-that submission's RUNTIME_ERROR.
+`read` checks type, range and length of every field and cleans every text. A reply that does not fit is that
+submission's RUNTIME_ERROR.
 """
 
 import json
@@ -65,17 +65,17 @@ class Reply(BaseModel):
 
 
 class Done(Reply):
-    """It was done as asked, and there is nothing to say of it."""
+    """The request was carried out."""
 
 
 class Ready(Reply):
-    """It waits for the judge's "go"."""
+    """The runner waits for the judge's "go"."""
 
     ready: Literal[True]
 
 
 class Failed(Reply):
-    """An exception came through. failed: the request that it was in, or "compile"."""
+    """An exception. failed: the request that raised it, or "compile"."""
 
     failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "profile", "sealed"]
     type: Name
@@ -126,7 +126,7 @@ class Noted(Reply):
 
 
 class Seen(Reply):
-    """What the driver recorded of a call. elsewhere: names of work by queue."""
+    """What the driver recorded of a call. elsewhere: names of work by stream."""
 
     records: Count
     elsewhere: Annotated[dict[Name, Names], Field(max_length=LISTED)]
@@ -180,8 +180,20 @@ Wanted = TypeVar("Wanted", bound=Reply)
 
 
 def read(wanted: type[Wanted], message: dict) -> Wanted | Failed:
-    """`message` as the reply that was asked for, or as the failure that it reports. Died: it is neither."""
-    kind = Failed if "failed" in message else wanted
+    """Return `message` as the reply that was asked for, or as the failure that it reports. Died: it is neither."""
+    return _validated(Failed if "failed" in message else wanted, message)
+
+
+def noted(said: str) -> list[Claim]:
+    """Return what a call noted, as JSON. Died: it is none."""
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        raise _malformed("what its call noted is no JSON") from None
+    return _validated(Noted, {"claims": found}).claims
+
+
+def _validated(kind: type[Wanted], message: dict) -> Wanted:
     if _has_more(message, kind.most_values):
         raise _malformed(f"it holds more than {kind.most_values} values")
     try:
@@ -190,15 +202,6 @@ def read(wanted: type[Wanted], message: dict) -> Wanted | Failed:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
     shown = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}" for fault in faults[:SHOWN_FAULTS])
     raise _malformed(shown + (f" and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""))
-
-
-def noted(said: str) -> list[Claim]:
-    """What a call noted, as JSON. Died: it is none."""
-    try:
-        found = json.loads(said)
-    except (ValueError, RecursionError):
-        raise _malformed("what its call noted is no JSON") from None
-    return read(Noted, {"claims": found}).claims
 
 
 def _has_more(message: dict, most: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the arguments of a run choose: the submissions, the cases, and whether a submission may run here."""
+"""The choices that the arguments of a run make: submissions and cases; and whether a submission may run here."""
 
 import argparse
 import dataclasses
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.judge import console
+from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem import folders, scan
 from harness.problem.folders import Case, Problem, Submission, UsageError, reading
-from harness.results import record, text
+from harness.results import record
 from problems.common import load
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What `args` (harness/run.py's) choose of a problem, for a run on `device` and `target`."""
+    """What the arguments of harness/run.py choose of a problem, for a run on `device` and `target`."""
 
     problem: Problem
     args: argparse.Namespace
@@ -30,11 +31,6 @@ class Selection:
         for one in chosen:
             if not record.can_name(one.name):
                 raise UsageError(f"a submission's file must have a plain name, got {one.name!r}: rename it")
-        first = chosen[0]
-        for key, value in first.directives:
-            if key == "leaderboard" and value != self.problem.name and not self.args.all:
-                said = f"{first.file.name} is headed for leaderboard {value}, judged on {self.problem.name}"
-                console.say(f"note: {text.line(said)}")
         return chosen
 
     def _named(self) -> list[Submission]:
@@ -63,35 +59,22 @@ class Selection:
         return [first, second]
 
     def target_of(self, submission: Submission) -> str:
-        """Return the run's target, or for a submission that is not made for it, the first of its own."""
+        """Return the run's target, or for a submission without it, the first target of the submission."""
         return self.target if self.target in submission.targets else submission.targets[0]
 
     def admit(self, j: Result) -> bool:
         """Return whether a submission may and can run here. Set its verdict if not."""
-        with reading(j.submission.file.name):
-            findings = scan.findings(scan.closure(j.submission.file, j.submission.folder), j.submission.baseline)
-            missing = [str(name) for name in j.submission.requires if not _installed(name)]
-            flags = load.missing_cpu_flags(j.submission.file)
-        if findings:
-            j.status, j.reason = "RULE_BROKEN", "\n".join(map(str, findings))
+        refused = refusal(j.submission, self.device, self.target)
+        if not refused and j.submission.only and not any(j.submission.serves(c) for part in self.cases() for c in part):
+            refused = Outcome("UNSUPPORTED", f"{j.submission.limits}, and no case of this run is such")
+        if refused:
+            j.status, j.reason = refused.status, refused.reason
+        if j.status == "RULE_BROKEN":
             console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
-        elif self.target not in j.submission.targets:
-            j.status, j.reason = (
-                "UNSUPPORTED",
-                f"made for {', '.join(j.submission.targets)}, this run is on {self.target}",
-            )
-        elif missing:
-            j.status, j.reason = "UNSUPPORTED", f"needs the Python package {', '.join(missing)}, which is not installed"
-        elif flags:
-            j.status, j.reason = "UNSUPPORTED", f"needs a CPU with {', '.join(flags)}"
-        elif self.device == "cuda" and not shutil.which("nvcc"):
-            raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
-        elif j.submission.only and not any(j.submission.serves(case) for cases in self.cases() for case in cases):
-            j.status, j.reason = "UNSUPPORTED", f"{j.submission.limits}, and no case of this run is such"
-        return not j.status
+        return not refused
 
     def cases(self) -> tuple[list[Case], list[Case]]:
-        """Return the test cases and the benchmark cases that are looked at."""
+        """Return the test cases and the benchmark cases of this run, without those that the mode leaves out."""
         mode, timed = self.args.mode, self.problem.benchmarks[self.device]
         if self.args.sanitize:
             return self._matching(self.problem.tests, "test"), []
@@ -99,7 +82,6 @@ class Selection:
         return tests, self._matching(timed, "benchmark") if mode != "test" else []
 
     def tests(self) -> list[Case]:
-        """Return the test cases of this run."""
         args = self.args
         tests = self._matching(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
         if args.case and args.mode == "leaderboard":
@@ -115,9 +97,22 @@ class Selection:
         return chosen
 
 
-def _installed(name: object) -> bool:
-    """Return whether there is a package of that name. A submission says it, so it may be no name."""
-    try:
-        return importlib.util.find_spec(str(name)) is not None
-    except (ImportError, ValueError):
-        return False
+def refusal(submission: Submission, device: str, target: str) -> Outcome | None:
+    """Return why a submission may not, or cannot, run on a GPU of architecture `target`, or a CPU. UsageError: nothing
+    can run, since nvcc is missing.
+    """
+    with reading(submission.file.name):
+        findings = scan.findings(scan.closure(submission.file, submission.folder), submission.baseline)
+        missing = [name for name in submission.requires if importlib.util.find_spec(name) is None]
+        flags = load.missing_cpu_flags(submission.file)
+    if findings:
+        return Outcome("RULE_BROKEN", "\n".join(map(str, findings)))
+    if target not in submission.targets:
+        return Outcome("UNSUPPORTED", f"made for {', '.join(submission.targets)}, this run is on {target}")
+    if missing:
+        return Outcome("UNSUPPORTED", f"needs the Python package {', '.join(missing)}, which is not installed")
+    if flags:
+        return Outcome("UNSUPPORTED", f"needs a CPU with {', '.join(flags)}")
+    if device == "cuda" and not shutil.which("nvcc"):
+        raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
+    return None

@@ -1,6 +1,6 @@
-"""One checker and the runners that it feeds: a session starts them, makes calls, and returns verdicts.
+"""A session: one checker and its runners. It starts them, makes calls, and returns outcomes.
 
-The parent decides; a runner only says what happened in it. docs/architecture.md follows one call.
+docs/architecture.md follows one call.
 """
 
 import functools
@@ -13,6 +13,7 @@ from harness.judge import compiling, limits, outcome, prepared, replies
 from harness.judge.call import EMPTY, CallPlan, CallRequest, cpu_call, gpu_call
 from harness.judge.handle import CheckerHandle, Content, ProblemError, Reported, RunnerHandle
 from harness.judge.outcome import Outcome
+from harness.judge.replies import Wanted
 from harness.problem.folders import Case, Problem
 from harness.sandbox import freezer, policy, process
 from harness.sandbox.process import Died
@@ -22,9 +23,8 @@ SWITCHES_SHOWN = 4  # of those that a submission changed
 
 
 class Session:
-    """A checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. A context manager.
-
-    notes: for the record. say: receives each note of a submission at once.
+    """A context manager: a checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. notes:
+    for the record. say: receives each note of a submission at once.
     """
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:
@@ -39,7 +39,7 @@ class Session:
         self._switched: set[str] = set()  # submissions that changed torch's switches
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self._records: bool | None = None  # whether the driver says what ran where; None: not known yet
-        self._content: Content | None = None
+        self._content: Content  # the present one, from the first `content` on
         self._weights = 0  # number of the present weights
         self._split = False  # whether the problem has weights apart from inputs
         process.harden()
@@ -56,14 +56,14 @@ class Session:
         self.checker.close()
 
     def weights(self, case: Case, seed: int | None = None) -> str | None:
-        """Make new weights for `case`, where the problem has such. Return the seed as text; None where it has none."""
+        """Make new weights for `case`. Return the seed as text; None if the problem has no weights."""
         seed = secrets.randbits(63) if seed is None else seed
         self._split = self.checker.ask({"op": "new_weights", "case": case.params, "seed": seed})["split"]
         self._weights += 1
         return str(seed) if self._split else None
 
     def content(self, case: Case, seed: int | None = None) -> str:
-        """Make fresh contents, from a secret seed if none is given. Return the seed as text."""
+        """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = secrets.randbits(63) if seed is None else seed
         made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
         self._content = Content(case, made["sizes"], made["open"], made["bytes"])
@@ -79,12 +79,12 @@ class Session:
         return self._content.default_bytes
 
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
-        """Start a process for each that has none, all at once. One that fails to start gets `last_loss`."""
+        """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""
         fresh = [handle for handle in handles if handle.process is None]
         if not compile_only:
             self.build(*fresh)
         for handle in fresh:
-            handle.broken = handle.broken or self._breaks.get(handle.submission.name if handle.submission else "")
+            handle.broken = handle.broken or self._breaks.get(handle.owner)
         fresh = [handle for handle in fresh if not handle.broken]
         for handle in fresh:
             handle.start(self.checker, compile_only, self.call_limit_s, functools.partial(self._switches_of, handle))
@@ -93,13 +93,13 @@ class Session:
         deadline = time.monotonic() + limits.IMPORT_LIMIT_S  # for all of them together
         for handle in fresh:
             try:
-                reply = handle.process.receive(replies.Started, max(0.1, deadline - time.monotonic()))
-                handle.process.child.rest()
+                reply = handle.running.receive(replies.Started, max(0.1, deadline - time.monotonic()))
+                handle.running.child.rest()
             except Reported as said:
-                self._break(handle, handle.process.failure(said))
+                self._break(handle, handle.running.failure(said))
                 continue
             except Died as died:
-                self._break(handle, Outcome(died.status, f"on import: {handle.process.restored(died.reason)}"))
+                self._break(handle, Outcome(died.status, f"on import: {handle.running.restored(died.reason)}"))
                 continue
             self._switches_of(handle, reply.switches)
             if not handle.baseline and (found := outcome.tampering_in(reply.replaced)):
@@ -108,12 +108,12 @@ class Session:
                 self.clock_name = reply.clock
 
     def stop(self, *handles: RunnerHandle) -> None:
-        """End the processes of these, and keep what they compiled where that was asked."""
-        living = [handle for handle in handles if handle.process]
+        """End the processes of these handles, and keep what their compile steps made."""
+        living = [(handle, handle.process) for handle in handles if handle.process]
         with ThreadPoolExecutor(CLOSED_AT_ONCE) as pool:  # each takes a fifth of a second to go, and no processor
-            list(pool.map(lambda handle: handle.process.child.close(), living))
-        for handle in living:
-            ended, handle.process = handle.process, None
+            list(pool.map(lambda pair: pair[1].child.close(), living))
+        for handle, ended in living:
+            handle.process = None
             self.checker.ask({"op": "release", "runner": handle.name})
             if handle.keep and (why := compiling.keep(self.problem, handle, ended.workdir)):
                 self.notes.append(why)
@@ -121,17 +121,17 @@ class Session:
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
         """Make one call of a submission, or one of the judge's own, on the present content. Return its outcome:
-        UNSUPPORTED, and nothing is sent, where a baseline says that it does not serve the content's case.
+        UNSUPPORTED, without a call, if a baseline says that it does not serve the content's case.
         """
-        if (refused := self._refused(handle)) or (refused := self._started(handle)):
+        if refused := self._refused(handle):
             return refused
-        process, first = handle.process, handle.process.calls == 0
+        process, first = handle.running, handle.running.calls == 0
         try:
             if fault := self._give(handle, request.buffers, request.reads):
                 return handle.lose(fault)
             before = prepared.measure_counted(handle) if request.measure else None
             if handle.process is None:
-                return handle.last_loss
+                return handle.loss
             plan = self._plan(handle, request, first)
             found = (cpu_call if self.device == "cpu" else gpu_call)(handle, plan)
         except Died as died:
@@ -141,7 +141,7 @@ class Session:
         if handle.submission is None:
             handle.audit.records += found.activity.records if found.activity else 0
             return outcome.decide(found)
-        # Each source is asked only where those before it found nothing: a lost or false call leaves nothing to look at.
+        # A source is asked only if the sources before it found no fault.
         if outcome.decide(found).status == "PASSED":
             found.checked = self._checked(handle, plan, found)
         found.tampering = handle.tampering()
@@ -152,24 +152,22 @@ class Session:
         return outcome.decide(found)
 
     def count_kept(self, handle: RunnerHandle) -> None:
-        """Count from here on what a submission keeps: it was called before, so its code is loaded. One that is lost
-        meanwhile is not run again: of its next process nothing would be counted.
+        """Count from now on what a submission keeps: it was called before, so its code is loaded. One that is lost
+        meanwhile is not run again, since nothing of its next process would be counted.
         """
         if not self._split or not handle.submission or handle.baseline or handle.process is None:
             return
         if not prepared.begin(handle):
-            self._break(handle, handle.last_loss)
+            self._break(handle, handle.loss)
 
     def ask_runner(
-        self, handle: RunnerHandle, message: dict, limit_s: float, buffers: int = 0
-    ) -> replies.Compiled | replies.Profiled | Outcome:
-        """Make a request beside calls ("compile", "profile"). Return the reply, or the failure."""
-        wanted = {"compile": replies.Compiled, "profile": replies.Profiled}[message["op"]]
-        if handle.process is None:
-            self.start(handle, compile_only=message["op"] == "compile")
-            if handle.process is None:
-                return handle.broken or handle.last_loss
-        process = handle.process
+        self, handle: RunnerHandle, wanted: type[Wanted], message: dict, limit_s: float, buffers: int = 0
+    ) -> Wanted | Outcome:
+        """Make a request other than a call ("compile", "profile"). Return the reply, or the failure."""
+        compiles = message["op"] == "compile"
+        if failure := self._started(handle, compiles):
+            return failure
+        process = handle.running
         try:
             if buffers:
                 if fault := self._give(handle, buffers, None):
@@ -180,25 +178,26 @@ class Session:
             reply = process.ask(wanted, message, limit_s)
         except Died as died:
             return handle.lose(process.failure(died))
-        handle.keep = message["op"] == "compile"
+        handle.keep = compiles
         return reply
 
     def build(self, *handles: RunnerHandle) -> None:
-        """Make the compile step of those that had none (harness/judge/compiling.py). One that fails is `broken`."""
+        """Make the compile step of each handle that had none (harness/judge/compiling.py). A failed one is `broken`."""
         todo = compiling.todo(self.problem, handles)
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
         for how, handle, helper in todo:
             if how == "compile_for":
                 message = {"op": "compile", "target": handle.target}
-                result = self.ask_runner(helper, message, 2 * limits.COMPILE_LIMIT_S)
+                result = self.ask_runner(helper, replies.Compiled, message, 2 * limits.COMPILE_LIMIT_S)
                 handle.broken = result if isinstance(result, Outcome) else None
             else:
                 self._try_out(helper)
             self.stop(helper)
 
     def _try_out(self, helper: RunnerHandle) -> None:
-        """Compile by calling, on every shape: for what compiles when it sees its arguments."""
-        for case in filter(helper.submission.serves, (*self.problem.tests, *self.problem.benchmarks[self.device])):
+        """Compile by a call on every shape, for code that compiles when it sees its arguments."""
+        cases = (*self.problem.tests, *self.problem.benchmarks[self.device])
+        for case in cases if helper.submission is None else filter(helper.submission.serves, cases):
             self.weights(case, case.seed)
             self.content(case, case.seed)
             self.call(helper, CallRequest(1))
@@ -207,40 +206,42 @@ class Session:
         helper.keep = True
 
     def _refused(self, handle: RunnerHandle) -> Outcome | None:
-        """Return why the present content is not sent to this submission, if so."""
+        """Start the submission's process if it has none. Return why the present content is not sent to it, if so."""
         if handle.submission and not handle.submission.serves(self._content.case):
             return Outcome("UNSUPPORTED", handle.submission.limits)
         if handle.broken:
             return handle.broken
         if handle.process is None and handle.lost >= limits.GIVE_UP_AFTER:
-            lost = handle.last_loss
-            return Outcome(lost.status, f"not run, {handle.lost} processes were lost before: {lost.reason}")
-        return None
+            return Outcome(
+                handle.loss.status, f"not run, {handle.lost} processes were lost before: {handle.loss.reason}"
+            )
+        return self._started(handle)
 
-    def _started(self, handle: RunnerHandle) -> Outcome | None:
+    def _started(self, handle: RunnerHandle, compile_only: bool = False) -> Outcome | None:
         """Start the submission's process if it has none. Return the failure."""
         if handle.process is None:
-            self.start(handle)
-        return None if handle.process else handle.broken or handle.last_loss
+            self.start(handle, compile_only=compile_only)
+        return None if handle.process else handle.broken or handle.loss
 
     def _give(self, handle: RunnerHandle, buffers: int, reads: dict[str, int] | None) -> Outcome | None:
-        """Give a runner buffers for the present content, and the present weights, if it has them not yet. Return the
-        fault of what it kept of the weights before.
+        """Give a runner buffers for the present content, and the present weights, unless it has them. Return the fault
+        of what it kept of the previous weights.
         """
-        handle.process.open(self._content, buffers, reads)
-        if not self._split or handle.submission is None or handle.process.holds == self._weights:
+        handle.running.open(self._content, buffers, reads)
+        if not self._split or handle.submission is None or handle.running.holds == self._weights:
             return None
         return prepared.hold(handle, self._weights)
 
     def _plan(self, handle: RunnerHandle, request: CallRequest, first: bool) -> CallPlan:
-        """Return the plan of the next call, which this counts: calls take the buffers in turn."""
+        """Count the next call, and return its plan: calls take the buffers in turn."""
         limit_s = min(self.first_call_limit_s if first else self.call_limit_s, request.within_s)
-        handle.process.calls += 1
-        handle.process.turn += 1
-        return CallPlan(request, self._content, (handle.process.turn - 1) % request.buffers, limit_s)
+        process = handle.running
+        process.calls += 1
+        process.turn += 1
+        return CallPlan(request, self._content, (process.turn - 1) % request.buffers, limit_s)
 
     def _checked(self, handle: RunnerHandle, plan: CallPlan, found: outcome.Findings) -> Outcome:
-        """Return the checker's verdict on inputs and outputs, and on what the runner says that it returned."""
+        """Return the checker's verdict on inputs, outputs and the runner's claims."""
         said = None if found.claims is None else [claim.model_dump() for claim in found.claims]
         verdict = self.checker.ask(
             {"op": "judge", "runner": handle.name, "buffer": plan.buffer, "claims": said, "baseline": handle.baseline}
@@ -254,13 +255,16 @@ class Session:
         handle.audit.records += records
         if not handle.baseline:
             if not records and self._records_are_given():
-                return outcome.records_missing()
+                return Outcome(
+                    "CHEAT_SUSPECTED",
+                    "tampering: the driver recorded nothing of its audited call, but it records the judge's own",
+                )
             if fault := outcome.ran_elsewhere(activity):
                 return fault
         return handle.look()
 
     def _records_are_given(self) -> bool:
-        """Return whether the driver says what ran where, seen by an empty call of the judge in a separate process."""
+        """Return whether the driver records what ran where, as an empty call in a separate process shows."""
         if self._records is None:
             own = RunnerHandle("(judge) records", None, self.device)
             self.start(own)
@@ -268,11 +272,11 @@ class Session:
             self.stop(own)
             self._records = own.audit.records > 0
             if not self._records:
-                self.notes.append("the driver gives no records: on which queue work ran is not known")
+                self.notes.append("the driver gives no records: on which stream work ran is not known")
         return self._records
 
     def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:
-        """Say once of a submission that global settings of torch, which it had changed, were put back."""
+        """Note once that a submission changed global settings of torch, which were put back."""
         name = handle.owner
         if changed and name not in self._switched:
             self._switched.add(name)
@@ -280,7 +284,7 @@ class Session:
             self.say(self.notes[-1])
 
     def _break(self, handle: RunnerHandle, failure: Outcome) -> Outcome:
-        """End a submission's process, and start no other in this run. Return `failure`."""
+        """End a submission's process, and start no other one in this run. Return `failure`."""
         handle.broken = Outcome(failure.status, f"not run again: {failure.reason}")
         self._breaks[handle.owner] = handle.broken
         return handle.lose(failure)

@@ -141,7 +141,7 @@ def _against(other: Result, found: stats.Ratio) -> dict:
 class Recorder:
     """Makes the records of one run. `run_id` is common to all of them.
 
-    warnings: what was less than it should be for all of its times, in words.
+    warnings: limits of all times of the run, in words.
     """
 
     def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
@@ -162,7 +162,7 @@ class Recorder:
         key = judged.source_hash, judged.target
         if judged.target in ARCH and key not in self._code_hashes:
             built = workdir.build_folder(judged.submission.file, self.problem, judged.target)
-            self._code_hashes[key] = built and machine_code.hash_of(built)
+            self._code_hashes[key] = machine_code.hash_of(built) if built else None
         return self._code_hashes.get(key)
 
     def lines(self, judged: Result) -> list[dict]:

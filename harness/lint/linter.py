@@ -1,52 +1,40 @@
 """The linter of problems: what a problem's check lets through that it should not. `harness/run.py PROBLEM --lint`.
 
-Three parts. Trivial answers (harness/lint/trivial.py) go through the problem's own check, in every test case and one
-benchmark case; every file of wrong/ and every honest variant go through the whole judge. It holds if each trivial
-answer is refused, each wrong file gets a failing verdict in some case and each variant passes all cases (a baseline
-those that its ONLY names). A trivial answer that is the right one in some case (the mean of a single element), or is
-accepted by the luck of a seed (one element that happens to need no more bits), is named with the case.
+It has three parts. Trivial answers (harness/lint/trivial.py) are put to the problem's own check, in every test case and
+one benchmark case. Every file of wrong/ and every honest variant are put to the whole judge. The problem passes if each
+trivial answer is refused, each wrong file gets a failing verdict in some case, and each variant passes all cases (a
+baseline those that its ONLY names). Where a trivial answer is right (the mean of a single element), or passes by the
+luck of a seed (one element that happens to need no more bits), the linter names the case.
 
-What task.py may say of itself, as literals:
-
-    PRECISION = "bf16"  (or another of trivial.LADDER) the narrowest format that a kernel may compute in, where that is
-                        not the type of its data. An answer in the next narrower one must be refused.
-    INOUT = ("state",)  inputs that a call may overwrite. They are inputs here like others: the answer depends on them.
-    OPAQUE = ("state",) inputs or weights of integers and bytes that mean something only as a whole, such as a buffer
-                        with a layout or a table of offsets: they are not zeroed or shifted. A tensor of floating-point
-                        values cannot be OPAQUE.
-
-Integers and packed values are never scaled or rounded, but moved on by one element where floating-point ones are
-shifted, so token ids stay such. An answer that cannot be made for a case is shown as not applicable, with the reason.
+docs/adding_a_kernel.md has the literals of task.py that the linter reads: PRECISION, INOUT and OPAQUE. Integers and
+packed values are never scaled or rounded. Where floating-point values are shifted they move on by one element, so token
+ids stay token ids. An answer that cannot be made for a case is not applicable, and the reason is shown.
 """
 
-import importlib.util
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from harness.judge import console, phases
-from harness.judge.handle import ProblemError, RunnerHandle
-from harness.judge.limits import CHECKER_LIMIT_S
+from harness.judge import console, phases, selection
+from harness.judge.handle import CheckerHandle, CheckerLost, RunnerHandle
+from harness.judge.outcome import Outcome
 from harness.judge.phases import Progress
 from harness.judge.session import Session
 from harness.lint import trivial
-from harness.problem import scan
-from harness.problem.folders import Case, Problem, Submission, UsageError, submission
-from harness.sandbox.process import Child, Died
-from problems.common import load
+from harness.problem import folders
+from harness.problem.folders import Case, Problem, Submission, submission
 
 AT_ONCE = 4  # submissions judged side by side, each a process with torch in it
-SMALL_BYTES = 2**20  # of a case: these come first, and the short form has no others
-FEW_CASES = 2  # of a problem with large test cases only, or that does not say how large they are
-FEW_FILES = 4  # of wrong/ in the short form
+SMALL_BYTES = 2**20  # of a case: wrong files are judged on these first
+FEW_CASES = 2  # that come first where all are large, or the problem does not say how large they are
 LUCK_SEEDS = 8  # further seeds of a case in which an answer got through; if it does in half of them, it is a hole
 # Verdicts on what a wrong file did. COMPILE_ERROR and UNSUPPORTED mean that it was not judged.
 CAUGHT = {"INCORRECT", "RULE_BROKEN", "CHEAT_SUSPECTED", "RUNTIME_ERROR", "TIMEOUT", "INVALID_MEASUREMENT"}
-
 MISMATCH = "mismatch found! custom implementation doesn't match reference: "  # how most reports of a check begin
+REASON = 110  # characters of a reason
 
 Say = Callable[[str], None]
-Ask = Callable[[dict], dict]  # a message to harness/lint/trivial.py and its reply; Died if the process is lost
+Ask = Callable[[dict], dict]  # a message to harness/lint/trivial.py and its reply; CheckerLost if the process is lost
 
 
 @dataclass
@@ -57,23 +45,37 @@ class Row:
     kind: str
     formed: int = 0
     refused: int = 0
-    baseline_formed: int = 0
-    baseline_refused: int = 0
     right: list[str] = field(default_factory=list)  # accepted, since it is the answer or its neighbour
     luck: list[str] = field(default_factory=list)  # accepted with the case's seed, refused with most others
     missed: list[str] = field(default_factory=list)  # holes
     absent: dict[str, list[str]] = field(default_factory=dict)  # by reason
 
     def hole(self) -> str:
-        """What is wrong, or ""."""
+        """Return what is wrong, or ""."""
         if self.kind == trivial.EXACT:
             return f"refused: {self.missed[0]}" if self.missed else ""
         if self.missed:
             return f"accepted in {len(self.missed)} cases, first {self.missed[0]}"
         # A blind answer that is right in most cases shows that the cases say little, whatever the tolerance.
-        if self.kind in (trivial.BLIND, trivial.NEAR) and 2 * len(set(self.right + self.luck)) > max(self.formed, 1):
-            return f"the right answer in {len(set(self.right + self.luck))} of {self.formed} cases"
+        fits = len({*self.right, *self.luck})
+        if self.kind in (trivial.BLIND, trivial.NEAR) and 2 * fits > max(self.formed, 1):
+            return f"the right answer in {fits} of {self.formed} cases"
         return ""
+
+    def note(self) -> str:
+        """Return what to know of it, for the table."""
+        notes = [f"HOLE: {self.hole()}"] if self.hole() else []
+        if self.kind == trivial.EXACT and not self.missed:
+            notes.append("accepted, as it must be")
+        if self.right:
+            what = "leaves the answer as it is" if self.kind in (trivial.DERIVED, trivial.ALONE) else "is the answer"
+            notes.append(f"{what} in {'every case' if len(self.right) == self.formed else _cases(self.right)}")
+        if self.luck:
+            notes.append(f"fits by luck in {_cases(self.luck)}")
+        for reason, names in self.absent.items():
+            # A candidate that the folder's outputs cannot have at all is said once, without its cases.
+            notes.append(f"not applicable{f' in {_cases(names)}' if self.formed else ''}: {reason}")
+        return "; ".join(notes)
 
 
 class Helper:
@@ -81,56 +83,46 @@ class Helper:
 
     def __init__(self, problem: Problem, device: str) -> None:
         self.problem, self.device = problem, device
-        self.target = ""
-        self._child: Child | None = None
+        self.handle: CheckerHandle | None = None
 
     def __call__(self, message: dict) -> dict:
-        if self._child is None:
-            self._child = Child("harness.lint.trivial", {"OMP_WAIT_POLICY": "PASSIVE"})
-            utils = str(self.problem.utils) if self.problem.utils else None
-            start = {"folder": str(self.problem.folder), "own": self.problem.own, "device": self.device}
-            self.target = self._request({**start, "utils": utils})["target"]
-        return self._request(message)
+        if self.handle is None:
+            self.handle = CheckerHandle(self.problem, self.device, "harness.lint.trivial")
+        try:
+            return self.handle.ask(message)
+        except CheckerLost:
+            self.handle = None
+            raise
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.close()
-            self._child = None
-
-    def _request(self, message: dict) -> dict:
-        try:
-            reply, _ = self._child.request(message, CHECKER_LIMIT_S)
-        except Died:
-            self._child = None
-            raise
-        if "failed" in reply:
-            raise ProblemError(f"{self.problem.name}'s own code failed:\n{reply['text']}")
-        return reply
+        if self.handle:
+            self.handle.close()
 
 
-def run(problem: Problem, device: str, say: Say, short: bool = False) -> bool:
-    """Lint `problem` on `device`, printing tables through `say`. -> whether all holds. short: only small cases and
-    some files, for CI. ProblemError: the problem's own code raises.
+def run(problem: Problem, device: str, target: str, say: Say) -> bool:
+    """Lint `problem` on `device`, a GPU of architecture `target` or "cpu", and print tables through `say`. Return
+    whether it passes. ProblemError: the problem's own code raises.
     """
-    cases = chosen(problem, device, short)
-    holes: list[str] = []
+    cases = chosen(problem, device)
+    baselines = problem.own and any((problem.folder / "variants").glob("peer_*.py"))
     ask = Helper(problem, device)
     with console.progress() as progress:
         try:
-            rows, faults = survey(ask, cases, has_peers(problem), progress)
-        except Died as died:
-            raise ProblemError(f"{problem.name}: the linter's process {died.reason}") from None
+            rows, holes = survey(ask, cases, baselines, progress)
         finally:
             ask.close()
         size = f"one input at a time only where data has up to {trivial.SMALL_BYTES // 2**20} MiB"
         say(f"{problem.name} on {device}: {len(rows)} trivial answers, {len(cases)} cases ({size})")
-        if opaque := load.constants(problem.folder / "task.py", "OPAQUE").get("OPAQUE") if problem.own else None:
+        if problem.own and (opaque := folders.names(problem.folder / "task.py", "OPAQUE")):
             say(f"left as they are, since task.py calls them OPAQUE: {', '.join(opaque)}")
-        show(rows, say)
-        holes += faults + [f"{row.name}: {hole}" for row in rows if (hole := row.hole())] + left_out(rows)
+        width = max(len(row.name) for row in rows)
+        say(f"{'answer':<{width}}  refused  note")
+        for row in rows:
+            say(f"{row.name:<{width}}  {f'{row.refused}/{row.formed}':>7}  {row.note()}".rstrip())
+        holes += [f"{row.name}: {hole}" for row in rows if (hole := row.hole())] + left_out(rows)
         with Session(problem, device) as session:
-            holes += wrong_files(session, ask.target, say, progress, short)
-            holes += variants(session, ask.target, say, progress, short)
+            holes += wrong_files(session, target, say, progress)
+            holes += variants(session, target, say, progress)
     say("")
     for hole in holes:
         say(f"HOLE {hole}")
@@ -138,12 +130,11 @@ def run(problem: Problem, device: str, say: Say, short: bool = False) -> bool:
     return not holes
 
 
-def chosen(problem: Problem, device: str, short: bool) -> list[tuple[str, Case]]:
-    """(name, case): every test, or the small ones, and the smallest benchmark."""
-    tests = small(problem) if short else list(problem.tests)
-    twice = [str(case) for case in tests]
-    cases = [(f"{case} seed={case.seed}" if twice.count(str(case)) > 1 else str(case), case) for case in tests]
-    if not short and problem.benchmarks[device]:
+def chosen(problem: Problem, device: str) -> list[tuple[str, Case]]:
+    """Return (name, case) of every test and of the smallest benchmark."""
+    twice = [str(case) for case in problem.tests]
+    cases = [(f"{case} seed={case.seed}" if twice.count(str(case)) > 1 else str(case), case) for case in problem.tests]
+    if problem.benchmarks[device]:
         benchmark = min(problem.benchmarks[device], key=lambda case: case.bytes or 0)
         cases.append((f"benchmark {benchmark}", benchmark))
     return cases
@@ -154,127 +145,78 @@ def small(problem: Problem) -> list[Case]:
     return sized or list(problem.tests[:FEW_CASES])
 
 
-def has_peers(problem: Problem) -> bool:
-    return problem.own and any(file.stem.startswith("peer_") for file in (problem.folder / "variants").glob("*.py"))
-
-
 # ---------------------------------------------------------------- trivial answers
 
 
 def survey(
     ask: Ask, cases: list[tuple[str, Case]], baselines: bool, progress: Progress = lambda _: None
 ) -> tuple[list[Row], list[str]]:  # fmt: skip
-    """Every candidate on every case, at a baseline's tolerance too if there are `baselines`. -> (rows, what else is
-    wrong).
+    """Put every candidate to the check in every case, with a baseline's tolerance too if there are `baselines`. Return
+    the rows, and what else is wrong.
     """
     rows: dict[str, Row] = {}
     faults: list[str] = []
     for name, case in cases:
         progress(f"lint {name}")
-        reply = ask(_made(case))
+        reply = ask(_made(case, case.seed, baselines))
         if reply["fault"]:
             faults.append(f"{name}: {reply['fault']}")
-        accepted: list[tuple[Row, bool]] = []
+        accepted: list[Row] = []
         for candidate, kind in reply["candidates"].items():
             row = rows.setdefault(candidate, Row(candidate, kind))
-            _attempt(ask, row, name, case, False, accepted)
-            if baselines and kind in trivial.BASELINE_KINDS and trivial.BY_CHECK not in candidate:
-                _attempt(ask, row, name, case, True, accepted)
+            try:
+                said = ask({"op": "attempt", "candidate": candidate})
+            except CheckerLost as lost:
+                ask(_made(case, case.seed, baselines))
+                said = {"status": "absent", "text": f"the reference's process was lost: {lost}"}
+            if _enter(row, name, said["status"], said["text"]):
+                accepted.append(row)
         if accepted:
-            _try_luck(ask, name, case, accepted)
+            _try_luck(ask, name, case, accepted, baselines)
     return list(rows.values()), faults
 
 
-def _attempt(ask: Ask, row: Row, name: str, case: Case, baseline: bool, accepted: list[tuple[Row, bool]]) -> None:
-    """One candidate on the present case; where it gets through and is not the answer, it joins `accepted`."""
-    try:
-        reply = ask({"op": "attempt", "candidate": row.name, "baseline": baseline})
-    except Died as died:
-        ask(_made(case))
-        reply = {"status": "absent", "text": f"the reference's process was lost: {died.reason}"}
-    status = reply["status"]
+def _enter(row: Row, name: str, status: str, text: str) -> bool:
+    """Note what became of a candidate in one case. Return whether the check took it for the answer, which it is not."""
     if status == "absent":
-        if not baseline:
-            row.absent.setdefault(reply["text"].partition("\n")[0], []).append(name)
-        return
-    refused = status == "refused"
-    if baseline:
-        row.baseline_formed += 1
-        row.baseline_refused += refused
-    else:
-        row.formed += 1
-        row.refused += refused
+        row.absent.setdefault(text.partition("\n")[0], []).append(name)
+        return False
+    row.formed += 1
+    row.refused += status == "refused"
     if row.kind == trivial.EXACT:
-        if refused:
-            row.missed.append(f"{name}: {reply['text']}")
-    elif status == "right":
-        if name not in row.right:
-            row.right.append(name)
-    elif status == "accepted":
-        accepted.append((row, baseline))
+        row.missed += [f"{name}: {text}"] if status == "refused" else []
+        return False
+    row.right += [name] if status == "right" else []
+    return status == "accepted"
 
 
-def _try_luck(ask: Ask, name: str, case: Case, accepted: list[tuple[Row, bool]]) -> None:
+def _try_luck(ask: Ask, name: str, case: Case, accepted: list[Row], baselines: bool) -> None:
     """Put what got through to the same case with other seeds, to tell a lax check from an element that fits."""
-    through = [0] * len(accepted)
+    through = dict.fromkeys((row.name for row in accepted), 0)
     for turn in range(1, LUCK_SEEDS + 1):
-        made = ask(_made(case, case.seed + turn))
-        for i, (row, baseline) in enumerate(accepted):
-            if row.name in made["candidates"]:
-                reply = ask({"op": "attempt", "candidate": row.name, "baseline": baseline})
-                through[i] += reply["status"] in ("accepted", "right")
-    for (row, baseline), count in zip(accepted, through, strict=True):
-        said = f"{name}{' as a baseline' if baseline else ''}"
-        lucky = row.kind != trivial.FORM and 2 * count < LUCK_SEEDS
-        (row.luck if lucky else row.missed).append(f"{said} ({count} of {LUCK_SEEDS} other seeds)")
+        made = ask(_made(case, case.seed + turn, baselines))
+        for candidate in through.keys() & made["candidates"].keys():
+            through[candidate] += ask({"op": "attempt", "candidate": candidate})["status"] in ("accepted", "right")
+    for row in accepted:
+        lucky = row.kind != trivial.FORM and 2 * through[row.name] < LUCK_SEEDS
+        (row.luck if lucky else row.missed).append(f"{name} ({through[row.name]} of {LUCK_SEEDS} other seeds)")
 
 
-def _made(case: Case, seed: int | None = None) -> dict:
-    return {"op": "case", "case": case.params, "seed": case.seed if seed is None else seed}
+def _made(case: Case, seed: int, baselines: bool) -> dict:
+    return {"op": "case", "case": case.params, "seed": seed, "baselines": baselines}
 
 
 def left_out(rows: list[Row]) -> list[str]:
-    """Inputs that the reference reads and that no case needs: zero or constant wherever it looks."""
+    """Return the inputs that the reference reads and that no case needs: zero or constant wherever it looks."""
     by_name = {row.name: row for row in rows}
     found = []
     for row in rows:
         stem, change, of = row.name.partition(" zero")
         if row.kind != trivial.ALONE or not change:
             continue
-        shifted = by_name[f"{stem} shifted{of}"]
-        if not row.refused and not row.missed and shifted.refused:
+        if not row.refused and not row.missed and by_name[f"{stem} shifted{of}"].refused:
             found.append(f"{stem}{of}: the answer depends on it, but not on whether it is left out, in any case")
     return found
-
-
-def show(rows: list[Row], say: Say) -> None:
-    """One line a candidate: cases refused of those it could be formed in, at a baseline's tolerance too; what to
-    know.
-    """
-    baselines = any(row.baseline_formed for row in rows)
-    width = max(len(row.name) for row in rows)
-    say(f"{'answer':<{width}}  refused  {'as baseline  ' if baselines else ''}note")
-    for row in rows:
-        refused = f"{row.refused}/{row.formed}"
-        baseline = f"{row.baseline_refused}/{row.baseline_formed}" if row.baseline_formed else ""
-        say(f"{row.name:<{width}}  {refused:>7}  {f'{baseline:>7}  ' if baselines else ''}{_note(row)}".rstrip())
-
-
-def _note(row: Row) -> str:
-    notes = [f"HOLE: {row.hole()}"] if row.hole() else []
-    if row.kind == trivial.EXACT and not row.missed:
-        notes.append("accepted, as it must be")
-    if row.right:
-        all_of_them = len(row.right) == row.formed
-        derived = row.kind in (trivial.COARSE, trivial.DERIVED, trivial.ALONE)
-        what = "leaves the answer as it is" if derived else "is the answer"
-        notes.append(f"{what} in {'every case' if all_of_them else _cases(row.right)}")
-    if row.luck:
-        notes.append(f"fits by luck in {_cases(row.luck)}")
-    for reason, names in row.absent.items():
-        # A candidate that the folder's outputs cannot have at all is said once, without its cases.
-        notes.append(f"not applicable{f' in {_cases(names)}' if row.formed else ''}: {reason}")
-    return "; ".join(notes)
 
 
 def _cases(names: list[str]) -> str:
@@ -284,19 +226,17 @@ def _cases(names: list[str]) -> str:
 # ---------------------------------------------------------------- through the judge
 
 
-def wrong_files(session: Session, target: str, say: Say, progress: Progress, short: bool) -> list[str]:
-    """Every file of wrong/ through the judge, small cases first, until one catches it. -> holes."""
+def wrong_files(session: Session, target: str, say: Say, progress: Progress) -> list[str]:
+    """Put every file of wrong/ to the judge, small cases first, until one catches it. Return the holes."""
     problem = session.problem
-    files = sorted([*problem.folder.glob("wrong/*.py"), *problem.folder.glob("solutions/wrong/*.py")])
+    files = wrong(problem)
     if not files:
         say("\nno wrong/ folder")
         return [f"{problem.name} has no file that must be rejected"] if problem.own else []
-    if short:
-        files = files[:: -(-len(files) // FEW_FILES)]
     holes: list[str] = []
-    submissions, others = _fit([submission(problem, file) for file in files], session.device, target)
+    submissions, others = _fit(session, (submission(problem, file) for file in files), target)
     first = small(problem)
-    rest = [] if short else [case for case in problem.tests if case not in first]
+    rest = [case for case in problem.tests if case not in first]
     caught: dict[str, str] = {}
     passed = {e.name: 0 for e in submissions}
     for cases in filter(None, (first, rest)):
@@ -310,23 +250,19 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress, sho
                 passed[name] += name not in caught
     say(f"\nwrong/ through the judge: {len(files)} files")
     for e in submissions:
-        said = caught.get(e.name, f"PASSED {passed[e.name]} cases")
-        say(f"{e.name:<32} {said}")
+        say(f"{e.name:<32} {caught.get(e.name, f'PASSED {passed[e.name]} cases')}")
         if e.name not in caught:
             holes.append(f"wrong/{e.name}.py: passes all {passed[e.name]} cases")
-    for e, why in others:
-        say(f"{e.name:<32} {why}")
+    for name, refused in others.items():
+        say(f"{name:<32} {refused.status:<15} {_line(refused.reason)}")
     return holes
 
 
-def variants(session: Session, target: str, say: Say, progress: Progress, short: bool) -> list[str]:
-    """Every honest variant that can run here through the judge on all tests. -> holes."""
-    problem = session.problem
+def variants(session: Session, target: str, say: Say, progress: Progress) -> list[str]:
+    """Put every honest variant that can run here to the judge on all tests. Return the holes."""
+    problem, cases = session.problem, list(session.problem.tests)
     submissions = honest(problem)
-    if short and problem.own:
-        submissions = [problem.winner(target)]
-    cases = small(problem) if short else list(problem.tests)
-    fit, others = _fit(submissions, session.device, target)
+    fit, others = _fit(session, submissions, target)
     say(f"\nhonest variants through the judge: {len(fit)} of {len(submissions)} can run here")
     holes = []
     for name, outcomes in _judged(session, target, fit, cases, progress).items():
@@ -336,17 +272,24 @@ def variants(session: Session, target: str, say: Say, progress: Progress, short:
         say(f"{name:<32} {len(cases) - len(bad) - len(left)}/{len(cases)} cases right  {said}".rstrip())
         if bad:
             holes.append(f"{name}: {said}")
-    for e, why in others:
-        if why.startswith("RULE_BROKEN"):
-            holes.append(f"{e.name}: {why}")
-        say(f"{e.name:<32} {why}")
+    for name, refused in others.items():
+        if refused.status == "RULE_BROKEN":
+            holes.append(f"{name}: RULE_BROKEN {_line(refused.reason)}")
+        say(f"{name:<32} {refused.status:<15} {_line(refused.reason)}")
     if not fit:
         holes.append(f"no variant of {problem.name} can run on {target}: nothing shows that the check can be passed")
     return holes
 
 
+def wrong(problem: Problem) -> list[Path]:
+    """Return the files that the judge must reject."""
+    return sorted([*problem.folder.glob("wrong/*.py"), *problem.folder.glob("solutions/wrong/*.py")])
+
+
 def honest(problem: Problem) -> list[Submission]:
-    """The folder's variants; of GPU MODE's its correct solutions; without such the submission that comes with it."""
+    """Return the folder's variants; of GPU MODE's its correct solutions; without such the submission that comes with
+    it.
+    """
     if problem.own and (submissions := problem.submissions()):
         return submissions
     files = sorted(problem.folder.glob("solutions/correct/*.py")) or [problem.folder / "submission.py"]
@@ -355,9 +298,9 @@ def honest(problem: Problem) -> list[Submission]:
 
 def _judged(
     session: Session, target: str, submissions: list[Submission], cases: list[Case], progress: Progress
-) -> dict[str, list]:  # fmt: skip
-    """Outcomes of each submission by name, in the order of `cases`."""
-    results: dict[str, list] = {}
+) -> dict[str, list[Outcome]]:  # fmt: skip
+    """Return the outcomes of each submission by name, in the order of `cases`."""
+    results: dict[str, list[Outcome]] = {}
     for start in range(0, len(submissions), AT_ONCE):
         handles = [RunnerHandle(e.name, e, target) for e in submissions[start : start + AT_ONCE]]
         results |= phases.run_tests(session, handles, cases, lambda *_: None, progress)
@@ -365,28 +308,12 @@ def _judged(
 
 
 def _fit(
-    submissions: list[Submission], device: str, target: str
-) -> tuple[list[Submission], list[tuple[Submission, str]]]:
-    """-> (what can be judged here, the others with the reason)."""
-    if device == "cuda" and not shutil.which("nvcc"):
-        raise UsageError("nvcc is not on PATH: the judge's own kernels need the CUDA toolkit")
-    fit, others = [], []
-    for e in submissions:
-        if findings := scan.findings(scan.closure(e.file, e.folder), e.baseline):
-            others.append((e, f"RULE_BROKEN     {findings[0]}"))
-        elif target not in e.targets:
-            others.append((e, f"made for {', '.join(e.targets)}"))
-        elif missing := [name for name in e.requires if importlib.util.find_spec(name) is None]:
-            others.append((e, f"needs the Python package {', '.join(missing)}"))
-        elif flags := load.missing_cpu_flags(e.file):
-            others.append((e, f"needs a CPU with {', '.join(flags)}"))
-        else:
-            fit.append(e)
-    return fit, others
+    session: Session, submissions: Iterable[Submission], target: str
+) -> tuple[list[Submission], dict[str, Outcome]]:  # fmt: skip
+    """Return what can be judged here, and by name why the others cannot."""
+    refused = {e: selection.refusal(e, session.device, target) for e in submissions}
+    return [e for e, why in refused.items() if not why], {e.name: why for e, why in refused.items() if why}
 
 
-def _line(text: str) -> str:
-    lines = text.strip().splitlines() or [""]
-    # A traceback says what happened in its last line, every other report in its first.
-    line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-    return line.removeprefix(MISMATCH)[:110]
+def _line(reason: str) -> str:
+    return console.gist(reason).removeprefix(MISMATCH)[:REASON]

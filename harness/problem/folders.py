@@ -1,16 +1,16 @@
 """Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (task.yml with tests and benchmarks), as one type.
 
-A GPU MODE folder is used unchanged: ../eval.py is ignored, ../utils.py is loaded under its bare name, and the values
-of its cases go to generate_input as they stand.
+A GPU MODE folder is used unchanged: ../eval.py is ignored, ../utils.py is loaded under its bare name, and
+generate_input receives the values of its cases.
 """
 
 import contextlib
 import dataclasses
-import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,7 +20,6 @@ from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
 DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
-_DIRECTIVE = re.compile(r"^\s*(?:#|//)!POPCORN\s+(\w+)\s+(.+?)\s*$")
 
 
 class UsageError(ValueError):
@@ -29,7 +28,7 @@ class UsageError(ValueError):
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Within, files of a problem or a submission are read. UsageError, on one line, for any trouble with them."""
+    """Turn any trouble with reading files of a problem or a submission into a UsageError of one line."""
     try:
         yield
     except UsageError:
@@ -59,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Submission:
-    """A submission file and what it says of itself, read without running it. folder: its problem's.
+    """A submission file and its literals, read without running it. folder: its problem's.
 
     only: (field of the case, values that it serves), of a baseline that cannot serve every case; () serves all.
     """
@@ -70,7 +69,6 @@ class Submission:
     requires: tuple[str, ...] = ()
     baseline: bool = False
     summary: str = ""
-    directives: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None
     only: tuple[tuple[str, tuple], ...] = ()
 
@@ -79,9 +77,9 @@ class Submission:
 
     @property
     def limits(self) -> str:
-        """Why other cases are UNSUPPORTED: "serves activation=bf16 alone"."""
+        """Why other cases are UNSUPPORTED: "serves only activation=bf16"."""
         parts = (f"{field}={' or '.join(map(str, values))}" for field, values in self.only)
-        return f"serves {', '.join(parts)} alone"
+        return f"serves only {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Problem:
     composition: bool = False  # see harness/problem/sources.py
 
     def submissions(self) -> list[Submission]:
-        """Every file in variants/, by name."""
+        """Return every file in variants/, by name."""
         return [submission(self, file) for file in sorted((self.folder / "variants").glob("*.py"))]
 
     def winner(self, target: str) -> Submission:
@@ -156,17 +154,20 @@ def _entry(problem: Problem, file: Path) -> Submission:
         raise
     except (ValueError, build.BuildError) as error:
         raise UsageError(str(error)) from error
-    for name in ("TARGETS", "REQUIRES", "CPU_FLAGS"):
-        words = said.get(name, ())
-        if not isinstance(words, tuple | list) or not all(isinstance(w, str) and w.isidentifier() for w in words):
-            raise UsageError(f"{file.name}: {name} must be a tuple of names, got {words!r}")
-    targets = tuple(said.get("TARGETS", TARGETS))
+    requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
+    targets = _names(file, said, "TARGETS") or TARGETS
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
     baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-    requires, directives = tuple(said.get("REQUIRES", ())), _directives(load.text(file))
     only = _only(problem, file, said["ONLY"], baseline) if "ONLY" in said else ()
-    return Submission(file.stem, file.resolve(), targets, requires, baseline, summary, directives, problem.folder, only)
+    return Submission(file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only)
+
+
+def _names(file: Path, said: dict[str, Any], literal: str) -> tuple[str, ...]:
+    words = said.get(literal, ())
+    if not isinstance(words, tuple | list) or not all(isinstance(w, str) and w.isidentifier() for w in words):
+        raise UsageError(f"{file.name}: {literal} must be a tuple of names, got {words!r}")
+    return tuple(words)
 
 
 def utils_of(folder: Path, named: Path | None = None) -> Path | None:
@@ -188,20 +189,10 @@ def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[t
     return tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
 
 
-def _directives(text: str) -> tuple[tuple[str, str], ...]:
-    """GPU MODE's header lines, which count in the first comment block only."""
-    found = []
-    for line in text.splitlines():
-        if line.strip() and not line.lstrip().startswith(("#", "//")):
-            break
-        if match := _DIRECTIVE.match(line):
-            found.append((match[1], match[2]))
-    return tuple(found)
-
-
 def _read(folder: Path) -> Problem:
     if "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
-        _see_names(folder / "task.py", "INOUT", "OPAQUE")
+        for literal in ("INOUT", "OPAQUE"):
+            names(folder / "task.py", literal)
         task = load.module(folder, "task")
 
         def cases(specs: list) -> tuple[Case, ...]:
@@ -222,15 +213,15 @@ def _read(folder: Path) -> Problem:
     return _read_gpu_mode(folder)
 
 
-def _see_names(file: Path, *literals: str) -> None:
-    """UsageError unless each of these literals of task.py, where it is there, is a tuple of names."""
-    for literal in literals:
-        try:
-            said = load.constants(file, literal).get(literal, ())
-        except ValueError as error:
-            raise UsageError(f"{file.parent.name}: {error}") from None
-        if not isinstance(said, tuple) or not all(isinstance(name, str) for name in said):
-            raise UsageError(f"{file.parent.name}/task.py: {literal} must be a tuple of fields' names, got {said!r}")
+def names(file: Path, literal: str) -> tuple[str, ...]:
+    """Return the fields that a literal of task.py names. UsageError: it is no tuple of names."""
+    try:
+        said = load.constants(file, literal).get(literal, ())
+    except ValueError as error:
+        raise UsageError(f"{file.parent.name}: {error}") from None
+    if not isinstance(said, tuple) or not all(isinstance(name, str) for name in said):
+        raise UsageError(f"{file.parent.name}/task.py: {literal} must be a tuple of fields' names, got {said!r}")
+    return said
 
 
 def _read_gpu_mode(folder: Path) -> Problem:

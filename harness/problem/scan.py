@@ -1,4 +1,4 @@
-"""The text side of the default-queue rule: the forbidden word, and the plain ways around writing it.
+"""The scan of a submission's text for rule 1: the forbidden word, and the plain ways around writing it.
 
 Every file of a submission's closure is read, comments and docstrings too: of a composition's also the modules and the
 winners that it brings along. problems/common is exempt: it is the judge's. What really ran where is for the run-time
@@ -79,7 +79,7 @@ def _ways_around(file: Path) -> list[Finding]:
             names = set()
         found += [Finding(file, line, f"imports {name}: code must be readable") for name in sorted(names & _MODULES)]
         if isinstance(node, ast.Attribute) and node.attr in ("CUDAGraph", "graph") and _rooted(node, "cuda"):
-            found.append(Finding(file, line, "captures a graph, which needs a queue of its own"))
+            found.append(Finding(file, line, "captures a graph, which needs a separate queue"))
     return found
 
 

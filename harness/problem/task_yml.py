@@ -21,7 +21,7 @@ def render(problem: Problem) -> str:
     spec = {
         "files": [{"name": "submission.py", "source": "@SUBMISSION@"}, *({"name": n, "source": n} for n in _FILES)],
         "lang": "py",
-        "description": docstring + "\n",
+        "description": f"{docstring}\n",
         "ranking_by": problem.ranking_by,
         "tests": [{**case.params, "seed": case.seed} for case in problem.tests],
         "benchmarks": [{**case.params, "seed": case.seed} for case in problem.benchmarks["cuda"]],

@@ -139,7 +139,9 @@ def _standing(
 ) -> Leader | None:
     """The metric of a variant in a run; None for a baseline, or where a case is missing, failed or no time."""
     cases = {case_label(r["case"]): r for r in timed(records) if (r["variant"], r["run_id"]) == (variant, run_id)}
-    if any(r.get("baseline") or r["status"] != "PASSED" for r in cases.values()) or not set(wanted) <= set(cases):
+    if run_id is None or not set(wanted) <= set(cases):
+        return None
+    if any(r.get("baseline") or r["status"] != "PASSED" for r in cases.values()):
         return None
     of_board = [cases[label] for label in wanted]
     try:

@@ -15,7 +15,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from harness.results import schema, text
 
@@ -163,12 +163,12 @@ def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
 
 def checked(record: dict) -> dict:
     """`record`, with text that can be encoded. ValueError: it is none, or has a number that JSON has not."""
-    record = _sound(record)
-    schema.check(record)
-    return record
+    found: Any = _sound(record)
+    schema.check(found)
+    return found
 
 
-def plain(value: object, depth: int = DEPTH - 2) -> object:
+def plain(value: Any, depth: int = DEPTH - 2) -> Any:
     """`value` as JSON that every reader takes: a number that is not finite is None, text is clean, an integer too large
     is text, and so is what lies too deep or is of another type.
     """

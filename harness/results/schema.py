@@ -14,12 +14,13 @@ from harness.results import text
 
 SCHEMA = 3
 # Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
-STATUSES = (
+Status = Literal[
     "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
     "UNSUPPORTED", "COMPILED", "PASSED",
-)  # fmt: skip
+]  # fmt: skip
+STATUSES: tuple[str, ...] = get_args(Status)
 Kind = Literal["test", "benchmark", "compile", "latency"]
-KINDS = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(Kind)
 TIMED = ("benchmark", "latency")
 # Of schema 1, what the field is called now.
 OLD_NAMES = {
@@ -69,7 +70,8 @@ Numbers = dict[str, float | None]
 
 def _field(description: str, of: Iterable[str] = KINDS, required: bool = False) -> Any:
     """A field of a record. of: the kinds of record that have it."""
-    return Field(... if required else None, description=description, json_schema_extra={"of": tuple(of)})
+    default: Any = ... if required else None
+    return Field(default, description=description, json_schema_extra={"of": list(of)})
 
 
 class _Checked(BaseModel):
@@ -113,7 +115,11 @@ class Record(_Checked):
     """One result of one run."""
 
     schema_: int = Field(
-        alias="schema", ge=1, le=SCHEMA, description=f"{SCHEMA}; 1 and 2 are read too", json_schema_extra={"of": KINDS}
+        alias="schema",
+        ge=1,
+        le=SCHEMA,
+        description=f"{SCHEMA}; 1 and 2 are read too",
+        json_schema_extra={"of": list(KINDS)},
     )
     run_id: Name = _field("the run: all its records have the same one", required=True)
     time: Time = _field("when the record was made, ISO 8601", required=True)
@@ -122,7 +128,7 @@ class Record(_Checked):
     variant: Name = _field("the submission's name", required=True)
     target: Name = _field("cpu, sm90 or sm100", required=True)
     case: dict[str, Any] | None = _field("the case's parameters; {} for a verdict on all cases", required=True)
-    status: Literal[STATUSES] = _field("the verdict", required=True)
+    status: Status = _field("the verdict", required=True)
     reason: str | None = _field("why the verdict is no better, as text")
     baseline: bool | None = _field("a public kernel to compare with; it is not ranked")
     source_hash: str | None = _field(
@@ -276,10 +282,11 @@ _PARTS = {"against": Against, "confirms": Confirms, "resources": Resource, "code
 def _table(model: type[BaseModel], kinds: bool = False) -> str:
     rows = []
     for name, field in model.model_fields.items():
-        of = (field.json_schema_extra or {}).get("of", [])
+        extra: Any = field.json_schema_extra or {}
+        of = extra.get("of", [])
         row = [f"`{field.alias or name}`", "yes" if field.is_required() else "", _type(field.annotation)]
-        row += ["all" if of == KINDS else ", ".join(of)] if kinds else []
-        rows.append([*row, field.description])
+        row += ["all" if of == list(KINDS) else ", ".join(of)] if kinds else []
+        rows.append([*row, field.description or ""])
     header = ["field", "required", "type", *(["records"] if kinds else []), "meaning"]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
 

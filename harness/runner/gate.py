@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from problems.common import build
 
@@ -44,33 +45,25 @@ class Gate:
         group = (c_int,) * 4
         self.page_bytes: int = code.judge_gate_bytes()
         self._said_bytes: int = code.judge_said_bytes()
-        self._stop = _typed(code.judge_stop, *group, c_double)
-        self._resume = _typed(code.judge_resume, *group)
-        self._await_ready = _typed(code.judge_await_ready, c_void_p, c_uint32, c_int, c_double)
+        # (*group, limit in s) -> 0: nothing of the group can run; 1: not within the limit; 2: the runner is gone.
+        self.stop = _typed(code.judge_stop, *group, c_double)
+        self.resume = _typed(code.judge_resume, *group)
+        # (page, number, pid, limit in s) -> as for stop, when the runner waits for call `number`.
+        self.await_ready = _typed(code.judge_await_ready, c_void_p, c_uint32, c_int, c_double)
+        # (page, number): call `number` of a stopped runner was its last. The runner replies when it is let go.
+        self.leave = _typed(code.judge_leave, c_void_p, c_uint32)
         self._time = _typed(
             code.judge_time, c_void_p, c_uint32, c_uint32, *group, c_double, c_void_p, c_int, c_void_p,
             ctypes.POINTER(_Reading),
         )  # fmt: skip
         self._peek = _typed(code.judge_peek, c_int, c_uint64, c_uint64, c_void_p)
         self._note_returned = _typed(code.judge_note_returned, c_void_p, c_void_p, c_int, c_char_p, c_uint64)
-        self._leave = _typed(code.judge_leave, c_void_p, c_uint32)
-        self._note_returned.restype = self._leave.restype = None
+        self._note_returned.restype = self.leave.restype = None
         self._noted = _typed(code.judge_noted, c_void_p, c_char_p)
         self._noted.restype = c_uint64
         self._take_turns = locked.judge_take_turns
         self._take_turns.argtypes = (c_void_p, c_uint32, ctypes.py_object, ctypes.py_object)
         self._take_turns.restype = ctypes.py_object
-
-    def stop(self, *group: int, limit_s: float) -> int:
-        """0: nothing of the group can run; 1: not within the limit; 2: the runner's process is gone."""
-        return self._stop(*group, limit_s)
-
-    def resume(self, *group: int) -> None:
-        self._resume(*group)
-
-    def await_ready(self, page: int, number: int, pid: int, limit_s: float) -> int:
-        """Wait until the runner waits for call `number`. -> as for stop."""
-        return self._await_ready(page, number, pid, limit_s)
 
     def time(
         self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float,
@@ -82,7 +75,7 @@ class Gate:
         """
         regions, sizes, found = _pairs(outputs), (c_uint64 * len(outputs))(), _Reading()
         code = self._time(page, number, which, *group, limit_s, regions, len(outputs), sizes, ctypes.byref(found))
-        reading = Reading(code, *(getattr(found, name) for name, _ in _Reading._fields_))
+        reading = Reading(code, *(getattr(found, name) for name, *_ in _Reading._fields_))
         return reading, [(regions[2 * i], sizes[i]) for i in range(len(outputs))]
 
     def peek(self, pid: int, address: int, nbytes: int, into: int) -> None:
@@ -90,12 +83,8 @@ class Gate:
         if nbytes and (code := self._peek(pid, address, nbytes, into)):
             raise OSError(code, f"cannot read {nbytes} bytes of process {pid}: {os.strerror(code)}")
 
-    def leave(self, page: int, number: int) -> None:
-        """Call `number` of a stopped runner was its last: when it is let go it replies."""
-        self._leave(page, number)
-
     def noted(self, page: int) -> bytes:
-        """What a stopped runner noted of the tensors that its last call returned: JSON, or anything."""
+        """Return what a stopped runner noted of the tensors that its last call returned: JSON, or any bytes."""
         said = ctypes.create_string_buffer(self._said_bytes)
         nbytes = self._noted(page, said)
         return said.raw[:nbytes]
@@ -122,13 +111,12 @@ class _Reading(ctypes.Structure):
 
 
 def artefact() -> build.Artefact:
-    """The compiled gate.cpp. BuildError: no compiler, or it failed."""
     return build.cpp(Path(__file__).with_name("gate.cpp"))
 
 
 @functools.cache
 def bindings() -> Gate:
-    """The code by which a call on a CPU is timed. BuildError: no compiler, or it failed."""
+    """Return the code that times a call on a CPU. BuildError: no compiler, or it failed."""
     return Gate()
 
 
@@ -136,6 +124,6 @@ def _pairs(places: list[tuple[int, int]]) -> ctypes.Array:
     return (c_uint64 * (2 * len(places)))(*(number for place in places for number in place))
 
 
-def _typed(function: "ctypes._CFuncPtr", *argtypes: type) -> "ctypes._CFuncPtr":
+def _typed(function: Any, *argtypes: type) -> Any:
     function.argtypes, function.restype = argtypes, c_int
     return function

@@ -1,7 +1,6 @@
-"""The judge's own matrix product. Its rate is the measured roofline of what computes for longer than it takes to move
-its bytes.
+"""The judge's matrix product. Its rate is the measured roofline of calls that are bound by computation.
 
-On a GPU alone, in bf16: on a CPU integer instructions have four times the rate of any product that torch offers.
+Only on a GPU, in bf16: on a CPU integer instructions have four times the rate of any product that torch offers.
 """
 
 import torch
@@ -13,7 +12,6 @@ DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 def flops(device: str) -> int:
-    """Operations of one product."""
     return 2 * SIZE[device] ** 3
 
 
@@ -21,9 +19,8 @@ class Product:
     """c = a b with a, b, c (SIZE, SIZE). Of random values: a product of zeros takes less power, and is quicker."""
 
     def __init__(self, device: str) -> None:
-        shape = {"size": (SIZE[device],) * 2, "dtype": DTYPE[device], "device": device}
-        self._a, self._b = torch.randn(**shape), torch.randn(**shape)
-        self._c = torch.empty(**shape)
+        a = torch.randn(SIZE[device], SIZE[device], dtype=DTYPE[device], device=device)
+        self._a, self._b, self._c = a, torch.randn_like(a), torch.empty_like(a)
 
     def __call__(self) -> None:
         torch.matmul(self._a, self._b, out=self._c)

@@ -1,10 +1,8 @@
-"""Which queues of the GPU a call's work ran on, by the driver's activity records (CUPTI, through torch's profiler).
+"""The streams of the GPU that a call's work ran on, by the driver's activity records (CUPTI, through torch's profiler).
 
-The judge's own kernels run on the default queue, so the queue of its `mark` tells which one that is. Whatever else was
-recorded on another queue was put there by the submission, through Python, C++ or a library.
+The judge's kernels run on the default stream, so the stream of its `mark` is the default one. The submission put
+whatever was recorded on another stream there, through Python, C++ or a library.
 """
-
-from types import TracebackType
 
 import torch
 
@@ -13,32 +11,21 @@ NAMES = 4  # work items named in a report
 _TEXT = 120  # characters of a kernel's name that are kept
 
 
-class Watch:
-    """A context manager around one timed call."""
+def watch() -> torch.profiler.profile:
+    """Return a context manager around one timed call, for `seen`."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
-    def __init__(self) -> None:
-        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
-    def __enter__(self) -> "Watch":
-        self._profiler.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profiler.__exit__(kind, error, trace)
-
-    def seen(self) -> dict:
-        """{"records": how many, "elsewhere": {queue: [names of work on it]}}. No records: nothing is known."""
-        events = [
-            event for event in self._profiler.profiler.kineto_results.events() if "CUDA" in str(event.device_type())
-        ]
-        marks = [event for event in events if MARK in event.name()]
-        if not marks:
-            return {"records": 0, "elsewhere": {}}
-        default = marks[0].device_resource_id()
-        elsewhere: dict[str, list[str]] = {}
-        for event in events:
-            if event.device_resource_id() != default:
-                elsewhere.setdefault(str(event.device_resource_id()), []).append(event.name()[:_TEXT])
-        return {"records": len(events), "elsewhere": {stream: names[:NAMES] for stream, names in elsewhere.items()}}
+def seen(watched: torch.profiler.profile) -> dict:
+    """Return {"records": how many, "elsewhere": {stream: [names of work on it]}}. No records: nothing is known."""
+    results = watched.profiler.kineto_results if watched.profiler else None
+    events = [event for event in results.events() if "CUDA" in str(event.device_type())] if results else []
+    marks = [event for event in events if MARK in event.name()]
+    if not marks:
+        return {"records": 0, "elsewhere": {}}
+    default = marks[0].device_resource_id()
+    elsewhere: dict[str, list[str]] = {}
+    for event in events:
+        if event.device_resource_id() != default:
+            elsewhere.setdefault(str(event.device_resource_id()), []).append(event.name()[:_TEXT])
+    return {"records": len(events), "elsewhere": {stream: names[:NAMES] for stream, names in elsewhere.items()}}

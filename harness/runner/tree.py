@@ -4,9 +4,9 @@
 ("device" and "host"); `build` makes the same value again over another process's mapping of those buffers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -16,8 +16,6 @@ _PLAIN = (int, float, str, bool, type(None))
 
 @dataclass
 class Layout:
-    """Bytes taken so far in each buffer."""
-
     used: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
 
     def place(self, space: str, nbytes: int) -> int:
@@ -26,8 +24,8 @@ class Layout:
         return offset
 
 
-def describe(value: object, layout: Layout) -> dict:
-    """JSON specification of `value`, its tensors placed in `layout`. TypeError for anything else than the above."""
+def describe(value: Any, layout: Layout) -> dict:
+    """Return the specification of `value` as JSON, and place its tensors in `layout`. TypeError for other types."""
     if isinstance(value, torch.Tensor):
         space = "device" if value.is_cuda else "host"
         nbytes = extent(value) * value.element_size()
@@ -51,9 +49,9 @@ def describe(value: object, layout: Layout) -> dict:
     raise TypeError(f"data may hold tensors, numbers, strings and nests of them, got {type(value).__name__}")
 
 
-def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> object:
-    """The value that `spec` describes, its tensors views of `buffers` (uint8, flat). NamedTuple classes come from
-    `task` (an attribute of that name); without one they become plain tuples.
+def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
+    """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). NamedTuple classes
+    come from `task` (an attribute of that name); without one they become plain tuples.
     """
     kind = spec["kind"]
     if kind == "tensor":
@@ -72,61 +70,59 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
 
 
 def leaves(spec: dict) -> list[dict]:
-    """The tensor specifications within `spec`, in order."""
+    """Return the tensor specifications within `spec`, in order."""
     if spec["kind"] == "tensor":
         return [spec]
     return [leaf for item in spec.get("items", ()) for leaf in leaves(item)]
 
 
+def names(spec: dict, path: str = "") -> list[str]:
+    """Return a name for each of the leaves: its fields, keys or positions, joined by dots."""
+    if spec["kind"] == "tensor":
+        return [path or "0"]
+    items = spec.get("items", [])
+    parts = spec.get("fields") or spec.get("keys") or range(len(items))
+    named = zip(parts, items, strict=True)
+    return [name for part, item in named for name in names(item, f"{path}.{part}" if path else str(part))]
+
+
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:
-    """Which of the leaves of a specification stand in the fields `names` of a NamedTuple, or under such keys of a dict;
-    of anything else none do.
-    """
+    """Return which leaves of a specification are in these fields of a NamedTuple, or under these keys of a dict."""
     parts = spec.get("fields") or spec.get("keys") or ()
     of_leaves = [part for part, item in zip(parts, spec["items"] if parts else (), strict=True) for _ in leaves(item)]
     return [i for i, part in enumerate(of_leaves) if part in names]
 
 
 def tensors(value: object) -> list[torch.Tensor]:
-    """The tensors within `value`, in the order of `leaves`."""
-    found: list[torch.Tensor] = []
-    walk(value, found.append)
-    return found
-
-
-def walk(value: object, visit: Callable[[torch.Tensor], None]) -> None:
+    """Return the tensors within `value`, in the order of `leaves`."""
     if isinstance(value, torch.Tensor):
-        visit(value)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            walk(item, visit)
-    elif isinstance(value, dict):
-        for item in value.values():
-            walk(item, visit)
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for item in items for tensor in tensors(item)]
 
 
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
-    """The strided view of `buffer` (uint8, flat) that a tensor specification describes."""
+    """Return the strided view of `buffer` (uint8, flat) that a tensor specification describes."""
     dtype = getattr(torch, spec["dtype"])
     region = buffer[spec["offset"] : spec["offset"] + spec["nbytes"]]
     return region.view(dtype).as_strided(spec["shape"], spec["stride"], region.storage_offset() // dtype.itemsize)
 
 
 def raw(value: torch.Tensor) -> torch.Tensor:
-    """The bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
+    """Return the bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
     start, length = value.storage_offset() * value.element_size(), extent(value) * value.element_size()
-    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,))
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,), (1,))
 
 
 def extent(value: torch.Tensor) -> int:
-    """Elements from the first to the last that a strided tensor touches."""
+    """Return the number of elements from the first to the last that a strided tensor touches."""
     if not value.numel():
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def clone(value: object) -> object:
-    """A copy with storage of its own for every tensor, strides kept."""
+def clone(value: Any) -> Any:
+    """Return a copy with separate storage for every tensor, strides kept."""
     if isinstance(value, torch.Tensor):
         copied = raw(value).clone()
         return copied.view(value.dtype).as_strided(value.shape, value.stride()) if value.numel() else value.clone()

@@ -77,7 +77,7 @@ class Workdir:
             folder = code / "problems" / problem.folder.name
             copied |= _copy_submission(file, problem, folder)
             utils = folder / "utils.py" if problem.utils else None
-            if utils:
+            if problem.utils and utils:
                 copied |= _copy(problem.utils, utils)
             if built:
                 copy_tree(built, cache)
@@ -312,7 +312,8 @@ class _Keeper:
             )  # fmt: skip
         finally:
             os.close(control)
-        self.folder = Path(os.fsdecode(self._process.stdout.readline()).rstrip("\n"))
+        said = self._process.stdout.readline() if self._process.stdout else b""
+        self.folder = Path(os.fsdecode(said).rstrip("\n"))
         if not self.folder.is_dir():
             raise OSError(f"no private folder could be made in {_executable_place()}")
 

@@ -130,7 +130,7 @@ def _git(*arguments: str) -> bytes:
 
 def _nvcc() -> str:
     said = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    return f"nvcc {re.search(r'V([0-9.]+)', said)[1]}"
+    return "nvcc " + "".join(re.findall(r"V([0-9.]+)", said)[:1])
 
 
 def _dsl() -> str:

@@ -1,6 +1,6 @@
-"""Call a submission once per case in this very process, for tools that look into a process: ncu, compute-sanitizer.
+"""Call a submission once per case in this process, for tools that look into a process: ncu, compute-sanitizer.
 
-No verdict comes from here: inputs are made beside the submission. Started as
+It makes the inputs in the submission's process, so it gives no verdict. It starts as
 `python -m harness.tools.single FOLDER FILE DEVICE CASES`, CASES a JSON list of argument sets with their seeds.
 """
 

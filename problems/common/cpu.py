@@ -1,9 +1,9 @@
 """Call the compiled launcher of a CPU variant, and turn its status into an error."""
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from problems.common import build
 
@@ -19,7 +19,7 @@ class Launcher:
     needs: str = ""  # instructions that not every CPU has
 
     @functools.cached_property
-    def function(self) -> "ctypes._CFuncPtr":
+    def function(self) -> Any:
         """The compiled function. It is kept, because to find it again costs 50 us a call."""
         return build.cpp(self.source).function("launch", *self.argtypes)
 

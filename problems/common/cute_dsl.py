@@ -8,6 +8,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from cutlass import Float32, Int16, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
@@ -128,7 +129,7 @@ def check_target(target: str, targets: tuple[str, ...]) -> None:
         )
 
 
-def cubin(compiled: Callable[[str], object], stem: str, target: str) -> build.Artefact:
+def cubin(compiled: Callable[[str], Any], stem: str, target: str) -> build.Artefact:
     """Write what `compiled(options)`, a call of cute.compile, makes to build.directory() as a cubin named `stem`.
 
     The artefact's log is ptxas' report on its kernels. build.BuildError: the DSL kept no cubin or no report.

@@ -1,7 +1,7 @@
 """Lay out the NVFP4 weights of experts in groups of 16 rows, as the CPU variants of moe_gemm read them."""
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ class ExpertGroups(NamedTuple):
         """(E, H, I)."""
         return len(self.w13), 8 * self.w13.shape[3], 16 * self.w13.shape[1]
 
-    def arguments(self, inputs: tuple, outputs: tuple) -> tuple[ctypes.Array, ctypes.Array]:
+    def arguments(self, inputs: Any, outputs: Any) -> tuple[ctypes.Array, ctypes.Array]:
         """Return the tensors and the sizes for a launcher. inputs, outputs: moe_gemm's task.Inputs and task.Outputs.
 
         ValueError: x is on another device than the weights, or topk_ids has more columns than there are experts.
@@ -42,11 +42,12 @@ class ExpertGroups(NamedTuple):
             raise ValueError(f"topk_ids must have at most {experts} columns, the experts, got {topk}")
         if inputs.x.device != self.w13.device:
             raise ValueError(f"x must be on the weights' {self.w13.device}, got {inputs.x.device}")
-        pointers = [tensor.data_ptr() for tensor in (*self[:8], *inputs, *outputs)]
+        weights: tuple[Any, ...] = self[:8]
+        pointers = [tensor.data_ptr() for tensor in (*weights, *inputs, *outputs)]
         return POINTERS(*pointers), NUMBERS(tokens, experts, topk, hidden, inner, self.activation == "nvfp4")
 
 
-def group(weights: tuple, experts: int, hidden: int, inner: int) -> ExpertGroups:
+def group(weights: Any, experts: int, hidden: int, inner: int) -> ExpertGroups:
     """Return a copy of `weights`, moe_gemm's task.Weights, of the same size and in another order.
 
     w13 uint8 (E, 2 I, H / 2), s13 e4m3 (E, 2 I, H / 16), w2 uint8 (E, H, I / 2), s2 e4m3 (E, H, I / 16), contiguous.

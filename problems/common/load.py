@@ -16,6 +16,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from problems.common import build
 
@@ -49,6 +50,8 @@ def from_file(folder: Path, file: Path, extra: dict[str, ModuleType] | None = No
         if file.stem not in ("task", "utils"):
             bare["task"] = from_file(folder, folder / "task.py", extra)
         spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no Python source")
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[name] = loaded
         try:
@@ -106,7 +109,7 @@ def _no_python(file: Path, why: str, line: int = 1) -> SyntaxError:
     return SyntaxError(why, (str(file), line, None, None))
 
 
-def constants(file: Path, *names: str) -> dict[str, object]:
+def constants(file: Path, *names: str) -> dict[str, Any]:
     """Literal module-level constants of `file`, read without running it; absent ones are left out.
 
     ValueError if one is not a literal. SyntaxError, build.BuildError: see `parse`.
@@ -115,9 +118,10 @@ def constants(file: Path, *names: str) -> dict[str, object]:
     for node in parse(file).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
-            if isinstance(target, ast.Name) and target.id in names and getattr(node, "value", None) is not None:
+            value = getattr(node, "value", None)
+            if isinstance(target, ast.Name) and target.id in names and value is not None:
                 try:
-                    found[target.id] = ast.literal_eval(node.value)
+                    found[target.id] = ast.literal_eval(value)
                 except (ValueError, TypeError, RecursionError, MemoryError) as error:
                     raise ValueError(f"{file.name}:{node.lineno}: {target.id} must be a literal") from error
     return found
@@ -160,7 +164,7 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def device_target(device: object) -> str:
+def device_target(device: Any) -> str:
     """The target of a torch device: "cpu", "sm90" or "sm100". ValueError for a GPU of another generation."""
     import torch
 

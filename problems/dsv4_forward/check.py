@@ -40,7 +40,6 @@ from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
-OPTIONS = ("--kernels", "--attribute", "--config", "--format", "--steps")  # what harness/run.py passes on
 CASES = {  # what is checked where nothing is named
     "cpu": (("tiny", "fp32"), ("tiny", "bf16"), ("tiny", "released"), ("tiny", "nvfp4_experts"), ("tiny", "nvfp4")),
     "cuda": (("tiny-k", "bf16"), ("tiny-k", "nvfp4"), ("flash-4l32e", "bf16"), ("flash-4l32e", "nvfp4")),

@@ -114,15 +114,15 @@ def test_the_table_of_nvidia_smi_is_read():
     ]  # fmt: skip
 
 
-def test_other_users_of_a_gpu_are_named_but_not_the_judges_own(monkeypatch):
-    monkeypatch.setattr(device_lock, "_from_nvml", lambda gpu: None)
-    monkeypatch.setattr(device_lock, "_from_smi", lambda gpu: device_lock.parse_smi(SMI, gpu))
-    assert device_lock.users("GPU-aaaa", ignore=[4243]) == ["process 4242 (/usr/bin/python3), 512 MiB"]
-    assert device_lock.users("GPU-cccc") == []
-
-
-def test_where_nothing_can_be_asked_it_says_so(monkeypatch):
-    monkeypatch.setattr(device_lock, "_from_nvml", lambda gpu: None)
-    monkeypatch.setattr(device_lock.shutil, "which", lambda name: None)
-    with pytest.raises(RuntimeError, match="nvidia-smi"):
+def test_other_users_of_a_gpu_are_named(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncat <<'EOF'\n{SMI}EOF\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert device_lock.users("GPU-aaaa") == [
+        "process 4242 (/usr/bin/python3), 512 MiB",
+        "process 4243 (/opt/a,strange,name)",
+    ]
+    smi.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    with pytest.raises(RuntimeError, match="nvidia-smi failed with 9: no driver"):
         device_lock.users("GPU-aaaa")

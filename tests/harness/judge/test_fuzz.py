@@ -33,7 +33,7 @@ from harness.runner import flush
 from harness.tools import modes
 from leaderboard import report
 from tests.support import SUPPORT, fake_runner
-from tests.support.fake_runner import BROKEN, HARMLESS, OTHERS, SILENT, Script
+from tests.support.scripted import BROKEN, HARMLESS, OTHERS, SILENT, Script
 
 FOLDERS = {
     "vector_add": SUPPORT / "problems" / "vector_add", "linear": SUPPORT / "problems" / "linear",
@@ -158,13 +158,12 @@ class Fuzz:
                 assert verdict in WORDS and not (broken(script) and verdict == "PASSED"), script
 
     def _profiled(self, one: Result) -> str:
-        """As beside.profile, less what needs a GPU's tools."""
+        """As modes.profile, less what needs a GPU's tools."""
         with Session(self.problem, "cuda") as running:
             running.weights(self.problem.tests[0])
             running.content(self.problem.tests[0])
-            found = running.ask_runner(
-                RunnerHandle("p", one.submission, "cpu"), {"op": "profile", "baseline": False}, 5, buffers=1
-            )
+            handle, message = RunnerHandle("p", one.submission, "cpu"), {"op": "profile", "baseline": False}
+            found = running.ask_runner(handle, replies.Profiled, message, 5, buffers=1)
             return getattr(found, "status", "PASSED")
 
     def _check(self, script: Script, got: Result) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from harness.checker.checker import Checker
 from harness.checker.memory import WORD, same
-from harness.judge import phases
+from harness.judge import phases, replies
 from harness.judge.handle import ProblemError, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
@@ -181,7 +181,7 @@ def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
         session.start(handles[0])
         session.weights(cases[0], 1)
         session.content(cases[0], 1)
-        reply = session.ask_runner(handles[0], {"op": "profile", "baseline": False}, 60, buffers=1)
+        reply = session.ask_runner(handles[0], replies.Profiled, {"op": "profile", "baseline": False}, 60, buffers=1)
         assert not isinstance(reply, Outcome) and "add" in reply.table, reply
 
 

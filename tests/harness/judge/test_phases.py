@@ -108,8 +108,8 @@ def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
     def handles() -> list[RunnerHandle]:
         return [RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(3)]
 
-    def group(process: int, number: int, *found: object) -> None:
-        told[process, number, found[-1]] = phases.Group(process, number, *found)
+    def group(found: phases.Group) -> None:
+        told[found.process, found.case, found.part] = found
 
     session = Counting()
     whole = phases.run_benchmarks(session, handles(), cases, lambda _: None, group=group, how=how)
@@ -176,8 +176,8 @@ def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.H
     monkeypatch.setattr(phases.environment, "clocks", lambda: (None, None))
     session, told = Readings(), {}
 
-    def group(process: int, number: int, *found: object) -> None:
-        told[process, number, found[-1]] = phases.Group(process, number, *found)
+    def group(found: phases.Group) -> None:
+        told[found.process, found.case, found.part] = found
 
     cases = [Case({"n": i}, 1, bytes=5, flops=count) for i, count in enumerate(flops)]
     handle = RunnerHandle("submission0", Submission("submission0", None, ("sm90",)), "sm90")

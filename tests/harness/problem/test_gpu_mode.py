@@ -20,11 +20,6 @@ def test_the_folder_is_read_as_it_stands():
     assert found.timeouts_s == {"test": 60, "benchmark": 180, "leaderboard": 90}
 
 
-def test_directives_of_the_first_comment_block():
-    submission = folders.submission(folders.find(str(FOLDER)), FOLDER / "submission.py")
-    assert submission.directives == (("leaderboard", "vectoradd"), ("gpu", "H100"))
-
-
 def test_a_right_submission_passes(capsys):
     assert run.main([str(FOLDER), "--mode", "test", "--device", "cpu"]) == 0
     assert "2 test cases right" in capsys.readouterr().out

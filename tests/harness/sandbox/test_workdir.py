@@ -19,8 +19,8 @@ from harness.sandbox import policy, process, reaper, workdir
 from harness.sandbox.process import Child
 from harness.sandbox.workdir import CacheError, Workdir
 from problems.common import build
-from tests.harness.sandbox.test_sandbox import answer, ask
 from tests.support import SUPPORT
+from tests.support.jails import answer, ask
 
 ROOT = process.ROOT
 GEMV = folders.find("nvfp4_gemv")

@@ -38,8 +38,6 @@ import signal
 import sys
 from pathlib import Path
 
-OPTIONS = ("--end", "--word")
-
 
 def main(argv):
     Path(__file__).with_suffix(".json").write_text(json.dumps(argv))
@@ -153,10 +151,6 @@ def test_its_options_reach_it_as_they_are(folder, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gated", "--wrod", "x"], "unrecognized arguments: --wrod; gated/check.py takes --end, --word"),
-        (["gated", "x"], "unrecognized arguments: x; gated"),
-        (["gated", "--wor", "x"], "unrecognized arguments: --wor;"),
-        (["gated", "--word", "x", "--other=3"], "unrecognized arguments: --other=3"),
         (["gated", "--mode", "benchmark", "--word", "x"], "--word x goes with no --mode benchmark"),
         (["gated", "--lint", "--word", "x"], "--word x goes with no --lint"),
         (["gated", "--check-only", "--mode", "profile"], "--check-only goes with no --mode profile"),
@@ -174,23 +168,6 @@ def test_bad_use_is_one_line_and_status_2(folder, capfd, arguments, message):
     said = capfd.readouterr().err
     assert message in said and said.count("\n") == 1
     assert got(folder) is None
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('OPTIONS = ("--case",)', "must not be harness/run.py's own, got --case"),
-        ('OPTIONS = ("--dev", "--x")', "must not be harness/run.py's own, got --dev"),
-        ('OPTIONS = ("word",)', "must be a tuple of options"), ('OPTIONS = "--word"', "must be a tuple of options"),
-        ("OPTIONS = tuple(words)", "OPTIONS must be a literal"),
-    ],
-)  # fmt: skip
-def test_options_of_another_form_are_named(folder, capfd, line, message):
-    file = folder / "check.py"
-    file.write_text(file.read_text().replace('OPTIONS = ("--end", "--word")', line))
-    assert run.main(["gated", "--check-only", "--device", "cpu"]) == verdict.USAGE_EXIT
-    said = capfd.readouterr().err
-    assert "gated/check.py: " in said and message in said
 
 
 def test_a_folder_elsewhere_cannot_have_one(folder, tmp_path, capfd):

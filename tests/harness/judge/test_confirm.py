@@ -1,0 +1,140 @@
+"""How a first place is confirmed, on made-up sessions."""
+
+import shutil
+
+import pytest
+
+from harness.judge import phases
+from harness.judge.outcome import Outcome
+from harness.results import environment, record
+from tests.support.recorded import SOURCE, Stop, better, first, judge, records
+
+
+def confirmed() -> list[dict]:
+    return [r for r in records() if r.get("confirms")]
+
+
+def test_the_first_entry_needs_no_confirmation(world, folder):
+    assert judge(folder, "--variant", "good") == 0
+    assert confirmed() == [] and world.measured == {"good": 1} and first()[0] == "good"
+
+
+def test_a_new_first_place_is_measured_again_in_pairs_with_the_old_one(world, folder, capsys):
+    judge(folder, "--all")
+    world.us["better"] = [8.0, 9.0]  # a lucky first measurement
+    assert judge(folder, *better(folder)) == 0
+    out = capsys.readouterr().out
+    assert "better would lead: 8.02 us, good 10.02 us in run " in out and "paired with it" in out
+    assert "better / good = 0.9000" in out and "FASTER" in out
+    mine = [r for r in records() if r["variant"] == "better" and r["kind"] == "benchmark"]
+    assert [(r.get("superseded"), round(r["median_us"])) for r in mine] == [(True, 8)] * 2 + [(None, 9)] * 2
+    assert all(r["confirms"]["variant"] == "good" and r["confirms"]["paired"] for r in mine[2:])
+    assert all(r["against"]["variant"] == "good" and r["against"]["ratio"] == pytest.approx(0.9) for r in mine[2:])
+    assert not any(r.get("confirms") for r in mine[:2])
+    pair = [r for r in records() if r["run_id"] == mine[0]["run_id"] and r["variant"] == "good"]
+    assert len(pair) == 2 and not any(r.get("superseded") for r in pair)
+    assert first() == ("better", mine[0]["run_id"])
+
+
+def test_what_the_second_measurement_does_not_bear_out_does_not_lead(world, folder):
+    judge(folder, "--all")
+    world.us["better"] = [8.0, 11.0]
+    assert judge(folder, *better(folder)) == 0
+    assert len(confirmed()) == 2 and first()[0] == "good"
+
+
+def test_a_confirmation_that_fails_is_the_verdict(world, folder, monkeypatch):
+    judge(folder, "--all")
+    inner = world.run_benchmarks
+
+    def fail(*arguments):
+        timings, all_readings = inner(*arguments)
+        if world.measured.get("better") == 2:
+            timings["better"][1].failure = Outcome("INCORRECT", "wrong this time")
+        return timings, all_readings
+
+    monkeypatch.setattr(phases, "run_benchmarks", fail)
+    assert judge(folder, *better(folder)) == 1
+    assert [r["status"] for r in confirmed()] == ["PASSED", "INCORRECT"] and first()[0] == "good"
+
+
+@pytest.mark.parametrize(
+    ("us", "why"), [(10.0, "as fast as the leader"), (9.999, "intervals overlap"), (11.0, "slower")]
+)
+def test_who_would_not_lead_needs_none(world, folder, us, why):
+    judge(folder, "--all")
+    world.us["better"] = us
+    judge(folder, *better(folder))
+    assert confirmed() == [] and world.measured["better"] == 1, why
+
+
+def test_a_run_of_all_with_the_leader_in_it_needs_none(world, folder):
+    judge(folder, "--all")
+    (folder / "variants" / "better.py").write_text(SOURCE.format(name="better"))
+    assert judge(folder, "--all") == 0
+    assert confirmed() == [] and first()[0] == "better"
+
+
+def test_the_leader_measured_again_needs_none_but_another_source_of_it_does(world, folder):
+    judge(folder, "--all")
+    world.us["good"] = 7.0
+    judge(folder, "--variant", "good")
+    assert confirmed() == []
+    (folder / "variants" / "good.py").write_text(SOURCE.format(name="rewritten"))
+    judge(folder, "--variant", "good")
+    assert len(confirmed()) == 2 and not any(r["confirms"]["paired"] for r in confirmed())
+
+
+def test_without_its_file_the_leader_cannot_be_paired_with(world, folder, capsys):
+    judge(folder, "--all")
+    (folder / "variants" / "good.py").unlink()
+    judge(folder, *better(folder))
+    assert "Confirming in fresh processes, alone" in capsys.readouterr().out
+    assert not any(r["confirms"]["paired"] or "against" in r for r in confirmed()) and len(confirmed()) == 2
+
+
+def test_against_the_leader_itself_both_are_measured_again(world, folder, capsys):
+    judge(folder, "--all")
+    assert judge(folder, *better(folder), "--against", "good") == 0
+    assert world.measured == {"good": 3, "other": 1, "better": 2}
+    last = [r for r in records() if r["kind"] == "benchmark"][-8:]
+    assert [(r["variant"], bool(r.get("superseded"))) for r in last] == [
+        ("better", True), ("better", True), ("better", False), ("better", False),
+        ("good", True), ("good", True), ("good", False), ("good", False),
+    ]  # fmt: skip
+    assert capsys.readouterr().out.count("FASTER") == 3  # two cases and the geomean
+    assert first()[0] == "better"
+
+
+def test_peers_and_second_sides_are_not_confirmed(world, folder):
+    judge(folder, "--all")
+    shutil.copy(folder / "variants" / "good.py", folder / "variants" / "peer_p.py")
+    world.us["peer_p"] = 1.0
+    judge(folder, "--variant", "peer_p")
+    world.us["other"] = 12.0
+    judge(folder, "--variant", "other", "--against", "other")
+    assert confirmed() == []
+
+
+@pytest.mark.parametrize("groups", range(7))
+def test_a_confirmation_is_resumed_as_it_was_decided(world, folder, groups, tmp_path):
+    """Even if the board has changed meanwhile."""
+    judge(folder, "--all")
+    world.left = 3 + 6 + groups
+    if groups < 6:
+        with pytest.raises(Stop):
+            judge(folder, *better(folder))
+    else:
+        assert judge(folder, *better(folder)) == 0
+    world.left = 10**9
+    if groups < 6:
+        done = list(world.groups)
+        machine = environment.machine("cpu")
+        fast = [r | {"run_id": "later", "variant": v, "median_us": 1.0, "samples_us": [[1.0]] * 3, "time": record.now()}
+                for r in records() if r["kind"] == "benchmark" for v in ("x", "y")]  # fmt: skip
+        record.append(machine, "made_up", fast)
+        assert judge(folder, "--resume") == 0
+        assert len(world.groups) == len(done) + 6 - groups
+        assert sum(group[0] == "better+good" for group in world.groups) == 6
+    assert len(confirmed()) == 2 and {r["confirms"]["variant"] for r in confirmed()} == {"good"}
+    assert all(len(r["samples_us"]) == 3 for r in confirmed())

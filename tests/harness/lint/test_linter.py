@@ -1,0 +1,65 @@
+"""The whole linter, through processes: what it says of a problem with holes, and that our problems have none."""
+
+import dataclasses
+
+import pytest
+
+from harness.lint import linter
+from harness.problem import folders
+from tests.support.affine import folder
+
+KERNEL = '''"""{first}"""
+import torch
+from task import input_t
+
+
+def custom_kernel(data: input_t):
+    terms = data.w.double() * data.x.double()
+    data.y.copy_({y})
+    data.top.copy_(terms.argmax(1))
+    return data.y, data.top
+'''
+SUM = "terms.sum(1) + data.bias"
+
+
+def test_the_whole_linter_says_what_is_wrong(tmp_path):
+    """A wrong file that passes and a variant that does not are holes, in a report through processes of their own."""
+    path = folder(tmp_path / "affine", ("bias = torch.randn(m,", "bias = 0 * torch.randn(m,"))
+    for place, y in {
+        "wrong/no_bias": "terms.sum(1)", "wrong/doubled": "2 * terms.sum(1)", "variants/good": SUM,
+        "variants/off": SUM + " + 1",
+    }.items():  # fmt: skip
+        file = path / f"{place}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(KERNEL.format(first=f"{place}.", y=y))
+    said: list[str] = []
+    assert not linter.run(folders.find(str(path)), "cpu", "cpu", said.append)
+    holes = [line for line in said if line.startswith("HOLE")]
+    assert [hole.partition(":")[0] for hole in holes] == ["HOLE bias [y]", "HOLE wrong/no_bias.py", "HOLE off"], said
+    assert "passes all 2 cases" in holes[1] and "INCORRECT" in holes[2]
+    assert any(line.startswith("doubled") and "INCORRECT" in line for line in said)
+    assert any(line.startswith("good") and "2/2 cases right" in line for line in said)
+    assert said[-1] == "affine: 3 holes found by the linter"
+
+
+# One of them every day; the others' own tests judge the same files.
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name == "nvfp4_gemv" else pytest.mark.slow)
+    for name in folders.problem_names()
+])  # fmt: skip
+def test_every_problem_passes_in_short(name, monkeypatch):
+    """In a third of its small cases, the last among them, which says more than the first. What all files of wrong/ and
+    all variants get in all cases is shown by the problem's own tests, and by the next one with a judge.
+    """
+    files, found, said = linter.wrong(folders.find(name)), folders.find(name), []
+    monkeypatch.setattr(linter, "wrong", lambda _: files[:: -(-len(files) // 2)])
+    monkeypatch.setattr(linter, "honest", lambda problem: [problem.winner("cpu")])
+    found = dataclasses.replace(found, tests=tuple(linter.small(found)[::-3]), benchmarks={"cpu": ()})
+    assert linter.run(found, "cpu", "cpu", said.append), "\n".join(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", folders.problem_names())
+def test_every_problem_passes(name):
+    said: list[str] = []
+    assert linter.run(folders.find(name), "cpu", "cpu", said.append), "\n".join(said)

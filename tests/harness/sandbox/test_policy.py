@@ -1,0 +1,118 @@
+"""What the policy decides: environment, readable paths, measures, and what the probe says of a machine."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.sandbox import confine, policy
+from harness.sandbox.process import Child
+from tests.support.jails import (
+    LIMIT_S,
+    ROOT,
+    SECRET,
+    answer,
+    jail_in,
+)
+
+
+def test_the_environment_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_TOKEN", SECRET)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_CACHE_PATH", "/elsewhere")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT.parent), "/"]))
+    jail = jail_in(tmp_path / "jail")
+    child = Child("jailed", {"ADDED": "yes"}, jail)
+    seen = answer(child, "import os, sys; answer = [dict(os.environ), sys.path]")
+    child.close()
+    environment, path = seen
+    assert environment["USER"] == environment["LOGNAME"] == policy.USER
+    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    assert SECRET not in str(environment) and "OMP_NUM_THREADS" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0" and environment["ADDED"] == "yes"
+    assert environment["PYTHONPATH"] == os.pathsep.join([str(jail.code), str(tmp_path)])
+    private = [key for key, value in environment.items() if value.startswith(str(tmp_path / "jail"))]
+    assert {"HOME", "TMPDIR", "KERNEL_BUILD_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME"} < set(private)
+    assert environment["HUMMING_CACHE_DIR"].startswith(str(jail.cache)), "what a compile step keeps"
+    assert str(ROOT) not in path and "" not in path
+
+
+@pytest.mark.parametrize("measure", policy.MEASURES)
+def test_each_measure_can_be_left_out_alone(tmp_path, measure):
+    jail = jail_in(tmp_path, without=frozenset({measure}))
+    assert measure not in jail.measures()
+    child = Child("jailed", jail=jail)
+    assert answer(child, "answer = 6 * 7") == 42
+    child.close()
+
+
+def test_a_jail_that_cannot_be_made_is_the_judges_fault(tmp_path):
+    """Not a verdict on the submission, and nothing runs half confined."""
+    jail = jail_in(tmp_path)
+    shutil.rmtree(jail.home)
+    child = Child("jailed", jail=jail)
+    with pytest.raises(policy.SandboxError, match="home"):
+        child.request({"code": "answer = 1"}, LIMIT_S)
+    child.kill()
+
+
+def test_the_probe_says_on_or_why_not():
+    found = policy.probe()
+    assert set(policy.MEASURES) < set(found) and all(isinstance(value, str) for value in found.values())
+    assert all(found[name].startswith(("on", "off: ")) and found[name] != "off: " for name in policy.MEASURES)
+    shown = subprocess.run(
+        [sys.executable, "-m", "harness.sandbox", "--probe"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(json.loads(shown.stdout)) == set(found)
+
+
+def test_the_probe_without_landlock_and_filter(monkeypatch):
+    def missing() -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(confine, "landlock_abi", missing)
+    monkeypatch.setattr(confine, "seccomp_available", missing)
+    policy.offered.cache_clear()
+    try:
+        found = policy.probe()
+    finally:
+        policy.offered.cache_clear()
+    assert all(found[name].startswith("off: ") for name in ("landlock", "tcp", "scope", "seccomp", "network", "memfd"))
+    assert "can signal" in found["reaper"] or found["uid"].startswith("on")
+
+
+def test_of_homes_only_the_folders_that_are_named_may_be_read(tmp_path, monkeypatch):
+    """A variable that names a home folder, or one above it, opens neither."""
+    home = tmp_path / "home" / "me"
+    for folder in ("bin", "modules", ".ssh"):
+        (home / folder).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    above = [str(home), str(home.parent), "/", str(Path("~root").expanduser()), str(ROOT.parent)]
+    monkeypatch.setenv("PATH", os.pathsep.join([*above, str(home / "bin"), os.environ["PATH"]]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*above, str(home / "modules")]))
+    monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep.join(above))
+    monkeypatch.setattr(sys, "path", [*above, *sys.path])
+    paths = [Path(path) for path in policy.read_paths()]
+    assert policy.python_path() == [str(home / "modules")] and policy.library_path() == []
+    assert [path for path in paths if tmp_path in path.parents] == [home / "modules", home / "bin"]
+    readable = [*above[:2], str(home / ".ssh"), str(ROOT.parent), str(Path("~root/.ssh").expanduser())]
+    assert not [path for path in paths if any(path == Path(x) or path in Path(x).parents for x in readable)]
+
+
+def test_the_checkout_is_cut_out_of_what_may_be_read(monkeypatch):
+    for path in (ROOT, ROOT.parent, ROOT / "harness", Path("/")):
+        monkeypatch.setattr(sys, "path", [str(path), *sys.path])
+    monkeypatch.setenv("PATH", os.pathsep.join([str(ROOT), str(ROOT.parent), os.environ["PATH"]]))
+    paths = [Path(path) for path in policy.read_paths()]
+    inside = [path for path in paths if ROOT in path.parents]
+    assert not [path for path in paths if path == ROOT or path in ROOT.parents]
+    assert not [path for path in inside if path.relative_to(ROOT).parts[0] in policy.SECRET]
+    prefix = Path(sys.prefix).resolve()
+    assert [path for path in paths if prefix == path or path in prefix.parents]
+    assert not [path for path in paths if path.parent == ROOT.parent and path not in (prefix, *prefix.parents)]

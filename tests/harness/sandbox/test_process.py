@@ -1,0 +1,138 @@
+"""A child process: limits on what it takes and sends, and what the kernel says of it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.sandbox import process
+from harness.sandbox.process import Child, Died
+from tests.support.jails import (
+    DAEMON,
+    LIMIT_S,
+    REFUSED,
+    ROOT,
+    alive,
+    answer,
+    ask,
+    jail_in,
+)
+
+
+def test_closing_is_quick(tmp_path):
+    jail = jail_in(tmp_path)
+    times = []
+    for _ in range(5):
+        child = Child("jailed", jail=jail)
+        answer(child, "answer = 1")
+        start = time.monotonic()
+        child.close()
+        times.append(time.monotonic() - start)
+    assert min(times) < 0.2
+
+
+def test_memory_of_everything_it_started_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "MEMORY_SHARE", 2**28 / process.available_memory())
+    child = Child("jailed", jail=jail_in(tmp_path))
+    hoard = "import time; x = bytearray(b'1') * 2**29; time.sleep(60)"
+    with pytest.raises(Died, match="out of memory") as died:
+        ask(child, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hoard!r}])")
+    assert died.value.status == "RUNTIME_ERROR"
+
+
+def test_a_child_cannot_fill_the_judge_with_descriptors(tmp_path):
+    child = Child("jailed", jail=jail_in(tmp_path))
+    answer(child, "answer = 1")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Died, match="40 descriptors"):
+        ask(child, "wire.send(sock, {}, (0,) * 40)")
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_child_that_reads_nothing_does_not_hold_the_judge_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "SEND_LIMIT_S", 0.3)
+    child = Child("jailed", jail=jail_in(tmp_path))
+    child.send({"code": "import time; time.sleep(600)"})
+    with pytest.raises(Died, match="broke its connection"):
+        for _ in range(100):
+            child.send({"code": "#" * 2**16})
+    assert not alive(child.pid)
+
+
+def test_what_it_started_is_seen_and_threads_are_no_processes(jailed):
+    assert jailed.processes() == []
+    pid = answer(jailed, "import threading, subprocess\nevent = threading.Event()\n"
+                 "thread = threading.Thread(target=event.wait); thread.start()\n"
+                 "other = subprocess.Popen(['sleep', '60']); answer = other.pid")  # fmt: skip
+    assert jailed.processes() == [pid]
+    answer(jailed, "event.set(); thread.join(); other.kill(); other.wait()")
+    assert jailed.processes() == []
+
+
+def test_a_daemon_is_seen(tmp_path):
+    child = Child("jailed", jail=jail_in(tmp_path))
+    daemon = answer(child, DAEMON)
+    assert child.processes() == [daemon]
+    child.kill()
+    assert not alive(daemon)
+
+
+@pytest.mark.parametrize(
+    "take",
+    ["kept = bytearray(b'1') * 2**26", "import mmap; kept = mmap.mmap(-1, 2**26); kept.write(bytes(2**26))",
+     "import os; kept = open(os.environ['TMPDIR'] + '/f', 'wb'); kept.write(b'1' * 2**26); kept.flush(); "
+     "os.unlink(kept.name)"],
+    ids=["memory", "shared memory", "a nameless file"],
+)  # fmt: skip
+def test_private_bytes_count_what_a_child_keeps(tmp_path, take):
+    child = Child("jailed", jail=jail_in(tmp_path))
+    answer(child, "answer = 1")
+    before = child.private_bytes()
+    answer(child, take)
+    grown = child.private_bytes() - before
+    child.close()
+    assert 2**26 <= grown < 2**26 + 2**23
+
+
+def test_private_bytes_leave_out_what_the_judge_shares(tmp_path):
+    fd = os.memfd_create("buffer")
+    os.ftruncate(fd, 2**26)
+    child = Child("jailed", jail=jail_in(tmp_path))
+    answer(child, "answer = 1")
+    before = child.private_bytes()
+    code = "import mmap, os; kept = mmap.mmap(fds[0], 2**26); os.close(fds[0]); kept.write(bytes(2**26))"
+    child.send({"code": code}, (fd,))
+    reply, _ = child.receive(LIMIT_S)
+    assert "answer" in reply, reply
+    grown = child.private_bytes() - before
+    child.close()
+    os.close(fd)
+    assert grown < 2**23
+
+
+def test_a_hardened_process_is_closed_to_its_own_user(tmp_path):
+    """Two processes with equal rights and no other fence between them: one reads the other until that hardens."""
+    options = {"without": frozenset({"landlock", "seccomp"})}
+    reader, holder = (Child("jailed", jail=jail_in(tmp_path / name, **options)) for name in ("reader", "holder"))
+    confine = tmp_path / "holder" / "code" / "harness" / "sandbox"
+    confine.mkdir()
+    shutil.copy(ROOT / "harness" / "sandbox" / "confine.py", confine)
+    attempt = f"answer = len(open('/proc/{holder.pid}/environ', 'rb').read())"
+    assert answer(reader, attempt) > 0
+    answer(holder, "from harness.sandbox import confine; confine.prctl('dumpable', 0)")
+    reply = ask(reader, attempt)
+    reader.close()
+    holder.close()
+    assert reply.get("errno") in REFUSED, reply
+
+
+def test_harden_is_that():
+    code = (
+        "import ctypes; from harness.sandbox import process; process.harden(); "
+        "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "0\n"

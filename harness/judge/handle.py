@@ -17,8 +17,8 @@ from harness.runner import flush, gate
 from harness.sandbox import freezer, workdir
 from harness.sandbox.process import Child, Died
 from harness.sandbox.workdir import Workdir
+from problems.common import build
 
-ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
 
 
@@ -292,7 +292,7 @@ class RunnerHandle:
     ) -> None:
         """Start its process and send it what to import. `RunnerProcess.receive` has the answer."""
         problem, device = checker.problem, "cpu" if compile_only else checker.device
-        arch = {"CUTE_DSL_ARCH": ARCH[self.target]} if self.target in ARCH else {}
+        arch = {"CUTE_DSL_ARCH": build.ARCH[self.target]} if self.target in build.ARCH else {}
         stoppable = checker.device == "cpu" and not compile_only
         if self.submission is None:
             box = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
-from harness.judge.handle import ARCH
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.problem import scan, sources
@@ -13,6 +12,7 @@ from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, machine_code, ranking, record, schema, stats
 from harness.runner import clock, flush
 from harness.sandbox import policy, workdir
+from problems.common import build
 
 EXIT_CODES = {
     "PASSED": 0, "COMPILED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3, "COMPILE_ERROR": 4,
@@ -160,7 +160,7 @@ class Recorder:
     def _code_hash(self, judged: Result) -> str | None:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
         key = judged.source_hash, judged.target
-        if judged.target in ARCH and key not in self._code_hashes:
+        if judged.target in build.ARCH and key not in self._code_hashes:
             built = workdir.build_folder(judged.submission.file, self.problem, judged.target)
             self._code_hashes[key] = machine_code.hash_of(built) if built else None
         return self._code_hashes.get(key)

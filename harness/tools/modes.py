@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 from harness.judge import console, replies
-from harness.judge.handle import ARCH, RunnerHandle
+from harness.judge.handle import RunnerHandle
 from harness.judge.limits import COMPILE_LIMIT_S
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Progress
@@ -13,6 +13,7 @@ from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.tools import profiling
+from problems.common import build
 
 SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
 SANITIZE_TOOLS = ("memcheck", "racecheck")
@@ -22,7 +23,7 @@ def compile_only(problem: Problem, device: str, judged: list[Result], progress: 
     """Compile submissions for their own targets, without their device, where their compiler is installed. Their verdict
     becomes COMPILED, or COMPILE_ERROR with the compiler's words.
     """
-    todo = [j for j in judged if j.target in ARCH and not j.submission.baseline]
+    todo = [j for j in judged if j.target in build.ARCH and not j.submission.baseline]
     if not todo:
         return
     if not shutil.which("nvcc"):
@@ -35,7 +36,7 @@ def compile_only(problem: Problem, device: str, judged: list[Result], progress: 
 
 
 def _compile(session: Session, j: Result, progress: Progress) -> None:
-    for target in (t for t in j.submission.targets if t in ARCH):
+    for target in (t for t in j.submission.targets if t in build.ARCH):
         progress(f"compile {j.submission.name} for {target}")
         handle = RunnerHandle(f"{j.submission.name}@{target}", j.submission, target)
         reply = session.ask_runner(handle, replies.Compiled, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)

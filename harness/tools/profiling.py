@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.judge.handle import ARCH
 from harness.problem.folders import Case, Problem, Submission
 from harness.sandbox.process import ROOT
+from problems.common import build
 
 OUT = ROOT / "leaderboard" / "out" / "profile"
 TOOL_LIMIT_S = 540
@@ -104,7 +104,7 @@ def _solo(problem: Problem, submission: Submission, cases: list[Case]) -> list[s
 
 def _dsl(target: str) -> dict[str, str]:
     """Name the target to the CuTe DSL: a sanitizer counts its failing look-ups on the device as errors."""
-    return {"CUTE_DSL_ARCH": ARCH[target]}
+    return {"CUTE_DSL_ARCH": build.ARCH[target]}
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 # Every job sets itself up: the first call makes .venv, later calls install nothing.
 #   make run          check and time every nvfp4_gemv variant that this machine can run, then the board
 #   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python -m pytest -m gpu)
-#   make lint         ruff, types               make board       render README's table from the committed records
+#   make lint         ruff, types               make board       compile what the records lack; render README's table
 #   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay
 PYTHON ?= python3
 PROBLEM ?= nvfp4_gemv
@@ -22,6 +22,7 @@ bench: setup
 	$(VENV_PYTHON) leaderboard/report.py
 
 board: setup
+	$(VENV_PYTHON) leaderboard/code_table.py
 	$(VENV_PYTHON) leaderboard/report.py --readme README.md
 
 # A file's tests all go to one worker: what they share, from a judgement to a model, is made once.

@@ -22,10 +22,10 @@ from harness.problem import folders  # noqa: E402
 from harness.problem.folders import Problem, Submission, UsageError, reading  # noqa: E402
 from harness.results import environment, gpu, output, ranking, record, text  # noqa: E402
 from harness.sandbox import process  # noqa: E402
-from harness.tools import endtoend, modes  # noqa: E402
+from harness.tools import endtoend, latency, modes  # noqa: E402
 from problems.common import load  # noqa: E402
 
-MODES = ("test", "benchmark", "leaderboard", "profile")
+MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
 INTERRUPTED_EXIT = 130  # as shells say it
 BASELINE = "torch_dequant"  # shown as a ratio where it takes part
 
@@ -34,7 +34,12 @@ def parser() -> argparse.ArgumentParser:
     about = "Check and time kernels of a problem."
     p = argparse.ArgumentParser("harness/run.py", description=about, epilog=endtoend.HELP)
     p.add_argument("problem", nargs="?", metavar="PROBLEM", help="a name in problems/, or a folder (GPU MODE's too)")
-    p.add_argument("--mode", choices=MODES, default="leaderboard", help="leaderboard: test, benchmark, record")
+    p.add_argument(
+        "--mode",
+        choices=MODES,
+        default="leaderboard",
+        help="leaderboard: test, benchmark, record; latency: a model's decode step",
+    )
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
     p.add_argument("--submission", metavar="FILE", help="a file of your own")
     p.add_argument("--against", metavar="VARIANT_OR_FILE", help="interleaved pairs; ratio with its 95 %% interval")
@@ -60,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it. -> exit code. What is not the submission's doing is one line on standard error, a bug of ours raises."""
+    """Run the command. Return the exit code. What no submission caused is one line on standard error; a bug raises."""
     run = Run(*parser().parse_known_args(argv))
     try:
         code = run.main()
@@ -87,20 +92,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Run:
-    """One invocation. further: arguments that are not harness/run.py's own.
-
-    What follows from the arguments is found when it is first asked for, and raises UsageError where they are wrong.
+    """One invocation. further: arguments that harness/run.py does not know. The properties that follow from the
+    arguments raise UsageError where these are wrong.
     """
 
     def __init__(self, arguments: argparse.Namespace, further: list[str]) -> None:
         self.args, self.further = arguments, further
         self.lines: list[dict] = []
         self.journal: Journal | None = None
-        self.opponents: list[Result] = []  # leaders that took part in a confirmation alone
+        self.opponents: list[Result] = []  # leaders that took part in a confirmation only
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """The problem that is named. UsageError: there is none, or its folder is not as it must be."""
+        """The named problem. UsageError: there is none, or its folder is malformed."""
         name = self.args.problem
         with reading(name):
             found = folders.find(name)
@@ -115,7 +119,7 @@ class Run:
 
     @functools.cached_property
     def device(self) -> str:
-        """The kind of device. Of GPUs, the one that is named becomes the only visible one."""
+        """The kind of device. Of several GPUs, the named one becomes the only visible one."""
         wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
         if wanted == "cpu":
             return "cpu"
@@ -131,7 +135,6 @@ class Run:
 
     @functools.cached_property
     def machine(self) -> str:
-        """The machine's name in the records."""
         return environment.machine(self.device)
 
     @functools.cached_property
@@ -148,17 +151,16 @@ class Run:
 
     @functools.cached_property
     def selection(self) -> Selection:
-        """What the arguments choose of the problem."""
         return Selection(self.problem, self.args, self.device, self.target)
 
     @functools.cached_property
     def recorder(self) -> Recorder:
-        """What makes the records; its run id is the resumed run's, or new."""
+        """The maker of the records. Its run id is the resumed run's, or new."""
         return Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)
 
     @property
     def recorded(self) -> bool:
-        """Whether this run appends to the records: a whole one in --mode leaderboard does."""
+        """Whether this run appends to the records: only a whole run in --mode leaderboard does."""
         return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
 
     @property
@@ -167,7 +169,7 @@ class Run:
         return self.journal is not None and self.journal.resumable
 
     def stopped(self, why: str) -> int:
-        """Say on standard error why it ended, and how to go on. -> exit code."""
+        """Say on standard error why the run ended, and how to continue it. Return the exit code."""
         how = f"; go on with --resume {self.journal.run_id}" if self.journal and self.resumable else ""
         output.complain(f"harness/run.py: {why}{how}")
         return verdict.USAGE_EXIT
@@ -203,7 +205,7 @@ class Run:
             return self._run(stack, checked)
 
     def _check(self) -> int:
-        """The problem's own check. -> exit code."""
+        """Run the problem's end-to-end check. Return the exit code."""
         with self._held(timed=False):
             status = endtoend.run(self.problem, self.device, self.further)
         if status == verdict.USAGE_EXIT:
@@ -222,6 +224,8 @@ class Run:
             return code
         if args.mode == "profile" and not args.sanitize:
             return self._profile(chosen[0])
+        if args.mode == "latency" and not args.sanitize:
+            return self._latency(chosen[0])
         judged = [self._judged(submission) for submission in chosen]
         runnable = [j for j in judged if self.selection.admit(j)]
         if args.sanitize:
@@ -240,9 +244,8 @@ class Run:
         return verdict.exit_code(judged, args.all)
 
     def _settle(self) -> int | None:
-        """Complete the records of killed runs, and say which are unfinished.
-
-        -> the exit code, where --resume asked for nothing else.
+        """Complete the records of killed runs, and say which are unfinished. Return the exit code if nothing else is
+        left for --resume to do.
         """
         args, name = self.args, self.problem.name
         if args.mode != "leaderboard" or args.case or args.sanitize:
@@ -285,7 +288,7 @@ class Run:
         return 0 if right else verdict.EXIT_CODES["INCORRECT"]
 
     def _see_json(self) -> None:
-        """UsageError if --json names what cannot be written: that is to be known before anything is judged."""
+        """Raise UsageError before anything is judged if --json names a file that cannot be written."""
         if self.args.json:
             try:
                 output.see_writable(Path(self.args.json))
@@ -305,7 +308,7 @@ class Run:
         return 0
 
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
-        """The lock on the device: whenever a GPU is used, and on the CPU where something is timed."""
+        """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
         if self.device == "cuda":
             return device_lock.hold(environment.gpu_uuid(), console.say)
         return device_lock.hold("cpu", console.say) if timed else contextlib.nullcontext()
@@ -329,19 +332,19 @@ class Run:
         self.opponents = judging.opponents
 
     def _enter(self, submission: Submission) -> Result | None:
-        """A submission that nobody named; None where it may not, or cannot, run here."""
+        """Return a submission that the arguments do not name; None if it may not, or cannot, run here."""
         judged = self._judged(submission)
         return judged if self.selection.admit(judged) else None
 
     def _compile(self, judged: list[Result]) -> None:
-        """Entries for other targets are compiled here, without their device, where their compiler is installed."""
+        """Compile submissions for other targets, without their device, if their compiler is installed."""
         if self.args.mode != "leaderboard":
             return
         with console.progress() as progress:
             modes.compile_only(self.problem, self.device, judged, progress)
 
     def _see_unchanged(self, judged: list[Result]) -> None:
-        """Every process takes a copy of its submission when it starts, so all must have found the same."""
+        """Fail submissions whose files changed during the run: each process took a copy when it started."""
         for j in (*judged, *self.opponents):
             if not (j.tests or j.times):
                 continue
@@ -354,11 +357,11 @@ class Run:
                 j.status, j.reason = "INVALID_MEASUREMENT", "its files were changed during the run"
 
     def _record(self, judged: list[Result]) -> None:
-        """All records of the run at once; --mode leaderboard without --case alone has any."""
+        """Write all records of the run at once. Only a recorded run has any."""
         if not self.journal:
             return
         for j in (*judged, *self.opponents):
-            # That a file is made for another machine is no result of this one.
+            # A file for another machine has no result on this one.
             if self.target in j.submission.targets or j.status != "UNSUPPORTED" or not self.args.all:
                 self.lines += self.recorder.lines(j)
         self.journal.finish(self.lines)
@@ -399,6 +402,21 @@ class Run:
         with self._held():
             said = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
         return verdict.EXIT_CODES[said]
+
+    def _latency(self, submission: Submission) -> int:
+        """The latency of the problem's own model, recorded unless --case chose some of its cases."""
+        args = self.args
+        if self.device != "cuda" or args.variant or args.submission or args.against or args.all:
+            raise UsageError("--mode latency times the winners, on a GPU: no --variant, --submission, --against, --all")
+        judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
+        record.see_writable(self.machine)
+        with self._held():
+            self.lines = latency.run(self.problem, self.recorder, judged, cases)
+        if not args.case:
+            record.append(self.machine, self.problem.name, self.lines)
+            console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
+        self._write_json([])
+        return verdict.code_of([line["status"] for line in self.lines], everything=True)
 
     def _sanitize(self, judged: list[Result]) -> int:
         if self.device != "cuda":

@@ -14,21 +14,25 @@ with itself, is no variant of its own.
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from harness.results import ranking, stats
 from harness.results.ranking import case_label
+from leaderboard import provenance
+from leaderboard.provenance import PROBLEM_CHANGED, Provenance
 
 OTHER_RUN = "from another run: not comparable"
 COMPILED = "compiled, not run"
+KINDS = ("test", "benchmark", "compile")
 
 STANDING = [
     *("rank", "variant", "baseline", "geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio", "done"),
     "wanted",
-    *("status", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes", "kernels"),
+    *("status", "source", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes", "kernels"),
 ]
 TIMES = [
     *("variant", "case", "baseline", "run_id", "base", "status", "reason", "median_us", "lo_us", "hi_us", "n"),
@@ -44,7 +48,8 @@ PAIRS = ["variant", "against", "case", "ratio", "lo", "hi", "word", "run_id"]
 class Board:
     """What was measured for one target of one problem on one machine.
 
-    standing  one row per variant, columns STANDING: ranked, baselines, other runs, failures, compiled; fastest first
+    standing  one row per variant, columns STANDING: ranked, baselines, other runs, failures, compiled; fastest first;
+              source: a state of leaderboard/provenance.py
     times     one row per variant and case of the board, columns TIMES; times in us, NaN where there is none
     pairs     one row per case of each two variants' newest paired run, columns PAIRS; ratio < 1: variant is faster
     run       the base run's facts: run_id, time, commit, environment, clock; where nothing was timed, the newest run's
@@ -73,7 +78,8 @@ def ranks(intervals: list[tuple[float, float]]) -> list[int]:
     transitive: with A ~ B and B ~ C but A apart from C, C is third, since only the group's leader counts. That keeps a
     chain of neighbours from making the whole field one tie.
     """
-    result, leader = [], None
+    result: list[int] = []
+    leader, rank = None, 0
     for position, (lo, hi) in enumerate(intervals, 1):
         if leader is None or lo > leader[1] or hi < leader[0]:
             leader, rank = (lo, hi), position
@@ -81,17 +87,22 @@ def ranks(intervals: list[tuple[float, float]]) -> list[int]:
     return result
 
 
-def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]]) -> list[Board]:
+def build(
+    records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]],
+    known: Provenance | None = None,
+) -> list[Board]:  # fmt: skip
     """The boards of one machine, sorted by problem and target.
 
-    records: as harness/results/record.py reads them. expected: for (problem, target) the cases that a complete variant
-    must have; where absent, those of the base run.
+    records: as harness/results/record.py reads them; those of kind latency are on no board (leaderboard/latency.py).
+    expected: for (problem, target) the cases that a complete variant must have; where absent, those of the base run.
+    known: what a row's `source` comes from.
     """
+    known = known or Provenance()
     rows = [
         {key: record[key] for key in ("run_id", "problem", "target", "kind", "variant", "status")}
         | {"time": record["time"], "case": case_label(record["case"]), "paired": bool(record.get("against"))}
         | {"record": record, "position": position}
-        for position, record in enumerate(split for record in records for split in _by_target(record))
+        for position, record in enumerate(split for one in records if one["kind"] in KINDS for split in _by_target(one))
     ]
     if not rows:
         return []
@@ -99,13 +110,21 @@ def build(records: Iterable[dict], machine: str, expected: Mapping[tuple[str, st
     lines["time"] = pd.to_datetime(lines["time"], utc=True, format="ISO8601")
     lines["newest"] = lines.groupby("run_id")["time"].transform("max")
     lines = lines.sort_values(["newest", "run_id", "position"], kind="stable")  # so the last line is the newest run's
-    return [
-        _board(part, machine, problem, target, expected.get((problem, target)))
-        for (problem, target), part in lines.groupby(["problem", "target"], sort=True)
-    ]
+    boards = []
+    for _, part in lines.groupby(["problem", "target"], sort=True):
+        problem, target = part.problem.iloc[0], part.target.iloc[0]
+        boards.append(_board(part, machine, problem, target, expected.get((problem, target)), known))
+    return boards
 
 
-def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None) -> Board:
+def rows_of(table: pd.DataFrame) -> Iterator[Any]:
+    """Return the rows of a table, with its columns as attributes."""
+    return iter(table.itertuples())
+
+
+def _board(
+    lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None, known: Provenance
+) -> Board:
     superseded = lines.record.map(lambda record: bool(record.get("superseded"))).astype(bool)
     everything, lines, first_tries = lines, lines[~superseded], lines[superseded]
     repeat = lines.variant.map(ranking.is_repeat).astype(bool)
@@ -116,15 +135,20 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
     cases = wanted if wanted is not None else list(dict.fromkeys(of_base.case))
     ranking_by = (_text(of_base.record.iloc[-1].get("ranking_by")) if len(of_base) else "") or "geom"
     promoted = {one.variant: one for one in ranking.leaders(lines.record, cases, ranking_by) if one.over}
-    standing, times = [], []
+    standing, times, other = [], [], []
     for variant, part in lines[~repeat].groupby("variant", sort=True):
-        row, its_times = _row(variant, part, base, cases, ranking_by, promoted.get(variant))
+        row, its_times, shown = _row(variant, part, base, cases, ranking_by, promoted.get(variant))
+        row["source"] = provenance.worst(map(known.state, shown))
+        other.append(any(map(known.problem_changed, shown)))
         before = first_tries[(first_tries.variant == variant) & (first_tries.run_id == row["run_id"])]
         if len(before):
             row["notes"].append(f"confirmation; it supersedes a first measurement{_first(before, cases, ranking_by)}")
         row["attempts"] = ranking.attempt(everything.record, variant)
         standing.append(row)
         times += its_times
+    if any(other) and not all(other):
+        for row, is_other in zip(standing, other, strict=True):
+            row["notes"] += [PROBLEM_CHANGED] * is_other
     standing, times = pd.DataFrame(standing, columns=STANDING), pd.DataFrame(times, columns=TIMES)
     _against_peers(standing, times)
     standing = _ranked(standing, list(promoted))
@@ -132,13 +156,11 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
     times = times.sort_values("variant", key=lambda names: names.map(order), kind="stable", ignore_index=True)
     ran = lines[(lines.kind != "compile") & (lines.status != "UNSUPPORTED")]
     told = of_base if len(of_base) else ran if len(ran) else lines
-    notes = []
+    notes = [f"All rows: {PROBLEM_CHANGED}."] if other and all(other) else []
     if strange := [case for case in dict.fromkeys(of_base.case) if case not in cases]:
         notes.append(f"timed in run {base}, but no case of this board: {'; '.join(strange)}")
     if len({json.dumps(_environment(record), sort_keys=True) for record in of_base.record}) > 1:
         notes.append(f"the environment changed within run {base}")
-    if throttled := sorted({_text(record["throttle"]) for record in of_base.record if record.get("throttle")}):
-        notes.append(f"clocks were throttled in run {base}: {', '.join(throttled)}")
     run, ever_ran = _facts(told), not ran.empty
     pairs = _pairs(everything[everything.kind == "benchmark"])
     metric = ranking.name(ranking_by)
@@ -148,12 +170,19 @@ def _board(lines: pd.DataFrame, machine: str, problem: str, target: str, expecte
 def _row(
     variant: str, lines: pd.DataFrame, base: str | None, cases: list[str], ranking_by: str,
     lead: ranking.Leader | None,
-) -> tuple[dict, list[dict]]:  # fmt: skip
-    """-> (row of standing, rows of times) of one variant; rank, attempts and peer_ratio are filled in by the caller.
+) -> tuple[dict, list[dict], list[dict]]:  # fmt: skip
+    """-> (row of standing, rows of times, records that they show) of one variant. The caller fills in rank, attempts,
+    source and baseline_ratio.
 
     lead: how it took the lead after the base run, if it did.
     """
-    row = dict.fromkeys(STANDING) | {"variant": variant, "done": 0, "wanted": len(cases), "notes": [], "base": False}
+    row: dict[str, Any] = dict.fromkeys(STANDING) | {
+        "variant": variant,
+        "done": 0,
+        "wanted": len(cases),
+        "notes": [],
+        "base": False,
+    }
     row |= {"baseline": any(record.get("baseline") for record in lines.record), "reason": ""} | _resources(lines)
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio"), math.nan)
     ran = lines[lines.kind != "compile"]
@@ -163,7 +192,7 @@ def _row(
         last = (compiled if len(compiled) else lines).iloc[-1]
         row |= {"status": last.status, "run_id": last.run_id, "reason": _text(last.record.get("reason"))}
         row["notes"] = [COMPILED] if last.status == "COMPILED" else []
-        return row, []
+        return row, [], [last.record]
     # Of a baseline, single cases that it does not serve are gaps, no failures.
     gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & row["baseline"]
     ran, gaps = ran[~gaps], ran[gaps]
@@ -171,18 +200,17 @@ def _row(
     run = ran[ran.run_id == run_id].drop_duplicates(["kind", "case"], keep="last")  # an attempt replaces the one before
     gaps = gaps[gaps.run_id == run_id]
     row |= {"run_id": run_id, "base": run_id == base}
-    if lead:
+    if lead and lead.ratio:
         ratio, lo, hi = lead.ratio
         row["notes"].append(f"first by its pairs with {lead.over}: {ratio:.4f} ({lo:.4f} to {hi:.4f}) of its time")
     elif not row["base"] and base is not None:
         row["notes"].append(OTHER_RUN)
     newer = ran.iloc[-1]
     if newer.newest > run.newest.iloc[-1]:
-        row["notes"].append(f"newer run {newer.run_id}, not comparable: {newer.status}")
-        if newer.record.get("source_hash") != run.record.iloc[-1].get("source_hash"):
-            row["notes"].append("source changed since")
+        of = " of another source" if provenance.differ(newer.record, run.record.iloc[-1]) else ""
+        row["notes"].append(f"newer run {newer.run_id}{of}, not comparable: {newer.status}")
 
-    bench = {line.case: line.record for line in pd.concat([gaps, run]).itertuples() if line.kind == "benchmark"}
+    bench = {line.case: line.record for line in rows_of(pd.concat([gaps, run])) if line.kind == "benchmark"}
     times = [_time(variant, case, bench.get(case), run_id, row["base"], row["baseline"]) for case in cases]
     done = [time for time in times if time["status"] == "PASSED"]
     row["done"] = len(done)
@@ -199,12 +227,13 @@ def _row(
             row["notes"].append(f"no interval, hence no rank: samples_us: {error}")
     if left_out := [time["setup_us"] for time in done if time["setup_us"] > 0]:
         row["notes"].append(f"left out of the time: {_span(left_out)} us a call")
-    return row, times
+    row["notes"] += provenance.warnings(run[run.kind == "benchmark"].record)
+    return row, times, list(run.record)
 
 
 def _first(before: pd.DataFrame, cases: list[str], ranking_by: str) -> str:
     """As " of 22.10 us": the figure of superseded records, as far as they give one."""
-    medians = {line.case: line.record.get("median_us") for line in before.itertuples()}
+    medians = {line.case: line.record.get("median_us") for line in rows_of(before)}
     try:
         return f" of {ranking.metric(ranking_by, [medians[case] for case in cases]):.2f} us"
     except (KeyError, TypeError, ValueError):
@@ -216,7 +245,7 @@ def _shown_run(ran: pd.DataFrame, base: str | None) -> str:
     newest = ran[ran.run_id == ran.run_id.iloc[-1]].drop_duplicates(["kind", "case"], keep="last")
     if (newest.status != "PASSED").any():
         return newest.run_id.iloc[-1]
-    if (ran.run_id == base).any():
+    if base is not None and (ran.run_id == base).any():
         return base
     timed = ran[ran.kind == "benchmark"]
     return (timed if len(timed) else ran).run_id.iloc[-1]
@@ -246,7 +275,12 @@ def _state(run: pd.DataFrame, times: list[dict], lines: pd.DataFrame) -> tuple[s
 def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool, baseline: bool) -> dict:
     """One variant's time in one case. A time that is no positive finite number is INVALID_MEASUREMENT, whatever the
     record says; a case without a record is MISSING."""
-    time = dict.fromkeys(TIMES, math.nan) | {"variant": variant, "case": case, "run_id": run_id, "base": base}
+    time: dict[str, Any] = dict.fromkeys(TIMES, math.nan) | {
+        "variant": variant,
+        "case": case,
+        "run_id": run_id,
+        "base": base,
+    }
     time |= {"baseline": baseline, "status": "MISSING", "reason": "no record", "roofline_kind": ""}
     if record is None:
         return time
@@ -303,7 +337,7 @@ def _ranked(standing: pd.DataFrame, promoted: list[str]) -> pd.DataFrame:
 def _pairs(timed: pd.DataFrame) -> pd.DataFrame:
     """The newest paired run of each (variant, other)."""
     rows = []
-    for line in timed[timed.paired & (timed.status == "PASSED")].itertuples():
+    for line in rows_of(timed[timed.paired & (timed.status == "PASSED")]):
         against = line.record["against"]
         lo, hi = (_number(bound) for bound in against.get("ci95") or (math.nan, math.nan))
         # Records of before there was a word are read by their 95 % interval.

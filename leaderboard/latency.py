@@ -1,69 +1,83 @@
-"""Latency records (problems/dsv4_forward/latency.py writes them): time per decode token, eager and as a replayed graph.
+"""Latency records (harness/tools/latency.py writes them): time per decode step, eager and as a replayed graph.
 
-They lie in RESULTS/<machine>/<problem>/latency.jsonl, one line a measurement. The newest of each configuration counts.
+They are in a machine's files beside the others, of kind latency. The newest of each case counts.
 """
 
-from pathlib import Path
+import math
+from collections.abc import Iterable
 
-from harness.results import record, text
+from harness.results import text
+from leaderboard import provenance, tables
+from leaderboard.provenance import PROBLEM_CHANGED, Provenance
 from leaderboard.tables import Table
 
-FILE = "latency.jsonl"
-SHOWN = ("config", "format", "batch", "context")  # what a measurement is of
+Steps = dict[str, list[dict]]  # by the table's title
 
 
-def read(results: Path, machines: list[str], problems: list[str]) -> tuple[dict[str, list[dict]], list[str]]:
-    """-> (records by "problem on machine", complaints). problems: the names wanted; empty means all.
-
-    Within a problem: each configuration's newest record, in the order in which configurations first came.
-    """
-    found, complaints = {}, []
-    for machine in machines:
-        for file in sorted((results / machine).glob(f"*/{FILE}")):
-            if problems and file.parent.name not in problems:
-                continue
-            newest: dict[tuple, dict] = {}
-            for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
-                try:
-                    if line.strip():
-                        found_here = record.loads(line)
-                        record.check_latency(found_here)
-                        newest[tuple(found_here[key] for key in SHOWN)] = found_here
-                except ValueError as error:
-                    where = f"{machine}/{file.parent.name}/{FILE}:{number}"
-                    complaints.append(f"{where}: not a latency record ({text.line(error, 200)}): left out")
-            if newest:
-                found[f"{file.parent.name} on {machine}"] = list(newest.values())
-    return found, complaints
+def steps(records: Iterable[dict], machine: str) -> Steps:
+    """The newest record of each case of a problem on a target, in the order in which cases first came."""
+    found: dict[str, dict[str, dict]] = {}
+    for one in records:
+        if one["kind"] == "latency":
+            of_title = found.setdefault(f"{one['problem']}, {one['target']}, on {machine}", {})
+            of_title[repr(one["case"])] = one
+    return {title: list(newest.values()) for title, newest in found.items()}
 
 
-def table(records: list[dict]) -> Table:
-    """Header and rows, times in ms. The share is the floor's, of the graph's time."""
-    header = ["config", "format", "B", "context", "eager ms", "graph ms", "floor ms", "of floor", "launches", "state"]
-    rows = [
-        [
-            *(str(record[key]) for key in SHOWN),
-            *(f"{record[key]:.3g}" for key in ("eager_ms", "graph_ms", "floor_ms")),
-            f"{record['floor_ms'] / record['graph_ms']:.1%}".replace("%", " %"),
-            str(record["graph_launches"]),
-            _state(record),
-        ]
-        for record in records
-    ]
+def table(records: list[dict], known: Provenance) -> Table:
+    """Header and rows, times in us. % of SOL: the speed of light's time / the graph's."""
+    names = list(dict.fromkeys(name for one in records for name in one["case"] or {}))
+    header = [*names, "eager us", "graph us", "SOL us", "% of SOL", "launches", "source", "state"]
+    rows = []
+    for one in records:
+        case = one["case"] or {}
+        row = [text.line(case.get(name, ""), tables.REASON) for name in names]
+        row += [tables.us(number(one.get(name))) for name in ("eager_us", "median_us", "sol_us")]
+        row += [tables.percent(share(one)), str((one.get("launches") or {}).get("graph", "")), known.state(one)]
+        rows.append([*row, _state(one, known)])
     return header, rows
 
 
+def winners(steps: Steps, known: Provenance) -> list[list[str]]:
+    """The rows of tables.winners for a step of one sequence of each model: no baseline is timed there."""
+    rows = []
+    for title, records in steps.items():
+        problem, _, machine = title.partition(", on ")
+        for one in records:
+            case = one["case"] or {}
+            if case.get("batch") == 1:
+                what = ", ".join(str(value) for name, value in case.items() if name not in ("batch", "context"))
+                time = f"{tables.us(number(one.get('median_us')))} us"
+                rows.append(
+                    [f"{problem}, {what}, a token", one["variant"], time, f"{tables.percent(share(one))} of SOL", "",
+                     machine, known.state(one)]
+                )  # fmt: skip
+    return rows
+
+
+def share(one: dict) -> float:
+    """The share of the speed of light that a record's graph reaches; NaN where one of the two is not known."""
+    graph = number(one.get("median_us"))
+    return number(one.get("sol_us")) / graph if graph > 0 else math.nan
+
+
+def number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
 def notes(records: list[dict]) -> list[str]:
-    commits = sorted({record["commit"][:12] or "unknown" for record in records})
-    filled = sorted({name for record in records for name in record["kernels"].values() if name != "reference"})
+    commits = sorted({(one.get("commit") or "")[:12] or "unknown" for one in records})
+    used = sorted({name for one in records for name in (one.get("kernels") or {}).values() if name != "reference"})
     return [
-        "Time per decode step of B sequences, median; eager on the host's clock, and one replayed graph a step. The "
-        "floor is the least memory traffic at the datasheet's bandwidth. A state other than ok names the check that "
-        f"failed. Kernels in buffers: {', '.join(filled) or 'none'}; commit {', '.join(commits)}."
+        "Time per decode step of a batch of sequences, median in us by the host's clock: eager, and one replayed CUDA "
+        "graph a step. SOL is the least memory traffic at the datasheet's bandwidth. A state other than ok names the "
+        f"check that failed. Kernels in use: {', '.join(map(str, used)) or 'none'}; commits: {', '.join(commits)}."
     ]
 
 
-def _state(record: dict) -> str:
-    """ok, or the checks that say something: False, or what was wrong."""
-    said = [name for name, found in record["checks"].items() if found is False or (found is not True and found)]
-    return "ok" if record["ok"] else "; ".join(said)
+def _state(one: dict, known: Provenance) -> str:
+    said = (
+        [] if one["status"] == "PASSED" else [f"{one['status']}: {text.line(one.get('reason') or '', tables.REASON)}"]
+    )
+    said += [PROBLEM_CHANGED] if known.problem_changed(one) else []
+    return "; ".join([*said, *provenance.warnings([one])]) or "ok"

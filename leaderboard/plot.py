@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -15,7 +16,7 @@ from leaderboard.board import Board
 
 # Okabe and Ito's palette, which the common forms of colour blindness tell apart; hatches say it once more.
 RANKED, PEER, OTHER, INK = "#0072B2", "#E69F00", "#B5B5B5", "#222222"
-STYLE = {"font.size": 9, "hatch.linewidth": 0.6, "hatch.color": "#FFFFFF", "axes.edgecolor": "#888888"}
+STYLE: dict[Any, Any] = {"font.size": 9, "hatch.linewidth": 0.6, "hatch.color": "#FFFFFF", "axes.edgecolor": "#888888"}
 DPI = 150
 # Ticks at these multiples of powers of ten: the first choice that gives a panel three to six.
 SUBS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), tuple(1 + i / 10 for i in range(0, 90, 2)))

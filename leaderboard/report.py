@@ -24,14 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from harness.results import output, record, text  # noqa: E402
-from leaderboard import board, latency, plot, tables  # noqa: E402
+from leaderboard import board, latency, provenance, tables  # noqa: E402
+from leaderboard.provenance import Provenance  # noqa: E402
 from problems.common import load  # noqa: E402
 
 RESULTS = ROOT / "leaderboard" / "results"
 MACHINES = ROOT / "leaderboard" / "machines.txt"
 BOARDS = Path("leaderboard", "README.md")  # beside the README that has the winners
 BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
-PLAIN_WIDTH = 220  # columns, where the output is no terminal
+PLAIN_WIDTH = 250  # columns, where the output is no terminal
 DIFF_LINES = 20  # of a stale table, shown by --check
 
 
@@ -52,27 +53,54 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def read(results: Path, machines: list[str], problems: list[str]) -> tuple[list[board.Board], list[str]]:
-    """-> (boards, complaints) of RESULTS/<machine>/<problem>.jsonl. problems: the names wanted; empty means all.
+@dataclasses.dataclass
+class Shown:
+    """What the records give. steps: records of whole models' decode steps by title; complaints: lines left out."""
+
+    known: Provenance
+    boards: list[board.Board] = dataclasses.field(default_factory=list)
+    steps: latency.Steps = dataclasses.field(default_factory=dict)
+    complaints: list[str] = dataclasses.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.boards or self.steps)
+
+
+def read(results: Path, machines: list[str], problems: list[str]) -> Shown:
+    """The boards of these machines. problems: the names wanted; empty means all.
 
     ValueError: a problem's task.py cannot be loaded.
     """
-    boards, complaints = [], []
-    for machine in machines:
-        records = []
+    by_machine, complaints = records_of(results, machines, problems)
+    lines, said = provenance.read(results)
+    known = Provenance(lines, (one for records in by_machine.values() for one in records))
+    shown = Shown(known, complaints=complaints + said)
+    for machine, records in by_machine.items():
+        kinds = {(one["problem"], one["target"]) for one in records}
+        cases = {kind: found for kind in sorted(kinds) if (found := expected(*kind))}
+        shown.boards += board.build(records, machine, cases, known)
+        shown.steps |= latency.steps(records, machine)
+    return shown
+
+
+def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple[dict[str, list[dict]], list[str]]:
+    """-> (by machine its records, complaints about lines that are none)."""
+    by_machine: dict[str, list[dict]] = {machine: [] for machine in machines}
+    complaints = []
+    for machine, records in by_machine.items():
         for file in record_files(results / machine):
-            found, said = record.parse(file.read_bytes(), f"{machine}/{file.name}")
+            found, said = record.parse(file.read_bytes(), str(file.relative_to(results)))
             records += [one for one in found if not problems or one["problem"] in problems]
             complaints += said
-        kinds = {(one["problem"], one["target"]) for one in records}
-        boards += board.build(records, machine, {kind: cases for kind in sorted(kinds) if (cases := expected(*kind))})
-    return boards, complaints
+    return by_machine, complaints
 
 
 def record_files(folder: Path) -> list[Path]:
-    """The files of records in a machine's folder; what an unfinished run has written beside them is none."""
-    files = (path for path in folder.glob("*.jsonl") if path.is_file())
-    return sorted(path for path in files if not path.name.endswith(record.PARTIAL))
+    """The files of records in a machine's folder; what an unfinished run has written beside them is none. Those of
+    latency records were once in folders of their problem.
+    """
+    files = [*folder.glob("*.jsonl"), *folder.glob("*/latency.jsonl")]
+    return sorted(path for path in files if path.is_file() and not path.name.endswith(record.PARTIAL))
 
 
 def expected(problem: str, target: str) -> list[dict] | None:
@@ -103,23 +131,26 @@ def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
     for slug in slugs:
         if not record_files(results / slug):
             raise ValueError(f"{machines.name} lists {slug}, which has no records in {results}")
-    boards, complaints = read(results, slugs, [])
-    steps, said = latency.read(results, slugs, [])
-    if not boards and not steps:
+    shown = read(results, slugs, [])
+    if not shown:
         nothing = "No machine's records are committed yet.\n"
-        return nothing, nothing, complaints + said
-    winners = tables.grid(*tables.winners(boards, steps), {"problem", "winner", "machine"})
-    return winners, markdown(boards, steps, complaints + said), complaints + said
+        return nothing, nothing, shown.complaints
+    header, rows = tables.winners(shown.boards)
+    rows += latency.winners(shown.steps, shown.known)
+    return tables.grid(header, rows, {"problem", "winner", "machine", "source"}), markdown(shown), shown.complaints
 
 
-def markdown(boards: list[board.Board], steps: dict[str, list[dict]], complaints: list[str]) -> str:
+def markdown(shown: Shown) -> str:
     """Boards, then the latencies of whole models."""
-    words = {"config", "format", "state"}
+    words = {"config", "format", "source", "state"}
     parts = [
-        tables.section(f"{name}: time per decode token", latency.table(records), latency.notes(records), words)
-        for name, records in steps.items()
+        tables.section(
+            f"{title}: time per decode step", latency.table(records, shown.known), latency.notes(records), words
+        )
+        for title, records in shown.steps.items()
     ]
-    return "\n".join([*([tables.markdown(boards, complaints)] if boards or complaints else []), *parts])
+    boards = [tables.markdown(shown.boards, shown.complaints)] if shown.boards or shown.complaints else []
+    return "\n".join([*boards, *parts])
 
 
 def spliced(text: str, table: str, name: str) -> str:
@@ -130,9 +161,9 @@ def spliced(text: str, table: str, name: str) -> str:
     return f"{before}{BEGIN}\n\n{table}\n{END}{rest.partition(END)[2]}"
 
 
-def terminal(boards: list[board.Board], steps: dict[str, list[dict]], console: Console) -> None:
+def terminal(shown: Shown, console: Console) -> None:
     """Print the boards, then the latencies of whole models, as tables."""
-    for one in boards:
+    for one in shown.boards:
         console.rule(_text(tables.title(one), "bold"), align="left")
         for line in tables.facts(one):
             console.print(_text(line, "dim"))
@@ -150,9 +181,9 @@ def terminal(boards: list[board.Board], steps: dict[str, list[dict]], console: C
         for line in tables.notes(one):
             console.print(_text(line, "dim"))
         console.print()
-    for name, records in steps.items():
-        console.rule(_text(f"{name}: time per decode token", "bold"), align="left")
-        header, rows = latency.table(records)
+    for title, records in shown.steps.items():
+        console.rule(_text(f"{title}: time per decode step", "bold"), align="left")
+        header, rows = latency.table(records, shown.known)
         _print(console, header, rows, [""] * len(rows))
         for line in latency.notes(records):
             console.print(_text(line, "dim"))
@@ -166,7 +197,10 @@ def _text(said: str, style: str = "") -> Text:
 
 def _print(console: Console, header: list[str], rows: list[list[str]], styles: list[str]) -> None:
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    words, whole = {"variant", "state", "against", "verdict", "run", "case"}, {"variant", "geomean us", "mean us"}
+    words, whole = (
+        {"variant", "source", "state", "against", "verdict", "run", "case"},
+        {"variant", "geomean us", "mean us"},
+    )
     for name in header:
         # Names and times stay whole on a narrow terminal; the state wraps.
         grid.add_column(_text(name), justify="left" if name in words else "right", no_wrap=name in whole)
@@ -183,31 +217,36 @@ def _report(options: argparse.Namespace) -> int:
             raise ValueError(f"no problem {name}: neither a folder of problems/ nor a file of records")
     known = sorted(path.name for path in options.results.glob("*") if record_files(path))
     machines = [options.machine] if options.machine else known
-    boards, complaints = read(options.results, machines, options.problems)
-    steps, said = latency.read(options.results, machines, options.problems)
-    complaints += said
-    for complaint in complaints:
+    shown = read(options.results, machines, options.problems)
+    for complaint in shown.complaints:
         output.complain(f"warning: {text.line(complaint)}")
-    if not boards and not steps:
+    if not shown:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
         where = f" on {options.machine} (there are some on: {', '.join(known) or 'none'})" if options.machine else ""
         out = sys.stdout if options.format == "terminal" else sys.stderr
         print(f"no records{of}{where}: run `python harness/run.py PROBLEM` first", file=out)
     if options.format == "csv":
-        print(tables.csv(boards), end="")
-    elif options.format == "markdown" and (boards or steps):
-        print(markdown(boards, steps, complaints), end="")
-    elif boards or steps:
+        print(tables.csv(shown.boards), end="")
+    elif options.format == "markdown" and shown:
+        print(markdown(shown), end="")
+    elif shown:
         screen = output.Screen(highlight=False)
-        terminal(boards, steps, screen if screen.is_terminal else output.Screen(highlight=False, width=PLAIN_WIDTH))
-    if options.out and boards:
-        options.out.mkdir(parents=True, exist_ok=True)
-        output.write_whole(options.out / "board.md", markdown(boards, steps, complaints))
-        output.write_whole(options.out / "board.csv", tables.csv(boards))
-        pictures = [plot.write(one, options.out) for one in boards]
-        names = ["board.md", "board.csv", *(path.name for path in pictures if path)]
-        output.complain(f"wrote {', '.join(names)} in {options.out}")
+        terminal(shown, screen if screen.is_terminal else output.Screen(highlight=False, width=PLAIN_WIDTH))
+    if options.out and shown.boards:
+        _write(shown, options.out)
     return 0
+
+
+def _write(shown: Shown, folder: Path) -> None:
+    """Write board.md, board.csv and a picture of each board into `folder`."""
+    from leaderboard import plot  # matplotlib takes half a second to import
+
+    folder.mkdir(parents=True, exist_ok=True)
+    output.write_whole(folder / "board.md", markdown(shown))
+    output.write_whole(folder / "board.csv", tables.csv(shown.boards))
+    pictures = [plot.write(one, folder) for one in shown.boards]
+    names = ["board.md", "board.csv", *(path.name for path in pictures if path)]
+    output.complain(f"wrote {', '.join(names)} in {folder}")
 
 
 def _readme(options: argparse.Namespace) -> int:

@@ -5,17 +5,18 @@ What a submission has written, say a reason, is in the rows and lines as it is. 
 """
 
 import math
+from typing import Any
 
 import pandas as pd
 
 from harness.results import ranking, text
-from leaderboard.board import Board
+from leaderboard.board import Board, rows_of
 
 WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 CSV = [
-    *("machine", "problem", "target", "rank", "variant", "baseline", "case", "run_id", "base", "status", "reason"),
-    "done",
+    *("machine", "problem", "target", "rank", "variant", "baseline", "case", "run_id", "base", "status", "source"),
+    *("reason", "done"),
     *("wanted", "time_us", "lo_us", "hi_us", "n", "roofline_us", "roofline_kind", "roofline_share"),
     *("baseline_ratio", "bytes"),
     "flops",
@@ -43,7 +44,6 @@ def facts(board: Board) -> list[str]:
     lines = ["Machine: " + (", ".join(parts) or "not recorded")]
     if board.timed:
         about = [f"{key} {_words(clock[key])}" for key in ("cold", "delivery") if clock.get(key) is not None]
-        about.append(f"warnings: {_words(clock['warnings'])}" if clock.get("warnings") else "no warnings")
         lines.append("Clock: " + ", ".join([_words(clock.get("name")) or "not recorded", *about]))
     commit = (run["commit"][:12] or "unknown") + (" with uncommitted changes" if run["dirty"] else "")
     return lines + [f"Run: {run['run_id']}, {run['time']}, commit {commit}"]
@@ -54,8 +54,8 @@ def standing(board: Board) -> Table:
     roofline and the empty call have rows. Without: what was compiled.
     """
     if not board.timed:
-        return ["variant", "state", "registers", "spilled"], [
-            [row.variant, _state(row, resources=False), *_compiled(row)] for row in board.standing.itertuples()
+        return ["variant", "source", "state", "registers", "spilled"], [
+            [row.variant, row.source, _state(row, resources=False), *_compiled(row)] for row in rows_of(board.standing)
         ]
     with_run = not board.standing.base.all()
     with_baseline = bool(board.standing.baseline_ratio.notna().any())
@@ -63,16 +63,17 @@ def standing(board: Board) -> Table:
         "baseline / this"
     ] * with_baseline
     shown = board.cases if len(board.cases) <= WIDE else []
-    header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run + ["state"]
-    cells = {(row.variant, row.case): row for row in board.times.itertuples()}
+    header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run
+    header += ["source", "state"]
+    cells = {(row.variant, row.case): row for row in rows_of(board.times)}
     rows = []
-    for row in board.standing.itertuples():
+    for row in rows_of(board.standing):
         rank = "baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank)
         line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roofline_share)]
         line += [f"{row.baseline_ratio:.2f}x" if row.baseline_ratio > 0 else ""] * with_baseline
         line += [_cell(cells.get((row.variant, case))) for case in shown]
         line += [f"{row.done}/{row.wanted}", _error(board.times, row), str(row.attempts or "")]
-        rows.append(line + ["" if row.base else row.run_id] * with_run + [_state(row)])
+        rows.append(line + ["" if row.base else row.run_id] * with_run + [row.source, _state(row)])
     of_base = board.times[board.times.base]
     for name, column in (("roofline", "roofline_us"), ("empty call", "empty_call_us")) if shown else ():
         spans = [_span(of_base.loc[of_base.case == case, column]) for case in shown]
@@ -82,28 +83,19 @@ def standing(board: Board) -> Table:
     return header, rows
 
 
-def winners(boards: list[Board], steps: dict[str, list[dict]]) -> Table:
-    """Return (header, rows): the first of each board, and each model's step of one sequence, where it was timed.
+def winners(boards: list[Board]) -> Table:
+    """Return (header, rows): the first of each board.
 
-    x baseline: the time of the best public kernel of the same run over the winner's; for a model, none is timed.
+    x baseline: the time of the best public kernel of the same run over the winner's.
     """
-    header = ["problem", "winner", "time", "% of roofline", "x baseline", "machine"]
+    header = ["problem", "winner", "time", "% of roofline", "x baseline", "machine", "source"]
     rows = []
     for board in boards:
-        first = next((row for row in board.standing.itertuples() if not pd.isna(row.rank)), None)
+        first = next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
         if first is not None:
             ratio = f"{first.baseline_ratio:.2f}x" if first.baseline_ratio > 0 else ""
-            name = f"{board.problem}, {board.target}"
-            rows.append(
-                [name, first.variant, f"{us(first.geomean_us)} us", percent(first.roofline_share), ratio, board.machine]
-            )
-    for where, records in steps.items():
-        problem, _, machine = where.partition(" on ")
-        for one in records:
-            if one["batch"] == 1:
-                name = f"{problem}, {one['config']}, {one['format']}, a token"
-                share = percent(one["floor_ms"] / one["graph_ms"])
-                rows.append([name, "all of these", f"{one['graph_ms']:.3g} ms", share, "", machine])
+            name, time = f"{board.problem}, {board.target}", f"{us(first.geomean_us)} us"
+            rows.append([name, first.variant, time, percent(first.roofline_share), ratio, board.machine, first.source])
     return header, rows
 
 
@@ -117,7 +109,7 @@ def by_case(board: Board) -> tuple[Table, str]:
     of_base = board.times[board.times.base]
     timed = set(of_base[of_base.median_us.notna()].variant)
     variants = [name for name in board.standing.variant if name in timed]
-    cells = {(row.variant, row.case): row for row in of_base.itertuples()}
+    cells = {(row.variant, row.case): row for row in rows_of(of_base)}
     best = board.standing[board.standing["rank"] == 1].variant
     with_baseline = bool(len(best)) and bool(board.standing.baseline_ratio.notna().any())
     rows = []
@@ -136,7 +128,7 @@ def by_case(board: Board) -> tuple[Table, str]:
 def pairs(board: Board) -> Table:
     """-> (header, rows) of the paired runs; no rows where there are none."""
     rows = []
-    for row in board.pairs.itertuples():
+    for row in rows_of(board.pairs):
         interval = f"{row.lo:.4f} to {row.hi:.4f}"
         rows.append([row.variant, row.against, row.case, f"{row.ratio:.4f}", interval, row.word, row.run_id])
     return ["variant", "against", "case", "time ratio", "95 % interval", "verdict", "run"], rows
@@ -166,7 +158,7 @@ def markdown(boards: list[Board], complaints: list[str]) -> str:
     parts = []
     for board in boards:
         header, rows = standing(board)
-        left = {"variant", "run", "state"}
+        left = {"variant", "run", "source", "state"}
         parts.append(f"### {escape(title(board))}")
         parts.append("\n".join(f"- {escape(line)}" for line in facts(board)))
         parts.append(grid(header, rows, left))
@@ -234,7 +226,7 @@ def grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [map(escape, header), rule, *(map(escape, r) for r in rows)])
 
 
-def _cell(time: tuple | None, rate: bool = False) -> str:
+def _cell(time: Any, rate: bool = False) -> str:
     """A case's time with its share of the measured roofline, and with its `rate`, or what there is instead of a
     time.
     """
@@ -247,11 +239,11 @@ def _cell(time: tuple | None, rate: bool = False) -> str:
     return us(time.median_us) + (f" ({', '.join(about)})" if about else "")
 
 
-def _interval(row: tuple) -> str:
+def _interval(row: Any) -> str:
     return f"{us(row.lo_us)} to {us(row.hi_us)}" if math.isfinite(row.lo_us) else ""
 
 
-def _error(times: pd.DataFrame, row: tuple) -> str:
+def _error(times: pd.DataFrame, row: Any) -> str:
     """The error of the case that used most of its tolerance."""
     measure = "rel_error" if row.baseline else "max_error"
     its = times[(times.variant == row.variant) & times[measure].notna() & (times.tolerance > 0)]
@@ -261,7 +253,7 @@ def _error(times: pd.DataFrame, row: tuple) -> str:
     return f"{worst[measure]:.1e} / {worst.tolerance:.1e}"
 
 
-def _state(row: tuple, resources: bool = True) -> str:
+def _state(row: Any, resources: bool = True) -> str:
     """Status, why, the notes, and if wanted the registers and spills of a row, on one line."""
     reason = " ".join(text.line(row.reason).split())
     reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
@@ -275,7 +267,7 @@ def _state(row: tuple, resources: bool = True) -> str:
     return "; ".join(parts) or "ok"
 
 
-def _compiled(row: tuple) -> list[str]:
+def _compiled(row: Any) -> list[str]:
     return [
         f"{row.registers:.0f}" if math.isfinite(row.registers) else "",
         f"{row.spill_bytes:.0f} B" if math.isfinite(row.spill_bytes) else "",

@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def few_threads(request):
-    """Small models' operations are too short to share between torch's threads. CPU variants have separate threads."""
-    if not request.module.__name__.startswith(("tests.dsv4", "tests.problems.test_moe_gemm")):
+    """Small tensors are too short to share between torch's threads. CPU variants have separate threads."""
+    if not request.module.__name__.startswith(("tests.dsv4", "tests.problems", "tests.common")):
         yield
         return
     before = torch.get_num_threads()

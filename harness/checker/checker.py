@@ -6,6 +6,7 @@ exchanges the messages of harness/runner/wire.py.
 
 import contextlib
 import dataclasses
+import json
 import socket
 import sys
 import traceback
@@ -24,8 +25,6 @@ from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
-
-
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -33,8 +32,8 @@ STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
 
 @dataclasses.dataclass
 class Caught:
-    """What a call on a CPU left, which the checker took while nothing of the runner could run. fault: what is wrong
-    beside the outputs; outputs: their bytes, None where they cannot be read.
+    """What a call on a CPU left, taken while the runner was stopped. fault: what is wrong besides the outputs; outputs:
+    their bytes, None if they cannot be read.
     """
 
     fault: str
@@ -51,9 +50,10 @@ class Checker:
         self.folder = Path(start["folder"])
         self.own: bool = start["own"]  # a folder of ours; else GPU MODE's format
         self.device: str = start["device"]
-        extra = {"utils": load.from_file(self.folder, Path(start["utils"]))} if start["utils"] else {}
-        self.task: ModuleType = load.from_file(self.folder, self.folder / "task.py", extra)
-        self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py", extra)
+        if not self.own:
+            load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
+        self.task: ModuleType | None = load.from_file(self.folder, self.folder / "task.py") if self.own else None
+        self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py")
         self.split: bool = self.own and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
         self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.own else ()
@@ -130,7 +130,8 @@ class Checker:
             if any(len(part) != 1 for part in found):
                 raise ValueError(f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}")
             self.outputs = [first + part[0] for part in found]
-            self.captures = [memory.capture_spec(leaves[i], copies) for i in self.outputs]
+            copied = [leaves[i] for i in self.outputs]
+            self.captures = [{**leaf, "offset": copies.place(leaf["space"], leaf["nbytes"])} for leaf in copied]
             memory.poison(tree.tensors(self._delivered()), self.outputs)
         else:
             # A call may overwrite every input, as the reference may, and return one of them.
@@ -159,8 +160,8 @@ class Checker:
 
     def allocate(self, message: dict, _: list[int]) -> dict:
         """Allocate `count` buffers of the present content's layout for a runner, and free its old ones. On a CPU also
-        make the page by which calls are handed over; its descriptor comes before the others. reaper, pid, cgroup: the
-        runner's, by which it is stopped.
+        make the page that hands over calls; its descriptor comes first. reaper, pid, cgroup: the runner's, for its
+        freezer.
         """
         runner = message["runner"]
         self.release(message, _)
@@ -207,8 +208,9 @@ class Checker:
         """Let a runner on a CPU make call `number`, and time it: stop the runner, fill its buffer (`fill`), make caches
         cold, say "go", wait for "done", stop the runner again, and take what the call left.
 
-        first: the runner has said that it is ready; else it has waited since its call before. last: it shall reply.
-        judges: the call is the judge's own, and nothing is taken. which: of the calls that the runner has prepared.
+        first: the runner has just said that it is ready; else it waits since its last call. last: it replies after this
+        call. judges: the call is the judge's own, and nothing is taken. which: one of the calls that the runner has
+        prepared.
 
         Return the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what the
         runner noted of the tensors that it returned, in a GPU MODE folder.
@@ -242,16 +244,15 @@ class Checker:
         return {**dataclasses.asdict(reading), "waiting": True, "before": before, "after": after, "said": said}
 
     def leave(self, message: dict, _: list[int]) -> dict:
-        """Note that call `number` of a runner on a CPU was its last: it replies when it is let go."""
+        """Mark call `number` of a runner on a CPU as its last one: the runner replies when it is continued."""
         if message["runner"] in self.pages:
             gate.bindings().leave(self.pages[message["runner"]].address, message["number"])
         return {}
 
     def _make_cold(self, buffer: Buffer, message: dict) -> None:
-        """Drop all that the call reads from all caches.
-
-        A runner may hold some of it in private memory: prepared weights, a baseline's setup, what the judge's readers
-        read. Only a read of much more than all caches drives that out.
+        """Drop all that the call reads from all caches. A runner may hold some of it in private memory: prepared
+        weights, a baseline's setup, what the judge's readers read. Only a read of much more than all caches evicts
+        that.
         """
         host = buffer.memory.get("host")
         own_memory = (
@@ -282,7 +283,7 @@ class Checker:
             except PermissionError as error:
                 raise RuntimeError(
                     "this machine does not let the judge read a runner's memory (kernel.yama.ptrace_scope): run the "
-                    "judge as root, or give the folder outputs of its own"
+                    "judge as root, or give the folder separate outputs"
                 ) from error
             except OSError:
                 outputs.append(None)
@@ -350,7 +351,7 @@ class Checker:
         return good, "check_implementation says of it what it does not say of the reference's answer"
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
-        """Return in words what a call changed and must not change, "" if nothing. Put INOUT's tensors back."""
+        """Return which tensor a call changed without permission, "" if none. Put INOUT's tensors back."""
         leaves, names = tree.leaves(self.spec), _fields(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
@@ -364,7 +365,7 @@ class Checker:
         return ""
 
     def _returned_fault(self, claims: list[dict], wanted: list[dict]) -> str:
-        """Return what is wrong with the forms of what came back, "" if nothing. wanted: specifications of tensors
+        """Return what is wrong with the forms of the returned tensors, "" if nothing. wanted: specifications of tensors
         (harness/runner/tree.py).
         """
         if len(claims) != len(wanted):
@@ -410,7 +411,7 @@ class Checker:
             torch.cuda.synchronize()
 
 
-def make(reference: ModuleType, task: ModuleType, case: dict, device: str, own: bool, weights: Any = None) -> Any:
+def make(reference: ModuleType, task: Any, case: dict, device: str, own: bool, weights: Any = None) -> Any:
     """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
     inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
     """
@@ -438,7 +439,15 @@ def _answer(claim: dict, tensors: Iterator[torch.Tensor]) -> object:
         if claim["type"] == "dict":
             return dict(zip(claim["keys"], items, strict=False))
         return tuple(items) if claim["type"] == "tuple" else items
-    return claim["value"] if claim["type"] == "value" else next(tensors)
+    return _plain(claim["value"]) if claim["type"] == "value" else next(tensors)
+
+
+def _plain(said: str) -> object:
+    """Return a plain value of its JSON, a text as it is where it is none."""
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        return said
 
 
 def _fields(spec: dict) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tensors in a buffer, as the checker sees them: where one lies, what it is called, whether its bytes are the same."""
+"""Tensors in a buffer, for the checker: their bytes, comparison, poison, and copies from a runner's memory."""
 
 import math
 
@@ -50,11 +50,6 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
         return output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
     except RuntimeError:  # such as a shape whose number of elements is no int64
         return None
-
-
-def capture_spec(leaf: dict, layout: tree.Layout) -> dict:
-    """Return the specification of a copy of one tensor, which gets a place in `layout`."""
-    return {**leaf, "offset": layout.place(leaf["space"], leaf["nbytes"])}
 
 
 def room_for(tensor: torch.Tensor, others: list[torch.Tensor], layout: tree.Layout) -> dict:

@@ -14,7 +14,7 @@ BITS = {
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the elements' width, which every operation takes."""
+    """Return the same memory as integers of the elements' width, which every operation takes."""
     if tensor.dtype.is_complex:
         raise TypeError(f"complex tensors are not linted, got {tensor.dtype}")
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -22,12 +22,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Packed values as their bytes, anything else as it is."""
+    """Return packed values as their bytes, other tensors unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype == FP4 else tensor
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Values in fp64, shape kept; of packed e2m1 a flat tensor of its elements."""
+    """Return the values in fp64, shape kept; of packed e2m1 a flat tensor of its elements."""
     if tensor.dtype == FP4:
         table = torch.tensor(nvfp4.E2M1, dtype=torch.float64, device=tensor.device)
         return table[nvfp4.unpack(tensor.view(torch.uint8).flatten()).int()]
@@ -35,8 +35,8 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp64 values in another type, saturating at its largest finite value; infinities and NaN stay where it has them.
-    Packed e2m1 takes whole numbers as its bytes.
+    """Return fp64 values in another type, saturated at its largest finite value; infinities and NaN stay if it has
+    them. Packed e2m1 takes whole numbers as its bytes.
     """
     if dtype == torch.bool:
         return values != 0
@@ -50,21 +50,21 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def converted(truth: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
-    """`truth` in the type of `form`: rounded, never saturated."""
+    """Return `truth` in the type of `form`: rounded, never saturated."""
     if truth.dtype == form.dtype:
         return truth
     return truth.to(form.dtype) if form.dtype in BITS else cast(numbers(truth), form.dtype)
 
 
 def like(form: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-    """A tensor of form's type, shape and strides that holds `content`, which is of that type and shape."""
+    """Return a tensor with the type, shape and strides of `form` that holds `content`, of that type and shape."""
     made = tree.clone(form)
     bits(made).copy_(bits(content))
     return made
 
 
 def fitted(content: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """`content` in another shape: broadcast, or its elements in order, again from the first at their end."""
+    """Return `content` in another shape: broadcast, or its elements in order, repeated."""
     try:
         return content.broadcast_to(shape)
     except RuntimeError:
@@ -73,12 +73,12 @@ def fitted(content: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def positions(where: torch.Tensor) -> torch.Tensor:
-    """Flat positions of what is true, int64 (n,)."""
+    """Return the flat positions of the true elements, int64 (n,)."""
     return where.flatten().nonzero().flatten()
 
 
 def put(tensor: torch.Tensor, at: torch.Tensor, value: float) -> torch.Tensor:
-    """A copy with the elements at flat positions `at` set to `value`; of packed ones, the byte."""
+    """Return a copy with the elements at flat positions `at` set to `value`; of packed ones, the byte."""
     whole = torch.tensor([value], dtype=torch.uint8 if tensor.dtype == FP4 else tensor.dtype, device=tensor.device)
     flat = bits(tensor).flatten().clone()  # flatten gives a view where it can
     flat[at] = bits(whole)
@@ -86,35 +86,34 @@ def put(tensor: torch.Tensor, at: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def tenfold(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Ten times as much, saturating; None for integers and packed values."""
+    """Return ten times the values, saturated; None for integers and packed values."""
     return cast(numbers(tensor) * 10, tensor.dtype) if tensor.dtype in BITS else None
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """5 more; integers and packed values one element on instead, since their range may mean something."""
+    """Return the values plus 5; integers and packed values move by one element: their range may mean something."""
     if tensor.dtype in BITS:
         return cast(numbers(tensor) + 5, tensor.dtype)
     return bits(tensor).flatten().roll(1).view(tensor.shape).view(tensor.dtype)
 
 
 def other_type(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in another type of the same kind."""
+    """Return the same values in another type of the same kind."""
     if tensor.dtype in BITS:
         return tensor.to(torch.float64 if tensor.dtype == torch.float32 else torch.float32)
     return plain(tensor).to(torch.int32 if tensor.dtype == torch.int64 else torch.int64)
 
 
 def rounded(values: torch.Tensor, kept: int) -> torch.Tensor:
-    """fp64 values to `kept` bits after the leading one, nearest, ties to even; exponents are left alone."""
+    """Return fp64 values rounded to `kept` bits after the leading one, to nearest even; exponents stay."""
     significand, exponent = torch.frexp(values)
     scale = 2.0 ** (kept + 1)
     return torch.where(torch.isfinite(values), torch.ldexp((significand * scale).round() / scale, exponent), values)
 
 
 def neighbours(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors of one type are equal, or (floating point) nowhere more than one representable value apart.
-
-    An answer that a derived tolerance must admit: it is as near as another way to round.
+    """Return whether two tensors of one type are equal, or (floating point) nowhere more than one representable value
+    apart: a derived tolerance must admit that, since it is as near as another way to round.
     """
     if one.dtype not in BITS:
         return torch.equal(bits(one), bits(two))
@@ -125,7 +124,7 @@ def neighbours(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _rank(tensor: torch.Tensor) -> torch.Tensor:
-    """int64: the position of each value among those of its type, 0 at zero."""
+    """Return the position of each value among those of its type, 0 at zero, int64."""
     width = 8 * tensor.element_size()
     signed = {1: torch.int8}.get(tensor.element_size(), bits(tensor).dtype)
     whole = tensor.view(signed).to(torch.int64)

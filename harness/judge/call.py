@@ -1,7 +1,7 @@
-"""A judged call: its request, its plan, and one function each that makes it on a CPU and on a GPU.
+"""A judged call: its request, its plan, and the two functions that make it on a CPU and on a GPU.
 
-On a CPU the runner is believed in nothing: the checker's clock runs outside it, and it runs only while it is asked
-something. On a GPU its time is believed as far as the parent's own clock does not contradict it.
+On a CPU the judge believes nothing that the runner says: the checker's clock runs outside the runner, and the runner
+runs only during a request. On a GPU the judge believes a time that the judge's own clock does not contradict.
 """
 
 import math
@@ -21,14 +21,14 @@ SPIN_DECAY = 0.9  # that a spin keeps of the one before: a first call compiles, 
 
 @dataclass(frozen=True)
 class CallRequest:
-    """What is asked of one call.
+    """The request for one call.
 
     buffers: addresses that calls take in turn. what: name of one of the judge's own calls, "" for a submission's.
-    reads: plain readers of the judge by name, with their configuration. within_s: a limit beside those of the session,
-    for a phase whose time is running out. audit: on a GPU, look at what ran on which stream meanwhile; the time is then
-    no score. measure: what the call leaves behind in memory counts towards what `prepare` may keep, where the problem
-    has weights. stay: on a CPU the process waits where it is for the next call, so that nothing of it runs between the
-    two, and does not say what came back.
+    reads: plain readers of the judge by name, with their configuration. within_s: a limit besides those of the session,
+    for a phase whose time runs out. audit: on a GPU, record what ran on which stream; the time then has no score.
+    measure: what the call leaves in memory counts towards what `prepare` may keep, if the problem has weights. stay: on
+    a CPU the process waits for the next call in native code, so that none of its code runs between the two calls, and
+    does not say what came back.
     """
 
     buffers: int
@@ -42,7 +42,7 @@ class CallRequest:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """A request, and what the session adds to it: the content, the buffer whose turn it is, the limit."""
+    """A request, and what the session adds to it: the content, the buffer, the limit."""
 
     request: CallRequest
     content: Content
@@ -51,7 +51,7 @@ class CallPlan:
 
     @property
     def masked(self) -> bool:
-        """Whether the buffer holds on a GPU what the runner may not read yet."""
+        """Whether the buffer on a GPU holds contents that the runner may not read yet."""
         return bool(self.content.sizes["device"]) and self.request.what != EMPTY
 
     @property
@@ -67,7 +67,7 @@ class CallPlan:
 
 
 def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
-    """Make one call on a CPU, which the checker times. Return what is known of it. Died: the call failed."""
+    """Make one call on a CPU, which the checker times. Return the findings. Died: the call failed."""
     process, checker, judges = handle.running, handle.running.checker, handle.submission is None
     nbytes = plan.content.moved if judges else 0
     address = {"runner": handle.name, "buffer": plan.buffer}
@@ -77,7 +77,7 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
     if process.within != calls:
         process.leave()
     first = process.within is None
-    # A baseline's setup sees the contents, and is no adversary; for any other they come when it is stopped.
+    # A baseline's setup sees the contents, and is no adversary. Other runners get them when they are stopped.
     if handle.baseline:
         checker.ask({"op": "fill", "key": None, **address})
     process.number += 1
@@ -109,17 +109,16 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
 
 
 def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
-    """Make one call on a GPU, timed in the runner and from outside. Return what is known of it. Died: it failed.
-
-    The runner's context is not to be trusted after a failed call, nor is anything else in it.
+    """Make one call on a GPU, timed in the runner and from outside. Return the findings. Died: the call failed, and
+    nothing in its process can be trusted any more.
     """
     process, request = handle.running, plan.request
     address = {"buffer": plan.buffer, "baseline": handle.baseline}
     key = secrets.token_hex(32) if plan.masked else None
     if handle.submission is not None:
         process.checker.ask({"op": "fill", "key": key, "runner": handle.name, "buffer": plan.buffer})
-        # The checker's kernels have driven out the submission's code: it is called once on the buffer before, whose
-        # call is closed.
+        # The checker's kernels have evicted the submission's code: call it once on the previous buffer, whose call is
+        # closed.
         if plan.masked and request.buffers > 1 and process.turn > 1:
             before = {**address, "op": "warm", "buffer": (process.turn - 2) % request.buffers}
             process.ask(replies.Done, before, plan.limit_s)

@@ -1,7 +1,7 @@
 """The compile step of a submission: a separate process, whose caches are kept for the runners of the same closure.
 
-It is hostile code like a runner, in the same jail and with a separate budget, and it sees only contents of public
-seeds. What a runner writes is never kept.
+It is hostile code like a runner's. It runs in the same jail with a separate budget, and sees only contents of public
+seeds. The judge never keeps what a runner writes.
 """
 
 import ast
@@ -18,8 +18,8 @@ COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.
 
 
 def kind(file: Path, folder: Path | None = None) -> str:
-    """How the submission `file` to the problem `folder` is compiled beforehand: by "compile_for", which it defines, by
-    a "call", or "" where nothing in it, or in what it brings along, asks for a compiler.
+    """Return how the submission `file` to the problem `folder` is compiled beforehand: by "compile_for", which it
+    defines, by a "call", or "" if no file of it needs a compiler.
     """
     tree = load.parse(file)
     if any(isinstance(node, ast.FunctionDef) and node.name == "compile_for" for node in tree.body):

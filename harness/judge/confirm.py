@@ -1,12 +1,11 @@
-"""A new first place is measured twice: who would take it, and from whom.
+"""The confirmation of a new first place: which submission would take it, and from which leader.
 
-Of many runs of one variant the luckiest would lead, so a time that would lead counts for nothing but to call for a
-second measurement: in fresh processes, in interleaved pairs with the present leader where its file is in variants/.
-Only the second one's records rank; the first ones are kept, marked as superseded, and so is the number of attempts.
+Of many runs of one variant the luckiest would lead. So a time that would lead only causes a second measurement: in
+fresh processes, in interleaved pairs with the present leader if its file is in variants/. Only the second measurement
+ranks. The records of the first one are kept as superseded.
 
-Two cases need none. On an empty board there is nobody to beat, so nothing was selected. In a run of `--all` in which
-the leader's present source takes part, all are measured anew in that one run, which then is the board, leader and all:
-no old time stands against a new one.
+Two cases need no confirmation. An empty board has no leader. In a run of `--all` with the leader's present source, all
+variants are measured anew, so no old time is compared with a new one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,15 +16,14 @@ from harness.results.ranking import Leader
 
 
 def present_leader(records: Iterable[dict], target: str, wanted: Sequence[str], ranking_by: str) -> Leader | None:
-    """Who leads the board of `target` by these records of one problem on one machine."""
+    """Return the leader of the board of `target` by these records of one problem on one machine."""
     found = ranking.leaders([r for r in records if r["target"] == target], wanted, ranking_by)
     return found[-1] if found else None
 
 
 def challenger(judged: list[Result], leader: Leader | None, everything: bool) -> Result | None:
-    """Which of the run's submissions would take the lead and has not been confirmed yet; None: none has to be.
-
-    It leads its own run, and the whole of its interval is below the leader's. everything: this is a run of --all.
+    """Return the submission of this run that would take the lead and is not confirmed yet; None if there is none. It
+    leads the run, and its whole interval is below the leader's. everything: this is a run of --all.
     """
     if leader is None:
         return None
@@ -41,5 +39,4 @@ def challenger(judged: list[Result], leader: Leader | None, everything: bool) ->
 
 
 def is_leader(j: Result, leader: Leader) -> bool:
-    """Whether it is the very code that leads."""
     return (j.submission.name, j.source_hash) == (leader.variant, leader.source_hash)

@@ -1,8 +1,8 @@
-"""What a run prints: live progress on a terminal, plain lines elsewhere, and the tables at its end.
+"""The output of a run: live progress on a terminal, plain lines elsewhere, and the tables at the end.
 
-Names, cases and reasons come from submissions and from foreign problems. All that is printed passes through
-harness/results/text.py here, and rich takes none of it for markup. Every function raises ClosedError
-(harness/results/output.py) once the reader of standard output has gone.
+Names, cases and reasons come from submissions and from foreign problems. harness/results/text.py cleans all of them,
+and rich does not read them as markup. Every function raises ClosedError (harness/results/output.py) once the reader of
+standard output is gone.
 """
 
 import sys
@@ -31,7 +31,7 @@ console = Screen(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=F
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A function that shows what is being done now."""
+    """Yield a function that shows the present step."""
     if console.is_terminal:
         with console.status("starting") as status:
             yield lambda said: status.update(_cell(said))
@@ -48,12 +48,12 @@ def progress() -> Iterator[Progress]:
 
 
 def say(said: str = "") -> None:
-    """Print it clean, as it is: no markup, no names of emoji."""
+    """Print clean text without markup and names of emoji."""
     console.print(Text(text.clean(said, SAID)))
 
 
 def test_line(name: str, case: Case, outcome: Outcome) -> None:
-    """One line per case, and the reason in full where it did not pass."""
+    """Print one line per case, and the whole reason if it did not pass."""
     error = f"  rel {outcome.error['rel']:.1e}" if outcome.error else ""
     say(f"{name:<20} test   {text.line(case):<28} {outcome.status}{error}")
     if outcome.status != "PASSED":
@@ -61,7 +61,7 @@ def test_line(name: str, case: Case, outcome: Outcome) -> None:
 
 
 def times(judged: list[Result]) -> None:
-    """One line per variant and case: time, interval, rate, share of the measured roofline, error."""
+    """Print one line per variant and case: time, interval, rate, share of the measured roofline, error."""
     table = Table(
         title="Times, us (median, 95 % interval; roofline: the best plain read of the same bytes or, where that takes "
         "longer, a matrix product of as many operations)"
@@ -97,7 +97,7 @@ def _time_row(j: Result, t: CaseTime, case: str) -> list[str]:
 
 
 def readings(judged: list[Result]) -> None:
-    """What the judge measured beside the variants."""
+    """Print the reference readings of each case."""
     times = next((j.times for j in judged if j.times), [])
     for t in times:
         of = t.readings
@@ -109,7 +109,7 @@ def readings(judged: list[Result]) -> None:
 
 
 def summary(judged: list[Result], baseline: str | None = None) -> None:
-    """The geomean line of each variant, and for what has no time why."""
+    """Print the geomean of each variant, or why it has no time."""
     base = next((j.metric for j in judged if j.submission.name == baseline and j.metric), None)
     for j in sorted(judged, key=_order):
         limits = f"; {j.submission.limits}" if j.submission.only and not j.reason else ""
@@ -131,7 +131,7 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
 
 
 def against(j: Result) -> None:
-    """The paired comparison: ratio of times by case, and their geomean."""
+    """Print the paired comparison: the ratio of times by case, and their geomean."""
     for t, pair in zip(j.times, j.against, strict=True):
         say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
@@ -164,7 +164,7 @@ def gist(reason: str) -> str:
 
 
 def _cell(said: str) -> Text:
-    """For rich, which reads markup in a plain string of a table or a status line."""
+    """Return text for rich, which reads markup in a plain string of a table or a status line."""
     return Text(text.line(said))
 
 

@@ -60,7 +60,7 @@ def users(gpu: str) -> list[str]:
 
 
 def parse_smi(text: str, gpu: str) -> list[tuple[int, str, int | None]]:
-    """(pid, name, bytes or None) of the lines of nvidia-smi's table of compute processes that are about `gpu`."""
+    """Return (pid, name, bytes or None) of the lines about `gpu` in nvidia-smi's table of compute processes."""
     found = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         # A process name may hold commas; the other fields do not.

@@ -1,7 +1,7 @@
 """The processes that a session talks to: the checker, and the runner of each submission.
 
-CheckerHandle asks the checker, whose failures are the problem's. RunnerHandle is a submission over all its processes;
-RunnerProcess is the present one. What a runner does wrong is raised as Died and becomes an Outcome of its submission.
+CheckerHandle sends requests to the checker, whose failures are the problem's. RunnerHandle is a submission over all its
+processes, RunnerProcess the present one. A fault of a runner is raised as Died and becomes its submission's Outcome.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from harness.runner import flush, gate
 from harness.sandbox import freezer, workdir
 from harness.sandbox.process import Child, Died
 from harness.sandbox.workdir import Workdir
+from problems.common import build
 
-ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
 
 
@@ -31,11 +31,11 @@ class CheckerLost(ProblemError):
 
 
 class DeviceError(RuntimeError):
-    """The device does not compute any more: nothing that it says can be believed."""
+    """The device does not compute any more, so none of its results can be believed."""
 
 
 class Reported(Died):
-    """A runner said that an exception came through. Its text names the submission's files where they were copied to."""
+    """A runner reported an exception. Its text has the paths of the copied files."""
 
     def __init__(self, reply: replies.Failed) -> None:
         compiling = reply.failed == "compile"
@@ -47,7 +47,7 @@ class Reported(Died):
 @dataclass(frozen=True)
 class Content:
     """The inputs and outputs of one call, as the checker made them. sizes: bytes of a buffer on the device and on the
-    host; layout: what a runner needs to map it; bytes: that a call must move, where the task says that for contents.
+    host; layout: what a runner needs to map it; bytes: what a call must move, if the task says that of contents.
     """
 
     case: Case
@@ -57,7 +57,7 @@ class Content:
 
     @property
     def default_bytes(self) -> int:
-        """Bytes of all tensors, for a folder that does not say what a call must move."""
+        """Bytes of all tensors, for a folder that does not say how many a call must move."""
         return sum(self.sizes.values())
 
     @property
@@ -73,8 +73,8 @@ class Content:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the checker says of a call on a CPU that it let a runner make. before, after: pids of what the runner had
-    started and not ended; said: what the runner noted of the tensors that it returned.
+    """The checker's report on a call on a CPU. before, after: pids of what the runner had started and not ended; said:
+    what the runner noted of the tensors that it returned.
     """
 
     reading: gate.Reading
@@ -95,19 +95,18 @@ class CheckerHandle:
         flush_bytes = flush.nbytes() if device == "cpu" else 0
         if device == "cpu":
             self.child.lend(flush_bytes)
-        utils = str(problem.utils) if problem.utils else None
-        start = {"folder": str(problem.folder), "own": problem.own, "device": device, "utils": utils}
+        files = {name: str(path) for name, path in problem.files.items()}
+        start = {"folder": str(problem.folder), "own": problem.own, "device": device, "files": files}
         self.ask(start | {"flush": flush_bytes})
 
     def ask(self, message: dict) -> dict:
-        """Return the checker's reply."""
         return self.request(message)[0]
 
     def request(
         self, message: dict, failing: str = "", limit_s: float = 0.0, watch: Child | None = None
     ) -> tuple[dict, list[int]]:
-        """Return the checker's reply and its descriptors. failing: what the error says that it could not do. watch: a
-        runner that works meanwhile. Died: that runner took too much, and is gone.
+        """Return the checker's reply and its descriptors. failing: the start of the error's message. watch: a runner
+        that works meanwhile. Died: that runner took too much, and is gone.
         """
         try:
             self.child.send(message)
@@ -129,7 +128,6 @@ class CheckerHandle:
             return False
 
     def close(self) -> None:
-        """End the checker."""
         self.child.close()
 
 
@@ -169,7 +167,7 @@ class RunnerProcess:
         return admitted(replies.read(wanted, self.child.receive(limit_s)[0]))
 
     def open(self, content: Content, buffers: int, reads: dict[str, int] | None) -> None:
-        """Give it buffers for this content, if it has no such yet: the checker allocates them, the runner maps them."""
+        """Give the runner buffers of this layout, unless it has them. The checker allocates, the runner maps them."""
         wanted = (content.sizes, content.layout, buffers)
         if self.opened == wanted:
             return
@@ -199,7 +197,7 @@ class RunnerProcess:
         return reply
 
     def leave(self) -> None:
-        """Have a runner on a CPU that waits for a further call reply to the last one, if it does."""
+        """Let a runner on a CPU that waits for a further call reply to the last one."""
         if self.within is not None:
             self.checker.ask({"op": "leave", "runner": self.name, "number": self.number})
             self.left()
@@ -214,7 +212,7 @@ class RunnerProcess:
         return reply
 
     def turn_of(self, found: dict, limit_s: float) -> Turn:
-        """Return what the checker's reply says of this runner's turn; the runner is stopped now. Died: it is gone, was
+        """Return the checker's report on this runner's call; the runner is stopped now. Died: the runner is gone, was
         not ready, took longer than limit_s, or could not be stopped.
         """
         if found["code"] == freezer.GONE:
@@ -232,7 +230,6 @@ class RunnerProcess:
         return Turn(gate.Reading(**found), before, after, said)
 
     def failure(self, died: Died) -> Outcome:
-        """Return the outcome of a call that this process did not come through."""
         return Outcome(died.status, self.restored(died.reason))
 
     def restored(self, text: str) -> str:
@@ -240,7 +237,6 @@ class RunnerProcess:
         return self.workdir.restore(text) if self.workdir else text
 
     def remove(self) -> None:
-        """Remove its folder."""
         if self.workdir:
             self.workdir.remove()
             self.workdir = None
@@ -248,8 +244,8 @@ class RunnerProcess:
 
 @dataclass(eq=False)
 class RunnerHandle:
-    """A submission that is judged, or (submission None) the judge's own calls: its present process, and what became of
-    those before.
+    """A submission, or (submission None) the judge's own calls: its present process, and what became of the earlier
+    ones.
     """
 
     name: str
@@ -294,23 +290,23 @@ class RunnerHandle:
     def start(
         self, checker: CheckerHandle, compile_only: bool, limit_s: float, switched: Callable[[list[str]], None]
     ) -> None:
-        """Start its process and tell it what to import. `RunnerProcess.receive` has the answer."""
+        """Start its process and send it what to import. `RunnerProcess.receive` has the answer."""
         problem, device = checker.problem, "cpu" if compile_only else checker.device
-        arch = {"CUTE_DSL_ARCH": ARCH[self.target]} if self.target in ARCH else {}
+        arch = {"CUTE_DSL_ARCH": build.ARCH[self.target]} if self.target in build.ARCH else {}
         stoppable = checker.device == "cpu" and not compile_only
         if self.submission is None:
             box = None
             child = Child("harness.runner.runner", arch, stoppable=checker.device == "cpu")
-            file, folder, utils = None, problem.folder, problem.utils
+            file, folder, files = None, problem.folder, {}
         else:
             built = workdir.build_folder(self.submission.file, problem, self.target)
             box = Workdir.make(self.submission.file, problem, built, checker.device)
             child = Child("harness.runner.runner", arch, box.jail, stoppable)
-            file, folder, utils = str(box.file), box.folder, box.utils
+            file, folder, files = str(box.file), box.folder, box.files
         self.process = RunnerProcess(self.name, child, box, checker, limit_s, switched)
         self.last_loss = None
         message = {
-            "device": device, "folder": str(folder), "file": file, "utils": str(utils) if utils else None,
+            "device": device, "folder": str(folder), "file": file, "files": files,
             "compile": compile_only,
         }  # fmt: skip
         with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
@@ -331,8 +327,8 @@ class RunnerHandle:
         return what
 
     def tampering(self) -> Outcome | None:
-        """Return what was replaced in its process on a GPU, as a fault. Baselines are not looked at: the packages that
-        they call may patch what they like.
+        """Return the fault of objects that were replaced in its process on a GPU. Baselines are exempt: the packages
+        that they call may patch what they like.
         """
         process = self.running
         if self.baseline or process.checker.device == "cpu":
@@ -345,8 +341,8 @@ class RunnerHandle:
         return outcome.tampering_in(reply.replaced)
 
     def look(self) -> Outcome | None:
-        """Return the fault of processes that the submission started and that live on, now that its call is over. They
-        get a moment to end.
+        """Return the fault of processes that the submission started and that live after its call. They get a moment to
+        end.
         """
         if self.process is None or self.baseline:
             return None
@@ -362,7 +358,7 @@ class RunnerHandle:
 
 
 def admitted(reply: replies.Wanted | replies.Failed) -> replies.Wanted:
-    """Return `reply`. Reported if it says that an exception came through."""
+    """Return `reply`. Raise Reported if it reports an exception."""
     if isinstance(reply, replies.Failed):
         raise Reported(reply)
     return reply

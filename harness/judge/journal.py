@@ -1,14 +1,13 @@
 """The journal of an unfinished run: what it has found so far, on disk. --resume continues a run that was killed.
 
-results/<machine>/<problem>.<run_id>.partial.jsonl has one JSON object a line, each synced before the next: first the
-plan, then every finished test outcome, every finished group of timed calls (one process, one case, all submissions),
-decisions, and at the end the final records. These are then appended to <problem>.jsonl, and the journal is removed. The
-process that writes it holds a flock on it, which ends with the process.
+results/<machine>/<problem>.<run_id>.partial.jsonl has one JSON object a line, each synced before the next: the plan,
+each test outcome, each group of timed calls (one process, one case, all submissions), decisions, and at the end the
+final records. These are appended to <problem>.jsonl, and the journal is removed. The process that writes it holds a
+flock.
 
-A killed writer may leave a torn line. Such a line, or one that is not as _LINES says, is ignored, and its work is done
-again. Where a run was killed while it appended its records, the next run completes them (`settle`) and judges nothing.
-StorageError (harness/results/record.py): a journal cannot be read or written, say because the disk is full. What was
-written before stays, so --resume works once there is room.
+A torn line, or one that is not as _LINES says, is ignored, and its work is done again. If a run was killed while it
+appended its records, the next run completes them (`settle`). StorageError (harness/results/record.py): a journal cannot
+be read or written, say because the disk is full. What was written before stays.
 """
 
 import contextlib
@@ -22,20 +21,20 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from harness.judge.outcome import Outcome
 from harness.problem.folders import UsageError
-from harness.results import record, text
+from harness.results import record, schema, text
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class Group:
-    """What one process of each submission, or of those of one part, did on one benchmark case.
+    """The calls of one process of each submission, or of those of one part, on one benchmark case.
 
     outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
     failed it comes last. A submission that failed before has no submission. own: by judge's call its times in us.
@@ -57,13 +56,13 @@ GroupDone = Callable[[Group], None]
 
 @dataclass(frozen=True)
 class Have:
-    """What of one phase need not be run again."""
+    """The finished work of one phase."""
 
     tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     groups: dict[tuple[int, int, int], Group] = field(default_factory=dict)  # by process, case, part
 
     def test(self, submission: str, case: int) -> Outcome | None:
-        """The outcome of `submission` (its name) on test case number `case`."""
+        """Return the outcome of `submission` (its name) on test case number `case`."""
         return self.tests.get((submission, case))
 
     def group(self, process: int, case: int, part: int = 0) -> Group | None:
@@ -83,7 +82,7 @@ class Journal:
 
     @classmethod
     def create(cls, machine: str, problem: str, plan: dict) -> "Journal":
-        """A new one. plan: JSON; its run_id names the file, the rest is compared when the run is resumed."""
+        """Begin a journal. plan: JSON; its run_id names the file, the rest is compared when the run is resumed."""
         path = record.RESULTS / machine / f"{problem}.{plan['run_id']}{record.PARTIAL}"
         fresh = path.with_name(f"new.{path.name}")  # `settle` of another process sees no journal before it has its plan
         try:
@@ -102,7 +101,7 @@ class Journal:
 
     @classmethod
     def resume(cls, machine: str, problem: str, run_id: str | None = None) -> "Journal":
-        """The unfinished run `run_id`, by default the newest of the problem that no process holds.
+        """Return the journal of run `run_id`, by default of the problem's newest unfinished run that no process holds.
 
         UsageError: there is none, or a process that still lives holds it.
         """
@@ -132,7 +131,7 @@ class Journal:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a plan; without one nothing else can be used."""
+        """Return whether there is a plan; without one the other lines are of no use."""
         return bool(self.lines) and self.lines[0]["kind"] == "plan"
 
     @property
@@ -141,7 +140,7 @@ class Journal:
 
     @property
     def resumable(self) -> bool:
-        """Whether --resume can go on with it: it is still there, and something is known that would be lost."""
+        """Return whether --resume can continue the run: the journal exists, and has more than a plan."""
         return self.path.exists() and self._holds_work()
 
     @property
@@ -149,41 +148,40 @@ class Journal:
         return len(self.noted("resumed"))
 
     def summary(self) -> str:
-        """What it knows, in words."""
         return f"{len(self.noted('test'))} test outcomes and {len(self.noted('group'))} groups of timed calls are known"
 
     def have(self, phase: str = "benchmark") -> Have:
-        """What is known: every test, and the groups of `phase`."""
+        """Return the finished work: every test, and the groups of `phase`."""
         tests = {(at["submission"], at["case"]): Outcome(**at["outcome"]) for at in self.noted("test")}
         groups = [_GROUP.validate_python(at) for at in self.noted("group") if at.get("phase") == phase]
         return Have(tests, {(group.process, group.case, group.part): group for group in groups})
 
     def test(self, submission: str, case: int, outcome: Outcome) -> None:
-        """A test case is done."""
         self._write({"kind": "test", "submission": submission, "case": case, "outcome": dataclasses.asdict(outcome)})
 
     def group(self, phase: str = "benchmark") -> GroupDone:
-        """The function to call when a group of `phase` is done."""
+        """Return the function that records a finished group of `phase`."""
         return lambda group: self._write({"kind": "group", "phase": phase, **dataclasses.asdict(group)})
 
     def note(self, kind: str, **facts: object) -> None:
-        """Another thing that is settled, such as the choice of the leader to confirm against."""
+        """Record another decision, such as the leader of a confirmation."""
         self._write({"kind": kind, **facts})
 
     def noted(self, kind: str) -> list[dict]:
         return [line for line in self.lines if line["kind"] == kind]
 
     def finish(self, records: list[dict]) -> None:
-        """Append the final records to the truth, each exactly once even if this is killed half way, and end.
+        """Append the final records to the problem's file, each exactly once even after a kill, and remove the journal.
 
-        ValueError if a record holds what JSON cannot (NaN, infinity); then nothing is written.
+        ValueError if one is no record; then nothing is written.
         """
-        json.dumps(records, allow_nan=False)
+        for one in records:
+            record.checked(one)
         self._write({"kind": "final", "records": records})
         self._settle()
 
     def close(self) -> None:
-        """Let go of it. It stays for --resume, unless nothing but its plan is known."""
+        """Release the journal. It stays for --resume, unless it has only a plan."""
         if not self._file.closed and not self._holds_work():
             with contextlib.suppress(OSError):  # what holds nothing but a plan does no harm
                 self.path.unlink()
@@ -212,7 +210,7 @@ class Journal:
 
 
 def unfinished(machine: str, problem: str) -> list[Path]:
-    """The journals of `problem` on `machine`, oldest first; held ones too."""
+    """Return the journals of `problem` on `machine`, oldest first, those that a process holds too."""
     return sorted(
         path
         for path in (record.RESULTS / machine).glob(f"{glob.escape(problem)}.*{record.PARTIAL}")
@@ -221,10 +219,9 @@ def unfinished(machine: str, problem: str) -> list[Path]:
 
 
 def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
-    """Complete what killed runs had left to append, and drop journals of runs that were killed before they had begun.
-
-    -> (run ids whose records were completed, run ids that --resume can go on with). Those that a process holds are
-    left alone and not named.
+    """Complete what killed runs had left to append, and remove journals of runs that were killed before they began.
+    Return (run ids whose records were completed, run ids that --resume can continue), without those of living
+    processes.
     """
     completed, open_ones = [], []
     for path in unfinished(machine, problem):
@@ -247,7 +244,7 @@ def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
 
 
 def attempts(machine: str, problem: str, variant: str) -> set[str]:
-    """The unfinished runs that have timed a variant of this name: giving a run up does not undo the attempt."""
+    """Return the unfinished runs that have timed a variant of this name: they count as attempts too."""
     found = set()
     for path in unfinished(machine, problem):
         with contextlib.suppress(FileNotFoundError):
@@ -258,7 +255,7 @@ def attempts(machine: str, problem: str, variant: str) -> set[str]:
 
 
 def _hold(path: Path) -> BinaryIO:
-    """`path` open for reading from its start and for appending, locked; a torn last line is closed.
+    """Open and lock `path`, for reading from its start and for appending, and close a torn last line.
 
     BlockingIOError: another process holds it. FileNotFoundError: it is gone. StorageError: any other trouble with it.
     """
@@ -275,7 +272,7 @@ def _hold(path: Path) -> BinaryIO:
 
 
 def _locked(path: Path, how: int) -> BinaryIO:
-    """`path` open for reading and appending, locked. how: O_CREAT for a new file, LOCK_NB for one that is there."""
+    """Open and lock `path`, for reading and appending. how: O_CREAT for a new file, LOCK_NB for an old one."""
     file = os.fdopen(
         os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | how & os.O_CREAT, 0o644), "ab+", buffering=0
     )
@@ -289,7 +286,7 @@ def _locked(path: Path, how: int) -> BinaryIO:
 
 @contextlib.contextmanager
 def _telling(path: Path) -> Iterator[None]:
-    """As record.storing, but that a file is gone or held by another process comes through."""
+    """As record.storing, but let the errors of a missing file, and of one that another process holds, pass."""
     try:
         with record.storing(path):
             yield
@@ -300,7 +297,7 @@ def _telling(path: Path) -> Iterator[None]:
 
 
 def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
-    """-> (the lines that can be used, complaints about the others)."""
+    """Return (the usable lines, complaints about the others)."""
     lines, complaints = [], []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -318,8 +315,11 @@ def _check(line: dict) -> None:
     """Raise ValueError unless a line of a journal is as those that read it rely on."""
     if not isinstance(kind := line.get("kind"), str):
         raise ValueError("it must have a kind")
-    if kind in _LINES:
-        _LINES[kind].validate_python(line)
+    try:
+        if kind in _LINES:
+            _LINES[kind].validate_python(line)
+    except ValidationError as error:
+        raise ValueError(schema.said_of(error)) from None
 
 
 _GROUP = TypeAdapter(Group)
@@ -330,7 +330,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "clock": {"name": str},
     "audit": {"submissions": dict[str, dict]},
     "confirm": {"challenger": str, "leader": dict, "opponent": str | None},
-    "final": {"records": list[dict]},
+    "final": {"records": list[Annotated[dict, AfterValidator(record.checked)]]},
 }
 _LINES: dict[str, TypeAdapter] = {"group": _GROUP} | {
     kind: TypeAdapter(dataclasses.make_dataclass(kind, fields.items())) for kind, fields in _FIELDS.items()
@@ -338,7 +338,7 @@ _LINES: dict[str, TypeAdapter] = {"group": _GROUP} | {
 
 
 def _split(path: Path) -> tuple[str, str]:
-    """-> (problem, run id) of a journal's path."""
+    """Return (problem, run id) of a journal's path."""
     problem, _, run_id = path.name.removesuffix(record.PARTIAL).rpartition(".")
     return problem, run_id
 

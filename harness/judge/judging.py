@@ -1,4 +1,4 @@
-"""One run's judgement: the test cases, the timed calls, and the confirmation of whoever would take the lead."""
+"""The judgement of one run: the test cases, the timed calls, and the confirmation of a new first place."""
 
 import argparse
 import contextlib
@@ -19,10 +19,10 @@ from harness.results import environment, ranking, record
 
 
 class Judging:
-    """Fills in what came of each submission; the caller holds the device, and records.
+    """Fills in the results of the submissions. The caller holds the device, and records.
 
-    journal: of a run that is recorded, what of it is done is taken from there; None: the run is not recorded, and
-    nothing has to be confirmed. enter: makes a submission part of the run, or says with None that it cannot be.
+    journal: of a recorded run, whose finished work is taken from it; None: the run is not recorded, and nothing is
+    confirmed. enter: makes a submission part of the run, or returns None if it cannot be.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Judging:
     ) -> None:  # fmt: skip
         self.problem, self.device, self.target, self.args = problem, device, target, args
         self.recorder, self.journal, self.enter = recorder, journal, enter
-        self.opponents: list[Result] = []  # leaders that took part in a confirmation alone
+        self.opponents: list[Result] = []  # leaders that took part in a confirmation only
         self.judged: list[Result] = []
         self.cases: list[Case] = []
         self.handles: dict[str, RunnerHandle] = {}
@@ -84,7 +84,7 @@ class Judging:
                 console.say(f"{j.submission.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
 
     def _time(self, session: Session, judged: list[Result], paired: bool, progress: Progress, phase: str) -> None:
-        """Time these, and pair the first with the second; what of `phase` the journal has is taken from there."""
+        """Time these, and pair the first with the second. Finished groups of `phase` come from the journal."""
         group, have = None, journal.NOTHING
         if self.journal:
             kept, write, have = self.journal, self.journal.group(phase), self.journal.have(phase)
@@ -106,7 +106,7 @@ class Judging:
             verdict.pair(*judged)
 
     def _confirm(self, session: Session, progress: Progress, kept: Journal) -> None:
-        """Time whoever would take the lead once more (see harness/judge/confirm.py), until no other would."""
+        """Time the submission that would take the lead once more (harness/judge/confirm.py), until none would."""
         settled = kept.noted("confirm")  # by the run that is resumed
         while said := settled.pop(0) if settled else self._challenge(kept):
             leader, name = said["leader"], said["challenger"]
@@ -130,7 +130,7 @@ class Judging:
             self._time(session, two, len(two) == 2, progress, f"confirm {name}")
 
     def _challenge(self, kept: Journal) -> dict | None:
-        """Who has to be confirmed now, noted in the journal: challenger, leader, opponent (its source hash or None)."""
+        """Return the next confirmation, and note it: challenger, leader, opponent (its source hash or None)."""
         wanted = [ranking.case_label(case.params) for case in self.cases]
         records = record.read(environment.machine(self.device), self.problem.name)
         leader = confirm.present_leader(records, self.target, wanted, self.problem.ranking_by)
@@ -144,7 +144,7 @@ class Judging:
         return said
 
     def _opponent(self, name: str) -> Result | None:
-        """The leader of that name, from this run or from variants/; None where it cannot be timed here."""
+        """Return the leader of that name, from this run or from variants/; None if it cannot be timed here."""
         for j in (*self.judged, *self.opponents):
             if j.submission.name == name:
                 return j if not j.status and all(o.status == "PASSED" for _, o in j.tests) else None
@@ -168,12 +168,11 @@ class Judging:
             self.journal.note("audit", submissions=audits)
 
     def _noted_audit(self, name: str) -> dict | None:
-        """Return what was looked at in this submission's processes before the run was interrupted."""
         lines = self.journal.noted("audit") if self.journal else []
         return next((line["submissions"][name] for line in reversed(lines) if name in line["submissions"]), None)
 
     def _note_others(self) -> None:
-        """Say and record who else is on the GPU; called while no process of this run is."""
+        """Report and record other users of the GPU, while no process of this run uses it."""
         if self.device == "cpu":
             return
         try:

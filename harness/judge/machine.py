@@ -1,8 +1,9 @@
-"""What the machine did to the judge, in one line: a full disk, no compiler, no memory. No submission is to blame.
+"""Failures of the machine, such as a full disk, no compiler or no memory, as a message. No submission caused them.
 
 An exception that this module does not know is a bug of the judge, and keeps its traceback.
 """
 
+import contextlib
 import errno
 import subprocess
 import tempfile
@@ -24,7 +25,7 @@ _SAID = 500  # characters
 
 
 def said_of(error: Exception) -> str | None:
-    """Return what failed, where, and what to do, on one line; None for what is no failure of the machine."""
+    """Return one line that says what failed, where, and what to do; None if the machine did not fail."""
     if isinstance(error, record.StorageError | DeviceError | SandboxError):
         return text.line(error, _SAID)
     if isinstance(error, build.BuildError):
@@ -37,23 +38,17 @@ def said_of(error: Exception) -> str | None:
 
 
 def _of_system(error: OSError) -> str | None:
-    places = {build.directory(): "set KERNEL_BUILD_DIR", **_temporary()}
+    places = {build.directory(): "set KERNEL_BUILD_DIR"}
+    with contextlib.suppress(OSError):
+        places[Path(tempfile.gettempdir())] = "set TMPDIR"
     path = Path(error.filename) if isinstance(error.filename, str) else None
-    helps = [f"{what} to a folder that can be written" for folder, what in places.items() if _within(path, folder)]
-    # A file that is not there is a bug of ours, but in folders that the user chose, or where tempfile finds none.
+    helps = [
+        f"{what} to a folder that can be written"
+        for folder, what in places.items()
+        if path and (path.parent == folder or folder.is_relative_to(path))
+    ]
+    # A missing file is a bug of the judge, except in folders that the user chose, or where tempfile finds none.
     missing = error.errno in (errno.ENOENT, errno.EEXIST) and (helps or path is None)
     if error.errno is not None and error.errno not in _ERRORS and not missing:
         return None
     return "; ".join([record.said_of(error), *helps[:1]])
-
-
-def _temporary() -> dict[Path, str]:
-    try:
-        return {Path(tempfile.gettempdir()): "set TMPDIR"}
-    except OSError:
-        return {}
-
-
-def _within(path: Path | None, folder: Path) -> bool:
-    """Whether `path` is `folder`, directly in it, or on the way to it."""
-    return path is not None and (path.parent == folder or folder.is_relative_to(path))

@@ -1,4 +1,4 @@
-"""What became of a call: its times, what each source said of it, and the one verdict that follows.
+"""The outcome of a call: its times, the finding of each source, and the verdict that follows.
 
 A source (the clock, the checker, the audit, the memory) returns an Outcome for a fault and None otherwise. `decide`
 makes the verdict of them.
@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, ConfigDict
 
 from harness.judge import replies
-from harness.results import record, text
+from harness.results import schema, text
 from harness.runner import gate
 
-# From a call's end until its runner was told to stop: what it may still write then is bounded. To tell a thread takes a
-# moment, so honest pools get more; not without limit, since idle threads cost nothing.
+# From a call's end until all its threads have the order to stop: it bounds what they may still write. An order takes a
+# moment for each thread, so pools get more time; not without limit, since idle threads cost nothing.
 STOP_LIMIT_US, STOP_THREAD_US, STOP_THREADS = 250, 2, 256
 # That a call's threads may wait for a processor beside tasks of others: the larger of so many us and this share of it.
 BUSY_US = 100
@@ -24,20 +24,20 @@ NAMED = 5  # replaced objects in a report
 
 
 def _known(status: str) -> str:
-    if status not in record.STATUSES:
-        raise ValueError(f"a verdict must be one of {', '.join(record.STATUSES)}, got {status!r}")
+    if status not in schema.STATUSES:
+        raise ValueError(f"a verdict must be one of {', '.join(schema.STATUSES)}, got {status!r}")
     return status
 
 
 @dataclass
 class Outcome:
-    """What became of one call. us and the rest are None unless the call returned.
+    """The outcome of one call. us and the fields after it are None unless the call returned.
 
-    us: the clock's reading, what the clock itself costs included. On a GPU, by the parent's clock, ready_us: until the
-    runner was ready to make the call; outside_us: from "go" to the reply, less the spin that was ordered. On a CPU,
-    stop_us: from "done" until all of the runner had been told to stop; late: that was too long for a score; busy: its
-    threads waited for a processor, which tasks of other processes wanted too. bytes: that a call on these contents must
-    move, where the task says that for contents.
+    us: the clock's reading, with the cost of the clock. On a GPU, by the judge's clock, ready_us: until the runner was
+    ready to make the call; outside_us: from "go" to the reply, less the ordered spin. On a CPU, stop_us: from "done"
+    until all of the runner had the order to stop; late: that was too long for a score; busy: its threads waited for a
+    processor, which tasks of other processes wanted too. bytes: what a call on these contents must move, if the task
+    says that of contents.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a journal
@@ -66,8 +66,8 @@ def known(value: float | None) -> float:
 
 @dataclass
 class Audit:
-    """What was looked at beside the outputs. calls: audited ones; records: of the driver on what ran where, in them;
-    prepare_us and kept_bytes where weights are prepared.
+    """What the judge looked at besides the outputs. calls: audited calls; records: the driver's records of them;
+    prepare_us and kept_bytes if weights are prepared.
     """
 
     calls: int = 0
@@ -78,7 +78,7 @@ class Audit:
 
 @dataclass
 class Findings:
-    """What is known of a call that returned, source by source. None: the source found no fault, or was not asked.
+    """What each source found of a call that returned. None: the source found no fault, or was not asked.
 
     times: a passed Outcome that holds the times. claims: what the runner says of the tensors that came back; None if it
     was not asked. activity: the driver's records of an audited call.
@@ -95,7 +95,7 @@ class Findings:
 
 
 def decide(found: Findings) -> Outcome:
-    """Return the outcome of a call: its times, with the first fault of its sources as the verdict."""
+    """Return the outcome of a call: its times, and the first fault of its sources as the verdict."""
     faults = (found.tampering, found.after_done, found.checked, found.audit, found.memory)
     passed = found.checked or found.times
     verdict = next((fault for fault in faults if fault and fault.status != "PASSED"), passed)
@@ -129,8 +129,7 @@ def written_later(changed: int) -> Outcome | None:
         return None
     return Outcome(
         "CHEAT_SUSPECTED",
-        f"outputs were written after the call had ended: of at most {gate.WORDS} words that were looked at, "
-        f"{changed} changed later",
+        f"outputs were written after the call had ended: {changed} of at most {gate.WORDS} sampled words changed later",
     )
 
 
@@ -150,17 +149,10 @@ def tampering_in(names: list[str]) -> Outcome | None:
     return Outcome("CHEAT_SUSPECTED", f"tampering, this was replaced in its process: {', '.join(names[:NAMED])}")
 
 
-def records_missing() -> Outcome:
-    """Return the fault of an audited call of which the driver recorded nothing, on a machine where it records."""
-    return Outcome(
-        "CHEAT_SUSPECTED", "tampering: of its audited call the driver gave no record, of the judge's own it does"
-    )
-
-
 def ran_elsewhere(activity: replies.Seen | None) -> Outcome | None:
     """Return the fault of an audited call whose work ran on other streams than the default one."""
     if activity is None or not activity.elsewhere:
         return None
-    named = (f"queue {stream}: {', '.join(names)}" for stream, names in activity.elsewhere.items())
+    named = (f"stream {stream}: {', '.join(names)}" for stream, names in activity.elsewhere.items())
     said = text.line("; ".join(named), NAMES)
-    return Outcome("RULE_BROKEN", f"work ran on another queue than the default one: {said}")
+    return Outcome("RULE_BROKEN", f"work ran on another stream than the default one: {said}")

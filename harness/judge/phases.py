@@ -1,15 +1,15 @@
 """The two phases of a judgement: one call on every test case, then fixed numbers of timed calls on benchmark cases.
 
-All submissions get equal contents, one after the other in a random order, so that drift falls on all of them. Each
-timed call is checked. Its seed is drawn after the call before it was closed.
+All submissions get equal contents, one after the other in random order, so that drift affects all of them. The judge
+checks each timed call, and draws its seed after the previous call was closed.
 """
 
-import contextlib
+import dataclasses
 import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness.judge import readings
@@ -49,8 +49,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """How many of what, in a benchmark. processes: fresh ones of each submission, `together` of them at once; samples,
-    warmups, audits: calls a process and case; extra: rounds more at most, where the machine was busy.
+    """The counts of a benchmark. processes: fresh ones of each submission, `together` of them at once; samples,
+    warmups, audits: calls per process and case; extra: further rounds at most, if the machine was busy.
     """
 
     processes: int
@@ -63,7 +63,7 @@ class Plan:
 
 
 def plan(device: str, paired: bool = False) -> Plan:
-    """Return what a run on `device` does. Nothing that a submission does changes it."""
+    """Return the counts of a run on `device`. No submission can change them."""
     count, together, samples = (
         (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     )  # fmt: skip
@@ -78,9 +78,8 @@ def run_tests(
     done: Callable[[RunnerHandle, Case, Outcome], None], progress: Progress, have: Have = NOTHING,
     limit_s: float | None = None,
 ) -> dict[str, list[Outcome]]:  # fmt: skip
-    """Call every submission once on every case. Return the outcomes by submission, in the order of the cases.
-
-    What `have` holds is not run again, but is passed to `done` too. limit_s: for all calls of a submission together.
+    """Call every submission once on every case. Return the outcomes by submission, in the order of the cases. `done`
+    receives each one. Outcomes in `have` are not measured again. limit_s: for all calls of a submission together.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     budget = Budget(limit_s)
@@ -95,11 +94,7 @@ def run_tests(
             outcome = have.test(handle.name, number)
             if outcome is None:
                 progress(f"test {number + 1}/{len(cases)}  {case}  {handle.name}")
-                outcome = budget.exhausted(handle)
-            if outcome is None:
-                with budget.spending(handle) as left_s:
-                    request = CallRequest(1, within_s=left_s, audit=audited[handle.name] == number)
-                    outcome = session.call(handle, request)
+                outcome = budget.call(session, handle, CallRequest(1, audit=audited[handle.name] == number))
                 if outcome.status == "PASSED" and number == len(cases) - 1:
                     outcome = handle.look() or outcome
             results[handle.name].append(outcome)
@@ -112,10 +107,9 @@ def run_benchmarks(
     session: Session, handles: list[RunnerHandle], cases: list[Case], progress: Progress, paired: bool = False,
     group: GroupDone | None = None, have: Have = NOTHING, limit_s: float | None = None, how: Plan | None = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:  # fmt: skip
-    """Time every submission on every case. Return (timings by submission, the judge's own readings by case).
-
-    group: receives each finished group of calls (one process, one case); those that `have` holds are not run again.
-    limit_s: for all calls of a submission together.
+    """Time every submission on every case. Return (timings by submission, the judge's own readings by case). group:
+    receives each finished group of calls (one process, one case). Groups in `have` are not measured again. limit_s: for
+    all calls of a submission together.
     """
     how = how or plan(session.device, paired)
     made = Benchmark(
@@ -209,7 +203,7 @@ class Benchmark:
         self.session.stop(self.judge, *everybody)
 
     def _take(self, known: Group) -> None:
-        """Take over a group that an interrupted run had finished."""
+        """Take over a group that an interrupted run finished."""
         for name, outcomes in known.outcomes.items():
             timing = self.timings[name][known.case]
             timing.outcomes[known.process] += [o for o in outcomes if o.status == "PASSED"]
@@ -218,7 +212,7 @@ class Benchmark:
         self.readings[known.case].state = known.state
 
     def _group(self, process: int, part: int, number: int, handles: list[RunnerHandle]) -> _Group:
-        """Return an empty group, with the places of the audited calls that are due in it."""
+        """Return an empty group with the places of its audited calls."""
         names = [_name(handle) for handle in handles]
         audits = {
             name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
@@ -266,13 +260,12 @@ class Benchmark:
                 self.done(Group(group.process, number, group.outcomes, group.own, group.seeds, found.state, group.part))
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
-        """Return the names of the submissions that have too few calls yet."""
         timings = {_name(handle): self.timings[_name(handle)][number] for handle in group.handles}
         return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
 
     def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
-        """On a CPU, make a round that is not scored: a process whose memory is measured, or which prepares weights,
-        runs before its call, and could do work for it there.
+        """On a CPU, make a round that is not scored: a process that prepares weights, or whose memory is measured, runs
+        before its call, and could do work for it.
         """
         for group in groups if self.session.device == "cpu" else ():
             self._round(number, group, 0, False, measure)
@@ -283,7 +276,7 @@ class Benchmark:
         """
         group.seeds.append(self.session.content(self.cases[number]))
         lacking = self._lacking(number, group)
-        # What is taken off a reading is read where readings are: beside the same work of the judge.
+        # The judge's empty call, whose reading is taken off, is made among the others.
         judge = [self.judge] if self.session.device == "cpu" else []
         outcomes = {}
         for handle in _order([*group.handles, *judge], sample, self.paired):
@@ -309,7 +302,7 @@ class Benchmark:
                 group.spare.setdefault(name, []).append(outcome)
 
     def _complete(self, timing: Timing, group: _Group, name: str) -> None:
-        """Give a submission that the machine left too few quiet calls those beside which it was busy."""
+        """Give a submission with too few quiet calls the busy ones too."""
         missing = self.how.samples - len(timing.outcomes[group.process])
         if timing.failure or missing <= 0:
             return
@@ -331,30 +324,24 @@ class Benchmark:
         timing = self.timings[name][number]
         if timing.failure:
             return None
+        request = CallRequest(self.how.buffers, measure=measure, stay=True)
         for _ in range(group.audits.get(name, []).count(sample)):  # each on contents that no other call has
             seed = group.seeds[-1]
             group.seeds.insert(-1, self.session.content(case))
-            outcome = handle.look() or self._within_budget(handle, measure, audit=True)
+            outcome = handle.look() or self.budget.call(self.session, handle, dataclasses.replace(request, audit=True))
             self.session.content(case, int(seed))
             if outcome.status != "PASSED":
                 break
         else:
-            outcome = self._within_budget(handle, measure, audit=False)
+            outcome = self.budget.call(self.session, handle, request)
         if outcome.status == "PASSED":
             return outcome
         timing.failure = outcome
         group.outcomes.setdefault(name, []).append(outcome)
         return None
 
-    def _within_budget(self, handle: RunnerHandle, measure: bool, audit: bool) -> Outcome:
-        """Make a call, or return the outcome of one for which no time is left."""
-        if exhausted := self.budget.exhausted(handle):
-            return exhausted
-        with self.budget.spending(handle) as left_s:
-            return self.session.call(handle, CallRequest(self.how.buffers, "", None, left_s, audit, measure, stay=True))
-
     def _own_calls(self, group: _Group, sample: int) -> None:
-        """Make the judge's own calls beside a process of each submission: the readers, on a GPU also the empty one."""
+        """Make the judge's own calls beside a process of each submission: the readers, and on a GPU the empty call."""
         for what in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
             outcome = self._own_call(group, what, sample)
             if sample >= 0 and self.session.device == "cuda":
@@ -372,8 +359,8 @@ class Benchmark:
         return outcome
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
-        """Call each process once on the first test case where weights are prepared: what it keeps is counted from then
-        on, when its code is loaded. The outcome is not judged here; run_tests did that.
+        """Call each process once on the first test case if weights are prepared. What it keeps is counted from then on,
+        when its code is loaded. run_tests has judged the outcome.
         """
         tests = self.session.problem.tests
         if not tests or self.session.weights(tests[0]) is None:
@@ -412,20 +399,15 @@ class Budget:
         self.limit_s = math.inf if limit_s is None else limit_s
         self.spent_s: dict[str, float] = {}  # by submission, over all its processes
 
-    def exhausted(self, handle: RunnerHandle) -> Outcome | None:
-        """Return the outcome of a call for which nothing is left."""
-        if self.spent_s.get(handle.owner, 0.0) < self.limit_s:
-            return None
-        return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
-
-    @contextlib.contextmanager
-    def spending(self, handle: RunnerHandle) -> Iterator[float]:
-        """Take off what is done within, and yield the seconds that are left before."""
-        name = handle.owner
-        spent_s = self.spent_s.get(name, 0.0)
+    def call(self, session: Session, handle: RunnerHandle, request: CallRequest) -> Outcome:
+        """Make a call within the time that is left. TIMEOUT, without a call: none is left."""
+        spent_s = self.spent_s.get(handle.owner, 0.0)
+        if spent_s >= self.limit_s:
+            return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
         before = time.monotonic()
-        yield self.limit_s - spent_s
-        self.spent_s[name] = spent_s + time.monotonic() - before
+        outcome = session.call(handle, dataclasses.replace(request, within_s=self.limit_s - spent_s))
+        self.spent_s[handle.owner] = spent_s + time.monotonic() - before
+        return outcome
 
 
 def _order(handles: list[RunnerHandle], sample: int, paired: bool) -> list[RunnerHandle]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from harness.judge.verdict import Result
 from harness.problem import sources
-from harness.problem.folders import Case, Problem, UsageError
-from harness.results import environment, record
+from harness.problem.folders import Case, Problem, UsageError, reading
+from harness.results import environment, record, schema
 
 # Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
 OPTIONS = ("mode", "variant", "submission", "against", "all", "seed", "timeout")
@@ -22,16 +22,14 @@ def make(
     tests: list[Case], benchmarks: list[Case],
 ) -> dict:  # fmt: skip
     """The plan as JSON: what a record names, and a hash of everything that an outcome depends on."""
-    files = [problem.folder / name for name in ("task.py", "reference.py", "task.yml")]
-    files += [problem.utils] if problem.utils else []
-    if problem.composition:  # whose reference is made of the folder's modules
-        files += sources.modules(problem.folder / "reference.py", problem.folder)
+    with reading(problem.name):
+        problem_hash = sources.problem_hash(problem.folder, problem.files.values())
     return {
-        "run_id": run_id, "schema": record.SCHEMA, "target": target,
+        "run_id": run_id, "schema": schema.SCHEMA, "target": target,
         "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},
         "submissions": {one.submission.name: one.source_hash for one in submissions},
         "tests": [_case(case) for case in tests], "benchmarks": [_case(case) for case in benchmarks],
-        "problem_hash": record.source_hash(file for file in files if file.is_file()),
+        "problem_hash": problem_hash,
         "harness_hash": record.harness_hash(), "environment": environment.describe(),
     }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The bound on what a submission keeps of prepared weights (docs/rules.md, rule 2).
 
-Memory of the device, of the runner's processes and of its files is measured around each request that may add to it.
-Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds more than then
-must fit into `allowed`.
+The judge measures the memory of the device, of the runner's processes and of its files around each request that may add
+to it. Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds beyond
+that must not exceed the bound.
 """
 
 import time
@@ -19,16 +19,14 @@ CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kerne
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes at one moment. device_free: of device memory that no process holds; host: of memory and files that the
-    runner takes.
-    """
+    """Bytes at one moment. device_free: device memory that no process holds; host: memory and files of the runner."""
 
     device_free: int
     host: int
 
 
 def measure(handle: RunnerHandle) -> Size | None:
-    """Return what a runner takes now, after it gave back what no tensor holds; None if it is gone, or was lost here."""
+    """Return what a runner takes now, after it freed what no tensor holds; None if it is gone, or was lost here."""
     process = handle.process
     if process is None or process.workdir is None:
         return None
@@ -48,7 +46,7 @@ def measure_counted(handle: RunnerHandle) -> Size | None:
 
 
 def begin(handle: RunnerHandle) -> bool:
-    """Count from here on what a runner keeps. Return False if it was lost meanwhile."""
+    """Count from now on what a runner keeps. Return False if it was lost meanwhile."""
     size = measure(handle)
     if size is None:
         return False

@@ -1,4 +1,4 @@
-"""What times are worth: the judge's own readings beside them, the bounds on a claim, and the cost of the clock."""
+"""The judge's own readings beside the times, the bounds on a claimed time, and the cost of the clock."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ OUTSIDE, READY = "outside", "ready"
 
 @dataclass
 class Timing:
-    """One submission's timed calls on one case; the lists hold one list per process."""
+    """The timed calls of one submission on one case, with one list per process."""
 
     case: Case
     outcomes: list[list[Outcome]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Timing:
 
 @dataclass
 class ReferenceReadings:
-    """What the judge measured beside the submissions on one case, under the same clock, in us."""
+    """What the judge measured on one case besides the submissions, under the same clock, in us."""
 
     roofline_us: float
     roofline_config: str
@@ -64,9 +64,8 @@ class ReferenceReadings:
 
 @dataclass
 class CaseReadings:
-    """What the judge reads beside the submissions on one case, as it comes in. bytes: that a call must move, None while
-    that is unknown; own: by judge's call its times in us; state: (clocks in MHz, throttle reasons), each None where
-    unknown.
+    """What the judge has read so far on one case besides the submissions. bytes: that a call must move, None while it
+    is unknown; own: by judge's call its times in us; state: (clocks in MHz, throttle reasons), each None where unknown.
     """
 
     case: Case
@@ -76,7 +75,6 @@ class CaseReadings:
     state: tuple = (None, None)
 
     def add(self, own: dict[str, list[float]], seeds: list[str]) -> None:
-        """Add the readings and the seeds of one group of calls."""
         for what, times in own.items():
             self.own.setdefault(what, []).extend(times)
         self.seeds += seeds

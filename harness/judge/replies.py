@@ -1,7 +1,7 @@
-"""What a runner may say, field by field. A reply is the word of the process that holds the submission.
+"""The form of every reply of a runner, field by field. The process that holds the submission writes the replies.
 
-`read` is the one way in: it checks type, range and length of every field and cleans every text. What does not fit is
-that submission's RUNTIME_ERROR.
+`read` checks type, range and length of every field and cleans every text. A reply that does not fit is that
+submission's RUNTIME_ERROR.
 """
 
 import json
@@ -65,17 +65,17 @@ class Reply(BaseModel):
 
 
 class Done(Reply):
-    """It was done as asked, and there is nothing to say of it."""
+    """The request was carried out."""
 
 
 class Ready(Reply):
-    """It waits for the judge's "go"."""
+    """The runner waits for the judge's "go"."""
 
     ready: Literal[True]
 
 
 class Failed(Reply):
-    """An exception came through. failed: the request that it was in, or "compile"."""
+    """An exception. failed: the request that raised it, or "compile"."""
 
     failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "profile", "sealed"]
     type: Name
@@ -101,7 +101,7 @@ class Prepared(Reply):
 class Claim(Reply):
     """One object that a call returned. same: it is the tensor that the judge handed out.
 
-    In a GPU MODE folder a tuple, list or dict has `items`, a dict also `keys`, and a plain value has `value`.
+    In a GPU MODE folder a tuple, list or dict has `items`, a dict also `keys`, and a plain value is JSON in `value`.
     """
 
     type: Name
@@ -112,7 +112,7 @@ class Claim(Reply):
     same: bool = False
     items: Annotated[list["Claim"], Field(max_length=LISTED)] = []
     keys: Names = []
-    value: bool | Annotated[int, Field(ge=-(2**63), lt=2**63)] | float | Text | None = None
+    value: Text = ""
 
 
 Claims = Annotated[list[Claim], Field(max_length=LISTED)]
@@ -132,7 +132,7 @@ class Noted(Reply):
 
 
 class Seen(Reply):
-    """What the driver recorded of a call. elsewhere: names of work by queue."""
+    """What the driver recorded of a call. elsewhere: names of work by stream."""
 
     records: Count
     elsewhere: Annotated[dict[Name, Names], Field(max_length=LISTED)]

@@ -1,4 +1,4 @@
-"""What the arguments of a run choose: the submissions, the cases, and whether a submission may run here."""
+"""The choices that the arguments of a run make: submissions and cases; and whether a submission may run here."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from problems.common import load
 
 @dataclass(frozen=True)
 class Selection:
-    """What `args` (harness/run.py's) choose of a problem, for a run on `device` and `target`."""
+    """What the arguments of harness/run.py choose of a problem, for a run on `device` and `target`."""
 
     problem: Problem
     args: argparse.Namespace
@@ -59,7 +59,7 @@ class Selection:
         return [first, second]
 
     def target_of(self, submission: Submission) -> str:
-        """Return the run's target, or for a submission that is not made for it, the first of its own."""
+        """Return the run's target, or for a submission without it, the first target of the submission."""
         return self.target if self.target in submission.targets else submission.targets[0]
 
     def admit(self, j: Result) -> bool:
@@ -74,7 +74,7 @@ class Selection:
         return not refused
 
     def cases(self) -> tuple[list[Case], list[Case]]:
-        """Return the test cases and the benchmark cases that are looked at."""
+        """Return the test cases and the benchmark cases of this run, without those that the mode leaves out."""
         mode, timed = self.args.mode, self.problem.benchmarks[self.device]
         if self.args.sanitize:
             return self._matching(self.problem.tests, "test"), []
@@ -82,7 +82,6 @@ class Selection:
         return tests, self._matching(timed, "benchmark") if mode != "test" else []
 
     def tests(self) -> list[Case]:
-        """Return the test cases of this run."""
         args = self.args
         tests = self._matching(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
         if args.case and args.mode == "leaderboard":

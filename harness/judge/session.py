@@ -1,6 +1,6 @@
-"""One checker and the runners that it feeds: a session starts them, makes calls, and returns verdicts.
+"""A session: one checker and its runners. It starts them, makes calls, and returns outcomes.
 
-The parent decides; a runner only says what happened in it. docs/architecture.md follows one call.
+docs/architecture.md follows one call.
 """
 
 import functools
@@ -23,9 +23,8 @@ SWITCHES_SHOWN = 4  # of those that a submission changed
 
 
 class Session:
-    """A checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. A context manager.
-
-    notes: for the record. say: receives each note of a submission at once.
+    """A context manager: a checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. notes:
+    for the record. say: receives each note of a submission at once.
     """
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:
@@ -57,14 +56,14 @@ class Session:
         self.checker.close()
 
     def weights(self, case: Case, seed: int | None = None) -> str | None:
-        """Make new weights for `case`, where the problem has such. Return the seed as text; None where it has none."""
+        """Make new weights for `case`. Return the seed as text; None if the problem has no weights."""
         seed = secrets.randbits(63) if seed is None else seed
         self._split = self.checker.ask({"op": "new_weights", "case": case.params, "seed": seed})["split"]
         self._weights += 1
         return str(seed) if self._split else None
 
     def content(self, case: Case, seed: int | None = None) -> str:
-        """Make fresh contents, from a secret seed if none is given. Return the seed as text."""
+        """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = secrets.randbits(63) if seed is None else seed
         made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
         self._content = Content(case, made["sizes"], made["open"], made["bytes"])
@@ -80,7 +79,7 @@ class Session:
         return self._content.default_bytes
 
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
-        """Start a process for each that has none, all at once. One that fails to start gets `last_loss`."""
+        """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""
         fresh = [handle for handle in handles if handle.process is None]
         if not compile_only:
             self.build(*fresh)
@@ -109,7 +108,7 @@ class Session:
                 self.clock_name = reply.clock
 
     def stop(self, *handles: RunnerHandle) -> None:
-        """End the processes of these, and keep what they compiled where that was asked."""
+        """End the processes of these handles, and keep what their compile steps made."""
         living = [(handle, handle.process) for handle in handles if handle.process]
         with ThreadPoolExecutor(CLOSED_AT_ONCE) as pool:  # each takes a fifth of a second to go, and no processor
             list(pool.map(lambda pair: pair[1].child.close(), living))
@@ -122,7 +121,7 @@ class Session:
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
         """Make one call of a submission, or one of the judge's own, on the present content. Return its outcome:
-        UNSUPPORTED, and nothing is sent, where a baseline says that it does not serve the content's case.
+        UNSUPPORTED, without a call, if a baseline says that it does not serve the content's case.
         """
         if refused := self._refused(handle):
             return refused
@@ -142,7 +141,7 @@ class Session:
         if handle.submission is None:
             handle.audit.records += found.activity.records if found.activity else 0
             return outcome.decide(found)
-        # Each source is asked only where those before it found nothing: a lost or false call leaves nothing to look at.
+        # A source is asked only if the sources before it found no fault.
         if outcome.decide(found).status == "PASSED":
             found.checked = self._checked(handle, plan, found)
         found.tampering = handle.tampering()
@@ -153,8 +152,8 @@ class Session:
         return outcome.decide(found)
 
     def count_kept(self, handle: RunnerHandle) -> None:
-        """Count from here on what a submission keeps: it was called before, so its code is loaded. One that is lost
-        meanwhile is not run again: of its next process nothing would be counted.
+        """Count from now on what a submission keeps: it was called before, so its code is loaded. One that is lost
+        meanwhile is not run again, since nothing of its next process would be counted.
         """
         if not self._split or not handle.submission or handle.baseline or handle.process is None:
             return
@@ -164,7 +163,7 @@ class Session:
     def ask_runner(
         self, handle: RunnerHandle, wanted: type[Wanted], message: dict, limit_s: float, buffers: int = 0
     ) -> Wanted | Outcome:
-        """Make a request beside calls ("compile", "profile"). Return the reply, or the failure."""
+        """Make a request other than a call ("compile", "profile"). Return the reply, or the failure."""
         compiles = message["op"] == "compile"
         if failure := self._started(handle, compiles):
             return failure
@@ -183,7 +182,7 @@ class Session:
         return reply
 
     def build(self, *handles: RunnerHandle) -> None:
-        """Make the compile step of those that had none (harness/judge/compiling.py). One that fails is `broken`."""
+        """Make the compile step of each handle that had none (harness/judge/compiling.py). A failed one is `broken`."""
         todo = compiling.todo(self.problem, handles)
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
         for how, handle, helper in todo:
@@ -196,7 +195,7 @@ class Session:
             self.stop(helper)
 
     def _try_out(self, helper: RunnerHandle) -> None:
-        """Compile by calling, on every shape: for what compiles when it sees its arguments."""
+        """Compile by a call on every shape, for code that compiles when it sees its arguments."""
         cases = (*self.problem.tests, *self.problem.benchmarks[self.device])
         for case in cases if helper.submission is None else filter(helper.submission.serves, cases):
             self.weights(case, case.seed)
@@ -225,8 +224,8 @@ class Session:
         return None if handle.process else handle.broken or handle.loss
 
     def _give(self, handle: RunnerHandle, buffers: int, reads: dict[str, int] | None) -> Outcome | None:
-        """Give a runner buffers for the present content, and the present weights, if it has them not yet. Return the
-        fault of what it kept of the weights before.
+        """Give a runner buffers for the present content, and the present weights, unless it has them. Return the fault
+        of what it kept of the previous weights.
         """
         handle.running.open(self._content, buffers, reads)
         if not self._split or handle.submission is None or handle.running.holds == self._weights:
@@ -234,7 +233,7 @@ class Session:
         return prepared.hold(handle, self._weights)
 
     def _plan(self, handle: RunnerHandle, request: CallRequest, first: bool) -> CallPlan:
-        """Return the plan of the next call, which this counts: calls take the buffers in turn."""
+        """Count the next call, and return its plan: calls take the buffers in turn."""
         limit_s = min(self.first_call_limit_s if first else self.call_limit_s, request.within_s)
         process = handle.running
         process.calls += 1
@@ -242,7 +241,7 @@ class Session:
         return CallPlan(request, self._content, (process.turn - 1) % request.buffers, limit_s)
 
     def _checked(self, handle: RunnerHandle, plan: CallPlan, found: outcome.Findings) -> Outcome:
-        """Return the checker's verdict on inputs and outputs, and on what the runner says that it returned."""
+        """Return the checker's verdict on inputs, outputs and the runner's claims."""
         said = None if found.claims is None else [claim.model_dump() for claim in found.claims]
         verdict = self.checker.ask(
             {"op": "judge", "runner": handle.name, "buffer": plan.buffer, "claims": said, "baseline": handle.baseline}
@@ -256,13 +255,16 @@ class Session:
         handle.audit.records += records
         if not handle.baseline:
             if not records and self._records_are_given():
-                return outcome.records_missing()
+                return Outcome(
+                    "CHEAT_SUSPECTED",
+                    "tampering: the driver recorded nothing of its audited call, but it records the judge's own",
+                )
             if fault := outcome.ran_elsewhere(activity):
                 return fault
         return handle.look()
 
     def _records_are_given(self) -> bool:
-        """Return whether the driver says what ran where, seen by an empty call of the judge in a separate process."""
+        """Return whether the driver records what ran where, as an empty call in a separate process shows."""
         if self._records is None:
             own = RunnerHandle("(judge) records", None, self.device)
             self.start(own)
@@ -270,11 +272,11 @@ class Session:
             self.stop(own)
             self._records = own.audit.records > 0
             if not self._records:
-                self.notes.append("the driver gives no records: on which queue work ran is not known")
+                self.notes.append("the driver gives no records: on which stream work ran is not known")
         return self._records
 
     def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:
-        """Say once of a submission that global settings of torch, which it had changed, were put back."""
+        """Note once that a submission changed global settings of torch, which were put back."""
         name = handle.owner
         if changed and name not in self._switched:
             self._switched.add(name)
@@ -282,7 +284,7 @@ class Session:
             self.say(self.notes[-1])
 
     def _break(self, handle: RunnerHandle, failure: Outcome) -> Outcome:
-        """End a submission's process, and start no other in this run. Return `failure`."""
+        """End a submission's process, and start no other one in this run. Return `failure`."""
         handle.broken = Outcome(failure.status, f"not run again: {failure.reason}")
         self._breaks[handle.owner] = handle.broken
         return handle.lose(failure)

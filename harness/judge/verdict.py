@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
-from harness.problem import scan
-from harness.problem.folders import Case, Problem, Submission
-from harness.results import environment, ranking, record, stats
+from harness.problem import scan, sources
+from harness.problem.folders import Case, Problem, Submission, reading
+from harness.results import environment, machine_code, ranking, record, schema, stats
 from harness.runner import clock, flush
-from harness.sandbox import policy
+from harness.sandbox import policy, workdir
+from problems.common import build
 
 EXIT_CODES = {
     "PASSED": 0, "COMPILED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3, "COMPILE_ERROR": 4,
@@ -18,7 +20,7 @@ EXIT_CODES = {
 }  # fmt: skip
 USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
 # Where a submission failed in several ways, the one that says most about it is its verdict.
-_GRAVEST = record.STATUSES
+_GRAVEST = schema.STATUSES
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class Result:
 
 
 def source_hash(submission: Submission) -> str:
-    """Of the submission and what it is made of, as it stands now."""
-    return record.source_hash(scan.closure(submission.file, submission.folder))
+    """Of the submission, what it is made of and what it uses of problems/common, as it is now."""
+    return scan.source_hash(submission.file, submission.folder)
 
 
 def exit_code(judged: list[Result], everything: bool) -> int:
@@ -139,7 +141,7 @@ def _against(other: Result, found: stats.Ratio) -> dict:
 class Recorder:
     """Makes the records of one run. `run_id` is common to all of them.
 
-    warnings: what was less than it should be for all of its times, in words.
+    warnings: limits of all times of the run, in words.
     """
 
     def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
@@ -147,6 +149,21 @@ class Recorder:
         self.run_id = run_id or record.new_run_id()
         self.warnings: list[str] = []
         self.sandbox = policy.probe()
+
+        self._code_hashes: dict[tuple[str, str], str | None] = {}
+
+    @functools.cached_property
+    def problem_hash(self) -> str:
+        with reading(self.problem.name):
+            return sources.problem_hash(self.problem.folder, self.problem.files.values())
+
+    def _code_hash(self, judged: Result) -> str | None:
+        """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
+        key = judged.source_hash, judged.target
+        if judged.target in build.ARCH and key not in self._code_hashes:
+            built = workdir.build_folder(judged.submission.file, self.problem, judged.target)
+            self._code_hashes[key] = machine_code.hash_of(built) if built else None
+        return self._code_hashes.get(key)
 
     def lines(self, judged: Result) -> list[dict]:
         """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole
@@ -161,24 +178,28 @@ class Recorder:
         if judged.status:  # a verdict on the whole submission: a rule broken, unsupported here, compiled
             kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
             lines.append(
-                {**self._base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
+                {**self.base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
                 | ({"resources": judged.artefacts} if kind == "compile" else {})
             )
+        for line in lines:
+            schema.see_known(line)
         return [record.plain(line) for line in lines]
 
-    def _base(self, judged: Result, kind: str, case: dict) -> dict:
+    def base(self, judged: Result, kind: str, case: dict) -> dict:
+        """The fields that every record has, but for the verdict."""
         commit, dirty = environment.commit()
         return {
-            "schema": record.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
+            "schema": schema.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
             "case": case, "kind": kind, "variant": judged.submission.name, "target": judged.target,
             "baseline": judged.submission.baseline, "source_hash": judged.source_hash,
             "environment": environment.describe(), "commit": commit, "dirty": dirty,
-            "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
+            "code_hash": self._code_hash(judged),
+            "problem_hash": self.problem_hash, "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
         }  # fmt: skip
 
     def _test(self, judged: Result, case: Case, outcome: Outcome) -> dict:
         return {
-            **self._base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
+            **self.base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
             "error": _error(outcome.error), "seeds": [str(case.seed)], "device": self.device,
         }  # fmt: skip
 
@@ -186,7 +207,7 @@ class Recorder:
         time = judged.times[index]
         timing, readings = time.timing, time.readings
         line = {
-            **self._base(judged, "benchmark", time.case.params), "device": self.device,
+            **self.base(judged, "benchmark", time.case.params), "device": self.device,
             "status": time.failure.status if time.failure else "PASSED",
             "reason": time.failure.reason if time.failure else "",
             "roofline_us": readings.roofline_us, "roofline_kind": readings.roofline_kind,

@@ -6,17 +6,9 @@ trivial answer is refused, each wrong file gets a failing verdict in some case, 
 baseline those that its ONLY names). Where a trivial answer is right (the mean of a single element), or passes by the
 luck of a seed (one element that happens to need no more bits), the linter names the case.
 
-task.py may describe itself with these literals:
-
-    PRECISION = "bf16"  (or another of trivial.LADDER) the narrowest format that a kernel may compute in, where that is
-                        not the type of its data. An answer in the next narrower one must be refused.
-    INOUT = ("state",)  inputs that a call may overwrite. They are inputs here like others: the answer depends on them.
-    OPAQUE = ("state",) inputs or weights of integers and bytes that mean something only as a whole, such as a buffer
-                        with a layout or a table of offsets: they are not zeroed or shifted. A tensor of floating-point
-                        values cannot be OPAQUE.
-
-Integers and packed values are never scaled or rounded, but moved on by one element where floating-point ones are
-shifted, so token ids stay such. An answer that cannot be made for a case is not applicable, and the reason is shown.
+docs/adding_a_kernel.md has the literals of task.py that the linter reads: PRECISION, INOUT and OPAQUE. Integers and
+packed values are never scaled or rounded. Where floating-point values are shifted they move on by one element, so token
+ids stay token ids. An answer that cannot be made for a case is not applicable, and the reason is shown.
 """
 
 from collections.abc import Callable, Iterable
@@ -112,10 +104,11 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
     whether it passes. ProblemError: the problem's own code raises.
     """
     cases = chosen(problem, device)
+    baselines = problem.own and any((problem.folder / "variants").glob("peer_*.py"))
     ask = Helper(problem, device)
     with console.progress() as progress:
         try:
-            rows, holes = survey(ask, cases, has_baselines(problem), progress)
+            rows, holes = survey(ask, cases, baselines, progress)
         finally:
             ask.close()
         size = f"one input at a time only where data has up to {trivial.SMALL_BYTES // 2**20} MiB"
@@ -150,10 +143,6 @@ def chosen(problem: Problem, device: str) -> list[tuple[str, Case]]:
 def small(problem: Problem) -> list[Case]:
     sized = [case for case in problem.tests if case.bytes is not None and case.bytes <= SMALL_BYTES]
     return sized or list(problem.tests[:FEW_CASES])
-
-
-def has_baselines(problem: Problem) -> bool:
-    return problem.own and any((problem.folder / "variants").glob("peer_*.py"))
 
 
 # ---------------------------------------------------------------- trivial answers

@@ -177,7 +177,9 @@ class Trivial(Checker):
         for j in self._some(list(range(len(self.exact)))):
             of = f" [{self.names[self.written[j]] if self.own else j}]" if len(self.exact) > 1 else ""
             for name, (kind, make) in self._of_output(j, small).items():
-                found[name + of] = Candidate(kind, lambda j=j, make=make: self._beside(j, make()))
+                found[name + of] = Candidate(
+                    kind, lambda j=j, make=make: [make() if i == j else t for i, t in enumerate(self.exact)]
+                )
         for name, candidate in list(found.items()):
             if small and self.own and name.startswith(("exact", "zeros")):
                 found[name + BY_CHECK] = replace(candidate, by_check=True)
@@ -215,9 +217,6 @@ class Trivial(Checker):
         if len(which) <= ALONE_AT_MOST:
             return which
         return sorted(random.Random(self.seed).sample(which, ALONE_AT_MOST))
-
-    def _beside(self, j: int, made: object) -> list:
-        return [made if i == j else t for i, t in enumerate(self.exact)]
 
     def _constant(self, j: int, value: float) -> torch.Tensor:
         form = self.exact[j]

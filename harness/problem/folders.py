@@ -1,7 +1,7 @@
 """Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (task.yml with tests and benchmarks), as one type.
 
-A GPU MODE folder is used unchanged: ../eval.py is ignored, ../utils.py is loaded under its bare name, and the values
-of its cases go to generate_input as they stand.
+A GPU MODE folder is used unchanged: eval.py is ignored, the other files are imported by the names in task.yml, and
+generate_input receives the values of its cases.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from harness.results import text
 from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
+_UNUSED = ("submission.py", "eval.py")  # of the files that a task.yml lists: a place, and the judge's part
 DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
 
 
@@ -28,7 +29,7 @@ class UsageError(ValueError):
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Within, files of a problem or a submission are read. UsageError, on one line, for any trouble with them."""
+    """Turn any trouble with reading files of a problem or a submission into a UsageError of one line."""
     try:
         yield
     except UsageError:
@@ -58,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Submission:
-    """A submission file and what it says of itself, read without running it. folder: its problem's.
+    """A submission file and its literals, read without running it. folder: its problem's.
 
     only: (field of the case, values that it serves), of a baseline that cannot serve every case; () serves all.
     """
@@ -77,9 +78,9 @@ class Submission:
 
     @property
     def limits(self) -> str:
-        """Why other cases are UNSUPPORTED: "serves activation=bf16 alone"."""
+        """Why other cases are UNSUPPORTED: "serves only activation=bf16"."""
         parts = (f"{field}={' or '.join(map(str, values))}" for field, values in self.only)
-        return f"serves {', '.join(parts)} alone"
+        return f"serves only {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ class Problem:
     own: bool  # ours: outputs allocated by the judge, baselines and prepared weights possible
     tests: tuple[Case, ...]
     benchmarks: dict[str, tuple[Case, ...]]  # by device type
-    utils: Path | None = None
+    files: dict[str, Path] = dataclasses.field(default_factory=dict)  # GPU MODE's: what a submission may import
     ranking_by: str = "geom"
     timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
     composition: bool = False  # see harness/problem/sources.py
 
     def submissions(self) -> list[Submission]:
-        """Every file in variants/, by name."""
+        """Return every file in variants/, by name."""
         return [submission(self, file) for file in sorted((self.folder / "variants").glob("*.py"))]
 
     def winner(self, target: str) -> Submission:
@@ -103,11 +104,10 @@ class Problem:
         file = self.folder / "submission.py"
         if not file.is_file():
             raise UsageError(f"{self.name} has no submission.py: name one with --submission FILE")
-        winners = load.constants(file, "WINNERS").get("WINNERS")
-        if winners is None:
+        if not load.winners(self.folder):
             return submission(self, file)
         try:
-            return self.variant(load.winner(self.folder, winners, target))
+            return self.variant(load.winner(self.folder, target))
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}: name a --variant") from None
 
@@ -122,10 +122,10 @@ class Problem:
 def find(name: str) -> Problem:
     """The problem of that name in problems/, or the problem folder at that path. UsageError: neither, or malformed."""
     for folder in (load.PROBLEMS / name, Path(name)):
-        if (folder / "task.py").is_file():
+        if any((folder / file).is_file() for file in ("task.py", "task.yml")):
             return _read(folder.resolve())
     known = ", ".join(problem_names())
-    raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py, got {name!r}")
+    raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py or a task.yml, got {name!r}")
 
 
 def problem_names() -> list[str]:
@@ -171,12 +171,6 @@ def _names(file: Path, said: dict[str, Any], literal: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def utils_of(folder: Path, named: Path | None = None) -> Path | None:
-    """The utils.py that a GPU MODE folder imports by bare name: where task.yml says, in the folder, or beside it."""
-    places = (named, folder / "utils.py", folder.parent / "utils.py")
-    return next((path for path in places if path and path.is_file()), None)
-
-
 def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[tuple[str, tuple], ...]:
     """The literal ONLY as Submission has it. UsageError: not a baseline's, or not fields of the cases with values."""
     if not baseline:
@@ -191,7 +185,7 @@ def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[t
 
 
 def _read(folder: Path) -> Problem:
-    if "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
+    if (folder / "task.py").is_file() and "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
         for literal in ("INOUT", "OPAQUE"):
             names(folder / "task.py", literal)
         task = load.module(folder, "task")
@@ -240,13 +234,7 @@ def _read_gpu_mode(folder: Path) -> Problem:
     ranking = spec.get("ranking_by", "last")
     if ranking not in ("last", "mean", "geom"):
         raise UsageError(f"{file}: ranking_by must be last, mean or geom, got {ranking!r}")
-    files = [item for item in spec.get("files", []) if "@" not in item["source"]]
-    sources = {item["name"]: (folder / item["source"]).resolve() for item in files}
-    for needed in ("task.py", "reference.py"):
-        path = sources.get(needed, folder / needed)
-        if not path.is_file() or path.parent != folder:
-            raise UsageError(f"{file}: {needed} must stand in the folder, got {path}")
-    utils = utils_of(folder, sources.get("utils.py"))
+    files = _files(folder, spec)
     timeouts = {
         "test": spec.get("test_timeout", DEFAULT_TIMEOUT_S),
         "benchmark": spec.get("benchmark_timeout", DEFAULT_TIMEOUT_S),
@@ -255,7 +243,7 @@ def _read_gpu_mode(folder: Path) -> Problem:
 
     def cases(key: str) -> tuple[Case, ...]:
         return tuple(
-            Case({k: v for k, v in case.items() if k != "seed"}, int(case.get("seed", spec.get("seed", 0))))
+            Case({k: _passed(v) for k, v in case.items() if k != "seed"}, int(case.get("seed", spec.get("seed", 0))))
             for case in spec.get(key) or []
         )
 
@@ -263,5 +251,31 @@ def _read_gpu_mode(folder: Path) -> Problem:
     if ranking == "last" and len(benchmarks) > 1:
         benchmarks = benchmarks[-1:]
     return Problem(
-        folder.name, folder, False, cases("tests"), {"cuda": benchmarks, "cpu": benchmarks}, utils, ranking, timeouts
+        folder.name, folder, False, cases("tests"), {"cuda": benchmarks, "cpu": benchmarks}, files, ranking, timeouts
     )
+
+
+def _passed(value: object) -> object:
+    """Return a value of a case as GPU MODE's judge passes it to generate_input: from a line of text, in which only
+    numbers, and lists of them, are more than words.
+    """
+    return str(value) if value is None or isinstance(value, bool) else value
+
+
+def _files(folder: Path, spec: dict) -> dict[str, Path]:
+    """Return the files that task.yml lists, and task.py and utils.py where it does not, by the name that they are
+    imported by. UsageError: one is missing, or reference.py is elsewhere.
+    """
+    listed = spec.get("files") or []
+    if not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in listed):
+        raise UsageError(f"{folder / 'task.yml'}: files must be a list of {{name, source}}, got {listed!r:.100}")
+    found = {item["name"]: (folder / str(item.get("source", item["name"]))).resolve() for item in listed}
+    found = {name: path for name, path in found.items() if "@" not in path.name and name not in _UNUSED}
+    for name, places in {"task.py": (folder,), "utils.py": (folder, folder.parent)}.items():
+        there = [place / name for place in places if (place / name).is_file()]
+        found |= {name: there[0]} if there and name not in found else {}
+    if missing := [f"{name} ({path})" for name, path in found.items() if not path.is_file()]:
+        raise UsageError(f"{folder / 'task.yml'}: files names {missing[0]}, which is not there")
+    if not (folder / "reference.py").is_file() or found.pop("reference.py", folder / "reference.py").parent != folder:
+        raise UsageError(f"{folder / 'task.yml'}: reference.py must stand in the folder")
+    return {name: path for name, path in found.items() if path.suffix == ".py"}

@@ -1,4 +1,4 @@
-"""The text side of the default-queue rule: the forbidden word, and the plain ways around writing it.
+"""The scan of a submission's text for rule 1: the forbidden word, and the plain ways around writing it.
 
 Every file of a submission's closure is read, comments and docstrings too: of a composition's also the modules and the
 winners that it brings along. problems/common is exempt: it is the judge's. What really ran where is for the run-time
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.problem import sources
+from harness.results import record
 from problems.common import build, load
 
 WORD = re.compile("stream", re.IGNORECASE)
@@ -34,6 +35,12 @@ def closure(file: Path, folder: Path | None = None) -> list[Path]:
     beforehand).
     """
     return sources.own(file) + (sources.brought(file, folder) if folder else [])
+
+
+def source_hash(file: Path, folder: Path | None = None) -> str:
+    """Hash of all that the submission `file` is made of, and of what that uses of problems/common."""
+    files = closure(file, folder)
+    return record.source_hash((*files, *sources.shared(files)))
 
 
 def findings(files: list[Path], baseline: bool = False) -> list[Finding]:
@@ -72,7 +79,7 @@ def _ways_around(file: Path) -> list[Finding]:
             names = set()
         found += [Finding(file, line, f"imports {name}: code must be readable") for name in sorted(names & _MODULES)]
         if isinstance(node, ast.Attribute) and node.attr in ("CUDAGraph", "graph") and _rooted(node, "cuda"):
-            found.append(Finding(file, line, "captures a graph, which needs a queue of its own"))
+            found.append(Finding(file, line, "captures a graph, which needs a separate queue"))
     return found
 
 

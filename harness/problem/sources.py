@@ -7,9 +7,15 @@ by reading, nothing is run.
 """
 
 import ast
-from collections.abc import Iterator
+import io
+import json
+import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import yaml
+
+from harness.results import record
 from problems.common import build, load
 
 SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}  # of sources beside a Python file
@@ -50,8 +56,87 @@ def brought(file: Path, folder: Path) -> list[Path]:
     return [path for path in found if path not in own(file)]
 
 
+def shared(files: Iterable[Path]) -> list[Path]:
+    """What `files`, the sources of a submission, use of problems/common, at any distance: the headers that they
+    include, and the Python modules that they import. ValueError, SyntaxError: one of them cannot be read.
+    """
+    found: dict[Path, None] = {}
+    todo = list(files)
+    while todo:
+        path = todo.pop()
+        if path.suffix == ".py":
+            used = [_found(name, build.COMMON, "problems.common") for _, name in imports(load.parse(path))]
+        else:
+            try:
+                used = [header for header in build.closure(path) if build.COMMON in header.parents]
+            except build.BuildError as error:
+                raise ValueError(str(error)) from None
+        new = [one for one in used if one and one not in found]
+        found |= dict.fromkeys(new)
+        todo += new
+    return list(found)
+
+
+def of_problem(folder: Path, others: Iterable[Path] = ()) -> list[Path]:
+    """What defines the problem `folder`: task, reference and cases, and the Python modules that these import. others:
+    the further files of a folder in GPU MODE's format.
+    """
+    files = [folder / name for name in ("task.py", "reference.py")] + list(others)
+    files = [file.resolve() for file in files if file.is_file()]
+    if is_composition(folder):  # whose reference is made of the folder's modules
+        files += modules(folder / "reference.py", folder)
+    cases = folder / "task.yml"
+    return [*dict.fromkeys((*files, *shared(files)))] + ([cases] if cases.is_file() else [])
+
+
+def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
+    """Hash of what defines the problem `folder`: the names of its files, and what they say. ValueError, SyntaxError,
+    yaml.YAMLError: one of them cannot be read.
+    """
+    return record.content_hash((path.name, _code(path)) for path in sorted(of_problem(folder, others)))
+
+
+def _code(path: Path) -> bytes:
+    """What a file says: of a Python file its tokens, without comments, docstrings and line breaks, and of YAML what is
+    in it. So rewording or formatting a problem does not change it.
+    """
+    if path.suffix == ".yml":
+        return json.dumps(yaml.safe_load(build.read(path.resolve())), sort_keys=True, default=str).encode()
+    text = load.text(path)
+    docstrings = {
+        (node.body[0].lineno, node.body[0].col_offset)
+        for node in ast.walk(load.parse(path))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(node, clean=False) is not None
+    }
+    return "\n".join(_tokens(text, docstrings)).encode()
+
+
+def _tokens(text: str, without: set[tuple[int, int]]) -> Iterator[str]:
+    """The tokens of a Python text but for comments, line breaks and the strings that begin at `without`."""
+    left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+    lines, inside, start = text.splitlines(keepends=True), 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        # From Python 3.12 an f-string is several tokens; here it is one, as before.
+        if name == "FSTRING_START":
+            start = start if inside else token.start
+            inside += 1
+        elif name == "FSTRING_END":
+            inside -= 1
+            if not inside:
+                (first, begin), (last, end) = start, token.end
+                whole = "".join(lines[first - 1 : last])
+                yield whole[begin : len(whole) - len(lines[last - 1]) + end]
+        elif (
+            not inside and token.type not in left_out and (token.type != tokenize.STRING or token.start not in without)
+        ):
+            yield token.string.strip() or name  # a change of indentation has no text to compare
+
+
 def is_composition(folder: Path) -> bool:
-    return load.constants(folder / "task.py", "COMPOSITION").get("COMPOSITION") is True
+    task = folder / "task.py"
+    return task.is_file() and load.constants(task, "COMPOSITION").get("COMPOSITION") is True
 
 
 def composes(file: Path, folder: Path) -> tuple[str, ...]:
@@ -112,11 +197,15 @@ def hidden(name: str) -> bool:
 
 def _module(name: str, folder: Path) -> Path | None:
     """Return the file of the module of that dotted name, or of the one that defines the name; None: not in `folder`."""
-    parts = name.split(".")
-    if parts[:2] != ["problems", folder.name] or hidden(name):
+    return None if hidden(name) else _found(name, folder, f"problems.{folder.name}")
+
+
+def _found(name: str, folder: Path, package: str) -> Path | None:
+    """Return the file of the module `name` of the package `package`, which is `folder`; None: it has no such module."""
+    if not name.startswith(f"{package}."):
         return None
     path = folder
-    for part in parts[2:]:
+    for part in name.removeprefix(f"{package}.").split("."):
         if (path / f"{part}.py").is_file():
             return (path / f"{part}.py").resolve()
         path = path / part
@@ -126,10 +215,8 @@ def _module(name: str, folder: Path) -> Path | None:
 def _winners(name: str) -> list[Path]:
     """Sources of the problem `name` with which load.variant can serve every target. ValueError: a winner is missing."""
     folder = load.PROBLEMS / name
-    submission = folder / "submission.py"
-    winners = load.constants(submission, "WINNERS").get("WINNERS", {})
-    files = [folder / "task.py", *own(submission)]
-    for variant in dict.fromkeys(v for variants in winners.values() for v in variants):
+    files = [folder / "task.py", *own(folder / "submission.py")]
+    for variant in dict.fromkeys(v for variants in load.winners(folder).values() for v in variants):
         file = folder / "variants" / f"{variant}.py"
         if not file.is_file():
             raise ValueError(f"{name}/submission.py: WINNERS names {variant!r}, but there is no {file.name}")

@@ -18,9 +18,9 @@ def describe() -> dict[str, str | None]:
     """gpu, cpu, driver, cuda, torch, python, platform, cutlass_dsl; None where there is none."""
     used = gpu.current()
     return {
-        "gpu": used and used.name,
+        "gpu": used.name if used else None,
         "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
-        "driver": used and used.driver,
+        "driver": used.driver if used else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import sys
 import tempfile
@@ -46,12 +47,12 @@ def abandon() -> None:
 def script(main: Callable[[], int]) -> int:
     """Return the exit code of `main` as a program: also where what it printed can no longer be delivered."""
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character gets its number
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = main()
     except SystemExit as stop:  # argparse: it has printed its help, or what is wrong
-        code = stop.code or 0
+        code = int(stop.code or 0)
     try:
         flush()
     except (ClosedError, OSError) as error:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from harness.results import stats
 
+JUDGED = ("test", "benchmark")  # kinds of record that say whether a variant is right
+
 
 @dataclass(frozen=True)
 class Leader:
@@ -137,7 +139,9 @@ def _standing(
 ) -> Leader | None:
     """The metric of a variant in a run; None for a baseline, or where a case is missing, failed or no time."""
     cases = {case_label(r["case"]): r for r in timed(records) if (r["variant"], r["run_id"]) == (variant, run_id)}
-    if any(r.get("baseline") or r["status"] != "PASSED" for r in cases.values()) or not set(wanted) <= set(cases):
+    if run_id is None or not set(wanted) <= set(cases):
+        return None
+    if any(r.get("baseline") or r["status"] != "PASSED" for r in cases.values()):
         return None
     of_board = [cases[label] for label in wanted]
     try:
@@ -150,7 +154,7 @@ def _standing(
 
 def _failed(records: Iterable[dict], variant: str) -> bool:
     """Whether the variant's newest run, of those that were about it and not about the machine, failed anywhere."""
-    mine = [r for r in records if r["variant"] == variant and r["kind"] != "compile" and not r.get("superseded")]
+    mine = [r for r in records if r["variant"] == variant and r["kind"] in JUDGED and not r.get("superseded")]
     runs = [run for run in _runs(_by_run(mine)).values() if any(r["status"] != "UNSUPPORTED" for r in run)]
     if not runs:
         return True

@@ -1,7 +1,7 @@
-"""The truth: one JSON object a line, appended under a lock, never rewritten.
+"""The files of records: one JSON object a line, appended under a lock, never rewritten.
 
-Whoever reads the records gets whole and well-formed ones only: what a reader relies on is checked here, in `check`. A
-line that is none stays in its file, is left out, and is named in a complaint.
+Whoever reads the records gets whole ones only, as harness/results/schema.py says. A line that is none stays in its
+file, is left out, and is named in a complaint.
 """
 
 import contextlib
@@ -12,29 +12,17 @@ import hashlib
 import json
 import math
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from harness.results import text
+from harness.results import schema, text
 
-SCHEMA = 2
-OLD_SCHEMA = 1  # the same fields, some by other names
-_NAMES = {
-    "peer": "baseline", "roof_us": "roofline_us", "roof_kind": "roofline_kind", "roof_config": "roofline_config",
-    "untimed_us": "setup_us", "downgrades": "warnings",
-}  # fmt: skip
-KINDS = ("test", "benchmark", "compile")
-# Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
-STATUSES = (
-    "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
-    "UNSUPPORTED", "COMPILED", "PASSED",
-)  # fmt: skip
 PARTIAL = ".partial.jsonl"  # how the file of an unfinished run ends
 RESULTS = Path(__file__).resolve().parents[2] / "leaderboard" / "results"
 LINE_BYTES = 8 * 2**20  # of a record; the longest so far has 6000
+LEFT_OUT = "left out; it stays there (append a corrected line if you need it)"
 DEPTH = 12  # lists and objects within each other
 INTEGERS = 2**63  # what every reader can hold
 _HELP = {
@@ -85,18 +73,28 @@ def see_writable(machine: str, results: Path | None = None) -> None:
 def append(machine: str, problem: str, lines: Iterable[dict], results: Path | None = None) -> Path:
     """Append records to results/<machine>/<problem>.jsonl, each synced to disk before the next. -> the file.
 
-    A last line that a killed writer left unfinished is closed first, so that nothing is glued to it. ValueError if a
-    record holds what JSON cannot (NaN, infinity). StorageError: it cannot be written; the records before it are there.
+    A last line that a killed writer left unfinished is closed first, so that nothing is glued to it. ValueError, and
+    nothing is written, if one is no record (harness/results/schema.py). StorageError: it cannot be written; the records
+    before it are there.
     """
-    path = path_of(machine, problem, results)
+    path, lines = path_of(machine, problem, results), list(lines)
+    for line in lines:
+        checked(line)
+    with appending(path) as file:
+        for line in lines:
+            add_line(file, json.dumps(line, allow_nan=False).encode())
+    return path
+
+
+@contextlib.contextmanager
+def appending(path: Path) -> Iterator[BinaryIO]:
+    """The file `path`, locked, for `add_line`; made if it is missing. An OSError within becomes a StorageError."""
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             close_line(file)
-            for line in lines:
-                add_line(file, json.dumps(line, allow_nan=False).encode())
-    return path
+            yield file
 
 
 def read(machine: str, problem: str, results: Path | None = None) -> list[dict]:
@@ -126,24 +124,27 @@ def parse(data: bytes | str, source: str) -> tuple[list[dict], list[str]]:
 
     Keys that are not known here are kept. A lone surrogate in a text becomes U+FFFD, so that all can be written.
     """
+    return parse_lines(data, source, lambda line: checked(schema.adopted(loads(line))))
+
+
+def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], dict]) -> tuple[list[dict], list[str]]:
+    """-> (what `read_line` makes of each line, complaints about those where it raises ValueError)."""
     lines = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data).split(b"\n")
-    records, complaints = [], []
+    found, complaints = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = _renamed(_sound(loads(line)))
-            check(record)
-            records.append(record)
+            found.append(read_line(line))
         except ValueError as error:
-            complaints.append(f"{source}:{number}: not a record ({text.line(error, 200)}): left out")
-    return records, complaints
+            complaints.append(f"{source}:{number}: not a record ({text.line(error, 200)}): {LEFT_OUT}")
+    return found, complaints
 
 
 def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
     """The JSON object of a line. ValueError: it has more than `limit` bytes, or is none.
 
-    NaN and infinity pass, since Python writes them into journals; `check` refuses them.
+    NaN and infinity pass, since Python writes them into journals; `parse` refuses them.
     """
     if len(line) > limit:
         raise ValueError(f"{len(line)} bytes, at most {limit} are read")
@@ -156,42 +157,18 @@ def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
     except ValueError as error:
         raise ValueError(f"broken line, no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"a JSON object is wanted, got {_short(found)}")
+        raise ValueError(f"a JSON object is wanted, got {text.line(repr(found), 60)}")
     return found
 
 
-def check(record: dict) -> None:
-    """Raise ValueError unless each field that a reader of records relies on is there and of its type."""
-    if type(record.get("schema")) is not int or record["schema"] not in (OLD_SCHEMA, SCHEMA):
-        raise ValueError(f"schema must be {OLD_SCHEMA} or {SCHEMA}, got {_short(record.get('schema'))}")
-    check_fields(record, _RECORD, _REQUIRED)
+def checked(record: dict) -> dict:
+    """`record`, with text that can be encoded. ValueError: it is none, or has a number that JSON has not."""
+    found: Any = _sound(record)
+    schema.check(found)
+    return found
 
 
-def _renamed(record: dict) -> dict:
-    """`record` with the names of today. Only its own are changed, and those of its clock: the rest kept theirs."""
-    if record.get("schema") != OLD_SCHEMA:
-        return record
-    record = {_NAMES.get(name, name): value for name, value in record.items()}
-    if isinstance(record.get("clock"), dict):
-        record["clock"] = {_NAMES.get(name, name): value for name, value in record["clock"].items()}
-    return record
-
-
-def check_latency(record: dict) -> None:
-    """Raise ValueError unless this is a latency record as leaderboard/latency.py relies on."""
-    check_fields(record, _LATENCY, tuple(_LATENCY))
-
-
-def check_fields(found: dict, fields: "Fields", required: Iterable[str]) -> None:
-    """Raise ValueError unless `found` has the required fields, and each that `fields` knows is as that says."""
-    if missing := [name for name in required if name not in found]:
-        raise ValueError(f"it must have {', '.join(missing)}")
-    for name, (wanted, fits) in fields.items():
-        if name in found and not fits(found[name]):
-            raise ValueError(f"{name} must be {wanted}, got {_short(found[name])}")
-
-
-def plain(value: object, depth: int = DEPTH - 2) -> object:
+def plain(value: Any, depth: int = DEPTH - 2) -> Any:
     """`value` as JSON that every reader takes: a number that is not finite is None, text is clean, an integer too large
     is text, and so is what lies too deep or is of another type.
     """
@@ -243,10 +220,15 @@ def new_run_id() -> str:
 
 
 def source_hash(files: Iterable[Path]) -> str:
-    """Hash of a submission's closure: names and contents."""
+    """Hash of sources: names and contents."""
+    return content_hash((file.name, file.read_bytes()) for file in sorted(files))
+
+
+def content_hash(contents: Iterable[tuple[str, bytes]]) -> str:
+    """Hash of (name, content) in this order."""
     digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(os.fsencode(file.name) + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    for name, content in contents:
+        digest.update(os.fsencode(name) + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()[:16]
 
 
@@ -259,7 +241,10 @@ def harness_hash() -> str:
 
 def can_name(name: str) -> bool:
     """Whether a submission or a problem may have this name: it is shown as it is, and is part of files' names."""
-    return _is_name(name) and text.line(name) == name
+    try:
+        return schema.name(name) == text.line(name)
+    except ValueError:
+        return False
 
 
 def finite(value: float | None) -> float | None:
@@ -285,111 +270,8 @@ def _sound(value: object, depth: int = DEPTH) -> object:
         raise ValueError("an integer must be below 2**63")
     if isinstance(value, dict | list) and not depth:
         raise ValueError("nested too deeply")
+    if isinstance(value, list) and all(type(one) is float for one in value) and math.isfinite(sum(value)):
+        return value  # most of a record's numbers are samples, and a board reads all records
     if isinstance(value, dict):
         return {_sound(key): _sound(one, depth - 1) for key, one in value.items()}
     return [_sound(one, depth - 1) for one in value] if isinstance(value, list) else value
-
-
-def _short(value: object) -> str:
-    return text.line(repr(value), 60)
-
-
-# --- what readers rely on: of each field what it must be, in words and as a test
-
-Fields = dict[str, tuple[str, Callable[[object], bool]]]
-_TIME = re.compile(r"(19[7-9]\d|20\d\d|21\d\d)-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
-_NAME = re.compile(r"[^/\0]{1,200}")  # part of a file's name: of a picture, a folder, a source
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None and not value.startswith(".")
-
-
-def _is_time(value: object) -> bool:
-    if not isinstance(value, str) or not _TIME.fullmatch(value):
-        return False
-    try:
-        return datetime.datetime.fromisoformat(value) is not None
-    except ValueError:
-        return False
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_us(value: object) -> bool:
-    """A time, or 0. Far beyond what can be measured no axis could show it."""
-    return value is None or (_is_number(value) and (value == 0 or 1e-12 <= abs(value) <= 1e18))
-
-
-def _is_count(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool))
-
-
-def _is_text(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_pair(value: object) -> bool:
-    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)))
-
-
-def _is_samples(value: object) -> bool:
-    return value is None or (
-        isinstance(value, list)
-        and all(isinstance(group, list) and all(one is not None and _is_us(one) for one in group) for group in value)
-    )
-
-
-def _is_object(fits: Callable[[object], bool] = lambda _: True) -> Callable[[object], bool]:
-    """Whether a value is None, or an object each of whose values `fits`."""
-    return lambda value: value is None or (isinstance(value, dict) and all(map(fits, value.values())))
-
-
-def _is_with(**fields: Callable[[object], bool]) -> Callable[[object], bool]:
-    """Whether a value is None, or an object whose fields are so; one that is missing counts as None."""
-    return lambda value: (
-        value is None or (isinstance(value, dict) and all(fits(value.get(name)) for name, fits in fields.items()))
-    )
-
-
-def _is_resources(value: object) -> bool:
-    row = _is_with(target=lambda name: name is None or _is_name(name), registers=_is_count, spill_bytes=_is_count)
-    return value is None or (isinstance(value, list) and all(one is not None and row(one) for one in value))
-
-
-_REQUIRED = ("run_id", "time", "problem", "case", "kind", "variant", "target", "status")
-_RECORD: Fields = {
-    **dict.fromkeys(("run_id", "problem", "target", "variant"), ("a name", _is_name)),
-    "time": ("a time in ISO 8601", _is_time),
-    "kind": (f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
-    "status": ("a verdict", lambda value: value in STATUSES),
-    "case": ("an object", _is_object()),
-    **dict.fromkeys(("reason", "source_hash", "commit", "ranking_by", "roofline_kind"), ("text", _is_text)),
-    **dict.fromkeys(("baseline", "dirty", "superseded"), ("true or false", lambda v: v is None or isinstance(v, bool))),
-    **dict.fromkeys(("median_us", "roofline_us", "empty_call_us", "host_us", "setup_us"), ("a time in us", _is_us)),
-    **dict.fromkeys(("n", "attempt"), ("a whole number", _is_count)),
-    **dict.fromkeys(("bytes", "flops"), ("a number", lambda value: value is None or _is_number(value))),
-    "ci95_us": ("two numbers", _is_pair),
-    "samples_us": ("lists of times in us", _is_samples),
-    "environment": ("an object of texts", _is_object(_is_text)),
-    "clock": ("an object", _is_object()),
-    "error": ("an object of numbers", _is_object(lambda value: value is None or _is_number(value))),
-    "against": (
-        "an object with variant, ratio and ci95",
-        _is_with(variant=_is_text, ratio=lambda v: v is None or _is_number(v), ci95=_is_pair, word=_is_text),
-    ),
-    "confirms": ("an object with variant", _is_with(variant=_is_name)),
-    "resources": ("a list of objects", _is_resources),
-}
-_LATENCY: Fields = {
-    **dict.fromkeys(("config", "format"), ("text", lambda value: isinstance(value, str))),
-    **dict.fromkeys(("batch", "context", "graph_launches"), ("a whole number", lambda v: type(v) is int)),
-    **dict.fromkeys(("eager_ms", "graph_ms"), ("a time in ms", lambda v: _is_number(v) and v > 0)),
-    "floor_ms": ("a number", _is_number),  # NaN where the device's bandwidth is not known
-    "kernels": ("an object of texts", lambda value: isinstance(value, dict) and _is_object(_is_text)(value)),
-    "checks": ("an object", lambda value: isinstance(value, dict)),
-    "ok": ("true or false", lambda value: isinstance(value, bool)),
-    "commit": ("text", lambda value: isinstance(value, str)),
-}

@@ -1,7 +1,7 @@
-"""Slots: memory that the checker owns and a runner maps, one call's data in each.
+"""Buffers: memory that the checker owns and a runner maps, with one call's data in each.
 
 The device part is one cudaMalloc shared by CUDA IPC; the host part is an anonymous memory file. Nothing is copied
-through a pipe. What a runner is not to read yet lies there masked (harness/runner/native.py).
+through a pipe. Contents that a runner must not read yet are masked (harness/runner/native.py).
 """
 
 import base64
@@ -30,7 +30,7 @@ class Buffer:
             self.memory["host"] = _map(self._fd, sizes["host"])
 
     def message(self) -> tuple[dict, tuple[int, ...]]:
-        """What `MappedSlot` needs: sizes and the handle of the device part; and descriptors to send beside them."""
+        """Return what MappedBuffer needs: sizes and the handle of the device part; and the descriptors to send."""
         handle = base64.b64encode(self._device.handle).decode() if self._device else None
         return {"sizes": self.sizes, "handle": handle}, ((self._fd,) if self._fd >= 0 else ())
 
@@ -58,7 +58,7 @@ class MappedBuffer:
             self.memory["device"] = self._device.bytes
 
     def close(self) -> None:
-        """Unmap the device part; the host part goes with the last tensor over it."""
+        """Unmap the device part. The host part is unmapped with the last tensor over it."""
         self.memory.clear()
         if self._device:
             self._device.close()
@@ -66,7 +66,7 @@ class MappedBuffer:
 
 
 class Page:
-    """The page by which judge and runner hand over a call on a CPU (harness/runner/gate.cpp). The checker makes it, a
+    """The page that hands over calls on a CPU (harness/runner/gate.cpp). The checker makes it, a
     runner maps `fd`, which is taken.
     """
 
@@ -79,7 +79,7 @@ class Page:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the checker's descriptor; the memory goes with this object."""
+        """Close the checker's descriptor. The memory is unmapped with this object."""
         os.close(self.fd)
 
 

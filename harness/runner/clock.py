@@ -1,10 +1,7 @@
-"""The clock of a GPU. It times one call on cold caches and captures its outputs directly behind it.
+"""The clock of a GPU: it times one call on cold caches and copies its outputs directly behind it.
 
-Device sync; persisting L2 reset; contents unmasked; L2 cleaned of every written line, then a read of 3x L2; one
-word of every 64 KiB of the buffer, so that address translations are warm and data is cold; a spin kernel over all SMs,
-of at least twice the call's own enqueue time, so that the device never waits for the host; start event; an empty
-kernel; the call; stop event; copy of the outputs on the same queue; device sync. On a CPU the judge's own clock runs
-outside the runner: harness/runner/gate.cpp.
+docs/measuring.md has the steps and their reasons. On a CPU the judge's clock runs outside the runner
+(harness/runner/gate.cpp).
 """
 
 import gc

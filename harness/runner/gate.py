@@ -84,7 +84,7 @@ class Gate:
             raise OSError(code, f"cannot read {nbytes} bytes of process {pid}: {os.strerror(code)}")
 
     def noted(self, page: int) -> bytes:
-        """What a stopped runner noted of the tensors that its last call returned: JSON, or anything."""
+        """Return what a stopped runner noted of the tensors that its last call returned: JSON, or any bytes."""
         said = ctypes.create_string_buffer(self._said_bytes)
         nbytes = self._noted(page, said)
         return said.raw[:nbytes]
@@ -111,13 +111,12 @@ class _Reading(ctypes.Structure):
 
 
 def artefact() -> build.Artefact:
-    """The compiled gate.cpp. BuildError: no compiler, or it failed."""
     return build.cpp(Path(__file__).with_name("gate.cpp"))
 
 
 @functools.cache
 def bindings() -> Gate:
-    """The code by which a call on a CPU is timed. BuildError: no compiler, or it failed."""
+    """Return the code that times a call on a CPU. BuildError: no compiler, or it failed."""
     return Gate()
 
 

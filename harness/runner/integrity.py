@@ -1,11 +1,8 @@
-"""Whether the Python that the GPU's clock relies on in a runner is still what it was before the submission came.
+"""The check that a submission replaced no Python object that the GPU's clock in a runner relies on.
 
-The id of a function is not enough, since its __code__ can be swapped in place: what is kept is each function and the
-code object within it, its constants too. It sees what Python does to Python. Native code that writes into the process
-is beyond it; that is bounded by the parent's own clock (harness/judge/call.py) and by the checker being another
-process. On a CPU the runner has nothing that is worth replacing, and nothing is looked at.
-
-torch's global switches are another matter: a library may set them on import. They are put back, which is no accusation.
+A submission can swap the __code__ of a function in place, so the check keeps each function, its code and its constants.
+It sees changes by Python code only; the judge's clock (harness/judge/call.py) and the checker bound native code. On a
+CPU nothing in the runner is worth replacing. A library may set torch's global switches on import: they are put back.
 """
 
 import builtins
@@ -38,7 +35,7 @@ _PREFIXES = ("harness", "problems.common")
 
 
 class IntegrityCheck:
-    """A snapshot, taken before a submission is imported. `broken()` says what was changed since."""
+    """A snapshot, taken before a submission is imported. `broken` returns what changed since."""
 
     def __init__(self) -> None:
         self._kept = [(name, names, key, value, _inner(value)) for name, names, key, value in _watched()]
@@ -47,7 +44,7 @@ class IntegrityCheck:
         self._methods = {name: getattr(torch.Tensor, name) for name in _TENSOR}
 
     def broken(self) -> list[str]:
-        """Names of what was replaced or rewritten, sorted; empty if nothing was."""
+        """Return the names of replaced or rewritten objects, sorted."""
         found = []
         for (name, names, key, value, inner), code in zip(self._kept, self._codes, strict=True):
             same = names.get(key) is value
@@ -64,13 +61,13 @@ class IntegrityCheck:
 
 
 class Switches:
-    """Settings of the whole process that change what numbers come out, as they were before the submission came."""
+    """Settings of the whole process that change numerical results, as they were before the import."""
 
     def __init__(self) -> None:
         self._was = {name: _value(get) for name, (get, _) in _SWITCHES.items()}
 
     def restore(self) -> list[str]:
-        """Put back what was changed. -> in words, what that was."""
+        """Put changed settings back. Return them in words."""
         found = []
         for name, (get, put) in _SWITCHES.items():
             was, now = self._was[name], _value(get)
@@ -108,7 +105,7 @@ _SWITCHES: dict[str, tuple[Callable[[], object], Callable]] = {
 
 
 def _watched() -> Iterator[tuple[str, Mapping, str, object]]:
-    """(name to report, the namespace that holds it, its key there, what it is)."""
+    """Yield (name to report, the namespace that holds it, its key there, the object)."""
     for name, module in list(sys.modules.items()):
         if name == "harness" or name.startswith(("harness.", "problems.common.")):
             yield from _namespace(name, vars(module))
@@ -136,7 +133,7 @@ def _namespace(prefix: str, names: Mapping) -> Iterator[tuple[str, Mapping, str,
 
 
 def _inner(value: object) -> FunctionType | None:
-    """The Python function in a method, property or the like; None for what is no Python code."""
+    """Return the Python function in a method, property or the like; None if it is no Python code."""
     inner = getattr(value, "__func__", value)
     inner = inner.fget if isinstance(inner, property) else inner
     return inner if isinstance(inner, FunctionType) else None

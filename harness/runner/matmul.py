@@ -1,7 +1,6 @@
-"""The judge's own matrix product. Its rate is the measured roofline of what computes for longer than it takes to move
-its bytes.
+"""The judge's matrix product. Its rate is the measured roofline of calls that are bound by computation.
 
-On a GPU alone, in bf16: on a CPU integer instructions have four times the rate of any product that torch offers.
+Only on a GPU, in bf16: on a CPU integer instructions have four times the rate of any product that torch offers.
 """
 
 import torch
@@ -13,7 +12,6 @@ DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 def flops(device: str) -> int:
-    """Operations of one product."""
     return 2 * SIZE[device] ** 3
 
 

@@ -15,7 +15,7 @@ HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
 
 @functools.cache
 def library(device: str) -> build.Artefact:
-    """The judge's code for "cpu" or "cuda". BuildError: no compiler, or it failed."""
+    """Return the judge's code for "cpu" or "cuda". BuildError: no compiler, or it failed."""
     if device == "cpu":
         return build.cpp(_HERE / "judge.cpp")
     return build.cuda(_HERE / "judge.cu", load.device_target(device))
@@ -23,7 +23,6 @@ def library(device: str) -> build.Artefact:
 
 @functools.cache
 def read_configs(device: str) -> int:
-    """How many configurations of the plain reader there are."""
     return library(device).function("judge_configs")()
 
 
@@ -52,8 +51,8 @@ def evict(flush: torch.Tensor) -> None:
 
 
 def forget(memory: torch.Tensor | None) -> bool:
-    """Drop `memory` (uint8 on the host) from the caches of all processors, whoever had it there. -> False: this machine
-    has no instruction for that.
+    """Drop `memory` (uint8 on the host) from the caches of all processors. Return False if this machine has no
+    instruction for that.
     """
     dropper = library("cpu").function("judge_forget", c_void_p, c_size_t)
     return memory is None or dropper(memory.data_ptr(), memory.numel()) == 0
@@ -90,26 +89,25 @@ class Timer:
         self._elapsed = code.function("judge_elapsed", c_void_p)
 
     def begin(self, spin_ns: int) -> None:
-        """Occupy the whole GPU for `spin_ns`, then the start event, then one empty kernel."""
+        """Occupy the whole GPU for `spin_ns`, then record the start event, then launch one empty kernel."""
         _check("cuda", self._spin(spin_ns, self._sms) or self._begin())
 
     def end(self) -> None:
-        """The stop event."""
         _check("cuda", self._end())
 
     def started(self) -> bool:
-        """Whether the start event has come to pass: then the device may have waited for the host."""
+        """Return whether the start event is complete: then the device may have waited for the host."""
         return self._started() == 0
 
     def elapsed_us(self) -> float:
-        """From start to stop, in us; both must have come to pass. RuntimeError if anything on the queue failed."""
+        """Return the time from start to stop, in us; both must be complete. RuntimeError if the device failed."""
         us = ctypes.c_float()
         _check("cuda", self._elapsed(ctypes.addressof(us)))
         return us.value
 
 
 def free_memory() -> int:
-    """Bytes of device memory that nobody holds."""
+    """Return the bytes of device memory that no process holds."""
     free, total = c_size_t(), c_size_t()
     reader = library("cuda").function("judge_memory", c_void_p, c_void_p)
     _check("cuda", reader(ctypes.addressof(free), ctypes.addressof(total)))
@@ -117,14 +115,13 @@ def free_memory() -> int:
 
 
 def reset_persisting_l2() -> None:
-    """Every line that was made persisting in L2 becomes an ordinary one."""
+    """Make every persisting line of L2 an ordinary one."""
     _check("cuda", library("cuda").function("judge_reset_l2")())
 
 
 class DeviceBuffer:
-    """Device memory that is one cudaMalloc of its own, so that sharing it shares nothing else.
-
-    `bytes` is the memory as a flat uint8 tensor; `handle` opens it in another process.
+    """Device memory of a separate cudaMalloc, so that sharing it shares nothing else. `bytes`: the memory as a flat
+    uint8 tensor; `handle`: opens it in another process.
     """
 
     def __init__(self, nbytes: int, handle: bytes | None = None) -> None:
@@ -147,7 +144,7 @@ class DeviceBuffer:
         self.bytes = torch.as_tensor(self, device="cuda")
 
     def close(self) -> None:
-        """Give the memory back, or unmap it. Tensors over it must not be used afterwards."""
+        """Free the memory, or unmap it. Tensors over it must not be used afterwards."""
         torch.cuda.synchronize()
         name = "judge_free" if self._owner else "judge_close"
         _check("cuda", library("cuda").function(name, c_void_p)(self._pointer))

@@ -1,8 +1,8 @@
 """The process that runs a submission. It imports the submission, makes one call at a time, and says what came back.
 
-It knows no reference, no expected value and no seed, and decides nothing. On a CPU it has no clock either: it waits for
+It has no reference, no expected value and no seed, and decides nothing. On a CPU it has no clock either: it waits for
 the judge's "go" and says "done" (harness/runner/gate.cpp). Without a submission it makes the judge's own calls (the
-empty one, the plain readers, a matrix product) under the same clock.
+empty call, the plain readers, a matrix product) under the same clock.
 
 It starts as `python -m harness.runner.runner FD`, where FD is a connected socket, and exchanges the messages of
 harness/runner/wire.py.
@@ -26,8 +26,8 @@ from harness.runner import clock, gate, integrity, matmul, native, streams, tree
 from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, load
 
-CLAIMS = 64  # objects that a call returns and that are told of
-TEXT_LIMIT = 16_000  # characters of a traceback or compiler report that are passed on, from both ends
+CLAIMS = 64  # returned objects in a reply
+TEXT_LIMIT = 16_000  # characters of a traceback or compiler report in a reply, from both ends
 
 
 class Runner:
@@ -48,8 +48,8 @@ class Runner:
         self.held: MappedBuffer | None = None  # the weights' memory
         self.room: torch.Tensor | None = None  # what plain readers read where the buffer is smaller
         self.product: matmul.Product | None = None
-        self.weights: Any = None  # what stands for the weights in the data of a call: they, or what prepare made
-        native.read_configs(self.device)  # the judge's code is loaded before anybody can say where it is built
+        self.weights: Any = None  # the weights in the data of a call, or what prepare made of them
+        native.read_configs(self.device)  # loads the judge's code before the submission can replace it
         self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] else None
         self.integrity = integrity.IntegrityCheck() if self.clock else None
         self.switches = integrity.Switches()
@@ -57,18 +57,20 @@ class Runner:
         # submission's yet.
         gc.freeze()
         if start["file"]:
-            extra = {"utils": load.from_file(self.folder, Path(start["utils"]))} if start["utils"] else {}
-            self.task = load.from_file(self.folder, self.folder / "task.py", extra)
-            self.module = load.from_file(self.folder, Path(start["file"]), extra)
+            if start["files"]:
+                load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
+            if (self.folder / "task.py").is_file():
+                self.task = load.from_file(self.folder, self.folder / "task.py")
+            self.module = load.from_file(self.folder, Path(start["file"]))
             if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
                 raise AttributeError(f"{Path(start['file']).name} defines no custom_kernel")
 
-    def changes(self) -> dict:
-        """What was replaced in this process, and which of torch's switches were changed and are put back now."""
+    def changes(self, *_: object) -> dict:
+        """Return what was replaced in this process, and which of torch's switches were changed. Put these back."""
         return {"replaced": self.integrity.broken() if self.integrity else [], "switches": self.switches.restore()}
 
     def open(self, message: dict, fds: list[int]) -> dict:
-        """Map a case's buffers, and on a CPU the page by which calls are handed over."""
+        """Map a case's buffers, and on a CPU the page that hands over calls."""
         for buffer in self.buffers:
             buffer.close()
         if self.device == "cpu":
@@ -78,8 +80,8 @@ class Runner:
         return {}
 
     def hold(self, message: dict, fds: list[int]) -> dict:
-        """Map a case's weights, and let the submission prepare them, if it does that."""
-        self.weights = None  # what was made of the weights before goes first
+        """Map a case's weights, and let the submission prepare them if it defines `prepare`."""
+        self.weights = None  # frees what was made of the previous weights
         if self.held is not None:
             self.held.close()
         # And out of torch's cache: a small tensor there would keep the whole of what a large one had.
@@ -93,7 +95,7 @@ class Runner:
         return {"prepared": True}
 
     def trim(self, message: dict, _: list[int]) -> dict:
-        """Give back what no tensor holds, before somebody looks at how much this process takes."""
+        """Free what no tensor holds, before the judge measures this process."""
         gc.collect()
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -101,14 +103,13 @@ class Runner:
         return {}
 
     def warm(self, message: dict, _: list[int]) -> dict:
-        """One call on a buffer whose call is closed: code is fetched, and nobody looks at what it writes."""
+        """Make a call on a buffer whose call is closed, to fetch code. No process reads what it writes."""
         data = self._data(self.buffers[message["buffer"]])
         self.module.custom_kernel(data, *self._setup(data, message))
         self._sync()
         return {}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        """Make one timed call on one buffer; on a CPU several."""
         if self.device == "cpu":
             return self._turns(message)
         buffer = self.buffers[message["buffer"]]
@@ -117,8 +118,8 @@ class Runner:
         return self._timed_call(message, buffer)
 
     def _turns(self, message: dict) -> dict:
-        """Make calls on a CPU, of one buffer or another: for each wait for the judge's "go", call, say "done". Reply
-        after the last one. buffer: of the first. The judge's own are a call for each of `whats` and each buffer.
+        """Make calls on a CPU: for each, wait for the judge's "go", call the kernel, and say "done". Reply after the
+        last one. buffer: of the first call. The judge's own calls are one for each of `whats` and each buffer.
         """
         if self.module is None:
             kernel = _call
@@ -147,7 +148,7 @@ class Runner:
         return {"claims": forms, "switches": self.switches.restore()}
 
     def _timed_call(self, message: dict, buffer: MappedBuffer) -> dict:
-        """A call on a GPU between two events; `audit`: with a look at which streams its work ran on."""
+        """Make a call on a GPU between two events; `audit`: record which streams its work ran on."""
         key = bytes.fromhex(message["key"]) if message["key"] else None
         data = self._data(buffer)
         outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
@@ -179,12 +180,7 @@ class Runner:
         timed = self._timed(run, capture, self._delivery(buffer, key, message), message["audit"])
         return {**timed, "setup_us": setup_us, "claims": claims}
 
-    def sealed(self, message: dict, _: list[int]) -> dict:
-        """What was replaced in this process since it began."""
-        return self.changes()
-
     def profile(self, message: dict, _: list[int]) -> dict:
-        """The torch profiler's table of one call on buffer 0."""
         buffer = self.buffers[0]
         if message["key"]:
             native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
@@ -206,7 +202,6 @@ class Runner:
         return {"table": profiler.key_averages().table(sort_by=order, row_limit=20)}
 
     def compile(self, message: dict, _: list[int]) -> dict:
-        """Machine code for a target, without a GPU."""
         if not callable(getattr(self.module, "compile_for", None)):
             raise AttributeError(f"{self.module.__name__.rpartition('.')[2]} defines no compile_for(target)")
         artefacts = self.module.compile_for(message["target"])
@@ -222,14 +217,13 @@ class Runner:
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
     def _leaf(self, data: Any, index: int) -> torch.Tensor:
-        """The tensor that is leaf `index` of the buffer."""
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
 
     def _setup(self, data: Any, message: dict) -> tuple:
         return (self.module.setup(data),) if message["baseline"] and hasattr(self.module, "setup") else ()
 
     def _delivery(self, buffer: MappedBuffer | None, key: bytes | None, message: dict) -> clock.Delivery:
-        """The parent is told when caches are cold, and says go: it has a clock of its own."""
+        """Return what a call is timed on. The runner says when caches are cold, and waits for the judge's "go"."""
 
         def ready() -> None:
             wire.send(self.sock, {"ready": True})
@@ -241,7 +235,7 @@ class Runner:
     def _timed(
         self, run: Callable[[], object], capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
     ) -> dict:
-        """The clock's reading, and of an audited call on a GPU the streams that its work ran on."""
+        """Return the clock's reading, and of an audited call the streams that its work ran on."""
         if self.clock is None:
             raise RuntimeError("only a runner on a GPU has a clock")
         if not audit:
@@ -251,7 +245,6 @@ class Runner:
         return {**vars(sample), "activity": streams.seen(watched)}
 
     def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
-        """One of the judge's own calls on a GPU."""
         what = message["what"]
         if what == "empty":
             return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
@@ -261,22 +254,27 @@ class Runner:
         return self._timed(kernel, lambda _: None, delivery, False)
 
     def _judges_kernel(self, what: str, nbytes: int, buffer: MappedBuffer) -> Callable[[], object]:
-        """A call of the judge: "empty", the product, or one of the plain readers over `nbytes`."""
+        """Return a call of the judge: "empty" (on a CPU), the matrix product, or one of the plain readers over
+        `nbytes`. Where the buffer is smaller, since weights are separate, the reader reads as many zeros.
+        """
         if what == "empty":
-            return _nothing if self.device == "cuda" else self._empty_call(buffer)
+            return self._empty_call(buffer)
         if what == matmul.NAME:
             self.product = self.product or matmul.Product(self.device)
             return self.product
         config = self.opened["reads"][what]
         part = buffer.memory.get("device" if self.device == "cuda" else "host")
-        if part is None or part.numel() < nbytes:  # weights are not in the buffer
-            part = self._stand_in(nbytes)
+        if part is None or part.numel() < nbytes:
+            if self.room is None or self.room.numel() < nbytes:
+                self.room = None  # before the next one is made
+                self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
+            part = self.room
         return lambda: native.read(part, nbytes, config)
 
     def _empty_call(self, buffer: MappedBuffer) -> Callable[[], torch.Tensor]:
-        """A kernel for a CPU that takes a known time: what its reading has beyond that, any call's has. It is written
-        as submissions are, since on cold caches the interpreter takes more than the clock's own part for what they all
-        do: take fields, pass pointers and a length to native code, look at its status, return a tensor.
+        """Return a kernel for a CPU that takes a known time: the rest of its reading is the cost of any call. It does
+        what all submissions do (take fields, pass pointers and a length to native code, check its status, return a
+        tensor), since on cold caches the interpreter takes longer for that than the clock.
         """
         spin = build.cpp(Path(__file__).with_name("empty.cpp")).function("spin", c_void_p, c_void_p, c_int64, c_double)
         leaves = tree.leaves(self.opened["data"])
@@ -287,13 +285,6 @@ class Runner:
             return data.y
 
         return empty
-
-    def _stand_in(self, nbytes: int) -> torch.Tensor:
-        """As many bytes as a call moves, zeros, for the plain readers of a problem whose weights lie elsewhere."""
-        if self.room is None or self.room.numel() < nbytes:
-            self.room = None  # before the next one is made
-            self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
-        return self.room
 
     def _sync(self) -> None:
         if self.device == "cuda":
@@ -311,12 +302,8 @@ def _call(kernel: Callable[[], object]) -> object:
     return kernel()
 
 
-def _nothing() -> None:
-    """What the clock reads of this is what it costs itself."""
-
-
 def _noting(kernel: Callable, page: Page) -> Callable:
-    """`kernel`, which then also tells the judge where the tensors are that it returned, and what they are."""
+    """Return `kernel` with a note for the judge: where the returned tensors are, and what they are."""
 
     def noted(*arguments: object) -> object:
         result = kernel(*arguments)
@@ -334,14 +321,14 @@ def _noting(kernel: Callable, page: Page) -> Callable:
 def _capture_own(
     result: object, outputs: list[torch.Tensor], sources: list[torch.Tensor], captures: list[torch.Tensor]
 ) -> list[dict]:
-    """Copy the judge's output tensors (`sources`: their bytes); say whether they are what came back."""
+    """Copy the judge's output tensors (`sources`: their bytes). Return the claims of what came back."""
     for source, target in zip(sources, captures, strict=True):
         tree.raw(target).copy_(source)
     return _forms(result, outputs)
 
 
 def _forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
-    """Return what each object is that came back of a call which received its outputs."""
+    """Return the claim of each object that a call returned which received its outputs."""
     returned = list(result) if isinstance(result, tuple | list) else [result]
     return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned[:CLAIMS])]
 
@@ -370,19 +357,19 @@ def _structure(value: object, left: list[int] | None = None) -> dict:
         keys = sorted(map(str, value))[: max(0, left[0])]
         return {"type": "dict", "keys": keys, "items": [_structure(value.get(key), left) for key in keys]}
     if value is None or isinstance(value, int | float | str):
-        return {"type": "value", "value": value}
+        return {"type": "value", "value": json.dumps(value)}
     return _form(value)
 
 
 def _is_plain(item: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is a dense tensor and nothing that only behaves like one. torch.compile leaves notes on its results."""
+    """Return whether it is a dense tensor, and no object that only behaves like one; torch.compile's notes are fine."""
     if type(item) is not torch.Tensor or item.layout is not torch.strided:
         return False
     return all(isinstance(name, str) and name.startswith("_dynamo_") for name in vars(item))
 
 
 def _form(item: object, own: torch.Tensor | None = None) -> dict:
-    """What one returned object is; `same`: the very tensor that the judge handed out."""
+    """Return the claim of one returned object; `same`: it is the tensor that the judge handed out."""
     if not _is_plain(item):
         return {"type": f"{type(item).__name__}{' that is no plain one' if type(item) is torch.Tensor else ''}"}
     same = (
@@ -420,7 +407,7 @@ def main() -> None:
     wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
     handlers: dict[str, Callable] = {
         "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
-        "profile": runner.profile, "compile": runner.compile, "sealed": runner.sealed,
+        "profile": runner.profile, "compile": runner.compile, "sealed": runner.changes,
     }  # fmt: skip
     while True:
         try:

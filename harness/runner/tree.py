@@ -16,8 +16,6 @@ _PLAIN = (int, float, str, bool, type(None))
 
 @dataclass
 class Layout:
-    """Bytes taken so far in each buffer."""
-
     used: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
 
     def place(self, space: str, nbytes: int) -> int:
@@ -27,7 +25,7 @@ class Layout:
 
 
 def describe(value: Any, layout: Layout) -> dict:
-    """JSON specification of `value`, its tensors placed in `layout`. TypeError for anything else than the above."""
+    """Return the specification of `value` as JSON, and place its tensors in `layout`. TypeError for other types."""
     if isinstance(value, torch.Tensor):
         space = "device" if value.is_cuda else "host"
         nbytes = extent(value) * value.element_size()
@@ -52,8 +50,8 @@ def describe(value: Any, layout: Layout) -> dict:
 
 
 def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
-    """The value that `spec` describes, its tensors views of `buffers` (uint8, flat). NamedTuple classes come from
-    `task` (an attribute of that name); without one they become plain tuples.
+    """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). NamedTuple classes
+    come from `task` (an attribute of that name); without one they become plain tuples.
     """
     kind = spec["kind"]
     if kind == "tensor":
@@ -72,7 +70,7 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
 
 
 def leaves(spec: dict) -> list[dict]:
-    """The tensor specifications within `spec`, in order."""
+    """Return the tensor specifications within `spec`, in order."""
     if spec["kind"] == "tensor":
         return [spec]
     return [leaf for item in spec.get("items", ()) for leaf in leaves(item)]
@@ -89,23 +87,21 @@ def names(spec: dict, path: str = "") -> list[str]:
 
 
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:
-    """Which of the leaves of a specification stand in the fields `names` of a NamedTuple, or under such keys of a dict;
-    of anything else none do.
-    """
+    """Return which leaves of a specification are in these fields of a NamedTuple, or under these keys of a dict."""
     parts = spec.get("fields") or spec.get("keys") or ()
     of_leaves = [part for part, item in zip(parts, spec["items"] if parts else (), strict=True) for _ in leaves(item)]
     return [i for i, part in enumerate(of_leaves) if part in names]
 
 
 def tensors(value: object) -> list[torch.Tensor]:
-    """The tensors within `value`, in the order of `leaves`."""
+    """Return the tensors within `value`, in the order of `leaves`."""
     if isinstance(value, torch.Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
     return [tensor for item in items for tensor in tensors(item)]
 
 
-def parts(answer: object) -> list[object]:
+def parts(answer: object) -> list[Any]:
     """What a call returned, without its tuples, lists, dicts (by key) and plain values: its tensors, in order."""
     if isinstance(answer, tuple | list):
         return [inner for item in answer for inner in parts(item)]
@@ -115,27 +111,27 @@ def parts(answer: object) -> list[object]:
 
 
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
-    """The strided view of `buffer` (uint8, flat) that a tensor specification describes."""
+    """Return the strided view of `buffer` (uint8, flat) that a tensor specification describes."""
     dtype = getattr(torch, spec["dtype"])
     region = buffer[spec["offset"] : spec["offset"] + spec["nbytes"]]
     return region.view(dtype).as_strided(spec["shape"], spec["stride"], region.storage_offset() // dtype.itemsize)
 
 
 def raw(value: torch.Tensor) -> torch.Tensor:
-    """The bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
+    """Return the bytes that a strided tensor spans, gaps included, as a flat uint8 view of its storage."""
     start, length = value.storage_offset() * value.element_size(), extent(value) * value.element_size()
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), start, (length,), (1,))
 
 
 def extent(value: torch.Tensor) -> int:
-    """Elements from the first to the last that a strided tensor touches."""
+    """Return the number of elements from the first to the last that a strided tensor touches."""
     if not value.numel():
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def clone(value: Any) -> Any:
-    """A copy with storage of its own for every tensor, strides kept."""
+    """Return a copy with separate storage for every tensor, strides kept."""
     if isinstance(value, torch.Tensor):
         copied = raw(value).clone()
         return copied.view(value.dtype).as_strided(value.shape, value.stride()) if value.numel() else value.clone()

@@ -1,6 +1,6 @@
-"""Messages between the judge's processes: length-limited JSON over a socket, with file descriptors beside it.
+"""Messages between the judge's processes: length-limited JSON over a socket, with file descriptors.
 
-Never pickle: reading one would run the writer's code, and one of the processes holds the submission.
+They are never pickles: to read one would run the writer's code, and one of the processes holds the submission.
 """
 
 import json
@@ -39,7 +39,7 @@ def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
 def receive(
     sock: socket.socket, timeout_s: float = math.inf, look: Callable[[], None] = lambda: None
 ) -> tuple[dict, list[int]]:
-    """-> (message, descriptors). TimeoutError after timeout_s; WireError as described above.
+    """Return (message, descriptors). TimeoutError after timeout_s; WireError as described above.
 
     look: called every LOOK_S while a message, or the rest of one, is waited for; what it raises comes through.
     """

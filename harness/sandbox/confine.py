@@ -1,8 +1,8 @@
-"""What a jailed process gives up between fork and exec: user, capabilities, files, network, system calls.
+"""The confinement of a jailed process between fork and exec: user, capabilities, files, network, system calls.
 
 Plain system calls through ctypes, nothing but the standard library, so that the small process that forks it starts
-quickly. harness/sandbox/policy.py decides what is asked for; here it is done, and whatever cannot be done raises
-OSError: a process never runs less confined than was asked.
+quickly. harness/sandbox/policy.py decides, and this module carries it out. What it cannot carry out raises OSError: a
+process never runs less confined than policy.py decided.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import resource
 import struct
 
 FILE_LIMIT = 8 * 2**30  # bytes of one file, memory files too
-PROCESS_LIMIT = 16384  # processes and threads of a user of its own; CUDA and OpenMP start many threads
+PROCESS_LIMIT = 16384  # processes and threads of a separate user; CUDA and OpenMP start many threads
 CAPABILITIES = 64  # more than any kernel has
 OOM_SCORE = "1000"  # the kernel takes this one first
 
@@ -53,7 +53,7 @@ _DENIED = (
     246, 320, 169, 167, 168, 175, 313, 176, 172, 173, 163, 103, 153,  # kexec, reboot, swap, modules, ports, logs
     164, 227, 170, 171,  # clock and host name
 )  # fmt: skip
-# Landlock does not govern these; a user of its own owns nothing outside its folders, so only a shared one needs them.
+# Landlock does not govern these. A separate user owns nothing outside its folders, so only a shared one needs them.
 _DENIED_SHARED = (
     90, 91, 268, 452, 92, 93, 94, 260,  # chmod, chown
     132, 235, 261, 280,  # times
@@ -61,7 +61,7 @@ _DENIED_SHARED = (
 )  # fmt: skip
 _SOCKET, _CONNECT, _CLONE, _CLONE3, _PRLIMIT = 41, 42, 56, 435, 302
 _TRUNCATE, _OPEN, _OPENAT, _OPENAT2 = 76, 2, 257, 437
-_MEMORY_FILES = (319, 447)  # memfd_create, memfd_secret: memory that nobody could count
+_MEMORY_FILES = (319, 447)  # memfd_create, memfd_secret: memory that the judge could not count
 _UNIX, _NETLINK = 1, 16
 _NAMESPACES = 0x7E020000  # the CLONE_NEW* flags of clone, CLONE_NEWTIME aside, which it does not take
 _OTHERS_PRIORITY = ((141, 1), (142, 0), (144, 0), (314, 0), (251, 1), (279, 0), (256, 0))  # call, argument: pid or 0
@@ -101,7 +101,7 @@ def seccomp_available() -> None:
 
 
 def confine(jail: dict, reaper: int) -> None:
-    """Give up everything that `jail` (sandbox.Jail.orders) says. `reaper`: pid of the calling process's parent."""
+    """Carry out the orders of `jail` (sandbox.Jail.orders). reaper: pid of the calling process's parent."""
     measures = jail["measures"]
     prctl("dumpable", 1)  # the reaper is not; else /proc/self belongs to root and cannot be written
     if "oom" in measures:
@@ -150,7 +150,7 @@ def become(uid: int, passing: bool = False) -> None:
 
 
 def closed(uid: int, passing: bool, needed: list[tuple[str, int]]) -> str:
-    """Become `uid` as above. -> the first of these paths that is not to be had in its mode (see os.access), or ""."""
+    """Become `uid` as above. Return the first of these paths that is not accessible in its mode (os.access), or ""."""
     become(uid, passing)
     return next((path for path, mode in needed if not os.access(path, mode)), "")
 
@@ -201,7 +201,7 @@ def _set_capabilities(held: int, inheritable: int) -> None:
 
 
 def _landlock(jail: dict) -> int:
-    """-> the ruleset's descriptor."""
+    """Return the descriptor of the ruleset."""
     abi, scoped = jail["abi"], SCOPES if "scope" in jail["measures"] else 0
     handled = FIRST_RIGHTS | REFER | (TRUNCATE if abi >= 3 else 0) | (IOCTL_DEV if abi >= 5 else 0)
     attributes = [handled, NO_TCP if "tcp" in jail["measures"] else 0, scoped][: 1 if abi < 4 else 2 if abi < 6 else 3]
@@ -282,7 +282,7 @@ def _filter(rules: list[_Rule]) -> None:
 
 
 def assemble(rules: list[_Rule]) -> bytes:
-    """The BPF program of a seccomp filter that denies what `rules` say and allows the rest."""
+    """Return the BPF program of a seccomp filter that denies what `rules` say and allows the rest."""
     refuse = _ERRNO | errno.ENOSYS
     code = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_X86_64), (_RETURN, 0, 0, refuse),

@@ -1,4 +1,4 @@
-"""Stop every process of a runner and let them go again: by a cgroup's freezer, or by signals alone.
+"""Stop every process of a runner and continue them: by a cgroup's freezer, or by signals.
 
 A cgroup v2 holds whatever its members start, and its freezer cannot be undone from within: a runner is no member of any
 other cgroup that it could write to. Where the judge may make no cgroup, each process below the runner's reaper gets
@@ -49,11 +49,11 @@ class Freezer:
         return self.reaper, self.pid, *self._files
 
     def address(self) -> dict:
-        """What another process of the judge needs to make its own Freezer."""
+        """Return what another process of the judge needs to make its Freezer."""
         return {"reaper": self.reaper, "pid": self.pid, "cgroup": self.cgroup}
 
     def stop(self) -> None:
-        """Return when nothing of the runner can run. StopError: it did not come to that, or its process is gone."""
+        """Return when nothing of the runner can run. StopError: it still runs, or its process is gone."""
         if code := gate.bindings().stop(*self.handle, STOP_LIMIT_S):
             why = "its process is gone" if code == GONE else f"processes still ran after {STOP_LIMIT_S:g} s"
             raise StopError(f"the runner could not be stopped: {why}")
@@ -62,7 +62,7 @@ class Freezer:
         gate.bindings().resume(*self.handle)
 
     def processes(self) -> list[int]:
-        """pids of what the runner started and did not end. Of a stopped one the list is exact."""
+        """Return the pids of what the runner started and did not end: an exact list if it is stopped."""
         return [pid for pid in reaper.descendants(self.reaper) if pid != self.pid]
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Freezer:
 
 @functools.cache
 def place() -> Path | None:
-    """The folder of this process's own cgroup (version 2), if cgroups that freeze can be made in it; else None."""
+    """Return the folder of this process's cgroup (version 2) if cgroups that freeze can be made in it, else None."""
     try:
         own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
         mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
@@ -92,7 +92,7 @@ def place() -> Path | None:
 
 
 def _freezes(folder: Path) -> bool:
-    """Whether a process can be put into a new cgroup, which has a freezer."""
+    """Return whether a process can be put into a new cgroup, which has a freezer."""
     if not (folder / "cgroup.freeze").is_file():
         return False
     pid = os.fork()
@@ -106,11 +106,10 @@ def _freezes(folder: Path) -> bool:
 
 
 def new_cgroup() -> str | None:
-    """A name for the cgroup of one runner, which its reaper makes and removes."""
+    """Return a name for the cgroup of one runner, which its reaper makes and removes."""
     top = place()
     return str(top / f"kernel-judge-{os.getpid()}-{os.urandom(6).hex()}") if top else None
 
 
 def clock_name() -> str:
-    """For the record."""
     return CGROUP if place() else SIGNALS

@@ -1,6 +1,4 @@
-"""What a submission's process may reach: decided here, carried out by harness/sandbox/confine.py before the submission
-runs.
-"""
+"""The policy of the sandbox: what a submission's process may reach. harness/sandbox/confine.py carries it out."""
 
 import contextlib
 import fcntl
@@ -52,7 +50,7 @@ class SandboxError(RuntimeError):
 class Jail:
     """One process's bounds. `code`: read-only, its only way to project code; `home`, `tmp`, `cache`: writable.
 
-    uid: a user of its own (the caller owns the lease and gives the folders to it), None: the judge's. `without`: names
+    uid: a separate user (the caller owns the lease and gives the folders to it), None: the judge's. `without`: names
     of MEASURES to leave out, to bisect a tool that breaks; nothing judged runs with it. stays_stopped: nothing that the
     process can do continues a process that was stopped by a signal.
     """
@@ -67,7 +65,7 @@ class Jail:
     stays_stopped: bool = False
 
     def measures(self) -> list[str]:
-        """What will be in force, of MEASURES."""
+        """Return those of MEASURES that will be in force."""
         left_out = set(self.without) | ({"tcp", "network"} if self.network else set())
         left_out |= {"uid"} if self.uid is None or not _user_fits(self.without) else set()
         left_out |= {"tcp", "scope"} if "landlock" in left_out else set()
@@ -75,7 +73,7 @@ class Jail:
         return [name for name, why_not in offered().items() if not why_not and name not in left_out]
 
     def orders(self) -> dict:
-        """What harness/sandbox/confine.py carries out, in types that marshal knows."""
+        """Return what harness/sandbox/confine.py carries out, in types that marshal knows."""
         measures = self.measures()
         return {
             "measures": measures,
@@ -91,9 +89,10 @@ class Jail:
         }
 
     def environment(self, extra: dict[str, str] | None = None) -> dict[str, str]:
-        """The whole environment of the process. `extra`: what the judge itself adds."""
+        """Return the whole environment of the process. extra: what the judge adds."""
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG") or k.startswith("CUDA_")}
         library = os.pathsep.join(library_path())
+        user_site = bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
         cache = {
             "KERNEL_BUILD_DIR": "build", "TRITON_CACHE_DIR": "triton", "TORCH_EXTENSIONS_DIR": "torch_extensions",
             "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUTE_DSL_CACHE_DIR": "cute_dsl", "XDG_CACHE_HOME": "xdg",
@@ -102,7 +101,7 @@ class Jail:
         return {
             **kept,
             **({"LD_LIBRARY_PATH": library} if library else {}),
-            **({"PYTHONUSERBASE": site.getuserbase()} if _user_site() else {}),
+            **({"PYTHONUSERBASE": site.getuserbase()} if user_site else {}),
             **{key: str(self.cache / name) for key, name in cache.items()},
             "PYTHONPATH": os.pathsep.join([str(self.code), *python_path()]),
             "HOME": str(self.home),
@@ -118,11 +117,11 @@ class Jail:
 
 
 def probe() -> dict[str, str]:
-    """What jailed processes get on this machine, for the record: "on", with what it is, or "off: " and why not."""
+    """Return the measures of this machine for the record: "on", with details, or "off: " and why not."""
     details = {
         "uid": f"{UIDS[0]} to {UIDS[-1]}, one a runner",
         "landlock": f"ABI {confine.landlock_abi()}" if not offered()["landlock"] else "",
-        "capabilities": "CAP_DAC_READ_SEARCH alone, to pass closed folders; Landlock says what is read"
+        "capabilities": "only CAP_DAC_READ_SEARCH, to pass closed folders; Landlock says what is read"
         if passing()
         else "none",
         "network": "no sockets but unconnected local ones",
@@ -133,7 +132,7 @@ def probe() -> dict[str, str]:
     }
     if offered()["uid"] and not offered()["seccomp"]:
         found["uid"] += "; pinning of other threads is refused"
-    found |= {"no_new_privs": "on", "dumpable": "on (off for the judge: nobody reads its memory)", "reaper": "on"}
+    found |= {"no_new_privs": "on", "dumpable": "on (off for the judge: no process reads its memory)", "reaper": "on"}
     if found["scope"] != "on" and not found["uid"].startswith("on"):
         found["reaper"] = "on, but a runner of the judge's user can signal what it finds, the reaper and parent aside"
     found["python_path"] = os.pathsep.join(python_path())
@@ -143,12 +142,12 @@ def probe() -> dict[str, str]:
 
 @functools.cache
 def offered() -> dict[str, str]:
-    """Each of MEASURES: "" if this machine can give it, else why not."""
+    """Return for each of MEASURES "" if this machine offers it, else why not."""
     found = dict.fromkeys(MEASURES, "")
     try:
         abi = confine.landlock_abi()
         if abi < 2:
-            found["landlock"] = "Landlock ABI 1 lets nobody rename between folders (Linux 5.19 does)"
+            found["landlock"] = "Landlock ABI 1 lets no process rename between folders (Linux 5.19 does)"
     except OSError as error:
         abi, found["landlock"] = 0, error.strerror or str(error)
     found["uid"] = _why_no_uid(passing=False)
@@ -167,7 +166,7 @@ def offered() -> dict[str, str]:
 
 @functools.cache
 def passing() -> bool:
-    """Whether runners of a user of their own need a capability to come to their interpreter, in root's home, say."""
+    """Return whether runners of a separate user need a capability to reach their interpreter, in root's home, say."""
     return not offered()["uid"] and bool(_why_no_uid(passing=False))
 
 
@@ -176,7 +175,8 @@ def _why_no_uid(passing: bool) -> str:
         return "not started as root"
     if len(mapped := _mapped_uids()) == 0:
         return f"uids {UIDS[0]} to {UIDS[-1]} do not exist in this user namespace"
-    if not _capabilities() >> WATCHES & 1:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    if not int(status.get("CapEff", "-1"), 16) >> WATCHES & 1:
         return "root here lacks CAP_SYS_PTRACE, and could not see what another user's process holds"
     needed = [(sys.executable, os.X_OK), *((path, os.R_OK | os.X_OK) for path in (sys.prefix, sys.base_prefix))]
     needed += [(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in _import_paths()]
@@ -202,14 +202,8 @@ def _why_no_uid(passing: bool) -> str:
     return f"other users cannot use {closed}" if closed else ""
 
 
-def _capabilities() -> int:
-    """A bit for each that this process has."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(fields.get("CapEff", "-1"), 16)
-
-
 def _user_fits(without: frozenset[str]) -> bool:
-    """Whether runners that leave out `without` can be users of their own: none passes closed folders unfenced."""
+    """Return whether runners without these measures can be separate users: none passes closed folders unfenced."""
     return "uid" not in without and not (passing() and "landlock" in without)
 
 
@@ -232,7 +226,7 @@ def user(without: frozenset[str] = frozenset()) -> Iterator[int | None]:
         yield None
         return
     folder = runtime_folder("uids")
-    busy = {os.stat(entry).st_uid for entry in _processes()}
+    busy = {os.stat(entry).st_uid for entry in Path("/proc").iterdir() if entry.name.isdigit() and entry.exists()}
     candidates = _mapped_uids()
     random.shuffle(candidates)
     for uid in candidates:
@@ -251,14 +245,8 @@ def user(without: frozenset[str] = frozenset()) -> Iterator[int | None]:
     raise SandboxError(f"every uid from {UIDS[0]} to {UIDS[-1]} is in use")
 
 
-def _processes() -> Iterator[Path]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and entry.exists():
-            yield entry
-
-
 def runtime_folder(name: str) -> Path:
-    """A folder for locks of this user's, that nobody else can write. SandboxError: somebody else made it."""
+    """Return a folder for this user's locks that no other user can write. SandboxError: another user made it."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = base / f"kernel-locks-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -284,10 +272,6 @@ def _entries(variable: str) -> list[Path]:
     return [path for path in entries if _narrow(path)]
 
 
-def _user_site() -> bool:
-    return bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
-
-
 def _import_paths() -> list[str]:
     """Where this interpreter imports from, see _narrow."""
     paths = [Path(entry).resolve() for entry in sys.path if entry]
@@ -295,7 +279,7 @@ def _import_paths() -> list[str]:
 
 
 def read_paths() -> tuple[str, ...]:
-    """Existing paths that a jailed process may read and execute from, the checkout cut out of them."""
+    """Return the existing paths that a jailed process may read and execute from, without the checkout."""
     names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "HOME")
     return _read_paths(tuple(map(os.environ.get, names)), tuple(sys.path))
 
@@ -309,7 +293,7 @@ def _read_paths(*_: tuple) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for path in paths:
         found |= dict.fromkeys(map(str, _carved(path.resolve())))
-    # What lies in another one needs no rule of its own.
+    # A path within another one needs no separate rule.
     return tuple(path for path in found if not any(str(parent) in found for parent in Path(path).parents))
 
 

@@ -319,8 +319,11 @@ class Child:
         return _resident(self.pid) + sum(_resident(pid, private=True) for pid in self._below)
 
     def _read_output(self) -> None:
-        with self._process.stdout as pipe:
-            while part := pipe.read1(2**16):
+        pipe = self._process.stdout
+        if pipe is None:
+            return
+        with pipe:
+            while part := os.read(pipe.fileno(), 2**16):
                 self._printed += len(part)
                 self._tail = (self._tail + part)[-OUTPUT_KEPT:]
 

@@ -47,14 +47,14 @@ class CacheError(RuntimeError):
 
 @dataclass
 class Workdir:
-    """`jail`: for Child; `file`, `folder`, `utils`: the submission, its problem's folder and GPU MODE's utils.py, as
+    """`jail`: for Child; `file`, `folder`, `files`: the submission, its problem's folder, GPU MODE's files by name, as
     the runner is told. Remove it when the runner has ended.
     """
 
     jail: policy.Jail
     file: Path
     folder: Path
-    utils: Path | None
+    files: dict[str, str]
     _place: Path
     _real: list[tuple[str, str]]  # private path, what it stands for; the longest first
     _stack: contextlib.ExitStack
@@ -76,9 +76,9 @@ class Workdir:
             copied = _copy_code(code)
             folder = code / "problems" / problem.folder.name
             copied |= _copy_submission(file, problem, folder)
-            utils = folder / "utils.py" if problem.utils else None
-            if utils:
-                copied |= _copy(problem.utils, utils)
+            for name, path in problem.files.items():
+                copied |= _copy(path, folder / name)
+            files = {name: str(folder / name) for name in problem.files}
             if built:
                 copy_tree(built, cache)
             for own in (gate.artefact(), *map(native.library, {"cpu", device})):
@@ -94,7 +94,7 @@ class Workdir:
             real += [(str(folder), str(problem.folder)), (str(code), str(ROOT)), (str(place), "<private>")]
             real.sort(key=lambda pair: -len(pair[0]))
             entry = next(private for private, path in copied.items() if path == file.resolve())
-            return cls(jail, entry, folder, utils, place, real, stack.pop_all())
+            return cls(jail, entry, folder, files, place, real, stack.pop_all())
 
     def restore(self, text: str) -> str:
         """`text` with the files that the runner saw named by where they really are."""
@@ -150,11 +150,15 @@ def key(file: Path, problem: Problem, target: str) -> str:
     """Of everything that a compile step of the submission `file` for `target` depends on. ValueError: as for make."""
     digest = hashlib.sha256(repr((target, _versions(target))).encode())
     common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
-    ours = [problem.folder / "task.py", *filter(None, [problem.utils]), *common]
+    ours = [*_task(problem), *problem.files.values(), *common]
     files = [(path, build.read(path)) for path in scan.closure(file, problem.folder)]
     for path, content in files + [(path, path.read_bytes()) for path in ours]:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()[:32]
+
+
+def _task(problem: Problem) -> list[Path]:
+    return [problem.folder / "task.py"] if problem.own else []  # GPU MODE's is one of its files
 
 
 def copy_tree(source: Path, target: Path, skip: tuple[str, ...] = ()) -> None:
@@ -216,7 +220,9 @@ def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, P
 
     What a composition brings along lies as in problems/, where `folder` is.
     """
-    copied = _copy(problem.folder / "task.py", folder / "task.py")
+    copied: dict[Path, Path] = {}
+    for task in _task(problem):
+        copied |= _copy(task, folder / "task.py")
     files = sources.own(file)
     if all(problem.folder in path.parents for path in files):
         top, place = problem.folder, folder
@@ -312,7 +318,8 @@ class _Keeper:
             )  # fmt: skip
         finally:
             os.close(control)
-        self.folder = Path(os.fsdecode(self._process.stdout.readline()).rstrip("\n"))
+        said = self._process.stdout.readline() if self._process.stdout else b""
+        self.folder = Path(os.fsdecode(said).rstrip("\n"))
         if not self.folder.is_dir():
             raise OSError(f"no private folder could be made in {_executable_place()}")
 

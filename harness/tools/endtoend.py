@@ -16,7 +16,7 @@ from harness.sandbox import process
 from problems.common import load
 
 FILE = "check.py"
-MODES = ("test", "leaderboard")  # of harness/run.py: what is said to be right, or ranked, has passed; quick looks go on
+MODES = ("test", "leaderboard")  # of harness/run.py: these say that a result is right, or rank it
 HELP = """A problem that is a whole model has an end-to-end check, check.py. It runs first with --mode test and
 leaderboard, and only where it passes is the submission judged (else the exit code is 1). It does not run with --mode
 benchmark or profile, --resume, --sanitize and --lint, nor with --submission, of which it says nothing. It receives the
@@ -40,7 +40,7 @@ def wanted(problem: Problem, arguments: argparse.Namespace, words: list[str]) ->
 
 
 def run(problem: Problem, device: str, words: list[str]) -> int:
-    """The check in a process of its own, its output on ours. -> its exit status; the negative number of a signal."""
+    """Run the check in a separate process. Return its exit status, or minus the number of a signal."""
     argv = [sys.executable, "-m", f"problems.{problem.name}.check", *words, "--device", device]
     paths = [str(process.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -54,7 +54,7 @@ def run(problem: Problem, device: str, words: list[str]) -> int:
 
 
 def _file(problem: Problem) -> Path | None:
-    """The problem's check. UsageError: it has one that cannot be run, since the folder is not in problems/."""
+    """Return the problem's check, if any. UsageError: it cannot run, since the folder is not in problems/."""
     found = problem.folder / FILE
     if not problem.own or not found.is_file():
         return None
@@ -64,12 +64,12 @@ def _file(problem: Problem) -> Path | None:
 
 
 def _skipped(arguments: argparse.Namespace) -> str:
-    """What of harness/run.py's arguments means that no check is run, or ""."""
+    """Return the argument of harness/run.py that switches the check off, or ""."""
     if arguments.lint or arguments.sanitize:
         return "--lint" if arguments.lint else "--sanitize"
     if arguments.mode not in MODES:
         return f"--mode {arguments.mode}"
     if arguments.resume is not None:
         return "--resume"  # the run began with its check, and all that it depends on is unchanged
-    # Another's file is not what the check is about, and is not to run outside the jail.
+    # The check judges the folder's own kernels, and a file from elsewhere must not run outside the jail.
     return "--submission" if arguments.submission else ""

@@ -1,11 +1,11 @@
-"""What a run does beside judging: compile for machines that are not here, profile, and run under a sanitizer."""
+"""The modes of a run that judge nothing: compile for other machines, profile, and run under a sanitizer."""
 
 import importlib.util
 import shutil
 import subprocess
 
 from harness.judge import console, replies
-from harness.judge.handle import ARCH, RunnerHandle
+from harness.judge.handle import RunnerHandle
 from harness.judge.limits import COMPILE_LIMIT_S
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Progress
@@ -13,6 +13,7 @@ from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.tools import profiling
+from problems.common import build
 
 SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
 SANITIZE_TOOLS = ("memcheck", "racecheck")
@@ -22,7 +23,7 @@ def compile_only(problem: Problem, device: str, judged: list[Result], progress: 
     """Compile submissions for their own targets, without their device, where their compiler is installed. Their verdict
     becomes COMPILED, or COMPILE_ERROR with the compiler's words.
     """
-    todo = [j for j in judged if j.target in ARCH and not j.submission.baseline]
+    todo = [j for j in judged if j.target in build.ARCH and not j.submission.baseline]
     if not todo:
         return
     if not shutil.which("nvcc"):
@@ -35,7 +36,7 @@ def compile_only(problem: Problem, device: str, judged: list[Result], progress: 
 
 
 def _compile(session: Session, j: Result, progress: Progress) -> None:
-    for target in (t for t in j.submission.targets if t in ARCH):
+    for target in (t for t in j.submission.targets if t in build.ARCH):
         progress(f"compile {j.submission.name} for {target}")
         handle = RunnerHandle(f"{j.submission.name}@{target}", j.submission, target)
         reply = session.ask_runner(handle, replies.Compiled, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
@@ -44,7 +45,7 @@ def _compile(session: Session, j: Result, progress: Progress) -> None:
             j.status, j.reason = "COMPILE_ERROR", reply.reason
             console.say(f"{j.submission.name}: COMPILE_ERROR for {target}\n{reply.reason}")
             return
-        # One row a kernel; a compiler that reports no resources leaves the size alone.
+        # One row per kernel; only the size, if the compiler reports no resources.
         j.artefacts += [
             {"target": target, "bytes": a.bytes, **kernel}
             for a in reply.artefacts
@@ -56,7 +57,7 @@ def _compile(session: Session, j: Result, progress: Progress) -> None:
 def profile(
     problem: Problem, device: str, target: str, submission: Submission, cases: list[Case], timeout_s: float | None
 ) -> str:
-    """Print the torch profiler's table of one call on each case, and on a GPU a digest of ncu's report. -> verdict."""
+    """Print torch's profile of one call on each case, and on a GPU a digest of ncu's report. Return the verdict."""
     with Session(problem, device, timeout_s) as session:
         handle = RunnerHandle(submission.name, submission, target)
         for case in cases:
@@ -78,7 +79,7 @@ def profile(
 
 
 def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str) -> bool:
-    """Run the small ones of `cases` under compute-sanitizer. -> whether all were clean. UsageError: no such tool."""
+    """Run the small `cases` under compute-sanitizer. Return whether all were clean. UsageError: no such tool."""
     cases, clean = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], True
     for j in judged:
         for tool in SANITIZE_TOOLS:

@@ -1,6 +1,6 @@
 """Profile and sanitize: the torch profiler's table, one call under Nsight Compute with a digest, compute-sanitizer.
 
-Each tool runs alone, in a pass of its own, and a tool that is missing is said to be missing.
+Each tool runs in a separate pass. RuntimeError names a missing tool.
 """
 
 import csv
@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.judge.handle import ARCH
 from harness.problem.folders import Case, Problem, Submission
 from harness.sandbox.process import ROOT
+from problems.common import build
 
 OUT = ROOT / "leaderboard" / "out" / "profile"
 TOOL_LIMIT_S = 540
@@ -41,7 +41,7 @@ _DIGEST = (
 
 
 def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> str:
-    """One call of `case` under ncu; the full report is kept. -> the digest. RuntimeError: ncu missing or failed."""
+    """Run one call of `case` under ncu, and keep the report. Return the digest. RuntimeError: ncu missing or failed."""
     OUT.mkdir(parents=True, exist_ok=True)
     report = OUT / f"{problem.name}-{submission.name}-{'-'.join(map(str, case.params.values()))}.ncu-rep"
     sections = [argument for section in NCU_SECTIONS for argument in ("--section", section)]
@@ -57,7 +57,7 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
 
 
 def digest(page: str) -> str:
-    """What a kernel engineer reads first, from ncu's raw CSV page: a block of lines for each kernel."""
+    """Return what a kernel engineer reads first, from ncu's raw CSV page: a block of lines for each kernel."""
     lines = [line for line in page.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
     if len(rows) < 2:
@@ -81,8 +81,8 @@ def digest(page: str) -> str:
 
 
 def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: str, target: str) -> tuple[bool, str]:
-    """`cases` under compute-sanitizer's `tool`. -> (clean, its last lines). RuntimeError if it is missing."""
-    # Every tensor an allocation of its own, so that an access past one is seen.
+    """Run `cases` under compute-sanitizer's `tool`. Return (clean, its last lines). RuntimeError: it is missing."""
+    # A separate allocation for every tensor, so that the tool sees an access past one.
     command = [
         _tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "66", "--launch-timeout", "120",
         *_solo(problem, submission, cases),
@@ -103,8 +103,8 @@ def _solo(problem: Problem, submission: Submission, cases: list[Case]) -> list[s
 
 
 def _dsl(target: str) -> dict[str, str]:
-    """Told its target, the CuTe DSL does not probe the device, whose failing look-ups a sanitizer counts as errors."""
-    return {"CUTE_DSL_ARCH": ARCH[target]}
+    """Name the target to the CuTe DSL: a sanitizer counts its failing look-ups on the device as errors."""
+    return {"CUTE_DSL_ARCH": build.ARCH[target]}
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Call a submission once per case in this very process, for tools that look into a process: ncu, compute-sanitizer.
+"""Call a submission once per case in this process, for tools that look into a process: ncu, compute-sanitizer.
 
-No verdict comes from here: inputs are made beside the submission. Started as
+It makes the inputs in the submission's process, so it gives no verdict. It starts as
 `python -m harness.tools.single FOLDER FILE DEVICE CASES`, CASES a JSON list of argument sets with their seeds.
 """
 
@@ -11,18 +11,19 @@ from pathlib import Path
 import torch
 
 from harness.checker import checker
-from harness.problem.folders import utils_of
+from harness.problem import folders
 from problems.common import load
 
 
 def main() -> None:
     folder, file, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    utils = utils_of(folder)
-    extra = {"utils": load.from_file(folder, utils)} if utils else {}
-    reference = load.from_file(folder, folder / "reference.py", extra)
-    module = load.from_file(folder, file, extra)
-    task = load.from_file(folder, folder / "task.py", extra)
-    own = hasattr(task, "OUTPUTS")
+    found = folders.find(str(folder))
+    if not found.own:
+        load.bind(found.folder, found.files)
+    reference = load.from_file(folder, folder / "reference.py")
+    module = load.from_file(folder, file)
+    task = load.from_file(folder, folder / "task.py") if found.own else None
+    own = found.own
     for case in cases:
         split = own and hasattr(reference, "generate_weights")
         weights = reference.generate_weights(**case, device=device) if split else None

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 COMMON = Path(__file__).resolve().parent
 ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
@@ -63,7 +64,7 @@ class Artefact:
     target: str  # "cpu", "sm90", "sm100"
     log: str
 
-    def function(self, name: str, *argtypes: type) -> "ctypes._CFuncPtr":
+    def function(self, name: str, *argtypes: type) -> Any:
         """The extern "C" function `name`, returning int. AttributeError if the object lacks it."""
         return _function(self.path, name, argtypes)
 
@@ -211,7 +212,7 @@ def _build(source: Path, target: str, compiler: str, flags: tuple[str, ...]) -> 
         return Artefact(library, target, log.read_text())
     directory().mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held by this process alone: subprocess closes it in the compiler
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held by this process only: subprocess closes it in the compiler
         if library.is_file():
             return Artefact(library, target, log.read_text())
         with tempfile.TemporaryDirectory(dir=directory(), prefix="tmp-") as scratch:
@@ -237,7 +238,7 @@ def _version(compiler: str) -> str:
 
 
 @functools.cache
-def _function(path: Path, name: str, argtypes: tuple[type, ...]) -> "ctypes._CFuncPtr":
+def _function(path: Path, name: str, argtypes: tuple[type, ...]) -> Any:
     function = getattr(ctypes.CDLL(str(path)), name)
     function.argtypes, function.restype = argtypes, ctypes.c_int
     return function

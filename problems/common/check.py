@@ -1,4 +1,4 @@
-"""Comparison of an output with a higher-precision reference, with the mismatch report of GPU MODE's checkers."""
+"""Compare an output with a higher-precision reference, and report mismatches as GPU MODE's checkers do."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""FP8 with power-of-two scales on the host: e4m3 codes, one ue8m0 scale byte a group or a 128x128 block.
+"""Convert to and from FP8 with power-of-two scales: e4m3 codes, one ue8m0 scale byte a group or 128x128 block.
 
 value = e4m3 * 2^(byte - 127). Groups run along the last axis and weights take a scale a 128x128 block; a last group or
 block may be partial. Nothing here synchronises with a device.

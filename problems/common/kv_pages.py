@@ -1,4 +1,4 @@
-"""Pages of attention entries as FlashMLA reads them: FP8 without position, bf16 with it, scales after all payloads.
+"""Read and write pages of attention entries in FlashMLA's layout: FP8 values, bf16 positions, then all scales.
 
 A page of P entries is one block of bytes, for entries of `nope` + `rope` values:
     offset 0           : P payloads of nope + 2 * rope bytes: nope e4m3, then rope bf16

@@ -1,4 +1,4 @@
-"""Load the modules of a problem folder, each folder in a namespace of its own, so that several live in one process.
+"""Load the modules of a problem folder. Each folder has a separate namespace, so that several live in one process.
 
 A folder's modules become `problems.<folder>.<module>`; while one of them is executed, the bare names `task` (and,
 for GPU MODE folders, `utils`) mean that folder's own files. Submissions import them at module level only.
@@ -8,6 +8,8 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import io
 import sys
@@ -16,6 +18,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from problems.common import build
 
@@ -46,18 +49,52 @@ def from_file(folder: Path, file: Path, extra: dict[str, ModuleType] | None = No
         if name in sys.modules:
             return sys.modules[name]
         bare = dict(extra or {})
-        if file.stem not in ("task", "utils"):
+        if file.stem not in ("task", "utils") and not _is_bound(folder):
             bare["task"] = from_file(folder, folder / "task.py", extra)
         spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no Python source")
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[name] = loaded
         try:
-            with _bound(bare):
+            with contextlib.nullcontext() if _is_bound(folder) else _bound(bare):
                 spec.loader.exec_module(loaded)
         except BaseException:
             del sys.modules[name]
             raise
         return loaded
+
+
+def bind(folder: Path, files: dict[str, Path]) -> None:
+    """From now on these files, by names such as "utils.py" or "helpers/scale.py", are modules of this whole process.
+    For a process that deals with one problem folder in GPU MODE's format, whose files import each other at any time.
+    """
+    for old in [finder for finder in sys.meta_path if isinstance(finder, _Files)]:
+        sys.meta_path.remove(old)
+        for name in [name for name in sys.modules if f"{name.replace('.', '/')}.py" in old.files]:
+            del sys.modules[name]
+    sys.meta_path.insert(0, _Files(folder.resolve(), files))
+
+
+class _Files(importlib.abc.MetaPathFinder):
+    """Finds the files of one folder by their names."""
+
+    def __init__(self, folder: Path, files: dict[str, Path]) -> None:
+        self.folder, self.files = folder, files
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        place = name.replace(".", "/")
+        for file, within in ((f"{place}.py", None), (f"{place}/__init__.py", [])):
+            if file in self.files:
+                found = self.files[file]
+                return importlib.util.spec_from_file_location(name, found, submodule_search_locations=within)
+        if any(file.startswith(f"{place}/") for file in self.files):
+            return importlib.machinery.ModuleSpec(name, None, is_package=True)
+        return None
+
+
+def _is_bound(folder: Path) -> bool:
+    return any(isinstance(finder, _Files) and finder.folder == folder for finder in sys.meta_path)
 
 
 def variant(problem: str, name: str) -> ModuleType:
@@ -106,7 +143,7 @@ def _no_python(file: Path, why: str, line: int = 1) -> SyntaxError:
     return SyntaxError(why, (str(file), line, None, None))
 
 
-def constants(file: Path, *names: str) -> dict[str, object]:
+def constants(file: Path, *names: str) -> dict[str, Any]:
     """Literal module-level constants of `file`, read without running it; absent ones are left out.
 
     ValueError if one is not a literal. SyntaxError, build.BuildError: see `parse`.
@@ -115,9 +152,10 @@ def constants(file: Path, *names: str) -> dict[str, object]:
     for node in parse(file).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
-            if isinstance(target, ast.Name) and target.id in names and getattr(node, "value", None) is not None:
+            value = getattr(node, "value", None)
+            if isinstance(target, ast.Name) and target.id in names and value is not None:
                 try:
-                    found[target.id] = ast.literal_eval(node.value)
+                    found[target.id] = ast.literal_eval(value)
                 except (ValueError, TypeError, RecursionError, MemoryError) as error:
                     raise ValueError(f"{file.name}:{node.lineno}: {target.id} must be a literal") from error
     return found
@@ -128,17 +166,23 @@ def summary(file: Path) -> str:
     return (ast.get_docstring(parse(file)) or "").partition("\n")[0]
 
 
-def winner(folder: Path, winners: dict[str, tuple[str, ...]], target: str) -> str:
-    """The first of winners[target], variants of `folder` in order of preference, whose CPU_FLAGS this machine has.
+def winners(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return WINNERS of submission.py in `folder`: by target, variants in order of preference. {} if it has none."""
+    return constants(folder / "submission.py", "WINNERS").get("WINNERS", {})
+
+
+def winner(folder: Path, target: str) -> str:
+    """Return the first of the winners for `target` whose CPU_FLAGS this machine has.
 
     ValueError: no winner for the target, or none that this CPU can run.
     """
-    if target not in winners:
-        raise ValueError(f"target must be one of {sorted(winners)}, for which there is a winner, got {target!r}")
-    for name in winners[target]:
+    known = winners(folder)
+    if target not in known:
+        raise ValueError(f"target must be one of {sorted(known)}, for which there is a winner, got {target!r}")
+    for name in known[target]:
         if not missing_cpu_flags(folder / "variants" / f"{name}.py"):
             return name
-    raise ValueError(f"this CPU can run none of {winners[target]}")
+    raise ValueError(f"this CPU can run none of {known[target]}")
 
 
 def missing_cpu_flags(file: Path) -> list[str]:
@@ -154,7 +198,7 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def device_target(device: object) -> str:
+def device_target(device: Any) -> str:
     """The target of a torch device: "cpu", "sm90" or "sm100". ValueError for a GPU of another generation."""
     import torch
 

@@ -1,4 +1,4 @@
-"""NVFP4 on the host: e2m1 codes packed two per byte, one e4m3 scale per 16 along the last axis.
+"""Convert to and from NVFP4 on the host: e2m1 codes, two a byte, and one e4m3 scale per 16 along the last axis.
 
 value = E2M1[code] * scale.  Byte j of a row holds element 2j in its low nibble and 2j + 1 in its high nibble.
 Scales are the finite, non-negative e4m3 values (bytes 0x00 to 0x7E); a scale byte 0x7F or 0xFF is NaN, 0x80 to 0xFE
@@ -128,7 +128,7 @@ def encode(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def round_trip(x: torch.Tensor, input_scale: torch.Tensor) -> torch.Tensor:
-    """x, input_scale: as encode -> fp32 (..., k), the values that encode stands for: (code * scale) * input_scale."""
+    """x, input_scale: as encode -> fp32 (..., k), the values of what encode returns: (code * scale) * input_scale."""
     values, scales = _nearest_blocks(x, input_scale)
     return values.mul_(scales.float().unsqueeze(-1)).flatten(-2).mul_(input_scale.unsqueeze(-1))
 

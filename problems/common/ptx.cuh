@@ -23,7 +23,7 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives, and the phase also needs `bytes` more from bulk copies.
-__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+__device__ __forceinline__ void arrive_and_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 // One arrival for the warp, behind all that its lanes did before.
@@ -57,14 +57,14 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
 
 // ---- the block's numbered barriers, 0 to 15, of which __syncthreads has 0
 
-// Threads meet, THREADS in all.
+// Wait until THREADS threads have arrived or wait here.
 template <int THREADS>
-__device__ __forceinline__ void meet(int number) {
+__device__ __forceinline__ void named_barrier_sync(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
-// Counts as one of those who meet, and goes on.
+// Arrive without waiting.
 template <int THREADS>
-__device__ __forceinline__ void show_up(int number) {
+__device__ __forceinline__ void named_barrier_arrive(int number) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
@@ -81,8 +81,8 @@ __device__ __forceinline__ uint32_t in_block(uint32_t rank, uint32_t at) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
-// All threads of the cluster meet, and know what the others wrote before, in shared memory too.
-__device__ __forceinline__ void meet_cluster() {
+// Wait for all threads of the cluster. What they wrote before is visible, in shared memory too.
+__device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // Of another block's shared memory, at an address from in_block.
@@ -95,25 +95,27 @@ __device__ __forceinline__ uint32_t load_cluster(uint32_t from) {
 // ---- fences
 
 // What this thread wrote, or knows from a barrier that others wrote, may be read by wgmma and by bulk copies after
-// this, or after a barrier that follows; and the reverse. In all memory, in shared and in global memory alone.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// this, or after a barrier that follows; and the reverse. In all memory; in shared memory only; in global memory only.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- registers of a warpgroup: all its warps run this
 
 template <int COUNT>
-__device__ __forceinline__ void fewer_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 template <int COUNT>
-__device__ __forceinline__ void more_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // ---- shared memory
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 __device__ __forceinline__ uint32_t load_shared(uint32_t from) {
@@ -156,13 +158,13 @@ __device__ __forceinline__ void store_shared16(uint32_t to, uint4 v) {
 }
 // Four 8x8 matrices of 16-bit values, as a warp holds them in an accumulator; lane i gives the address of row i % 8 of
 // matrix i / 8.
-__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+__device__ __forceinline__ void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
 }
 // The same, each stored transposed: lane i gives the address of what becomes row i % 8 of matrix i / 8.
-__device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
                  "r"(c), "r"(d)
                  : "memory");
@@ -170,41 +172,41 @@ __device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a, uint32
 
 // ---- copies from global to shared memory, without registers
 
-__device__ __forceinline__ void copy4(uint32_t to, const void* from) {
+__device__ __forceinline__ void cp_async4(uint32_t to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+__device__ __forceinline__ void cp_async16(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 // Zeros if not `really`: then nothing is read.
-__device__ __forceinline__ void copy8(uint32_t to, const void* from, bool really) {
+__device__ __forceinline__ void cp_async8(uint32_t to, const void* from, bool really) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(really ? 8 : 0) : "memory");
 }
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool really) {
+__device__ __forceinline__ void cp_async16(uint32_t to, const void* from, bool really) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(really ? 16 : 0) : "memory");
 }
 // Until all that this thread has asked for is there.
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Arrives for this thread at the barrier once the copies that it has asked for are there.
-__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- bulk copies
 
-// How long L2 is to keep a line: for data that nobody needs again, and for all else.
-__device__ __forceinline__ uint64_t keep_short() {
+// How long L2 is to keep a line: for data that is not needed again, and for all else.
+__device__ __forceinline__ uint64_t l2_evict_first() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-__device__ __forceinline__ uint64_t keep() {
+__device__ __forceinline__ uint64_t l2_evict_normal() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 // `bytes`, a multiple of 16, from global to shared memory; the barrier is told of each.
-__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+__device__ __forceinline__ void tma_load_1d(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
                                           uint64_t policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -212,28 +214,28 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
         : "memory");
 }
 // The box at (x, y, z), innermost first, of the tensor that `map` describes; the barrier is told of all its bytes.
-__device__ __forceinline__ void tensor_load(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier,
+__device__ __forceinline__ void tma_load_3d(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier,
                                             uint64_t policy) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
         : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+__device__ __forceinline__ void tma_store_1d(void* to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
                  "r"(from), "r"(bytes)
                  : "memory");
 }
-// Until what this thread has stored with bulk_store is written.
-__device__ __forceinline__ void bulk_stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Until what this thread has stored with tma_store_1d is written.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---- counters in global memory, between blocks
 
 // One more at *counter, behind all that this thread knows to be written; a count that makes that known.
-__device__ __forceinline__ void count_up(int* counter) {
+__device__ __forceinline__ void red_add_release(int* counter) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
-__device__ __forceinline__ int count_of(const int* counter) {
+__device__ __forceinline__ int ld_acquire(const int* counter) {
     int v;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
     return v;
@@ -251,18 +253,18 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
+__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
     uint32_t v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
     return v;
 }
-__device__ __forceinline__ uint32_t half_pair(float low, float high) {
+__device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
     uint32_t v;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
     return v;
 }
 // Of two bf16 pairs. Both factors and the product may be subnormal: nothing is flushed.
-__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     uint32_t c;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
@@ -271,26 +273,27 @@ __device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
 // ---- wgmma
 
 // The descriptor of a matrix in shared memory, in which 16 bytes on are 1 more. Rows have 128 bytes and are swizzled:
-// 16-byte chunk c of row r stands at chunk c ^ r % 8. Eight rows are 1024 bytes on. Read with the row as contraction
+// 16-byte chunk c of row r is at chunk c ^ r % 8. Eight rows are 1024 bytes on. Read with the row as contraction
 // (transposed), 64 columns on are `group` bytes on.
-__device__ __forceinline__ uint64_t matrix(uint32_t at, uint32_t group = 16) {
+__device__ __forceinline__ uint64_t make_smem_desc(uint32_t at, uint32_t group = 16) {
     return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | uint64_t(group / 16) << 16 | (at & 0x3FFFF) / 16;
 }
-// The half of matrix(at) that depends on `at`, for who keeps it or has it from another lane; and all of it.
-__device__ __forceinline__ uint32_t matrix_half(uint32_t at) { return 1 << 16 | (at & 0x3FFFF) / 16; }
-__device__ __forceinline__ uint64_t matrix_of(uint32_t half) { return uint64_t(1 << 30 | 1024 / 16) << 32 | half; }
+// The half of make_smem_desc(at) that depends on `at`, for who keeps it or has it from another lane; and all of it.
+__device__ __forceinline__ uint32_t smem_desc_low(uint32_t at) { return 1 << 16 | (at & 0x3FFFF) / 16; }
+__device__ __forceinline__ uint64_t smem_desc_of(uint32_t half) { return uint64_t(1 << 30 | 1024 / 16) << 32 | half; }
 
-__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_commit_batch() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // Waits for all committed wgmmas of this warp but those of the last COUNT commits; or for all.
 template <int COUNT>
-__device__ __forceinline__ void wgmma_end_but() {
+__device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory");
 }
-__device__ __forceinline__ void wgmma_end() { wgmma_end_but<0>(); }
 // Keeps uses of d on their side of the line: sums are what wgmma made of them only behind its end.
 template <int N>
-__device__ __forceinline__ void pin(float (&d)[N]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

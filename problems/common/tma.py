@@ -1,4 +1,4 @@
-"""Tensor-map descriptors for the bulk tensor copy engine (TMA), checked on the host before any driver call.
+"""Check tensor-map descriptors of the bulk tensor copy engine (TMA) on the host, before any driver call.
 
 Everything is INNERMOST FIRST, as cuTensorMapEncodeTiled wants it: dims[0] is the contiguous dimension, its stride is
 implied, and strides[i] is the distance in bytes between neighbours along dims[i + 1]. The driver answers a broken

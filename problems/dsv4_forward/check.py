@@ -8,7 +8,7 @@ kernels, activations in fp32), the reference kernels in the model's dtype, and t
 
 * each kernel call of the oracle's pass is repeated with the composed kernel and with the reference, on equal inputs:
   the first one past its budget (trace.CHECKS) is named with its layer;
-* what each layer alone makes of the oracle's hc copies, the copies after each layer of a free pass, and the logits
+* what each layer by itself makes of the oracle's hc copies, the copies after each layer of a free pass, and the logits
   may be off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of
   one size add up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later
   layers that into more: no tighter bound holds end to end;
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,... (op or problem)")
-    p.add_argument("--attribute", action="store_true", help="the effect of each kernel alone: error and time")
+    p.add_argument("--attribute", action="store_true", help="the effect of each kernel by itself: error and time")
     p.add_argument("--config", help="one configuration instead of the device's list, such as tiny or flash-4l32e")
     p.add_argument("--format", choices=config.FORMATS, help="one number format")
     p.add_argument("--steps", type=int, default=STEPS, help="greedy tokens of each sequence")

@@ -95,7 +95,5 @@ def compile_for(problems: tuple[str, ...], target: str) -> list:
     """Compile the winners of `problems`, and this folder's fused kernels, for `target`."""
     artefacts = fused.compile_for(target) if target in fused.TARGETS else []
     for name in problems:
-        folder = load.PROBLEMS / name
-        winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
-        artefacts += load.variant(name, load.winner(folder, winners, target)).compile_for(target)
+        artefacts += load.variant(name, load.winner(load.PROBLEMS / name, target)).compile_for(target)
     return artefacts

@@ -214,11 +214,10 @@ def _winner(op: str, model: _Model) -> Choice:
     if reason := _unserved(provider, model):
         return Choice(op, reason)
     problem, folder = provider.problem, load.PROBLEMS / provider.problem
-    winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
-    if model.target not in winners:
+    if model.target not in load.winners(folder):
         return Choice(op, f"{problem} has no winner for {model.target}")
     # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
-    name = load.winner(folder, winners, model.target)
+    name = load.winner(folder, model.target)
     return Choice(op, provider.scope, f"{problem}/{name}", provider, load.variant(problem, name))
 
 

@@ -52,7 +52,7 @@ class _Oracle:
 
 
 # generate_input is not handed the weights, but needs them to prefill, which takes longer than all else. So
-# generate_weights leaves them here, the latest alone: the inputs that are made after them are for them.
+# generate_weights leaves them here, only the latest: the inputs that are made after them are for them.
 _latest: _Oracle | None = None
 
 

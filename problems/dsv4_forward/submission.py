@@ -1,4 +1,4 @@
-"""The winner for each target. WINNERS is a literal: the harness reads it without running this file."""
+"""Select the winner for each target. WINNERS is a literal: the harness reads it without running this file."""
 
 import functools
 from pathlib import Path
@@ -14,7 +14,7 @@ WINNERS = {"cpu": ("composed",), "sm90": ("composed",), "sm100": ("composed",)}
 
 @functools.cache
 def _name(target: str) -> str:
-    return load.winner(Path(__file__).parent, WINNERS, target)
+    return load.winner(Path(__file__).parent, target)
 
 
 def prepare(weights: Weights) -> object:

@@ -226,7 +226,7 @@ def margins(want: torch.Tensor, got: torch.Tensor, scores: torch.Tensor) -> floa
     """By how much of the largest score the worst id in `got` falls short of the worst in `want`; 0.0: the same sets.
 
     want, got: int32 (..., k), -1 for none; scores: fp32 (..., candidates), by which `want` was chosen. inf: an id that
-    is no candidate, one that stands twice, or another number of them.
+    is no candidate, one that is there twice, or another number of them.
     """
     want, got = want.flatten(0, -2).long(), got.flatten(0, -2).long()
     scores = scores.flatten(0, -2)

@@ -1,4 +1,4 @@
-"""Inputs, oracle and checker for fmha_decode. Slow and obvious on purpose; fp64, some sequences at a time."""
+"""Make inputs for fmha_decode, compute the answer in fp64, and check outputs. Slow and obvious on purpose."""
 
 import math
 
@@ -38,11 +38,11 @@ def generate_input(
     """Gaussian queries and entries, so that scores have a standard deviation of 1; sinks about as large as the whole
     rest of the denominator. Pages of all sequences are shuffled together. What no list names is random bytes. Besides:
 
-    ragged      lengths of each sequence its own, garbage behind them, holes in front; a first tile of holes alone
-    empty       the same, but sequences without any entry, with none in the window, and a query of holes alone
+    ragged      lengths of each sequence its own, garbage behind them, holes in front; a first tile of only holes
+    empty       the same, but sequences without any entry, with none in the window, and a query of only holes
     maxima      scores of some heads 40 to 44 higher, of the others as much lower, so that one's maximum leaves nothing
                 of the other; all rise or fall by up to 10 along the entries
-    magnitudes  groups of 2^-20 to 2, some of them subnormal codes alone, some with the least scales there are
+    magnitudes  groups of 2^-20 to 2, some of them only subnormal codes, some with the least scales there are
     cancelling  every second entry is minus the one before, under nearly equal probabilities
     sinks       -inf, 0, 40, 80, and around 0
     drowned     every second sink 200, beside which nothing is left of the result
@@ -100,7 +100,7 @@ def _lengths(
     batch: int, window: int, compressed: int, empty: bool, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two int64 (B,) on the CPU: from a random one on, the first sequence is full and the second has one entry of the
-    window alone, or with `empty` none at all; the third, with `empty`, none of the window.
+    window only, or with `empty` none at all; the third, with `empty`, none of the window.
     """
     first = int(torch.randint(batch, (), generator=gen, device=gen.device))
     kind = (torch.arange(batch) - first) % batch % 4
@@ -134,7 +134,7 @@ def _cache(
     entries: torch.Tensor, length: torch.Tensor, per_page: int, pages_each: int, content: str, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """entries: int64 (B, S, n), positions within the sequence; length: int64 (B,); pages_each: of a sequence
-    -> pages, indices and lengths as in Data. One page more than needed is there, and nobody's.
+    -> pages, indices and lengths as in Data. One page more than needed is there, and belongs to no sequence.
     """
     batch, queries, n = entries.shape
     device = entries.device
@@ -193,7 +193,7 @@ def _values(where: torch.Tensor, content: str, gen: torch.Generator) -> tuple[to
 
 
 def _magnitudes(count: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every code but NaN, at sizes of 2^-20 to 2 by group; a quarter of the groups subnormal codes alone, of the same
+    """Every code but NaN, at sizes of 2^-20 to 2 by group; a quarter of the groups only subnormal codes, of the same
     sizes; an eighth with a scale byte of 3 to 99, which nothing comes through from but garbage.
     """
     device = gen.device

@@ -1,4 +1,4 @@
-"""The winner for each target. WINNERS is a literal: the harness reads it without running this file."""
+"""Select the winner for each target. WINNERS is a literal: the harness reads it without running this file."""
 
 import functools
 from pathlib import Path
@@ -17,12 +17,12 @@ WINNERS = {
 
 @functools.cache
 def _name(target: str) -> str:
-    return load.winner(Path(__file__).parent, WINNERS, target)
+    return load.winner(Path(__file__).parent, target)
 
 
 def custom_kernel(data: input_t) -> output_t:
     """Write the attention into data.out and data.lse, with the winner for the device of data.q, and return both.
 
-    ValueError: a device without a winner, or data that the variant refuses. Nothing stands in for a missing winner.
+    ValueError: a device without a winner, or data that the variant refuses. Nothing replaces a missing winner.
     """
     return load.variant("fmha_decode", _name(load.device_target(data.q.device))).custom_kernel(data)

@@ -24,7 +24,7 @@ class Data(NamedTuple):
     window             uint8 (pages, stride), see below
     window_index       int32 (B, S, nw), nw >= 1: page * P + slot of an entry, or -1: skip; -1 may stand anywhere
     window_length      int32 (B,): entries of the lists of sequence b that count, 0 to nw; what follows is any int32
-    compressed         uint8 (pages, stride), a P and a stride of its own
+    compressed         uint8 (pages, stride), a separate P and stride
     compressed_index   int32 (B, S, nc), nc >= 0
     compressed_length  int32 (B,), 0 to nc
     sink               fp32 (H,), -inf for none
@@ -113,7 +113,7 @@ class Case:
 
 
 def _cases(*rows: tuple, seed: int) -> list[Case]:
-    """Rows (B, S, H, nw, nc, P of window, P of compressed, pool, order, content); each gets a seed of its own."""
+    """Rows (B, S, H, nw, nc, P of window, P of compressed, pool, order, content); each gets a separate seed."""
     return [Case(*row, seed=seed + i) for i, row in enumerate(rows)]
 
 
@@ -193,7 +193,7 @@ def page_entries(stride: int) -> int:
 def unpack(data: Data) -> Sizes:
     """Sizes of one call. ValueError, naming the tensor, where a dtype, shape, layout or device is not as `Data` says.
 
-    What stands in lists and lengths is not read: on a GPU that would wait for it.
+    Lists and lengths are not read: on a GPU that would wait for it.
     """
     if (data.q.dim(), data.window_index.dim(), data.compressed_index.dim()) != (4, 3, 3):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Weights, inputs, oracle and checker for moe_gemm. Slow and obvious on purpose; fp64, an expert at a time."""
+"""Make weights and inputs for moe_gemm, compute the answer in fp64, and check outputs. Slow and obvious on purpose."""
 
 import torch
 from task import (
@@ -36,7 +36,7 @@ def generate_weights(
     clamped     gate and up 5 times as large
     magnitudes  scales over 15 binades: 2^-4 to 2^4 along H, which x's blocks undo, and of up down to 2^-6 along I,
                 which w2 undoes; g2 over 2^-4 to 2^4; rows of x over 2^-8 to 2^2
-    subnormal   scale bytes 0 to 7 alone
+    subnormal   only scale bytes 0 to 7
     extreme     an eighth of the scales 448, the others 2^U(-6, 0); half of the codes 6 or -6; x and out larger than
                 fp16 holds, x 2^40 times what it is elsewhere
     zeros       an eighth of the scales, a quarter of x's blocks of 16, two rows of x, a third of the routing weights,
@@ -97,7 +97,7 @@ def generate_input(
 
 def _profiles(hidden: int, inner: int, content: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Binary exponents fp32 (H / 16,) of x's blocks, which w13's scales undo, and (I / 16,) of w2's scales, which the
-    rows of up undo. Weights and inputs have seeds of their own, so that shapes alone decide.
+    rows of up undo. Weights and inputs have separate seeds, so that only shapes decide.
     """
     column, row = torch.arange(hidden // 16, device=device), torch.arange(inner // 16, device=device)
     if content != "magnitudes":
@@ -189,7 +189,7 @@ def values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantised_as(x: torch.Tensor, in_scale: torch.Tensor) -> torch.Tensor:
-    """x: fp32 (n, m), in_scale: fp32 () -> fp64 (n, m), exactly what the quantised x stands for."""
+    """x: fp32 (n, m), in_scale: fp32 () -> fp64 (n, m), exactly the values of the quantised x."""
     codes, scales = nvfp4.encode(x, in_scale.expand(len(x)))
     return nvfp4.dequantise(codes, scales, torch.float64) * in_scale.double()
 

@@ -1,4 +1,4 @@
-"""The winner for each target. WINNERS is a literal: the harness reads it without running this file."""
+"""Select the winner for each target. WINNERS is a literal: the harness reads it without running this file."""
 
 import functools
 from pathlib import Path
@@ -17,7 +17,7 @@ WINNERS = {
 
 @functools.cache
 def _name(target: str) -> str:
-    return load.winner(Path(__file__).parent, WINNERS, target)
+    return load.winner(Path(__file__).parent, target)
 
 
 def prepare(weights: Weights) -> object:
@@ -31,6 +31,6 @@ def prepare(weights: Weights) -> object:
 def custom_kernel(data: input_t) -> output_t:
     """Write the experts' sum into data.outputs.out, with the winner for its device, and return it.
 
-    ValueError: a device without a winner, or data that the variant refuses. Nothing stands in for a missing winner.
+    ValueError: a device without a winner, or data that the variant refuses. Nothing replaces a missing winner.
     """
     return load.variant("moe_gemm", _name(load.device_target(data.inputs.x.device))).custom_kernel(data)

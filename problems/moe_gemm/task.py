@@ -166,7 +166,7 @@ class Case:
 
 
 def _cases(*rows: tuple, seed: int) -> list[Case]:
-    """Rows (T, E, k, H, I, activation, router, content); each gets a seed of its own."""
+    """Rows (T, E, k, H, I, activation, router, content); each gets a separate seed."""
     return [Case(*row, seed=seed + i) for i, row in enumerate(rows)]
 
 
@@ -222,7 +222,7 @@ BENCHMARKS_CPU = _cases(
 # output to bf16 as well, as public kernels do, 3.6e-3 (rows to 6.9e-3).
 RTOL = 6e-3  # of all rows as one
 ROW_RTOL = 1e-2  # of any row; one of zeros must be zeros
-PEER_TOL = 1e-2  # of peers, of all rows as one; rows have no bound of their own
+PEER_TOL = 1e-2  # of peers, of all rows as one; rows have no separate bound
 # "nvfp4": sums that differ by 1e-6 put 3 of 10 million codes of v on the other side of a rounding, sums in fp32 some
 # more. That is a step in one value, or in 16 where it is a scale. Seen: 2e-3 in all; 1.8e-2 in a row, and 4.4e-2 in
 # one of "zeros", with few values. To quantise v without rounding it to bf16 first is another function: 2.5e-2 in all.
@@ -232,7 +232,7 @@ NVFP4_ROW_RTOL = 0.1
 
 def unpack(data: Data) -> Sizes:
     """Sizes of one call with the weights as they came. ValueError, naming the tensor, where a dtype, shape, layout or
-    device is not as the types say. What stands in topk_ids is not read: on a GPU that would wait for it (validate).
+    device is not as the types say. topk_ids are not read: on a GPU that would wait for it (validate).
     """
     experts, hidden, inner, activation = unpack_weights(data.weights)
     tokens, topk = unpack_call(data.inputs, data.outputs, hidden)

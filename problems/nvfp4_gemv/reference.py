@@ -1,4 +1,4 @@
-"""Inputs, oracle and checker for nvfp4_gemv. Slow and obvious on purpose; fp64, in blocks of rows."""
+"""Make inputs for nvfp4_gemv, compute the answer in fp64, and check outputs. Slow and obvious on purpose."""
 
 import torch
 from task import ATOL, PEER_TOL, RTOL, SUM_UNITS, Data, input_t, output_t

@@ -336,7 +336,7 @@ extern "C" int launch(float* x) { scale<<<1, 64>>>(x, 2); other<<<1, 1>>>(x); re
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize(("target", "arch"), [("sm90", "sm_90a"), ("sm100", "sm_100a")])
+@pytest.mark.parametrize(("target", "arch"), build.ARCH.items())
 def test_a_kernel_compiles_for_each_target_without_a_gpu(place, target, arch):
     source = place / "kernel.cu"
     source.write_text(KERNEL)
@@ -346,6 +346,18 @@ def test_a_kernel_compiles_for_each_target_without_a_gpu(place, target, arch):
     assert set(kernels) == {"scale", "other"} and len(artefact.kernels()) == 2
     assert all(kernel.registers > 0 and kernel.spill_bytes == 0 for kernel in kernels.values())
     assert (kernels["scale"].shared_bytes, kernels["other"].shared_bytes) == (256, 0)
+
+
+def test_a_build_for_graphs_has_other_flags(place):
+    """And so, as shown above, another key."""
+    flags = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_build", lambda source, target, compiler, given: flags.append(given))
+        build.cuda(place / "kernel.cu", "sm90")
+        with build.capturable():
+            build.cuda(place / "kernel.cu", "sm90")
+        build.cuda(place / "kernel.cu", "sm90")
+    assert set(flags[1]) - set(flags[0]) == {"-default-stream=per-thread"} and flags[2] == flags[0]
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")

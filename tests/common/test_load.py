@@ -157,11 +157,17 @@ def test_the_winner_is_the_first_that_the_cpu_can_run(tmp_path, monkeypatch):
     (tmp_path / "variants").mkdir()
     (tmp_path / "variants" / "wide.py").write_text('CPU_FLAGS = ("avx9000",)\n')
     (tmp_path / "variants" / "any.py").write_text("")
-    assert load.winner(tmp_path, {"cpu": ("wide", "any")}, "cpu") == "any"
+    said = tmp_path / "submission.py"
+    said.write_text('WINNERS = {"cpu": ("wide", "any")}\n')
+    assert load.winners(tmp_path) == {"cpu": ("wide", "any")}
+    assert load.winner(tmp_path, "cpu") == "any"
     monkeypatch.setattr(load, "_cpu_flags", lambda: frozenset({"avx9000"}))
-    assert load.winner(tmp_path, {"cpu": ("wide", "any")}, "cpu") == "wide"
+    assert load.winner(tmp_path, "cpu") == "wide"
     monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"target must be one of \['cpu'\], for which there is a winner, got 'sm90'"):
+        load.winner(tmp_path, "sm90")
+    said.write_text('WINNERS = {"cpu": ("wide",)}\n')
     with pytest.raises(ValueError, match="can run none"):
-        load.winner(tmp_path, {"cpu": ("wide",)}, "cpu")
-    with pytest.raises(ValueError, match="target must be one of"):
-        load.winner(tmp_path, {"cpu": ("any",)}, "sm90")
+        load.winner(tmp_path, "cpu")
+    said.write_text("")
+    assert load.winners(tmp_path) == {}

@@ -1,4 +1,4 @@
-"""problems/common/nvfp4.py and nvfp4.cuh, bit for bit, against the formats' definitions computed here anew."""
+"""nvfp4.py and nvfp4.cuh of problems/common, bit for bit. What every format does is in test_formats.py."""
 
 import ctypes
 import itertools
@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from problems.common import build, nvfp4
+from tests.support import formats
+from tests.support.formats import minifloat
 
 SOURCE = Path(__file__).with_name("nvfp4_host.cpp")
 TABLES = np.dtype(
@@ -25,16 +25,6 @@ TABLES = np.dtype(
     ]
 )  # fmt: skip
 NAN_BYTES = (0x7F, 0xFF)
-
-
-def minifloat(code: int, exponent_bits: int, mantissa_bits: int) -> Fraction:
-    """Value of a sign, exponent, mantissa code without infinities; the sign of zero is lost. Bias 2^(e - 1) - 1."""
-    mantissa = code & (1 << mantissa_bits) - 1
-    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
-    bias = (1 << exponent_bits - 1) - 1
-    significand = mantissa + (1 << mantissa_bits if exponent else 0)
-    value = Fraction(significand, 1 << mantissa_bits) * Fraction(2) ** (max(exponent, 1) - bias)
-    return -value if code >> exponent_bits + mantissa_bits else value
 
 
 def floats(values: list[Fraction], negative: list[bool], dtype: type = np.float32) -> np.ndarray:
@@ -250,40 +240,9 @@ def test_pack_refuses(codes: torch.Tensor) -> None:
 # ---- Python: quantising ----
 
 
-def nearest_code(value: Fraction) -> int:
-    """The code of the nearest magnitude, the even one of two equally near; no sign."""
-    return min(range(8), key=lambda code: (abs(minifloat(code, 2, 1) - value), code % 2))
-
-
-def nearest_scale(value: Fraction) -> int:
-    """The e4m3 byte nearest to `value` >= 0, the even one of two equally near."""
-    return min(range(0x7F), key=lambda byte: (abs(minifloat(byte, 4, 3) - value), byte % 2))
-
-
-def quantise_block(block: list[float]) -> tuple[list[int], int]:
-    """One block of 16 by the definition, exactly: (codes, scale byte)."""
-    exact = [Fraction(value) for value in block]
-    byte = nearest_scale(max(map(abs, exact)) / 6)
-    scale = minifloat(byte, 4, 3)
-    codes = [nearest_code(min(abs(value) / scale, Fraction(6))) if scale else 0 for value in exact]
-    return [code | 8 * bool(np.signbit(value)) for code, value in zip(codes, block, strict=True)], byte
-
-
 def quantised(*blocks: list[float], dtype: torch.dtype = torch.float64) -> list[tuple[list[int], int]]:
     packed, scales = nvfp4.quantise(torch.tensor(blocks, dtype=dtype))
     return list(zip(nvfp4.unpack(packed).tolist(), scales.view(torch.uint8)[:, 0].tolist(), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_round_e2m1_at_every_midpoint(dtype: torch.dtype, sign: float) -> None:
-    top = 8 if sign < 0 else 0
-    for code in range(7):
-        below, above = float(minifloat(code, 2, 1)), float(minifloat(code + 1, 2, 1))
-        middle = torch.tensor((below + above) / 2, dtype=dtype)
-        three = torch.stack([middle.nextafter(torch.zeros_like(middle)), middle, middle.nextafter(middle + 1)])
-        even = code if code % 2 == 0 else code + 1
-        assert nvfp4.round_e2m1(sign * three).tolist() == [top + code, top + even, top + code + 1]
 
 
 def test_round_e2m1_keeps_its_values_and_saturates() -> None:
@@ -291,48 +250,6 @@ def test_round_e2m1_keeps_its_values_and_saturates() -> None:
     assert nvfp4.round_e2m1(torch.tensor([6.5, 1e30, torch.inf, -7.0, -torch.inf])).tolist() == [7, 7, 7, 15, 15]
     with pytest.raises(ValueError, match="NaN"):
         nvfp4.round_e2m1(torch.tensor([0.0, torch.nan]))
-
-
-@pytest.mark.parametrize("byte", [0x01, 0x07, 0x08, 0x38, 0x3B, 0x7E])
-def test_quantise_inverts_dequantise(byte: int) -> None:
-    """Blocks that hold a 6 come back exactly, all 16 codes of them, at subnormal and largest scales too."""
-    block = SCALED[:, byte].astype(float).tolist()
-    assert quantised(block) == [(list(range(16)), byte)]
-
-
-@pytest.mark.parametrize(
-    "amax, byte",
-    [
-        (6 * 1.0625, 0x38),  # between 1 and 1.125, tie: down to the even byte
-        (6 * 1.1875, 0x3A),  # between 1.125 and 1.25, tie: up to the even byte
-        (6 * 1.09, 0x39),  # up
-        (6 * 1.15, 0x39),  # down
-    ],
-)
-def test_quantise_takes_codes_against_the_rounded_scale(amax: float, byte: int) -> None:
-    """Values that the raw scale would round otherwise: each midpoint of the rounded scale and of the raw one."""
-    middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
-    rounded = float(minifloat(byte, 4, 3))
-    block = [amax, -amax] + [m * rounded for m in middles] + [-m * amax / 6 for m in middles]
-    [(codes, got)] = quantised(block)
-    assert (codes, got) == quantise_block(block) and got == byte
-    assert codes[2:9] == [0, 2, 2, 4, 4, 6, 6]  # ties to even, which the raw scale would not see
-    raw = [nearest_code(Fraction(abs(value)) / Fraction(amax / 6)) for value in block]
-    assert [code & 7 for code in codes] != raw
-
-
-def test_quantise_blocks_of_zeros() -> None:
-    assert quantised([0.0, -0.0] * 8, [0.0] * 16) == [([0, 8] * 8, 0), ([0] * 16, 0)]
-
-
-def test_quantise_tiny_blocks() -> None:
-    """Scales below half the smallest e4m3 step become 0, and so do the codes, with their signs."""
-    step = 2.0**-9
-    for amax, byte in ((6 * step, 1), (3 * step, 0), (3.1 * step, 1), (9 * step, 2), (0.5 * step, 0), (5e-324, 0)):
-        block = [amax, -amax] + [0.0] * 14
-        [got] = quantised(block)
-        assert got == quantise_block(block) and got[1] == byte
-    assert quantised([-1e-45] + [0.0] * 15, dtype=torch.float32) == [([8] + [0] * 15, 0)]
 
 
 def test_quantise_the_largest_values() -> None:
@@ -359,20 +276,12 @@ def test_quantise_refuses_other_forms() -> None:
             nvfp4.quantise(x)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.floats(-2688, 2688, width=32), min_size=16, max_size=16), st.integers(-14, 0))
-def test_quantise_any_block(block: list[float], exponent: int) -> None:
-    """Scaled over the binades; fp64 in, so that amax / 6 and the quotients are at most one fp64 rounding off."""
-    scaled = [float(np.float32(value) * np.float32(2.0**exponent)) for value in block]
-    assert quantised(scaled) == [quantise_block(scaled)]
-
-
 def test_quantise_rounds_the_scale_once() -> None:
     """amax / 6 just above a tie of e4m3 must not become the tie on its way through fp32."""
     for amax, byte in ((6 * (1.0625 + 2.0**-40), 0x39), (6 * (1.1875 - 2.0**-40), 0x39), (6 * 1.0625, 0x38)):
         block = [amax] + [0.0] * 15
-        assert quantise_block(block)[1] == byte
-        assert quantised(block) == [quantise_block(block)]
+        assert formats.NVFP4.wanted(torch.tensor([block], dtype=torch.float64))[0][1] == byte
+        assert quantised(block) == [([7] + [0] * 15, byte)]
 
 
 def test_check_scales() -> None:
@@ -461,22 +370,6 @@ def test_encode_takes_a_scale_a_row() -> None:
         assert torch.equal(codes[:, row], one[0]) and torch.equal(scales[:, row], one[1])
 
 
-@pytest.mark.parametrize("byte", [0x01, 0x07, 0x08, 0x38, 0x3B, 0x7E])
-def test_encode_inverts_decoding(byte: int) -> None:
-    codes, scales = encoded(torch.from_numpy(SCALED[:, byte].copy())[None], torch.tensor(1.0))
-    assert codes.tolist() == [list(range(16))] and scales.tolist() == [[byte]]
-
-
-@pytest.mark.parametrize("amax, byte", [(6 * 1.0625, 0x38), (6 * 1.1875, 0x3A), (6 * 1.09, 0x39), (6 * 1.15, 0x39)])
-def test_encode_takes_codes_against_the_rounded_scale(amax: float, byte: int) -> None:
-    """Scale ties to even, up and down; then each midpoint of the scale that the reader uses, a tie to even there."""
-    rounded = float(minifloat(byte, 4, 3))
-    block = [amax, -amax] + [m * rounded for m in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)] * 2
-    codes, scales = encoded(torch.tensor([block]), torch.tensor(1.0))
-    assert scales.item() == byte and codes[0, 2:9].tolist() == [0, 2, 2, 4, 4, 6, 6]
-    assert (codes[0].tolist(), byte) == quantise_block([float(np.float32(v)) for v in block])
-
-
 def test_encode_saturates() -> None:
     """Past the largest scale: 448 and 6, with signs, also for infinity; quantise refuses these."""
     largest = float(np.finfo(np.float32).max)
@@ -485,23 +378,6 @@ def test_encode_saturates() -> None:
         assert codes[0, :5].tolist() == [7, 15, 7, 2, 0] and scales.item() == 0x7E
     codes, scales = encoded(torch.full((1, 16), largest), torch.tensor(1e-3))  # the quotient overflows
     assert codes.tolist() == [[7] * 16] and scales.item() == 0x7E
-
-
-def test_encode_shows_nan_in_its_block_alone() -> None:
-    x = torch.ones(2, 48)
-    x[1, 16] = torch.nan
-    got = nvfp4.round_trip(x, torch.tensor(0.5))
-    assert torch.isnan(got[1, 16:32]).all() and int(torch.isnan(got).sum()) == 16
-    assert nvfp4.encode(x, torch.tensor(0.5))[1].view(torch.uint8)[1, 1] & 0x7F == 0x7F
-
-
-def test_encode_scales_end_with_their_block() -> None:
-    plain = nvfp4.encode(torch.ones(64), torch.tensor(1.0))[1].view(torch.uint8)
-    for at in (0, 15, 16, 31, 32, 63):
-        x = torch.ones(64)
-        x[at] = 100.0
-        got = nvfp4.encode(x, torch.tensor(1.0))[1].view(torch.uint8)
-        assert [j for j in range(4) if got[j] != plain[j]] == [at // 16]
 
 
 def test_encode_refuses_other_forms() -> None:

@@ -238,8 +238,8 @@ def test_classic_descriptors_of_every_case(m, k, l):
     assert [d.extent_bytes for d in maps] == [l * m * k // 2, l * 64 * k, *sizes[2:]]
     assert [d.transaction_bytes for d in maps] == [4096, 512, 2048, 256]
     source = classic.SOURCE.read_text()  # the kernel expects 4 boxes of a and one of sfa a stage; one each of b and sfb
-    for line in ("STEP_K = 1024;", "BOX_A_BYTES = 8 * STEP_K / 2;", "SFA_BYTES = STEP_K / 64 * 128;",
-                 "B_BYTES = STEP_K / 2;", "SFB_BYTES = STEP_K / 64 * 16;"):  # fmt: skip
+    for line in ("BLOCK_K = 1024;", "BOX_A_BYTES = 8 * BLOCK_K / 2;", "SFA_BYTES = BLOCK_K / 64 * 128;",
+                 "B_BYTES = BLOCK_K / 2;", "SFB_BYTES = BLOCK_K / 64 * 16;"):  # fmt: skip
         assert line in source
 
 

@@ -97,7 +97,7 @@ def close(got, want, tolerance=2e-5) -> None:
 
 
 @pytest.mark.parametrize("kind, dtype", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1, 3, 128), (2, 2, 7, 192), (3, 1, 2, 128), (2, 3, 5, 192)])
+@pytest.mark.parametrize("shape", [(1, 1, 3, 128), (2, 3, 5, 192)])
 def test_window_and_cache(shape, kind, dtype):
     args = problem(shape, kind, dtype)
     close(attend(**args), wanted(**args))
@@ -109,7 +109,7 @@ def test_a_plain_width_that_is_no_multiple_of_anything(shape):
     close(attend(**args), wanted(**args))
 
 
-@pytest.mark.parametrize("nw, ne", [(1, 1), (64, 63), (127, 65), (128, 16), (5, 200)])
+@pytest.mark.parametrize("nw, ne", [(64, 63), (127, 65)])
 def test_counts_around_a_tile_of_64(nw, ne):
     args = problem((2, 2, 3, 128), nw=nw, ne=ne)
     close(attend(**args), wanted(**args))
@@ -137,7 +137,7 @@ def test_bf16_is_rounded_once(dtype):
     close(attend(**args), wanted(**args))
 
 
-@pytest.mark.parametrize("sink", [-math.inf, -80.0, 0.0, 80.0, 200.0, 1e30])
+@pytest.mark.parametrize("sink", [-math.inf, 0.0, 80.0, 1e30])
 def test_sinks(sink):
     """A sink of 80 leaves e^-80 or so of the output; more leaves 0 (in fp32), never NaN."""
     args = problem()

@@ -24,7 +24,7 @@ def model():
 # ---------------------------------------------------------------- scales that move
 
 
-@pytest.mark.parametrize(("n", "k"), [(129, 320), (33, 64), (520, 2048)])
+@pytest.mark.parametrize(("n", "k"), [(129, 320), (33, 64)])
 def test_published_scales_overflow_fp16_as_they_are_and_fit_once_moved(n, k):
     w = published(n, k)
     assert float(w.scale.float().max()) == 448
@@ -139,8 +139,8 @@ def test_scales_that_are_none_are_an_error_that_names_the_matrix(byte):
 # ---------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, gemv.TOKENS])
-@pytest.mark.parametrize(("n", "k"), [(129, 320), (7, 64), (517, 832)])
+@pytest.mark.parametrize("tokens", [1, 3, gemv.TOKENS])
+@pytest.mark.parametrize(("n", "k"), [(7, 64), (517, 832)])
 def test_linear_is_the_product_of_the_formats_values(n, k, tokens):
     w = published(n, k, seed=tokens)
     x = inputs(tokens, k, seed=tokens)
@@ -310,8 +310,7 @@ def test_linear_on_the_gpu_is_the_same_product_and_never_waits(n, k):
         w, weight=w.weight.cuda(), scale=w.scale.cuda(), scale_2=w.scale_2.cuda(), input_scale=w.input_scale.cuda()
     )
     target = load.device_target("cuda")
-    winners = load.constants(load.PROBLEMS / gemv.PROBLEM / "submission.py", "WINNERS")["WINNERS"]
-    run = adapted(there, variant=load.winner(load.PROBLEMS / gemv.PROBLEM, winners, target))
+    run = adapted(there, variant=load.winner(load.PROBLEMS / gemv.PROBLEM, target))
     x, out = x.cuda(), torch.full((3, n), math.nan, device="cuda")
     run.linear(x, there, out)  # compiles
     torch.cuda.synchronize()

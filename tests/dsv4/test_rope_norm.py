@@ -42,7 +42,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("shape", [(5, 129), (3, 5, 40), (2, 1, 3, 7)])
+@pytest.mark.parametrize("shape", [(5, 129), (2, 1, 3, 7)])
 def test_norm_is_the_formula(shape, weighted):
     x = rows(*shape)
     weight = torch.randn(shape[-1], generator=torch.Generator().manual_seed(2)) + 1 if weighted else None
@@ -183,7 +183,7 @@ def case(*shape: int, dtype: torch.dtype = torch.float32):
 
 
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("shape", [(3, 10), (3, 6), (3, 5, 11), (3, 1, 2, 9)])
+@pytest.mark.parametrize("shape", [(3, 10), (3, 5, 11)])
 def test_rotate_is_the_formula(shape, inverse):
     x, cos, sin = case(*shape)
     kept, out = x.clone(), torch.full_like(x, math.nan)

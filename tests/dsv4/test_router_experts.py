@@ -308,7 +308,7 @@ def test_no_tokens_are_fine():
         assert ours(none, torch.empty(0, K).int(), torch.empty(0, K), w13, w2, 1.0, way).shape == (0, D)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["plain", "nvfp4"])
 @pytest.mark.parametrize("way", [experts.by_pair, experts.by_expert])
 def test_nothing_reads_a_tensor_on_the_host(way, kind):
     """Of the ways that a GPU takes; on the CPU, reading ids is free."""

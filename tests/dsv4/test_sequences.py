@@ -36,8 +36,8 @@ def solo(model: Model, tokens: list[int], steps: int) -> tuple[list[int], list[t
 
 def test_a_ragged_batch_with_joins_and_leaves(model):
     """Four sequences start and end at different steps; prompts and steps of others are in the same calls."""
-    prompts = [prompt(length, seed) for seed, length in enumerate((5, 131, 64, 260))]
-    joins, steps = (0, 3, 1, 8), (40, 30, 12, 25)
+    prompts = [prompt(length, seed) for seed, length in enumerate((5, 131, 64, 140))]
+    joins, steps = (0, 3, 1, 8), (22, 14, 6, 10)
     wanted = [solo(model, tokens, count) for tokens, count in zip(prompts, steps, strict=True)]
     state = State(TINY, "fp32", sequences=3, blocks=12)  # fewer than the sequences: one waits for a place
     sequences: dict[int, int] = {}
@@ -78,13 +78,13 @@ def test_a_shared_prefix_gives_the_same(model):
     assert matched == 256, "two whole blocks of 128"
     assert state.pool.free == free, "a shared block is not taken again"
     got = [feed(model, state, {b: second[matched:]})[0]]
-    for _ in range(20):
+    for _ in range(8):
         got.append(feed(model, state, {b: [int(got[-1].argmax())], a: [1]})[0])
-    _, wanted = solo(model, second, 21)
+    _, wanted = solo(model, second, 9)
     assert float((torch.stack(got) - torch.stack(wanted)).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("length", "back"), [(130, 3), (129, 2), (200, 77), (12, 9), (257, 128)])
+@pytest.mark.parametrize(("length", "back"), [(129, 2), (12, 9), (257, 128)])
 def test_rewinding_gives_the_same(model, length, back):
     tokens, other = prompt(length, 60), prompt(back + 40, 61)
     state = State(TINY, "fp32", sequences=1, blocks=8)
@@ -98,7 +98,7 @@ def test_rewinding_gives_the_same(model, length, back):
 
 def test_a_reused_place_shows_nothing_of_its_last_user(model):
     state = State(TINY, "fp32", sequences=1, blocks=8)
-    for length, seed in ((300, 70), (3, 71), (140, 72)):
+    for length, seed in ((140, 70), (3, 71), (131, 72)):
         tokens = prompt(length, seed)
         sequence, _ = state.open()
         got = feed(model, state, {sequence: tokens})[0]
@@ -120,7 +120,7 @@ def decode_memory(model: Model, steps: int) -> tuple[int, int]:
     return seen[0], seen[1]
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [20, pytest.param(2000, marks=pytest.mark.slow)])
 def test_memory_is_flat_over_a_decode(model, steps):
     early, late = decode_memory(model, steps)
     assert late <= early * 1.001, f"{early} bytes early, {late} at the end"
@@ -135,7 +135,7 @@ def drafting() -> Model:
     return Model(tree.random(cfg, "fp32", seed=5))
 
 
-@pytest.mark.parametrize("seed", [1, 6, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 2, 3, 4, 5, 7, 8, 9))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, *range(2, 10)))])
 def test_drafting_gives_the_tokens_of_greedy_decoding(drafting, seed):
     cfg, tokens = drafting.config, prompt(20 + 37 * seed, 80 + seed)
     state = State(cfg, "fp32", sequences=1, blocks=8)
@@ -160,7 +160,7 @@ def test_a_right_guess_is_accepted(drafting):
     cfg, state = drafting.config, State(drafting.config, "fp32", sequences=1, blocks=8)
     sequence, _ = state.open()
     wanted = [int(feed(drafting, state, {sequence: tokens})[0].argmax())]
-    for _ in range(40):
+    for _ in range(26):
         wanted.append(int(feed(drafting, state, {sequence: [wanted[-1]]})[0].argmax()))
     for shift, count in ((0, 2), (1, 1)):
 

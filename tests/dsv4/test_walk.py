@@ -191,5 +191,5 @@ class Content(RuleBasedStateMachine):
         assert torch.equal(layer.cache.read(index[: len(want)].long())[:, 9], want)
 
 
-Content.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+Content.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 TestContent = Content.TestCase

@@ -149,8 +149,8 @@ def test_lint_is_passed_on(monkeypatch, right, status):
     asked = []
     monkeypatch.setattr(linter, "run", lambda *arguments: asked.append(arguments) or right)
     assert run.main(["nvfp4_gemv", "--lint", "--device", "cpu"]) == status
-    ((found, device, _),) = asked
-    assert (found.name, device) == ("nvfp4_gemv", "cpu")
+    ((found, device, target, _),) = asked
+    assert (found.name, device, target) == ("nvfp4_gemv", "cpu", "cpu")
 
 
 def test_the_gravest_verdict_is_the_exit_code():

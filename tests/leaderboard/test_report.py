@@ -82,7 +82,7 @@ def test_registers_and_spills_are_shown_where_they_are_known(capsys, tmp_path, r
     _, out, _ = said(capsys, "--results", tmp_path, "--format", "markdown")
     known = bool(resources) and "registers" in resources[0]
     assert ("compiled, not run; 40 registers; spills 16 B |" in out) == known  # among the timed
-    assert ("| new | compiled, not run | 40 | 16 B |" in out) == known
+    assert ("| new | stale | compiled, not run | 40 | 16 B |" in out) == known
     assert out.count("compiled, not run") == 2 and ("not run |" in out)
 
 
@@ -119,7 +119,7 @@ def test_a_record_of_another_schema_is_left_out_with_a_warning(capsys, results):
     code, out, err = said(capsys, "--results", results)
     assert code == 0 and "sm90_v1" in out and err.count("\n") == 1
     assert re.search(
-        r"^warning: gpu-box/nvfp4_gemv.jsonl:\d+: not a record \(schema must be 1 or 2, got 99\): left out$", err, re.M
+        r"^warning: gpu-box/nvfp4_gemv.jsonl:\d+: not a record \(schema: .*, got 99\): left out; .*$", err, re.M
     )
 
 
@@ -292,24 +292,28 @@ def test_it_runs_as_a_script_from_anywhere(tmp_path, results):
 
 def test_the_newest_latency_of_each_configuration_is_shown(capsys, results):
     """Beside the boards, and with the check that failed; a broken line is said and the rest shown."""
-    good = {"host_synchronisations": "", "replay_equals_eager": True, "missing_in_graph": {}, "not_captured": []}
-    one = {
-        "config": "small", "format": "bf16", "batch": 1, "context": 512, "kernels": {"fmha": "reference"},
-        "eager_ms": 9.0, "graph_ms": 4.0, "floor_ms": 1.0, "graph_launches": 77, "checks": good, "ok": True,
-        "commit": "0123456789abcdef",
+    case = {"config": "small", "format": "bf16", "batch": 1, "context": 512}
+    one = line("latency", "composed", problem="model") | {
+        "case": case, "kernels": {"fmha": "reference"}, "eager_us": 9000.0, "median_us": 4000.0, "sol_us": 1000.0,
+        "launches": {"eager": 77, "graph": 77}, "clock": {"warnings": ["no NVML"]},
     }  # fmt: skip
-    bad = one | {"format": "nvfp4", "ok": False, "checks": good | {"replay_equals_eager": False}}
-    lines = [one | {"graph_ms": 8.0}, one, bad]
-    file = results / "gpu-box" / "model" / "latency.jsonl"
-    file.parent.mkdir()
-    file.write_text("\n".join([*map(json.dumps, lines), '{"config":']))
+    bad = one | {"case": case | {"format": "nvfp4"}, "status": "INVALID_MEASUREMENT", "reason": "replay_equals_eager"}
+    old = {  # of schema 1
+        "schema": 1, "kind": "latency", "problem": "model", "time": "2026-01-02T03:04:05Z", **case, "batch": 8,
+        "kernels": {}, "eager_ms": 9.0, "graph_ms": 4.0, "floor_ms": 1.0, "graph_launches": 77, "checks": {},
+        "ok": True, "commit": "0123456789abcdef",
+    }  # fmt: skip
+    (results / "gpu-box" / "model").mkdir()
+    (results / "gpu-box" / "model" / "latency.jsonl").write_text(json.dumps(old) + '\n{"config":')
+    (results / "gpu-box" / "model.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (one | {"n": 1}, one, bad)))
     code, out, err = said(capsys, "--results", results, "--format", "markdown")
-    assert code == 0 and "gpu-box/model/latency.jsonl:4: not a latency record" in err
-    assert "### model on gpu-box: time per decode token" in out and "### " in out.partition("### model")[0]
-    assert "| small | bf16 | 1 | 512 | 9 | 4 | 1 | 25.0 % | 77 | ok |" in out
-    assert "| small | nvfp4 | 1 | 512 | 9 | 4 | 1 | 25.0 % | 77 | replay_equals_eager |" in out
+    assert code == 0 and "gpu-box/model/latency.jsonl:2: not a record" in err
+    assert "### model, sm90, on gpu-box: time per decode step" in out and "### " in out.partition("### model")[0]
+    shown = "| small | bf16 | 1 | 512 | 9,000 | 4,000 | 1,000 | 25 % | 77 | stale | warning: no NVML |"
+    assert shown in out and shown.replace("| 1 |", "| 8 |").replace("warning: no NVML", "ok") in out
+    assert "| stale | INVALID_MEASUREMENT: replay_equals_eager; warning: no NVML |" in out.replace("\\", "")
     code, out, _ = said(capsys, "--results", results)
-    assert code == 0 and "model on gpu-box: time per decode token" in out and "replay_equals_eager" in out
+    assert code == 0 and "model, sm90, on gpu-box: time per decode step" in out and "replay_equals_eager" in out
 
 
 # --- text of a record is data
@@ -340,6 +344,7 @@ def bad_results(tmp_path: Path) -> Path:
         lines.append(line("test", f"odd{name}", problem=f"p{number}{name}", status="TIMEOUT", reason=said))
         lines.append(line("compile", name, target=f"t{name}", status="COMPILED", resources=[{"target": f"t{name}"}]))
         latencies.append({
+            "schema": 1, "kind": "latency", "problem": "model", "time": "2026-01-02T03:04:05Z",
             "config": said, "format": said, "batch": 1, "context": number, "kernels": {said: said}, "eager_ms": 1.0,
             "graph_ms": 1.0, "floor_ms": 1.0, "graph_launches": 1, "checks": {said: said}, "ok": False, "commit": said,
         })  # fmt: skip
@@ -381,7 +386,7 @@ def test_a_record_names_no_file_outside(capsys, tmp_path):
     write(tmp_path / "r", "box", [one | {"target": p} for p in places for one in full("b", 1.0)])
     code, out, err = said(capsys, "--results", tmp_path / "r", "--out", tmp_path / "out")
     assert code == 0 and "evil" not in out, out
-    assert err.count("): left out\n") == 2 * 3 * len(places)
+    assert err.count("): left out; ") == 2 * 3 * len(places)
 
 
 def test_broken_lines_cost_no_board(capsys, results):
@@ -401,7 +406,7 @@ def test_broken_lines_cost_no_board(capsys, results):
     code, out, err = said(capsys, "--results", results, "--format", "markdown")
     shown, _, warnings = out.partition("Warning: ")
     assert code == 0 and before.startswith(shown.rstrip("\n")[:2000]) and "bad" not in shown.replace("sm90_bad", "")
-    assert err.count("left out\n") == 8 == len(set(err.splitlines())) and file.read_bytes() == kept
+    assert err.count("left out; ") == 8 == len(set(err.splitlines())) and file.read_bytes() == kept
 
 
 def test_a_broken_latency_record_costs_no_board(capsys, results):
@@ -410,7 +415,7 @@ def test_a_broken_latency_record_costs_no_board(capsys, results):
     odd = [{"config": [], "format": "x"}, {"config": "a"}, [], 5, {"eager_ms": 0}]
     file.write_text("\n".join([*map(json.dumps, odd), "[" * 100_000, "\x00"]))
     code, out, err = said(capsys, "--results", results)
-    assert code == 0 and "sm90_v1" in out and err.count("not a latency record") == 7
+    assert code == 0 and "sm90_v1" in out and err.count("not a record") == 7
 
 
 # --- files that cannot be read or written

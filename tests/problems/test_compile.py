@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from harness.judge import replies
 from harness.judge.handle import ARCH, RunnerHandle
 from harness.judge.limits import COMPILE_LIMIT_S
 from harness.judge.outcome import Outcome
@@ -25,9 +26,11 @@ SPILLS = {
 }
 
 
-# Of the longest compilations one for each target and language is enough for every day.
+# Every day the winners, and one CuTe DSL variant; tests/common/test_cute_compile.py compiles the one for sm100.
 LONG = {
     ("moe_gemm", "sm90_cute", "sm90"), ("fmha_decode", "sm90_cute", "sm90"), ("moe_gemm", "sm90_grouped", "sm100"),
+    ("nvfp4_gemv", "sm100_cute", "sm100"), ("nvfp4_gemv", "sm90_plain", "sm90"),
+    ("nvfp4_gemv", "sm90_classic_tma", "sm90"),
 }  # fmt: skip
 
 
@@ -58,7 +61,7 @@ def test_compiles_for(name, variant, target, sessions):
         pytest.skip(f"needs the Python package {', '.join(missing)}")
     handle = RunnerHandle(variant, found.variant(variant), target)
     session = sessions(name)
-    reply = session.ask_runner(handle, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
+    reply = session.ask_runner(handle, replies.Compiled, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
     session.stop(handle)  # which keeps what it compiled: the same closure need not be compiled again
     assert not isinstance(reply, Outcome), reply
     assert all(artefact.bytes > 1000 for artefact in reply.artefacts)

@@ -7,8 +7,8 @@ import torch
 
 from problems.common import load
 from tests.problems.fmha_cases import FOLDER, named, poisoned, reference, solved, task
+from tests.problems.variants import made_for, skip_unless_it_runs
 
-VARIANTS = sorted((FOLDER / "variants").glob("*.py"))
 WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
 # Enough to catch every file of wrong/, the quickest first.
 CATCHING = [
@@ -30,14 +30,9 @@ def run(file: Path, case: object, device: str = "cpu") -> object:
     return reference.compare(data, want, output, peer)
 
 
-def on_cpu() -> list[Path]:
-    return [file for file in VARIANTS if "cpu" in load.constants(file, "TARGETS")["TARGETS"]]
-
-
-@pytest.mark.parametrize("file", on_cpu(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
 def test_every_cpu_variant_is_right_in_every_case(file):
-    if missing := load.missing_cpu_flags(file):
-        pytest.skip(f"needs a CPU with {missing}")
+    skip_unless_it_runs(file, "cpu")
     for case in task.TESTS:
         result = run(file, case)
         assert result.ok, f"{named(case)}: {result.message}"
@@ -82,32 +77,19 @@ def test_every_wrong_submission_has_a_case_that_always_rejects_it():
 # ---------------------------------------------------------------- on a GPU
 
 
-def on_gpu() -> list[Path]:
-    return [file for file in VARIANTS if "sm90" in load.constants(file, "TARGETS")["TARGETS"]]
-
-
-def skip_unless_it_runs(file: Path) -> None:
-    target = load.device_target("cuda")
-    said = load.constants(file, "TARGETS", "REQUIRES")
-    if target not in said["TARGETS"]:
-        pytest.skip(f"made for {said['TARGETS']}, this is {target}")
-    for package in said.get("REQUIRES", ()):
-        pytest.importorskip(package)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("file", on_gpu(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", made_for(FOLDER, "sm90"), ids=lambda file: file.stem)
 def test_every_gpu_variant_is_right_in_every_case(file):
-    skip_unless_it_runs(file)
+    skip_unless_it_runs(file, "cuda")
     for case in task.TESTS:
         result = run(file, case, "cuda")
         assert result.ok, f"{named(case)}: {result.message}"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file", on_gpu(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", made_for(FOLDER, "sm90"), ids=lambda file: file.stem)
 def test_every_gpu_variant_repeats_itself_bit_by_bit(file):
-    skip_unless_it_runs(file)
+    skip_unless_it_runs(file, "cuda")
     module = load.module(FOLDER, f"variants/{file.stem}")
     for case in (next(c for c in task.TESTS if (c.content, c.heads) == kind) for kind in REPEATED):
         data = poisoned(solved(case, "cuda")[0])
@@ -124,7 +106,7 @@ def test_every_gpu_variant_repeats_itself_bit_by_bit(file):
 def test_every_launch_of_the_winner_is_right_in_every_case(monkeypatch, entries, splits):
     """Of splits more than a list has tiles, too."""
     file = FOLDER / "variants" / "sm90_wgmma.py"
-    skip_unless_it_runs(file)
+    skip_unless_it_runs(file, "cuda")
     module = load.module(FOLDER, f"variants/{file.stem}")
     monkeypatch.setattr(module, "launch_for", lambda _: module.Launch(entries, splits))
     for case in task.TESTS:

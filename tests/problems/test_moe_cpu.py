@@ -64,12 +64,9 @@ def made(case: object, seed: int = 3) -> object:
 
 
 def arguments(name: str, data: object) -> tuple[object, object]:
-    module = load.module(FOLDER, f"variants/{name}")
-    sizes = task.unpack(data)
-    tensors = (*module.prepare(data.weights)[:8], *data.inputs, *data.outputs)
-    numbers = module.Numbers(*sizes[:-1], sizes.activation == "nvfp4")
-    arguments.kept = tensors  # as long as their addresses are in use
-    return module.Pointers(*[tensor.data_ptr() for tensor in tensors]), numbers
+    prepared = load.module(FOLDER, f"variants/{name}").prepare(data.weights)
+    arguments.kept = prepared  # as long as its addresses are in use
+    return prepared.arguments(data.inputs, data.outputs)
 
 
 def taken(name: str, folder: Path, x: torch.Tensor, in_scale: float, activation: str) -> tuple[torch.Tensor, ...]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from problems.common import load, nvfp4
+from tests.problems.variants import made_for, skip_unless_it_runs
 
 FOLDER = load.PROBLEMS / "moe_gemm"
 task = load.module(FOLDER, "task")
 reference = load.module(FOLDER, "reference")
 baseline = load.module(FOLDER, "variants/torch_grouped")
 
-VARIANTS = sorted((FOLDER / "variants").glob("*.py"))
 WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
 # Enough to catch every file of wrong/, the quickest first.
 CATCHING = sorted((case for case in task.TESTS if case.experts < 100), key=lambda c: c.flops())
@@ -426,23 +426,17 @@ def run(file: Path, case: object, device: str = "cpu") -> object:
     return reference.compare(data, want, output, file.stem.startswith("peer_"))
 
 
-def on_cpu() -> list[Path]:
-    return [file for file in VARIANTS if "cpu" in load.constants(file, "TARGETS")["TARGETS"]]
-
-
-@pytest.mark.parametrize("file", on_cpu(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
 def test_every_cpu_variant_is_right_in_every_case(file):
-    if missing := load.missing_cpu_flags(file):
-        pytest.skip(f"needs a CPU with {missing}")
+    skip_unless_it_runs(file, "cpu")
     for case in task.TESTS:
         result = run(file, case)
         assert result.ok, f"{named(case)}: {result.message}"
 
 
-@pytest.mark.parametrize("file", on_cpu(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
 def test_every_cpu_variant_repeats_itself_bit_by_bit(file):
-    if missing := load.missing_cpu_flags(file):
-        pytest.skip(f"needs a CPU with {missing}")
+    skip_unless_it_runs(file, "cpu")
     data = poisoned(solved(of_content("plain", tokens=64))[0])
     call = called(load.module(FOLDER, f"variants/{file.stem}"), data)
     first = call().clone()
@@ -451,10 +445,9 @@ def test_every_cpu_variant_repeats_itself_bit_by_bit(file):
         assert torch.equal(call(), first)
 
 
-@pytest.mark.parametrize("file", on_cpu(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
 def test_every_cpu_variant_follows_other_weights(file):
-    if missing := load.missing_cpu_flags(file):
-        pytest.skip(f"needs a CPU with {missing}")
+    skip_unless_it_runs(file, "cpu")
     module = load.module(FOLDER, f"variants/{file.stem}")
     for seed in (1, 2):
         data = made(TINY, weights_seed=seed)
@@ -501,23 +494,10 @@ def test_wrong_submission_has_a_case_that_always_rejects_it(name, others):
 # ---------------------------------------------------------------- on a GPU
 
 
-def on_gpu() -> list[Path]:
-    return [file for file in VARIANTS if "sm90" in load.constants(file, "TARGETS")["TARGETS"]]
-
-
-def skip_unless_it_runs(file: Path) -> None:
-    target = load.device_target("cuda")
-    said = load.constants(file, "TARGETS", "REQUIRES")
-    if target not in said["TARGETS"]:
-        pytest.skip(f"made for {said['TARGETS']}, this is {target}")
-    for package in said.get("REQUIRES", ()):
-        pytest.importorskip(package)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("file", on_gpu(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", made_for(FOLDER, "sm90"), ids=lambda file: file.stem)
 def test_every_gpu_variant_is_right_in_every_case(file):
-    skip_unless_it_runs(file)
+    skip_unless_it_runs(file, "cuda")
     only = load.constants(file, "ONLY").get("ONLY", {})  # of a peer
     for case in task.TESTS:
         if case.activation != only.get("activation", case.activation):
@@ -527,9 +507,9 @@ def test_every_gpu_variant_is_right_in_every_case(file):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file", on_gpu(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", made_for(FOLDER, "sm90"), ids=lambda file: file.stem)
 def test_every_gpu_variant_repeats_itself_bit_by_bit(file):
-    skip_unless_it_runs(file)
+    skip_unless_it_runs(file, "cuda")
     if file.stem.startswith("peer_"):
         pytest.skip("a public kernel need not")
     module = load.module(FOLDER, f"variants/{file.stem}")

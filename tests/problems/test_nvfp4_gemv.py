@@ -158,7 +158,7 @@ def test_generator_reaches_every_corner_of_the_format():
 def test_output_fits_fp16_with_room():
     values = torch.cat([
         reference.ref_kernel(reference.generate_input(m=128, k=16384, l=2, seed=seed, device="cpu")).flatten()
-        for seed in range(6)
+        for seed in range(2)
     ])  # fmt: skip
     assert 550 < float(values.std()) < 670
     assert float(values.abs().max()) < 5 * 620
@@ -398,7 +398,7 @@ def test_peer_torch_fp16_computes_the_product(case):
 
 @pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
 def test_every_target_has_a_winner_that_serves_it(target):
-    winners = load.constants(FOLDER / "submission.py", "WINNERS")["WINNERS"][target]
+    winners = load.winners(FOLDER)[target]
     assert winners
     for winner in winners:
         file = FOLDER / f"variants/{winner}.py"
@@ -407,14 +407,14 @@ def test_every_target_has_a_winner_that_serves_it(target):
 
 
 def test_the_last_cpu_winner_runs_on_every_cpu():
-    winners = load.constants(FOLDER / "submission.py", "WINNERS")["WINNERS"]["cpu"]
+    winners = load.winners(FOLDER)["cpu"]
     assert not load.constants(FOLDER / f"variants/{winners[-1]}.py", "CPU_FLAGS")
 
 
 def test_submission_refuses_a_device_without_winner(monkeypatch):
     submission = load.module(FOLDER, "submission")
     submission._name.cache_clear()
-    monkeypatch.setattr(submission, "WINNERS", {"sm90": ("sm90_dp4a",)})
+    monkeypatch.setattr(load, "winners", lambda folder: {"sm90": ("sm90_dp4a",)})
     data, _ = solved(SMALL[0])
     with pytest.raises(ValueError, match=r"one of \['sm90'\], for which there is a winner, got 'cpu'"):
         submission.custom_kernel(data)

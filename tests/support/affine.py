@@ -107,8 +107,8 @@ def folder(path: Path, *changes: tuple[str, str]) -> Path:
 
 def asked(found: folders.Problem) -> linter.Ask:
     """The linter's helper within this process."""
-    utils = str(found.utils) if found.utils else None
-    helper = Trivial({"folder": str(found.folder), "own": found.own, "device": "cpu", "utils": utils})
+    files = {name: str(path) for name, path in found.files.items()}
+    helper = Trivial({"folder": str(found.folder), "own": found.own, "device": "cpu", "files": files})
     return lambda message: getattr(helper, message["op"])(message, [])
 
 

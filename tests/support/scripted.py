@@ -121,8 +121,7 @@ class Peer(threading.Thread):
         self.own = start["file"] is None
         if not self.own:
             self.script = SCRIPTS.get(Path(start["file"]).stem, HONEST)
-            utils = {"utils": load.from_file(self.folder, Path(start["utils"]))} if start["utils"] else {}
-            self.task = load.from_file(self.folder, self.folder / "task.py", utils)
+            self.task = load.from_file(self.folder, self.folder / "task.py")
         gpu = self.device == "cuda" and not start["compile"]
         self.say(
             "start", {"ready": True, "clock": clock.CudaClock.name if gpu else None, "replaced": [], "switches": []}

@@ -37,7 +37,7 @@ class Attention:
             return
         if scale != self.task.SCALE:
             raise ValueError(f"scale must be {self.task.SCALE}, got {scale}")
-        if index is None:  # the window stands in for a cache of which nothing is named
+        if index is None:  # the window replaces a cache of which nothing is named
             cache, index = window, window_index.new_empty((*window_index.shape[:2], 0))
         nw, nc = (window_index.new_full((len(q),), ids.shape[2]) for ids in (window_index, index))
         q, window_index, index = q.contiguous(), window_index.contiguous(), index.contiguous()

@@ -70,7 +70,7 @@ class Experts:
         expert may be twice in a row of ids.
 
         ValueError: NVFP4 weights that were not prepared, another limit than the problem's, task.unpack_call; on the
-        CPU alone ids as task.validate says.
+        CPU only, ids as task.validate says.
         """
         held = self._weights_of(x, w13, w2, out)
         if held is None:

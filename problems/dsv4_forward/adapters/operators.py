@@ -15,9 +15,7 @@ from problems.common import load
 @functools.cache
 def _winner(problem: str, device: torch.device) -> ModuleType:
     """The variant that submission.py would choose. ValueError: none for the device."""
-    folder = load.PROBLEMS / problem
-    winners = load.constants(folder / "submission.py", "WINNERS")["WINNERS"]
-    return load.variant(problem, load.winner(folder, winners, load.device_target(device)))
+    return load.variant(problem, load.winner(load.PROBLEMS / problem, load.device_target(device)))
 
 
 @functools.cache

@@ -39,7 +39,7 @@ class Pages:
     def shape(
         kind: str, n_pages: int, per_page: int, width: int, rope: int = 0, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        """-> (shape, dtype) of such pages; `dtype` is for plain ones alone."""
+        """-> (shape, dtype) of such pages; `dtype` is only for plain ones."""
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         if kind == "plain":

@@ -213,7 +213,7 @@ class State:
     def reload(self) -> None:
         """Take the host's side from the buffer, after other contents were copied into it. Waits for the device.
 
-        Published prefixes are forgotten, and a sequence can not go back beyond where it stands.
+        Published prefixes are forgotten, and a sequence can not go back beyond where it is.
         """
         lengths, active, table = self.length.tolist(), self._active.tolist(), self.table.tolist()
         stamps = [stamp + 1 for stamp in self._stamps]

@@ -78,7 +78,7 @@ def _cast(one: Linear, after: layout.LinearSpec) -> dict[str, torch.Tensor]:
 
 
 def input_bound(cfg: Config, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A magnitude that no input of a layer's routed experts exceeds, fp32 (): what stands in for a calibrated amax.
+    """A magnitude that no input of a layer's routed experts exceeds, fp32 (): it replaces a calibrated amax.
 
     w13 reads a normed vector, at most max|weight| * sqrt(d); w2 reads a gated product, at most limit^2 times the
     routing weight. An e4m3 group scale has full precision down to 2^-15 of the largest, so that a loose bound costs

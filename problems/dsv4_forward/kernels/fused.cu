@@ -49,8 +49,8 @@ __global__ void rms_norm_kernel(const T* x, const T* weight, T* out, int d, floa
 
 // A thread a pair of the last 2 * half values of each of `vectors` vectors of width d, `each` of them a token.
 template <typename T>
-__global__ void rotate_kernel(T* x, const float* cosine, const float* sine, long long vectors, int each, int d, int half,
-                              float sign) {
+__global__ void rotate_kernel(T* x, const float* cosine, const float* sine, long long vectors, int each, int d,
+                              int half, float sign) {
     const long long at = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
     if (at >= vectors * half) return;
     const long long vector = at / half;
@@ -100,7 +100,7 @@ __device__ float sinkhorn(float logit, int iterations, float eps) {
 }
 
 // Block (part, token): THREADS values of u = sum_j pre_j copies_j; the first block of a token also makes post and comb.
-// mixed: rows + 1 a token, from mix_kernel. post null: the head, which has pre alone.
+// mixed: rows + 1 a token, from mix_kernel. post null: the head, which has only pre.
 template <typename T>
 __global__ void collapse_kernel(const T* copies, const float* mixed, const float* base, const float* scale, T* out,
                                 float* post, float* comb, int rows, int d, float norm_eps, float eps, int iterations) {

@@ -55,7 +55,7 @@ def _pool(tail: torch.Tensor, sequence: torch.Tensor, last: torch.Tensor, ratio:
     cells = tail.view(-1, width)  # of one token: kv by half, then gate by half
     row = torch.arange(halves * ratio, device=tail.device)
     token = last - (halves * ratio - 1) + row
-    # Before token 0 there is nothing: weight 0. The row of token 0 stands in: it is the sequence's, and finite.
+    # Before token 0 there is nothing: weight 0. The row of token 0 is used: it is the sequence's, and finite.
     absent = (token < 0).unsqueeze(2)
     place = torch.add(token.clamp_(min=0).remainder_(size), sequence, alpha=size)
     cell = torch.add(row // ratio, place, alpha=2 * halves)  # the window before: first half; the entry's: second

@@ -8,7 +8,7 @@ import torch
 from problems.dsv4_forward.cache.pages import Pages
 
 TILE = 2**26  # fp32 values of gathered entries held at once: 256 MB
-MASKED = torch.finfo(torch.float32).min  # score of a hole. Finite, so that a row of holes alone gives 0, not NaN
+MASKED = torch.finfo(torch.float32).min  # score of a hole. Finite, so that a row of only holes gives 0, not NaN
 
 
 def fmha(

@@ -46,7 +46,7 @@ def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> No
     """Write out[b, s]: the k entries of the highest scores among the first visible[b, s], best first, -1 where fewer.
 
     scores: fp32 (B, S, entries); visible: int64 (B, S), at most entries; out: int32 (B, S, k). Of equal scores the
-    lower id wins (0 and -0 are equal), on every device: torch.topk alone does not promise it. ValueError: a dtype.
+    lower id wins (0 and -0 are equal), on every device: torch.topk does not promise it. ValueError: a dtype.
     """
     if scores.dtype != torch.float32 or out.dtype != torch.int32:
         raise ValueError(f"scores must be fp32 and out int32, got {scores.dtype} and {out.dtype}")

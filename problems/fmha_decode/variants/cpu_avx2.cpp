@@ -35,6 +35,6 @@ struct Avx2 {
 extern "C" int launch(void* const* tensors, const int64_t* sizes) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
-        return fmha::kNoInstructions;
+        return cpu::kNoInstructions;
     return fmha::on_all_cores<Avx2>(fmha::Problem(tensors, sizes));
 }

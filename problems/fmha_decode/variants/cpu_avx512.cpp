@@ -35,6 +35,6 @@ struct Avx512 {
 
 extern "C" int launch(void* const* tensors, const int64_t* sizes) {
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl")) return fmha::kNoInstructions;
+    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl")) return cpu::kNoInstructions;
     return fmha::on_all_cores<Avx512>(fmha::Problem(tensors, sizes));
 }

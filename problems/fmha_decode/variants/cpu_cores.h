@@ -1,44 +1,20 @@
 // The work of a call among all cores.
 //
 // Threads are started in the call and joined before it returns: nothing parks, spins or works outside a call. Entries
-// go in tiles, cut by their number alone; a tile is decoded once for a group of heads, and its part of the result is
+// go in tiles, cut only by their number; a tile is decoded once for a group of heads, and its part of the result is
 // merged into what came before. Every head sees the same operations in the same order however heads and tiles are
 // shared out, so results do not depend on the number of threads.
 #pragma once
 
 #include <atomic>
-#include <cstddef>
-#include <exception>
-#include <functional>
-#include <memory>
 #include <mutex>
 #include <new>
-#include <thread>
+#include <vector>
 
+#include "cpu_threads.h"
 #include "cpu_tile.h"
 
 namespace fmha {
-
-// 64-byte aligned floats that only grow; what they hold is of no use to a later call. Fresh pages from the system cost
-// 0.1 ms a MB, a third of a small call.
-class Scratch {
-  public:
-    float* floats(size_t count) {
-        if (count > size_) {
-            data_.reset();
-            data_.reset(static_cast<float*>(::operator new(count * sizeof(float), std::align_val_t(64))));
-            size_ = count;
-        }
-        return data_.get();
-    }
-
-  private:
-    struct Delete {
-        void operator()(float* p) const { ::operator delete(p, std::align_val_t(64)); }
-    };
-    std::unique_ptr<float, Delete> data_;
-    size_t size_ = 0;
-};
 
 // How a problem is shared out. Heads come in panels, which are divided into groups; a task is a group of one row, or
 // one panel and tile of it where rows and panels are too few for the threads.
@@ -66,38 +42,19 @@ inline Plan plan(const Problem& p, int64_t panels, int64_t panel_heads, int64_t 
     return {threads, panels, jobs < threads && jobs * tile_bytes <= kTileBytes};
 }
 
-inline int64_t cores() { return std::max<int64_t>(1, std::thread::hardware_concurrency()); }
-
-// What the threads of a call keep for the next one, memory alone.
+// What the threads of a call keep for the next one: only memory.
 struct State {
-    Scratch worker;
+    cpu::Scratch<float> worker;
     List list;
 };
 
-// Run work(i) in `threads` threads, i from 0 on, this one among them. Those that are refused leave their work to the
-// others.
-template <class Work>
-int on_threads(int64_t threads, const Work& work) {
-    std::vector<std::thread> others;
-    others.reserve(threads);
-    int status = kOk;
-    try {
-        for (int64_t i = 1; i < threads; i++) others.emplace_back(std::cref(work), i);
-    } catch (const std::exception&) {
-        status = kNoThreads;
-    }
-    work(0);
-    for (auto& other : others) other.join();
-    return status;
-}
-
 // Compute all rows. Calls of several threads follow each other: they share the memory that is kept.
 template <class Isa>
-int on_all_cores(const Problem& p, int64_t cores = fmha::cores()) noexcept try {
+int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
     using Work = Worker<Isa>;
     static std::mutex mutex;
     static std::vector<State> states;
-    static Scratch shared;
+    static cpu::Scratch<float> shared;
     const std::lock_guard lock(mutex);
     const int64_t rows = p.rows(), panels = (p.heads + Work::kPanel - 1) / Work::kPanel, part = Work::kPart;
     const int64_t tiles = (p.most_entries() + Work::kMost - 1) / Work::kMost;  // of a row at most
@@ -106,14 +63,14 @@ int on_all_cores(const Problem& p, int64_t cores = fmha::cores()) noexcept try {
     if (static_cast<int64_t>(states.size()) < plan.threads) states.resize(plan.threads);
     std::vector<Work> workers;
     for (int64_t i = 0; i < plan.threads; i++) {
-        workers.emplace_back(p, states[i].worker.floats(Work::floats((panels + groups - 1) / groups)));
+        workers.emplace_back(p, states[i].worker.take(Work::floats((panels + groups - 1) / groups)));
         states[i].list.entries.resize(p.most_entries());
     }
     std::atomic<int64_t> next{0};
     std::atomic<bool> good{true};
     int status;
     if (!plan.by_tiles) {
-        status = on_threads(plan.threads, [&](int64_t i) {
+        status = cpu::on_threads(plan.threads, [&](int64_t i) {
             for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < rows * groups;) {
                 const int64_t row = task / groups, group = task % groups;
                 if (!states[i].list.fill(p, row)) good = false;
@@ -126,10 +83,10 @@ int on_all_cores(const Problem& p, int64_t cores = fmha::cores()) noexcept try {
             lists[row].entries.resize(p.most_entries());
             if (!lists[row].fill(p, row)) good = false;
         }
-        float* parts = shared.floats(rows * panels * tiles * part);
+        float* parts = shared.take(rows * panels * tiles * part);
         std::vector<std::atomic<int64_t>> left(rows * panels);  // tiles
         for (auto& n : left) n = tiles;
-        status = on_threads(plan.threads, [&](int64_t i) {
+        status = cpu::on_threads(plan.threads, [&](int64_t i) {
             for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < rows * panels * tiles;) {
                 const int64_t job = task / tiles, k = task % tiles, row = job / panels, panel = job % panels;
                 const int64_t count = Work::tiles(lists[row]).count;
@@ -139,9 +96,9 @@ int on_all_cores(const Problem& p, int64_t cores = fmha::cores()) noexcept try {
             }
         });
     }
-    return good ? status : kBadIndex;
+    return good ? status : cpu::kBadIndex;
 } catch (const std::bad_alloc&) {
-    return kNoMemory;
+    return cpu::kNoMemory;
 }
 
 }  // namespace fmha

@@ -25,7 +25,7 @@ const Table kE4m3;
 
 struct Portable {
     static constexpr int kLanes = 4, kEntries = 6, kHeads = 2, kVectors = 4;
-    using F = fmha::Vectors<4>::F;
+    using F = cpu::Vectors<4>::F;
 
     static ALWAYS F all(float x) { return F{x, x, x, x}; }
     static ALWAYS F fma(F a, F b, F c) { return a * b + c; }  // may round twice

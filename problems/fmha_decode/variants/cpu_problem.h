@@ -55,9 +55,6 @@ struct Problem {
     }
 };
 
-// Status of a launcher, which Python turns into an error.
-enum Status : int { kOk = 0, kNoInstructions = 1, kNoThreads = 2, kNoMemory = 3, kBadIndex = 4 };
-
 // Where an entry lies.
 struct Entry {
     const uint8_t *payload, *scales;

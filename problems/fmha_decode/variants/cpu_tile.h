@@ -17,8 +17,7 @@
 #include <limits>
 
 #include "cpu_problem.h"
-
-#define ALWAYS inline __attribute__((always_inline))
+#include "cpu_vectors.h"
 
 namespace fmha {
 
@@ -30,23 +29,8 @@ constexpr int64_t kBlock = 128;  // dims of a block of scores: at most 16 KiB of
 constexpr float kUnit = 0.04419417382415922f * 1.4426950408889634f;  // 512^-0.5 / ln 2: scores are powers of two
 constexpr double kLn2 = 0.6931471805599453;
 
-// Vectors of N fp32, int32, uint32 and uint16; g++ takes no size that depends on a template's argument.
-template <int N>
-struct Vectors;
-#define FMHA_VECTORS(N)                                         \
-    template <>                                                 \
-    struct Vectors<N> {                                         \
-        typedef float F __attribute__((vector_size(4 * N)));    \
-        typedef int32_t I __attribute__((vector_size(4 * N)));  \
-        typedef uint32_t U __attribute__((vector_size(4 * N))); \
-        typedef uint16_t H __attribute__((vector_size(2 * N))); \
-    };
-FMHA_VECTORS(4)
-FMHA_VECTORS(8)
-FMHA_VECTORS(16)
-
 template <class Isa>
-class Worker {
+class Worker : cpu::Arithmetic<Isa> {
   public:
     static constexpr int64_t kLanes = Isa::kLanes;
     static constexpr int64_t kPanel = 2 * kLanes;                                                  // heads of a panel
@@ -125,10 +109,14 @@ class Worker {
     }
 
   private:
-    using F = typename Vectors<kLanes>::F;
-    using I = typename Vectors<kLanes>::I;
-    using U = typename Vectors<kLanes>::U;
-    using H = typename Vectors<kLanes>::H;
+    using A = cpu::Arithmetic<Isa>;
+    using typename A::F;
+    using typename A::I;
+    using typename A::U;
+    using typename A::H;
+    using A::bf16;
+    using A::get;
+    using A::put;
 
     // Entries of the next tile, fetched a few at a time while this one's scores are computed.
     struct Ahead {
@@ -158,26 +146,10 @@ class Worker {
     float* result(int64_t n) const { return query(n) + kQuery; }
     int64_t heads_of(int64_t panel) const { return std::min(kPanel, p_.heads - panel * kPanel); }
 
-    WIDE static ALWAYS F get(const float* p) {
-        F v;
-        __builtin_memcpy(&v, p, sizeof v);
-        return v;
-    }
-    WIDE static ALWAYS void put(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
-
     // 2^x for x <= 0, with 0 below 2^-125.
     WIDE static ALWAYS F exp2(F x) {
-        const F least = Isa::all(-125.0f), round = Isa::all(12582912.0f);  // 1.5 * 2^23: its last bit is worth 1
-        const F clipped = x > least ? x : least, whole = clipped + round, f = clipped - (whole - round);
-        F y = Isa::all(1.5403530e-4f);  // ln(2)^k / k! from k = 6 on down: 1.2e-7 for |f| <= 0.5
-        y = Isa::fma(y, f, Isa::all(1.3333558e-3f));
-        y = Isa::fma(y, f, Isa::all(9.6181291e-3f));
-        y = Isa::fma(y, f, Isa::all(5.5504109e-2f));
-        y = Isa::fma(y, f, Isa::all(2.4022651e-1f));
-        y = Isa::fma(y, f, Isa::all(6.9314718e-1f));
-        y = Isa::fma(y, f, Isa::all(1.0f));
-        const F power = (F)((I)y + (((I)whole - (I)round) << 23));
-        return x > least ? power : F{};
+        const F least = Isa::all(-125.0f);
+        return x > least ? A::exp2(x > least ? x : least) : F{};
     }
 
     // The count_ entries of tile k to tile_, and zeros up to a multiple of kEntries, which it returns.
@@ -341,8 +313,7 @@ class Worker {
             const F up = Isa::all(static_cast<float>(factor * 0x1p32)), down = Isa::all(0x1p-32f);
             for (int64_t d = 0; d < kDim; d += kLanes) {
                 const F value = any ? get(part.out + place(h, d)) * up * down : F{};
-                const U bits = (U)value;
-                const H half = __builtin_convertvector((bits + 0x7FFF + (bits >> 16 & 1)) >> 16, H);
+                const H half = __builtin_convertvector(bf16(value), H);
                 __builtin_memcpy(p_.out + at * kDim + d, &half, sizeof half);
             }
         }

@@ -3,7 +3,7 @@
 The wheel is tokenspeed-flashmla, on Hopper a main and a combining kernel. Its schedule follows from shapes and from
 lengths, and an engine makes it once for all layers of a step; so it is made in setup, by a first call. Lists whose
 length is no multiple of 64, and queries whose heads are not 64 or 128, are padded there too, with holes and zeros; such
-heads alone are copied out within the call, which no benchmark has. Where nothing is padded the kernels write into
+heads only are copied out within the call, which no benchmark has. Where nothing is padded the kernels write into
 data.out and data.lse themselves: the package has no argument for that, so its two allocations are answered with them.
 """
 

@@ -1,12 +1,6 @@
 """sm90_cute: CuTe DSL; wgmma on bf16 tiles that are gathered through registers and decoded once for K and V."""
 
-import contextlib
 import functools
-import io
-import os
-import re
-import shlex
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +9,18 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_ptr
 from cutlass.cutlass_dsl import T, dsl_user_op
 from task import HEAD_DIM, NOPE, SCALE, input_t, output_t, unpack
 
 from problems.common import build
+from problems.common.cute_dsl import bits_to_float, check_target, cubin, mul_bf16x2, pack_bf16x2, pointers, prmt
 
 TARGETS = ("sm90",)
 REQUIRES = ("cutlass",)
 
-HEADS = 64  # of a CTA: M of a wgmma
-TILE = 64  # entries at a time
-THREADS = 256  # two warpgroups: each makes the scores of half the entries, then the sums of half the columns
+BLOCK_M = 64  # of a CTA: M of a wgmma
+BLOCK_N = 64  # entries at a time
+NUM_THREADS = 256  # two warpgroups: each makes the scores of half the entries, then the sums of half the columns
 GROUPS = NOPE // 64  # scales of an entry
 PAYLOAD = NOPE + 2 * (HEAD_DIM - NOPE)  # bytes of an entry without its scales
 CHUNKS = HEAD_DIM // 8  # 16-byte pieces of a bf16 row
@@ -38,33 +32,6 @@ EXPONENT = SCALE * LOG2_E  # exp(SCALE s) = 2^(EXPONENT s)
 LOWEST = -3.0e38  # reference where there is no score yet: finite, so that no difference is NaN
 SLACK = 8 / EXPONENT  # the largest score may pass the reference by this much: weights stay below 2^8
 SIGNS, LOW_THREE, HIGH_NIBBLES = -0x7F7F7F80, 0x07070707, -0x0F0F0F10  # 0x80, 0x07 and 0xF0 in each byte
-
-
-@dsl_user_op
-def permute(low: Int32, high: Int32, selector: int, *, loc=None, ip=None) -> Int32:
-    """The 4 bytes that the nibbles of `selector` name: 0 to 3 of `low`, 4 to 7 of `high`."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (low, high, selector)]
-    return Int32(llvm.inline_asm(T.i32(), values, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def times(pair: Int32, factor: Int32, *, loc=None, ip=None) -> Int32:
-    """The products of two bf16 pairs; subnormal operands and results are kept."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (pair, factor)]
-    return Int32(llvm.inline_asm(T.i32(), values, "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def pack(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
-    """Two floats as bf16, rounded to nearest."""
-    values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (high, low)]
-    return Int32(llvm.inline_asm(T.i32(), values, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def to_float(bits: Int32, *, loc=None, ip=None) -> Float32:
-    """The float whose bits are `bits`."""
-    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -117,7 +84,7 @@ def decode(word: Int32, factor: Int32) -> tuple[Int32, Int32]:
     """
     high = (word & SIGNS) | ((word >> 4) & LOW_THREE)
     low = (word << 4) & HIGH_NIBBLES
-    return times(permute(low, high, 0x5140), factor), times(permute(low, high, 0x7362), factor)
+    return mul_bf16x2(prmt(low, high, 0x5140), factor), mul_bf16x2(prmt(low, high, 0x7362), factor)
 
 
 def chunk_at(row, chunk):
@@ -137,7 +104,7 @@ def swizzled(memory: cute.Tensor, *shape: int) -> cute.Tensor:
 def score_mma() -> cute.TiledMma:
     """64 heads x 64 entries x 16 columns, half of the entries a warpgroup."""
     op = warpgroup.MmaF16BF16Op(
-        BFloat16, Float32, (HEADS, TILE // 2, 16),
+        BFloat16, Float32, (BLOCK_M, BLOCK_N // 2, 16),
         warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K,
     )  # fmt: skip
     return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 2, 1))
@@ -148,7 +115,7 @@ def value_mma() -> cute.TiledMma:
     not the summed index that is contiguous in them.
     """
     op = warpgroup.MmaF16BF16Op(
-        BFloat16, Float32, (HEADS, HEAD_DIM // 2, 16),
+        BFloat16, Float32, (BLOCK_M, HEAD_DIM // 2, 16),
         warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN,
     )  # fmt: skip
     return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 2, 1))
@@ -158,7 +125,7 @@ def accumulators(mma: cute.TiledMma, columns: int) -> cute.Tensor:
     """Registers for 64 x `columns`. Register r of a thread is row 8 (r / 2 % 2) more than its first row, and column
     8 (r / 4) + r % 2 more than its first column: the kernel counts on it. ValueError, while tracing, if not so.
     """
-    tensor = cute.make_rmem_tensor(mma.partition_shape_C((HEADS, columns)), Float32)
+    tensor = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK_M, columns)), Float32)
     wanted = f"((2,2,{columns // 16}),1,1):((1,2,4),0,0)"
     if str(tensor.layout) != wanted:
         raise ValueError(f"accumulators must be {wanted}, got {tensor.layout}")
@@ -201,7 +168,7 @@ class Reader:
 
     def index_at(self, tile: Int32) -> Int32:
         """The number of this thread's entry of a tile; -1 for holes, and behind the end of the list or of the share."""
-        at = tile * TILE + self.entry
+        at = tile * BLOCK_N + self.entry
         near = self.window_index.iterator.toint() + 4 * (Int64(self.query) * self.window_index.shape[0] + at)
         behind = Int64(self.query) * self.compressed_index.shape[0] + (at - self.in_window)
         far = self.compressed_index.iterator.toint() + 4 * behind
@@ -213,7 +180,7 @@ class Reader:
 
         raw int32 (4 words, LOADS), scales int32 (2,): the entry's 8 scale bytes.
         """
-        near = tile * TILE + self.entry < self.in_window
+        near = tile * BLOCK_N + self.entry < self.in_window
         both = zip(self.window_pages, self.compressed_pages, strict=True)
         base, shift, stride = (select(near, a, b) for a, b in both)
         number = cutlass.max(index, 0)
@@ -269,8 +236,8 @@ def load_queries(q: cute.Tensor, tile: cute.Tensor, head: Int32, query: Int32, t
     """
     words = cute.make_rmem_tensor((4, 8), Int32)
     chunk = thread % CHUNKS
-    for turn in range(HEADS * CHUNKS // THREADS // 8):  # 8 loads in flight
-        rows = [thread // CHUNKS + THREADS // CHUNKS * (8 * turn + i) for i in range(8)]
+    for turn in range(BLOCK_M * CHUNKS // NUM_THREADS // 8):  # 8 loads in flight
+        rows = [thread // CHUNKS + NUM_THREADS // CHUNKS * (8 * turn + i) for i in range(8)]
         for i, row in enumerate(rows):
             source = q[None, chunk, cutlass.min(head + row, q.shape[2] - 1), query].iterator.toint()
             for j, word in enumerate(load_if(head + row < q.shape[2], source, 4, 0)):
@@ -282,23 +249,23 @@ def load_queries(q: cute.Tensor, tile: cute.Tensor, head: Int32, query: Int32, t
 def row_tops(place: Place, s: cute.Tensor, bias: cute.Tensor, tops: cute.Tensor) -> None:
     """Masks the scores and finds the largest of each row, among those of the warpgroup; LOWEST if all are masked."""
     pair = cute.make_rmem_tensor((2,), Float32)
-    for j in range(TILE // 16):
-        cute.autovec_copy(bias[None, 4 * place.chunk(TILE, j) + place.pair], pair)
+    for j in range(BLOCK_N // 16):
+        cute.autovec_copy(bias[None, 4 * place.chunk(BLOCK_N, j) + place.pair], pair)
         for r in range(4):
             s[4 * j + r] += pair[r % 2]
     for h in range(2):
         top = Float32(LOWEST)
-        for j in range(TILE // 16):
+        for j in range(BLOCK_N // 16):
             for b in range(2):
                 top = cute.arch.fmax(top, s[4 * j + 2 * h + b])
         tops[h] = cute.arch.warp_reduction_max(top, threads_in_group=4)
 
 
-def weigh(
+def softmax(
     place: Place, s: cute.Tensor, shared_tops: cute.Tensor, reference: cute.Tensor, total: cute.Tensor,
-    shrink: cute.Tensor, p_words: cute.Tensor,
+    shrink: cute.Tensor, smem_p: cute.Tensor,
 ) -> None:  # fmt: skip
-    """Writes 2^(EXPONENT (s - reference)) as bf16 into the tile p_words and adds it to `total`.
+    """Writes 2^(EXPONENT (s - reference)) as bf16 into the tile smem_p and adds it to `total`.
 
     The reference moves to the row's largest score only when that has passed it by SLACK: then `shrink` is what
     everything summed so far has to be multiplied with, else 1.
@@ -312,10 +279,10 @@ def weigh(
         shrink[h] = exp2((reference[h] - new) * EXPONENT)
         reference[h] = new
         sum_of_row = total[h] * shrink[h]
-        for j in range(TILE // 16):
+        for j in range(BLOCK_N // 16):
             low, high = (exp2((s[4 * j + 2 * h + b] - new) * EXPONENT) for b in range(2))
             sum_of_row += low + high
-            p_words[4 * chunk_at(row, place.chunk(TILE, j)) + place.pair] = pack(low, high)
+            smem_p[4 * chunk_at(row, place.chunk(BLOCK_N, j)) + place.pair] = pack_bf16x2(low, high)
         total[h] = sum_of_row
 
 
@@ -338,7 +305,7 @@ def round_rows(place: Place, o: cute.Tensor, words: cute.Tensor) -> None:
     for h in range(2):
         for j in range(HEAD_DIM // 16):
             at = chunk_at(place.row + 8 * h, place.chunk(HEAD_DIM, j))
-            words[4 * at + place.pair] = pack(o[4 * j + 2 * h], o[4 * j + 2 * h + 1])
+            words[4 * at + place.pair] = pack_bf16x2(o[4 * j + 2 * h], o[4 * j + 2 * h + 1])
 
 
 @cute.jit
@@ -346,8 +313,8 @@ def write_rows(tile: cute.Tensor, out: cute.Tensor, head: Int32, query: Int32, t
     """What load_queries does, backwards."""
     piece = cute.make_rmem_tensor((4,), Int32)
     chunk = thread % CHUNKS
-    for i in cutlass.range_constexpr(HEADS * CHUNKS // THREADS):
-        row = thread // CHUNKS + THREADS // CHUNKS * i
+    for i in cutlass.range_constexpr(BLOCK_M * CHUNKS // NUM_THREADS):
+        row = thread // CHUNKS + NUM_THREADS // CHUNKS * i
         if head + row < out.shape[2]:
             cute.autovec_copy(tile[None, chunk_at(row, chunk)], piece)
             cute.autovec_copy(piece, out[None, chunk, head + row, query])
@@ -387,30 +354,30 @@ def attend(
     head_tile, share, query = cute.arch.block_idx()
     _, shares, _ = cute.arch.grid_dim()
     group = cute.arch.make_warp_uniform(thread // 128)
-    head = head_tile * HEADS
+    head = head_tile * BLOCK_M
     place = Place(group, thread // 32 % 4 * 16 + thread % 32 // 4, thread % 4)
 
     memory = cutlass.memory.SmemAllocator()
-    q_chunks = memory.allocate_tensor(Int32, cute.make_layout((4, HEADS * CHUNKS)), byte_alignment=1024)
-    kv_chunks = memory.allocate_tensor(Int32, cute.make_layout((4, TILE * CHUNKS, 2)), byte_alignment=1024)
-    p_words = memory.allocate_tensor(Int32, cute.make_layout(HEADS * TILE // 2), byte_alignment=1024)
-    bias = memory.allocate_tensor(Float32, cute.make_layout((2, TILE // 2, 2)), byte_alignment=16)
-    shared_tops = memory.allocate_tensor(Float32, cute.make_layout((2, HEADS)), byte_alignment=16)
-    shared_totals = memory.allocate_tensor(Float32, cute.make_layout((2, HEADS)), byte_alignment=16)
+    smem_q = memory.allocate_tensor(Int32, cute.make_layout((4, BLOCK_M * CHUNKS)), byte_alignment=1024)
+    smem_kv = memory.allocate_tensor(Int32, cute.make_layout((4, BLOCK_N * CHUNKS, 2)), byte_alignment=1024)
+    smem_p = memory.allocate_tensor(Int32, cute.make_layout(BLOCK_M * BLOCK_N // 2), byte_alignment=1024)
+    bias = memory.allocate_tensor(Float32, cute.make_layout((2, BLOCK_N // 2, 2)), byte_alignment=16)
+    shared_tops = memory.allocate_tensor(Float32, cute.make_layout((2, BLOCK_M)), byte_alignment=16)
+    shared_totals = memory.allocate_tensor(Float32, cute.make_layout((2, BLOCK_M)), byte_alignment=16)
 
-    keys = swizzled(kv_chunks, TILE, HEAD_DIM, 2)
-    values = cute.composition(keys, cute.make_ordered_layout((HEAD_DIM, TILE, 2), order=(1, 0, 2)))
+    keys = swizzled(smem_kv, BLOCK_N, HEAD_DIM, 2)
+    values = cute.composition(keys, cute.make_ordered_layout((HEAD_DIM, BLOCK_N, 2), order=(1, 0, 2)))
     scoring, summing = score_mma().get_slice(group * 128), value_mma().get_slice(group * 128)
-    q_part = scoring.make_fragment_A(scoring.partition_A(swizzled(q_chunks, HEADS, HEAD_DIM)))
+    q_part = scoring.make_fragment_A(scoring.partition_A(swizzled(smem_q, BLOCK_M, HEAD_DIM)))
     k_part = scoring.make_fragment_B(scoring.partition_B(keys))
-    p_part = summing.make_fragment_A(summing.partition_A(swizzled(p_words, HEADS, TILE)))
+    p_part = summing.make_fragment_A(summing.partition_A(swizzled(smem_p, BLOCK_M, BLOCK_N)))
     v_part = summing.make_fragment_B(summing.partition_B(values))
-    s, o = accumulators(score_mma(), TILE), accumulators(value_mma(), HEAD_DIM)
+    s, o = accumulators(score_mma(), BLOCK_N), accumulators(value_mma(), HEAD_DIM)
 
     batch = Uint32(query) // Uint32(queries)
     in_window = cutlass.min(cutlass.max(window_length[batch], 0), window_index.shape[0])
     seen = in_window + cutlass.min(cutlass.max(compressed_length[batch], 0), compressed_index.shape[0])
-    tiles = cute.ceil_div(seen, TILE)
+    tiles = cute.ceil_div(seen, BLOCK_N)
     first, last = (Int32(Uint32(i * tiles) // Uint32(shares)) for i in (share, share + 1))
     reader = Reader(
         window_index, compressed_index,
@@ -424,8 +391,8 @@ def attend(
     index = reader.index_at(first)
     reader.fetch(raw, scales, index, first)
     next_index = reader.index_at(first + 1)
-    load_queries(q, q_chunks, head, query, thread)
-    reader.store(raw, scales, index, kv_chunks[None, None, 0], bias[None, None, 0])
+    load_queries(q, smem_q, head, query, thread)
+    reader.store(raw, scales, index, smem_kv[None, None, 0], bias[None, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
     index = next_index
     reader.fetch(raw, scales, index, first + 1)
@@ -448,14 +415,14 @@ def attend(
         row_tops(place, s, bias[None, None, stage], tops)
         place.leave(tops, shared_tops)
         cute.arch.sync_threads()
-        weigh(place, s, shared_tops, reference, total, factors, p_words)
+        softmax(place, s, shared_tops, reference, total, factors, smem_p)
         if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             scale_rows(o, factors)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         multiply(value_mma(), o, p_part, v_part[None, None, None, stage], fresh=False)
         if tile + 1 < last:
-            reader.store(raw, scales, index, kv_chunks[None, None, 1 - stage], bias[None, None, 1 - stage])
+            reader.store(raw, scales, index, smem_kv[None, None, 1 - stage], bias[None, None, 1 - stage])
         cute.arch.fence_proxy("async.shared", space="cta")
         # Behind the fence, which may wait for loads, and before the barrier, which the compiler moves none across:
         # their latency passes while the next scores are made.
@@ -486,9 +453,9 @@ def attend(
     if cutlass.const_expr(not split):
         # The output takes the queries' place in shared memory, so that rows leave in 16-byte pieces.
         scale_rows(o, factors)
-        round_rows(place, o, cute.make_tensor(q_chunks.iterator, cute.make_layout(HEADS * CHUNKS * 4)))
+        round_rows(place, o, cute.make_tensor(smem_q.iterator, cute.make_layout(BLOCK_M * CHUNKS * 4)))
         cute.arch.sync_threads()
-        write_rows(q_chunks, out, head, query, thread)
+        write_rows(smem_q, out, head, query, thread)
 
 
 @cute.kernel
@@ -522,12 +489,12 @@ def combine(partial: cute.Tensor, stats: cute.Tensor, sink: cute.Tensor, out: cu
             source = partial[None, thread, head, start + i, query].iterator.toint()
             words = load_if(part > 0.0, source, 4, 0)  # what has no weight may not have been written
             for j in cutlass.range_constexpr(4):
-                sums[j] += part * to_float(words[j])
+                sums[j] += part * bits_to_float(words[j])
     total = cute.arch.warp_reduction_sum(total)
     whole = final_factor(reference, total, sink[head])
     result = cute.make_rmem_tensor((2,), Int32)
     for j in cutlass.range_constexpr(2):
-        result[j] = pack(sums[2 * j] * whole, sums[2 * j + 1] * whole)
+        result[j] = pack_bf16x2(sums[2 * j] * whole, sums[2 * j + 1] * whole)
     cute.autovec_copy(result, out[None, thread, head, query])
     if thread == 0:
         lse[head, query] = log_sum(reference, total)
@@ -587,7 +554,7 @@ def launch(
         compressed_lengths, sinks, row_tensor(out, 4, CHUNKS, heads, rows), sums,
         share_tensor(partial, 2, heads, shares, rows), share_stats,
         window_shift, window_stride, compressed_shift, compressed_stride, queries, split,
-    ).launch(grid=(cute.ceil_div(heads, HEADS), shares, rows), block=(THREADS, 1, 1))  # fmt: skip
+    ).launch(grid=(cute.ceil_div(heads, BLOCK_M), shares, rows), block=(NUM_THREADS, 1, 1))  # fmt: skip
     if cutlass.const_expr(split):
         combine(
             share_tensor(partial, 4, heads, shares, rows), share_stats, sinks,
@@ -595,20 +562,17 @@ def launch(
         ).launch(grid=(heads, rows, 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True)  # fmt: skip
 
 
-def pointers(*addresses: int) -> list[cute.Pointer]:
-    """The pointer arguments of `launch`, in its order, at their device addresses."""
-    views = (
-        (Int32, 16), (Uint8, 16), (Int32, 4), (Int32, 4), (Uint8, 16), (Int32, 4), (Int32, 4), (Float32, 4),
-        (Int32, 16), (Float32, 4), (Float32, 16), (Float32, 8),
-    )  # fmt: skip
-    memory = cute.AddressSpace.gmem
-    return [make_ptr(dtype, at, memory, align) for (dtype, align), at in zip(views, addresses, strict=True)]
+# Of the pointer arguments of `launch`: dtype, alignment in bytes.
+VIEWS = (
+    (Int32, 16), (Uint8, 16), (Int32, 4), (Int32, 4), (Uint8, 16), (Int32, 4), (Int32, 4), (Float32, 4),
+    (Int32, 16), (Float32, 4), (Float32, 16), (Float32, 8),
+)  # fmt: skip
 
 
 @functools.cache
 def compiled(split: bool, options: str = ""):
     """The kernels, for any shape; called with the pointers, then the integers of `launch`."""
-    return cute.compile(launch, *pointers(*[0] * 12), *(Int32(1) for _ in range(10)), split, options=options)
+    return cute.compile(launch, *pointers(VIEWS, [0] * 12), *(Int32(1) for _ in range(10)), split, options=options)
 
 
 @functools.cache
@@ -617,7 +581,7 @@ def shares_for(ctas: int, listed: int) -> int:
 
     A CTA costs about 2 tiles beside its tiles; shares cost a second kernel, and their sums' way through L2.
     """
-    tiles = -(-listed // TILE)
+    tiles = -(-listed // BLOCK_N)
 
     def cost(shares: int) -> float:
         waves = -(-ctas * shares // MULTIPROCESSORS)
@@ -627,52 +591,16 @@ def shares_for(ctas: int, listed: int) -> int:
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: a cubin with and one without a split, ptxas' report as log.
+    """Compile for `target`, without a GPU: a cubin with and one without a split, ptxas' report as log.
 
     RuntimeError unless CUTE_DSL_ARCH, which the DSL reads when it is first imported, says the same architecture.
     """
-    if target not in TARGETS:
-        raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
-    if os.environ.get("CUTE_DSL_ARCH") != build.ARCH[target]:
-        raise RuntimeError(
-            f"CUTE_DSL_ARCH must be {build.ARCH[target]!r} before cutlass is imported, "
-            f"got {os.environ.get('CUTE_DSL_ARCH')!r}"
-        )
-    return [cubin(split, target) for split in (False, True)]
-
-
-def cubin(split: bool, target: str) -> build.Artefact:
-    """The kernels as a cubin under build.directory(), with what ptxas said of them."""
-    stem = f"{Path(__file__).stem}-{target}-{'split' if split else 'whole'}"
-    build.directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        report = io.StringIO()
-        options = f"--keep-cubin --keep-ptx --dump-dir {shlex.quote(scratch)} --ptxas-options '-v' remarks{{ptx}}"
-        with contextlib.redirect_stderr(report):
-            artefacts = compiled(split, options).artifacts
-        if not artefacts.CUBIN:
-            raise build.BuildError(f"{stem}: the DSL kept no cubin:\n{report.getvalue()}")
-        Path(scratch, "cubin").write_bytes(artefacts.CUBIN)
-        path = build.directory() / f"{stem}.cubin"
-        os.replace(Path(scratch, "cubin"), path)
-    return build.Artefact(path, target, ptxas_report(report.getvalue(), stem, build.ARCH[target]))
-
-
-def ptxas_report(text: str, stem: str, arch: str) -> str:
-    """What ptxas -v said of each kernel in `text`, in its form: the DSL wraps and colours it, and names are long.
-
-    BuildError if the numbers are not there.
-    """
-    flat = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-    found = re.findall(
-        r"entry function 'kernel_cutlass_(\w+?)_tensor.*?(\d+ bytes stack frame, \d+ bytes spill stores, "
-        r"\d+ bytes spill loads).*?(Used \d+ registers[^.]*?)(?= ptxas| -->|$)",
-        flat,
-    )
-    if not found:
-        raise build.BuildError(f"{stem}: no report of ptxas in\n{text}")
-    lines = [(f"Compiling entry function '{stem}-{name}' for '{arch}'", *said) for name, *said in found]
-    return "".join(f"ptxas info    : {line}\n" for kernel in lines for line in kernel)
+    check_target(target, TARGETS)
+    stem = f"{Path(__file__).stem}-{target}"
+    return [
+        cubin(functools.partial(compiled, split), f"{stem}-{'split' if split else 'whole'}", target)
+        for split in (False, True)
+    ]
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -685,7 +613,7 @@ def custom_kernel(data: input_t) -> output_t:
         raise ValueError(f"data must be on a GPU, got {data.q.device}")
     batch, queries, heads, window, compressed, window_page, compressed_page = sizes
     rows = batch * queries
-    shares = shares_for(rows * -(-heads // HEADS), window + compressed)
+    shares = shares_for(rows * -(-heads // BLOCK_M), window + compressed)
     summed = rows * shares * heads if shares > 1 else 0
     workspace = torch.empty(summed * (HEAD_DIM + 2), dtype=torch.float32, device=data.q.device)
     tensors = (
@@ -695,7 +623,8 @@ def custom_kernel(data: input_t) -> output_t:
     addresses = [t.data_ptr() for t in tensors]
     strides = data.window.shape[1], data.compressed.shape[1]
     compiled(shares > 1)(
-        *pointers(*addresses, addresses[-1] + 4 * HEAD_DIM * summed), batch, queries, heads, window, compressed,
+        *pointers(VIEWS, [*addresses, addresses[-1] + 4 * HEAD_DIM * summed]),
+        batch, queries, heads, window, compressed,
         window_page.bit_length() - 1, strides[0], compressed_page.bit_length() - 1, strides[1], shares,
     )  # fmt: skip
     return data.out, data.lse

@@ -1,7 +1,7 @@
 // Entries out of two paged FP8 caches into swizzled bf16 tiles in shared memory: what sm90_wgmma's producers do.
 //
-// A tile is ROWS entries of 512 dims: 8 sub-tiles of 64 dims, each ROWS rows of 128 bytes, swizzled as wgmma wants it
-// (16-byte chunk c of row r stands at chunk c ^ r % 8).
+// A tile is BLOCK_N entries of 512 dims: 8 sub-tiles of 64 dims, each BLOCK_N rows of 128 bytes, swizzled as wgmma
+// wants it (16-byte chunk c of row r is at chunk c ^ r % 8).
 //
 // Some warps ask for entries, two tiles ahead, by cp.async into staging places in shared memory, where entries stand
 // side by side as they are in their pages. Others decode, a warp 8 entries of a tile: lane l takes 16 bytes of every
@@ -18,12 +18,12 @@ namespace fmha {
 
 using namespace ptx;
 
-constexpr int DIMS = 512;           // of an entry
+constexpr int HEAD_DIM = 512;       // of an entry
 constexpr int FP8_TILES = 7;        // sub-tiles of 64 dims that come as e4m3 with a scale; the eighth is bf16
 constexpr int TILES = 8;
 constexpr int NOPE = 448;           // dims of an entry, and bytes, that come as e4m3
 constexpr int PAYLOAD = 576;        // bytes of an entry without its scales: 448 e4m3 and 64 bf16
-constexpr int PARTS = 2;            // of a tile, each with barriers of its own: sub-tiles 0 1 4 5, and 2 3 6 7
+constexpr int PARTS = 2;            // of a tile, each with separate barriers: sub-tiles 0 1 4 5, and 2 3 6 7
 
 struct Cache {
     const uint8_t* pages;
@@ -45,9 +45,9 @@ struct Divisor {
 };
 
 // Without splits a block has a tile at least, if one without entries: its sums are zeros then.
-template <int ROWS, bool SPLIT>
+template <int BLOCK_N, bool SPLIT>
 __device__ __forceinline__ Span share(int window, int compressed, int split, Divisor splits) {
-    int const total = window + compressed, tiles = (total + ROWS - 1) / ROWS;
+    int const total = window + compressed, tiles = (total + BLOCK_N - 1) / BLOCK_N;
     if (!SPLIT) return {window, total, 0, max(tiles, 1)};
     int const first = splits(tiles * split), last = splits(tiles * (split + 1));
     return {window, total, first, last - first};
@@ -75,7 +75,7 @@ __device__ __forceinline__ uint2 decode4(uint32_t codes, uint32_t scale) {
     asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(order));
     uint32_t const first = either<MAGNITUDES>(order << 4, signs << 8);
     uint32_t const second = either<MAGNITUDES>(order >> 4, signs);
-    return make_uint2(times(first, scale), times(second, scale));
+    return make_uint2(mul_bf16x2(first, scale), mul_bf16x2(second, scale));
 }
 __device__ __forceinline__ uint4 decode8(uint32_t a, uint32_t b, uint32_t scale) {
     uint2 const low = decode4(a, scale), high = decode4(b, scale);
@@ -111,59 +111,59 @@ struct Lists {
     }
 };
 
-// How a tile of ROWS entries is shared out among the eight warps of the producers, and how many tiles are in shared
+// How a tile of BLOCK_N entries is shared out among the eight warps of the producers, and how many tiles are in shared
 // memory. Where a block has but one tile, which is when they are small, as many ask as decode.
-template <int ROWS>
+template <int BLOCK_N>
 struct Shape {
-    static constexpr int ENTRIES = 8, GROUPS = ROWS / ENTRIES;  // of a group: what a warp decodes
-    static constexpr int ASKERS = ROWS == 48 ? 2 : 4, EACH = GROUPS / ASKERS;
-    static constexpr int BUFFERS = ROWS == 48 ? 2 : 1;
-    static_assert(GROUPS + ASKERS <= 8 && EACH * ASKERS == GROUPS);
+    static constexpr int ENTRIES = 8, GROUPS = BLOCK_N / ENTRIES;  // of a group: what a warp decodes
+    static constexpr int LOAD_WARPS = BLOCK_N == 48 ? 2 : 4, EACH = GROUPS / LOAD_WARPS;
+    static constexpr int NUM_STAGES = BLOCK_N == 48 ? 2 : 1;
+    static_assert(GROUPS + LOAD_WARPS <= 8 && EACH * LOAD_WARPS == GROUPS);
 };
-// Goes round the buffers.
-template <int BUFFERS>
-struct Turn {
-    uint32_t buffer = 0, parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
+// Position in a ring of stages.
+template <int NUM_STAGES>
+struct PipelineState {
+    uint32_t index = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++index == NUM_STAGES) index = 0, phase ^= 1;
     }
 };
 
 // ---- the producers: two warpgroups
 
-// Shared addresses. staging: (AHEAD, GROUPS, STAGED); masks[4][8]: of tile modulo 4, a byte for a group, bit i set if
-// its row i is an entry. Barriers, 8 bytes each: asked[AHEAD], taken[AHEAD] of the staging places,
-// full[BUFFERS][PARTS], empty[BUFFERS][PARTS] of the tiles.
+// Shared addresses. staging: (NUM_STAGING_STAGES, GROUPS, STAGED); masks[4][8]: of tile modulo 4, a byte for a group,
+// bit i set if its row i is an entry. Barriers, 8 bytes each: staging_full_barriers, staging_empty_barriers
+// [NUM_STAGING_STAGES] of the staging places, full_barriers, empty_barriers [NUM_STAGES][PARTS] of the tiles.
 struct Gathered {
-    uint32_t tiles, staging, masks, asked, taken, full, empty;
+    uint32_t tiles, staging, masks, staging_full_barriers, staging_empty_barriers, full_barriers, empty_barriers;
 };
-constexpr int AHEAD = 2;                                     // tiles in staging places
+constexpr int NUM_STAGING_STAGES = 2;                                 // tiles in staging places
 constexpr uint32_t SCALES = 8 * PAYLOAD, STAGED = 8 * (PAYLOAD + 8);  // of a group: offset and size
 
-template <int ROWS, bool SPLIT>
+template <int BLOCK_N, bool SPLIT>
 struct Producer {
-    static constexpr int GROUPS = Shape<ROWS>::GROUPS, ENTRIES = Shape<ROWS>::ENTRIES;
-    static constexpr uint32_t TILE = ROWS * 128, BUFFER = TILES * TILE;
+    static constexpr int GROUPS = Shape<BLOCK_N>::GROUPS, ENTRIES = Shape<BLOCK_N>::ENTRIES;
+    static constexpr uint32_t TILE = BLOCK_N * 128, BUFFER = TILES * TILE;
 
     Gathered to;
     int lane;
 
-    __device__ __forceinline__ uint32_t staged(uint32_t place, int group) const {
-        return to.staging + (place * GROUPS + group) * STAGED;
+    __device__ __forceinline__ uint32_t staged(uint32_t stage, int group) const {
+        return to.staging + (stage * GROUPS + group) * STAGED;
     }
 
-    // `asker` 0 to ASKERS - 1. begin: the block's barrier behind which its mbarriers exist.
+    // `load_warp` 0 to LOAD_WARPS - 1. begin: the block's barrier behind which its mbarriers exist.
     template <class Lengths, class Begin>
-    __device__ __forceinline__ void ask(Lists const& lists, Lengths lengths, int nw, int nc, int split, Divisor splits,
-                                        int asker, Begin begin) const {
-        constexpr int EACH = Shape<ROWS>::EACH;
+    __device__ __forceinline__ void load(Lists const& lists, Lengths lengths, int nw, int nc, int split, Divisor splits,
+                                        int load_warp, Begin begin) const {
+        constexpr int EACH = Shape<BLOCK_N>::EACH;
         // Lists are nearly always full: their first indices are asked for together with the lengths, not after them.
         int2 const length = lengths();
         int2 guess = make_int2(nw, nc);
         Span span{};
         int next[EACH];
         auto const position = [&](int tile, int i) {
-            return (span.first + tile) * ROWS + (asker * EACH + i) * ENTRIES + lane / 4;
+            return (span.first + tile) * BLOCK_N + (load_warp * EACH + i) * ENTRIES + lane / 4;
         };
         auto const look = [&](int tile) {
 #pragma unroll
@@ -171,36 +171,36 @@ struct Producer {
         };
 #pragma unroll 1
         while (true) {
-            span = share<ROWS, SPLIT>(guess.x, guess.y, split, splits);
+            span = share<BLOCK_N, SPLIT>(guess.x, guess.y, split, splits);
             look(0);
             if (guess.x == length.x && guess.y == length.y) break;
             guess = length;
         }
         begin();
-        Turn<AHEAD> turn;
+        PipelineState<NUM_STAGING_STAGES> pipe;
 #pragma unroll 1
-        for (int tile = 0; tile < span.count; ++tile, turn.next()) {
-            wait(to.taken + 8 * turn.buffer, turn.parity ^ 1);
+        for (int tile = 0; tile < span.count; ++tile, pipe.advance()) {
+            wait(to.staging_empty_barriers + 8 * pipe.index, pipe.phase ^ 1);
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const uint8_t *payload, *scale;
                 lists.locate(next[i], position(tile, i) < span.window, payload, scale);
                 bool const entry = next[i] >= 0;
                 if (!entry) payload = scale = lists.window.pages;  // not read: zeros come
-                uint32_t const at = staged(turn.buffer, asker * EACH + i), chunk = lane % 4 * 16;
+                uint32_t const at = staged(pipe.index, load_warp * EACH + i), chunk = lane % 4 * 16;
 #pragma unroll
                 for (int j = 0; j < PAYLOAD / 64; ++j)
-                    copy16(at + lane / 4 * PAYLOAD + chunk + 64 * j, payload + chunk + 64 * j, entry);
-                if (lane % 4 == 0) copy8(at + SCALES + 2 * lane, scale, entry);
+                    cp_async16(at + lane / 4 * PAYLOAD + chunk + 64 * j, payload + chunk + 64 * j, entry);
+                if (lane % 4 == 0) cp_async8(at + SCALES + 2 * lane, scale, entry);
                 uint32_t bits = __ballot_sync(~0u, entry) & 0x11111111;  // of every fourth lane: to one byte
                 bits |= bits >> 3, bits &= 0x03030303, bits |= bits >> 6, bits &= 0x000F000F, bits |= bits >> 12;
-                if (lane == 0) store_shared1(to.masks + 8 * (tile & 3) + asker * EACH + i, bits);
+                if (lane == 0) store_shared1(to.masks + 8 * (tile & 3) + load_warp * EACH + i, bits);
             }
-            copies_arrive(to.asked + 8 * turn.buffer);
-            warp_arrive(to.asked + 8 * turn.buffer);  // for the masks
+            cp_async_mbarrier_arrive(to.staging_full_barriers + 8 * pipe.index);
+            warp_arrive(to.staging_full_barriers + 8 * pipe.index);  // for the masks
             look(tile + 1);
         }
-        copies_done();  // none may land after the block has ended
+        cp_async_wait_all();  // none may land after the block has ended
     }
 
     __device__ __forceinline__ void store(uint4 codes, uint32_t scale_byte, uint32_t at) const {
@@ -210,34 +210,34 @@ struct Producer {
     }
     __device__ __forceinline__ void decode(int count, int group) const {
         uint32_t const row = lane / 4, quarter = lane % 4;
-        Turn<AHEAD> place;
-        Turn<Shape<ROWS>::BUFFERS> turn;
+        PipelineState<NUM_STAGING_STAGES> staging_pipe;
+        PipelineState<Shape<BLOCK_N>::NUM_STAGES> pipe;
 #pragma unroll 1
-        for (int tile = 0; tile < count; ++tile, turn.next(), place.next()) {
-            uint32_t const base = to.tiles + turn.buffer * BUFFER + (group * ENTRIES + row) * 128;
-            uint32_t const at = staged(place.buffer, group), from = at + row * PAYLOAD + 16 * quarter;
-            wait(to.asked + 8 * place.buffer, place.parity);
+        for (int tile = 0; tile < count; ++tile, pipe.advance(), staging_pipe.advance()) {
+            uint32_t const base = to.tiles + pipe.index * BUFFER + (group * ENTRIES + row) * 128;
+            uint32_t const at = staged(staging_pipe.index, group), from = at + row * PAYLOAD + 16 * quarter;
+            wait(to.staging_full_barriers + 8 * staging_pipe.index, staging_pipe.phase);
             uint2 const scales = load_shared8(at + SCALES + 8 * row);
             uint4 codes[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) codes[i] = load_shared16(from + 64 * (i < 2 ? i : 2 + i));
-            wait(to.empty + 8 * (PARTS * turn.buffer), turn.parity ^ 1);
+            wait(to.empty_barriers + 8 * (PARTS * pipe.index), pipe.phase ^ 1);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 store(codes[i], (i < 2 ? scales.x : scales.y) >> 8 * (i % 2) & 0xFF, base + (i < 2 ? i : 2 + i) * TILE);
-            warp_arrive(to.full + 8 * (PARTS * turn.buffer));
+            warp_arrive(to.full_barriers + 8 * (PARTS * pipe.index));
 #pragma unroll
             for (int i = 0; i < 3; ++i) codes[i] = load_shared16(from + 64 * (i < 2 ? 2 + i : 6));
             uint4 const low = load_shared16(from + NOPE), high = load_shared16(from + NOPE + 64);
-            warp_arrive(to.taken + 8 * place.buffer);
-            wait(to.empty + 8 * (PARTS * turn.buffer + 1), turn.parity ^ 1);
+            warp_arrive(to.staging_empty_barriers + 8 * staging_pipe.index);
+            wait(to.empty_barriers + 8 * (PARTS * pipe.index + 1), pipe.phase ^ 1);
 #pragma unroll
             for (int i = 0; i < 3; ++i)
                 store(codes[i], (i < 2 ? scales.x >> 16 + 8 * i : scales.y >> 16) & 0xFF,
                       base + (i < 2 ? 2 + i : 6) * TILE);
             store_shared16(base + FP8_TILES * TILE + (quarter ^ row) * 16, low);
             store_shared16(base + FP8_TILES * TILE + ((4 + quarter) ^ row) * 16, high);
-            warp_arrive(to.full + 8 * (PARTS * turn.buffer + 1));
+            warp_arrive(to.full_barriers + 8 * (PARTS * pipe.index + 1));
         }
     }
 };

@@ -2,21 +2,18 @@
 
 A program gathers 32 entries at a time, decodes all 512 values of each in registers, and multiplies twice by them. It
 keeps a running maximum. A second kernel combines the splits and brings in the sink. Blocks of heads gather the same
-entries again, mostly from L2; with 64 heads a program the query alone takes 64 registers a thread, and much is spilled.
+entries again, mostly from L2; with 64 heads a program the query takes 64 registers a thread, and much is spilled.
 """
 
-import os
-import subprocess
-import tempfile
 from pathlib import Path
 
 import triton
 import triton.language as tl
 from task import BENCHMARKS, HEAD_DIM, NOPE, ROPE, SCALE, Sizes, input_t, output_t, unpack
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from problems.common import build, kv_pages
+from problems.common.triton_dsl import cubin
 
 TARGETS = ("sm90",)
 REQUIRES = ("triton",)
@@ -155,7 +152,7 @@ def _combine(accs, tops, totals, sink, out, lse, H, SPLITS, PADDED: tl.constexpr
 
 
 def plan(sizes: Sizes) -> tuple[int, dict, dict]:
-    """Splits of a row's lists, and the compile-time arguments of the two kernels; shapes alone decide."""
+    """Splits of a row's lists, and the compile-time arguments of the two kernels, by shapes only."""
     programs = sizes.batch * sizes.queries * triton.cdiv(sizes.heads, HEADS)
     steps = triton.cdiv(sizes.window, ENTRIES) + triton.cdiv(sizes.compressed, ENTRIES)
     splits = max(1, min(FULL // programs, steps))
@@ -168,7 +165,7 @@ def plan(sizes: Sizes) -> tuple[int, dict, dict]:
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write into data.out and data.lse and return them. ValueError as unpack says."""
+    """Write data.out, bf16 (B, S, H, 512), and data.lse, fp32 (B, S, H), and return them. ValueError as unpack says."""
     sizes = unpack(data)
     splits, attend, combine = plan(sizes)
     rows, heads = sizes.batch * sizes.queries, sizes.heads
@@ -186,7 +183,7 @@ def custom_kernel(data: input_t) -> output_t:
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: both kernels for each shape of the benchmarks."""
+    """Compile for `target`, without a GPU: both kernels for each shape of the benchmarks."""
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
     made = {}
@@ -198,7 +195,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 def _cubin(kernel: object, constant: dict, target: str) -> build.Artefact:
-    """One kernel as a cubin under build.directory(), with what ptxas says of it."""
+    """Compile one kernel with these constants."""
     types = {
         "q": "*bf16", "window": "*u8", "compressed": "*u8", "out": "*bf16",
         "window_index": "*i32", "window_length": "*i32", "compressed_index": "*i32", "compressed_length": "*i32",
@@ -208,15 +205,4 @@ def _cubin(kernel: object, constant: dict, target: str) -> build.Artefact:
     constexprs = {(i,): constant[name] for i, name in enumerate(kernel.arg_names) if name in constant}
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(kernel, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in pointers})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
-    build.directory().mkdir(parents=True, exist_ok=True)
-    path = build.directory() / f"{Path(__file__).stem}-{target}-{made.metadata.hash[:20]}.cubin"
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        Path(scratch, "ptx").write_text(made.asm["ptx"])
-        Path(scratch, "cubin").write_bytes(made.asm["cubin"])
-        command = ["ptxas", "-v", f"-arch={build.ARCH[target]}", f"{scratch}/ptx", "-o", f"{scratch}/again"]
-        report = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if report.returncode:
-            raise build.BuildError(f"{' '.join(command)}\n{report.stdout}")
-        os.replace(f"{scratch}/cubin", path)
-    return build.Artefact(path, target, report.stdout)
+    return cubin(source, {"num_warps": WARPS}, Path(__file__).stem, target)

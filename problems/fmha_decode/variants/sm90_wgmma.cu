@@ -1,14 +1,15 @@
 // fmha_decode with wgmma: warpgroups that gather and decode entries, score them, and sum values, side by side.
 //
 // A block of 640 threads has one query, 64 of its heads (rows of wgmma) and a share of its entries, tile by tile:
-//   warpgroups 0 and 1  ask for entries, and decode ROWS of them into a tile in shared memory as bf16 (sm90_gather.cuh)
-//   warpgroup 2         scores: S = Q K^T, softmax along the list with a running maximum, P as bf16 to shared memory
-//   warpgroups 3 and 4  O += P V, dims 0 to 255 and 256 to 511, V being the same tile as K, read by rows
-// A tile has two parts with barriers of their own, so that scores begin before all of it is decoded, and decoding of
+//   warpgroups 0 and 1  ask for entries, and decode BLOCK_N of them into a tile in shared memory as bf16
+//   (sm90_gather.cuh) warpgroup 2         scores: S = Q K^T, softmax along the list with a running maximum, P as bf16
+//   to shared memory warpgroups 3 and 4  O += P V, dims 0 to 255 and 256 to 511, V being the same tile as K, read by
+//   rows
+// A tile has two parts with separate barriers, so that scores begin before all of it is decoded, and decoding of
 // the tile after next before all of its values are added.
-// The running maximum moves only if it grows by more than LAZY, so O is hardly ever rescaled. Where blocks are few, a
-// query's entries are split over several, and combine.cuh joins what these leave: a row in fp16 with a scale, and its
-// denominator. Sums have a fixed order, so results repeat bit by bit.
+// The running maximum moves only if it grows by more than RESCALE_THRESHOLD, so O is hardly ever rescaled. Where blocks
+// are few, a query's entries are split over several, and combine.cuh joins what these leave: a row in fp16 with a
+// scale, and its denominator. Sums have a fixed order, so results repeat bit by bit.
 //
 // q, out  bf16 (B, S, H, 512)      lse  fp32 (B, S, H)      sink  fp32 (H,)
 // caches  uint8 (pages, stride), lists  int32 (B, S, n), lengths  int32 (B,), as task.py describes them
@@ -20,17 +21,18 @@
 
 namespace fmha {
 
-constexpr int HEADS = 64;  // of a block
-constexpr int THREADS = 640, SCORES = 256;  // the first that scores: before it those that gather, 128 on those that add
+constexpr int BLOCK_M = 64;  // heads of a block
+constexpr int NUM_THREADS = 640, NUM_PRODUCER_THREADS = 256;  // 128 that score come behind the producers
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
-constexpr float LAZY = 8.f;     // P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1
+// P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
+constexpr float RESCALE_THRESHOLD = 8.f;
 constexpr int SHARED_LIMIT = 227 * 1024;
 static_assert(PARTS == 2, "a part is half of what each warpgroup of values adds");
 
 // Registers a thread of each warpgroup while it works.
-constexpr int GATHER_REGISTERS = 48, SCORE_REGISTERS = 64, VALUE_REGISTERS = 160, LAUNCH_REGISTERS = 96;
-static_assert(2 * GATHER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= LAUNCH_REGISTERS * THREADS / 128);
+constexpr int PRODUCER_REGISTERS = 48, SOFTMAX_REGISTERS = 64, VALUE_REGISTERS = 160, LAUNCH_REGISTERS = 96;
+static_assert(2 * PRODUCER_REGISTERS + SOFTMAX_REGISTERS + 2 * VALUE_REGISTERS <= LAUNCH_REGISTERS * NUM_THREADS / 128);
 
 struct Problem {
     const __nv_bfloat16* q;
@@ -42,28 +44,33 @@ struct Problem {
     __half* partial;  // of splits: (splits, B S H, 512)
     float4* stats;    // of splits: (splits, B S H), see combine.cuh
     int rows, heads, nw, nc;        // rows: B S H
-    Divisor queries, tiles, splits;  // S; tiles of HEADS heads
+    Divisor queries, tiles, splits;  // S; tiles of BLOCK_M heads
 };
 
 // Shared memory in bytes from a multiple of 1024.
-template <int ROWS>
+template <int BLOCK_N>
 struct Layout {
-    static constexpr uint32_t BUFFERS = Shape<ROWS>::BUFFERS;
-    static constexpr uint32_t QUERY_TILE = HEADS * 128, TILE = ROWS * 128;  // a sub-tile of 64 dims
-    static constexpr uint32_t QUERY = 0, KEYS = QUERY + TILES * QUERY_TILE;
-    static constexpr uint32_t PROBS = KEYS + BUFFERS * TILES * TILE, PROB_TILE = HEADS * 128;
-    static constexpr uint32_t STAGING = PROBS + PROB_TILE;  // see Gathered
-    static constexpr uint32_t ALPHA = STAGING + AHEAD * Shape<ROWS>::GROUPS * STAGED;  // float [2][HEADS]: factors of O
-    static constexpr uint32_t FACTOR = ALPHA + 2 * HEADS * 4;  // float [HEADS]: 1 / denominator
-    static constexpr uint32_t MASKS = FACTOR + HEADS * 4;      // [4][8], see Gathered
+    static constexpr uint32_t NUM_STAGES = Shape<BLOCK_N>::NUM_STAGES;
+    static constexpr uint32_t Q_TILE = BLOCK_M * 128, TILE = BLOCK_N * 128;  // a sub-tile of 64 dims
+    static constexpr uint32_t SMEM_Q = 0, SMEM_K = SMEM_Q + TILES * Q_TILE;
+    static constexpr uint32_t SMEM_P = SMEM_K + NUM_STAGES * TILES * TILE, P_TILE = BLOCK_M * 128;
+    static constexpr uint32_t SMEM_STAGING = SMEM_P + P_TILE;  // see Gathered
+    // float [2][BLOCK_M]: factors of O
+    static constexpr uint32_t ALPHA = SMEM_STAGING + NUM_STAGING_STAGES * Shape<BLOCK_N>::GROUPS * STAGED;
+    static constexpr uint32_t FACTOR = ALPHA + 2 * BLOCK_M * 4;  // float [BLOCK_M]: 1 / denominator
+    static constexpr uint32_t MASKS = FACTOR + BLOCK_M * 4;      // [4][8], see Gathered
     static constexpr uint32_t MOVED = MASKS + 32;  // int [2][4], of warps of rows: does any ALPHA differ from 1
     // Barriers, 8 bytes each: four kinds as Gathered has them, then P's.
-    static constexpr uint32_t ASKED = MOVED + 32, TAKEN = ASKED + 8 * AHEAD, FULL = TAKEN + 8 * AHEAD;
-    static constexpr uint32_t EMPTY = FULL + 8 * BUFFERS * PARTS, PROBS_FULL = EMPTY + 8 * BUFFERS * PARTS;
-    static constexpr uint32_t PROBS_EMPTY = PROBS_FULL + 8, SCORED = PROBS_EMPTY + 8, DONE = SCORED + 8;
-    static constexpr uint32_t BYTES = DONE + 8;
-    static_assert(KEYS % 1024 == 0 && TILE % 1024 == 0 && PROBS % 1024 == 0, "a swizzle repeats every 1024 bytes");
-    static_assert(MASKS % 16 == 0 && FULL % 8 == 0, "vector loads, barriers");
+    static constexpr uint32_t STAGING_FULL_BARRIERS = MOVED + 32,
+                              STAGING_EMPTY_BARRIERS = STAGING_FULL_BARRIERS + 8 * NUM_STAGING_STAGES,
+                              FULL_BARRIERS = STAGING_EMPTY_BARRIERS + 8 * NUM_STAGING_STAGES;
+    static constexpr uint32_t EMPTY_BARRIERS = FULL_BARRIERS + 8 * NUM_STAGES * PARTS,
+                              P_FULL_BARRIER = EMPTY_BARRIERS + 8 * NUM_STAGES * PARTS;
+    static constexpr uint32_t P_EMPTY_BARRIER = P_FULL_BARRIER + 8, SCORED_BARRIER = P_EMPTY_BARRIER + 8,
+                              DONE_BARRIER = SCORED_BARRIER + 8;
+    static constexpr uint32_t BYTES = DONE_BARRIER + 8;
+    static_assert(SMEM_K % 1024 == 0 && TILE % 1024 == 0 && SMEM_P % 1024 == 0, "a swizzle repeats every 1024 bytes");
+    static_assert(MASKS % 16 == 0 && FULL_BARRIERS % 8 == 0, "vector loads, barriers");
     static_assert(BYTES + 1024 <= SHARED_LIMIT, "with room to align the start");
 };
 
@@ -71,8 +78,8 @@ struct Layout {
 struct Item {
     int query, head, heads, split, batch;  // query: of B S; heads: of the block that exist, from `head` on
     __device__ __forceinline__ Item(const Problem& p)
-        : query(p.tiles(blockIdx.x)), head((blockIdx.x - query * p.tiles.by) * HEADS),
-          heads(min(HEADS, p.heads - head)), split(blockIdx.y), batch(p.queries(query)) {}
+        : query(p.tiles(blockIdx.x)), head((blockIdx.x - query * p.tiles.by) * BLOCK_M),
+          heads(min(BLOCK_M, p.heads - head)), split(blockIdx.y), batch(p.queries(query)) {}
 };
 
 // ---- device helpers
@@ -87,66 +94,68 @@ __device__ __forceinline__ void store16(void* to, uint4 v) {
                  : "memory");
 }
 
-// The block's queries into shared memory, zeros for heads that do not exist. A warpgroup; copies_done waits for them.
-__device__ __forceinline__ void ask_for_queries(const Problem& p, const Item& item, uint32_t to) {
-    const __nv_bfloat16* const q = p.q + (int64_t(item.query) * p.heads + item.head) * DIMS;
-    int const thread = threadIdx.x % 128, given = item.heads * (DIMS / 8);
+// The block's queries into shared memory, zeros for heads that do not exist. A warpgroup; cp_async_wait_all waits for
+// them.
+__device__ __forceinline__ void load_queries(const Problem& p, const Item& item, uint32_t to) {
+    const __nv_bfloat16* const q = p.q + (int64_t(item.query) * p.heads + item.head) * HEAD_DIM;
+    int const thread = threadIdx.x % 128, given = item.heads * (HEAD_DIM / 8);
 #pragma unroll 4
-    for (int at = thread; at < HEADS * DIMS / 8; at += 128) {
+    for (int at = thread; at < BLOCK_M * HEAD_DIM / 8; at += 128) {
         int const row = at / 64, tile = at / 8 % 8, c = at % 8;
-        copy16(to + tile * (HEADS * 128) + row * 128 + (c ^ row % 8) * 16, q + (at < given ? at * 8 : 0), at < given);
+        cp_async16(to + tile * (BLOCK_M * 128) + row * 128 + (c ^ row % 8) * 16, q + (at < given ? at * 8 : 0),
+                   at < given);
     }
 }
 
 // ---- scores: warpgroup 2
 
-template <int ROWS, bool SPLIT>
-__device__ __forceinline__ void score(const Problem& p, const Item& item, uint32_t shared) {
-    using At = Layout<ROWS>;
-    ask_for_queries(p, item, shared + At::QUERY);
+template <int BLOCK_N, bool SPLIT>
+__device__ __forceinline__ void softmax_consumer(const Problem& p, const Item& item, uint32_t smem) {
+    using At = Layout<BLOCK_N>;
+    load_queries(p, item, smem + At::SMEM_Q);
     int2 const length = lengths(p, item.batch);
-    int const count = share<ROWS, SPLIT>(length.x, length.y, item.split, p.splits).count;
-    constexpr int COLUMNS = ROWS / 4;  // of a row, a lane's
-    Turn<At::BUFFERS> turn;
+    int const count = share<BLOCK_N, SPLIT>(length.x, length.y, item.split, p.splits).count;
+    constexpr int COLUMNS = BLOCK_N / 4;  // of a row, a lane's
+    PipelineState<At::NUM_STAGES> pipe;
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     // Row h of this lane is 16 warp + lane / 4 + 8 h. Scores are in powers of two from here on.
-    float top[2] = {-INFINITY, -INFINITY};  // running maximum, up to LAZY too small; -inf: no entry so far
+    float top[2] = {-INFINITY, -INFINITY};  // running maximum, up to RESCALE_THRESHOLD too small; -inf: no entry so far
     float sum[2] = {0, 0}, rounded[2] = {0, 0};  // of this lane's columns: of p, for lse; of p in bf16, which P V has
-    uint64_t const query = matrix(shared + At::QUERY);
+    uint64_t const query = make_smem_desc(smem + At::SMEM_Q);
     // Of the four matrices of a store: lanes 0-15 rows 0-15 of the left 8 columns, lanes 16-31 of the right ones.
     int const matrix_row = 16 * warp + lane % 16;
-    copies_done();
-    fence_async_shared();
-    meet<128>(2);
+    cp_async_wait_all();
+    fence_proxy_async_shared();
+    named_barrier_sync<128>(2);
 
 #pragma unroll 1
-    for (int tile = 0; tile < count; ++tile, turn.next()) {
+    for (int tile = 0; tile < count; ++tile, pipe.advance()) {
         uint32_t const parity = tile & 1, other = tile & 1;  // of P; which place of ALPHA
-        uint64_t const key = matrix(shared + At::KEYS + turn.buffer * (TILES * At::TILE));
-        float s[ROWS / 2];
+        uint64_t const key = make_smem_desc(smem + At::SMEM_K + pipe.index * (TILES * At::TILE));
+        float s[BLOCK_N / 2];
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             int const t = i / 2 % 2 * 4 + i / 4 * 2 + i % 2;  // 0 1 4 5 2 3 6 7
             if (i % (TILES / PARTS) == 0) {
-                wait(shared + At::FULL + 8 * (PARTS * turn.buffer + i / (TILES / PARTS)), turn.parity);
-                fence_async_shared();  // for the writers, who would wait for what they have asked for since
-                wgmma_begin();
+                wait(smem + At::FULL_BARRIERS + 8 * (PARTS * pipe.index + i / (TILES / PARTS)), pipe.phase);
+                fence_proxy_async_shared();  // for the writers, who would wait for what they have asked for since
+                warpgroup_arrive();
             }
 #pragma unroll
             for (int k = 0; k < 4; ++k)  // 16 dims, 32 bytes
-                wgmma(s, query + t * (At::QUERY_TILE / 16) + 2 * k, key + t * (At::TILE / 16) + 2 * k, i + k > 0);
+                wgmma(s, query + t * (At::Q_TILE / 16) + 2 * k, key + t * (At::TILE / 16) + 2 * k, i + k > 0);
         }
-        wgmma_commit();
-        uint2 const masks = load_shared8(shared + At::MASKS + 8 * (tile & 3));
-        wgmma_end();
-        pin(s);
-        warp_arrive(shared + At::SCORED);
+        warpgroup_commit_batch();
+        uint2 const masks = load_shared8(smem + At::MASKS + 8 * (tile & 3));
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+        warp_arrive(smem + At::SCORED_BARRIER);
 
         // Column 8 i + j of the tile is row j of group i.
-        constexpr uint32_t SECOND = ROWS == 48 ? 0xFFFF : 0;
+        constexpr uint32_t SECOND = BLOCK_N == 48 ? 0xFFFF : 0;
         if (masks.x != ~0u || (masks.y & SECOND) != SECOND) {
 #pragma unroll
-            for (int i = 0; i < ROWS / 8; ++i) {
+            for (int i = 0; i < BLOCK_N / 8; ++i) {
                 uint32_t const mask = (i < 4 ? masks.x : masks.y) >> (8 * (i % 4) + 2 * (lane % 4));
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
@@ -159,18 +168,19 @@ __device__ __forceinline__ void score(const Problem& p, const Item& item, uint32
         for (int h = 0; h < 2; ++h) {
             largest[h] = s[2 * h];
 #pragma unroll
-            for (int i = 0; i < ROWS / 8; ++i)
+            for (int i = 0; i < BLOCK_N / 8; ++i)
                 largest[h] = fmaxf(largest[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
             largest[h] *= TO_LOG2;
         }
-        bool moved = __any_sync(~0u, largest[0] > top[0] + LAZY || largest[1] > top[1] + LAZY);
+        bool moved =
+            __any_sync(~0u, largest[0] > top[0] + RESCALE_THRESHOLD || largest[1] > top[1] + RESCALE_THRESHOLD);
         if (moved) {  // a warp does so for its first tile, and seldom again
             float alpha[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
                 largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
-                bool const moves = largest[h] > top[h] + LAZY;
+                bool const moves = largest[h] > top[h] + RESCALE_THRESHOLD;
                 alpha[h] = moves ? exp2_fast(top[h] - largest[h]) : 1.f;
                 top[h] = moves ? largest[h] : top[h];
                 sum[h] *= alpha[h], rounded[h] *= alpha[h];
@@ -180,7 +190,7 @@ __device__ __forceinline__ void score(const Problem& p, const Item& item, uint32
 #pragma unroll 1
             for (int i = 0; i < 16 && moved; ++i) {
                 float const factor = __shfl_sync(~0u, i < 8 ? alpha[0] : alpha[1], i % 8 * 4);
-                uint32_t const to = shared + At::ALPHA + 4 * (HEADS * other + 16 * warp + i);
+                uint32_t const to = smem + At::ALPHA + 4 * (BLOCK_M * other + 16 * warp + i);
                 if (lane == 0) store_shared(to, __float_as_uint(factor));
             }
         }
@@ -190,24 +200,24 @@ __device__ __forceinline__ void score(const Problem& p, const Item& item, uint32
             float const zero = top[h] == -INFINITY ? 0.f : top[h];
             float exact = 0, as_bf16 = 0;
 #pragma unroll
-            for (int i = 0; i < ROWS / 8; ++i) {
+            for (int i = 0; i < BLOCK_N / 8; ++i) {
                 float const a = exp2_fast(fmaf(s[4 * i + 2 * h], TO_LOG2, -zero));
                 float const b = exp2_fast(fmaf(s[4 * i + 2 * h + 1], TO_LOG2, -zero));
-                uint32_t const pair = pairs[h][i] = bf16_pair(a, b);
+                uint32_t const pair = pairs[h][i] = pack_bf16x2(a, b);
                 exact += a + b;
                 as_bf16 += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000);
             }
             sum[h] += exact, rounded[h] += as_bf16;
         }
 
-        wait(shared + At::PROBS_EMPTY, parity ^ 1);
-        uint32_t const probs = shared + At::PROBS;
+        wait(smem + At::P_EMPTY_BARRIER, parity ^ 1);
+        uint32_t const probs = smem + At::SMEM_P;
 #pragma unroll
-        for (int i = 0; i < ROWS / 8; i += 2)
-            store_matrices(probs + matrix_row * 128 + ((i + lane / 16) ^ matrix_row % 8) * 16, pairs[0][i], pairs[1][i],
+        for (int i = 0; i < BLOCK_N / 8; i += 2)
+            stmatrix_x4(probs + matrix_row * 128 + ((i + lane / 16) ^ matrix_row % 8) * 16, pairs[0][i], pairs[1][i],
                            pairs[0][i + 1], pairs[1][i + 1]);
-        if (lane == 0) store_shared(shared + At::MOVED + 16 * other + 4 * warp, uint32_t(moved));
-        warp_arrive(shared + At::PROBS_FULL);
+        if (lane == 0) store_shared(smem + At::MOVED + 16 * other + 4 * warp, uint32_t(moved));
+        warp_arrive(smem + At::P_FULL_BARRIER);
     }
 
 #pragma unroll
@@ -218,7 +228,8 @@ __device__ __forceinline__ void score(const Problem& p, const Item& item, uint32
             rounded[h] += __shfl_xor_sync(~0u, rounded[h], lanes);
         }
         int const row = 16 * warp + lane / 4 + 8 * h;
-        bool const any = top[h] > -INFINITY;  // then the largest p is at least 2^-LAZY, and at least one is 1
+        bool const any =
+            top[h] > -INFINITY;  // then the largest p is at least 2^-RESCALE_THRESHOLD, and at least one is 1
         float const log2_sum = top[h] + log2f(sum[h]);
         float denominator = rounded[h];
         if (lane % 4 == 0 && row < item.heads) {
@@ -231,9 +242,9 @@ __device__ __forceinline__ void score(const Problem& p, const Item& item, uint32
                 denominator += exp2_fast(__ldg(p.sink + head) * LOG2E - top[h]);  // infinite if it drowns all else
             }
         }
-        if (lane % 4 == 0) store_shared(shared + At::FACTOR + 4 * row, __float_as_uint(any ? 1.f / denominator : 0.f));
+        if (lane % 4 == 0) store_shared(smem + At::FACTOR + 4 * row, __float_as_uint(any ? 1.f / denominator : 0.f));
     }
-    arrive(shared + At::DONE);
+    arrive(smem + At::DONE_BARRIER);
 }
 
 // ---- values: warpgroups 3 and 4
@@ -246,72 +257,72 @@ __device__ __forceinline__ void write_rows(const float (&o)[2][64], float upper,
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, matrix_row = 16 * warp + lane % 16;
     auto const pair = [&](int i, float factor) {
         float const a = o[i / 64][i % 64] * factor, b = o[i / 64][i % 64 + 1] * factor;
-        return SPLIT ? half_pair(a, b) : bf16_pair(a, b);
+        return SPLIT ? pack_f16x2(a, b) : pack_bf16x2(a, b);
     };
-    staging += half * (TILES / 2) * (HEADS * 128);
+    staging += half * (TILES / 2) * (BLOCK_M * 128);
 #pragma unroll
     for (int i = 0; i < 32; i += 2)
-        store_matrices(staging + i / 8 * (HEADS * 128) + matrix_row * 128 + ((i % 8 + lane / 16) ^ matrix_row % 8) * 16,
+        stmatrix_x4(staging + i / 8 * (BLOCK_M * 128) + matrix_row * 128 + ((i % 8 + lane / 16) ^ matrix_row % 8) * 16,
                        pair(4 * i, upper), pair(4 * i + 2, lower), pair(4 * i + 4, upper), pair(4 * i + 6, lower));
     __syncwarp();
     int const tile = lane / 8, c = lane % 8;  // a warp writes 256 dims of a row at a time
 #pragma unroll 4
     for (int row = 16 * warp; row < min(heads, 16 * warp + 16); ++row) {
-        uint4 const v = load_shared16(staging + tile * (HEADS * 128) + row * 128 + (c ^ row % 8) * 16);
-        store16(to + row * DIMS + half * (DIMS / 2) + lane * 8, v);
+        uint4 const v = load_shared16(staging + tile * (BLOCK_M * 128) + row * 128 + (c ^ row % 8) * 16);
+        store16(to + row * HEAD_DIM + half * (HEAD_DIM / 2) + lane * 8, v);
     }
 }
 
 // O += P V over the block's tiles, of this warpgroup's half of the dims.
-template <int ROWS>
-__device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count, uint32_t shared) {
-    using At = Layout<ROWS>;
+template <int BLOCK_N>
+__device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count, uint32_t smem) {
+    using At = Layout<BLOCK_N>;
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    Turn<At::BUFFERS> turn;
+    PipelineState<At::NUM_STAGES> pipe;
 #pragma unroll 1
-    for (int tile = 0; tile < count; ++tile, turn.next()) {
+    for (int tile = 0; tile < count; ++tile, pipe.advance()) {
         uint32_t const parity = tile & 1, other = tile & 1;  // of P; which place of ALPHA
-        wait(shared + At::PROBS_FULL, parity);
-        fence_async_shared();
-        if (load_shared(shared + At::MOVED + 16 * other + 4 * warp)) {
-            uint32_t const at = shared + At::ALPHA + 4 * (HEADS * other + 16 * warp + lane / 4);
+        wait(smem + At::P_FULL_BARRIER, parity);
+        fence_proxy_async_shared();
+        if (load_shared(smem + At::MOVED + 16 * other + 4 * warp)) {
+            uint32_t const at = smem + At::ALPHA + 4 * (BLOCK_M * other + 16 * warp + lane / 4);
             float const upper = __uint_as_float(load_shared(at)), lower = __uint_as_float(load_shared(at + 32));
 #pragma unroll
             for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= i % 4 < 2 ? upper : lower;
         }
-        uint64_t const probs = matrix(shared + At::PROBS);
-        uint32_t const first = (TILES * turn.buffer + TILES / 2 * half) * At::TILE;
-        uint64_t const values = matrix(shared + At::KEYS + first, At::TILE);
-        pin(o[0]), pin(o[1]);
+        uint64_t const probs = make_smem_desc(smem + At::SMEM_P);
+        uint32_t const first = (TILES * pipe.index + TILES / 2 * half) * At::TILE;
+        uint64_t const values = make_smem_desc(smem + At::SMEM_K + first, At::TILE);
+        warpgroup_fence_operand(o[0]), warpgroup_fence_operand(o[1]);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             // The second half lets the next tile's scores go first: it is added while those are made to P.
-            if (h == 1 && tile + 1 < count) wait(shared + At::SCORED, tile + 1 & 1);
-            wgmma_begin();
+            if (h == 1 && tile + 1 < count) wait(smem + At::SCORED_BARRIER, tile + 1 & 1);
+            warpgroup_arrive();
 #pragma unroll
-            for (int k = 0; k < ROWS / 16; ++k)
+            for (int k = 0; k < BLOCK_N / 16; ++k)
                 wgmma_rows(o[h], probs + 2 * k, values + (k * (16 * 128) + 2 * h * At::TILE) / 16, tile + k > 0);
-            wgmma_commit();
+            warpgroup_commit_batch();
             if (h == 0) {
-                wgmma_end();
-                warp_arrive(shared + At::EMPTY + 8 * (PARTS * turn.buffer));
+                warpgroup_wait<0>();
+                warp_arrive(smem + At::EMPTY_BARRIERS + 8 * (PARTS * pipe.index));
             }
         }
-        wgmma_end();
-        pin(o[0]), pin(o[1]);
-        warp_arrive(shared + At::EMPTY + 8 * (PARTS * turn.buffer + 1));
-        warp_arrive(shared + At::PROBS_EMPTY);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(o[0]), warpgroup_fence_operand(o[1]);
+        warp_arrive(smem + At::EMPTY_BARRIERS + 8 * (PARTS * pipe.index + 1));
+        warp_arrive(smem + At::P_EMPTY_BARRIER);
     }
 }
 
 // O as result or as a split's part of it.
-template <int ROWS, bool SPLIT>
-__device__ __forceinline__ void finish(const Problem& p, const Item& item, const float (&o)[2][64], int half,
-                                       uint32_t shared) {
-    using At = Layout<ROWS>;
+template <int BLOCK_N, bool SPLIT>
+__device__ __forceinline__ void epilogue(const Problem& p, const Item& item, const float (&o)[2][64], int half,
+                                       uint32_t smem) {
+    using At = Layout<BLOCK_N>;
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
-    float upper = __uint_as_float(load_shared(shared + At::FACTOR + 4 * row));
-    float lower = __uint_as_float(load_shared(shared + At::FACTOR + 4 * row + 32));
+    float upper = __uint_as_float(load_shared(smem + At::FACTOR + 4 * row));
+    float lower = __uint_as_float(load_shared(smem + At::FACTOR + 4 * row + 32));
     int64_t const at = int64_t(item.query) * p.heads + item.head;
     if (SPLIT) {
         // Largest magnitude of a row's half to [2^14, 2^15), where fp16 has 11 bits down to 2^-28 of it.
@@ -330,93 +341,96 @@ __device__ __forceinline__ void finish(const Problem& p, const Item& item, const
             if (lane % 4 == 0 && row + 8 * h < item.heads)
                 (&p.stats[place + row + 8 * h].y)[half] = __uint_as_float((exponent - 14) << 23);
         }
-        auto const to = reinterpret_cast<uint16_t*>(p.partial) + place * DIMS;
-        write_rows<true>(o, upper, lower, half, item.heads, shared, to);
+        auto const to = reinterpret_cast<uint16_t*>(p.partial) + place * HEAD_DIM;
+        write_rows<true>(o, upper, lower, half, item.heads, smem, to);
     } else {
-        auto const to = reinterpret_cast<uint16_t*>(p.out) + at * DIMS;
-        write_rows<false>(o, upper, lower, half, item.heads, shared, to);
+        auto const to = reinterpret_cast<uint16_t*>(p.out) + at * HEAD_DIM;
+        write_rows<false>(o, upper, lower, half, item.heads, smem, to);
     }
 }
 
-template <int ROWS, bool SPLIT>
-__device__ __forceinline__ void add_values(const Problem& p, const Item& item, uint32_t shared) {
-    using At = Layout<ROWS>;
+template <int BLOCK_N, bool SPLIT>
+__device__ __forceinline__ void value_consumer(const Problem& p, const Item& item, uint32_t smem) {
+    using At = Layout<BLOCK_N>;
     int const half = threadIdx.x / 128 - 3;
     float o[2][64];  // of this half's halves: wgmma may name no more registers than a thread has at the launch
     undefined(o[0]), undefined(o[1]);
-    meet<THREADS>(1);
+    named_barrier_sync<NUM_THREADS>(1);
     int2 const length = lengths(p, item.batch);
-    int const count = share<ROWS, SPLIT>(length.x, length.y, item.split, p.splits).count;
-    add_tiles<ROWS>(o, half, count, shared);
-    wait(shared + At::DONE, 0);  // and so all scores are done: the queries' place is free
-    if (count) finish<ROWS, SPLIT>(p, item, o, half, shared);
+    int const count = share<BLOCK_N, SPLIT>(length.x, length.y, item.split, p.splits).count;
+    add_tiles<BLOCK_N>(o, half, count, smem);
+    wait(smem + At::DONE_BARRIER, 0);  // and so all scores are done: the queries' place is free
+    if (count) epilogue<BLOCK_N, SPLIT>(p, item, o, half, smem);
 }
 
 // ---- kernel
 
 // Grid (B S tiles, splits). The tiles of a query lie side by side: they read the same entries.
-template <int ROWS, bool SPLIT>
-__global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Problem p) {
-    using At = Layout<ROWS>;
+template <int BLOCK_N, bool SPLIT>
+__global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__ Problem p) {
+    using At = Layout<BLOCK_N>;
     extern __shared__ uint8_t dynamic[];
-    uint32_t const shared = (shared_address(dynamic) + 1023) & ~1023u;
+    uint32_t const smem = (smem_address(dynamic) + 1023) & ~1023u;
     Item const item(p);
     Lists const lists = {p.window, p.compressed, p.window_index + int64_t(item.query) * p.nw,
                          p.compressed_index + int64_t(item.query) * p.nc};
     if (SPLIT) programmatic::trigger();
 
     // Barrier 1: the mbarriers exist; barrier 2 is the scores' own.
-    if (threadIdx.x < SCORES) {
-        fewer_registers<GATHER_REGISTERS>();
-        int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp - Shape<ROWS>::ASKERS;
-        Producer<ROWS, SPLIT> const producer = {{shared + At::KEYS, shared + At::STAGING, shared + At::MASKS,
-                                                 shared + At::ASKED, shared + At::TAKEN, shared + At::FULL,
-                                                 shared + At::EMPTY}, int(threadIdx.x % 32)};
-        auto const begin = [] { meet<THREADS>(1); };
+    if (threadIdx.x < NUM_PRODUCER_THREADS) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp - Shape<BLOCK_N>::LOAD_WARPS;
+        Producer<BLOCK_N, SPLIT> const producer = {
+            {smem + At::SMEM_K, smem + At::SMEM_STAGING, smem + At::MASKS, smem + At::STAGING_FULL_BARRIERS,
+             smem + At::STAGING_EMPTY_BARRIERS, smem + At::FULL_BARRIERS, smem + At::EMPTY_BARRIERS},
+            int(threadIdx.x % 32)};
+        auto const begin = [] { named_barrier_sync<NUM_THREADS>(1); };
         auto const length = [&] { return lengths(p, item.batch); };
         if (group < 0) {
-            producer.ask(lists, length, p.nw, p.nc, item.split, p.splits, warp, begin);
+            producer.load(lists, length, p.nw, p.nc, item.split, p.splits, warp, begin);
         } else {
             begin();
-            if (group >= Shape<ROWS>::GROUPS) return;
+            if (group >= Shape<BLOCK_N>::GROUPS) return;
             int2 const n = length();
-            producer.decode(share<ROWS, SPLIT>(n.x, n.y, item.split, p.splits).count, group);
+            producer.decode(share<BLOCK_N, SPLIT>(n.x, n.y, item.split, p.splits).count, group);
         }
         return;
     }
-    if (threadIdx.x < SCORES + 128) {
-        if (threadIdx.x == SCORES) {
-            for (int i = 0; i < PARTS * At::BUFFERS; ++i) {
-                barrier_init(shared + At::FULL + 8 * i, Shape<ROWS>::GROUPS);  // warps that decode
-                barrier_init(shared + At::EMPTY + 8 * i, 8);  // warps that add values
+    if (threadIdx.x < NUM_PRODUCER_THREADS + 128) {
+        if (threadIdx.x == NUM_PRODUCER_THREADS) {
+            for (int i = 0; i < PARTS * At::NUM_STAGES; ++i) {
+                barrier_init(smem + At::FULL_BARRIERS + 8 * i, Shape<BLOCK_N>::GROUPS);  // warps that decode
+                barrier_init(smem + At::EMPTY_BARRIERS + 8 * i, 8);  // warps that add values
             }
-            for (int i = 0; i < AHEAD; ++i) {
-                barrier_init(shared + At::ASKED + 8 * i, Shape<ROWS>::ASKERS * 33);  // threads, and once a warp
-                barrier_init(shared + At::TAKEN + 8 * i, Shape<ROWS>::GROUPS);
+            for (int i = 0; i < NUM_STAGING_STAGES; ++i) {
+                barrier_init(smem + At::STAGING_FULL_BARRIERS + 8 * i,
+                             Shape<BLOCK_N>::LOAD_WARPS * 33);  // threads, and once a warp
+                barrier_init(smem + At::STAGING_EMPTY_BARRIERS + 8 * i, Shape<BLOCK_N>::GROUPS);
             }
-            barrier_init(shared + At::PROBS_FULL, 4);   // warps that score
-            barrier_init(shared + At::SCORED, 4);
-            barrier_init(shared + At::PROBS_EMPTY, 8);  // warps that add values
-            barrier_init(shared + At::DONE, 128);  // threads that score
+            barrier_init(smem + At::P_FULL_BARRIER, 4);   // warps that score
+            barrier_init(smem + At::SCORED_BARRIER, 4);
+            barrier_init(smem + At::P_EMPTY_BARRIER, 8);  // warps that add values
+            barrier_init(smem + At::DONE_BARRIER, 128);  // threads that score
             barrier_publish();
         }
-        show_up<THREADS>(1);
-        fewer_registers<SCORE_REGISTERS>();
-        score<ROWS, SPLIT>(p, item, shared);
+        named_barrier_arrive<NUM_THREADS>(1);
+        warpgroup_reg_dealloc<SOFTMAX_REGISTERS>();
+        softmax_consumer<BLOCK_N, SPLIT>(p, item, smem);
     } else {
-        more_registers<VALUE_REGISTERS>();
-        add_values<ROWS, SPLIT>(p, item, shared);
+        warpgroup_reg_alloc<VALUE_REGISTERS>();
+        value_consumer<BLOCK_N, SPLIT>(p, item, smem);
     }
 }
 
 // ---- launcher
 
-template <int ROWS, bool SPLIT>
+template <int BLOCK_N, bool SPLIT>
 cudaError_t run(const Problem& p) {
-    constexpr int SHARED = Layout<ROWS>::BYTES + 1024;
-    auto const error = cudaFuncSetAttribute(attend<ROWS, SPLIT>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    constexpr int SHARED = Layout<BLOCK_N>::BYTES + 1024;
+    auto const error =
+        cudaFuncSetAttribute(attend<BLOCK_N, SPLIT>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
     if (error != cudaSuccess) return error;
-    attend<ROWS, SPLIT><<<dim3(p.rows / p.heads * p.tiles.by, p.splits.by), THREADS, SHARED>>>(p);
+    attend<BLOCK_N, SPLIT><<<dim3(p.rows / p.heads * p.tiles.by, p.splits.by), NUM_THREADS, SHARED>>>(p);
     if (!SPLIT) return cudaGetLastError();
     auto const started = cudaGetLastError();
     if (started != cudaSuccess) return started;
@@ -444,7 +458,7 @@ extern "C" int launch(const void* q, const uint8_t* window, const int* window_in
         window_index, window_length, compressed_index, compressed_length, sink,
         static_cast<__nv_bfloat16*>(out), lse, static_cast<__half*>(partial), static_cast<float4*>(stats),
         batch * queries * heads, heads, nw, nc, fmha::Divisor(queries),
-        fmha::Divisor((heads + fmha::HEADS - 1) / fmha::HEADS), fmha::Divisor(splits),
+        fmha::Divisor((heads + fmha::BLOCK_M - 1) / fmha::BLOCK_M), fmha::Divisor(splits),
     };
     if (splits == 1) return fmha::run<48, false>(p);
     return entries == 32 ? fmha::run<32, true>(p) : fmha::run<48, true>(p);

@@ -1,4 +1,4 @@
-"""sm90_wgmma: gathering, scores and values in warpgroups of their own, split over the list where sequences are few."""
+"""sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few."""
 
 from ctypes import c_int, c_void_p
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Launch:
 
 
 def launch_for(sizes: Sizes) -> Launch:
-    """By shape alone: the fewest tiles a block that one wave of blocks allows, then the fewest splits for that many;
-    small tiles where even a tile a block does not fill the GPU.
+    """Choose by shape only: the fewest tiles a block that one wave of blocks allows, then the fewest splits for that
+    many; small tiles where even a tile a block does not fill the GPU.
     """
     items = sizes.batch * sizes.queries * -(-sizes.heads // HEADS)
     most = max(1, min(BLOCKS // items, MOST_SPLITS))
@@ -39,12 +39,15 @@ def launch_for(sizes: Sizes) -> Launch:
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU."""
+    """Compile for `target`, without a GPU."""
     return [build.cuda(SOURCE, target)]
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write data.out and data.lse and return them. ValueError as unpack says; RuntimeError: the launch."""
+    """Write data.out, bf16 (B, S, H, 512), and data.lse, fp32 (B, S, H), and return them.
+
+    ValueError as unpack says; RuntimeError: the launch.
+    """
     sizes = unpack(data)
     launch = launch_for(sizes)
     rows = sizes.batch * sizes.queries * sizes.heads

@@ -75,6 +75,6 @@ struct Avx2 {
 extern "C" int launch(void* const* tensors, const int64_t* sizes) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
-        return moe::kNoInstructions;
+        return cpu::kNoInstructions;
     return moe::on_all_cores<Avx2>(moe::Problem(tensors, sizes));
 }

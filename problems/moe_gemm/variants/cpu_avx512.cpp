@@ -76,6 +76,6 @@ extern "C" int launch(void* const* tensors, const int64_t* sizes) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
         !__builtin_cpu_supports("avx512vnni"))
-        return moe::kNoInstructions;
+        return cpu::kNoInstructions;
     return moe::on_all_cores<Avx512>(moe::Problem(tensors, sizes));
 }

@@ -15,29 +15,9 @@
 #include <thread>
 
 #include "cpu_experts.h"
+#include "cpu_threads.h"
 
 namespace moe {
-
-// 64-byte aligned memory that only grows; what it holds is of no use to a later call. Fresh pages from the system cost
-// 0.1 ms a MB, as long as a call of one token.
-class Scratch {
-  public:
-    std::byte* bytes(size_t count) {
-        if (count > size_) {
-            data_.reset();
-            data_.reset(static_cast<std::byte*>(::operator new(count, std::align_val_t(64))));
-            size_ = count;
-        }
-        return data_.get();
-    }
-
-  private:
-    struct Delete {
-        void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t(64)); }
-    };
-    std::unique_ptr<std::byte, Delete> data_;
-    size_t size_ = 0;
-};
 
 // Cuts memory into arrays; without memory it says how much they take.
 class Cutter {
@@ -79,39 +59,20 @@ class Step {
     alignas(64) std::atomic<int64_t> done_{0};
 };
 
-// Run work(i) in `threads` threads, i from 0 on, this one among them. Those that are refused leave their work to the
-// others.
-template <class Work>
-int on_threads(int64_t threads, const Work& work) {
-    std::vector<std::thread> others;
-    others.reserve(threads);
-    int status = kOk;
-    try {
-        for (int64_t i = 1; i < threads; i++) others.emplace_back(std::cref(work), i);
-    } catch (const std::exception&) {
-        status = kNoThreads;
-    }
-    work(0);
-    for (auto& other : others) other.join();
-    return status;
-}
-
 constexpr int64_t kBandPanels = 8;        // many slots a read of weights; tasks for many cores where one expert has all
 constexpr int64_t kDecode = 3;            // what decoding a weight costs, in products with it
 constexpr int64_t kThreadWork = 2 << 20;  // products, 20 to 40 us: more than starting and joining a thread takes
 constexpr int64_t kGrain = 1 << 14;       // products of tasks that are taken together, less than a microsecond
 
-inline int64_t cores() { return std::max<int64_t>(1, std::thread::hardware_concurrency()); }
-
 // Compute all tokens. Calls of several threads follow each other: they share the memory that is kept.
 template <class Isa>
-int on_all_cores(const Problem& p, int64_t cores = moe::cores()) noexcept try {
+int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
     using Value = typename Isa::Value;
     static std::mutex mutex;
-    static Scratch scratch;
+    static cpu::Scratch<std::byte> scratch;
     const std::lock_guard lock(mutex);
     Routing r;
-    if (!r.fill(p, Isa::kTokens, kBandPanels)) return kBadId;
+    if (!r.fill(p, Isa::kTokens, kBandPanels)) return cpu::kBadIndex;
     const int64_t panels = static_cast<int64_t>(r.panels.size()), bands = static_cast<int64_t>(r.bands.size());
     const int64_t work = (p.slots() + kDecode * panels) * 3 * p.hidden * p.inner;
     const int64_t threads = std::clamp<int64_t>(work / kThreadWork, 1, cores);
@@ -125,14 +86,14 @@ int on_all_cores(const Problem& p, int64_t cores = moe::cores()) noexcept try {
         parts = cutter.take<float>(threads * p.slots() * kRows);
         return cutter.used();
     };
-    cut(scratch.bytes(cut(nullptr)));
+    cut(scratch.take(cut(nullptr)));
 
     const int64_t inner_groups = p.inner / kRows, hidden_groups = p.hidden / kRows;
     const auto grain = [&](int64_t tasks) { return std::max<int64_t>(1, kGrain * tasks / work); };
     Step taking(panels, 1);
     Step swiglu(bands * inner_groups, grain(bands * inner_groups));
     Step combining(hidden_groups, grain(hidden_groups));
-    return on_threads(threads, [&](int64_t i) {
+    return cpu::on_threads(threads, [&](int64_t i) {
         taking.run([&](int64_t task) { Expert<Isa>::take_x(p, r, r.panels[task], x); });
         swiglu.run([&](int64_t task) {
             Expert<Isa>::swiglu(p, r, r.bands[task / inner_groups], task % inner_groups, x, v);
@@ -140,7 +101,7 @@ int on_all_cores(const Problem& p, int64_t cores = moe::cores()) noexcept try {
         combining.run([&](int64_t task) { Expert<Isa>::combine(p, r, task, v, parts + i * p.slots() * kRows); });
     });
 } catch (const std::bad_alloc&) {
-    return kNoMemory;
+    return cpu::kNoMemory;
 }
 
 }  // namespace moe

@@ -20,8 +20,7 @@
 #pragma once
 
 #include "cpu_problem.h"
-
-#define ALWAYS inline __attribute__((always_inline))
+#include "cpu_vectors.h"
 
 namespace moe {
 
@@ -31,21 +30,6 @@ constexpr float kUnit = 1 / (kWeight * kScale);  // of stored units, so that a b
 
 constexpr int kBias = 127, kMantissa = 23;           // of fp32
 constexpr uint32_t kExponent = 0xFFu << kMantissa;
-
-// Vectors of N fp32, int32, uint32 and uint16; g++ takes no size that depends on a template's argument.
-template <int N>
-struct Vectors;
-#define MOE_VECTORS(N)                                          \
-    template <>                                                 \
-    struct Vectors<N> {                                         \
-        typedef float F __attribute__((vector_size(4 * N)));    \
-        typedef int32_t I __attribute__((vector_size(4 * N)));  \
-        typedef uint32_t U __attribute__((vector_size(4 * N))); \
-        typedef uint16_t H __attribute__((vector_size(2 * N))); \
-    };
-MOE_VECTORS(4)
-MOE_VECTORS(8)
-MOE_VECTORS(16)
 
 // Activations of all panels. A panel of n slots has for each block n times 16 values, and n units.
 template <class Value>
@@ -63,7 +47,7 @@ struct Activations {
 };
 
 template <class Isa>
-class Expert {
+class Expert : cpu::Arithmetic<Isa> {
   public:
     static constexpr int kLanes = Isa::kLanes, kParts = kRows / kLanes, kTokens = Isa::kTokens;
     using Value = typename Isa::Value;
@@ -135,19 +119,17 @@ class Expert {
     }
 
   private:
-    using F = typename Vectors<kLanes>::F;
-    using I = typename Vectors<kLanes>::I;
-    using U = typename Vectors<kLanes>::U;
-    using H = typename Vectors<kLanes>::H;
+    using A = cpu::Arithmetic<Isa>;
+    using typename A::F;
+    using typename A::I;
+    using typename A::U;
+    using typename A::H;
+    using A::bf16;
+    using A::get;
+    using A::put;
 
     static constexpr int64_t kAhead = 32;  // blocks to fetch ahead: the hardware's own fetching stops at a page's end
 
-    WIDE static ALWAYS F get(const float* p) {
-        F v;
-        __builtin_memcpy(&v, p, sizeof v);
-        return v;
-    }
-    WIDE static ALWAYS void put(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
     WIDE static ALWAYS F magnitude(F x) { return (F)((U)x & 0x7FFFFFFFu); }
     WIDE static ALWAYS F at_most(F x, F most) { return x < most ? x : most; }
     WIDE static ALWAYS F at_least(F x, F least) { return x > least ? x : least; }
@@ -161,25 +143,10 @@ class Expert {
         return (x + big) - big;
     }
 
-    // The upper 16 bits of x as bf16, ties to even.
-    WIDE static ALWAYS U bf16(F x) {
-        const U bits = (U)x;
-        return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    }
-
     // x / (1 + exp(-x)) for x <= kLimit.
     WIDE static ALWAYS F silu(F x) {
         const F wanted = x * Isa::all(-1.44269504f), most = Isa::all(126.0f);
-        const F t = at_most(wanted, most), round = Isa::all(12582912.0f);
-        const F whole = t + round, f = t - (whole - round);
-        F y = Isa::all(1.5403530e-4f);  // ln(2)^k / k! from k = 6 on down: 1.2e-7 for |f| <= 0.5
-        y = Isa::fma(y, f, Isa::all(1.3333558e-3f));
-        y = Isa::fma(y, f, Isa::all(9.6181291e-3f));
-        y = Isa::fma(y, f, Isa::all(5.5504109e-2f));
-        y = Isa::fma(y, f, Isa::all(2.4022651e-1f));
-        y = Isa::fma(y, f, Isa::all(6.9314718e-1f));
-        y = Isa::fma(y, f, Isa::all(1.0f));
-        y = (F)((I)y + (((I)whole - (I)round) << kMantissa));
+        const F y = A::exp2(at_most(wanted, most));
         return wanted < most ? x / (y + 1.0f) : F{};
     }
 

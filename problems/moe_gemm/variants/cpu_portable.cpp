@@ -30,7 +30,7 @@ const Tables kTables;
 struct Portable {
     static constexpr int kLanes = 4, kTokens = 16, kTogether = 2;
     using Value = float;
-    using F = moe::Vectors<kLanes>::F;
+    using F = cpu::Vectors<kLanes>::F;
 
     struct Weights {
         F k[16];

@@ -68,9 +68,6 @@ struct Problem {
     }
 };
 
-// Status of a launcher, which Python turns into an error.
-enum Status : int { kOk = 0, kNoInstructions = 1, kNoThreads = 2, kNoMemory = 3, kBadId = 4 };
-
 // Some slots of one expert, which meet its weights together: order[first] to order[first + count - 1].
 struct Panel {
     int64_t expert, first, count;
@@ -81,7 +78,7 @@ struct Band {
     int64_t first, last;
 };
 
-// Slots t * topk + j by expert, and how they are cut: by their numbers alone, whatever the threads.
+// Slots t * topk + j by expert, and how they are cut: only by their numbers, whatever the threads.
 struct Routing {
     std::vector<int32_t> order;
     std::vector<Panel> panels;

@@ -1,9 +1,9 @@
 """peer_humming: Humming's W4A16 grouped GEMMs and its activation; left out of the time: repacking, routing tables.
 
-Left out too: choosing and compiling the plans, which depend on shapes alone, and making room for what stands between
+Left out too: choosing and compiling the plans, which depend only on shapes, and making room for what stands between
 the kernels. The wheel is humming-kernels 0.1.19. Timed are four kernels: an indexed GEMM that gathers the tokens'
 rows, the clamped SwiGLU, an indexed GEMM over the slots (t * k + j), and, as the package has none, a weighted sum of
-ours. One expert is a dense GEMM of the package instead, which needs no tables. It serves activations in bf16 alone, as
+ours. One expert is a dense GEMM of the package instead, which needs no tables. It serves only activations in bf16, as
 ONLY tells the judge: for NVFP4 ones the package has no kernel on Hopper, and weights that ask for them are refused.
 The folder that holds libnvrtc-builtins must be on LD_LIBRARY_PATH.
 """

@@ -1,12 +1,6 @@
 """sm90_cute: CuTe DSL; mma.sync on weights decoded in registers, one kernel for both products, tokens as their N."""
 
-import contextlib
 import functools
-import io
-import os
-import re
-import shlex
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +10,11 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu.warp import MmaF16BF16Op
-from cutlass.cute.runtime import make_ptr
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 from task import LIMIT, Weights, input_t, output_t, unpack_call, unpack_weights
 
 from problems.common import build, nvfp4
+from problems.common.cute_dsl import check_target, cubin, mul_bf16x2, pack_bf16x2, pointers, prmt
 
 TARGETS = ("sm90",)
 REQUIRES = ("cutlass",)
@@ -45,9 +39,9 @@ LAST_SIGN, LAST_HIGH, LAST_LOW = -0x7FFF8000, 0x01800180, 0x00400040
 SCALE_BASE = 0x75807580
 REST = 256.0
 
-THREADS = 256
-WARPS = THREADS // 32
-STAGES = 4  # of shared memory; a power of two
+NUM_THREADS = 256
+WARPS = NUM_THREADS // 32
+NUM_STAGES = 4  # of shared memory; a power of two
 TOKEN_COLUMNS = 64  # tokens times units of columns of a stage
 TOKEN_CHUNKS = 8 * TOKEN_COLUMNS  # of 16 bytes, 8 KiB
 ROUTE_THREADS = 1024
@@ -200,27 +194,6 @@ def quantised(x: torch.Tensor, in_scale: torch.Tensor) -> torch.Tensor:
 
 
 @dsl_user_op
-def times(pair: Int32, factor: Int32, *, loc=None, ip=None) -> Int32:
-    """The products of two bf16 pairs; subnormal operands are kept."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (pair, factor)]
-    return Int32(llvm.inline_asm(T.i32(), values, "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def spread(four: Int32, i: int, *, loc=None, ip=None) -> Int32:
-    """Byte i of `four` in both halves of a word."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (four, 0, 0x4040 | i | i << 8)]
-    return Int32(llvm.inline_asm(T.i32(), values, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def pack(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
-    """Two floats as bf16, rounded to nearest."""
-    values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (high, low)]
-    return Int32(llvm.inline_asm(T.i32(), values, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", loc=loc, ip=ip))
-
-
-@dsl_user_op
 def fetch(shared: Int32, address: Int64, count: int, wanted: cutlass.Boolean, *, loc=None, ip=None) -> None:
     """Begin to copy `count` bytes (4 or 16) from global to shared memory if `wanted`, else to write zeros there."""
     size = cutlass.select_(wanted, Int32(count), Int32(0))
@@ -237,7 +210,7 @@ def decode(word: Int32, scale: Int32) -> tuple[Int32, ...]:
     """A word of eight codes and their scale, twice bf16 -> four pairs of bf16, in the order of the columns."""
     last = ((word << 1) & LAST_SIGN) | ((word >> 3) & LAST_HIGH) | ((word >> 7) & LAST_LOW)
     places = word & CODES, (word << 3) & CODES, (word << 6) & CODES, last
-    return tuple(times(pair, scale) for pair in places)
+    return tuple(mul_bf16x2(pair, scale) for pair in places)
 
 
 def swiglu(gate: Float32, up: Float32, routing: Float32) -> Float32:
@@ -358,7 +331,7 @@ class TokenCopies:
 
 @dataclass(frozen=True)
 class UnitCopies:
-    """A lane's part of the units of its warp; nobody else reads it."""
+    """A lane's part of the units of its warp. No other lane reads it."""
 
     units: tuple  # address in stage 0, source in the first unit of columns
     unit: Int32  # which of a turn
@@ -387,7 +360,7 @@ class Place:
         return 8 * n + 2 * self.c + b
 
 
-def multiply_stage(
+def mma_stage(
     codes: cute.Tensor, scales: cute.Tensor, tokens: cute.Tensor, sums: cute.Tensor, place: Place, first: Int32
 ) -> None:  # fmt: skip
     """sums += units times tokens, over 64 columns.
@@ -407,7 +380,7 @@ def multiply_stage(
     for u in range(units):
         four = scales[lane, u]
         for i in range(4):
-            scale[i, u] = spread(four, i) * 16 + SCALE_BASE
+            scale[i, u] = prmt(four, 0, 0x4040 | i | i << 8) * 16 + SCALE_BASE
         for q in range(2):
             cute.autovec_copy(codes[None, 32 * q + lane, u], raw[None, q, u])
     for half in range(2):
@@ -432,8 +405,8 @@ def token_copies(
     """TokenCopies.chunks. A unit's tokens are 8 chunks each; neighbouring threads read a row of x."""
     found = []
     count = cute.size(slots)
-    for i in range(TOKEN_CHUNKS // THREADS):
-        at = thread + i * THREADS
+    for i in range(TOKEN_CHUNKS // NUM_THREADS):
+        at = thread + i * NUM_THREADS
         token, unit, chunk = at // (8 * plan.depth), at // 8 % plan.depth, at % 8
         row = divided(slots[cutlass.min(token, count - 1)], repeats)
         source = x.toint() + Int64(row) * Int64(128 * columns) + Int64(16 * chunk)
@@ -493,18 +466,20 @@ def write_sums(
                     at = 8 * (place.unit + u) + place.g
                     if cutlass.const_expr(first):
                         weight = routing[slot]
-                        result[at, slot] = pack(swiglu(four[0], four[1], weight), swiglu(four[2], four[3], weight))
+                        result[at, slot] = pack_bf16x2(
+                            swiglu(four[0], four[1], weight), swiglu(four[2], four[3], weight)
+                        )
                     else:
                         cute.autovec_copy(four, result[None, at, slot])
 
 
 @cute.jit
-def multiply_block(
+def gemm_block(
     units: cute.Pointer, x: cute.Pointer, order: cute.Tensor, expert: Int32, start: Int32, count: Int32,
     row_block: Int32, factor: Float32, routing: cute.Tensor, result: cute.Tensor, row_units: Int32, columns: Int32,
     repeats: Int32, plan: cutlass.Constexpr, first: cutlass.Constexpr,
 ):  # fmt: skip
-    """One CTA's tile, see multiply."""
+    """One CTA's tile, see gemm."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
     group, depth = warp % plan.row_warps, warp // plan.row_warps
@@ -514,47 +489,45 @@ def multiply_block(
     slots = cute.make_tensor(order.iterator + start, cute.make_layout(count))
 
     memory = cutlass.memory.SmemAllocator()
-    token_memory = memory.allocate_tensor(Int32, cute.make_layout((4, TOKEN_CHUNKS, STAGES)), byte_alignment=128)
-    shape = (4, UNIT_CHUNKS, own, WARPS, STAGES)
-    unit_memory = memory.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=128)
-    flat = cute.make_tensor(unit_memory.iterator, cute.make_layout((4 * UNIT_CHUNKS, own, WARPS, STAGES)))
+    smem_b = memory.allocate_tensor(Int32, cute.make_layout((4, TOKEN_CHUNKS, NUM_STAGES)), byte_alignment=128)
+    shape = (4, UNIT_CHUNKS, own, WARPS, NUM_STAGES)
+    smem_a = memory.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=128)
+    flat = cute.make_tensor(smem_a.iterator, cute.make_layout((4 * UNIT_CHUNKS, own, WARPS, NUM_STAGES)))
 
     sums = cute.make_rmem_tensor((4, 2 * own, 1, plan.tokens // 8), Float32)
     sums.fill(0.0)
     turns = Columns(columns, plan.depth)
     before = Int64(expert) * row_units
-    units_in = UnitCopies(
-        unit_copies(unit_memory, units.toint(), before, unit, row_units, columns, warp, own), depth, turns
-    )
-    for stage in cutlass.range_constexpr(STAGES - 1):
+    units_in = UnitCopies(unit_copies(smem_a, units.toint(), before, unit, row_units, columns, warp, own), depth, turns)
+    for stage in cutlass.range_constexpr(NUM_STAGES - 1):
         units_in.begin(Int32(stage), Int32(stage))
     # Behind them: which tokens these are has to be read first.
-    tokens_in = TokenCopies(token_copies(token_memory, x, slots, repeats, columns, thread, plan), turns)
-    for stage in cutlass.range_constexpr(STAGES - 1):
+    tokens_in = TokenCopies(token_copies(smem_b, x, slots, repeats, columns, thread, plan), turns)
+    for stage in cutlass.range_constexpr(NUM_STAGES - 1):
         tokens_in.begin(Int32(stage), Int32(stage))
         cute.arch.cp_async_commit_group()
     for turn in cutlass.range(cute.ceil_div(columns, plan.depth), unroll=1):
-        cute.arch.cp_async_wait_group(STAGES - 2)
+        cute.arch.cp_async_wait_group(NUM_STAGES - 2)
         cute.arch.sync_threads()  # all have this stage's tokens, and are done with the stage that is filled next
-        units_in.begin(turn + STAGES - 1, (turn + STAGES - 1) % STAGES)
-        tokens_in.begin(turn + STAGES - 1, (turn + STAGES - 1) % STAGES)
+        units_in.begin(turn + NUM_STAGES - 1, (turn + NUM_STAGES - 1) % NUM_STAGES)
+        tokens_in.begin(turn + NUM_STAGES - 1, (turn + NUM_STAGES - 1) % NUM_STAGES)
         cute.arch.cp_async_commit_group()
-        stage = turn % STAGES
+        stage = turn % NUM_STAGES
         scales = cute.domain_offset((256, 0), flat[None, None, warp, stage])
-        multiply_stage(
-            unit_memory[None, None, None, warp, stage], scales, token_memory[None, None, stage], sums, place,
+        mma_stage(
+            smem_a[None, None, None, warp, stage], scales, smem_b[None, None, stage], sums, place,
             depth * (8 * plan.tokens),
         )  # fmt: skip
     if cutlass.const_expr(plan.depth > 1):
         layout = cute.make_layout((32, WARPS - plan.row_warps, cute.size(sums)))
-        free = cute.make_tensor(cute.recast_ptr(unit_memory.iterator, dtype=Float32), layout)
+        free = cute.make_tensor(cute.recast_ptr(smem_a.iterator, dtype=Float32), layout)
         add_depths(sums, free, warp, lane, plan)
     if (warp < plan.row_warps) & (unit < row_units):
         write_sums(sums, place, slots, count, factor, routing, result, own, first)
 
 
 @cute.kernel
-def multiply(
+def gemm(
     units: cute.Pointer,
     factors: cute.Tensor,
     x: cute.Pointer,
@@ -582,7 +555,7 @@ def multiply(
     cute.arch.griddepcontrol_wait()  # by all, also those without work: the next kernel's wait must mean the first, too
     expert = blocks[0, block]
     if expert >= 0:
-        multiply_block(
+        gemm_block(
             units, x, order, expert, blocks[1, block], blocks[2, block], cta - block * row_blocks, factors[expert],
             routing, result, row_units, columns, repeats, plan, first,
         )  # fmt: skip
@@ -608,7 +581,7 @@ def combine(parts: cute.Tensor, out: cute.Tensor, topk: Int32):
             for i in cutlass.range_constexpr(4):
                 total[i] += part[i]
         for i in cutlass.range_constexpr(2):
-            words[i] = pack(total[2 * i], total[2 * i + 1])
+            words[i] = pack_bf16x2(total[2 * i], total[2 * i + 1])
         cute.autovec_copy(words, out[None, at, token])
 
 
@@ -649,11 +622,11 @@ def begin(
     row_blocks = cute.ceil_div(2 * inner, plan.rows)
     wide = inner // 2
     words = cute.make_tensor(v, cute.make_layout((wide, slots), stride=(1, Int64(wide))))
-    multiply(
+    gemm(
         units, cute.make_tensor(factors, cute.make_layout(experts)), x, sorted_slots, block_list,
         cute.make_tensor(routing, cute.make_layout(slots)), words, inner // 16, hidden // UNIT_COLUMNS, repeats,
         row_blocks, plan, True,
-    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)  # fmt: skip
 
 
 @cute.jit
@@ -680,10 +653,10 @@ def finish(
     sums = rows_of(parts, 4, hidden // 4, slots)
     row_blocks = cute.ceil_div(hidden, plan.rows)
     all_factors = cute.make_tensor(factors, cute.make_layout(experts))
-    multiply(
+    gemm(
         units, all_factors, v, sorted_slots, block_list, all_factors, sums, hidden // UNIT_ROWS,
         inner // UNIT_COLUMNS, Int32(1), row_blocks, plan, False,
-    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)  # fmt: skip
     combine(sums, rows_of(out, 2, hidden // 4, tokens), topk).launch(
         grid=(tokens, cute.ceil_div(hidden, 4 * COMBINE_THREADS), 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True
     )
@@ -693,12 +666,6 @@ BEGIN_VIEWS = (
     (Int32, 16), (Float32, 4), (Int32, 16), (Int32, 4), (Float32, 4), (Int32, 4), (Int32, 16), (Int32, 16)
 )  # fmt: skip
 FINISH_VIEWS = ((Int32, 16), (Float32, 4), (Int32, 16), (Int32, 4), (Int32, 16), (Float32, 16), (Int32, 8))
-
-
-def pointers(views: tuple, addresses: list[int]) -> list[cute.Pointer]:
-    """The pointer arguments of a launch, in its order, at their device addresses."""
-    memory = cute.AddressSpace.gmem
-    return [make_ptr(dtype, at, memory, align) for (dtype, align), at in zip(views, addresses, strict=True)]
 
 
 @functools.cache
@@ -716,17 +683,11 @@ def finish_compiled(plan: Plan, options: str = ""):
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: two cubins a plan, ptxas' report as log.
+    """Compile for `target`, without a GPU: two cubins a plan, ptxas' report as log.
 
     RuntimeError unless CUTE_DSL_ARCH, which the DSL reads when it is first imported, says the same architecture.
     """
-    if target not in TARGETS:
-        raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
-    if os.environ.get("CUTE_DSL_ARCH") != build.ARCH[target]:
-        raise RuntimeError(
-            f"CUTE_DSL_ARCH must be {build.ARCH[target]!r} before cutlass is imported, "
-            f"got {os.environ.get('CUTE_DSL_ARCH')!r}"
-        )
+    check_target(target, TARGETS)
     found = []
     for _, plan in PLANS:
         name = f"{Path(__file__).stem}-{target}-n{plan.tokens}u{plan.row_units}"
@@ -735,43 +696,10 @@ def compile_for(target: str) -> list[build.Artefact]:
     return found
 
 
-def cubin(compiled, stem: str, target: str) -> build.Artefact:
-    """What `compiled(options)` compiles, as a cubin under build.directory(), with what ptxas said of its kernels."""
-    build.directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        report = io.StringIO()
-        options = f"--keep-cubin --keep-ptx --dump-dir {shlex.quote(scratch)} --ptxas-options '-v' remarks{{ptx}}"
-        with contextlib.redirect_stderr(report):
-            artefacts = compiled(options).artifacts
-        if not artefacts.CUBIN:
-            raise build.BuildError(f"{stem}: the DSL kept no cubin:\n{report.getvalue()}")
-        Path(scratch, "cubin").write_bytes(artefacts.CUBIN)
-        path = build.directory() / f"{stem}.cubin"
-        os.replace(Path(scratch, "cubin"), path)
-    return build.Artefact(path, target, ptxas_report(report.getvalue(), stem, build.ARCH[target]))
-
-
-def ptxas_report(text: str, stem: str, arch: str) -> str:
-    """What ptxas -v said of each kernel in `text`, in its form: the DSL wraps and colours it, and names are long.
-
-    BuildError if the numbers are not there.
-    """
-    flat = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-    found = re.findall(
-        r"entry function 'kernel_cutlass_([a-z]+).*?(\d+ bytes stack frame, \d+ bytes spill stores, "
-        r"\d+ bytes spill loads).*?(Used \d+ registers[^.]*?)(?= ptxas| -->|$)",
-        flat,
-    )
-    if not found:
-        raise build.BuildError(f"{stem}: no report of ptxas in\n{text}")
-    lines = [(f"Compiling entry function '{stem}-{name}' for '{arch}'", *said) for name, *said in found]
-    return "".join(f"ptxas info    : {line}\n" for kernel in lines for line in kernel)
-
-
 def custom_kernel(data: input_t) -> output_t:
-    """Write into data.outputs.out and return it. data.weights is what prepare returned. ValueError as unpack_call says,
-    or if data is not on a GPU with the weights. Slots whose ids are no experts are left out: what their tokens get is
-    undefined.
+    """Write data.outputs.out, bf16 (T, H), and return it. data.weights is what prepare returned. ValueError as
+    unpack_call says, or if data is not on a GPU with the weights. Slots whose ids are no experts are left out: what
+    their tokens get is undefined.
     """
     state, (x, ids, routing), (out,) = data
     experts, hidden, inner = len(state.units13), UNIT_COLUMNS * state.units13.shape[2], 16 * state.units13.shape[1]

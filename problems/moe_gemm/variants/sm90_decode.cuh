@@ -30,11 +30,11 @@ namespace decode {
 // All that a phase of the barrier brings.
 __device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier,
                                      uint64_t policy) {
-    arrive_expecting(barrier, bytes);
-    bulk_load(to, from, bytes, barrier, policy);
+    arrive_and_expect_tx(barrier, bytes);
+    tma_load_1d(to, from, bytes, barrier, policy);
 }
 
-__device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+__device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                          uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -44,33 +44,36 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t 
 }
 
 template <int C1, int C2, int NT, bool QUANTISED>
-__global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
-    extern __shared__ __align__(128) uint8_t shared[];
+__global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
+    extern __shared__ __align__(128) uint8_t smem[];
     const Layout at(p, NT);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = p.tokens * p.topk;
-    Group* groups = reinterpret_cast<Group*>(shared + at.groups);
-    float* total = reinterpret_cast<float*>(shared + at.total);
-    float* routing = reinterpret_cast<float*>(shared + at.routing);
-    uint16_t* slots = reinterpret_cast<uint16_t*>(shared + at.slots);
-    uint32_t* words = reinterpret_cast<uint32_t*>(shared + at.words);
-    Part* parts = reinterpret_cast<Part*>(shared + at.parts);
+    Group* groups = reinterpret_cast<Group*>(smem + at.groups);
+    float* total = reinterpret_cast<float*>(smem + at.total);
+    float* routing = reinterpret_cast<float*>(smem + at.routing);
+    uint16_t* slots = reinterpret_cast<uint16_t*>(smem + at.slots);
+    uint32_t* words = reinterpret_cast<uint32_t*>(smem + at.words);
+    Part* parts = reinterpret_cast<Part*>(smem + at.parts);
 
-    const uint32_t full = shared_address(shared + at.barriers), empty = full + 8 * p.stages;
-    const uint32_t read = empty + 8 * p.stages, written = read + 24, ready = written + 8 * BATCHES;
-    const uint32_t ring = shared_address(shared);
-    if (threadIdx.x == THREADS) {
-        for (int i = 0; i < p.stages; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, THREADS);
-        barrier_init(read, ADDING), barrier_init(read + 8, ADDING), barrier_init(read + 16, ADDING);
-        for (int i = 0; i < BATCHES; ++i) barrier_init(written + 8 * i, ADDING), barrier_init(ready + 8 * i, 1);
+    const uint32_t full_barriers = smem_address(smem + at.barriers), empty_barriers = full_barriers + 8 * p.stages;
+    const uint32_t read = empty_barriers + 8 * p.stages, written = read + 24, ready = written + 8 * BATCHES;
+    const uint32_t ring = smem_address(smem);
+    if (threadIdx.x == CONSUMER_THREADS) {
+        for (int i = 0; i < p.stages; ++i)
+            barrier_init(full_barriers + 8 * i, 1), barrier_init(empty_barriers + 8 * i, CONSUMER_THREADS);
+        barrier_init(read, EPILOGUE_THREADS), barrier_init(read + 8, EPILOGUE_THREADS),
+            barrier_init(read + 16, EPILOGUE_THREADS);
+        for (int i = 0; i < BATCHES; ++i)
+            barrier_init(written + 8 * i, EPILOGUE_THREADS), barrier_init(ready + 8 * i, 1);
     }
     if (n <= 32) {
         if (warp == 0) sort_few<NT>(p, groups, slots, routing, words, lane);
         __syncwarp();
     } else {
-        sort<NT>(p, shared, groups, slots, routing, words, warp, lane);
+        sort<NT>(p, smem, groups, slots, routing, words, warp, lane);
     }
     if (warp == 0 && !p.linear) share_out<NT, BATCHED<NT, QUANTISED>>(groups, parts, words[32], p.inner / 16, lane);
-    fence_async_shared();  // copies will write where sorting has written
+    fence_proxy_async_shared();  // copies will write where sorting has written
     __syncthreads();
     const int count = words[32];
 
@@ -79,57 +82,59 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     const int batches = p.linear ? 0 : batches_of<BATCHED<NT, QUANTISED>>(count);
     int stage = 0, parity = 0;
 
-    constexpr int HELPING = 64, MULTIPLYING = 104;  // registers: 480 for a lane of each of five warpgroups
+    constexpr int PRODUCER_REGISTERS = 64,
+                  CONSUMER_REGISTERS = 104;  // registers: 480 for a lane of each of five warpgroups
     if (warp >= WARPS) {
-        fewer_registers<HELPING>();
-        if (warp > WARPS && warp <= WARPS + ADDING / 32)
-            add_up<NT, QUANTISED>(p, at, shared, warp - WARPS - 1, lane, count);
-        if (threadIdx.x == LAUNCHED - 32) watch(p, written, ready, batches);
-        if (threadIdx.x != THREADS) return;
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (warp > WARPS && warp <= WARPS + EPILOGUE_THREADS / 32)
+            epilogue<NT, QUANTISED>(p, at, smem, warp - WARPS - 1, lane, count);
+        if (threadIdx.x == NUM_THREADS - 32) watch(p, written, ready, batches);
+        if (threadIdx.x != CONSUMER_THREADS) return;
         // The thread that copies.
-        const uint64_t policy = keep_short();
+        const uint64_t policy = l2_evict_first();
         auto send = [&](const uint8_t* from, int all) {
             for (int i = 0; i < all; i += EACH * WARPS) {
                 const int bytes = min(all - i, EACH * WARPS) * units::BYTES;
-                wait(empty + 8 * stage, parity ^ 1);
+                wait(empty_barriers + 8 * stage, parity ^ 1);
                 if (NT == 1) {  // until the copy UNDER_WAY before has come
                     const bool wraps = stage < UNDER_WAY;
-                    wait(full + 8 * (stage - UNDER_WAY + (wraps ? p.stages : 0)), parity ^ int(wraps));
+                    wait(full_barriers + 8 * (stage - UNDER_WAY + (wraps ? p.stages : 0)), parity ^ int(wraps));
                 }
-                copy(ring + stage * STAGE, from, bytes, full + 8 * stage, policy);
+                copy(ring + stage * STAGE_BYTES, from, bytes, full_barriers + 8 * stage, policy);
                 from += bytes;
                 if (++stage == p.stages) stage = 0, parity ^= 1;
             }
         };
         if (batches)
             for (Walk walk(parts, rows1, batches); walk.find(); walk.next())
-                send(p.w13 + (static_cast<int64_t>(groups[walk.group].expert) * rows1 + walk.row) * units1 * units::BYTES,
+                send(p.w13 +
+                         (static_cast<int64_t>(groups[walk.group].expert) * rows1 + walk.row) * units1 * units::BYTES,
                      units1);
         for (int row = blockIdx.x; row < rows2; row += gridDim.x)
             for (int i = 0; i < count; ++i)
                 send(p.w2 + (static_cast<int64_t>(groups[i].expert) * rows2 + row) * units2 * units::BYTES, units2);
         return;
     }
-    more_registers<MULTIPLYING>();
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
 
     constexpr std::integral_constant<int, NT> ALL_TILES = {};
     constexpr std::integral_constant<int, 1> ONE_TILE = {};
     float sum[2][NT][4];
     // Adds the warp's part of a unit row, of `all` units, to sum; calls then(c) when the tokens of unit c are done
     // with.
-    auto multiply_row = [&](auto& tokens, const int all, auto tiles, auto most, auto then) {
+    auto mma_row = [&](auto& tokens, const int all, auto tiles, auto most, auto then) {
 #pragma unroll
         for (int c = 0; c < decltype(most)::value; ++c) {
             if (c * WARPS >= all) break;
-            if (c % EACH == 0) wait(full + 8 * stage, parity);
-            const uint32_t from = ring + stage * STAGE + (c % EACH * WARPS + warp) * units::BYTES;
+            if (c % EACH == 0) wait(full_barriers + 8 * stage, parity);
+            const uint32_t from = ring + stage * STAGE_BYTES + (c % EACH * WARPS + warp) * units::BYTES;
             const uint4 word[2] = {load_shared16(from + 16 * lane), load_shared16(from + 512 + 16 * lane)};
             const uint32_t scales = load_shared(from + units::SCALES + 4 * lane);
             if (c % EACH == EACH - 1 || (c + 1) * WARPS >= all) {
                 // What has been loaded must be here before it may be overwritten. Loads are only known to have ended
                 // when their results are used: a copy once overtook loads that were waiting behind loads of global
                 // memory. Those of the units before have been used: they are in the sums, or ended in order.
-                arrive(empty + 8 * stage + ((word[0].x ^ word[1].x ^ scales) & p.nothing));
+                arrive(empty_barriers + 8 * stage + ((word[0].x ^ word[1].x ^ scales) & p.nothing));
                 if (++stage == p.stages) stage = 0, parity ^= 1;
             }
             if (c * WARPS + warp >= all) break;
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
                         const int step = 2 * (2 * half + j);
 #pragma unroll
                         for (int t = 0; t < decltype(tiles)::value; ++t)
-                            multiply(sum[q][t], a[2 * j], b[2 * j], a[2 * j + 1], b[2 * j + 1],
+                            mma(sum[q][t], a[2 * j], b[2 * j], a[2 * j + 1], b[2 * j + 1],
                                      tokens.pairs[t][c][step], tokens.pairs[t][c][step + 1]);
                     }
                 }
@@ -166,7 +171,7 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     // Hands the sums to those who add them up.
     int buffer = 0, turn = 1;
     auto hand_over = [&](bool both) {
-        float* sums = reinterpret_cast<float*>(shared + at.sums) + buffer * WARPS * NT * 256;
+        float* sums = reinterpret_cast<float*>(smem + at.sums) + buffer * WARPS * NT * 256;
         wait(read + 8 * buffer, turn);
 #pragma unroll
         for (int t = 0; t < NT; ++t)
@@ -175,7 +180,7 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
                 for (int q = 0; q < 2; ++q)
                     *reinterpret_cast<float4*>(sums + (warp * NT * 2 + t * 2 + q) * 128 + 4 * lane) =
                         make_float4(sum[q][t][0], sum[q][t][1], sum[q][t][2], sum[q][t][3]);
-        sums_written(buffer);
+        sums_arrive(buffer);
         turn ^= buffer, buffer ^= 1;
     };
 
@@ -193,9 +198,9 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
         const auto multiply_group = [&](bool both, auto then) {
             clear();
             if (both)
-                multiply_row(tokens, units1, ALL_TILES, std::integral_constant<int, C1>(), then);
+                mma_row(tokens, units1, ALL_TILES, std::integral_constant<int, C1>(), then);
             else
-                multiply_row(tokens, units1, ONE_TILE, std::integral_constant<int, C1>(), then);
+                mma_row(tokens, units1, ONE_TILE, std::integral_constant<int, C1>(), then);
             hand_over(both);
         };
         if constexpr (BATCHED<NT, QUANTISED>) {
@@ -233,7 +238,7 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
     int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         // Nobody adds to it before all have handed over sums.
-        for (int i = threadIdx.x; i < p.tokens * MARGIN; i += THREADS) total[i] = 0;
+        for (int i = threadIdx.x; i < p.tokens * MARGIN; i += CONSUMER_THREADS) total[i] = 0;
         Tokens<C2, NT> tokens;
         int batch = 0, due = p.linear ? -1 : 0;  // the next batch to wait for, and its first group
         const auto await = [&](int group) {
@@ -258,20 +263,20 @@ __global__ void __launch_bounds__(LAUNCHED, 1) experts(const Problem p) {
             clear();
             const auto then = [&](int c) { tokens.take(c, coming_both); };  // for the last group once too often
             if (both)
-                multiply_row(tokens, units2, ALL_TILES, std::integral_constant<int, C2>(), then);
+                mma_row(tokens, units2, ALL_TILES, std::integral_constant<int, C2>(), then);
             else
-                multiply_row(tokens, units2, ONE_TILE, std::integral_constant<int, C2>(), then);
+                mma_row(tokens, units2, ONE_TILE, std::integral_constant<int, C2>(), then);
             hand_over(both);
         }
-        if (!count) meet_multiplying();
+        if (!count) consumer_sync();
         wait(read + 16, ended), ended ^= 1;
-        for (int i = threadIdx.x; i < p.tokens * 16; i += THREADS) {
+        for (int i = threadIdx.x; i < p.tokens * 16; i += CONSUMER_THREADS) {
             const int token = i >> 4, pair = i & 15;
             const float *from = total + token * MARGIN + 2 * pair;
             *reinterpret_cast<__nv_bfloat162*>(p.out + static_cast<int64_t>(token) * p.hidden + row * 32 + 2 * pair) =
                 __floats2bfloat162_rn(from[0], from[1]);
         }
-        meet_multiplying();
+        consumer_sync();
     }
 }
 
@@ -285,7 +290,7 @@ cudaError_t launch_for(const Problem& p, int blocks, int bytes) {
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = blocks, config.blockDim = LAUNCHED, config.dynamicSmemBytes = bytes;
+    config.gridDim = blocks, config.blockDim = NUM_THREADS, config.dynamicSmemBytes = bytes;
     config.attrs = &attribute, config.numAttrs = p.linear ? 0 : 1;
     return cudaLaunchKernelEx(&config, experts<C1, C2, NT, QUANTISED>, p);
 }
@@ -305,9 +310,9 @@ inline cudaError_t run(Problem p, int tiles, int blocks) {
     p.groups = n < p.experts + n / (8 * tiles) ? n : p.experts + n / (8 * tiles);
     p.stages = 0;
     const int room = SHARED - Layout(p, tiles).bytes;
-    p.stages = room / (STAGE + 16);
+    p.stages = room / (STAGE_BYTES + 16);
     if (p.stages > 6) p.stages = 6;
-    if (p.stages < 2 || SORTING * p.experts * 2 + n * 2 > p.stages * STAGE) return cudaErrorInvalidValue;
+    if (p.stages < 2 || SORTING * p.experts * 2 + n * 2 > p.stages * STAGE_BYTES) return cudaErrorInvalidValue;
     const int bytes = Layout(p, tiles).bytes;
     const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
     const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);

@@ -9,8 +9,8 @@
 
 namespace decode {
 
-// Tells the other blocks of which batches this one has written its v, and this block's threads which all have. `written`
-// and `ready` are barriers, one a batch. One thread.
+// Tells the other blocks of which batches this one has written its v, and this block's threads which all have.
+// `written` and `ready` are barriers, one a batch. One thread.
 __device__ __forceinline__ void watch(const Problem& p, uint32_t written, uint32_t ready, int batches) {
     unsigned long long all = 0;  // of each counter when all have told: they grow together, by gridDim.x a launch
     int told = 0, seen = 0;
@@ -42,17 +42,17 @@ __device__ __forceinline__ void watch(const Problem& p, uint32_t written, uint32
 // The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has
 // group of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
 template <int NT, bool QUANTISED>
-__device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8_t* shared, int q, int lane,
+__device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uint8_t* smem, int q, int lane,
                                        int count) {
-    const Group* groups = reinterpret_cast<const Group*>(shared + at.groups);
-    const float* routing = reinterpret_cast<const float*>(shared + at.routing);
-    const uint16_t* slots = reinterpret_cast<const uint16_t*>(shared + at.slots);
-    const Part* parts = reinterpret_cast<const Part*>(shared + at.parts);
-    const uint32_t read = shared_address(shared + at.barriers) + 16 * p.stages, written = read + 24;
+    const Group* groups = reinterpret_cast<const Group*>(smem + at.groups);
+    const float* routing = reinterpret_cast<const float*>(smem + at.routing);
+    const uint16_t* slots = reinterpret_cast<const uint16_t*>(smem + at.slots);
+    const Part* parts = reinterpret_cast<const Part*>(smem + at.parts);
+    const uint32_t read = smem_address(smem + at.barriers) + 16 * p.stages, written = read + 24;
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
     int buffer = 0;
     auto added = [&](int tile) {
-        const float* from = reinterpret_cast<const float*>(shared + at.sums) + buffer * WARPS * NT * 256 +
+        const float* from = reinterpret_cast<const float*>(smem + at.sums) + buffer * WARPS * NT * 256 +
                             (tile * 2 + q) * 128 + 4 * lane;
         float4 all = {};
 #pragma unroll 4
@@ -64,14 +64,14 @@ __device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8
     };
     const int batches = p.linear ? 0 : batches_of<BATCHED<NT, QUANTISED>>(count);
     // What the sums of the two products have to be multiplied by. Here, so that no copy waits for it.
-    float2* factors = reinterpret_cast<float2*>(shared + at.factors);
+    float2* factors = reinterpret_cast<float2*>(smem + at.factors);
 #pragma unroll 1
-    for (int i = 32 * q + lane; i < count; i += ADDING) {
+    for (int i = 32 * q + lane; i < count; i += EPILOGUE_THREADS) {
         const int e = groups[i].expert;
         factors[i].x = p.linear ? 0 : p.g13[e] * (QUANTISED ? p.in13[e] : 1.f) * units::REST;
         factors[i].y = p.g2[e] * (QUANTISED ? p.in2[e] : 1.f) * units::REST;
     }
-    meet_adding();
+    epilogue_sync();
     if (lane < batches) {  // a first look at either takes its time
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived + lane * COUNTER_APART));
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v));
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8
         for (int i = 0; i < items; ++i) {
             const Group g = groups[group];
             const float factor = factors[group].x;
-            wait_for_sums(buffer);
+            sums_sync(buffer);
             for (int tile = 0; 8 * tile < g.count(); ++tile) {
                 const float4 all = added(tile);
                 const float gates[2] = {all.x, all.y}, ups[2] = {all.z, all.w};
@@ -103,12 +103,12 @@ __device__ __forceinline__ void add_up(const Problem& p, const Layout& at, uint8
         }
         arrive(written + 8 * batch);
     }
-    float* total = reinterpret_cast<float*>(shared + at.total) + q * 16 + lane / 4;
+    float* total = reinterpret_cast<float*>(smem + at.total) + q * 16 + lane / 4;
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         for (int i = 0; i < count; ++i) {
             const Group g = groups[i];
             const float factor = factors[i].y;
-            wait_for_sums(buffer);
+            sums_sync(buffer);
             for (int tile = 0; 8 * tile < g.count(); ++tile) {
                 const float4 all = added(tile);
                 const float above[2] = {all.x, all.y}, below[2] = {all.z, all.w};

@@ -13,12 +13,13 @@ namespace decode {
 
 using namespace ptx;
 
-constexpr int ADDING = 64;              // threads that add the warps' sums up
-constexpr int LAUNCHED = 32 * SORTING;  // with one that copies, and these; registers go by four warps
-constexpr int EACH = 2, STAGE = EACH * WARPS * units::BYTES;  // units for each warp, and bytes, of a place in the ring
+constexpr int EPILOGUE_THREADS = 64;       // threads that add the warps' sums up
+constexpr int NUM_THREADS = 32 * SORTING;  // with one that copies, and these; registers go by four warps
+constexpr int EACH = 2;  // units for each warp in a stage of the ring
+constexpr int STAGE_BYTES = EACH * WARPS * units::BYTES;
 constexpr int GROUP_BYTES = sizeof(Group) + sizeof(float2), MARGIN = 33;  // floats from a token to the next in the sum
-// Copies of a block under way, at most. Memory needs 1.2 to be busy. What waits behind more of them, tokens and counters,
-// comes microseconds later. With many tokens bandwidth wins.
+// Copies of a block under way, at most. Memory needs 1.2 to be busy. What waits behind more of them, tokens and
+// counters, comes microseconds later. With many tokens bandwidth wins.
 constexpr int UNDER_WAY = 2;
 constexpr int SHARED = 227 * 1024;
 
@@ -27,7 +28,7 @@ struct Layout {
     int sums, total, groups, factors, slots, routing, words, parts, barriers, bytes;
     __host__ __device__ Layout(const Problem& p, int tiles) {
         const int n = p.tokens * p.topk;
-        sums = p.stages * STAGE;
+        sums = p.stages * STAGE_BYTES;
         total = sums + 2 * WARPS * 2 * tiles * 512;
         groups = total + (p.tokens * MARGIN * 4 + 15) / 16 * 16;
         factors = groups + p.groups * int(sizeof(Group));
@@ -57,10 +58,14 @@ __device__ __forceinline__ bool is_over(uint32_t barrier) {
     return over;
 }
 
-// Barriers: 1 of those that multiply, 2 and 3 for a buffer of sums, 4 of those that add.
-__device__ __forceinline__ void meet_multiplying() { meet<THREADS>(1); }
-__device__ __forceinline__ void meet_adding() { meet<ADDING>(4); }
-__device__ __forceinline__ void sums_written(int buffer) { show_up<THREADS + ADDING>(2 + buffer); }
-__device__ __forceinline__ void wait_for_sums(int buffer) { meet<THREADS + ADDING>(2 + buffer); }
+// Named barriers: 1 of the consumers, 2 and 3 for a buffer of sums, 4 of the epilogue's threads.
+__device__ __forceinline__ void consumer_sync() { named_barrier_sync<CONSUMER_THREADS>(1); }
+__device__ __forceinline__ void epilogue_sync() { named_barrier_sync<EPILOGUE_THREADS>(4); }
+__device__ __forceinline__ void sums_arrive(int buffer) {
+    named_barrier_arrive<CONSUMER_THREADS + EPILOGUE_THREADS>(2 + buffer);
+}
+__device__ __forceinline__ void sums_sync(int buffer) {
+    named_barrier_sync<CONSUMER_THREADS + EPILOGUE_THREADS>(2 + buffer);
+}
 
 }  // namespace decode

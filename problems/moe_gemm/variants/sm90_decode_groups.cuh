@@ -12,11 +12,11 @@
 
 namespace decode {
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS;  // that multiply
+constexpr int WARPS = 16, CONSUMER_THREADS = 32 * WARPS;  // that multiply
 constexpr int SORTING = WARPS + 4;               // all warps
 constexpr int ONCE = 4, TWICE = 5;               // what a unit row costs, by tiles of the group
 constexpr int BATCHES = 3;                       // most that the groups are worked on in
-constexpr int COUNTER_APART = 16;                // counters of batches, so that each has a line of its own
+constexpr int COUNTER_APART = 16;                // counters of batches, so that each has a separate line
 constexpr int TURN = 17;                         // blocks by which a batch is shared out otherwise than the one before
 
 struct Problem {
@@ -30,7 +30,7 @@ struct Problem {
     unsigned long long* arrived;
     int tokens, topk, experts, hidden, inner;
     int stages, groups;       // of the ring; room for groups
-    bool quantised, linear;   // linear: the second product alone, of x (T, I) by w2
+    bool quantised, linear;   // linear: only the second product, of x (T, I) by w2
     uint32_t nothing;         // 0, which the compiler does not know
 };
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ void quantise(uint32_t* pairs, float input_scale) {
 }
 
 // B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one
-// behind for step j. Where a group has fewer tokens its last one stands in: nobody reads those sums.
+// behind for step j. Where a group has fewer tokens its last one is used: no thread reads those sums.
 template <int C, int NT>
 struct Tokens {
     uint32_t pairs[NT][C][8];

@@ -7,7 +7,7 @@
 // sent a share of the rows' sums by all blocks of its cluster, and adds them in a fixed order.
 //
 // Both products are one launch. The first leaves v in the order and the swizzle in which the second has it in shared
-// memory. Weights of the second have a place of their own and are asked for as soon as x is there: when all blocks have
+// memory. Weights of the second have a separate place and are loaded as soon as x is there: when all blocks have
 // met, v is all that is missing. They wait for each other, so no more clusters are launched than run at once, and each
 // takes tiles, of tokens and rows, until there are no more: first all that it has of the first product.
 //
@@ -51,11 +51,11 @@ __device__ __forceinline__ void decode(uint32_t upper, uint32_t lower, uint32_t 
 
 // Two steps of 16 columns, which are 32 bytes. x: matrix_half of where they begin.
 template <class F>
-__device__ __forceinline__ void multiply(float (&d)[4 * F::EIGHTS], const uint32_t (&a)[2][4], uint32_t x) {
-    wgmma_begin();
-    wgmma<F::TOKENS>(d, a[0], matrix_of(x));
-    wgmma<F::TOKENS>(d, a[1], matrix_of(x + 2));
-    wgmma_commit();
+__device__ __forceinline__ void mma(float (&d)[4 * F::EIGHTS], const uint32_t (&a)[2][4], uint32_t x) {
+    warpgroup_arrive();
+    wgmma<F::TOKENS>(d, a[0], smem_desc_of(x));
+    wgmma<F::TOKENS>(d, a[1], smem_desc_of(x + 2));
+    warpgroup_commit_batch();
 }
 
 // Keeps fragments where they are up to here: wgmma reads them long after it is issued.
@@ -68,51 +68,51 @@ __device__ __forceinline__ void hold(const uint32_t (&a)[2][4]) {
 // d += this warp's 16 rows times the block's tokens, over all of the block's columns. Ends with nothing on its way.
 // parity: of the product's barriers, with a phase for each at_once chunks, over all tiles.
 template <class F>
-__device__ __forceinline__ void multiply_all(const Problem& problem, const Part<F>& part, uint32_t shared,
+__device__ __forceinline__ void mma_all(const Problem& problem, const Part<F>& part, uint32_t smem,
                                              uint32_t& parity, float (&d)[4 * F::EIGHTS]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = warp % 2;
-    const uint32_t unit = shared + part.weights + warp / 2 * part.at_once * units::BYTES;
+    const uint32_t unit = smem + part.weights + warp / 2 * part.at_once * units::BYTES;
     const uint32_t codes_at = unit + 512 * q + 16 * lane, scales_at = unit + units::SCALES + 4 * lane;
 #pragma unroll 1
     for (int done = 0; done < part.chunks; done += part.at_once) {
         if (done) {  // all have used what they had
-            fence_async_shared();
+            fence_proxy_async_shared();
             __syncthreads();
-            ask_weights(problem, part, shared, done);
+            load_weights(problem, part, smem, done);
             if (!part.second)
-                load_x<3>(problem, part, shared, done);  // there are no registers for more
+                load_x<3>(problem, part, smem, done);  // there are no registers for more
             else if (threadIdx.x == 0)
-                ask_v(problem, part, shared, done);
+                load_v(problem, part, smem, done);
             __syncthreads();
         }
         uint32_t a[2][2][4] = {};
         const int count = min(part.chunks - done, part.at_once);
         const auto load = [&](int i) {
-            if (i % 2 == 0) wait(shared + part.full + 4 * i, parity);
+            if (i % 2 == 0) wait(smem + part.full + 4 * i, parity);
             return Words{load_shared16(codes_at + i * units::BYTES),
                          load_shared(scales_at + i * units::BYTES) >> 16 * q};
         };
-        uint32_t x = matrix_half(shared + part.x);
+        uint32_t x = smem_desc_low(smem + part.x);
         Words words = load(0);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             decode(words.codes.x, words.codes.y, words.scales, a[0]);
-            if (part.second) wait(shared + F::V_FULL + 8 * i, parity);
-            multiply<F>(d, a[0], x);
-            wgmma_end_but<1>();
+            if (part.second) wait(smem + F::V_FULL_BARRIERS + 8 * i, parity);
+            mma<F>(d, a[0], x);
+            warpgroup_wait<1>();
             hold(a[1]);
             decode(words.codes.z, words.codes.w, words.scales, a[1]);
-            multiply<F>(d, a[1], x + 4);
+            mma<F>(d, a[1], x + 4);
             x += F::IMAGE / 16;
             if (i + 1 < count) words = load(i + 1);
-            wgmma_end_but<1>();
+            warpgroup_wait<1>();
             hold(a[0]);
         }
-        wgmma_end();
+        warpgroup_wait<0>();
         hold(a[1]);
         parity ^= 1;
     }
-    pin(d);
+    warpgroup_fence_operand(d);
 }
 
 // ---- sums
@@ -129,23 +129,23 @@ struct Share {
 
 // Sends this thread's sums to those who add them: at one time the warps send to different blocks.
 template <class F>
-__device__ __forceinline__ void send_sums(const float (&d)[4 * F::EIGHTS], uint32_t shared, uint32_t rank) {
+__device__ __forceinline__ void send_sums(const float (&d)[4 * F::EIGHTS], uint32_t smem, uint32_t rank) {
     const int warp = thread() / 32, lane = threadIdx.x % 32;
-    const uint32_t at = shared + (rank * F::SHARE + lane) * 16;
+    const uint32_t at = smem + (rank * F::SHARE + lane) * 16;
 #pragma unroll
     for (int i = 0; i < F::EIGHTS; ++i) {
         const uint32_t number = i * WARPS + warp, to = number % SPLITS;
-        send(in_block(to, at + number / SPLITS * 512), in_block(to, shared + F::SENT), d[4 * i], d[4 * i + 1],
+        send(in_block(to, at + number / SPLITS * 512), in_block(to, smem + F::SENT_BARRIER), d[4 * i], d[4 * i + 1],
              d[4 * i + 2], d[4 * i + 3]);
     }
 }
 
 template <class F>
-__device__ __forceinline__ float4 add_up(uint32_t shared, int index) {
+__device__ __forceinline__ float4 add_up(uint32_t smem, int index) {
     float4 sum = {};
 #pragma unroll
     for (int i = 0; i < SPLITS; ++i) {
-        const uint4 v = load_shared16(shared + (i * F::SHARE + index) * 16);
+        const uint4 v = load_shared16(smem + (i * F::SHARE + index) * 16);
         sum.x += __uint_as_float(v.x), sum.y += __uint_as_float(v.y);
         sum.z += __uint_as_float(v.z), sum.w += __uint_as_float(v.w);
     }
@@ -160,23 +160,23 @@ __device__ __forceinline__ float activate(float gate, float up) {
 
 // A row's values of tokens 2 c and 2 c + 1, with those of the row that lane ^ 4 has -> both rows' of token 2 c + g % 2.
 __device__ __forceinline__ uint32_t paired(float first, float second, int g) {
-    const uint32_t own = bf16_pair(first, second), other = __shfl_xor_sync(~0u, own, 4);
+    const uint32_t own = pack_bf16x2(first, second), other = __shfl_xor_sync(~0u, own, 4);
     return __byte_perm(own, other, g % 2 ? 0x3276 : 0x5410);
 }
 
 // Adds up this thread's share of a tile's sums and writes what they make.
 template <class F>
-__device__ __forceinline__ void finish(const Problem& problem, const Part<F>& part, uint32_t shared, uint32_t rank) {
+__device__ __forceinline__ void epilogue(const Problem& problem, const Part<F>& part, uint32_t smem, uint32_t rank) {
     if (threadIdx.x >= F::SHARE) return;  // whole warps
     const Product& p = problem.product[part.second];
-    const float factor = __uint_as_float(load_shared(shared + F::SCALES + 4 * part.second));
+    const float factor = __uint_as_float(load_shared(smem + F::SCALES + 4 * part.second));
     const int index = thread();
     const Share share(rank, index);
-    const float4 sum = add_up<F>(shared, index);
+    const float4 sum = add_up<F>(smem, index);
     const int row = part.row + share.unit, mine = 2 * share.c + share.g % 2;  // mine: of an eighth, as paired()
     const int token = part.token + 8 * share.eighth + mine;
     if (!part.second) {
-        const uint32_t list = shared + F::LIST + 8 * (8 * share.eighth + 2 * share.c);
+        const uint32_t list = smem + F::LIST + 8 * (8 * share.eighth + 2 * share.c);
         const float2 first = load_shared_pair(list), second = load_shared_pair(list + 8);
         const float a = activate(sum.x * factor, sum.z * factor) * first.x;
         const float b = activate(sum.y * factor, sum.w * factor) * second.x;
@@ -198,21 +198,21 @@ __device__ __forceinline__ void finish(const Problem& problem, const Part<F>& pa
 }
 
 template <class F>
-__global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
+__global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(NUM_THREADS, 1)
     products(const __grid_constant__ Problem problem) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // wgmma is Hopper's alone
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only Hopper has wgmma
     extern __shared__ uint8_t raw[];
-    const uint32_t shared = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
+    const uint32_t smem = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
     const uint32_t rank = cluster_rank();
     const int cluster = blockIdx.x / SPLITS, clusters = gridDim.x / SPLITS;
     const int first_tiles = problem.product[0].tiles, second_tiles = problem.product[1].tiles;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < PAIRS; ++i) barrier_init(shared + F::FULL + 8 * i, 1);
-        for (int i = 0; i < SECOND_CHUNKS / 2; ++i) barrier_init(shared + F::SECOND_FULL + 8 * i, 1);
-        for (int i = 0; i < SECOND_CHUNKS; ++i) barrier_init(shared + F::V_FULL + 8 * i, 1);
-        barrier_init(shared + F::SENT, 1);
+        for (int i = 0; i < PAIRS; ++i) barrier_init(smem + F::FULL_BARRIERS + 8 * i, 1);
+        for (int i = 0; i < SECOND_CHUNKS / 2; ++i) barrier_init(smem + F::SECOND_FULL_BARRIERS + 8 * i, 1);
+        for (int i = 0; i < SECOND_CHUNKS; ++i) barrier_init(smem + F::V_FULL_BARRIERS + 8 * i, 1);
+        barrier_init(smem + F::SENT_BARRIER, 1);
         barrier_publish();
-        arrive_expecting(shared + F::SENT, SPLITS * F::SHARE * 16);
+        arrive_and_expect_tx(smem + F::SENT_BARRIER, SPLITS * F::SHARE * 16);
     }
     __syncthreads();
 
@@ -224,15 +224,15 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
             const Part<F> part(problem.product[1], true, rank, cluster);
             const bool works = cluster < second_tiles && part.chunks;
             if (cluster >= first_tiles) {  // nothing has come before
-                if (works) ask_weights(problem, part, shared, 0);
-                load_rest<F>(problem, 0, shared);
+                if (works) load_weights(problem, part, smem, 0);
+                load_rest<F>(problem, 0, smem);
                 __syncthreads();
             }
             if (threadIdx.x == 0) {  // behind all of v that the block has written
-                show_up_for_all(problem.met);
+                grid_arrive(problem.met);
                 if (works) {
-                    wait_for_all(problem.met, load_shared(shared + F::BEFORE));
-                    ask_v(problem, part, shared, 0);
+                    grid_wait(problem.met, load_shared(smem + F::BEFORE));
+                    load_v(problem, part, smem, 0);
                 }
             }
             __syncwarp();
@@ -242,36 +242,37 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
         for (int tile = cluster; tile < tiles; tile += clusters) {
             const Part<F> part(problem.product[second], second, rank, tile);
             if (!second) {
-                if (part.chunks) ask_weights(problem, part, shared, 0);
-                load_x<CHUNKS>(problem, part, shared, 0);
-                load_rest<F>(problem, part.token, shared);
+                if (part.chunks) load_weights(problem, part, smem, 0);
+                load_x<CHUNKS>(problem, part, smem, 0);
+                load_rest<F>(problem, part.token, smem);
                 __syncthreads();
                 if (tile == cluster && tile < second_tiles) {
                     const Part<F> later(problem.product[1], true, rank, tile);
-                    if (later.chunks) ask_weights(problem, later, shared, 0);
+                    if (later.chunks) load_weights(problem, later, smem, 0);
                 }
             }
             {
                 float d[4 * F::EIGHTS];
 #pragma unroll
                 for (int i = 0; i < 4 * F::EIGHTS; ++i) d[i] = 0;
-                multiply_all<F>(problem, part, shared, parity, d);
-                meet_cluster_loosely();  // nobody needs x or weights any more, nor the sums of the tile before
-                send_sums<F>(d, shared, rank);
+                mma_all<F>(problem, part, smem, parity, d);
+                cluster_sync_relaxed();  // no thread needs x or weights any more, nor the sums of the tile before
+                send_sums<F>(d, smem, rank);
             }
             if (second && tile + clusters < tiles && part.chunks) {
                 const Part<F> next(problem.product[1], true, rank, tile + clusters);
-                fence_async_shared();
+                fence_proxy_async_shared();
                 __syncthreads();
-                ask_weights(problem, next, shared, 0);
-                if (threadIdx.x == 0) ask_v(problem, next, shared, 0);
+                load_weights(problem, next, smem, 0);
+                if (threadIdx.x == 0) load_v(problem, next, smem, 0);
             }
-            wait_for_sent(shared + F::SENT, sent);
+            wait_for_sent(smem + F::SENT_BARRIER, sent);
             sent ^= 1;
-            if (threadIdx.x == 0) arrive_expecting(shared + F::SENT, SPLITS * F::SHARE * 16);  // before any are sent
-            finish<F>(problem, part, shared, rank);
+            if (threadIdx.x == 0)
+                arrive_and_expect_tx(smem + F::SENT_BARRIER, SPLITS * F::SHARE * 16);  // before any are sent
+            epilogue<F>(problem, part, smem, rank);
             if (!second) {  // copies may come to where sums were
-                fence_async_shared();
+                fence_proxy_async_shared();
                 __syncthreads();
             }
         }
@@ -314,7 +315,7 @@ inline cudaError_t launch(const Problem& p) {
     attribute.id = cudaLaunchAttributeCooperative;  // blocks wait for each other, so all have to run at once
     attribute.val.cooperative = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = SPLITS, config.blockDim = THREADS, config.dynamicSmemBytes = bytes;
+    config.gridDim = SPLITS, config.blockDim = NUM_THREADS, config.dynamicSmemBytes = bytes;
     int clusters;
     if (const cudaError_t error = clusters_at_once<F>(config, &clusters)) return error;
     config.gridDim = SPLITS * std::min(clusters, std::max(p.product[0].tiles, p.product[1].tiles));

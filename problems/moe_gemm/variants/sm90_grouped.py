@@ -10,7 +10,7 @@ from task import Weights, input_t, output_t, unpack_call, unpack_weights
 
 from problems.common import build, load, tma
 
-TARGETS = ("sm90", "sm100")  # sm100: the kernel for few tokens alone, which has no wgmma
+TARGETS = ("sm90", "sm100")  # sm100: only the kernel for few tokens, which has no wgmma
 SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 1152  # bytes of 32 rows by 64 columns, see sm90_units.cuh
 BOX = 8  # unit rows that a copy of the kernel for many brings
@@ -44,7 +44,7 @@ class LinearState(NamedTuple):
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU."""
+    """Compile for `target`, without a GPU."""
     return [build.cuda(SOURCE, target)]
 
 
@@ -62,8 +62,9 @@ def prepare(weights: Weights) -> State:
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write data.outputs.out and return it; data.weights is what prepare returned. ValueError as unpack_call says, or
-    H or I over 8192; RuntimeError: the launch.
+    """Write data.outputs.out, bf16 (T, H), and return it; data.weights is what prepare returned.
+
+    ValueError as unpack_call says, or H or I over 8192; RuntimeError: the launch.
     """
     state, (x, ids, routing), (out,) = data
     hidden, inner = 64 * state.w13.shape[2], 64 * state.w2.shape[2]

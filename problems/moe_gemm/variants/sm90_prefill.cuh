@@ -8,10 +8,11 @@
 // A block of `experts` takes tile after tile from a counter: some 64 rows of weights for each of four warpgroups. A
 // fifth asks for weights and rows of activations, for chunks of 64 columns, into a ring of stages. A warp of the others
 // decodes its rows of a chunk into registers, issues the chunk's products, and waits for them before it decodes again:
-// meanwhile those of the other warpgroups run. N is the item's count, rounded up to eights. The first product's epilogue
-// leaves silu(gate) * up * weight in the order and the swizzle in which the second product wants its rows in shared
-// memory, so that these take one bulk copy a chunk. The second product's tiles come behind all of the first's, and wait
-// for those of their item by a counter: blocks take tiles in order, so whatever a tile waits for is being worked on.
+// meanwhile those of the other warpgroups run. N is the item's count, rounded up to eights. The first product's
+// epilogue leaves silu(gate) * up * weight in the order and the swizzle in which the second product wants its rows in
+// shared memory, so that these take one bulk copy a chunk. The second product's tiles come behind all of the first's,
+// and wait for those of their item by a counter: blocks take tiles in order, so whatever a tile waits for is being
+// worked on.
 //
 // Two forms, one for each list. With few slots decoding is most of the work, so a warp has 32 rows, for experts of up
 // to 48; with many, registers for the sums are the limit: 16 rows, for items of up to 128. Two items of the first would
@@ -38,29 +39,33 @@ constexpr int WORDS = units::BYTES / 8;  // elements of a unit in the tensor map
 constexpr int TEAM_UNITS = 4;    // of a team's share of a tile: 64 channels of the first product
 constexpr int CLAIM_BEFORE = 3;  // chunks before its last a block claims its next tile: the answer takes 1 or 2
 
-// GROUPS warpgroups multiply, a warp 16 PARTS rows, for items of at most ITEM slots. Registers are a thread's, of those
-// that ask, of those that multiply, and at the launch.
-template <int PARTS_, int ITEM_, int STAGES_>
+// GROUPS warpgroups multiply, a warp 16 PARTS rows, for items of at most BLOCK_N slots. Registers are a thread's, of
+// those that load, of those that multiply, and at the launch.
+template <int PARTS_, int BLOCK_N_, int NUM_STAGES_>
 struct Form {
-    static constexpr int GROUPS = 4, PARTS = PARTS_, ITEM = ITEM_, STAGES = STAGES_;
-    static constexpr int ASK_REGISTERS = 32, MULTIPLY_REGISTERS = 112, LAUNCH_REGISTERS = 96;
-    static constexpr int THREADS = 128 * (1 + GROUPS), SHARE = 2 * PARTS, UNITS = SHARE * GROUPS;  // units: of a tile
+    static constexpr int GROUPS = 4, PARTS = PARTS_, BLOCK_N = BLOCK_N_, NUM_STAGES = NUM_STAGES_;
+    static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 112, LAUNCH_REGISTERS = 96;
+    static constexpr int NUM_THREADS = 128 * (1 + GROUPS);
+    static constexpr int SHARE = 2 * PARTS, UNITS = SHARE * GROUPS;  // of a warpgroup, of a tile
     static_assert(UNITS % BOX == 0);
     static constexpr int TEAM = TEAM_UNITS / SHARE;                                                // warpgroups
-    static constexpr int EIGHTS = ITEM / 8, SUMS = ITEM / 2;  // sums of a thread, for each 16 of its warp's rows
-    static_assert(ASK_REGISTERS + GROUPS * MULTIPLY_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
+    static constexpr int EIGHTS = BLOCK_N / 8, SUMS = BLOCK_N / 2;  // sums of a thread, for each 16 of its warp's rows
+    static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
     static_assert((1 + GROUPS) * LAUNCH_REGISTERS <= 512, "65536 for a processor");
     static_assert(PARTS == 1 || PARTS == 2, "a unit has two");
-    static_assert(ITEM % 32 == 0 || PARTS == 2 && ITEM % 16 == 0, "results leave in two halves");
+    static_assert(BLOCK_N % 32 == 0 || PARTS == 2 && BLOCK_N % 16 == 0, "results leave in two halves");
 
     // Shared memory in bytes from a multiple of 1024.
-    static constexpr uint32_t ROWS = 0, WEIGHTS = ITEM * 128, STAGE = WEIGHTS + UNITS * units::BYTES;  // of a stage
-    static constexpr uint32_t STAGING = STAGES * STAGE, STAGED = ITEM * 64 * PARTS;     // of each warpgroup: results
-    static constexpr uint32_t LISTS = STAGING + GROUPS * STAGED, LIST = 16 + ITEM * 4;  // scale, item stored; of slots
+    // In a stage: B, rows of activations; A, units of weights. D: results of each warpgroup. List: scale, item, slots.
+    static constexpr uint32_t SMEM_B = 0, SMEM_A = BLOCK_N * 128, STAGE_BYTES = SMEM_A + UNITS * units::BYTES;
+    static constexpr uint32_t SMEM_D = NUM_STAGES * STAGE_BYTES, D_BYTES = BLOCK_N * 64 * PARTS;
+    static constexpr uint32_t LISTS = SMEM_D + GROUPS * D_BYTES, LIST = 16 + BLOCK_N * 4;
     static constexpr uint32_t TILES = LISTS + GROUPS * LIST;                            // Tile [2]
-    static constexpr uint32_t FULL = TILES + 2 * 32, EMPTY = FULL + 8 * STAGES, TOLD = EMPTY + 8 * STAGES;
-    static constexpr uint32_t HEARD = TOLD + 8 * 2, BYTES = HEARD + 8 * 2;
-    static_assert(STAGE % 1024 == 0 && STAGING % 1024 == 0 && STAGED % 1024 == 0, "a swizzle repeats every 1024 bytes");
+    static constexpr uint32_t FULL_BARRIERS = TILES + 2 * 32, EMPTY_BARRIERS = FULL_BARRIERS + 8 * NUM_STAGES,
+                              TILE_FULL_BARRIERS = EMPTY_BARRIERS + 8 * NUM_STAGES;
+    static constexpr uint32_t TILE_EMPTY_BARRIERS = TILE_FULL_BARRIERS + 8 * 2, BYTES = TILE_EMPTY_BARRIERS + 8 * 2;
+    static_assert(STAGE_BYTES % 1024 == 0 && SMEM_D % 1024 == 0 && D_BYTES % 1024 == 0,
+                  "a swizzle repeats every 1024 bytes");
     static_assert(BYTES + 1024 <= 227 * 1024, "with room to align the start");
 };
 using Few = Form<2, 48, 8>;
@@ -89,14 +94,14 @@ struct Tile {
     int product, expert, first, count, block, item, alone;  // first: position in the order; alone: item of its expert
 };
 
-// Turns of a ring of COUNT. With a power of two one number tells all.
+// Position in a ring of COUNT stages. With a power of two one number tells all.
 template <int COUNT>
-struct Turn {
+struct PipelineState {
     static constexpr bool POWER = (COUNT & (COUNT - 1)) == 0;
     uint32_t turns = 0, rounds = 0;
-    __device__ __forceinline__ uint32_t at() const { return POWER ? turns % COUNT : turns; }
-    __device__ __forceinline__ uint32_t parity() const { return POWER ? turns / COUNT % 2 : rounds; }
-    __device__ __forceinline__ void next() {
+    __device__ __forceinline__ uint32_t index() const { return POWER ? turns % COUNT : turns; }
+    __device__ __forceinline__ uint32_t phase() const { return POWER ? turns / COUNT % 2 : rounds; }
+    __device__ __forceinline__ void advance() {
         ++turns;
         if (!POWER && turns == COUNT) turns = 0, rounds ^= 1;
     }
@@ -104,9 +109,10 @@ struct Turn {
 
 // ---- tiles
 
-// Tells the block that its tile number `turn` is the one of that index: items by blocks of rows, of w13, then of w2.
+// Publish the block's next tile, which is the one of that index: items by blocks of rows, of w13, then of w2.
 template <class F>
-__device__ __forceinline__ Tile tell(const Problem& p, uint32_t shared, Turn<2> turn, unsigned index, unsigned items) {
+__device__ __forceinline__ Tile publish_tile(const Problem& p, uint32_t smem, PipelineState<2> turn, unsigned index,
+                                             unsigned items) {
     int product = FIRST;
     unsigned blocks = p.product[FIRST].blocks;
     if (index >= items * blocks) {
@@ -116,79 +122,80 @@ __device__ __forceinline__ Tile tell(const Problem& p, uint32_t shared, Turn<2> 
     }
     const unsigned item = product == END ? 0 : index / blocks, block = index - item * blocks;
     const int4 of = product == END ? make_int4(0, 0, 0, 0) : __ldcg(p.list.items + item);
-    wait(shared + F::HEARD + 8 * turn.at(), turn.parity() ^ 1);
-    const uint32_t to = shared + F::TILES + 32 * turn.at();
+    wait(smem + F::TILE_EMPTY_BARRIERS + 8 * turn.index(), turn.phase() ^ 1);
+    const uint32_t to = smem + F::TILES + 32 * turn.index();
     store_shared16(to, make_uint4(product, of.x, of.y, of.z));
     store_shared16(to + 16, make_uint4(block, item, of.w == 1, 0));
-    arrive(shared + F::TOLD + 8 * turn.at());
+    arrive(smem + F::TILE_FULL_BARRIERS + 8 * turn.index());
     return Tile{product, of.x, of.y, of.z, int(block), int(item), of.w == 1};
 }
 
-// Of that number, once it is told; and that this warp has no more need to ask.
+// Return the tile once it is published; release_tile: this warp does not read it again.
 template <class F>
-__device__ __forceinline__ Tile tile_of(uint32_t shared, Turn<2> turn) {
-    wait(shared + F::TOLD + 8 * turn.at(), turn.parity());
-    const uint32_t from = shared + F::TILES + 32 * turn.at();
+__device__ __forceinline__ Tile read_tile(uint32_t smem, PipelineState<2> turn) {
+    wait(smem + F::TILE_FULL_BARRIERS + 8 * turn.index(), turn.phase());
+    const uint32_t from = smem + F::TILES + 32 * turn.index();
     const uint4 a = load_shared16(from), b = load_shared16(from + 16);
     return Tile{int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z)};
 }
 template <class F>
-__device__ __forceinline__ void heard(uint32_t shared, Turn<2>& turn) {
-    warp_arrive(shared + F::HEARD + 8 * turn.at());
-    turn.next();
+__device__ __forceinline__ void release_tile(uint32_t smem, PipelineState<2>& turn) {
+    warp_arrive(smem + F::TILE_EMPTY_BARRIERS + 8 * turn.index());
+    turn.advance();
 }
 
-// ---- the thread that asks
+// ---- producer: one thread
 
 // Until all of the first product of an item is written.
 __device__ __forceinline__ void await_item(const Problem& p, int item) {
     const int wanted = p.product[SECOND].chunks;  // each is what one team leaves
 #ifdef KERNEL_DEBUG
-    for (int tries = 0; count_of(p.list.ready + item) < wanted; __nanosleep(100))
+    for (int tries = 0; ld_acquire(p.list.ready + item) < wanted; __nanosleep(100))
         if (++tries == 1 << 20) {
             printf("block %d waits in vain for item %d\n", blockIdx.x, item);
             break;
         }
 #else
-    while (count_of(p.list.ready + item) < wanted) __nanosleep(100);
+    while (ld_acquire(p.list.ready + item) < wanted) __nanosleep(100);
 #endif
-    fence_async();
+    fence_proxy_async();
 }
 
 template <class F>
-__device__ __forceinline__ void ask(const Problem& p, uint32_t shared) {
+__device__ __forceinline__ void producer(const Problem& p, uint32_t smem) {
     const int items = __ldcg(p.list.head);
     int next = atomicAdd(p.list.head + 1, 1);  // the block's next tile
-    Turn<2> turn;
-    Turn<F::STAGES> stage;
+    PipelineState<2> turn;
+    PipelineState<F::NUM_STAGES> stage;
 #pragma unroll 1
     while (true) {
-        const Tile tile = tell<F>(p, shared, turn, next, items);
-        turn.next();
+        const Tile tile = publish_tile<F>(p, smem, turn, next, items);
+        turn.advance();
         if (tile.product == END) return;
         const Product& product = p.product[tile.product];
-        const uint64_t policy = tile.alone ? keep_short() : keep();
+        const uint64_t policy = tile.alone ? l2_evict_first() : l2_evict_normal();
         if (tile.product == SECOND) await_item(p, tile.item);
         const bf16* rows = (tile.product == SECOND ? p.inner : p.x) + int64_t(tile.first) * 64;
         const int claim = max(product.chunks - CLAIM_BEFORE, 0);
 #pragma unroll 1
-        for (int chunk = 0; chunk < product.chunks; ++chunk, stage.next()) {
-            const uint32_t to = shared + stage.at() * F::STAGE, full = shared + F::FULL + 8 * stage.at();
-            wait(shared + F::EMPTY + 8 * stage.at(), stage.parity() ^ 1);
+        for (int chunk = 0; chunk < product.chunks; ++chunk, stage.advance()) {
+            const uint32_t to = smem + stage.index() * F::STAGE_BYTES,
+                           full = smem + F::FULL_BARRIERS + 8 * stage.index();
+            wait(smem + F::EMPTY_BARRIERS + 8 * stage.index(), stage.phase() ^ 1);
             // Rows beyond an expert's last come as zeros, and count.
-            arrive_expecting(full, F::UNITS * units::BYTES + tile.count * 128);
+            arrive_and_expect_tx(full, F::UNITS * units::BYTES + tile.count * 128);
 #pragma unroll
             for (int row = 0; row < F::UNITS; row += BOX)
-                tensor_load(to + F::WEIGHTS + row * units::BYTES, &product.units, chunk * WORDS,
+                tma_load_3d(to + F::SMEM_A + row * units::BYTES, &product.units, chunk * WORDS,
                             F::UNITS * tile.block + row, tile.expert, full, policy);
-            bulk_load(to + F::ROWS, rows, tile.count * 128, full, keep());
+            tma_load_1d(to + F::SMEM_B, rows, tile.count * 128, full, l2_evict_normal());
             rows += int64_t(p.slots) * 64;
             if (chunk == claim) next = atomicAdd(p.list.head + 1, 1);
         }
     }
 }
 
-// ---- the warpgroups that multiply
+// ---- consumers: warpgroups
 
 // From lane 0, so that the compiler knows it to be the same for all, and keeps it where one instruction serves a warp.
 __device__ __forceinline__ uint32_t same(uint32_t v) {
@@ -239,7 +246,7 @@ __device__ __forceinline__ void decode(const Words<PARTS>& words, uint32_t (&a)[
 
 // Sums are what wgmma made of them only from here on.
 template <int PARTS, int SUMS>
-__device__ __forceinline__ void pin(float (&d)[PARTS][SUMS]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&d)[PARTS][SUMS]) {
 #pragma unroll
     for (int i = 0; i < PARTS * SUMS; ++i) asm volatile("" : "+f"(d[i / SUMS][i % SUMS])::"memory");
 }
@@ -255,65 +262,68 @@ __device__ __forceinline__ void hold(uint32_t (&a)[4][PARTS][4]) {
 }
 
 template <int N, int PARTS, int SUMS>
-__device__ __forceinline__ void multiply_rows(float (&d)[PARTS][SUMS], const uint32_t (&a)[4][PARTS][4],
+__device__ __forceinline__ void mma_rows(float (&d)[PARTS][SUMS], const uint32_t (&a)[4][PARTS][4],
                                               uint32_t rows) {
-    wgmma_begin();
+    warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
-        for (int q = 0; q < PARTS; ++q) wgmma<N>(d[q], a[step][q], matrix_of(rows + 2 * step));  // 16 columns are 32 bytes
-    wgmma_commit();
+        for (int q = 0; q < PARTS; ++q)
+            wgmma<N>(d[q], a[step][q], smem_desc_of(rows + 2 * step));  // 16 columns are 32 bytes
+    warpgroup_commit_batch();
 }
 
 // For 8 (eights + 1) rows, by the bits of `eights` from SPAN / 2 down. A switch around each loop would be the obvious
 // thing; but ptxas wants registers for the fragments of all loops at once, and gives up. A switch here costs a table.
 template <int SPAN, int LEAST, int PARTS, int SUMS>
-__device__ __forceinline__ void multiply_chunk(float (&d)[PARTS][SUMS], const uint32_t (&a)[4][PARTS][4],
+__device__ __forceinline__ void mma_chunk(float (&d)[PARTS][SUMS], const uint32_t (&a)[4][PARTS][4],
                                                uint32_t rows, unsigned eights) {
     if constexpr (SPAN == 1) {
-        multiply_rows<8 * (LEAST + 1)>(d, a, rows);
+        mma_rows<8 * (LEAST + 1)>(d, a, rows);
     } else if constexpr (8 * LEAST + 4 * SPAN >= 2 * SUMS) {  // there is no upper half
-        multiply_chunk<SPAN / 2, LEAST>(d, a, rows, eights);
+        mma_chunk<SPAN / 2, LEAST>(d, a, rows, eights);
     } else if (eights & SPAN / 2) {
-        multiply_chunk<SPAN / 2, LEAST + SPAN / 2>(d, a, rows, eights);
+        mma_chunk<SPAN / 2, LEAST + SPAN / 2>(d, a, rows, eights);
     } else {
-        multiply_chunk<SPAN / 2, LEAST>(d, a, rows, eights);
+        mma_chunk<SPAN / 2, LEAST>(d, a, rows, eights);
     }
 }
 
 // d[q] += part q of this warp's, times 8 (eights + 1) rows, over all chunks of a tile. words, scales: the lane's of the
 // first stage.
 template <class F>
-__device__ __forceinline__ void multiply(float (&d)[F::PARTS][F::SUMS], uint32_t shared, Turn<F::STAGES>& stage,
-                                         int chunks, uint32_t words_at, uint32_t scales_at, unsigned eights) {
+__device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t smem,
+                                         PipelineState<F::NUM_STAGES>& stage, int chunks, uint32_t words_at,
+                                         uint32_t scales_at, unsigned eights) {
     constexpr int SPAN = F::EIGHTS <= 8 ? 8 : 16;
     static_assert(F::EIGHTS <= 16);
     uint32_t a[4][F::PARTS][4];
     const bool frees = threadIdx.x % 32 == 0;
     keep_in_registers(words_at), keep_in_registers(scales_at);
-    const auto full = [&] { return shared + F::FULL + 8 * stage.at(); };
+    const auto full = [&] { return smem + F::FULL_BARRIERS + 8 * stage.index(); };
     const auto load = [&] {
-        return load_unit<F::PARTS>(words_at + stage.at() * F::STAGE, scales_at + stage.at() * F::STAGE);
+        return load_unit<F::PARTS>(words_at + stage.index() * F::STAGE_BYTES,
+                                   scales_at + stage.index() * F::STAGE_BYTES);
     };
-    wait(full(), stage.parity());
+    wait(full(), stage.phase());
     Words<F::PARTS> words = load();
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
-        const uint32_t rows = same(matrix_half(shared + F::ROWS) + stage.at() * (F::STAGE / 16));
-        const uint32_t empty = shared + F::EMPTY + 8 * stage.at();
+        const uint32_t rows = same(smem_desc_low(smem + F::SMEM_B) + stage.index() * (F::STAGE_BYTES / 16));
+        const uint32_t empty = smem + F::EMPTY_BARRIERS + 8 * stage.index();
         decode(words, a);
-        stage.next();
+        stage.advance();
         if (left > 1) {  // the next unit's words come while the products are issued
-            wait(full(), stage.parity());
+            wait(full(), stage.phase());
             words = load();
         }
-        multiply_chunk<SPAN, 0>(d, a, rows, eights);
-        wgmma_end();
+        mma_chunk<SPAN, 0>(d, a, rows, eights);
+        warpgroup_wait<0>();
         hold(a);
         __syncwarp();
         if (frees) arrive(empty);
     }
-    pin(d);
+    warpgroup_fence_operand(d);
 }
 
 // silu(gate) * up, both clamped, times the routing weight.
@@ -344,7 +354,7 @@ __device__ __forceinline__ void stage_inner(const float (&d)[PARTS][SUMS], int c
         for (int q = 0; q < PARTS; ++q) {
             const float a = activate(d[q][4 * i] * factor, d[q][4 * i + 2] * factor, weight.x);
             const float b = activate(d[q][4 * i + 1] * factor, d[q][4 * i + 3] * factor, weight.y);
-            const uint32_t own = bf16_pair(a, b), other = __shfl_xor_sync(~0u, own, 4);
+            const uint32_t own = pack_bf16x2(a, b), other = __shfl_xor_sync(~0u, own, 4);
             store_shared(to[q] + i * 1024, __byte_perm(own, other, both));
         }
     }
@@ -359,7 +369,7 @@ __device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[P
     constexpr int AT_ONCE = 16 / PARTS, HALF = SUMS, ROW = 128 * PARTS;  // tokens, tokens, bytes
     static_assert(HALF % AT_ONCE == 0);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    // Chunk c, 16 bytes, of row r stands at c ^ r % 8.
+    // Chunk c, 16 bytes, of row r is at c ^ r % 8.
     const int matrix = PARTS == 2 ? lane / 8 : lane / 8 % 2, below = PARTS == 2 ? 0 : lane / 16 * 8;
     const uint32_t to = staging + (below + lane % 8) * ROW + ((2 * PARTS * warp + matrix) ^ lane % 8) * 16;
     const int chunk = thread % (8 * PARTS), row = thread / (8 * PARTS);
@@ -374,11 +384,11 @@ __device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[P
             const auto pair = [&](int m) {  // of matrix m of the four
                 const int q = PARTS == 2 ? m / 2 : 0, eighth = before / 8 + (PARTS == 2 ? i : 2 * i + m / 2);
                 const int at = 4 * eighth + 2 * (m % 2);
-                return bf16_pair(d[q][at] * factor, d[q][at + 1] * factor);
+                return pack_bf16x2(d[q][at] * factor, d[q][at + 1] * factor);
             };
-            store_transposed(to + i * 2048, pair(0), pair(1), pair(2), pair(3));
+            stmatrix_x4_trans(to + i * 2048, pair(0), pair(1), pair(2), pair(3));
         }
-        meet<128>(barrier);
+        named_barrier_sync<128>(barrier);
 #pragma unroll
         for (int i = 0; i < HALF / AT_ONCE; ++i) {
             const int token = before + AT_ONCE * i + row;
@@ -387,23 +397,23 @@ __device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[P
             const int64_t slot = load_shared(slots + 4 * token);
             *reinterpret_cast<uint4*>(p.parts + slot * p.hidden + first + 8 * chunk) = v;
         }
-        meet<128>(barrier);  // staging and slots are read
+        named_barrier_sync<128>(barrier);  // staging and slots are read
     }
 }
 
 template <class F>
-__device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared) {
+__device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
     constexpr int PARTS = F::PARTS, SUMS = F::SUMS;
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
     const int team = group / F::TEAM, barrier = 1 + F::GROUPS / F::TEAM + group;
     const bool stores = thread == 0 && group % F::TEAM == 0;  // one thread of each team
     const int part = PARTS == 2 ? 0 : thread / 32 % 2;  // of a unit, this warp's first
     const int unit = F::SHARE * group + thread / 32 * PARTS / 2;  // of a tile's
-    const uint32_t weights = shared + F::WEIGHTS + unit * units::BYTES;
-    const uint32_t team_staging = shared + F::STAGING + team * (F::TEAM * F::STAGED);
-    const uint32_t staging = shared + F::STAGING + group * F::STAGED;
-    const uint32_t scale = shared + F::LISTS + group * F::LIST, list = scale + 16;
-    const auto meet_team = [&] { meet<128 * F::TEAM>(1 + team); };
+    const uint32_t weights = smem + F::SMEM_A + unit * units::BYTES;
+    const uint32_t team_staging = smem + F::SMEM_D + team * (F::TEAM * F::D_BYTES);
+    const uint32_t staging = smem + F::SMEM_D + group * F::D_BYTES;
+    const uint32_t scale = smem + F::LISTS + group * F::LIST, list = scale + 16;
+    const auto team_sync = [&] { named_barrier_sync<128 * F::TEAM>(1 + team); };
     float d[PARTS][SUMS];
     // Who stores: an item of which a bulk copy may still be on its way, plus one, or none.
     const uint32_t stored = scale + 4;
@@ -412,47 +422,47 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
         if (!stores) return;
         const int item = int(load_shared(stored)) - 1;
         if (item < 0) return;
-        bulk_stores_done();
-        fence_async();
-        count_up(p.list.ready + item);
+        tma_store_wait();
+        fence_proxy_async();
+        red_add_release(p.list.ready + item);
         store_shared(stored, 0);
     };
-    Turn<2> turn;
-    Turn<F::STAGES> stage;
+    PipelineState<2> turn;
+    PipelineState<F::NUM_STAGES> stage;
 #pragma unroll 1
     while (true) {
         {
-            const Tile tile = tile_of<F>(shared, turn);
+            const Tile tile = read_tile<F>(smem, turn);
             if (tile.product != FIRST) finish_store();  // this tile may wait for it
             if (tile.product == END) return;
             const bool is_first = tile.product == FIRST;
             // What the epilogue needs comes while the products run, and takes no registers.
             const void* const of = is_first ? static_cast<const void*>(p.tables.weight) : p.tables.slot;
-            if (thread < tile.count) copy4(list + 4 * thread, static_cast<const int*>(of) + tile.first + thread);
-            if (thread == 0) copy4(scale, p.product[tile.product].scale + tile.expert);
+            if (thread < tile.count) cp_async4(list + 4 * thread, static_cast<const int*>(of) + tile.first + thread);
+            if (thread == 0) cp_async4(scale, p.product[tile.product].scale + tile.expert);
 #pragma unroll
             for (int i = 0; i < PARTS * SUMS; ++i) d[i / SUMS][i % SUMS] = 0;
-            multiply<F>(d, shared, stage, p.product[tile.product].chunks, weights + 512 * part + 16 * lane,
+            mma_tile<F>(d, smem, stage, p.product[tile.product].chunks, weights + 512 * part + 16 * lane,
                         weights + units::SCALES + 4 * lane + 2 * part, unsigned(tile.count - 1) / 8);
         }
         // Again, instead of in registers.
-        const Tile tile = tile_of<F>(shared, turn);
-        heard<F>(shared, turn);
+        const Tile tile = read_tile<F>(smem, turn);
+        release_tile<F>(smem, turn);
         const Product& product = p.product[tile.product];
         finish_store();  // long done: staging is free again
-        copies_done();
-        meet_team();
+        cp_async_wait_all();
+        team_sync();
         const float factor = __uint_as_float(load_shared(scale)) * units::REST;
         const int begin = F::UNITS * tile.block + F::SHARE * group;  // units of rows, this warpgroup's first
         if (tile.product == FIRST) {
             const int chunk = (F::UNITS * tile.block) / TEAM_UNITS + team;  // of the second product's columns
             if (TEAM_UNITS * chunk < product.rows) {
                 stage_inner(d, tile.count, factor, list, team_staging, unit % TEAM_UNITS, part);
-                fence_async_shared();
-                meet_team();
+                fence_proxy_async_shared();
+                team_sync();
                 if (stores) {
                     bf16* const to = p.inner + (int64_t(chunk) * p.slots + tile.first) * 64;
-                    bulk_store(to, team_staging, tile.count * 128);
+                    tma_store_1d(to, team_staging, tile.count * 128);
                     store_shared(stored, tile.item + 1);
                 }
             }
@@ -466,19 +476,19 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, uint32_t shared
 // ---- kernels
 
 template <class F>
-__global__ void __launch_bounds__(F::THREADS, 1) experts(const __grid_constant__ Problem p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // wgmma is Hopper's alone
+__global__ void __launch_bounds__(F::NUM_THREADS, 1) experts(const __grid_constant__ Problem p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only Hopper has wgmma
     extern __shared__ uint8_t raw[];
     // From lane 0, or else it would be computed again for each use.
-    const uint32_t shared = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
+    const uint32_t smem = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < F::STAGES; ++i) {
-            barrier_init(shared + F::FULL + 8 * i, 1);
-            barrier_init(shared + F::EMPTY + 8 * i, 4 * F::GROUPS);  // warps that multiply
+        for (int i = 0; i < F::NUM_STAGES; ++i) {
+            barrier_init(smem + F::FULL_BARRIERS + 8 * i, 1);
+            barrier_init(smem + F::EMPTY_BARRIERS + 8 * i, 4 * F::GROUPS);  // warps that multiply
         }
         for (int i = 0; i < 2; ++i) {
-            barrier_init(shared + F::TOLD + 8 * i, 1);
-            barrier_init(shared + F::HEARD + 8 * i, 4 * F::GROUPS);
+            barrier_init(smem + F::TILE_FULL_BARRIERS + 8 * i, 1);
+            barrier_init(smem + F::TILE_EMPTY_BARRIERS + 8 * i, 4 * F::GROUPS);
         }
         barrier_publish();
     }
@@ -486,11 +496,11 @@ __global__ void __launch_bounds__(F::THREADS, 1) experts(const __grid_constant__
     __syncthreads();
     programmatic::wait();
     if (threadIdx.x < 128) {
-        fewer_registers<F::ASK_REGISTERS>();
-        if (threadIdx.x == 0) ask<F>(p, shared);
+        warpgroup_reg_dealloc<F::PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) producer<F>(p, smem);
     } else {
-        more_registers<F::MULTIPLY_REGISTERS>();
-        multiply_tiles<F>(p, shared);
+        warpgroup_reg_alloc<F::CONSUMER_REGISTERS>();
+        consumer<F>(p, smem);
     }
 #endif
 }

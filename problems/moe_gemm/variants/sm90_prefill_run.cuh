@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
             }
         }
     }
-    reinterpret_cast<uint4*>(out)[piece] = make_uint4(bf16_pair(sum[0], sum[1]), bf16_pair(sum[2], sum[3]),
-                                                      bf16_pair(sum[4], sum[5]), bf16_pair(sum[6], sum[7]));
+    reinterpret_cast<uint4*>(out)[piece] = make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]),
+                                                      pack_bf16x2(sum[4], sum[5]), pack_bf16x2(sum[6], sum[7]));
 }
 
 // ---- launches
@@ -57,7 +57,7 @@ struct Workspace {
     size_t bytes;
     Workspace(void* base, int tokens, int topk, int experts, int hidden, int inner_size) : bytes(0) {
         const size_t slots = size_t(tokens) * topk;
-        const size_t items = most_items(slots, experts, Many::ITEM);
+        const size_t items = most_items(slots, experts, Many::BLOCK_N);
         const auto take = [&](size_t size) {
             const size_t at = bytes;
             bytes += (size + 255) / 256 * 256;
@@ -90,11 +90,11 @@ inline int launch_experts(Problem& problem, const List& list, int processors) {
         return error;
     problem.list = list;
     for (Product& product : problem.product) product.blocks = (product.rows + F::UNITS - 1) / F::UNITS;
-    return programmatic::launch(experts<F>, processors, F::THREADS, bytes, problem);
+    return programmatic::launch(experts<F>, processors, F::NUM_THREADS, bytes, problem);
 }
 
-// T tokens, E experts of k for each; H, I multiples of 64. w13: units (E, 2 I / 32, H / 64), w2: (E, H / 32, I / 64), as
-// tensors of 8 bytes an element in boxes of BOX unit rows by one; g13, g2 fp32 (E,); x, out bf16 (T, H); ids int32,
+// T tokens, E experts of k for each; H, I multiples of 64. w13: units (E, 2 I / 32, H / 64), w2: (E, H / 32, I / 64),
+// as tensors of 8 bytes an element in boxes of BOX unit rows by one; g13, g2 fp32 (E,); x, out bf16 (T, H); ids int32,
 // topk_weights fp32 (T, k). -> a cudaError_t.
 inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, const float* g2, const bf16* x,
                const int* ids, const float* topk_weights, bf16* out, void* workspace, int tokens, int topk, int experts,
@@ -130,9 +130,9 @@ inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, 
             cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(route_bytes)))
         return error;
     route<<<ROUTE_BLOCKS, ROUTE_THREADS, route_bytes>>>(ids, topk_weights, space.tables, int(slots), topk, experts,
-                                                        Few::ITEM, Many::ITEM);
+                                                        Few::BLOCK_N, Many::BLOCK_N);
     if (const cudaError_t error = cudaGetLastError()) return error;
-    const auto items = unsigned(most_items(slots, experts, Many::ITEM));
+    const auto items = unsigned(most_items(slots, experts, Many::BLOCK_N));
     const dim3 grid(items, (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
     if (const cudaError_t error =
             programmatic::launch(gather, grid, GATHER_THREADS, 0, x, space.x, space.tables, int(slots), hidden))

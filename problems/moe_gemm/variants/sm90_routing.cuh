@@ -114,7 +114,7 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
         }
         total[e] = mine;
     }
-    ptx::meet_cluster();
+    ptx::cluster_sync();
 
     uint64_t before = 0;  // slots and items of the experts below
 #pragma unroll 1
@@ -123,7 +123,7 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
         int mine = 0, of_lower_blocks = 0;  // slots of all blocks
         for (int r = 0; r < ROUTE_BLOCKS && e < experts; ++r) {
             if (r == rank) of_lower_blocks = mine;
-            mine += ptx::load_cluster(ptx::in_block(r, ptx::shared_address(total + e)));
+            mine += ptx::load_cluster(ptx::in_block(r, ptx::smem_address(total + e)));
         }
         const bool is_few = mine <= few;
         const int items = is_few ? mine > 0 : (mine + many - 1) / many;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void sort(const int* ids, const float* weights, const
         tables.few.head[0] = few_of(before), tables.few.head[1] = 0;
         tables.many.head[0] = many_of(before), tables.many.head[1] = 0;
     }
-    ptx::meet_cluster();  // all have read the totals; and the block knows where slots begin
+    ptx::cluster_sync();  // all have read the totals; and the block knows where slots begin
     if (warp < warps)
         count<true>(ids, weights, from, to, experts, counters + warp * experts,
                     [&](int slot, int expert, int place, float weight) {
@@ -176,7 +176,7 @@ constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;
 
 // Of item blockIdx.x, those of `many` first, GATHER_CHUNKS chunks of 64 columns: x's rows -> [chunks][slots in their
 // order][64]. Of 64 columns position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the
-// words of a matrix 4 by 8, transposed. 16-byte piece c of the item's row r stands at c ^ r % 8, as in shared memory.
+// words of a matrix 4 by 8, transposed. 16-byte piece c of the item's row r is at c ^ r % 8, as in shared memory.
 __global__ void __launch_bounds__(GATHER_THREADS)
     gather(const __nv_bfloat16* x, __nv_bfloat16* gathered, Tables tables, int slots, int hidden) {
     programmatic::trigger();

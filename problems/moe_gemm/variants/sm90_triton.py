@@ -3,13 +3,10 @@
 Five kernels a call: routing tables, gate and up with the clamped SwiGLU behind them, down into fp32 by slot, and a sum
 over a token's slots. (A slot is t * k + j.) A program of a product owns some rows of one expert's weights and a tile of
 its slots, and the slots are the columns of tl.dot, so that few of them waste little. Weights go from codes to bf16
-anew for each tile. "nvfp4" quantises the slots' values in kernels of their own before either product.
+anew for each tile. "nvfp4" quantises the slots' values in separate kernels before either product.
 """
 
 import math
-import os
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from task import BENCHMARKS, LIMIT, Sizes, input_t, output_t, unpack
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from problems.common import build
+from problems.common.triton_dsl import cubin
 
 TARGETS = ("sm90",)
 REQUIRES = ("triton",)
@@ -227,7 +224,7 @@ def _combine(parts, out, H, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def plan(sizes: Sizes) -> Plan:
-    """Shapes alone decide: a tile holds the slots of most experts when all are chosen alike, up to 128."""
+    """Choose by shapes only: a tile holds the slots of most experts when all are chosen alike, up to 128."""
     slots = sizes.tokens * sizes.topk
     hit = sizes.experts * (1 - (1 - sizes.topk / sizes.experts) ** sizes.tokens)  # experts, expected
     each = slots / hit
@@ -249,7 +246,7 @@ def _product(rows: int, length: int, tile: int, tiles: float, most: int) -> Prod
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write into data.outputs.out and return it. ValueError as unpack says."""
+    """Write data.outputs.out, bf16 (T, H), and return it. ValueError as unpack says."""
     sizes = unpack(data)
     weights, (x, ids, routing), (out,) = data
     hidden, inner, experts = sizes.hidden, sizes.inner, sizes.experts
@@ -295,7 +292,7 @@ def product_constants(how: Plan, product: Product, quantised: bool) -> dict:
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: all kernels for each shape of the benchmarks, and the quantiser."""
+    """Compile for `target`, without a GPU: all kernels for each shape of the benchmarks, and the quantiser."""
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
     made = {}
@@ -323,7 +320,7 @@ _TYPES = {
 
 
 def _cubin(kernel: object, constant: dict, warps: int, stages: int, target: str) -> build.Artefact:
-    """One kernel as a cubin under build.directory(), with what ptxas says of it."""
+    """Compile one kernel with these constants."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constant else _TYPES.get(n, "i32") for n in names}
     constexprs = {(i,): constant[n] for i, n in enumerate(names) if n in constant}
@@ -332,17 +329,4 @@ def _cubin(kernel: object, constant: dict, warps: int, stages: int, target: str)
     aligned |= {"H", "H2", "H16", "I", "I2", "I16", "N"} & signature.keys()
     hints = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in aligned}
     source = ASTSource(kernel, signature, constexprs, hints)
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}
-    )  # fmt: skip
-    build.directory().mkdir(parents=True, exist_ok=True)
-    path = build.directory() / f"{Path(__file__).stem}-{target}-{made.metadata.hash[:20]}.cubin"
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        Path(scratch, "ptx").write_text(made.asm["ptx"])
-        Path(scratch, "cubin").write_bytes(made.asm["cubin"])
-        command = ["ptxas", "-v", f"-arch={build.ARCH[target]}", f"{scratch}/ptx", "-o", f"{scratch}/again"]
-        report = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if report.returncode:
-            raise build.BuildError(f"{' '.join(command)}\n{report.stdout}")
-        os.replace(f"{scratch}/cubin", path)
-    return build.Artefact(path, target, report.stdout)
+    return cubin(source, {"num_warps": warps, "num_stages": stages}, Path(__file__).stem, target)

@@ -48,11 +48,11 @@ __device__ __forceinline__ uint32_t scale(uint32_t four) {
 __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (&pair)[4]) {
     constexpr int AND_OR = 0xEA;  // (a & b) | c
     const uint32_t mask = 0x81C081C0u;
-    pair[0] = ptx::times(word & mask, scale);
-    pair[1] = ptx::times(word << 6 & mask, scale);
-    pair[2] = ptx::times(__funnelshift_l(word, word, 12) & mask, scale);
+    pair[0] = ptx::mul_bf16x2(word & mask, scale);
+    pair[1] = ptx::mul_bf16x2(word << 6 & mask, scale);
+    pair[2] = ptx::mul_bf16x2(__funnelshift_l(word, word, 12) & mask, scale);
     const uint32_t first = word >> 6 & 0x01000100u;
-    pair[3] = ptx::times(lop3<AND_OR>(word << 2, 0x80C080C0u, first), scale);
+    pair[3] = ptx::mul_bf16x2(lop3<AND_OR>(word << 2, 0x80C080C0u, first), scale);
 }
 
 // A word of eight codes, first column in the low nibble, -> as units have it.

@@ -156,6 +156,6 @@ extern "C" int launch(const uint8_t* a, const uint8_t* b, const uint8_t* sfa, co
                       int64_t m, int64_t k, int64_t l) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
-        return gemv::kNoInstructions;
+        return cpu::kNoInstructions;
     return gemv::on_all_cores<Worker>({a, b, sfa, sfb, c, m, k, l});
 }

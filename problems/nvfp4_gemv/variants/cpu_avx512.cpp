@@ -148,6 +148,6 @@ extern "C" int launch(const uint8_t* a, const uint8_t* b, const uint8_t* sfa, co
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
         !__builtin_cpu_supports("avx512vnni"))
-        return gemv::kNoInstructions;
+        return cpu::kNoInstructions;
     return gemv::on_all_cores<Worker>({a, b, sfa, sfb, c, m, k, l});
 }

@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "cpu_threads.h"
+
 namespace gemv {
 
 // The tensors of task.Data as bytes; L batches lie one behind the other.
@@ -33,9 +35,6 @@ struct Rows {
     uint16_t* c;
     int64_t count, k;
 };
-
-// Status of a launcher, which Python turns into an error.
-enum Status : int { kOk = 0, kNoInstructions = 1, kNoThreads = 2 };
 
 // 10 us of one core's bandwidth, so that the cores finish together.
 constexpr int64_t kTaskBytes = 128 << 10;  // codes in one grab of rows
@@ -61,13 +60,13 @@ int on_all_cores(const Problem& p) noexcept {
         }
     };
     const int64_t useful = std::max<int64_t>(1, p.l * p.m * row_bytes / kThreadBytes);
-    const int64_t threads = std::min({useful, tasks, std::max<int64_t>(1, std::thread::hardware_concurrency())});
+    const int64_t threads = std::min({useful, tasks, cpu::cores()});
     std::vector<std::thread> others;
-    int status = kOk;
+    int status = cpu::kOk;
     try {
         for (int64_t i = 1; i < threads; i++) others.emplace_back(work);
     } catch (const std::system_error&) {
-        status = kNoThreads;
+        status = cpu::kNoThreads;
     }
     work();
     for (auto& other : others) other.join();

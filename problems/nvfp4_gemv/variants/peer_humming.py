@@ -1,6 +1,6 @@
 """peer_humming: Humming's W4A16 GEMM, activations more precise than W4A4; left out of the time: repacking A, b to fp16.
 
-Left out too: choosing the plan and building the routing tables, which depend on shapes alone.
+Left out too: choosing the plan and building the routing tables, which depend only on shapes.
 
 Dense for l = 1, an indexed GEMM over l experts with one row each for l > 1, in fp16 with fp32 accumulation. The plan is
 the package's own tuned choice for the row count. Its kernels compile through NVRTC at the first call of a shape, in
@@ -97,7 +97,7 @@ def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _routes(l: int, block: int) -> dict[str, torch.Tensor]:
-    """Row i goes to expert i alone. sorted_ids lists the rows by expert, each padded to `block` with l, no row's id."""
+    """Pass row i to expert i. sorted_ids lists the rows by expert, each padded to `block` with l, no row's id."""
     sorted_ids = torch.full((l, block), l, dtype=torch.int32)
     sorted_ids[:, 0] = torch.arange(l)
     return {

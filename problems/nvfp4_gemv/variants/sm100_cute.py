@@ -1,23 +1,17 @@
 """sm100_cute: sm90_cute with the native e2m1 conversion and half2 block dots, x held as fp16; compiled, not yet run."""
 
-import contextlib
 import functools
-import io
-import os
-import re
-import shlex
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import cutlass
 from cutlass import Float8E4M3FN, Float16, Float32, Int16, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.runtime import make_ptr
 from cutlass.cutlass_dsl import T, dsl_user_op
 from task import BENCHMARKS, input_t, output_t, unpack
 
 from problems.common import build
+from problems.common.cute_dsl import check_target, cubin, e4m3_pair, load_no_allocate, pointers, prefetch_l2, vector
 
 TARGETS = ("sm100",)
 REQUIRES = ("cutlass",)
@@ -100,52 +94,6 @@ def pair_sum(pair: Int32, *, loc=None, ip=None) -> Float32:
     return Float32(llvm.inline_asm(T.f32(), [Int32(pair).ir_value(loc=loc, ip=ip)], text, "=f,r", loc=loc, ip=ip))
 
 
-@dsl_user_op
-def two_scales(pair: Int16, *, loc=None, ip=None) -> tuple[Float32, Float32]:
-    """The e4m3 values in the low and the high byte of `pair`, exact; a NaN stays one."""
-    text = """{
-        .reg .b32 both;
-        .reg .b16 low, high;
-        cvt.rn.f16x2.e4m3x2 both, $2;
-        mov.b32 {low, high}, both;
-        cvt.f32.f16 $0, low;
-        cvt.f32.f16 $1, high;
-    }"""
-    result = llvm.StructType.get_literal([T.f32(), T.f32()])
-    both = llvm.inline_asm(result, [Int16(pair).ir_value(loc=loc, ip=ip)], text, "=f,=f,h", loc=loc, ip=ip)
-    return tuple(Float32(llvm.extractvalue(T.f32(), both, [i], loc=loc, ip=ip)) for i in range(2))
-
-
-@dsl_user_op
-def read_once(address: Int64, *, loc=None, ip=None) -> tuple[Int32, ...]:
-    """The 4 words at `address` in global memory, kept out of L1: nothing reads them again."""
-    text = "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
-    result = llvm.StructType.get_literal([T.i32()] * 4)
-    values = [Int64(address).ir_value(loc=loc, ip=ip)]
-    words = llvm.inline_asm(result, values, text, "=r,=r,=r,=r,l", has_side_effects=True, loc=loc, ip=ip)
-    return tuple(Int32(llvm.extractvalue(T.i32(), words, [i], loc=loc, ip=ip)) for i in range(4))
-
-
-@dsl_user_op
-def ask_l2(address: Int64, *, loc=None, ip=None) -> None:
-    """Ask L2 for the line at `address` in global memory; nothing waits for it."""
-    values = [Int64(address).ir_value(loc=loc, ip=ip)]
-    llvm.inline_asm(None, values, "prefetch.global.L2 [$0];", "l", has_side_effects=True, loc=loc, ip=ip)
-
-
-def vector(tensor: cute.Tensor, words: int, what: str) -> cute.Tensor:
-    """`tensor` itself. ValueError, while tracing, unless it is `words` neighbouring words at an address that one
-    access of 4 * words bytes may use: a slice through the wrong mode, or a stride that breaks the alignment, is
-    otherwise right on some shapes and slow or wrong on others.
-    """
-    known = all(isinstance(extent, int) for extent in (*tensor.shape, *tensor.stride))
-    if not known or tensor.shape != (words,) or tensor.stride != (1,):
-        raise ValueError(f"{what} must be a slice of {words} words of stride 1, got {tensor.shape}:{tensor.stride}")
-    if tensor.iterator.alignment % (4 * words):
-        raise ValueError(f"{what} must be aligned to {4 * words} bytes, got {tensor.iterator.alignment}")
-    return tensor
-
-
 @cute.kernel
 def gemv(
     a: cute.Tensor,
@@ -173,7 +121,7 @@ def gemv(
     passes = cute.ceil_div(chunks, X_CHUNKS)
     tiles = cute.ceil_div(m, plan.tile())
 
-    # x as fp16, 4 quarters of a chunk (8 values, half a block, each) in planes of their own: neighbouring lanes then
+    # x as fp16, 4 quarters of a chunk (8 values, half a block, each) in separate planes: neighbouring lanes then
     # read neighbouring 16 bytes. meta: sfb of the two blocks of a chunk.
     smem = cutlass.utils.SmemAllocator()
     planes = cute.make_layout((4, 4, X_CHUNKS), stride=(1, 4 * X_CHUNKS, 4))
@@ -215,7 +163,7 @@ def gemv(
                 for i in cutlass.range_constexpr(plan.prefetch):
                     at = base + cutlass.min(i * LANES + lane, here - 1)
                     for r in cutlass.range_constexpr(plan.rows):
-                        ask_l2(cute.domain_offset((0, at, 0), codes)[None, 0, r].iterator.toint())
+                        prefetch_l2(cute.domain_offset((0, at, 0), codes)[None, 0, r].iterator.toint())
                 for i in cutlass.range_constexpr(shares):
                     block = thread + i * threads
                     if block < 2 * LANES * steps:
@@ -234,7 +182,7 @@ def gemv(
                 chunk_codes = cute.domain_offset((0, at, 0), codes)[None, 0, None]
                 chunk_scales = cute.domain_offset((at, 0), code_scales)[0, None]
                 for r in cutlass.range_constexpr(plan.rows):
-                    chunk_words = read_once(vector(chunk_codes[None, r], 4, "a chunk of a").iterator.toint())
+                    chunk_words = load_no_allocate(vector(chunk_codes[None, r], 4, "a chunk of a").iterator.toint())
                     for i in cutlass.range_constexpr(4):
                         words[i, r] = chunk_words[i]
                 for r in cutlass.range_constexpr(plan.rows):
@@ -243,7 +191,7 @@ def gemv(
                     cute.autovec_copy(vector(x[None, h, chunk], 4, "half a block of x"), x_words[None, h])
                 cute.autovec_copy(vector(meta[None, chunk], 2, "the scales of a chunk"), x_meta)
                 for r in cutlass.range_constexpr(plan.rows):
-                    sfa_values = two_scales(scales[r])
+                    sfa_values = e4m3_pair(scales[r])
                     for h in cutlass.range_constexpr(2):
                         # Exact: each half sums 8 products, multiples of 1/4 of at most 36, so 288 in quarters is
                         # 1152 < 2^11. The two halves together may need 12 bits, so they meet in fp32.
@@ -291,63 +239,28 @@ def launch(
     gemv(codes, vectors, a_scales, b_scales, out, plan).launch(grid=(ctas, l, 1), block=(plan.warps * LANES, 1, 1))
 
 
-def pointers(*addresses: int) -> list[cute.Pointer]:
-    """The arguments a, b, sfa, sfb, c of `launch`, at their device addresses."""
-    views = ((Int32, ALIGN), (Int32, ALIGN), (Int16, 2), (Float8E4M3FN, 1), (Float16, 2))
-    memory = cute.AddressSpace.gmem
-    return [make_ptr(dtype, at, memory, align) for (dtype, align), at in zip(views, addresses, strict=True)]
+# Of the pointer arguments of `launch`: dtype, alignment in bytes.
+VIEWS = ((Int32, ALIGN), (Int32, ALIGN), (Int16, 2), (Float8E4M3FN, 1), (Float16, 2))
 
 
 @functools.cache
 def compiled(plan: Plan, options: str = ""):
     """The kernel for `plan`, for any m, k and l; called with five pointers, then m, k, l and CTAs a batch."""
-    return cute.compile(launch, *pointers(0, 0, 0, 0, 0), *(Int32(1) for _ in range(4)), plan, options=options)
+    return cute.compile(launch, *pointers(VIEWS, [0] * 5), *(Int32(1) for _ in range(4)), plan, options=options)
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU: a cubin for each plan of the benchmark shapes, ptxas' report as log.
+    """Compile for `target`, without a GPU: a cubin for each plan of the benchmark shapes, ptxas' report as log.
 
     RuntimeError unless CUTE_DSL_ARCH, which the DSL reads when it is first imported, says the same architecture.
     """
-    if target not in TARGETS:
-        raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
-    if os.environ.get("CUTE_DSL_ARCH") != build.ARCH[target]:
-        raise RuntimeError(
-            f"CUTE_DSL_ARCH must be {build.ARCH[target]!r} before cutlass is imported, "
-            f"got {os.environ.get('CUTE_DSL_ARCH')!r}"
-        )
-    return [cubin(plan, target) for plan in dict.fromkeys(plan_for(c.m, c.k, c.l)[0] for c in BENCHMARKS)]
-
-
-def cubin(plan: Plan, target: str) -> build.Artefact:
-    """The kernel for `plan` as a cubin under build.directory(), with what ptxas said of it."""
-    stem = f"{Path(__file__).stem}-{target}-w{plan.warps}r{plan.rows}p{plan.prefetch}"
-    build.directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
-        report = io.StringIO()
-        options = f"--keep-cubin --keep-ptx --dump-dir {shlex.quote(scratch)} --ptxas-options '-v' remarks{{ptx}}"
-        with contextlib.redirect_stderr(report):
-            artefacts = compiled(plan, options).artifacts
-        if not artefacts.CUBIN:
-            raise build.BuildError(f"{stem}: the DSL kept no cubin:\n{report.getvalue()}")
-        Path(scratch, "cubin").write_bytes(artefacts.CUBIN)
-        path = build.directory() / f"{stem}.cubin"
-        os.replace(Path(scratch, "cubin"), path)
-    return build.Artefact(path, target, ptxas_report(report.getvalue(), stem, build.ARCH[target]))
-
-
-def ptxas_report(text: str, name: str, arch: str) -> str:
-    """What ptxas -v said of the one kernel in `text`, in its form: the DSL wraps and colours it, and cuts long names.
-
-    BuildError if the numbers are not there.
-    """
-    flat = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-    memory = re.search(r"\d+ bytes stack frame, \d+ bytes spill stores, \d+ bytes spill loads", flat)
-    registers = re.search(r"Used \d+ registers[^.]*?(?= ptxas| -->|$)", flat)
-    if not memory or not registers:
-        raise build.BuildError(f"{name}: no report of ptxas in\n{text}")
-    lines = (f"Compiling entry function '{name}' for '{arch}'", memory[0], registers[0])
-    return "".join(f"ptxas info    : {line}\n" for line in lines)
+    check_target(target, TARGETS)
+    plans = dict.fromkeys(plan_for(c.m, c.k, c.l)[0] for c in BENCHMARKS)
+    stem = f"{Path(__file__).stem}-{target}"
+    return [
+        cubin(functools.partial(compiled, plan), f"{stem}-w{plan.warps}r{plan.rows}p{plan.prefetch}", target)
+        for plan in plans
+    ]
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -357,5 +270,5 @@ def custom_kernel(data: input_t) -> output_t:
         raise ValueError(f"data must be on a GPU, got {data.c.device}")
     plan, ctas = plan_for(m, k, l)
     tensors = (data.a, data.b, data.sfa, data.sfb, data.c)
-    compiled(plan)(*pointers(*(t.data_ptr() for t in tensors)), m, k, l, ctas)
+    compiled(plan)(*pointers(VIEWS, [t.data_ptr() for t in tensors]), m, k, l, ctas)
     return data.c

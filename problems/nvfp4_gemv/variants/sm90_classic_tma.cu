@@ -27,21 +27,21 @@
 // ------------------------------------------------------------------------------------------------- constants
 
 constexpr int CONSUMER_WARPS = 8;    // one for each of the 8 rows of a quarter
-constexpr int THREADS = 32 * (1 + CONSUMER_WARPS);
+constexpr int NUM_THREADS = 32 * (1 + CONSUMER_WARPS);
 constexpr int CLUSTER = 2;           // CTAs of the rank-3 kernel that share one b
-constexpr int TILE_ROWS = 32;        // 4 quarters x 8 rows
-constexpr int STEP_K = 1024;         // elements of K in one step: 32 lanes x 32
+constexpr int BLOCK_M = 32;          // 4 quarters x 8 rows
+constexpr int BLOCK_K = 1024;        // elements of K in one step: 32 lanes x 32
 constexpr int SEGMENT_STEPS = 16;    // steps of b kept decoded
 constexpr int MAX_STAGES = 2;        // of 18 KiB, 72 KiB in flight an SM; an H200 got slower with 3, 4 and 6
 constexpr int BLOCKS_PER_SM = 2;
 
-constexpr int BOX_A_BYTES = 8 * STEP_K / 2;                 // one quarter
+constexpr int BOX_A_BYTES = 8 * BLOCK_K / 2;                 // one quarter
 constexpr int A_BYTES = 4 * BOX_A_BYTES;
-constexpr int SFA_BYTES = STEP_K / 64 * 128;
+constexpr int SFA_BYTES = BLOCK_K / 64 * 128;
 constexpr int STAGE_BYTES = A_BYTES + SFA_BYTES;            // 18 KiB
-constexpr int B_BYTES = STEP_K / 2;                         // raw codes of b in a step
-constexpr int SFB_BYTES = STEP_K / 64 * 16;                 // row group 0 of 16 blocks: 4 scales of row 0, 12 others
-constexpr int X_BYTES = STEP_K;                             // decoded b: int8, two planes of 16 bytes a lane
+constexpr int B_BYTES = BLOCK_K / 2;                         // raw codes of b in a step
+constexpr int SFB_BYTES = BLOCK_K / 64 * 16;                 // row group 0 of 16 blocks: 4 scales of row 0, 12 others
+constexpr int X_BYTES = BLOCK_K;                             // decoded b: int8, two planes of 16 bytes a lane
 constexpr int XS_BYTES = 32 * sizeof(float2);               // its block scales / 4, two a lane
 constexpr int VECTOR_STEP_BYTES = B_BYTES + SFB_BYTES + X_BYTES + XS_BYTES;
 constexpr int ALIGNMENT = 1024;                             // where the pattern of the 128-byte swizzle starts anew
@@ -58,35 +58,35 @@ struct Maps {
 };
 
 struct Shape {
-    int m, steps, segments;  // steps: of STEP_K, over all of K
+    int m, steps, segments;  // steps: of BLOCK_K, over all of K
     int rest_k;              // 512-byte scale blocks in a block of 128 rows
     int rounds, stages;      // tiles of each CTA; stages of the pipeline
 };
 
 // ------------------------------------------------------------------------------------------------- device helpers
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void barrier_expect(uint64_t* bar, uint32_t bytes) {  // and one arrival
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes)
                  : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
 }
 
 // Arrive on the barrier at the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* bar, uint32_t rank) {
     asm volatile(
         "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(bar)),
+        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(smem_address(bar)),
         "r"(rank)
         : "memory");
 }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity, con
             "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
             " selp.u32 %0, 1, 0, p;\n}"
             : "=r"(over)
-            : "r"(shared_address(bar)), "r"(parity)
+            : "r"(smem_address(bar)), "r"(parity)
             : "memory");
 #ifdef TMA_WATCHDOG
         if (!over && clock64() - start > 2'000'000'000) {  // cycles: one second
@@ -144,12 +144,12 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
     if constexpr (RANK == 2) {
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
-            "[%2];" ::"r"(shared_address(to)), "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y)
+            "[%2];" ::"r"(smem_address(to)), "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y)
             : "memory");
     } else {
         asm volatile(
             "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
-            "%5}], [%2];" ::"r"(shared_address(to)), "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "r"(z)
+            "%5}], [%2];" ::"r"(smem_address(to)), "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y), "r"(z)
             : "memory");
     }
 }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_box_to_cluster(void* to, const CUtensorMap*
     const uint16_t all = (1 << CLUSTER) - 1;
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)), "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y),
+        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem_address(to)), "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y),
         "r"(z), "h"(all)
         : "memory");
 }
@@ -222,16 +222,17 @@ __device__ __forceinline__ float warp_sum(float v) {
 // ------------------------------------------------------------------------------------------------- shared memory
 
 struct Barriers {
-    uint64_t full[MAX_STAGES], empty[MAX_STAGES];  // stage filled (bytes); stage read by all consumer warps
-    uint64_t b_full, b_empty;                      // the same for b; b_empty counts the warps of the whole cluster
+    uint64_t full_barriers[MAX_STAGES];   // stage filled (bytes)
+    uint64_t empty_barriers[MAX_STAGES];  // stage read by all consumer warps
+    uint64_t b_full_barrier, b_empty_barrier;  // the same for b; b_empty_barrier counts the warps of the whole cluster
 };
 
-struct Shared {
+struct SharedStorage {
     uint8_t *stages, *b, *sfb, *x;
     float2* xs;
     Barriers* bars;
 
-    __device__ Shared(uint8_t* base, const Shape& s) {
+    __device__ SharedStorage(uint8_t* base, const Shape& s) {
         const int vector_steps = min(s.steps, SEGMENT_STEPS);
         stages = base;
         b = stages + s.stages * STAGE_BYTES;
@@ -243,13 +244,13 @@ struct Shared {
 };
 
 // Position in the ring of stages. `phase` is the parity that a consumer waits for.
-struct Ring {
-    int stage = 0;
+struct PipelineState {
+    int index = 0;
     uint32_t phase = 0;
 
-    __device__ __forceinline__ void next(int stages) {
-        if (++stage == stages) {
-            stage = 0;
+    __device__ __forceinline__ void advance(int stages) {
+        if (++index == stages) {
+            index = 0;
             phase ^= 1;
         }
     }
@@ -259,8 +260,8 @@ struct Ring {
 
 // One lane: issue every load of this CTA, in the order in which the consumers use them.
 template <int RANK, int CTAS>
-__device__ void produce(const Maps& maps, const Shape& s, const Shared& sh, int batch) {
-    Ring ring;
+__device__ void producer(const Maps& maps, const Shape& s, const SharedStorage& smem, int batch) {
+    PipelineState pipe;
     uint32_t vectors = 0;  // loads of b so far
     for (int round = 0; round < s.rounds; ++round) {
         const int tile = blockIdx.x + round * gridDim.x;
@@ -269,32 +270,33 @@ __device__ void produce(const Maps& maps, const Shape& s, const Shared& sh, int 
             const int first = segment * SEGMENT_STEPS, last = min(first + SEGMENT_STEPS, s.steps);
             if (round == 0 || s.segments > 1) {
                 // Parity (vectors - 1) & 1: the previous b is read, in every CTA of the cluster; at once for the first.
-                barrier_wait(&sh.bars->b_empty, (vectors + 1) & 1, "b_empty");
+                barrier_wait(&smem.bars->b_empty_barrier, (vectors + 1) & 1, "b_empty");
                 ++vectors;
-                barrier_expect(&sh.bars->b_full, (last - first) * (B_BYTES + SFB_BYTES));
+                barrier_expect(&smem.bars->b_full_barrier, (last - first) * (B_BYTES + SFB_BYTES));
                 for (int step = first; step < last; ++step) {
-                    uint8_t* b = sh.b + (step - first) * B_BYTES;
-                    uint8_t* sfb = sh.sfb + (step - first) * SFB_BYTES;
+                    uint8_t* b = smem.b + (step - first) * B_BYTES;
+                    uint8_t* sfb = smem.sfb + (step - first) * SFB_BYTES;
                     if constexpr (CTAS == 1) {
-                        load_box<RANK>(b, &maps.b, &sh.bars->b_full, step * (STEP_K / 8), 0, batch);
-                        load_box<RANK>(sfb, &maps.sfb, &sh.bars->b_full, 0, step * (STEP_K / 64), batch);
+                        load_box<RANK>(b, &maps.b, &smem.bars->b_full_barrier, step * (BLOCK_K / 8), 0, batch);
+                        load_box<RANK>(sfb, &maps.sfb, &smem.bars->b_full_barrier, 0, step * (BLOCK_K / 64), batch);
                     } else if (step % CTAS == cluster_rank()) {  // each brings its share to all
-                        load_box_to_cluster(b, &maps.b, &sh.bars->b_full, step * (STEP_K / 8), 0, batch);
-                        load_box_to_cluster(sfb, &maps.sfb, &sh.bars->b_full, 0, step * (STEP_K / 64), batch);
+                        load_box_to_cluster(b, &maps.b, &smem.bars->b_full_barrier, step * (BLOCK_K / 8), 0, batch);
+                        load_box_to_cluster(sfb, &maps.sfb, &smem.bars->b_full_barrier, 0, step * (BLOCK_K / 64),
+                                            batch);
                     }
                 }
             }
-            for (int step = first; step < last; ++step, ring.next(s.stages)) {
-                barrier_wait(&sh.bars->empty[ring.stage], ring.phase ^ 1, "empty");
-                uint64_t* full = &sh.bars->full[ring.stage];
-                uint8_t* a = sh.stages + ring.stage * STAGE_BYTES;
+            for (int step = first; step < last; ++step, pipe.advance(s.stages)) {
+                barrier_wait(&smem.bars->empty_barriers[pipe.index], pipe.phase ^ 1, "empty");
+                uint64_t* full = &smem.bars->full_barriers[pipe.index];
+                uint8_t* a = smem.stages + pipe.index * STAGE_BYTES;
                 barrier_expect(full, STAGE_BYTES);
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter) {
-                    load_box<RANK>(a + quarter * BOX_A_BYTES, &maps.a, full, step * (STEP_K / 8),
+                    load_box<RANK>(a + quarter * BOX_A_BYTES, &maps.a, full, step * (BLOCK_K / 8),
                                    block * 128 + quarter * 32 + row, batch);
                 }
-                load_box<RANK>(a + A_BYTES, &maps.sfa, full, row * 16, block * s.rest_k + step * (STEP_K / 64), batch);
+                load_box<RANK>(a + A_BYTES, &maps.sfa, full, row * 16, block * s.rest_k + step * (BLOCK_K / 64), batch);
             }
         }
     }
@@ -302,50 +304,50 @@ __device__ void produce(const Maps& maps, const Shape& s, const Shared& sh, int 
 
 // All consumers: raw b of `steps` steps to signed bytes and fp32 scales. Lane c's 32 elements of a step are split into
 // two planes of 16 bytes a lane, so that reading them is free of bank conflicts.
-__device__ void decode_vector(const Shared& sh, int steps, int thread) {
+__device__ void decode_vector(const SharedStorage& smem, int steps, int thread) {
     for (int i = thread; i < steps * 32; i += 32 * CONSUMER_WARPS) {
         const int step = i / 32, c = i % 32;
-        const uint4 codes = reinterpret_cast<const uint4*>(sh.b)[i];
+        const uint4 codes = reinterpret_cast<const uint4*>(smem.b)[i];
         const uint2 x0 = doubled_bytes(codes.x), x1 = doubled_bytes(codes.y);
         const uint2 x2 = doubled_bytes(codes.z), x3 = doubled_bytes(codes.w);
-        uint4* planes = reinterpret_cast<uint4*>(sh.x + step * X_BYTES);
+        uint4* planes = reinterpret_cast<uint4*>(smem.x + step * X_BYTES);
         planes[c] = make_uint4(x0.x, x0.y, x1.x, x1.y);
         planes[32 + c] = make_uint4(x2.x, x2.y, x3.x, x3.y);
         // 16 bytes a k-block of 64; the first 4 are row 0's, lane c's two are the first or the second pair.
-        const float2 scale = scale_pair(*reinterpret_cast<const uint16_t*>(sh.sfb + i / 2 * 16 + i % 2 * 2));
-        sh.xs[i] = make_float2(0.25f * scale.x, 0.25f * scale.y);  // both operands of a dot are doubled
+        const float2 scale = scale_pair(*reinterpret_cast<const uint16_t*>(smem.sfb + i / 2 * 16 + i % 2 * 2));
+        smem.xs[i] = make_float2(0.25f * scale.x, 0.25f * scale.y);  // both operands of a dot are doubled
     }
 }
 
 // Consumer warp r, lane c: rows r of the four quarters, elements 32 c to 32 c + 31 of each step.
 template <int CTAS>
-__device__ void consume(const Shape& s, const Shared& sh, half* d) {
+__device__ void consumer(const Shape& s, const SharedStorage& smem, half* d) {
     const int r = threadIdx.x / 32 - 1, c = threadIdx.x % 32;
-    Ring ring;
+    PipelineState pipe;
     uint32_t vectors = 0;
     for (int round = 0; round < s.rounds; ++round) {
         float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         for (int segment = 0; segment < s.segments; ++segment) {
             const int steps = min(SEGMENT_STEPS, s.steps - segment * SEGMENT_STEPS);
             if (round == 0 || s.segments > 1) {
-                sync_consumers();  // nobody reads the previous x any more
-                barrier_wait(&sh.bars->b_full, vectors++ & 1, "b_full");
-                decode_vector(sh, steps, threadIdx.x - 32);
+                sync_consumers();  // no thread reads the previous x any more
+                barrier_wait(&smem.bars->b_full_barrier, vectors++ & 1, "b_full");
+                decode_vector(smem, steps, threadIdx.x - 32);
                 sync_consumers();
                 if (c < CTAS) {  // the raw b is free: tell every producer that may write it
                     if constexpr (CTAS == 1) {
-                        barrier_arrive(&sh.bars->b_empty);
+                        barrier_arrive(&smem.bars->b_empty_barrier);
                     } else {
-                        barrier_arrive_at(&sh.bars->b_empty, c);
+                        barrier_arrive_at(&smem.bars->b_empty_barrier, c);
                     }
                 }
             }
-            for (int step = 0; step < steps; ++step, ring.next(s.stages)) {
-                const uint4 x0 = reinterpret_cast<const uint4*>(sh.x + step * X_BYTES)[c];
-                const uint4 x1 = reinterpret_cast<const uint4*>(sh.x + step * X_BYTES)[32 + c];
-                const float2 xs = sh.xs[step * 32 + c];
-                barrier_wait(&sh.bars->full[ring.stage], ring.phase, "full");
-                const uint8_t* stage = sh.stages + ring.stage * STAGE_BYTES;
+            for (int step = 0; step < steps; ++step, pipe.advance(s.stages)) {
+                const uint4 x0 = reinterpret_cast<const uint4*>(smem.x + step * X_BYTES)[c];
+                const uint4 x1 = reinterpret_cast<const uint4*>(smem.x + step * X_BYTES)[32 + c];
+                const float2 xs = smem.xs[step * 32 + c];
+                barrier_wait(&smem.bars->full_barriers[pipe.index], pipe.phase, "full");
+                const uint8_t* stage = smem.stages + pipe.index * STAGE_BYTES;
                 uint4 codes[4];
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter) {
@@ -354,7 +356,7 @@ __device__ void consume(const Shape& s, const Shared& sh, half* d) {
                 // k-block c / 2 is a row of 8 16-byte chunks, chunk r stored at r ^ (row % 8) by the swizzle.
                 const uint4 scales = reinterpret_cast<const uint4*>(stage + A_BYTES)[c / 2 * 8 + (r ^ (c / 2 % 8))];
                 __syncwarp();
-                if (c == 0) barrier_arrive(&sh.bars->empty[ring.stage]);  // the stage is in registers
+                if (c == 0) barrier_arrive(&smem.bars->empty_barriers[pipe.index]);  // the stage is in registers
                 const uint32_t four[4] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter) {
@@ -379,27 +381,27 @@ __device__ void consume(const Shape& s, const Shared& sh, half* d) {
 template <int RANK, int CTAS>
 __device__ __forceinline__ void gemv(const Maps& maps, const Shape& s, half* d) {
     extern __shared__ __align__(ALIGNMENT) uint8_t memory[];
-    const Shared sh(memory, s);
+    const SharedStorage smem(memory, s);
     if (threadIdx.x == 0) {
-        if (shared_address(memory) % ALIGNMENT) __trap();  // the swizzle pattern hangs on address bits
+        if (smem_address(memory) % ALIGNMENT) __trap();  // the swizzle pattern hangs on address bits
         prefetch_map(&maps.b);
         prefetch_map(&maps.sfb);
         prefetch_map(&maps.a);
         prefetch_map(&maps.sfa);
         for (int i = 0; i < s.stages; ++i) {
-            barrier_init(&sh.bars->full[i], 1);
-            barrier_init(&sh.bars->empty[i], CONSUMER_WARPS);
+            barrier_init(&smem.bars->full_barriers[i], 1);
+            barrier_init(&smem.bars->empty_barriers[i], CONSUMER_WARPS);
         }
-        barrier_init(&sh.bars->b_full, 1);
-        barrier_init(&sh.bars->b_empty, CTAS * CONSUMER_WARPS);
+        barrier_init(&smem.bars->b_full_barrier, 1);
+        barrier_init(&smem.bars->b_empty_barrier, CTAS * CONSUMER_WARPS);
         asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
     }
     sync_all<CTAS>();  // no load may reach a CTA whose barriers are not set up
     if (threadIdx.x / 32 == 0) {
-        if (threadIdx.x == 0) produce<RANK, CTAS>(maps, s, sh, blockIdx.y);
+        if (threadIdx.x == 0) producer<RANK, CTAS>(maps, s, smem, blockIdx.y);
         __syncwarp();
     } else {
-        consume<CTAS>(s, sh, d + static_cast<int64_t>(blockIdx.y) * s.m);
+        consumer<CTAS>(s, smem, d + static_cast<int64_t>(blockIdx.y) * s.m);
     }
     if constexpr (CTAS > 1) sync_all<CTAS>();  // a CTA must outlive the arrivals and loads of its neighbours
 }
@@ -408,14 +410,14 @@ __device__ __forceinline__ void gemv(const Maps& maps, const Shape& s, half* d) 
 
 // L = 1. a (k / 8, m) and b (k / 8, 128) of 8 codes; sfa (512, rest_k * rest_m), sfb (512, rest_k) bytes; d fp16 (m).
 // Grid (tiles of this round); no two CTAs share anything.
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+__global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     fp4_gemv_rank2_cta(const __grid_constant__ Maps maps, const __grid_constant__ Shape shape, half* __restrict__ d) {
     gemv<2, 1>(maps, shape, d);
 }
 
 // L > 1: the same with l as third dimension, d fp16 (l, m). Grid (tiles, l), clusters of CLUSTER tiles of one l, whose
 // CTAs each bring a share of b to all.
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+__global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     fp4_gemv_rank3_cluster(const __grid_constant__ Maps maps, const __grid_constant__ Shape shape,
                            half* __restrict__ d) {
     gemv<3, CLUSTER>(maps, shape, d);
@@ -435,8 +437,8 @@ cudaError_t launch_fp4_gemv_optimized(const Tensor& A, const Tensor& B, const Te
     cudaError_t error = tma::find_encode(&encode);
     if (error != cudaSuccess) return error;
     Maps maps;
-    if (!tma::encode_map(encode, A, &maps.a) || !tma::encode_map(encode, B, &maps.b) || !tma::encode_map(encode, SFA, &maps.sfa) ||
-        !tma::encode_map(encode, SFB, &maps.sfb)) {
+    if (!tma::encode_map(encode, A, &maps.a) || !tma::encode_map(encode, B, &maps.b) ||
+        !tma::encode_map(encode, SFA, &maps.sfa) || !tma::encode_map(encode, SFB, &maps.sfb)) {
         return cudaErrorInvalidValue;
     }
 
@@ -447,7 +449,7 @@ cudaError_t launch_fp4_gemv_optimized(const Tensor& A, const Tensor& B, const Te
 
     Shape s{};
     s.m = M;
-    s.steps = (K + STEP_K - 1) / STEP_K;
+    s.steps = (K + BLOCK_K - 1) / BLOCK_K;
     s.segments = (s.steps + SEGMENT_STEPS - 1) / SEGMENT_STEPS;
     s.rest_k = K_scales_padded / 4;
     const int vector_bytes = (s.steps < SEGMENT_STEPS ? s.steps : SEGMENT_STEPS) * VECTOR_STEP_BYTES;
@@ -456,7 +458,7 @@ cudaError_t launch_fp4_gemv_optimized(const Tensor& A, const Tensor& B, const Te
 
     // As few rounds as the resident CTAs allow, then as few CTAs as make these rounds: every CTA gets the same.
     const int ctas_of_cluster = L == 1 ? 1 : CLUSTER;
-    const int tiles = (M + 127) / 128 * (128 / TILE_ROWS);
+    const int tiles = (M + 127) / 128 * (128 / BLOCK_M);
     const int slots = processors * BLOCKS_PER_SM / L > 1 ? processors * BLOCKS_PER_SM / L : 1;
     s.rounds = (tiles + slots - 1) / slots;
     int ctas = (tiles + s.rounds - 1) / s.rounds;
@@ -464,7 +466,7 @@ cudaError_t launch_fp4_gemv_optimized(const Tensor& A, const Tensor& B, const Te
 
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(ctas, L);
-    config.blockDim = dim3(THREADS);
+    config.blockDim = dim3(NUM_THREADS);
     config.dynamicSmemBytes = s.stages * STAGE_BYTES + vector_bytes + sizeof(Barriers);
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;

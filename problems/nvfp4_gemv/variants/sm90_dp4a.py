@@ -12,7 +12,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 
 
 def compile_for(target: str) -> list[build.Artefact]:
-    """Machine code for `target`, without a GPU."""
+    """Compile for `target`, without a GPU."""
     return [build.cuda(SOURCE, target)]
 
 

@@ -26,10 +26,10 @@ constexpr int MAX_PARTIALS = 8192;        // slices times rows of a CTA: bounds 
 
 // ---- device helpers
 
-__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+__device__ __forceinline__ void cp_async16(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copy4(uint32_t to, const void* from) {
+__device__ __forceinline__ void cp_async4(uint32_t to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ uint4 load16(uint32_t from) {
@@ -65,14 +65,14 @@ __device__ __forceinline__ float reduce(float (&sums)[N], int lane) {
 
 // X: what a lane keeps of x. X(codes, scales, inside) takes 32 values, zeros unless inside; x.row_sum(codes, scales) is
 // 1 / X::UNIT times the sum of two blocks of a row against it.
-// ROWS: of a step of a warp, a power of two; DEPTH: steps under way in its ring; LONG_K: more slices than WARPS.
+// ROWS: of a step of a warp, a power of two; NUM_STAGES: steps under way in its ring; LONG_K: more slices than WARPS.
 // Grid (CTAs of a batch, l), block (32 * slices along k, groups of rows); most_rows: of a CTA, a multiple of ROWS.
-template <class X, int ROWS, int DEPTH, int WARPS, int CTAS_PER_SM, bool LONG_K>
+template <class X, int ROWS, int NUM_STAGES, int WARPS, int CTAS_PER_SM, bool LONG_K>
 __global__ void __launch_bounds__(32 * WARPS, CTAS_PER_SM)
     gemv(const uint8_t* __restrict__ a, const uint8_t* __restrict__ b, const uint8_t* __restrict__ sfa,
          const uint8_t* __restrict__ sfb, __half* __restrict__ c, int m, int k, int most_rows) {
     static_assert(ROWS % 2 == 0 && 32 % ROWS == 0, "one copy brings the scales of two rows; a lane reports one row");
-    constexpr int SLOT = ROWS * ROW_BYTES;
+    constexpr int STAGE_BYTES = ROWS * ROW_BYTES;
     constexpr int ROW_LANES = 32 / ROWS;  // lanes that hold the same row's sum
     extern __shared__ __align__(128) uint8_t shared[];
     int const lane = threadIdx.x % 32, slice = threadIdx.x / 32, slices = blockDim.x / 32;
@@ -80,8 +80,10 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS_PER_SM)
     int const begin = blockIdx.x * most_rows, rows = min(most_rows, m - begin), step = groups * ROWS;
     int64_t const first_row = int64_t(batch) * m + begin;
     uint32_t const code_row = k / 2, scale_row = k / 16;  // bytes
-    uint32_t const ring = uint32_t(__cvta_generic_to_shared(shared)) + (group * slices + slice) * (DEPTH * SLOT);
-    float* const partial = reinterpret_cast<float*>(shared + groups * slices * (DEPTH * SLOT));  // [slices of k][rows]
+    uint32_t const ring =
+        uint32_t(__cvta_generic_to_shared(shared)) + (group * slices + slice) * (NUM_STAGES * STAGE_BYTES);
+    float* const partial =
+        reinterpret_cast<float*>(shared + groups * slices * (NUM_STAGES * STAGE_BYTES));  // [slices of k][rows]
 
     int at = slice;  // of k
     do {
@@ -96,45 +98,45 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS_PER_SM)
         int ahead = group * ROWS;
         const uint8_t* codes = a + (first_row + ahead) * code_row + code;
         const uint8_t* scales = sfa + (first_row + ahead + lane / 16) * scale_row + (word < int(scale_row) ? word : 0);
-        // to: this lane's codes in the slot; its words of scales lie from_codes further on.
+        // to: this lane's codes in the stage; its words of scales lie from_codes further on.
         uint32_t const from_codes = ROWS * SLICE_CODES - 12 * lane;
         auto const fill = [&](uint32_t to) {
             if (ahead + ROWS <= rows) {
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) copy16(to + i * SLICE_CODES, codes + i * code_row);
+                for (int i = 0; i < ROWS; ++i) cp_async16(to + i * SLICE_CODES, codes + i * code_row);
 #pragma unroll
-                for (int i = 0; i < ROWS; i += 2) copy4(to + from_codes + i * SLICE_SCALES, scales + i * scale_row);
+                for (int i = 0; i < ROWS; i += 2) cp_async4(to + from_codes + i * SLICE_SCALES, scales + i * scale_row);
             } else {
 #pragma unroll 1
                 for (int i = 0; i < rows - ahead; ++i) {
-                    copy16(to + i * SLICE_CODES, codes + i * code_row);
-                    if (lane < 16) copy4(to + from_codes + i * SLICE_SCALES, scales + i * scale_row);
+                    cp_async16(to + i * SLICE_CODES, codes + i * code_row);
+                    if (lane < 16) cp_async4(to + from_codes + i * SLICE_SCALES, scales + i * scale_row);
                 }
             }
             asm volatile("cp.async.commit_group;" ::: "memory");
             ahead += step, codes += step * code_row, scales += step * scale_row;
         };
-        uint32_t slot = ring + 16 * lane;
-        uint32_t const last = slot + (DEPTH - 1) * SLOT;
+        uint32_t stage = ring + 16 * lane;
+        uint32_t const last = stage + (NUM_STAGES - 1) * STAGE_BYTES;
 #pragma unroll 1
-        for (int i = 0; i < DEPTH; ++i) fill(slot + i * SLOT);
+        for (int i = 0; i < NUM_STAGES; ++i) fill(stage + i * STAGE_BYTES);
 
         X const x(x_codes, x_scales, inside);
         float* to = partial + at * rows + group * ROWS + lane / ROW_LANES;
         int left = rows - group * ROWS - lane / ROW_LANES;  // rows from this lane's on
 #pragma unroll 1
         for (int row = group * ROWS; row < rows; row += step) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
+            asm volatile("cp.async.wait_group %0;" ::"n"(NUM_STAGES - 1) : "memory");
             __syncwarp();
             uint4 w[ROWS];
             uint16_t s[ROWS];
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) w[i] = load16(slot + i * SLICE_CODES);
+            for (int i = 0; i < ROWS; ++i) w[i] = load16(stage + i * SLICE_CODES);
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) s[i] = load2(slot + from_codes - 2 * lane + i * SLICE_SCALES);
-            __syncwarp();  // all have read: the slot may be filled again
-            fill(slot);
-            slot = slot == last ? last - (DEPTH - 1) * SLOT : slot + SLOT;
+            for (int i = 0; i < ROWS; ++i) s[i] = load2(stage + from_codes - 2 * lane + i * SLICE_SCALES);
+            __syncwarp();  // all have read: the stage may be filled again
+            fill(stage);
+            stage = stage == last ? last - (NUM_STAGES - 1) * STAGE_BYTES : stage + STAGE_BYTES;
             float sums[ROWS];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) sums[i] = x.row_sum(w[i], s[i]);  // of rows past the end: whatever lay there
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS_PER_SM)
 // ---- launcher
 
 // One wave of CTAs with equal shares of rows; more waves where a share would pass MAX_PARTIALS. l is at most 65535.
-template <class X, int ROWS, int DEPTH, int WARPS, int CTAS_PER_SM>
+template <class X, int ROWS, int NUM_STAGES, int WARPS, int CTAS_PER_SM>
 cudaError_t run(const uint8_t* a, const uint8_t* b, const uint8_t* sfa, const uint8_t* sfb, __half* c, int m, int k,
                 int l) {
     int sms = 0;
@@ -166,9 +168,9 @@ cudaError_t run(const uint8_t* a, const uint8_t* b, const uint8_t* sfa, const ui
     int const step = groups * ROWS, limit = max(MAX_PARTIALS / all_slices / ROWS, 1) * ROWS;
     int const share = max(min(sms * CTAS_PER_SM / l, (m + step - 1) / step), 1);  // CTAs a batch in one wave
     int const rows = min(((m + share - 1) / share + ROWS - 1) / ROWS * ROWS, limit);
-    int const bytes = slices * groups * DEPTH * ROWS * ROW_BYTES + all_slices * rows * 4;
-    auto const kernel = all_slices > slices ? gemv<X, ROWS, DEPTH, WARPS, CTAS_PER_SM, true>
-                                            : gemv<X, ROWS, DEPTH, WARPS, CTAS_PER_SM, false>;
+    int const bytes = slices * groups * NUM_STAGES * ROWS * ROW_BYTES + all_slices * rows * 4;
+    auto const kernel = all_slices > slices ? gemv<X, ROWS, NUM_STAGES, WARPS, CTAS_PER_SM, true>
+                                            : gemv<X, ROWS, NUM_STAGES, WARPS, CTAS_PER_SM, false>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
         return error;
     }

@@ -33,9 +33,7 @@ LIMIT_S = 120
 OWN = {"composed/submission.py"}
 MODULES = {"composed/model.py", "composed/kernels.py", "composed/state.py"}
 GEMV = load.PROBLEMS / "nvfp4_gemv"
-NAMED = {
-    name for named in load.constants(GEMV / "submission.py", "WINNERS")["WINNERS"].values() for name in named
-}  # fmt: skip
+NAMED = {name for named in load.winners(GEMV).values() for name in named}
 SOURCES = [path for path in (GEMV / "variants").iterdir() if path.stem in NAMED]
 INCLUDED = {word for path in SOURCES for word in re.findall(r'#include "(.+)"', path.read_text())}
 WINNERS = {"nvfp4_gemv/task.py", "nvfp4_gemv/submission.py"} | {
@@ -232,7 +230,7 @@ def test_the_runner_gets_the_closure_in_its_places(problems, place):
         assert seen == OWN | MODULES | WINNERS | {"composed/task.py"}
         assert box.restore(f"{top}/nvfp4_gemv/submission.py:3") == f"{problems}/nvfp4_gemv/submission.py:3"
         child = Child("harness.runner.runner", None, box.jail)
-        start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
+        start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "files": {}, "compile": False}
         reply, _ = child.request(start, LIMIT_S)
         child.close()
         assert reply.get("ready"), reply
@@ -278,9 +276,9 @@ def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
         return plan.make("id", found, "cpu", arguments, [verdict.Result(submission, "cpu")], [], [])["problem_hash"]
 
     start = planned()
-    add(problems / "composed" / "model.py", "\n# a change\n")
+    add(problems / "composed" / "model.py", "\nchanged = 1\n")
     assert planned() == start
-    add(problems / "composed" / "state.py", "\n# a change\n")
+    add(problems / "composed" / "state.py", "\nchanged = 1\n")
     assert planned() != start
 
 

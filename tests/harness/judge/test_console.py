@@ -11,7 +11,7 @@ import pytest
 from harness.judge import console, verdict
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
-from harness.problem import folders
+from harness.problem import folders, scan, sources
 from harness.problem.folders import Case
 from harness.results import output, ranking, record, text
 from tests.support.hostile import HOSTILE, brief
@@ -153,3 +153,23 @@ def test_records_hold_clean_text_and_finite_numbers():
     assert complaints == [] and records == lines
     for line in records:
         assert text.clean(line["reason"], math.inf) == line["reason"] and "[link=http" in line["reason"]
+
+
+def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
+    """Of a GPU's machine code as far as the compile step left any, looked at once."""
+    submission, asked = MOE.variant("sm90_grouped"), []
+
+    def hash_of(folder):
+        asked.append(folder)
+        return "c" * 16
+
+    monkeypatch.setattr(verdict.machine_code, "hash_of", hash_of)
+    for built, target, code in ((tmp_path, "sm90", "c" * 16), (None, "sm90", None), (tmp_path, "cpu", None)):
+        monkeypatch.setattr(verdict.workdir, "build_folder", lambda *_, built=built: built)
+        judged = verdict.Result(submission, target, "RULE_BROKEN", "why")
+        judged.tests += [(Case({"m": m}, 1), Outcome("PASSED")) for m in (1, 2)]
+        lines = verdict.Recorder(MOE, "cuda").lines(judged)
+        assert len(lines) == 3 and {line["code_hash"] for line in lines} == {code}
+        assert {line["source_hash"] for line in lines} == {scan.source_hash(submission.file, MOE.folder)}
+        assert {line["problem_hash"] for line in lines} == {sources.problem_hash(MOE.folder)}
+    assert asked == [tmp_path]

@@ -158,13 +158,12 @@ class Fuzz:
                 assert verdict in WORDS and not (broken(script) and verdict == "PASSED"), script
 
     def _profiled(self, one: Result) -> str:
-        """As beside.profile, less what needs a GPU's tools."""
+        """As modes.profile, less what needs a GPU's tools."""
         with Session(self.problem, "cuda") as running:
             running.weights(self.problem.tests[0])
             running.content(self.problem.tests[0])
-            found = running.ask_runner(
-                RunnerHandle("p", one.submission, "cpu"), {"op": "profile", "baseline": False}, 5, buffers=1
-            )
+            handle, message = RunnerHandle("p", one.submission, "cpu"), {"op": "profile", "baseline": False}
+            found = running.ask_runner(handle, replies.Profiled, message, 5, buffers=1)
             return getattr(found, "status", "PASSED")
 
     def _check(self, script: Script, got: Result) -> None:
@@ -198,11 +197,11 @@ class Fuzz:
     def render(self) -> None:
         """The leaderboard shows every record, as text that moves no cursor."""
         machines = sorted(path.name for path in self.results.glob("box*"))
-        boards, complaints = report.read(self.results, machines, [])
-        assert boards and not complaints
+        shown = report.read(self.results, machines, [])
+        assert shown.boards and not shown.complaints
         screen = io.StringIO()
-        report.terminal(boards, {}, Console(file=screen, width=200))
-        for said in (report.markdown(boards, {}, []), screen.getvalue()):
+        report.terminal(shown, Console(file=screen, width=200))
+        for said in (report.markdown(shown), screen.getvalue()):
             assert "honest" in said and clean(said, len(said))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from harness.checker.checker import Checker
 from harness.checker.memory import WORD, same
-from harness.judge import phases
+from harness.judge import phases, replies
 from harness.judge.handle import ProblemError, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
@@ -151,7 +151,7 @@ def folder(path: Path, classes: str, *changes: tuple[str, str]) -> Path:
 
 
 def checker(path: Path) -> Checker:
-    return Checker({"folder": str(path), "own": True, "device": "cpu", "utils": None})
+    return Checker({"folder": str(path), "own": True, "device": "cpu", "files": {}})
 
 
 def content(made: Checker, n: int = 64) -> dict:
@@ -181,7 +181,7 @@ def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
         session.start(handles[0])
         session.weights(cases[0], 1)
         session.content(cases[0], 1)
-        reply = session.ask_runner(handles[0], {"op": "profile", "baseline": False}, 60, buffers=1)
+        reply = session.ask_runner(handles[0], replies.Profiled, {"op": "profile", "baseline": False}, 60, buffers=1)
         assert not isinstance(reply, Outcome) and "add" in reply.table, reply
 
 

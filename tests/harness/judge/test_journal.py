@@ -184,9 +184,26 @@ def test_the_records_replace_the_journal(results):
 
 def test_a_record_that_json_cannot_hold_writes_nothing():
     found = filled()
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match="finite"):
         found.finish([{"run_id": found.run_id, "median_us": math.nan}])
     assert record.read("box", "p") == [] and not found.noted("final")
+
+
+@pytest.mark.parametrize("wrong", [{"median_us": "soon"}, {"status": "FINE"}, {"n": math.nan}])
+def test_a_record_that_is_none_is_not_copied_from_a_journal(results, wrong):
+    """It stays in the journal, which is named; the run's work is all there, and it goes on."""
+    found = filled()
+    found.note("final", records=[*full("a", 1.0)[:2], full("a", 1.0)[2] | wrong])
+    found._file.close()
+    kept = found.path.read_bytes()
+    assert journal.settle("box", "p") == ([], [RUN_IDS[0]])
+    assert found.path.read_bytes() == kept and record.read("box", "p") == []
+    again = Journal.resume("box", "p")
+    (complaint,) = again.complaints
+    assert complaint.startswith(f"box/{found.path.name}:6: records.2: ") and complaint.endswith(": left out")
+    assert repr(again.have()) == repr(found.have())
+    again.finish(full("a", 1.0))
+    assert record.read("box", "p") == full("a", 1.0)
 
 
 def test_a_kill_while_the_records_are_written_loses_none_and_doubles_none(results):

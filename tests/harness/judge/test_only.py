@@ -31,7 +31,7 @@ def custom_kernel(data):
 '''
 ONLY = f'ONLY = {{"n": (1024, {2**20})}}'
 CASES = [{"n": 2**19}, {"n": 2**20}]
-SAYS = f"serves n=1024 or {2**20} alone"
+SAYS = f"serves only n=1024 or {2**20}"
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_what_it_serves_is_read_from_the_file(folder):
     (folder / "variants" / "peer_one.py").write_text('ONLY = {"n": 1024}\n')
     found = folders.find(str(folder))
     one, whole = found.variant("peer_one"), found.variant("whole")
-    assert [one.serves(case) for case in found.tests] == [False, True] and one.limits == "serves n=1024 alone"
+    assert [one.serves(case) for case in found.tests] == [False, True] and one.limits == "serves only n=1024"
     assert all(map(whole.serves, found.tests)) and whole.only == ()
 
 
@@ -149,4 +149,4 @@ def test_humming_is_asked_for_bf16_alone():
     found = folders.find("moe_gemm")
     baseline = found.variant("peer_humming")
     assert {case.params["activation"] for case in found.tests if baseline.serves(case)} == {"bf16"}
-    assert all(map(baseline.serves, found.benchmarks["cuda"])) and baseline.limits == "serves activation=bf16 alone"
+    assert all(map(baseline.serves, found.benchmarks["cuda"])) and baseline.limits == "serves only activation=bf16"

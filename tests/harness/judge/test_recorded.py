@@ -13,6 +13,8 @@ import pytest
 
 from harness import run
 from harness.judge import confirm, phases
+from harness.judge.call import CallRequest
+from harness.judge.outcome import Outcome
 from harness.results import environment, ranking, record
 from tests.support import SUPPORT
 from tests.support.recorded import SOURCE, Stop, better, first, journals, judge, records
@@ -166,17 +168,17 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
 
 
 def test_the_calls_of_a_phase_share_its_limit():
+    class Sleeper:
+        def call(self, handle: SimpleNamespace, request: CallRequest) -> Outcome:
+            within.append(request.within_s)
+            time.sleep(0.06)
+            return Outcome("PASSED")
+
     def call(budget: phases.Budget, handle: SimpleNamespace) -> str:
-        if (outcome := budget.exhausted(handle)) is None:
-            with budget.spending(handle) as left_s:
-                within.append(left_s)
-                time.sleep(0.06)
-        return outcome.status if outcome else "PASSED"
+        return budget.call(Sleeper(), handle, CallRequest(1)).status
 
     within, budget = [], phases.Budget(0.1)
-    handles = {
-        n: [SimpleNamespace(name=f"{n} {p}", owner=n) for p in range(3)] for n in "ab"
-    }
+    handles = {n: [SimpleNamespace(name=f"{n} {p}", owner=n) for p in range(3)] for n in "ab"}
     said = [[call(budget, process) for process in handles[name]] for name in "ab"]
     assert said == [["PASSED", "PASSED", "TIMEOUT"]] * 2  # all processes of a submission together
     assert within[0] == 0.1 and 0 < within[1] < 0.05 and len(within) == 4

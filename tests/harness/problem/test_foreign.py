@@ -1,7 +1,5 @@
 """Folders with the traits of other people's problems: a right and a wrong submission of each are told apart."""
 
-from pathlib import Path
-
 import pytest
 
 from harness.judge import phases

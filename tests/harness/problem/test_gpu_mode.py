@@ -11,7 +11,7 @@ FOLDER = SUPPORT / "gpu_mode" / "vectoradd"
 
 def test_the_folder_is_read_as_it_stands():
     found = folders.find(str(FOLDER))
-    assert not found.own and found.utils == FOLDER.parent / "utils.py"
+    assert not found.own and found.files["utils.py"] == FOLDER.parent / "utils.py"
     assert [case.params for case in found.tests] == [
         {"sizes": [7, 130], "scale": 1}, {"sizes": [1, 3, 1000], "scale": 2},
     ]  # fmt: skip

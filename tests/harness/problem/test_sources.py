@@ -11,7 +11,7 @@ from harness.judge import compiling
 from harness.problem import folders, scan, sources
 from harness.problem.folders import UsageError
 from harness.results import record
-from problems.common import load
+from problems.common import build, load
 from tests.support import SUPPORT
 
 VECTOR_ADD = folders.find(str(SUPPORT / "problems" / "vector_add"))
@@ -143,3 +143,48 @@ def test_an_include_of_a_file_elsewhere_is_a_compile_error(tmp_path, capsys, pha
     said = capsys.readouterr().out
     assert code == 4 and "COMPILE_ERROR" in said, said
     assert f"{source}:3:10: fatal error: {tmp_path}/secret.h: " in said and "held by" not in said
+
+
+@pytest.fixture
+def problem(tmp_path, monkeypatch):
+    """A folder with a task that imports a shared module, and a reference."""
+    files = {
+        "common/helper.py": "ATOL = 1e-3\n",
+        "p/task.py": '"""About."""\nfrom problems.common import helper\nCASES = [1]\n',
+        "p/reference.py": "def ref_kernel(data):\n    return data\n", "p/task.yml": "tests:\n- {m: 1}\n",
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(build, "COMMON", tmp_path / "common")
+    monkeypatch.setattr(load, "PROBLEMS", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p/task.py", '"""Other words."""\nfrom problems.common import helper\nCASES = [1, 2]\n'),
+        ("p/reference.py", "def ref_kernel(data):\n    return -data\n"), ("p/task.yml", "tests:\n- {m: 2}\n"),
+        ("common/helper.py", "ATOL = 1e-2\n"), ("p/reference.py", "def ref_kernel(data):\n    return f'{data!r}'\n"),
+        ("p/reference.py", "def ref_kernel(data):\n    pass\nreturn_ = 1\n"),
+    ],
+)  # fmt: skip
+def test_a_problem_has_another_hash_where_what_defines_it_changed(problem, name, content):
+    before = sources.problem_hash(problem / "p")
+    (problem / name).write_text(content)
+    assert sources.problem_hash(problem / "p") != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p/task.py", '"""Other\nwords."""\n\nfrom problems.common import helper  # why\n\nCASES = [\n  1\n]\n'),
+        ("p/reference.py", 'def ref_kernel(data):\n    """What it is."""\n    return data\n'),
+        ("p/task.yml", "# generated\ntests:\n  - m: 1\n"), ("p/variants.py", "x = 1\n"), ("common/other.py", "x = 1\n"),
+    ],
+)  # fmt: skip
+def test_words_and_layout_do_not_change_a_problem(problem, name, content):
+    before = sources.problem_hash(problem / "p")
+    (problem / name).write_text(content)
+    assert sources.problem_hash(problem / "p") == before

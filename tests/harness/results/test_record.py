@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from harness.judge import verdict
-from harness.results import record
+from harness.results import record, schema
 from tests.support import ROOT
 from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
 from tests.support.records import bench, full, line
@@ -23,7 +23,7 @@ BROKEN = {
     "long": '{"a": "' + "x" * record.LINE_BYTES + '"}', "null": "null", "NUL": "\0\0\0",
 }  # fmt: skip
 WRONG = {
-    "schema": [0, 3, "1", None, True, [], {}], "run_id": [1, "", None], "kind": ["trial", None, ["test"]],
+    "schema": [0, 4, "1", None, True, [], {}], "run_id": [1, "", None], "kind": ["trial", None, ["test"]],
     "problem": ["../../etc", "a/b", "..", ".hidden", "x" * 300, None, "a\0b"], "target": ["../x", None, 9],
     "variant": [None, {}, "a/b"], "status": ["FINE", None, 0], "case": [[], "m=1", 5],
     "time": ["yesterday", None, 5, "2026-13-01T00:00:00Z", "0001-01-01T00:00:00Z", "2026-W01-1"],
@@ -55,7 +55,7 @@ def test_a_broken_line_costs_that_line_alone(broken, results):
     record.append("box", "p", after)
     assert path.read_bytes().startswith(data) and record.read("box", "p") == before + after
     _, (complaint,) = record.reading("box", "p")
-    assert complaint.startswith("box/p.jsonl:4: not a record (") and complaint.endswith("): left out")
+    assert complaint.startswith("box/p.jsonl:4: not a record (") and complaint.endswith(f"): {record.LEFT_OUT}")
     assert len(complaint) < 400 and complaint.isprintable()
 
 
@@ -69,7 +69,7 @@ def test_a_record_with_a_wrong_field_is_left_out(field, value):
     assert [one["variant"] for one in records] == ["b"] and len(complaints) == 1 and complaints[0].startswith("f:1: ")
 
 
-@pytest.mark.parametrize("field", ["schema", *record._REQUIRED])
+@pytest.mark.parametrize("field", [name for name, field in schema.FIELDS.items() if field.is_required()])
 def test_a_record_without_a_needed_field_is_left_out(field):
     wrong = line("test", "a")
     del wrong[field]
@@ -95,14 +95,60 @@ def test_unknown_keys_are_kept_and_no_lines_are_no_records():
     assert record.parse("\n\n", "f") == ([], []) and record.reading("box", "nothing") == ([], [])
 
 
-def test_every_committed_record_is_one():
-    files = [file for file in (ROOT / "leaderboard" / "results").glob("*/*.jsonl") if record.PARTIAL not in file.name]
+def test_every_committed_record_is_one_and_reads_as_it_was_written():
+    """Also those of older schemas: by other names, but with all that they hold."""
+    folder = ROOT / "leaderboard" / "results"
+    files = [*folder.glob("*/*.jsonl"), *folder.glob("*/*/latency.jsonl")]
     assert files
     for file in files:
-        assert record.parse(file.read_bytes(), file.name)[1] == []
+        data = file.read_bytes()
+        records, complaints = record.parse(data, file.name)
+        raw = [json.loads(line) for line in data.splitlines()]
+        assert complaints == [] and len(records) == len(raw)
+        for was, now in zip(raw, records, strict=True):
+            if was["kind"] == "latency":
+                was = {name: was[name] for name in ("time", "bytes", "kernels", "checks", "environment", "commit")}
+            for name, value in was.items():
+                if name == "clock":
+                    assert list(value.values()) == list(now["clock"].values())
+                else:
+                    assert now[schema.OLD_NAMES.get(name, name)] == value
+
+
+def test_a_latency_record_of_schema_1_has_its_times_in_us():
+    old = {
+        "schema": 1, "kind": "latency", "problem": "model", "time": "2026-01-02T03:04:05Z", "config": "small",
+        "format": "bf16", "batch": 8, "context": 512, "kernels": {}, "eager_ms": 9.0, "graph_ms": 4.0,
+        "floor_ms": float("nan"), "eager_launches": 78, "graph_launches": 77, "checks": {"same": False, "wait": ""},
+        "ok": False, "commit": "", "novelty": 1,
+    }  # fmt: skip
+    (found,), complaints = record.parse(json.dumps(old), "f")
+    assert complaints == [] and found["case"] == {"config": "small", "format": "bf16", "batch": 8, "context": 512}
+    assert (found["median_us"], found["eager_us"], found["sol_us"]) == (4000.0, 9000.0, None)
+    assert found["launches"] == {"eager": 78, "graph": 77} and found["novelty"] == 1
+    assert (found["status"], found["reason"], found["variant"]) == ("INVALID_MEASUREMENT", "same", "composed")
+    _, (complaint,) = record.parse(json.dumps(old | {"graph_ms": "4"}), "f")
+    assert "median_us: " in complaint
 
 
 # --- what is written
+
+
+def test_what_is_no_record_is_not_appended(results):
+    with pytest.raises(ValueError, match="median_us: "):
+        record.append("box", "p", [*full("a", 1.0), bench("b", 0, 1.0) | {"median_us": "soon"}])
+    assert not results.exists()
+
+
+def test_a_field_that_the_schema_lacks_is_not_written():
+    schema.see_known(bench("a", 0, 1.0))
+    with pytest.raises(ValueError, match="no field 'medain_us'"):
+        schema.see_known(bench("a", 0, 1.0) | {"medain_us": 1.0})
+
+
+def test_the_page_on_records_has_the_schemas_tables():
+    page = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
+    assert schema.tables() in page, "paste what `python -m harness.results.schema` prints into docs/records.md"
 
 
 @pytest.mark.parametrize("value", [*HOSTILE, float("nan"), float("inf"), {1: {2: {3: b"x"}}}, object(), [[[[[[]]]]]]])
@@ -122,7 +168,7 @@ def test_an_integer_that_no_reader_holds_is_text():
 
 
 def test_the_gravest_verdict_is_of_those_that_a_record_can_have():
-    assert set(record.STATUSES) == set(verdict.EXIT_CODES)
+    assert set(schema.STATUSES) == set(verdict.EXIT_CODES)
 
 
 @pytest.mark.parametrize("name", NAMES, ids=brief)
@@ -207,7 +253,7 @@ def test_a_full_and_a_read_only_file_system(results):
     script = f"""
 import subprocess, sys
 from pathlib import Path
-from harness.results import record
+from harness.results import record, schema
 from tests.support.records import full
 record.RESULTS = Path({str(results)!r})
 def mount(options):

@@ -61,7 +61,7 @@ def files(folder: Path) -> set[str]:
 def runner(box: Workdir, extra: dict[str, str] | None = None, **message: object) -> Child:
     """A started runner in `box`, ready."""
     child = Child("harness.runner.runner", extra, box.jail)
-    start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "utils": None, "compile": False}
+    start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "files": {}, "compile": False}
     reply, _ = child.request({**start, **message}, LIMIT_S)
     assert reply.get("ready"), reply
     return child
@@ -116,7 +116,8 @@ def test_a_submission_cannot_take_the_place_of_the_task(tmp_path, place):
     """One that lies beside the problem's files, under a name of theirs."""
     folder = tmp_path / "vectoradd"
     shutil.copytree(GPU_MODE.folder, folder)
-    other = replace(GPU_MODE, folder=folder)
+    shutil.copy(GPU_MODE.files["utils.py"], tmp_path)
+    other = folders.find(str(folder))
     box = Workdir.make(folder / "task.py", other, base=place)
     box.remove()
     assert box.file.name == "task.py"  # itself is allowed: it is the same file
@@ -125,9 +126,9 @@ def test_a_submission_cannot_take_the_place_of_the_task(tmp_path, place):
 def test_a_folder_of_gpu_mode_brings_its_utils(place):
     box = Workdir.make(GPU_MODE.folder / "submission.py", GPU_MODE, base=place)
     try:
-        assert box.utils.read_bytes() == GPU_MODE.utils.read_bytes()
+        assert Path(box.files["utils.py"]).read_bytes() == GPU_MODE.files["utils.py"].read_bytes()
         assert not list(box.jail.code.rglob("reference.py")) and not list(box.jail.code.rglob("eval.py"))
-        runner(box, utils=str(box.utils)).close()
+        runner(box, files=box.files).close()
     finally:
         box.remove()
 

@@ -1,0 +1,309 @@
+"""What a record is: each field once, with its type, unit and meaning. Writer, reader, merge and docs/records.md use it.
+
+A record is one JSON object. Readers get it as a dict that `check` has passed: no value is converted, and keys that are
+not known here are kept. `python -m harness.results.schema` prints the tables of docs/records.md.
+"""
+
+import datetime
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from harness.results import text
+
+SCHEMA = 3
+# Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
+Status = Literal[
+    "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
+    "UNSUPPORTED", "COMPILED", "PASSED",
+]  # fmt: skip
+STATUSES: tuple[str, ...] = get_args(Status)
+Kind = Literal["test", "benchmark", "compile", "latency"]
+KINDS: tuple[str, ...] = get_args(Kind)
+TIMED = ("benchmark", "latency")
+# Of schema 1, what the field is called now.
+OLD_NAMES = {
+    "peer": "baseline", "roof_us": "roofline_us", "roof_kind": "roofline_kind", "roof_config": "roofline_config",
+    "untimed_us": "setup_us", "downgrades": "warnings",
+}  # fmt: skip
+
+
+def name(value: str) -> str:
+    """`value`. ValueError unless it can be part of a file's name: of a picture, a folder, a source."""
+    if not 0 < len(value) <= 200 or value[0] == "." or "/" in value or "\0" in value:
+        raise ValueError("must be a name: 1 to 200 characters, no / or NUL, no dot in front")
+    return value
+
+
+def _time(value: str) -> str:
+    # fromisoformat also takes weeks, and years that no table of times holds.
+    try:
+        year = datetime.datetime.fromisoformat(value).year
+    except ValueError:
+        year = 0
+    if not 1970 <= year < 2200 or len(value) < 19 or value[10] != "T" or value[13] != ":":
+        raise ValueError("must be a time in ISO 8601, such as 2026-01-02T03:04:05Z")
+    return value
+
+
+def _us(value: float) -> float:
+    if value and not 1e-12 <= abs(value) <= 1e18:  # no axis could show it
+        raise ValueError("must be a time in us: 0, or 1e-12 to 1e18")
+    return value
+
+
+def _samples(groups: list[list[float]]) -> list[list[float]]:
+    for group in groups:
+        for value in group:
+            _us(value)
+    return groups
+
+
+Name = Annotated[str, AfterValidator(name)]
+Time = Annotated[str, AfterValidator(_time)]
+Us = Annotated[float, AfterValidator(_us)]
+Samples = Annotated[list[list[float]], AfterValidator(_samples)]
+Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
+Numbers = dict[str, float | None]
+
+
+def _field(description: str, of: Iterable[str] = KINDS, required: bool = False) -> Any:
+    """A field of a record. of: the kinds of record that have it."""
+    default: Any = ... if required else None
+    return Field(default, description=description, json_schema_extra={"of": list(of)})
+
+
+class _Checked(BaseModel):
+    """Fields of their very types: no text becomes a number. Unknown keys are allowed, and kept by who reads."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class Against(_Checked):
+    """The ratio of this variant's times to another's, from interleaved pairs; below 1 this one is faster."""
+
+    variant: str | None = Field(None, description="the other variant")
+    ratio: float | None = Field(None, description="geometric mean of this time / the other's time")
+    ci95: Pair | None = Field(None, description="its 95 % interval: [low, high]")
+    ci99: Pair | None = Field(None, description="its 99 % interval, by which `word` is chosen")
+    word: str | None = Field(None, description="FASTER, SAME or SLOWER")
+
+
+class Confirms(_Checked):
+    """The leader against whom these times confirm a first place."""
+
+    variant: Name = Field(description="the leader's name")
+    run_id: str | None = Field(None, description="the run that made it the leader")
+    source_hash: str | None = Field(None, description="the leader's source_hash")
+    paired: bool | None = Field(None, description="whether the leader was timed in pairs with this variant")
+
+
+class Resource(_Checked):
+    """What the compiler says of one kernel."""
+
+    target: Name | None = Field(None, description="what it was compiled for: sm90 or sm100")
+    name: str | None = Field(None, description="the kernel's mangled name")
+    registers: int | None = Field(None, description="registers of a thread")
+    spill_bytes: int | None = Field(None, description="bytes of registers that are spilled, stores and loads together")
+    stack_bytes: int | None = Field(None, description="bytes of a thread's stack frame")
+    shared_bytes: int | None = Field(None, description="bytes of static shared memory")
+    bytes: int | None = Field(None, description="size of the file that has the kernel")
+
+
+class Record(_Checked):
+    """One result of one run."""
+
+    schema_: int = Field(
+        alias="schema",
+        ge=1,
+        le=SCHEMA,
+        description=f"{SCHEMA}; 1 and 2 are read too",
+        json_schema_extra={"of": list(KINDS)},
+    )
+    run_id: Name = _field("the run: all its records have the same one", required=True)
+    time: Time = _field("when the record was made, ISO 8601", required=True)
+    kind: Kind = _field("what was done: test, benchmark, compile or latency", required=True)
+    problem: Name = _field("the problem's folder", required=True)
+    variant: Name = _field("the submission's name", required=True)
+    target: Name = _field("cpu, sm90 or sm100", required=True)
+    case: dict[str, Any] | None = _field("the case's parameters; {} for a verdict on all cases", required=True)
+    status: Status = _field("the verdict", required=True)
+    reason: str | None = _field("why the verdict is no better, as text")
+    baseline: bool | None = _field("a public kernel to compare with; it is not ranked")
+    source_hash: str | None = _field(
+        "hash of every source of the submission, with the headers and modules of problems/common that it includes or "
+        "imports; in schema 1 and 2 without those"
+    )
+    code_hash: str | None = _field(
+        "hash of the machine code of the submission's GPU kernels; null where there is no cubin to look at"
+    )
+    problem_hash: str | None = _field("hash of what defines the problem: cases, tolerances, task and reference")
+    harness_hash: str | None = _field("hash of the judge and of problems/common")
+    commit: str | None = _field("the checkout's commit")
+    dirty: bool | None = _field("whether the checkout had uncommitted changes; null: not known")
+    environment: dict[str, str | None] | None = _field("versions and names of what ran: gpu, cpu, driver, torch, ...")
+    sandbox: Any = _field("what held the submission in its place")
+    device: str | None = _field("cpu or cuda", ("test", *TIMED))
+    seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark"))
+    error: Numbers | None = _field(
+        "the worst error: rel (Frobenius, a share), max (of an element), tol (what was admitted there)",
+        ("test", "benchmark"),
+    )
+    median_us: Us | None = _field("median time of a call in us; of latency records, of one replayed graph", TIMED)
+    ci95_us: Pair | None = _field("its 95 % interval in us: [low, high]", ("benchmark",))
+    samples_us: Samples | None = _field("all scored times in us, a list for each process", TIMED)
+    n: int | None = _field("number of scored times", TIMED)
+    host_us: Us | None = _field("median time of the call on the host in us", ("benchmark",))
+    setup_us: Us | None = _field("median time in us of a baseline's preparations, which do not count", ("benchmark",))
+    empty_call_us: Us | None = _field("time of a call that does nothing, under the same clock, in us", ("benchmark",))
+    roofline_us: Us | None = _field("measured roofline: least time in us for these bytes or operations", ("benchmark",))
+    roofline_kind: str | None = _field("which of them is the roofline: read or flops", ("benchmark",))
+    roofline_config: Any = _field("the reader that was the fastest", ("benchmark",))
+    bytes: float | None = _field("least memory traffic of a call in bytes", TIMED)
+    flops: float | None = _field("operations of a call, two for a multiplication with its sum", ("benchmark",))
+    clocks_mhz: Any = _field("clocks of the GPU while it was timed, in MHz: sm, mem", ("benchmark",))
+    throttle: Any = _field("reasons why the GPU throttled its clocks", ("benchmark",))
+    clock: dict[str, Any] | None = _field(
+        "how times were taken: name, cold (how caches are emptied), delivery (how inputs arrive), warnings (what was "
+        "less than it should be for these times)", TIMED,
+    )  # fmt: skip
+    ranking_by: str | None = _field("what the problem ranks by: geom, mean or last", ("benchmark",))
+    attempt: int | None = _field("how many runs timed a variant of this name here, this one included", ("benchmark",))
+    audit: Any = _field("what was looked at beside the outputs", ("benchmark",))
+    superseded: bool | None = _field("a later measurement of the same run counts instead", ("benchmark",))
+    confirms: Confirms | None = _field("the leader against whom these times confirm a first place", ("benchmark",))
+    against: Against | None = _field("the ratio to another variant, from interleaved pairs", ("benchmark",))
+    resources: list[Resource] | None = _field("what the compiler says, an object for each kernel", ("compile",))
+    eager_us: Us | None = _field("median time of the same step without a graph, in us, host's clock", ("latency",))
+    sol_us: Us | None = _field(
+        "speed of light: bytes at the datasheet's bandwidth, in us; null where that is not known", ("latency",)
+    )
+    launches: dict[str, int] | None = _field("kernels, copies and fills of one step: eager, graph", ("latency",))
+    kernels: dict[str, str | None] | None = _field("by op of the model, what fills it", ("latency",))
+    checks: dict[str, Any] | None = _field("by check of the graph: what it found", ("latency",))
+
+
+class Code(_Checked):
+    """A line of leaderboard/results/code.jsonl: which machine code a variant's sources compile to."""
+
+    problem: Name = Field(description="the problem's folder")
+    variant: Name = Field(description="the variant's name")
+    target: Name = Field(description="cpu, sm90 or sm100")
+    recorded: str = Field(description="source_hash as records of that time have it")
+    source_hash: str = Field(description="source_hash of the same sources, as schema 3 defines it")
+    problem_hash: str = Field(description="problem_hash at that commit")
+    code_hash: str | None = Field(description="hash of the machine code; null where there is no cubin to look at")
+    compiler: str | None = Field(description="what made the machine code")
+    commit: str = Field(description="the commit whose sources these are")
+
+
+FIELDS = {field.alias or name: field for name, field in Record.model_fields.items()}
+
+
+def check(record: dict, model: type[BaseModel] = Record) -> None:
+    """Raise ValueError, naming the field, unless `record` is as the model says."""
+    try:
+        model.model_validate(record)
+    except ValidationError as error:
+        raise ValueError(said_of(error)) from None
+
+
+def said_of(error: ValidationError) -> str:
+    """The first fault in words: the field, what was wanted, what came."""
+    faults = error.errors(include_url=False, include_context=False)
+    if missing := [str(fault["loc"][0]) for fault in faults if fault["type"] == "missing" and len(fault["loc"]) == 1]:
+        return f"it must have {', '.join(missing)}"
+    first = faults[0]
+    where = text.line(".".join(str(part)[:60] for part in first["loc"]), 120)
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}, got {text.line(repr(first['input']), 60)}"
+
+
+def see_known(record: dict) -> None:
+    """Raise ValueError if `record`, which we are about to write, has a field that the model lacks."""
+    if unknown := [name for name in record if name not in FIELDS]:
+        raise ValueError(f"harness/results/schema.py has no field {', '.join(map(repr, unknown))}: add it")
+
+
+def adopted(record: dict) -> dict:
+    """`record` by the names of today. Of schema 1 its own fields and those of its clock had others."""
+    if record.get("kind") == "latency" and "graph_ms" in record:
+        return _latency(record)
+    if record.get("schema") != 1:
+        return record
+    record = {OLD_NAMES.get(name, name): value for name, value in record.items()}
+    if isinstance(record.get("clock"), dict):
+        record["clock"] = {OLD_NAMES.get(name, name): value for name, value in record["clock"].items()}
+    return record
+
+
+def _latency(old: dict) -> dict:
+    """A latency record of schema 1, which had times in ms and no run: each line is a measurement, on an sm90."""
+    gone = ("eager_ms", "graph_ms", "floor_ms", "eager_launches", "graph_launches", "ok", "config", "format", "batch")
+    kept = {name: value for name, value in old.items() if name not in (*gone, "context")}
+    launches = {name: old[f"{name}_launches"] for name in ("eager", "graph") if f"{name}_launches" in old}
+    failed = old.get("ok") is not True
+    return kept | {
+        "run_id": old.get("time"), "target": "sm90", "variant": "composed",
+        "case": {name: old.get(name) for name in ("config", "format", "batch", "context")},
+        "status": "INVALID_MEASUREMENT" if failed else "PASSED",
+        "reason": _failed_checks(old.get("checks")) if failed else "",
+        "median_us": _from_ms(old.get("graph_ms")), "eager_us": _from_ms(old.get("eager_ms")),
+        "sol_us": _from_ms(old.get("floor_ms")), "launches": launches,
+    }  # fmt: skip
+
+
+def _failed_checks(checks: object) -> str:
+    """The names of the checks that say something: False, or what was wrong."""
+    found = checks.items() if isinstance(checks, dict) else ()
+    return "; ".join(name for name, said in found if said is False or (said is not True and said))
+
+
+def _from_ms(value: object) -> object:
+    """The time in us; None for NaN, and what is no number as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return None if value != value else 1e3 * value
+
+
+# --- docs/records.md
+
+
+def tables() -> str:
+    """Every model as a Markdown table of fields."""
+    parts = [_table(Record, kinds=True)]
+    parts += [f"`{name}`: {model.__doc__}\n\n{_table(model)}" for name, model in _PARTS.items()]
+    return "\n\n".join(parts)
+
+
+_PARTS = {"against": Against, "confirms": Confirms, "resources": Resource, "code.jsonl": Code}
+
+
+def _table(model: type[BaseModel], kinds: bool = False) -> str:
+    rows = []
+    for name, field in model.model_fields.items():
+        extra: Any = field.json_schema_extra or {}
+        of = extra.get("of", [])
+        row = [f"`{field.alias or name}`", "yes" if field.is_required() else "", _type(field.annotation)]
+        row += ["all" if of == list(KINDS) else ", ".join(of)] if kinds else []
+        rows.append([*row, field.description or ""])
+    header = ["field", "required", "type", *(["records"] if kinds else []), "meaning"]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def _type(annotation: Any) -> str:
+    """A field's type in the words of JSON."""
+    words = {str: "text", float: "number", int: "whole number", bool: "true or false", Any: "any"}
+    if annotation in words:
+        return words[annotation]
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return words[type(parts[0])]
+    if origin is list:
+        return f"list of {_type(parts[0])}"
+    # What is left: X | None and Annotated[X, ...], a dict or a model.
+    return _type(parts[0]) if parts and origin is not dict else "object"
+
+
+if __name__ == "__main__":
+    print(tables())

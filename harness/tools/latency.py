@@ -1,0 +1,222 @@
+"""Time a whole model's decode step on a GPU: eager, and as one replayed CUDA graph. No submission may capture a graph.
+
+The problem's folder has latency.py with CASES, a list of case parameters, and `Decode(case, steps)` with `choose()`,
+`step(chosen, without)`, `reset()` and `bytes` (problems/dsv4_forward/latency.py). It is the problem's own code and runs
+in a process of its own: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON list, FILE for what it finds.
+
+Before it times, it checks: a step does not wait for the GPU; the graph holds the kernels that an eager step launches;
+a replay gives the logits of the eager step, bit for bit. Ops that cannot be captured are named, and hold the reference
+in the graph.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.judge.handle import ProblemError
+from harness.judge.readings import DATASHEET
+from harness.judge.verdict import Recorder, Result
+from harness.problem.folders import Problem, UsageError
+from harness.results import environment, record, schema
+from harness.sandbox import process
+from problems.common import build, load
+
+FILE = "latency.py"
+WARMUPS, STEPS = 5, 50
+PER_THREAD = 2  # cudaStreamPerThread: the default one of code that build.capturable() made
+CLOCK = {
+    "name": "host clock, from the launch of a step until the GPU has done it", "cold": "no: each step follows another",
+    "delivery": "in place", "warnings": [],
+}  # fmt: skip
+
+
+# --- in the judge
+
+
+def cases(problem: Problem, text: str | None) -> list[dict]:
+    """The problem's cases whose words hold `text`. UsageError: none, or it has no latency.py."""
+    if not problem.own or not (problem.folder / FILE).is_file():
+        raise UsageError(f"--mode latency: {problem.name} has no {FILE}")
+    known = load.module(problem.folder, "latency").CASES
+    found = [case for case in known if not text or text in _words(case)]
+    if not found:
+        said = "; ".join(map(_words, known))
+        raise UsageError(f"--case must match a latency case of {problem.name} ({said}), got {text!r}")
+    return found
+
+
+def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]) -> list[dict]:
+    """Measure these cases. -> their records. ProblemError: the problem's code failed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found = Path(scratch, "found")
+        argv = [sys.executable, "-m", "harness.tools.latency", str(problem.folder), json.dumps(chosen), str(found)]
+        sys.stdout.flush()
+        guarded = process.Guarded(argv, {**os.environ, "PYTHONUNBUFFERED": "1"}, (), None, None)
+        try:
+            guarded.pid  # noqa: B018  SandboxError if it could not be started
+            status = guarded.process.wait()
+        finally:
+            guarded.end()
+        if status:
+            raise ProblemError(f"{problem.name}/{FILE} ended with status {status}")
+        measured = [json.loads(line) for line in found.read_text().splitlines()]
+    return [line_of(recorder, judged, one) for one in measured]
+
+
+def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
+    """The record of what `measure` found."""
+    gpu = environment.describe()["gpu"] or ""
+    rate = next((rates[0] for name, rates in DATASHEET.items() if name in gpu), None)
+    line = recorder.base(judged, "latency", measured["case"]) | measured
+    line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": rate and measured["bytes"] / rate * 1e6}
+    schema.see_known(line)
+    return record.plain(line)
+
+
+def _words(case: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in case.items())
+
+
+# --- in the process of the problem's code
+
+
+def main() -> None:
+    folder, chosen, found = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
+    hook = load.module(folder, "latency")
+    print(f"{'':<52}{'eager us':>10}{'graph us':>10}{'launches':>10}")
+    with open(found, "w") as file, torch.inference_mode():
+        for case in chosen:
+            one = measure(hook.Decode(case, WARMUPS + STEPS))
+            file.write(json.dumps({"case": case, **one}) + "\n")
+            said = one["reason"] or "ok"
+            launches = one["launches"]["graph"]
+            print(f"{_words(case):<52}{one['eager_us']:>10.0f}{one['median_us']:>10.0f}{launches:>10}  {said}")
+
+
+def measure(decode: Any) -> dict:
+    """Fields of a record of one case, times in us. decode: the problem's Decode."""
+    eager_ops = decode.choose()
+    with build.capturable():
+        graph_ops = decode.choose()
+        with torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
+            step, graph, left_out = recorded(decode, graph_ops, _capture)
+            decode.reset()
+            graph.replay()
+            torch.cuda.synchronize()
+            replayed = step.logits.clone()
+            in_graph = _launches(graph.replay)
+            samples = _times_us(graph.replay)
+    step = decode.step(eager_ops)
+    decode.reset()
+    torch.cuda.synchronize()
+    wait = _waits(step)
+    same = torch.equal(step.logits, replayed)
+    in_eager = _launches(step)
+    missing, further = apart(in_eager, in_graph)
+    failed = {
+        "host_synchronisations": bool(wait), "replay_equals_eager": not same, "not_captured": bool(left_out),
+        "missing_in_graph": not holds(missing, in_eager, in_graph),
+    }  # fmt: skip
+    reason = "; ".join(name for name, bad in failed.items() if bad)
+    return {
+        "status": "INVALID_MEASUREMENT" if reason else "PASSED", "reason": reason, "bytes": decode.bytes,
+        "median_us": statistics.median(samples), "samples_us": [samples], "n": len(samples),
+        "eager_us": statistics.median(_times_us(step)), "kernels": eager_ops.names,
+        "launches": {"eager": len(in_eager), "graph": len(in_graph)},
+        "checks": {
+            "host_synchronisations": wait, "replay_equals_eager": same, "missing_in_graph": missing,
+            "only_in_graph": further, "not_captured": left_out,
+        },
+    }  # fmt: skip
+
+
+def recorded(decode: Any, chosen: Any, capture: Callable) -> tuple[Any, Any, list[str]]:
+    """(a step, its graph, the ops that hold the reference in it, since they cannot be captured, with the reason)."""
+    step = decode.step(chosen)
+    try:
+        return step, capture(step), []
+    except RuntimeError as whole:
+        filled = [op for op, name in chosen.names.items() if name != "reference"]
+        left_out = {}
+        for op in filled:
+            try:
+                capture(decode.step(chosen, [other for other in filled if other != op]))
+            except RuntimeError as error:
+                left_out[op] = f"{op}: {error}".partition("\n")[0]
+        if not left_out:
+            raise whole
+    step = decode.step(chosen, left_out)
+    return step, capture(step), list(left_out.values())
+
+
+def apart(eager: list[str], graph: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """How often each name is in the one only, and in the other only."""
+    one, other = collections.Counter(eager), collections.Counter(graph)
+    return dict(one - other), dict(other - one)
+
+
+def holds(missing: dict[str, int], eager: list[str], graph: list[str]) -> bool:
+    """Whether the graph does all that an eager step does: every kernel by name, and as many operations in all. Copies
+    and fills are only counted: as nodes of a graph they may be done, and named, otherwise.
+    """
+    return len(eager) == len(graph) and all(name.startswith(("Memcpy", "Memset")) for name in missing)
+
+
+def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    for _ in range(3):  # compile, load, and let the allocator find its sizes
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        step()
+    return graph
+
+
+def _waits(step: Callable[[], None]) -> str:
+    """What made a step wait for the GPU, "" if nothing did."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def _launches(call: Callable[[], None]) -> list[str]:
+    """Names of the kernels, copies and fills that one call runs on the GPU."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    for _ in range(2):  # the first profile of a process may miss records
+        torch.cuda.synchronize()
+        with contextlib.redirect_stdout(sys.stderr), torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == device]
+
+
+def _times_us(call: Callable[[], None]) -> list[float]:
+    """Times of STEPS calls until the GPU has done each, on the host's clock, in us."""
+    taken = []
+    for _ in range(WARMUPS + STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken.append(round(1e6 * (time.perf_counter() - start), 3))
+    return taken[WARMUPS:]
+
+
+if __name__ == "__main__":
+    main()

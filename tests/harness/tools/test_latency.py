@@ -1,0 +1,149 @@
+"""`--mode latency`: what is recorded of a decode step, and which ops are left out of its graph."""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from harness import run
+from harness.judge.handle import ProblemError
+from harness.judge.verdict import Recorder, Result
+from harness.problem import folders
+from harness.problem.folders import UsageError
+from harness.results import record, schema
+from harness.tools import latency
+from problems.dsv4_forward.latency import Decode as Steps
+from tests.support import SUPPORT
+
+MODEL = folders.find("dsv4_forward")
+MEASURED = {
+    "case": {"config": "tiny-k", "format": "bf16", "batch": 1, "context": 512}, "status": "PASSED", "reason": "",
+    "bytes": 4_800_000_000, "median_us": 3800.0, "samples_us": [[3700.0, 3800.0, 3900.0]], "n": 3, "eager_us": 25000.0,
+    "kernels": {"fmha": "reference"}, "launches": {"eager": 9, "graph": 9}, "checks": {"replay_equals_eager": True},
+}  # fmt: skip
+
+
+def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path):
+    judged = Result(MODEL.variant("composed"), "sm90")
+    monkeypatch.setattr(latency.environment, "describe", lambda: {"gpu": "NVIDIA H200"})
+    found = latency.line_of(Recorder(MODEL, "cuda"), judged, MEASURED)
+    assert found["kind"] == "latency" and found["variant"] == "composed" and found["sol_us"] == 1000.0
+    assert found["source_hash"] == judged.source_hash and found["schema"] == schema.SCHEMA
+    record.append("box", "dsv4_forward", [found], tmp_path)
+    assert record.read("box", "dsv4_forward", tmp_path) == [found]
+    monkeypatch.setattr(latency.environment, "describe", lambda: {"gpu": "an unknown one"})
+    assert latency.line_of(Recorder(MODEL, "cuda"), judged, MEASURED)["sol_us"] is None
+
+
+def test_cases_are_the_problems_and_chosen_by_their_words():
+    assert len(latency.cases(MODEL, None)) == 8
+    (one,) = latency.cases(MODEL, "config=tiny-k format=nvfp4 batch=8")
+    assert one == {"config": "tiny-k", "format": "nvfp4", "batch": 8, "context": 512}
+    with pytest.raises(UsageError, match="--case must match a latency case"):
+        latency.cases(MODEL, "batch=3")
+    with pytest.raises(UsageError, match=r"vector_add has no latency\.py"):
+        latency.cases(folders.find(str(SUPPORT / "problems" / "vector_add")), None)
+
+
+@pytest.mark.parametrize("more", [[], ["--all"], ["--variant", "composed"]])
+def test_it_needs_a_gpu_and_times_the_winners(capsys, more):
+    assert run.main(["dsv4_forward", "--mode", "latency", "--device", "cpu", *more]) == 2
+    assert "--mode latency times the winners, on a GPU" in capsys.readouterr().err
+
+
+@dataclass
+class Decode:
+    """A model whose ops named in `bad` cannot be captured. A step is the ops that hold a kernel in it."""
+
+    bad: tuple[str, ...]
+    names: ClassVar = {"fmha": "a", "linear": "b", "experts": "c", "norm": "reference"}
+
+    def step(self, chosen: "Decode", without: list[str] = ()) -> list[str]:
+        return [op for op, name in chosen.names.items() if name != "reference" and op not in without]
+
+    def capture(self, step: list[str]) -> str:
+        if bad := [op for op in step if op in self.bad]:
+            raise RuntimeError(f"{bad[0]} is not permitted\nmore")
+        return f"graph of {step}"
+
+
+@pytest.mark.parametrize(
+    ("bad", "kept"),
+    [((), ["fmha", "linear", "experts"]), (("linear",), ["fmha", "experts"]), (("fmha", "experts"), ["linear"])],
+)
+def test_ops_that_cannot_be_captured_are_named_and_left_out(bad, kept):
+    decode = Decode(bad)
+    step, graph, left_out = latency.recorded(decode, decode, decode.capture)
+    assert step == kept and graph == f"graph of {kept}"
+    assert left_out == [f"{op}: {op} is not permitted" for op in bad]
+
+
+def test_a_failure_of_no_single_op_is_one_of_the_whole():
+    decode = Decode(())
+
+    def capture(step: list[str]) -> None:
+        if len(step) > 1:
+            raise RuntimeError("too many")
+
+    with pytest.raises(RuntimeError, match="too many"):
+        latency.recorded(decode, decode, capture)
+
+
+@pytest.mark.parametrize(
+    ("graph", "whole"),
+    [(["k", "Memcpy DtoD"], True), (["k", "memcpy32_post"], True), (["k"], False), (["other", "Memcpy DtoD"], False)],
+)
+def test_a_graph_holds_every_kernel_and_as_many_operations(graph, whole):
+    eager = ["k", "Memcpy DtoD"]
+    missing, _ = latency.apart(eager, graph)
+    assert latency.holds(missing, eager, graph) is whole
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """What is asked of a GPU, done on the CPU: a graph's replay is the step itself."""
+    for name in ("stream", "ExternalStream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(latency, "_capture", lambda step: SimpleNamespace(replay=step))
+    monkeypatch.setattr(latency, "_waits", lambda step: step() or "")
+    monkeypatch.setattr(latency, "_launches", lambda call: call() or ["k", "Memcpy DtoD"])
+    monkeypatch.setattr(latency, "STEPS", 3)
+
+
+@torch.inference_mode()
+def test_what_is_found_of_a_step(without_gpu, monkeypatch):
+    case = {"config": "tiny", "format": "bf16", "batch": 1, "context": 8}
+    found = latency.measure(Steps(case, 20, "cpu"))
+    assert (found["status"], found["reason"], found["n"]) == ("PASSED", "", 3)
+    assert found["median_us"] == sorted(found["samples_us"][0])[1] > 0 and found["eager_us"] > 0
+    assert found["launches"] == {"eager": 2, "graph": 2} and set(found["kernels"]) >= {"fmha", "linear"}
+    judged = Result(MODEL.variant("composed"), "sm90")
+    assert record.checked(latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": case, **found}))
+
+    monkeypatch.setattr(latency, "_waits", lambda step: step() or step() or "a copy to the host")
+    found = latency.measure(Steps(case, 20, "cpu"))
+    assert found["status"] == "INVALID_MEASUREMENT"
+    assert found["reason"] == "host_synchronisations; replay_equals_eager"
+    assert found["checks"]["host_synchronisations"] == "a copy to the host"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_process_that_fails_is_a_failure_of_the_problem(capfd):
+    judged, (case,) = Result(MODEL.variant("composed"), "sm90"), latency.cases(MODEL, "tiny-k format=bf16 batch=1")
+    with pytest.raises(ProblemError, match=r"dsv4_forward/latency\.py ended with status 1"):
+        latency.run(MODEL, Recorder(MODEL, "cuda"), judged, [case])
+    assert "CUDA" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_decode_step_is_timed_on_a_gpu(tmp_path):
+    found = tmp_path / "found.jsonl"
+    chosen = ["--case", "config=tiny-k format=bf16 batch=1", "--json", str(found)]
+    assert run.main(["dsv4_forward", "--mode", "latency", *chosen]) == 0
+    (one,) = map(json.loads, found.read_text().splitlines())
+    assert record.checked(one) and one["status"] == "PASSED" and 0 < one["sol_us"] < one["median_us"] < one["eager_us"]

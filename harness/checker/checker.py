@@ -7,6 +7,7 @@ exchanges the messages of harness/runner/wire.py.
 import contextlib
 import dataclasses
 import json
+import random
 import socket
 import sys
 import traceback
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 
 from harness.checker import memory
@@ -25,6 +27,8 @@ from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
+LARGE_SEED = 2**62
+LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with a case's own
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -150,6 +154,24 @@ class Checker:
                 "own": self.own, "split": self.split,
             },
         }  # fmt: skip
+
+    def narrow(self, message: dict, _: list[int]) -> dict:
+        """Return "narrow": whether a case's contents lose their variety, or cannot be made, with a seed of 63 bits. A
+        folder that adds the seed to numbers of fp32 makes constants of them. It concerns folders in GPU MODE's format.
+        """
+        if self.own:
+            return {"narrow": False}
+        self.pristine = self.want = None
+        public, large = message["seed"], message["seed"] + LARGE_SEED
+        before = memory.variety(
+            make(self.reference, self.task, {**message["case"], "seed": public}, self.device, False)
+        )
+        try:
+            data = make(self.reference, self.task, {**message["case"], "seed": large}, self.device, False)
+        except Exception:  # whatever a folder's code raises that was not made for such seeds
+            return {"narrow": True}
+        after = memory.variety(data)
+        return {"narrow": any(b < LEAST_VARIETY * a for a, b in zip(before, after, strict=False))}
 
     def _bytes(self, case: dict) -> int | None:
         """Return the bytes that a call on the present content must move, where the task says that of contents."""
@@ -415,7 +437,10 @@ def make(reference: ModuleType, task: Any, case: dict, device: str, own: bool, w
     """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
     inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
     """
-    if not own:
+    if not own:  # what a folder draws from global generators, a disclosed seed shall give again
+        torch.manual_seed(case["seed"] % 2**63)
+        numpy.random.seed(case["seed"] % 2**32)
+        random.seed(case["seed"])
         return reference.generate_input(**case)
     if not hasattr(reference, "generate_weights"):
         return reference.generate_input(**case, device=device)

@@ -8,6 +8,7 @@ from harness.runner import gate, tree
 from harness.runner.buffers import Buffer
 
 WORD = 8  # bytes of an int64
+SAMPLED = 2**16
 
 
 def region(leaf: dict, buffer: Buffer) -> torch.Tensor:
@@ -68,6 +69,16 @@ def copied(spec: dict, buffer: Buffer) -> torch.Tensor:
     """Return the dense tensor of a specification of `room_for`, in the dtype that it names."""
     nbytes = math.prod(spec["shape"]) * getattr(torch, spec["dtype"]).itemsize
     return tree.tensor({**spec, "nbytes": nbytes}, buffer.memory[spec["space"]])
+
+
+def variety(data: object) -> list[float]:
+    """Return of each tensor in `data` the share of distinct values in its first SAMPLED elements."""
+    firsts = [tensor.flatten()[:SAMPLED].double() for tensor in tree.tensors(data) if not _is_odd(tensor)]
+    return [len(first.unique()) / max(1, len(first)) for first in firsts]
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.itemsize < 2 or tensor.is_complex()
 
 
 def poison(tensors: list[torch.Tensor], which: list[int]) -> None:

@@ -19,6 +19,7 @@ from harness.sandbox import freezer, policy, process
 from harness.sandbox.process import Died
 
 CLOSED_AT_ONCE = 16  # processes
+LEAST_SEED_BITS = 16  # of a secret seed
 SWITCHES_SHOWN = 4  # of those that a submission changed
 
 
@@ -40,6 +41,7 @@ class Session:
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self._records: bool | None = None  # whether the driver says what ran where; None: not known yet
         self._content: Content  # the present one, from the first `content` on
+        self._seeds_below: int | None = None  # bound of secret seeds; None: not known yet
         self._weights = 0  # number of the present weights
         self._split = False  # whether the problem has weights apart from inputs
         process.harden()
@@ -64,7 +66,7 @@ class Session:
 
     def content(self, case: Case, seed: int | None = None) -> str:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
-        seed = secrets.randbits(63) if seed is None else seed
+        seed = self._secret_seed(case) if seed is None else seed
         made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
         self._content = Content(case, made["sizes"], made["open"], made["bytes"])
         if made["device"] != self.device:
@@ -73,6 +75,17 @@ class Session:
                 f"use --device {made['device']}"
             )
         return str(seed)
+
+    def _secret_seed(self, case: Case) -> int:
+        """Return a seed that nobody knows, of 63 bits, or of the cases' own size where contents need such ones."""
+        if self._seeds_below is None:
+            self._seeds_below = 2**63
+            if self.checker.ask({"op": "narrow", "case": case.params, "seed": case.seed})["narrow"]:
+                self._seeds_below = 2 ** max(LEAST_SEED_BITS, case.seed.bit_length())
+                self.notes.append(
+                    f"seeds below {self._seeds_below}: with larger ones this folder's contents lose their variety"
+                )
+        return secrets.randbelow(self._seeds_below)
 
     def default_bytes(self) -> int:
         """Return the bytes of the present content, for a folder that does not say what a call must move."""

@@ -51,3 +51,16 @@ def test_on_a_cpu(name):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_on_a_gpu(name):
     check(name, "cuda")
+
+
+def test_seeds_are_of_a_size_that_the_contents_bear(monkeypatch):
+    """With 63 bits all values would be equal, and a sort that copies would be right."""
+    found = folders.find(str(SET / "seed_in_data"))
+    wrong = RunnerHandle("wrong", folders.submission(found, found.folder / "solutions" / "wrong.py"), "cpu")
+    with Session(found, "cpu") as session:
+        times, readings = phases.run_benchmarks(
+            session, [wrong], list(found.benchmarks["cpu"]), lambda _: None, how=HOW
+        )
+    assert [time.failure.status for time in times["wrong"]] == ["INCORRECT"]
+    assert any("lose their variety" in note for note in session.notes)
+    assert all(0 <= int(seed) < 2**17 for group in readings for seed in group.seeds)

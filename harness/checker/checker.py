@@ -148,7 +148,7 @@ class Checker:
             self.captures = [memory.room_for(part, given, copies) for part in answer]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
-            "device": "cuda" if cuda else "cpu", "sizes": layout.used, "bytes": self._bytes(case),
+            "device": "cuda" if cuda else "cpu", "sizes": layout.used, "bytes": self._bytes(case), "held": self._held(),
             "open": {
                 "data": self.spec, "outputs": self.outputs, "inout": self.inout, "captures": self.captures,
                 "own": self.own, "split": self.split,
@@ -172,6 +172,12 @@ class Checker:
             return {"narrow": True}
         after = memory.variety(data)
         return {"narrow": any(b < LEAST_VARIETY * a for a, b in zip(before, after, strict=False))}
+
+    def _held(self) -> int:
+        """Return the bytes of inputs and outputs, each once: a buffer for an answer is both."""
+        given = [(leaf["shape"], leaf["dtype"]) for leaf in tree.leaves(self.spec)]
+        fresh = [] if self.own else [c for c in self.captures if all((c["shape"], d) not in given for d in c["dtypes"])]
+        return sum(leaf["nbytes"] for leaf in [*tree.leaves(self.spec), *fresh])
 
     def _bytes(self, case: dict) -> int | None:
         """Return the bytes that a call on the present content must move, where the task says that of contents."""

@@ -47,23 +47,20 @@ class Reported(Died):
 @dataclass(frozen=True)
 class Content:
     """The inputs and outputs of one call, as the checker made them. sizes: bytes of a buffer on the device and on the
-    host; layout: what a runner needs to map it; bytes: what a call must move, if the task says that of contents.
+    host; layout: what a runner needs to map it; bytes: what a call must move, if the task says that of contents;
+    held: of inputs and outputs, for a folder that does not say how many a call must move.
     """
 
     case: Case
     sizes: dict[str, int]
     layout: dict
     bytes: int | None
-
-    @property
-    def default_bytes(self) -> int:
-        """Bytes of all tensors, for a folder that does not say how many a call must move."""
-        return sum(self.sizes.values())
+    held: int
 
     @property
     def moved(self) -> int:
         """Bytes that a call moves; the judge's own readers read as many."""
-        return self.bytes or self.case.bytes or self.default_bytes
+        return self.bytes or self.case.bytes or self.held
 
     @property
     def own(self) -> bool:

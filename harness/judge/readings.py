@@ -59,6 +59,7 @@ class ReferenceReadings:
     seeds: list[str]
     clocks_mhz: dict | None
     throttle: list[str] | None
+    stated: bool = True  # whether the problem says `bytes`; else they are all inputs and outputs, and bound no time
     resolution_us: float = 0.0  # on a CPU, what a reading is at least: how far readings of the empty call lie apart
 
 
@@ -104,7 +105,8 @@ def reference(
         rate = matmul.flops(device) / stats.median(matmul_us)  # a microsecond
         if (least := found.case.flops / rate) > medians[best]:
             roofline = (least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
-    return ReferenceReadings(*roofline, empty, nbytes, found.seeds, *found.state, resolution)
+    stated = bool(counted) or found.case.bytes is not None
+    return ReferenceReadings(*roofline, empty, nbytes, found.seeds, *found.state, stated, resolution)
 
 
 def _take_off_cost(found: CaseReadings, timings: list[Timing], reads: list[str]) -> tuple[float, float]:
@@ -132,7 +134,7 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
     if known is None:
         return 0.0
     flops_us = (case.flops or 0) / known[1] * 1e6
-    return SOL_SHARE * max(readings.bytes / known[0] * 1e6, flops_us, readings.empty_us)
+    return SOL_SHARE * max(readings.stated * readings.bytes / known[0] * 1e6, flops_us, readings.empty_us)
 
 
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:

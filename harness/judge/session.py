@@ -68,7 +68,7 @@ class Session:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = self._secret_seed(case) if seed is None else seed
         made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
-        self._content = Content(case, made["sizes"], made["open"], made["bytes"])
+        self._content = Content(case, made["sizes"], made["open"], made["bytes"], made["held"])
         if made["device"] != self.device:
             raise ProblemError(
                 f"{self.problem.name} makes its data on {made['device']}, the session runs on {self.device}: "
@@ -89,7 +89,7 @@ class Session:
 
     def default_bytes(self) -> int:
         """Return the bytes of the present content, for a folder that does not say what a call must move."""
-        return self._content.default_bytes
+        return self._content.held
 
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
         """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""

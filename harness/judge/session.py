@@ -80,7 +80,8 @@ class Session:
         """Return a seed that nobody knows, of 63 bits, or of the cases' own size where contents need such ones."""
         if self._seeds_below is None:
             self._seeds_below = 2**63
-            if self.checker.ask({"op": "narrow", "case": case.params, "seed": case.seed})["narrow"]:
+            message = {"op": "narrow", "case": case.params, "seed": case.seed}
+            if not self.problem.own and self.checker.ask(message)["narrow"]:
                 self._seeds_below = 2 ** max(LEAST_SEED_BITS, case.seed.bit_length())
                 self.notes.append(
                     f"seeds below {self._seeds_below}: with larger ones this folder's contents lose their variety"

@@ -6,6 +6,7 @@ generate_input receives the values of its cases.
 
 import contextlib
 import dataclasses
+import hashlib
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -128,6 +129,15 @@ def find(name: str) -> Problem:
     raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py or a task.yml, got {name!r}")
 
 
+def qualified(folder: Path) -> str:
+    """Return the name of the problem in `folder`: of one outside problems/ with where it comes from, so that records of
+    two folders of one name stay apart, and none is taken for a record of ours.
+    """
+    if folder.parent == load.PROBLEMS:
+        return folder.name
+    return f"{folder.name}@{folder.parent.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
+
+
 def problem_names() -> list[str]:
     return sorted(p.parent.name for p in load.PROBLEMS.glob("*/task.py"))
 
@@ -204,7 +214,7 @@ def _read(folder: Path) -> Problem:
         composition = sources.is_composition(folder)
         if composition and folder.parent != load.PROBLEMS:
             raise UsageError(f"{folder} is a composition: it must stand in {load.PROBLEMS}, as its imports say")
-        return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks, composition=composition)
+        return Problem(qualified(folder), folder, True, cases(task.TESTS), benchmarks, composition=composition)
     return _read_gpu_mode(folder)
 
 
@@ -251,7 +261,14 @@ def _read_gpu_mode(folder: Path) -> Problem:
     if ranking == "last" and len(benchmarks) > 1:
         benchmarks = benchmarks[-1:]
     return Problem(
-        folder.name, folder, False, cases("tests"), {"cuda": benchmarks, "cpu": benchmarks}, files, ranking, timeouts
+        qualified(folder),
+        folder,
+        False,
+        cases("tests"),
+        {"cuda": benchmarks, "cpu": benchmarks},
+        files,
+        ranking,
+        timeouts,
     )
 
 

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     except ProblemError as error:
         return run.stopped(f"the problem itself failed, nothing was judged: {text.clean(error)}")
     except UsageError as error:
-        return run.stopped(text.line(error))
+        return run.stopped(text.line(error), resumable=not isinstance(error, plan.ChangedError))
     except output.ClosedError:
         output.abandon()
         if run.resumable:
@@ -168,9 +168,9 @@ class Run:
         """Whether what this run has found is kept for --resume."""
         return self.journal is not None and self.journal.resumable
 
-    def stopped(self, why: str) -> int:
+    def stopped(self, why: str, resumable: bool = True) -> int:
         """Say on standard error why the run ended, and how to continue it. Return the exit code."""
-        how = f"; go on with --resume {self.journal.run_id}" if self.journal and self.resumable else ""
+        how = f"; go on with --resume {self.journal.run_id}" if resumable and self.journal and self.resumable else ""
         output.complain(f"harness/run.py: {why}{how}")
         return verdict.USAGE_EXIT
 
@@ -179,6 +179,12 @@ class Run:
         if args.list or not args.problem:
             if self.further:
                 raise UsageError(f"unrecognized arguments: {' '.join(self.further)}")
+            ignored = [name for name, value in vars(args).items() if value != parser().get_default(name)]
+            if ignored := [f"--{name.replace('_', '-')}" for name in ignored if name not in ("list", "problem")]:
+                known = ", ".join(folders.problem_names())
+                raise UsageError(
+                    f"{', '.join(ignored)}: give PROBLEM too, one of {known}, or a folder; --list only lists"
+                )
             return self._list()
         name = self.problem.name
         if args.timeout is not None and not 0 < args.timeout < math.inf:
@@ -406,8 +412,10 @@ class Run:
     def _latency(self, submission: Submission) -> int:
         """The latency of the problem's own model, recorded unless --case chose some of its cases."""
         args = self.args
-        if self.device != "cuda" or args.variant or args.submission or args.against or args.all:
-            raise UsageError("--mode latency times the winners, on a GPU: no --variant, --submission, --against, --all")
+        if args.variant or args.submission or args.against or args.all:
+            raise UsageError("--mode latency times the winners: no --variant, --submission, --against, --all")
+        if self.device != "cuda":
+            raise UsageError("--mode latency needs a GPU, the run is on a CPU")
         judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
         record.see_writable(self.machine)
         with self._held():

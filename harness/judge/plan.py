@@ -17,6 +17,10 @@ _WORDS = {
 }  # fmt: skip
 
 
+class ChangedError(UsageError):
+    """What a run depends on has changed, so that it cannot be resumed."""
+
+
 def make(
     run_id: str, problem: Problem, target: str, arguments: argparse.Namespace, submissions: list[Result],
     tests: list[Case], benchmarks: list[Case],
@@ -49,15 +53,15 @@ def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespac
 
 
 def compare(was: dict, now: dict, path: Path) -> None:
-    """UsageError, saying what changed, unless the two plans are equal but for their run ids."""
+    """ChangedError, saying what changed, unless the two plans are equal but for their run ids."""
     changed = [words for key, words in _WORDS.items() if was.get(key) != now[key]]
     noted = was.get("submissions")
     before = noted if isinstance(noted, dict) else {}
     changed += [name for name in {**before, **now["submissions"]} if before.get(name) != now["submissions"].get(name)]
     if changed:
-        raise UsageError(
-            f"--resume: run {was['run_id']} cannot go on, since it began {', '.join(changed)} changed; "
-            f"start a new run (to forget this one, remove {path})"
+        raise ChangedError(
+            f"--resume: run {was['run_id']} cannot go on, because these changed since it began: {', '.join(changed)}. "
+            f"Start a new run; to forget this one, remove {path}"
         )
 
 

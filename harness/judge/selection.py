@@ -48,6 +48,12 @@ class Selection:
             first = self.problem.variant(args.variant)
         elif args.submission:
             first = folders.submission(self.problem, Path(args.submission))
+            variant = self.problem.folder / "variants" / first.file.name
+            if variant.is_file() and variant.resolve() != first.file:
+                raise UsageError(
+                    f"--submission: {self.problem.name} has a variant {first.name}, whose row on the board this file "
+                    "would take: rename it"
+                )
         else:
             first = self.problem.winner(self.target)
         if not args.against:

@@ -113,11 +113,12 @@ class Problem:
             raise UsageError(f"{self.name}: {error}: name a --variant") from None
 
     def variant(self, name: str) -> Submission:
-        file = self.folder / "variants" / f"{name}.py"
-        if not file.is_file():
-            known = ", ".join(e.name for e in self.submissions()) or "none"
+        """Return the file of that name in variants/. UsageError: there is none; a path is no name."""
+        files = {file.stem: file for file in (self.folder / "variants").glob("*.py")}
+        if name not in files:
+            known = ", ".join(sorted(files)) or "none"
             raise UsageError(f"variant must be one of {self.name}'s ({known}), got {name!r}")
-        return submission(self, file)
+        return submission(self, files[name])
 
 
 def find(name: str) -> Problem:

@@ -156,6 +156,17 @@ def test_of_equal_logits_the_lower_tokens_stay():
     assert (kept.sum(1) == 1).all() and kept[:, 0].all()
 
 
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (math.nextafter(0.5, 1), 3), (math.nextafter(0.5, 0), 2)]
+)
+def test_probabilities_that_are_exactly_top_p_reach_it(top_p, kept):
+    """Those of two or four equal logits are exact."""
+    four = Sampler(1.0, top_p=top_p).limit(torch.full((1, 4), 2.5).double())
+    assert torch.isfinite(four)[0].tolist() == [token < kept for token in range(4)]
+    two = Sampler(1.0, top_p=top_p).limit(torch.tensor([[-1.25, -torch.inf, -1.25]]).double())
+    assert torch.isfinite(two)[0].tolist() == [True, False, top_p > 0.5]
+
+
 def test_logits_are_left_alone():
     logits = logits_of(PROBABILITIES, 5)
     kept = logits.clone()

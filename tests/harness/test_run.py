@@ -166,3 +166,22 @@ def test_task_yml_is_what_task_py_says():
         found = folders.find(name)
         if found.own and not found.composition:
             assert (load.PROBLEMS / name / "task.yml").read_text() == task_yml.render(found)
+
+
+def test_options_without_a_problem_are_refused(capsys):
+    for words in (["--all"], ["--variant", "x"], ["--mode", "test"], ["--resume"]):
+        assert run.main(words) == 2
+        assert f"{words[0]}: give PROBLEM too" in capsys.readouterr().err
+
+
+def test_a_path_is_no_variant(capsys):
+    for name in ("../wrong/zeros", "./cpu_portable", "cpu_portable.py"):
+        assert run.main(["nvfp4_gemv", "--variant", name, "--device", "cpu", "--mode", "test"]) == 2
+        assert "variant must be one of nvfp4_gemv's" in capsys.readouterr().err
+
+
+def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
+    file = tmp_path / "cpu_portable.py"
+    file.write_text("def custom_kernel(data):\n    return data.c\n")
+    assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu", "--mode", "test"]) == 2
+    assert "has a variant cpu_portable" in capsys.readouterr().err

@@ -24,6 +24,16 @@ def test_a_warning_of_one_variant_is_at_its_row_only():
     assert not any("host-bound" in line or "NVML" in line for line in tables.facts(found) + tables.notes(found))
 
 
+@pytest.mark.parametrize("dirty", [None, 0, 1, 2])
+def test_one_record_with_uncommitted_changes_is_said_of_its_run(dirty):
+    """Whichever of the run's records it is."""
+    records = full("a", 1.1)
+    for number, record in enumerate(records):
+        record["dirty"] = number == dirty
+    (said,) = [line for line in tables.facts(one(records)) if line.startswith("Run: ")]
+    assert said.endswith("commit 0123456789ab" + (" with uncommitted changes" if dirty is not None else ""))
+
+
 def in_checkout(monkeypatch, source: str | None = "new", problem: str | None = "p") -> None:
     """The checkout's variants have the hash `source`, its problems `problem`."""
     monkeypatch.setattr(provenance, "source_hash", lambda *_: source)

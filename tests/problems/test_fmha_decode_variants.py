@@ -1,5 +1,6 @@
 """fmha_decode: every variant is right, on a CPU and on a GPU, and every file of wrong/ is refused."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from problems.common import load
 from tests.problems.fmha_cases import FOLDER, named, poisoned, reference, solved, task
 from tests.problems.variants import made_for, skip_unless_it_runs
 
+COMPILED = [file for file in made_for(FOLDER, "cpu") if file.with_suffix(".cpp").exists()]  # these say what is wrong
 WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
 # Enough to catch every file of wrong/, the quickest first.
 CATCHING = [
@@ -36,6 +38,43 @@ def test_every_cpu_variant_is_right_in_every_case(file):
     for case in task.TESTS:
         result = run(file, case)
         assert result.ok, f"{named(case)}: {result.message}"
+
+
+# One row and one panel of heads, with work enough for two cores: they share out its tiles, of which the last is cut.
+TILED = task.Case(1, 1, 8, 102, 1728, 2, 64, 1728, "random", "plain", 77)
+SMALL = task.Case(1, 1, 1, 8, 8, 4, 2, 8, "random", "plain", 78)
+
+
+@pytest.mark.parametrize("content", ["plain", "ragged", "empty"])
+@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
+def test_cores_may_share_the_tiles_of_a_row(file, content):
+    """With every tile of the lists, with fewer, and with none."""
+    skip_unless_it_runs(file, "cpu")
+    case = dataclasses.replace(TILED, content=content)
+    assert torch.isposinf(solved(case)[1][1]).all() == (content == "empty")
+    result = run(file, case)
+    assert result.ok, result.message
+
+
+@pytest.mark.parametrize("case", [SMALL, TILED], ids=named)
+@pytest.mark.parametrize("cache", ["window", "compressed"])
+@pytest.mark.parametrize("file", COMPILED, ids=lambda file: file.stem)
+def test_the_last_entry_may_be_named_and_the_next_one_not(file, cache, case):
+    skip_unless_it_runs(file, "cpu")
+    kernel = load.module(FOLDER, f"variants/{file.stem}").custom_kernel
+    data = poisoned(solved(case)[0])
+    pages, index = getattr(data, cache).clone(), getattr(data, f"{cache}_index").clone()
+    data = data._replace(**{cache: pages, f"{cache}_index": index})
+    per_page, place = task.page_entries(pages.shape[1]), (0, 0, 5)
+    count = len(pages) * per_page
+    pages[-1] = pages[index[place] // per_page]  # of which every entry is one
+    index[place] = count - 1
+    result = reference.compare(data, reference.ref_kernel(data), kernel(data))
+    assert result.ok, result.message
+    for wrong in (count, count + 1, 2**31 - 1, -2, -(2**31)):
+        index[place] = wrong
+        with pytest.raises(RuntimeError, match=f"^{file.stem}: an index is outside the pages$"):
+            kernel(data)
 
 
 def first_rejection(name: str, cases: list, device: str = "cpu") -> object | None:

@@ -1,6 +1,7 @@
 """moe_gemm's CPU variants from within: the quantisers bit by bit, threads, bad ids, errors with room."""
 
 import functools
+import shutil
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 
@@ -45,8 +46,18 @@ def name(request) -> str:
 @functools.cache
 def inside(name: str, folder: Path) -> build.Artefact:
     source = folder / f"{name}_inside.cpp"
-    source.write_text(INSIDE.format(source=FOLDER / "variants" / f"{name}.cpp", isa=ISAS[name]))
+    # Copied beside it: a build's key holds the headers of the source's folder, not those of another one.
+    for path in build.closure(FOLDER / "variants" / f"{name}.cpp"):
+        if build.COMMON not in path.parents:
+            shutil.copy(path, folder)
+    source.write_text(INSIDE.format(source=f"{name}.cpp", isa=ISAS[name]))
     return build.cpp(source)
+
+
+def test_a_build_depends_on_every_header(folder):
+    """What is tested here is the variant of today, not an earlier build of it."""
+    inside("cpu_portable", folder)
+    assert folder / "cpu_experts.h" in build.closure(folder / "cpu_portable_inside.cpp")
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,12 @@ import shutil
 
 import pytest
 
-from harness.judge import phases
+from harness.judge import confirm, phases
 from harness.judge.outcome import Outcome
+from harness.judge.verdict import Result
+from harness.problem.folders import Case, Submission
 from harness.results import environment, record
+from harness.results.ranking import Leader
 from tests.support.recorded import SOURCE, Stop, better, first, judge, records
 
 
@@ -66,6 +69,16 @@ def test_who_would_not_lead_needs_none(world, folder, us, why):
     world.us["better"] = us
     judge(folder, *better(folder))
     assert confirmed() == [] and world.measured["better"] == 1, why
+
+
+@pytest.mark.parametrize(("high", "leads"), [(9.9, True), (10.0, False), (11.0, False)])
+def test_the_whole_interval_must_be_below_the_leaders(monkeypatch, high, leads):
+    """A value below the leader's interval is not enough."""
+    monkeypatch.setattr(Result, "metric", (9.0, 8.5, high))
+    passed = [(Case({"n": 1}, 1), Outcome("PASSED"))]
+    made = Result(Submission("better", None, ("cpu",)), "cpu", tests=passed, source_hash="new")
+    leader = Leader("good", "old", "r1", 10.5, 10.0, 11.0)
+    assert confirm.challenger([made], leader, False) is (made if leads else None)
 
 
 def test_a_run_of_all_with_the_leader_in_it_needs_none(world, folder):

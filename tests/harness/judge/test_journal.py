@@ -274,7 +274,7 @@ def test_a_plan_holds_against_itself():
     ],
 )  # fmt: skip
 def test_what_changed_is_said(key, value, said):
-    with pytest.raises(UsageError, match=f"since it began .*{said}"):
+    with pytest.raises(UsageError, match=f"changed since it began: .*{said}"):
         plan.compare(planned(**{key: value}), planned(), Path("x"))
 
 

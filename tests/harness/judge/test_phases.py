@@ -127,6 +127,25 @@ def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
     assert all_readings == whole[1]
 
 
+def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
+    """It is not called again on that case, in no process; on others it is, and the other submission on all."""
+    how = Plan(processes=2, samples=3, warmups=1, buffers=2, audits=0)
+    handles = [RunnerHandle(name, Submission(name, None, ("cpu",)), "cpu") for name in ("bad", "good")]
+    right, wrong = Outcome("PASSED", us=1.0, host_us=1.0), Outcome("INCORRECT", "mismatch")
+    finished = phases.Group(0, 0, {"bad": [right, wrong], "good": [right] * 3}, {"empty": [1.0]}, ["1"])
+    session = Counting()
+    timings, _ = phases.run_benchmarks(
+        session, handles, [case(1), case(2)], lambda _: None, have=phases.Have(groups={(0, 0, 0): finished}), how=how
+    )  # fmt: skip
+    assert [timing.failure for timing in timings["bad"]] == [wrong, None]
+    assert [timing.failure for timing in timings["good"]] == [None, None]
+    assert [[len(calls) for calls in timing.outcomes] for timing in timings["bad"]] == [[1, 0], [3, 3]]
+    of_case = session.called["bad 0"]  # calls of one case
+    assert (session.called["good 0"], session.called["bad 1"], session.called["good 1"]) == (
+        of_case, of_case, 2 * of_case,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("handles", "paired"), [(1, False), (3, False), (2, True)])
 def test_weights_of_v4_pro_are_prepared_by_few_at_once(handles, paired):
     """14.3 GB each: two of them in the 32 GiB there are. Without a word, all."""

@@ -99,6 +99,33 @@ def test_ratio_interval_covers_the_truth_for_any_number_of_processes(processes):
     assert all(one.ci99[0] <= one.ci95[0] <= one.ratio <= one.ci95[1] <= one.ci99[1] for one in found)
 
 
+def _students_t(z, free):
+    """Abramowitz and Stegun 26.7.5, to the third power of 1 / free."""
+    terms = (((1, 1), 4), ((3, 16, 5), 96), ((-15, 17, 19, 3), 384))  # coefficients of z, z^3, ..., and their divisor
+    sums = (sum(c * z ** (2 * i + 1) for i, c in enumerate(row)) / divisor for row, divisor in terms)
+    return z + sum(term / free**power for power, term in enumerate(sums, 1))
+
+
+@pytest.mark.parametrize(
+    ("levels", "drawn"),
+    [  # of processes, of means of as many draws the percentiles 2.5 and 0.5, in units of the largest level
+        ((-1, 1), (1, 1)),  # the least mean: 1 in 4
+        ((-1, 0, 1), (1, 1)),  # 1 in 27
+        ((-1, -1, -1, 1, 1, 1), (2 / 3, 1)),  # 1 in 64, and a mean of -2/3 or less 7 in 64
+    ],
+)
+def test_ratio_intervals_are_as_wide_as_the_formula_says(levels, drawn):
+    """Processes whose calls are all alike: the bootstrap has few values, whose places are known."""
+    found = stats.compare([[[(1.1 * math.exp(0.01 * level), 1.0)] * 3 for level in levels]])
+    count = len(levels)
+    for interval, z, far in zip((found.ci95, found.ci99), (1.959963985, 2.575829304), drawn, strict=True):
+        half = 0.01 * far * _students_t(z, count - 1) / z * math.sqrt(count / (count - 1))
+        assert interval == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=1e-9)
+    if count > 2:
+        tables = {3: 4.302653, 6: 2.570582}[count]
+        assert _students_t(1.959963985, count - 1) == pytest.approx(tables, rel=0.031)
+
+
 def test_a_ratio_of_two_percent_is_told_from_24_processes():
     assert sum(one.word == "SLOWER" for one in _comparisons(24, 15, 1.02, 20)) >= 19
 

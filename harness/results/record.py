@@ -4,6 +4,7 @@ Whoever reads the records gets whole ones only, as harness/results/schema.py say
 file, is left out, and is named in a complaint.
 """
 
+import collections
 import contextlib
 import datetime
 import errno
@@ -149,15 +150,26 @@ def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
     if len(line) > limit:
         raise ValueError(f"{len(line)} bytes, at most {limit} are read")
     try:
-        found = json.loads(line.decode())
+        found = json.loads(line.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError:
         raise ValueError("broken line, not UTF-8") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"broken line, no JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"broken line, {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"a JSON object is wanted, got {text.line(repr(found), 60)}")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError: a key is there twice, and readers would differ about its value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {text.line(repr(twice), 60)} is there twice")
     return found
 
 

@@ -342,7 +342,7 @@ def bad_results(tmp_path: Path) -> Path:
         lines += times
         lines.append(line("test", f"wrong{name}", status="INCORRECT", reason=said, case=number % 3))
         lines.append(line("test", f"odd{name}", problem=f"p{number}{name}", status="TIMEOUT", reason=said))
-        lines.append(line("compile", name, target=f"t{name}", status="COMPILED", resources=[{"target": f"t{name}"}]))
+        lines.append(line("compile", name, target="sm100", status="COMPILED", resources=[{"target": f"t{name}"}]))
         latencies.append({
             "schema": 1, "kind": "latency", "problem": "model", "time": "2026-01-02T03:04:05Z",
             "config": said, "format": said, "batch": 1, "context": number, "kernels": {said: said}, "eager_ms": 1.0,

@@ -1,6 +1,6 @@
 """Complete leaderboard/results/code.jsonl: which machine code the sources compile to that records are about.
 
-    python leaderboard/code_table.py
+    .venv/bin/python leaderboard/code_table.py
 
 For each source that a record names and the table lacks, it looks for the commit whose files have the recorded hash, by
 default the record's own, and compiles them there with that commit's own build code. Then it compiles each variant of

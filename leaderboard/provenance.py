@@ -1,7 +1,7 @@
 """Whether the sources that a record is about are those of this checkout. It needs neither a compiler nor a GPU.
 
 Hashes of sources are computed here; hashes of machine code come from records and from leaderboard/results/code.jsonl,
-which `python leaderboard/code_table.py` completes. docs/records.md says what each hash covers.
+which `.venv/bin/python leaderboard/code_table.py` completes. docs/records.md says what each hash covers.
 """
 
 import functools

@@ -1,10 +1,10 @@
 """The leaderboard's command line: print, write or check the boards that the records give.
 
-    python leaderboard/report.py                              every board, in the terminal
-    python leaderboard/report.py nvfp4_gemv --format markdown
-    python leaderboard/report.py --out leaderboard/out        board.md, board.csv and a picture of each board
-    python leaderboard/report.py --readme README.md           fill in its table of winners, and leaderboard/README.md
-    python leaderboard/report.py --check                      exit 1 if one of these is stale
+    .venv/bin/python leaderboard/report.py                             every board, in the terminal
+    .venv/bin/python leaderboard/report.py nvfp4_gemv --format markdown
+    .venv/bin/python leaderboard/report.py --out leaderboard/out       board.md, board.csv and a picture of each board
+    .venv/bin/python leaderboard/report.py --readme README.md          fill in its winners, and leaderboard/README.md
+    .venv/bin/python leaderboard/report.py --check                     exit 1 if one of these is stale
 
 Nothing here is measured, and no date but the records' own appears: equal records give equal text. A line that is no
 record is left out with a warning, and what is shown of a record is text, never markup.
@@ -242,7 +242,7 @@ def _report(options: argparse.Namespace) -> int:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
         where = "" if options.machine is None else f" on {options.machine}{_elsewhere(options, folders)}"
         out = sys.stdout if options.format == "terminal" else sys.stderr
-        print(f"no records{of}{where}: run `python harness/run.py PROBLEM` first", file=out)
+        print(f"no records{of}{where}: run `.venv/bin/python harness/run.py PROBLEM` first", file=out)
     if options.format == "csv":
         print(tables.csv(shown.boards), end="")
     elif options.format == "markdown" and shown:
@@ -296,7 +296,7 @@ def _readme(options: argparse.Namespace) -> int:
         elif file not in stale:
             print(f"{name}: the table is current")
         else:
-            print(f"{name}: the table is stale; run `python leaderboard/report.py --readme {top.name}`")
+            print(f"{name}: the table is stale; run `.venv/bin/python leaderboard/report.py --readme {top.name}`")
             sides = (old[file].splitlines(), new[file].splitlines(), "as it stands", "from the records")
             print("\n".join(list(difflib.unified_diff(*sides, lineterm="", n=0))[:DIFF_LINES]))
     return int(options.check and bool(stale))

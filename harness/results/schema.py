@@ -1,7 +1,7 @@
 """What a record is: each field once, with its type, unit and meaning. Writer, reader, merge and docs/records.md use it.
 
 A record is one JSON object. Readers get it as a dict that `check` has passed: no value is converted, and keys that are
-not known here are kept. `python -m harness.results.schema` prints the tables of docs/records.md.
+not known here are kept. `.venv/bin/python -m harness.results.schema` prints the tables of docs/records.md.
 """
 
 import datetime

@@ -172,7 +172,7 @@ def test_a_field_that_the_schema_lacks_is_not_written():
 
 def test_the_page_on_records_has_the_schemas_tables():
     page = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
-    assert schema.tables() in page, "paste what `python -m harness.results.schema` prints into docs/records.md"
+    assert schema.tables() in page, "paste in what `.venv/bin/python -m harness.results.schema` prints"
 
 
 @pytest.mark.parametrize("value", [*HOSTILE, float("nan"), float("inf"), {1: {2: {3: b"x"}}}, object(), [[[[[[]]]]]]])

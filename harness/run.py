@@ -1,4 +1,4 @@
-"""Judge submissions: python harness/run.py PROBLEM. See --help, and docs/measuring.md for what is measured and how."""
+"""Judge submissions: .venv/bin/python harness/run.py PROBLEM. See --help; docs/measuring.md says what is measured."""
 
 import argparse
 import contextlib

@@ -1,6 +1,6 @@
 """Complete leaderboard/results/code.jsonl: which machine code the sources compile to that records are about.
 
-    python leaderboard/code_table.py
+    .venv/bin/python leaderboard/code_table.py
 
 For each source that a record names and the table lacks, it looks for the commit whose files have the recorded hash, by
 default the record's own, and compiles them there with that commit's own build code. Then it compiles each variant of
@@ -30,11 +30,19 @@ TAIL = 1000  # characters of a compiler's output that are shown
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0, or 1 if there are sources whose machine code cannot be had."""
+    """Exit code: 0, 1 if there are sources whose machine code cannot be had, 2 if there is no folder of results."""
     parser = argparse.ArgumentParser(description="Complete the table of machine code, leaderboard/results/code.jsonl.")
-    parser.add_argument("--results", type=Path, default=report.RESULTS, metavar="DIR", help="default: %(default)s")
-    results = parser.parse_args(arguments).results
-    machines = sorted(path.name for path in results.glob("*") if report.record_files(path))
+    told = "all machines of DIR; default: those of leaderboard/results that leaderboard/machines.txt lists"
+    parser.add_argument("--results", type=Path, metavar="DIR", help=told)
+    chosen = parser.parse_args(arguments).results
+    results = chosen or report.RESULTS
+    try:
+        report.see_folder(results)
+    except ValueError as error:
+        output.complain(f"code_table.py: {text.line(error)}")
+        return 2
+    # The table is committed: other machines' records stay local, and must not change it.
+    machines = sorted(path.name for path in results.glob("*")) if chosen else report.committed(report.MACHINES)
     by_machine, complaints = report.records_of(results, machines, [])
     records = [one for found in by_machine.values() for one in found]
     lines, said = provenance.read(results)

@@ -1,10 +1,11 @@
 """Whether the sources that a record is about are those of this checkout. It needs neither a compiler nor a GPU.
 
 Hashes of sources are computed here; hashes of machine code come from records and from leaderboard/results/code.jsonl,
-which `python leaderboard/code_table.py` completes. docs/records.md says what each hash covers.
+which `.venv/bin/python leaderboard/code_table.py` completes. docs/records.md says what each hash covers.
 """
 
 import functools
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -86,8 +87,10 @@ def differ(one: dict, other: dict) -> bool:
 
 
 def read(results: Path) -> tuple[list[dict], list[str]]:
-    """-> (lines of RESULTS/code.jsonl, complaints about lines that are none)."""
+    """-> (lines of RESULTS/code.jsonl, complaints about what is none)."""
     path = results / FILE
+    if os.path.lexists(path) and (odd := record.what_instead(path)):
+        return [], [f"{path.name}: {odd}, not a file: left out"]
     return record.parse_lines(path.read_bytes() if path.is_file() else b"", path.name, _line)
 
 

@@ -1,10 +1,10 @@
 """The leaderboard's command line: print, write or check the boards that the records give.
 
-    python leaderboard/report.py                              every board, in the terminal
-    python leaderboard/report.py nvfp4_gemv --format markdown
-    python leaderboard/report.py --out leaderboard/out        board.md, board.csv and a picture of each board
-    python leaderboard/report.py --readme README.md           fill in its table of winners, and leaderboard/README.md
-    python leaderboard/report.py --check                      exit 1 if one of these is stale
+    .venv/bin/python leaderboard/report.py                             every board, in the terminal
+    .venv/bin/python leaderboard/report.py nvfp4_gemv --format markdown
+    .venv/bin/python leaderboard/report.py --out leaderboard/out       board.md, board.csv and a picture of each board
+    .venv/bin/python leaderboard/report.py --readme README.md          fill in its winners, and leaderboard/README.md
+    .venv/bin/python leaderboard/report.py --check                     exit 1 if one of these is stale
 
 Nothing here is measured, and no date but the records' own appears: equal records give equal text. A line that is no
 record is left out with a warning, and what is shown of a record is text, never markup.
@@ -13,6 +13,7 @@ record is left out with a warning, and what is shown of a record is text, never 
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 1 if --check finds the README stale, 2 for bad use or files that cannot be read or written."""
     options = _options(arguments)
     try:
+        see_folder(options.results)
         code = _readme(options) if options.readme else _report(options)
         output.flush()
         return code
@@ -84,12 +86,16 @@ def read(results: Path, machines: list[str], problems: list[str]) -> Shown:
 
 
 def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple[dict[str, list[dict]], list[str]]:
-    """-> (by machine its records, complaints about lines that are none)."""
+    """-> (by machine its records, complaints about lines and files that are none)."""
     by_machine: dict[str, list[dict]] = {machine: [] for machine in machines}
     complaints = []
     for machine, records in by_machine.items():
-        for file in record_files(results / machine):
-            found, said = record.parse(file.read_bytes(), str(file.relative_to(results)))
+        for file in _named_as_records(results / machine):
+            source = str(file.relative_to(results))
+            if odd := record.what_instead(file):
+                complaints.append(f"{source}: {odd}, not a file of records: left out")
+                continue
+            found, said = record.parse(file.read_bytes(), source)
             # Without a name only our own problems': those of other people's folders have an @ in theirs.
             records += [one for one in found if (one["problem"] in problems if problems else "@" not in one["problem"])]
             complaints += said
@@ -97,11 +103,23 @@ def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple
 
 
 def record_files(folder: Path) -> list[Path]:
-    """The files of records in a machine's folder; what an unfinished run has written beside them is none. Those of
-    latency records were once in folders of their problem.
+    """The files of records in a machine's folder."""
+    return [path for path in _named_as_records(folder) if path.is_file()]
+
+
+def _named_as_records(folder: Path) -> list[Path]:
+    """What has the name of a file of records; what an unfinished run has written beside them has not. Files of latency
+    records were once in folders of their problem.
     """
-    files = [*folder.glob("*.jsonl"), *folder.glob("*/latency.jsonl")]
-    return sorted(path for path in files if path.is_file() and not path.name.endswith(record.PARTIAL))
+    below = (one / "latency.jsonl" for one in folder.glob("*") if one.is_dir())
+    files = [*folder.glob("*.jsonl"), *(path for path in below if os.path.lexists(path))]
+    return sorted(path for path in files if not path.name.endswith(record.PARTIAL))
+
+
+def see_folder(results: Path) -> None:
+    """ValueError if the folder of results is none."""
+    if not results.is_dir():
+        raise ValueError(f"--results: {'not a folder:' if results.exists() else 'no folder'} {results}")
 
 
 def expected(problem: str, target: str) -> list[dict] | None:
@@ -211,21 +229,21 @@ def _print(console: Console, header: list[str], rows: list[list[str]], styles: l
 
 
 def _report(options: argparse.Namespace) -> int:
-    if options.results.exists() and not options.results.is_dir():
-        raise ValueError(f"--results must be a folder, got the file {options.results}")
     for name in options.problems:
         if not (load.PROBLEMS / name / "task.py").is_file() and not any(options.results.glob(f"*/{name}.jsonl")):
             raise ValueError(f"no problem {name}: neither a folder of problems/ nor a file of records")
-    known = sorted(path.name for path in options.results.glob("*") if record_files(path))
-    machines = [options.machine] if options.machine else known
+    folders = sorted(path.name for path in options.results.glob("*") if path.is_dir())
+    if options.machine is not None and options.machine not in folders:
+        raise ValueError(f"--machine: no folder {options.machine} in {options.results} (there are: {_list(folders)})")
+    machines = folders if options.machine is None else [options.machine]
     shown = read(options.results, machines, options.problems)
     for complaint in shown.complaints:
         output.complain(f"warning: {text.line(complaint)}")
     if not shown:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
-        where = f" on {options.machine} (there are some on: {', '.join(known) or 'none'})" if options.machine else ""
+        where = "" if options.machine is None else f" on {options.machine}{_elsewhere(options, folders)}"
         out = sys.stdout if options.format == "terminal" else sys.stderr
-        print(f"no records{of}{where}: run `python harness/run.py PROBLEM` first", file=out)
+        print(f"no records{of}{where}: run `.venv/bin/python harness/run.py PROBLEM` first", file=out)
     if options.format == "csv":
         print(tables.csv(shown.boards), end="")
     elif options.format == "markdown" and shown:
@@ -236,6 +254,17 @@ def _report(options: argparse.Namespace) -> int:
     if options.out and shown.boards:
         _write(shown, options.out)
     return 0
+
+
+def _elsewhere(options: argparse.Namespace, machines: list[str]) -> str:
+    """A remark on the machines that do have records of the problems wanted."""
+    by_machine, _ = records_of(options.results, machines, options.problems)
+    found = [machine for machine in machines if by_machine[machine]]
+    return f" (there are some on: {_list(found)})" if found else ""
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _write(shown: Shown, folder: Path) -> None:
@@ -268,7 +297,7 @@ def _readme(options: argparse.Namespace) -> int:
         elif file not in stale:
             print(f"{name}: the table is current")
         else:
-            print(f"{name}: the table is stale; run `python leaderboard/report.py --readme {top.name}`")
+            print(f"{name}: the table is stale; run `.venv/bin/python leaderboard/report.py --readme {top.name}`")
             sides = (old[file].splitlines(), new[file].splitlines(), "as it stands", "from the records")
             print("\n".join(list(difflib.unified_diff(*sides, lineterm="", n=0))[:DIFF_LINES]))
     return int(options.check and bool(stale))

@@ -282,6 +282,15 @@ def test_every_file_named_on_the_pages_exists():
     assert not missing, "\n".join(missing)
 
 
+def test_the_pages_and_messages_call_the_python_that_make_sets_up():
+    """A bare `python` may be missing, or lack what is needed."""
+    pages = [*PAGES, *ROOT.glob("problems/*/README.md"), ROOT / "leaderboard" / "README.md"]
+    sources = [ROOT / "leaderboard" / "report.py", ROOT / "leaderboard" / "code_table.py", ROOT / "harness" / "run.py"]
+    bare = re.compile(r"(?<![\w/.-])python3? (?:-m|harness/|leaderboard/|problems/|tests/|tools/)")
+    found = [f"{file}: {hit}" for file in [*pages, *sources] for hit in bare.findall(file.read_text(encoding="utf-8"))]
+    assert not found, "write .venv/bin/python"
+
+
 def flags(source: str) -> set[str]:
     """The options that a command's source defines with add_argument."""
     return {

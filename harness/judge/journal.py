@@ -298,7 +298,7 @@ def _telling(path: Path) -> Iterator[None]:
 
 def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
     """Return (the usable lines, complaints about the others)."""
-    lines, complaints = [], []
+    lines, complaints, source = [], [], f"{path.parent.name}/{path.name}"
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
@@ -307,8 +307,8 @@ def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
             _check(found)
             lines.append(found)
         except ValueError as error:
-            complaints.append(f"{path.parent.name}/{path.name}:{number}: {text.line(error, 200)}: left out")
-    return lines, complaints
+            complaints.append(f"{source}:{number}: {text.line(error, 200)}: left out")
+    return lines, record.shortened(complaints, source)
 
 
 def _check(line: dict) -> None:

@@ -131,11 +131,9 @@ def find(name: str) -> Problem:
 
 
 def qualified(folder: Path) -> str:
-    """Return the name of the problem in `folder`: of one outside problems/ with where it comes from, so that records of
-    two folders of one name stay apart, and none is taken for a record of ours.
+    """Return the name of a problem in GPU MODE's format, with where it comes from: records of two folders of one name
+    stay apart, and none is taken for a record of ours.
     """
-    if folder.parent == load.PROBLEMS:
-        return folder.name
     return f"{folder.name}@{folder.parent.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
 
 
@@ -215,7 +213,7 @@ def _read(folder: Path) -> Problem:
         composition = sources.is_composition(folder)
         if composition and folder.parent != load.PROBLEMS:
             raise UsageError(f"{folder} is a composition: it must stand in {load.PROBLEMS}, as its imports say")
-        return Problem(qualified(folder), folder, True, cases(task.TESTS), benchmarks, composition=composition)
+        return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks, composition=composition)
     return _read_gpu_mode(folder)
 
 

@@ -1,7 +1,7 @@
 """task.yml of our problems, generated from task.py, so that a competition in GPU MODE's format can be run on them.
 Compositions have none: that format knows no modules of a folder, and no other problems.
 
-`python -m harness.problem.task_yml` writes every problem's; `--check` says which are stale, exit status 1.
+`.venv/bin/python -m harness.problem.task_yml` writes every problem's; `--check` says which are stale, exit status 1.
 """
 
 import ast
@@ -42,7 +42,7 @@ def main() -> int:
             file.write_text(render(problem))
             print(f"wrote {file}")
     if stale and "--check" in sys.argv:
-        print(f"stale task.yml: {', '.join(stale)}; run python -m harness.problem.task_yml")
+        print(f"stale task.yml: {', '.join(stale)}; run .venv/bin/python -m harness.problem.task_yml")
         return 1
     return 0
 

@@ -4,6 +4,7 @@ Whoever reads the records gets whole ones only, as harness/results/schema.py say
 file, is left out, and is named in a complaint.
 """
 
+import collections
 import contextlib
 import datetime
 import errno
@@ -22,6 +23,7 @@ from harness.results import schema, text
 PARTIAL = ".partial.jsonl"  # how the file of an unfinished run ends
 RESULTS = Path(__file__).resolve().parents[2] / "leaderboard" / "results"
 LINE_BYTES = 8 * 2**20  # of a record; the longest so far has 6000
+MOST = 5  # complaints about lines of one file
 LEFT_OUT = "left out; it stays there (append a corrected line if you need it)"
 DEPTH = 12  # lists and objects within each other
 INTEGERS = 2**63  # what every reader can hold
@@ -138,7 +140,24 @@ def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], dic
             found.append(read_line(line))
         except ValueError as error:
             complaints.append(f"{source}:{number}: not a record ({text.line(error, 200)}): {LEFT_OUT}")
-    return found, complaints
+    return found, shortened(complaints, source)
+
+
+def shortened(complaints: list[str], source: str) -> list[str]:
+    """The first complaints about a file, and how many more there are."""
+    more = len(complaints) - MOST
+    return [*complaints[:MOST], f"... and {more} more in {source}"] if more > 0 else complaints
+
+
+def what_instead(path: Path) -> str:
+    """What stands where a file of records is wanted, in words; "" for a file."""
+    if path.is_file():
+        return ""
+    if path.is_dir():
+        return "a folder"
+    if path.is_symlink() and not path.exists():
+        return "a dangling link"
+    return "a FIFO" if path.is_fifo() else "no file"
 
 
 def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
@@ -149,15 +168,26 @@ def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
     if len(line) > limit:
         raise ValueError(f"{len(line)} bytes, at most {limit} are read")
     try:
-        found = json.loads(line.decode())
+        found = json.loads(line.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError:
         raise ValueError("broken line, not UTF-8") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"broken line, no JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"broken line, {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"a JSON object is wanted, got {text.line(repr(found), 60)}")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError: a key is there twice, and readers would differ about its value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {text.line(repr(twice), 60)} is there twice")
     return found
 
 

@@ -1,7 +1,7 @@
 """What a record is: each field once, with its type, unit and meaning. Writer, reader, merge and docs/records.md use it.
 
 A record is one JSON object. Readers get it as a dict that `check` has passed: no value is converted, and keys that are
-not known here are kept. `python -m harness.results.schema` prints the tables of docs/records.md.
+not known here are kept. `.venv/bin/python -m harness.results.schema` prints the tables of docs/records.md.
 """
 
 import datetime
@@ -21,6 +21,7 @@ Status = Literal[
 STATUSES: tuple[str, ...] = get_args(Status)
 Kind = Literal["test", "benchmark", "compile", "latency"]
 KINDS: tuple[str, ...] = get_args(Kind)
+Target = Literal["cpu", "sm90", "sm100"]
 TIMED = ("benchmark", "latency")
 # Of schema 1, what the field is called now.
 OLD_NAMES = {
@@ -43,7 +44,7 @@ def _time(value: str) -> str:
     except ValueError:
         year = 0
     if not 1970 <= year < 2200 or len(value) < 19 or value[10] != "T" or value[13] != ":":
-        raise ValueError("must be a time in ISO 8601, such as 2026-01-02T03:04:05Z")
+        raise ValueError("must be a time in ISO 8601, of the years 1970 to 2199, such as 2026-01-02T03:04:05Z")
     return value
 
 
@@ -60,11 +61,29 @@ def _samples(groups: list[list[float]]) -> list[list[float]]:
     return groups
 
 
+def _ascending(pair: list[float]) -> list[float]:
+    if pair[0] > pair[1]:
+        raise ValueError("must be [low, high]")
+    return pair
+
+
+def _clock(clock: dict[str, Any]) -> dict[str, Any]:
+    said = clock.get("warnings")
+    if said is not None and not (isinstance(said, list) and all(isinstance(one, str) for one in said)):
+        raise ValueError("warnings must be a list of texts")
+    return clock
+
+
 Name = Annotated[str, AfterValidator(name)]
 Time = Annotated[str, AfterValidator(_time)]
 Us = Annotated[float, AfterValidator(_us)]
 Samples = Annotated[list[list[float]], AfterValidator(_samples)]
+Roofline = Annotated[Us, Field(gt=0)]
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
+Interval = Annotated[Pair, AfterValidator(_ascending)]
+Clock = Annotated[dict[str, Any], AfterValidator(_clock)]
+Count = Annotated[int, Field(ge=1)]
+Size = Annotated[float, Field(ge=0)]
 Numbers = dict[str, float | None]
 
 
@@ -122,11 +141,11 @@ class Record(_Checked):
         json_schema_extra={"of": list(KINDS)},
     )
     run_id: Name = _field("the run: all its records have the same one", required=True)
-    time: Time = _field("when the record was made, ISO 8601", required=True)
+    time: Time = _field("when the record was made, ISO 8601, in the years 1970 to 2199", required=True)
     kind: Kind = _field("what was done: test, benchmark, compile or latency", required=True)
     problem: Name = _field("the problem's folder", required=True)
     variant: Name = _field("the submission's name", required=True)
-    target: Name = _field("cpu, sm90 or sm100", required=True)
+    target: Target = _field("cpu, sm90 or sm100", required=True)
     case: dict[str, Any] | None = _field("the case's parameters; {} for a verdict on all cases", required=True)
     status: Status = _field("the verdict", required=True)
     reason: str | None = _field("why the verdict is no better, as text")
@@ -151,25 +170,29 @@ class Record(_Checked):
         ("test", "benchmark"),
     )
     median_us: Us | None = _field("median time of a call in us; of latency records, of one replayed graph", TIMED)
-    ci95_us: Pair | None = _field("its 95 % interval in us: [low, high]", ("benchmark",))
+    ci95_us: Interval | None = _field("its 95 % interval in us: [low, high]", ("benchmark",))
     samples_us: Samples | None = _field("all scored times in us, a list for each process", TIMED)
     n: int | None = _field("number of scored times", TIMED)
     host_us: Us | None = _field("median time of the call on the host in us", ("benchmark",))
     setup_us: Us | None = _field("median time in us of a baseline's preparations, which do not count", ("benchmark",))
     empty_call_us: Us | None = _field("time of a call that does nothing, under the same clock, in us", ("benchmark",))
-    roofline_us: Us | None = _field("measured roofline: least time in us for these bytes or operations", ("benchmark",))
+    roofline_us: Roofline | None = _field(
+        "measured roofline: least time in us for these bytes or operations", ("benchmark",)
+    )
     roofline_kind: str | None = _field("which of them is the roofline: read or flops", ("benchmark",))
     roofline_config: Any = _field("the reader that was the fastest", ("benchmark",))
-    bytes: float | None = _field("least memory traffic of a call in bytes", TIMED)
+    bytes: Size | None = _field("least memory traffic of a call in bytes", TIMED)
     flops: float | None = _field("operations of a call, two for a multiplication with its sum", ("benchmark",))
     clocks_mhz: Any = _field("clocks of the GPU while it was timed, in MHz: sm, mem", ("benchmark",))
     throttle: Any = _field("reasons why the GPU throttled its clocks", ("benchmark",))
-    clock: dict[str, Any] | None = _field(
-        "how times were taken: name, cold (how caches are emptied), delivery (how inputs arrive), warnings (what was "
-        "less than it should be for these times)", TIMED,
+    clock: Clock | None = _field(
+        "how times were taken: name, cold (how caches are emptied), delivery (how inputs arrive), warnings (a list of "
+        "texts: what was less than it should be for these times)", TIMED,
     )  # fmt: skip
-    ranking_by: str | None = _field("what the problem ranks by: geom, mean or last", ("benchmark",))
-    attempt: int | None = _field("how many runs timed a variant of this name here, this one included", ("benchmark",))
+    ranking_by: Literal["geom", "mean", "last"] | None = _field(
+        "what the problem ranks by: geom, mean or last", ("benchmark",)
+    )
+    attempt: Count | None = _field("how many runs timed a variant of this name here, this one included", ("benchmark",))
     audit: Any = _field("what was looked at beside the outputs", ("benchmark",))
     superseded: bool | None = _field("a later measurement of the same run counts instead", ("benchmark",))
     confirms: Confirms | None = _field("the leader against whom these times confirm a first place", ("benchmark",))
@@ -189,7 +212,7 @@ class Code(_Checked):
 
     problem: Name = Field(description="the problem's folder")
     variant: Name = Field(description="the variant's name")
-    target: Name = Field(description="cpu, sm90 or sm100")
+    target: Target = Field(description="cpu, sm90 or sm100")
     recorded: str = Field(description="source_hash as records of that time have it")
     source_hash: str = Field(description="source_hash of the same sources, as schema 3 defines it")
     problem_hash: str = Field(description="problem_hash at that commit")

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from harness.tools import history
-from leaderboard import code_table, provenance
+from leaderboard import code_table, provenance, report
 from tests.support.records import full, write
 
 
@@ -40,6 +40,21 @@ def test_sources_of_records_and_of_the_checkout_are_added_once(results, capsys):
     write(results, "box", full("sm90_a", 1.0, source_hash="new", run="r1", minute=5))
     assert code_table.main(["--results", str(results)]) == 0
     assert (results / provenance.FILE).read_bytes().startswith(before) and len(table(results)) == 5
+
+
+def test_by_default_it_takes_the_listed_machines_alone(results, monkeypatch, tmp_path):
+    """Records of others stay local; the table is committed."""
+    (tmp_path / "machines.txt").write_text("listed\n")
+    monkeypatch.setattr(report, "RESULTS", results)
+    monkeypatch.setattr(report, "MACHINES", tmp_path / "machines.txt")
+    assert code_table.main([]) == 0 and table(results) == []
+    write(results, "listed", full("sm90_c", 1.0, source_hash="now"))
+    assert code_table.main([]) == 0 and [one["variant"] for one in table(results)] == ["sm90_c"]
+
+
+def test_results_that_are_not_there_are_one_line(tmp_path, capsys):
+    assert code_table.main(["--results", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"code_table.py: --results: no folder {tmp_path / 'none'}\n"
 
 
 def test_equal_sources_are_compiled_once(results, monkeypatch):

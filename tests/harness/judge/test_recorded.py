@@ -15,6 +15,7 @@ from harness import run
 from harness.judge import confirm, phases
 from harness.judge.call import CallRequest
 from harness.judge.outcome import Outcome
+from harness.problem import folders
 from harness.results import environment, ranking, record
 from tests.support import SUPPORT
 from tests.support.recorded import SOURCE, Stop, better, first, journals, judge, records
@@ -161,7 +162,11 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
     ]
     assert run.main([str(place), "--device", "cpu"]) == 0
     assert "mean 22.5" in capsys.readouterr().out  # of 9.018 and 36.072; their geomean would be 18.04
-    timed = [r for r in record.read(environment.machine("cpu"), "vectoradd") if r["kind"] == "benchmark"]
+    timed = [
+        r
+        for r in record.read(environment.machine("cpu"), folders.qualified(place.resolve()))
+        if r["kind"] == "benchmark"
+    ]
     assert [(round(r["median_us"]), r["ranking_by"]) for r in timed] == [(36, "mean"), (9, "mean")]
     leader = confirm.present_leader(timed, "cpu", [ranking.case_label(r["case"]) for r in timed], "mean")
     assert leader.value == pytest.approx(22.545, abs=0.001) and leader.lo < leader.value < leader.hi

@@ -1,5 +1,7 @@
 """A problem folder in GPU MODE's format runs unchanged, and a right and a wrong submission are told apart."""
 
+import shutil
+
 import pytest
 
 from harness import run
@@ -50,3 +52,11 @@ def test_a_malformed_task_yml_is_refused(tmp_path, text, message):
     (tmp_path / "task.yml").write_text(text)
     with pytest.raises(folders.UsageError, match=message):
         folders.find(str(tmp_path))
+
+
+def test_two_folders_of_one_name_have_two_names(tmp_path):
+    copied = tmp_path / "vectoradd"
+    shutil.copytree(FOLDER, copied)
+    shutil.copy(FOLDER.parent / "utils.py", tmp_path)
+    one, other = folders.find(str(FOLDER)).name, folders.find(str(copied)).name
+    assert one.startswith("vectoradd@gpu_mode-") and one != other

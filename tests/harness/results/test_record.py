@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from harness.judge import verdict
+from harness.problem import folders
 from harness.results import record, schema
 from tests.support import ROOT
 from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
@@ -24,15 +25,18 @@ BROKEN = {
 }  # fmt: skip
 WRONG = {
     "schema": [0, 4, "1", None, True, [], {}], "run_id": [1, "", None], "kind": ["trial", None, ["test"]],
-    "problem": ["../../etc", "a/b", "..", ".hidden", "x" * 300, None, "a\0b"], "target": ["../x", None, 9],
-    "variant": [None, {}, "a/b"], "status": ["FINE", None, 0], "case": [[], "m=1", 5],
+    "problem": ["../../etc", "a/b", "..", ".hidden", "x" * 300, None, "a\0b"],
+    "target": ["../x", None, 9, "sm999", "SM90"], "variant": [None, {}, "a/b"], "status": ["FINE", None, 0],
+    "case": [[], "m=1", 5],
     "time": ["yesterday", None, 5, "2026-13-01T00:00:00Z", "0001-01-01T00:00:00Z", "2026-W01-1"],
     "samples_us": [5, [5], [["a"]], [[None]], {"a": 1}],
     "median_us": ["1", [], 1e300, True, float("nan"), float("inf")],
-    "ci95_us": [[1], 5, ["a", "b"]], "baseline": ["yes", 1], "environment": [[], {"gpu": {}}], "clock": ["x", []],
+    "ci95_us": [[1], 5, ["a", "b"], [2.0, 1.0]], "baseline": ["yes", 1], "environment": [[], {"gpu": {}}],
+    "clock": ["x", [], {"warnings": "no NVML"}, {"warnings": [5]}],
     "error": [5, {"rel": "x"}], "against": [5, {"ratio": "x"}, {"ci95": [1]}], "confirms": [[], {"paired": True}],
     "resources": [{}, [5], [None], [{"target": "../x"}], [{"registers": "x"}]], "commit": [5], "reason": [5, ["x"]],
-    "attempt": ["1", 1.5], "roofline_us": ["x"], "ranking_by": [{}], "bytes": ["x", 2**70], "flops": [float("-inf")],
+    "attempt": ["1", 1.5, 0], "roofline_us": ["x", 0, -1.0], "ranking_by": [{}, "best"], "bytes": ["x", 2**70, -1],
+    "flops": [float("-inf")],
 }  # fmt: skip
 
 
@@ -75,6 +79,26 @@ def test_a_record_without_a_needed_field_is_left_out(field):
     del wrong[field]
     records, (complaint,) = record.parse(json.dumps(wrong), "f")
     assert records == [] and field in complaint
+
+
+@pytest.mark.parametrize("year", ["1969", "2200", "2999"])
+def test_a_time_of_another_year_is_told_which_years_there_are(year):
+    _, (complaint,) = record.parse(json.dumps(line("test", "a", time=f"{year}-01-02T03:04:05Z")), "f")
+    assert "must be a time in ISO 8601, of the years 1970 to 2199" in complaint
+
+
+@pytest.mark.parametrize("twice", ['"variant": "a", "variant": "b"', '"extra": {"x": 1, "x": 1}'])
+def test_a_line_with_a_key_twice_is_no_record(twice):
+    found = json.dumps(line("test", "a"))
+    records, (complaint,) = record.parse(found[:-1] + ", " + twice + "}", "f")
+    assert records == [] and "is there twice" in complaint
+
+
+def test_the_least_that_a_record_may_say():
+    least = {"attempt": 1, "bytes": 0, "ci95_us": [1.0, 1.0], "roofline_us": None, "clock": {"warnings": ["no NVML"]}}
+    for target in folders.TARGETS:
+        for by in ("geom", "mean", "last"):
+            record.checked(bench("a", 0, 1.0) | least | {"target": target, "ranking_by": by})
 
 
 def test_a_number_beyond_floats_is_no_number():
@@ -148,7 +172,7 @@ def test_a_field_that_the_schema_lacks_is_not_written():
 
 def test_the_page_on_records_has_the_schemas_tables():
     page = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
-    assert schema.tables() in page, "paste what `python -m harness.results.schema` prints into docs/records.md"
+    assert schema.tables() in page, "paste in what `.venv/bin/python -m harness.results.schema` prints"
 
 
 @pytest.mark.parametrize("value", [*HOSTILE, float("nan"), float("inf"), {1: {2: {3: b"x"}}}, object(), [[[[[[]]]]]]])

@@ -180,7 +180,7 @@ class Run:
             if self.further:
                 raise UsageError(f"unrecognized arguments: {' '.join(self.further)}")
             ignored = [name for name, value in vars(args).items() if value != parser().get_default(name)]
-            if ignored := [f"--{name.replace('_', '-')}" for name in ignored if name not in ("list", "problem")]:
+            if not args.list and (ignored := [f"--{name.replace('_', '-')}" for name in ignored if name != "problem"]):
                 known = ", ".join(folders.problem_names())
                 raise UsageError(
                     f"{', '.join(ignored)}: give PROBLEM too, one of {known}, or a folder; --list only lists"

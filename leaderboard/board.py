@@ -9,7 +9,7 @@ A variant's state is that of its newest run: if that failed, in any test or benc
 older run said. A run in which it was UNSUPPORTED throughout is about the machine, so it counts only for a variant that
 has neither run nor been compiled. Single UNSUPPORTED cases of a baseline (its ONLY) are gaps: it has no geomean without
 all benchmark cases, and measures the others in the cases that it has. "NAME#2", the second side of a variant paired
-with itself, is no variant of its own.
+with itself, is not a separate variant.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 The problem's folder has latency.py with CASES, a list of case parameters, and `Decode(case, steps)` with `choose()`,
 `step(chosen, without)`, `reset()` and `bytes` (problems/dsv4_forward/latency.py). It is the problem's own code and runs
-in a process of its own: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON list, FILE for what it finds.
+in a separate process: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON list, FILE for what it finds.
 
 Before it times, it checks: a step does not wait for the GPU; the graph holds the kernels that an eager step launches;
 a replay gives the logits of the eager step, bit for bit. Ops that cannot be captured are named, and hold the reference

@@ -185,7 +185,7 @@ def test_what_transformers_saves_is_loaded_with_equal_values(tmp_path, original)
 
 @pytest.mark.parametrize("original", [True, False], ids=["default names", "own names"])
 def test_a_bf16_model_of_transformers(tmp_path, original):
-    model = oracle.hf_model.__wrapped__("wide").bfloat16()  # a model of its own: the shared one stays as it is
+    model = oracle.hf_model.__wrapped__("wide").bfloat16()  # a separate model: the shared one is not changed
     model.save_pretrained(tmp_path, save_original_format=original)
     again = load(tmp_path, oracle.WIDE, progress=False)
     assert again.format == "bf16"

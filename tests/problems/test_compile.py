@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from harness.judge import replies
-from harness.judge.handle import ARCH, RunnerHandle
+from harness.judge.handle import RunnerHandle
 from harness.judge.limits import COMPILE_LIMIT_S
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
 from harness.problem import folders
+from problems.common import build
 
 # By variant and target, kernels by their mangled names, and the bytes that they may spill and load. sm90_grouped: three
 # words once a unit row in the form for over 4096 columns (Li8E, twice) of NVFP4 activations (Lb1E).
@@ -41,7 +42,7 @@ def _each():
     for name in folders.problem_names():
         for submission in folders.find(name).submissions():
             if not submission.baseline and "cpu" not in submission.targets:
-                yield from ((name, submission.name, target) for target in submission.targets if target in ARCH)
+                yield from ((name, submission.name, target) for target in submission.targets if target in build.ARCH)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +75,11 @@ def test_compiles_for(name, variant, target, sessions):
 
 def test_every_gpu_target_has_a_variant_in_each_language():
     """CUDA C++ (a .cu beside it) and CuTe DSL (imports cutlass), for both targets."""
-    files = {target: set() for target in ARCH}
+    files = {target: set() for target in build.ARCH}
     for submission in folders.find("nvfp4_gemv").submissions():
-        for target in set(submission.targets) & set(ARCH):
+        for target in set(submission.targets) & set(build.ARCH):
             if submission.file.with_suffix(".cu").is_file():
                 files[target].add("CUDA")
             elif "cutlass" in submission.requires:
                 files[target].add("CuTe DSL")
-    assert files == {target: {"CUDA", "CuTe DSL"} for target in ARCH}
+    assert files == {target: {"CUDA", "CuTe DSL"} for target in build.ARCH}

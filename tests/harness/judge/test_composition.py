@@ -239,7 +239,7 @@ def test_the_runner_gets_the_closure_in_its_places(problems, place):
 
 
 def test_a_submission_from_elsewhere_gets_it_too(problems, place, tmp_path):
-    """Its own file has a place of its own; what it brings along lies as in problems/."""
+    """Its file has a separate place; what it brings along lies as in problems/."""
     file = tmp_path / "mine.py"
     file.write_text('from problems.composed import state\nCOMPOSES = ("nvfp4_gemv",)\n')
     submission = folders.submission(folders.find("composed"), file)

@@ -197,7 +197,8 @@ class Fuzz:
     def render(self) -> None:
         """The leaderboard shows every record, as text that moves no cursor."""
         machines = sorted(path.name for path in self.results.glob("box*"))
-        shown = report.read(self.results, machines, [])
+        foreign = [] if self.problem.own else [self.problem.name]  # on no board unless it is named
+        shown = report.read(self.results, machines, foreign)
         assert shown.boards and not shown.complaints
         screen = io.StringIO()
         report.terminal(shown, Console(file=screen, width=200))

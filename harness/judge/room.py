@@ -4,7 +4,6 @@ Only folders from elsewhere are measured: those of this repository say what thei
 """
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.problem.folders import UsageError
@@ -45,12 +44,14 @@ class Room:
 
 def choose(found: list[Footprint], most: Room, paired: bool) -> Room:
     """Return the largest room within `most` in which every case fits. A pair stays together. UsageError: none does."""
-    for room in _smaller(most, paired):
-        short = [one for one in found if one.needed(room.handles * room.together, room.buffers) > SHARE * one.total]
-        if not short:
+    rooms = _rooms(most, paired)
+    for room in rooms:
+        processes = room.handles * room.together
+        if all(one.needed(processes, room.buffers) <= SHARE * one.total for one in found):
             return room
-    worst = max(short, key=lambda one: one.needed(room.handles, 1))
-    needed, total = worst.needed(room.handles, 1) / GIB, worst.total / GIB
+    least = rooms[-1].handles
+    worst = max(found, key=lambda one: one.needed(least, 1))
+    needed, total = worst.needed(least, 1) / GIB, worst.total / GIB
     raise UsageError(
         f"{worst.case}: a run takes about {needed:.0f} GiB with one buffer a process ({worst.buffer / GIB:.1f} GiB for "
         f"a buffer, {worst.working / GIB:.1f} for the reference), and may take {SHARE * total:.0f} of {total:.0f} GiB: "
@@ -58,11 +59,8 @@ def choose(found: list[Footprint], most: Room, paired: bool) -> Room:
     )
 
 
-def _smaller(most: Room, paired: bool) -> Iterator[Room]:
-    """Yield `most` and ever smaller rooms: first fewer processes, which only takes longer, then fewer buffers."""
-    yield most
-    for together in range(most.together - 1, 0, -1):
-        yield dataclasses.replace(most, together=together)
+def _rooms(most: Room, paired: bool) -> list[Room]:
+    """Return `most` and ever smaller rooms: first fewer processes, which only takes longer, then fewer buffers."""
+    fewer = [dataclasses.replace(most, together=together) for together in range(most.together, 0, -1)]
     handles = most.handles if paired else 1
-    for buffers in range(most.buffers, 0, -1):
-        yield Room(handles, 1, buffers)
+    return fewer + [Room(handles, 1, buffers) for buffers in range(most.buffers, 0, -1)]

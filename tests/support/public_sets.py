@@ -1,11 +1,12 @@
 """Try problem folders of other repositories: does this judge say what the folder's own eval.py says?
 
-python -m tests.support.public_sets --out FILE [--time] [--jobs N] [--device cpu] SET... | --render FILE
+python -m tests.support.public_sets [--out FILE] [--only TEXT ...] [--time] [--jobs N] [--device cpu] SET...
+python -m tests.support.public_sets --render
 
 SET: a checkout with folders in GPU MODE's format. Of each folder these are tried: its submissions and solutions, and
 three that are derived from its reference: its text as a submission (right), and two that spoil its answer (wrong). Each
-line of FILE is one of them with both verdicts; docs/gpu_mode.md is rendered from docs/public_sets.jsonl. --time: time
-one right submission of each folder instead, shortly.
+line of FILE is one of them with both verdicts, the last one counts, and eval.py is not asked again; docs/gpu_mode.md is
+rendered from docs/public_sets.jsonl. --time: time one right submission of each folder instead, shortly.
 """
 
 import argparse
@@ -153,8 +154,8 @@ def ours(folder: Path, files: dict[str, Path], device: str, timed: bool) -> dict
     return said
 
 
-def tried(folder: Path, top: str, device: str, timed: bool) -> list[dict]:
-    """Return the lines of one folder."""
+def tried(folder: Path, top: str, device: str, timed: bool, known: dict[str, str]) -> list[dict]:
+    """Return the lines of one folder. known: what its eval.py said before, by submission."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         found = submissions(folder, Path(place))
@@ -164,7 +165,9 @@ def tried(folder: Path, top: str, device: str, timed: bool) -> list[dict]:
             files = {name: files[name] for name in right[:1]}
         verdicts = ours(folder, files, device, timed)
         middle = time.monotonic()
-        theirs = {} if timed or device == "cpu" else {name: upstream(folder, file) for name, file in files.items()}
+        theirs = known
+        if not known and not timed and device == "cuda":
+            theirs = {name: upstream(folder, file) for name, file in files.items()}
     print(
         f"{top}/{folder.name}: ours {middle - began:.0f} s, theirs {time.monotonic() - middle:.0f} s", file=sys.stderr
     )
@@ -181,20 +184,31 @@ def tried(folder: Path, top: str, device: str, timed: bool) -> list[dict]:
 def run(args: argparse.Namespace) -> None:
     """Try every folder in a separate process, and append what is found as it comes."""
     tops = {folder: f"{top.name}/{folder.relative_to(top)}" for top in args.sets for folder in sets([top.resolve()])}
+    tops = {folder: name for folder, name in tops.items() if any(text in name for text in args.only)}
     began = time.monotonic()
+    known = {(r["folder"], r["submission"]): r["upstream"] for r in read(args.out) if r["upstream"]}
 
     def one(folder: Path) -> None:
         options = ["--device", args.device, *(["--time"] if args.time else [])]
         command = [sys.executable, "-m", "tests.support.public_sets", "--one", str(folder), "--name", tops[folder]]
+        mine = {name: said for (place, name), said in known.items() if place == tops[folder]}
         if time.monotonic() - began > args.limit:
             print(f"{tops[folder]}: no time left", file=sys.stderr)
             return
-        made = subprocess.run([*command, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+        made = subprocess.run(
+            [*command, *options, "--known", json.dumps(mine)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+        )
         with args.out.open("a") as out:
             out.write(made.stdout)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, tops))
+
+
+def read(file: Path) -> list[dict]:
+    """Return the lines of a file, of each submission the last of its kind; none if there is no such file."""
+    found = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+    return list({(r["folder"], r["submission"], r["timed"]): r for r in found}.values())
 
 
 def render(records: list[dict]) -> str:
@@ -234,13 +248,15 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no folder is begun")
     parser.add_argument("--one", type=Path)
     parser.add_argument("--name")
-    parser.add_argument("--render", type=Path)
+    parser.add_argument("--known", type=json.loads, default={})
+    parser.add_argument("--only", nargs="*", default=[""])
+    parser.add_argument("--render", action="store_true")
     args = parser.parse_args()
     if args.one:
-        for found in tried(args.one, args.name, args.device, args.time):
+        for found in tried(args.one, args.name, args.device, args.time, args.known):
             print(json.dumps(found))
     elif args.render:
-        records = [json.loads(text) for text in args.render.read_text().splitlines()]
+        records = read(args.out)
         before, _, rest = DOC.read_text().partition(MARKS[0])
         DOC.write_text(f"{before}{MARKS[0]}\n\n{render(records)}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
     else:

@@ -9,13 +9,17 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 
 ALIGN = 512  # bytes; what torch's CUDA allocator gives, and more than a TMA descriptor (16) asks for
 _PLAIN = (int, float, str, bool, type(None))
+
+
+class _Attributes:
+    """Stands for a dataclass that only the reference knows: the same attributes, and no methods."""
 
 
 @dataclass
@@ -81,7 +85,7 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
         named = getattr(task, spec["class"], None)
         return named(*items) if named is not None else tuple(items)
     if kind == "dataclass":
-        wanted = getattr(task, spec["class"], SimpleNamespace)
+        wanted = getattr(task, spec["class"], _Attributes)
         made = object.__new__(wanted)  # a field may be none of __init__'s, and a frozen one is not assigned to
         for name, item in zip(spec["fields"], items, strict=True):
             object.__setattr__(made, name, item)

@@ -28,6 +28,7 @@ from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
+REQUIRED = ("generate_input", "ref_kernel", "check_implementation")  # of a folder in GPU MODE's format
 LARGE_SEED = 2**62
 LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with a case's own
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
@@ -59,6 +60,10 @@ class Checker:
             load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
         self.task: ModuleType | None = load.from_file(self.folder, self.folder / "task.py") if self.own else None
         self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py")
+        if missing := [name for name in REQUIRED if not self.own and not callable(getattr(self.reference, name, None))]:
+            raise AttributeError(
+                f"{self.folder / 'reference.py'} must define {', '.join(REQUIRED)}, found no {', '.join(missing)}"
+            )
         self.split: bool = self.own and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
         self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.own else ()
@@ -207,6 +212,8 @@ class Checker:
         """
         runner = message["runner"]
         self.release(message, _)
+        if self.device == "cuda":  # what torch keeps of the reference's and the check's memory is not buffers' room
+            torch.cuda.empty_cache()
         self.buffers[runner] = [Buffer(message["sizes"]) for _ in range(message["count"])]
         parts = [buffer.message() for buffer in self.buffers[runner]]
         fds = [fd for _, fds in parts for fd in fds]

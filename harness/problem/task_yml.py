@@ -1,5 +1,5 @@
-"""task.yml of our problems, generated from task.py, so that a competition in GPU MODE's format can be run on them.
-Compositions have none: that format knows no modules of a folder, and no other problems.
+"""task.yml of our problems: their cases in GPU MODE's format, generated from task.py. A service of that format does not
+run our folders as they are, since task.py and reference.py import problems.common. Compositions have none.
 
 `.venv/bin/python -m harness.problem.task_yml` writes every problem's; `--check` says which are stale, exit status 1.
 """

@@ -112,6 +112,8 @@ class Jail:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_WAIT_POLICY": "PASSIVE",  # a pool that spins after a call would look like one that works
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more are processes, which would outlive the call
+            # Kept kernels that it bundles name the folder of the process that compiled them.
+            "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
             **(extra or {}),
         }
 

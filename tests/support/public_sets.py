@@ -141,14 +141,15 @@ def ours(folder: Path, files: dict[str, Path], device: str, timed: bool) -> dict
                     times, readings = phases.run_benchmarks(session, [handle], cases, lambda _: None, how=SHORT)
                     pairs = zip(times[handle.name], readings, strict=True)
                     results[handle.name].times = [aggregate(timing, reading) for timing, reading in pairs]
-            else:
+            for handle in () if timed else handles:  # one after the other, as a user's: their data may be large
                 phases.run_tests(
-                    session, handles, list(problem.tests), lambda h, *a: results[h.name].tests.append(a), lambda _: None
-                )
+                    session, [handle], list(problem.tests), lambda h, *a: results[h.name].tests.append(a),
+                    lambda _: None,
+                )  # fmt: skip
     except (ProblemError, UsageError) as error:
         return said | dict.fromkeys(results, ("REFUSED", str(error)))
     for name, result in results.items():
-        failed = [outcome.reason for _, outcome in result.tests if outcome.status != "PASSED"]
+        failed: list[str] = [outcome.reason for _, outcome in result.tests if outcome.status != "PASSED"]
         failed += [f"{time.case}: {time.failure.reason}" for time in result.times if time.failure]
         said[name] = result.verdict, failed[0] if failed else ""
     return said
@@ -174,11 +175,17 @@ def tried(folder: Path, top: str, device: str, timed: bool, known: dict[str, str
     return [
         {
             "folder": top, "submission": name, "right": found[name][1], "upstream": theirs.get(name, ""),
-            "verdict": verdicts[name][0], "reason": line(verdicts[name][1], 600), "timed": timed,
+            "verdict": verdicts[name][0], "reason": _short(verdicts[name][1]), "timed": timed,
             "machine": environment.machine(device),
         }
         for name in files
     ]  # fmt: skip
+
+
+def _short(reason: str) -> str:
+    """Return a reason on one line: of a traceback what was raised."""
+    lines = [text for text in reason.splitlines() if text.strip()]
+    return line(lines[-1] if "Traceback" in reason else reason, 300)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -212,18 +219,27 @@ def read(file: Path) -> list[dict]:
 
 
 def render(records: list[dict]) -> str:
-    """Return the table: by folder how many right ones upstream accepts and we too, wrong ones, and every difference."""
+    """Return the sums, the table by folder, and every difference."""
     rows, notes = [], []
     judged = [r for r in records if not r["timed"] and r["upstream"]]
-    for name in dict.fromkeys(r["folder"] for r in judged):
+    accepted = [r for r in judged if r["upstream"] == "pass"]
+    ours = [r for r in accepted if r["verdict"] == "PASSED"]
+    meant = [r for r in accepted if r["verdict"] == "RULE_BROKEN"]
+    refused = [r for r in judged if r["upstream"] == "fail"]
+    taken = [r for r in refused if r["verdict"] == "PASSED"]
+    sums = (
+        f"Of {len(accepted)} submissions that an eval.py accepts, {len(ours)} are accepted here and {len(meant)} break a "
+        f"rule of this judge. Of {len(refused)} that it finds wrong, {len(taken)} are accepted here."
+    )
+    for name in sorted({r["folder"] for r in judged}):
         mine = [r for r in judged if r["folder"] == name]
         right = [r for r in mine if r["upstream"] == "pass"]
-        wrong = [r for r in mine if r["upstream"] != "pass"]
+        wrong = [r for r in mine if r["upstream"] == "fail"]
         times = [r for r in records if r["timed"] and r["folder"] == name]
         rows.append(
             {
                 "folder": name, "accepted by its eval.py": len(right),
-                "accepted here": sum(r["verdict"] == "PASSED" for r in right), "refused by its eval.py": len(wrong),
+                "accepted here": sum(r["verdict"] == "PASSED" for r in right), "wrong by its eval.py": len(wrong),
                 "accepted here of these": sum(r["verdict"] == "PASSED" for r in wrong),
                 "timed": ", ".join(sorted({r["verdict"] for r in times})),
             }
@@ -235,7 +251,7 @@ def render(records: list[dict]) -> str:
         ]
     heads = list(rows[0])
     table = [heads, ["---", *["---:"] * (len(heads) - 2), "---"], *(list(row.values()) for row in rows)]
-    return "\n".join([*(f"| {' | '.join(map(str, cells))} |" for cells in table), "", *notes]) + "\n"
+    return "\n".join([sums, "", *(f"| {' | '.join(map(str, cells))} |" for cells in table), "", *notes]) + "\n"
 
 
 def main() -> None:

@@ -228,8 +228,8 @@ def render(records: list[dict]) -> str:
     refused = [r for r in judged if r["upstream"] == "fail"]
     taken = [r for r in refused if r["verdict"] == "PASSED"]
     sums = (
-        f"Of {len(accepted)} submissions that an eval.py accepts, {len(ours)} are accepted here and {len(meant)} break a "
-        f"rule of this judge. Of {len(refused)} that it finds wrong, {len(taken)} are accepted here."
+        f"Of {len(accepted)} submissions that an eval.py accepts, {len(ours)} are accepted here and {len(meant)} break "
+        f"a rule of this judge. Of {len(refused)} that it finds wrong, {len(taken)} are accepted here."
     )
     for name in sorted({r["folder"] for r in judged}):
         mine = [r for r in judged if r["folder"] == name]

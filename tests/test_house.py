@@ -266,7 +266,14 @@ def test_ci_runs_the_tests_and_lint_and_fails_with_either(tmp_path):
 
 def test_every_file_named_on_the_pages_exists():
     """Links, and paths in backquotes, but for what only an example or a run makes."""
-    examples = {"variants/", "wrong/", "leaderboard/out/profile/", "leaderboard/results/<machine>/"}
+    examples = {
+        "variants/",
+        "wrong/",
+        "problems/NAME/",
+        "problems/my_op/",
+        "leaderboard/out/profile/",
+        "leaderboard/results/<machine>/",
+    }
     missing, seen = [], 0
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -108,7 +108,7 @@ def _renamed(text: str, first: Submission, target: str, name: str) -> str:
     """Return the text of a variant with a first line that says what it is, and its target as the only one."""
     said = f'"""{name}: {first.name} as it was; say here what you change and what it does.'
     text = re.sub(r'\A"""[^\n]*?("""\n|\n)', lambda end: said + end[1], text)
-    return re.sub(r"^TARGETS = \(.*?\)", f'TARGETS = ("{target}",)', text, count=1, flags=re.MULTILINE)
+    return re.sub(r"^TARGETS = \(.*?\).*$", f'TARGETS = ("{target}",)', text, count=1, flags=re.MULTILINE)
 
 
 def _see_name(option: str, name: str, pattern: str, wanted: str) -> None:

@@ -70,7 +70,7 @@ def new_variant(problem: Problem, name: str) -> list[Path]:
         raise UsageError(f"--new-variant: {problem.name} is none of problems/: write a file, and name it --submission")
     target = name.partition("_")[0]
     first = plainest(problem, target)
-    pairs = [(path, path.with_name(name + path.suffix)) for path in _files(first)]
+    pairs = [(path, path.with_name(name + path.suffix)) for path in files_of(first)]
     if there := [new for new in problem.folder.glob(f"variants/{name}.*") if new.suffix in (".py", *SOURCES)]:
         raise UsageError(f"--new-variant: {there[0]} is there already, nothing was written")
     for old, new in pairs:
@@ -91,14 +91,14 @@ def plainest(problem: Problem, target: str) -> Submission:
         raise UsageError(f"--new-variant: {problem.name} has no variant for {target} to begin with")
 
     def order(one: Submission) -> tuple:
-        size = sum(path.stat().st_size for path in _files(one))
+        size = sum(path.stat().st_size for path in files_of(one))
         flags = bool(load.constants(one.file, "CPU_FLAGS"))
-        return flags, len(_files(one)) == 1, not one.name.endswith(PLAIN), size, one.name
+        return flags, len(files_of(one)) == 1, not one.name.endswith(PLAIN), size, one.name
 
     return min(found, key=order)
 
 
-def _files(submission: Submission) -> list[Path]:
+def files_of(submission: Submission) -> list[Path]:
     """Return the variant's Python file, and its source of the same stem."""
     sources = [submission.file.with_suffix(suffix) for suffix in SOURCES]
     return [submission.file, *(path for path in sources if path.is_file())]

@@ -14,6 +14,7 @@ from harness.judge.call import EMPTY, CallPlan, CallRequest, cpu_call, gpu_call
 from harness.judge.handle import CheckerHandle, Content, ProblemError, Reported, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
+from harness.judge.room import Footprint
 from harness.problem.folders import Case, Problem
 from harness.sandbox import freezer, policy, process
 from harness.sandbox.process import Died
@@ -87,6 +88,12 @@ class Session:
                     f"seeds below {self._seeds_below}: with larger ones this folder's contents lose their variety"
                 )
         return secrets.randbelow(self._seeds_below)
+
+    def footprint(self, case: Case) -> Footprint:
+        """Return what a case takes in memory, measured on contents of its own seed."""
+        self.weights(case, case.seed)
+        found = self.checker.ask({"op": "footprint", "case": case.params, "seed": case.seed})
+        return Footprint(str(case), found["buffer"], found["working"], found["total"])
 
     def default_bytes(self) -> int:
         """Return the bytes of the present content, for a folder that does not say what a call must move."""

@@ -13,7 +13,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md")),
     *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("problems/*/README.md")),
 ]  # fmt: skip
-BEGIN = re.compile(r"(\$ )?((?:make|git|sh|cd|\.venv/bin/[\w.-]+|[\w./-]+\.sh) .*|\.ci/run)")
+BEGIN = re.compile(r"(\$ )?((?:make|git|sh|cd|cp|\.venv/bin/[\w.-]+|[\w./-]+\.sh) .*|\.ci/run)")
 SHELLS = ("", "sh", "bash", "console", "shell", "text")
 SNIPPET = re.compile(r'^\.venv/bin/python -c "$')
 # A submission that is right and only for a CPU, for "my.py" on the pages.
@@ -38,7 +38,7 @@ def commands() -> dict[str, str]:
     found: dict[str, str] = {}
     for page in PAGES:
         if page.is_file():
-            for command in of_text(page.read_text()):
+            for command in of_text(page.read_text().replace("/tmp/", "drafts/")):
                 found.setdefault(command, page.relative_to(ROOT).as_posix())
     return found
 
@@ -71,6 +71,7 @@ def checkout(folder: Path) -> Path:
             shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(ROOT / ".venv", target_is_directory=True)
     (folder / "path" / "to").mkdir(parents=True)
+    (folder / "drafts").mkdir()  # for /tmp
     for name in ("my.py", "path/to/my.py"):
         (folder / name).write_text(MINE)
     shutil.copytree(SUPPORT / "gpu_mode" / "vectoradd", folder / "path" / "to" / "gpu_mode_problem")

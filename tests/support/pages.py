@@ -64,7 +64,9 @@ def checkout(folder: Path) -> Path:
     """A copy of this checkout without its history, with the environment of this one, and with what the examples of the
     pages name: a submission, a folder in GPU MODE's format, and the variants sm90_mine and sm90_naive.
     """
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     for name in map(Path, filter(None, listed.decode().split("\0"))):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -60,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--check-only", action="store_true", help="the problem's own end-to-end check (check.py), then stop")
     p.add_argument("--lint", action="store_true", help="check the problem itself: what must fail fails, then stop")
     p.add_argument("--sanitize", action="store_true", help="run small cases under compute-sanitizer, then stop")
+    p.add_argument("--new", metavar="NAME", help="write problems/NAME/, a new problem that works, then stop")
+    p.add_argument("--new-variant", metavar="NAME", help="write a new variant of PROBLEM that works, then stop")
     p.add_argument("--list", action="store_true", help="list problems, or the variants of PROBLEM")
     return p
 
@@ -176,6 +178,10 @@ class Run:
 
     def main(self) -> int:
         args = self.args
+        if args.new is not None or args.new_variant is not None:
+            from harness.tools import scaffold
+
+            return scaffold.run(args, vars(parser().parse_args([])), self.further)
         if args.list or not args.problem:
             if self.further:
                 raise UsageError(f"unrecognized arguments: {' '.join(self.further)}")
@@ -236,6 +242,10 @@ class Run:
         runnable = [j for j in judged if self.selection.admit(j)]
         if args.sanitize:
             return self._sanitize([j for j in runnable if not j.submission.baseline])
+        if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
+            said = f"{missing[-1].submission.name}: {missing[-1].reason}"
+            output.complain(f"harness/run.py: --against: nothing was compared, {said}")
+            return verdict.EXIT_CODES["UNSUPPORTED"]
         if self.recorded:
             stack.callback(self._plan(judged).close)
         if runnable:

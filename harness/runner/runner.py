@@ -207,6 +207,21 @@ class Runner:
         order = "cuda_time_total" if self.device == "cuda" else "cpu_time_total"
         return {"table": profiler.key_averages().table(sort_by=order, row_limit=20)}
 
+    def repeat(self, message: dict, _: list[int]) -> dict:
+        """Make calls on the first buffer for some seconds, for a look from outside. Nothing reads what they write."""
+        data = self._data(self.buffers[0])
+        state, end, calls = self._setup(data, message), time.monotonic() + message["seconds"], 0
+        while not calls or time.monotonic() < end:
+            self.module.custom_kernel(data, *state)
+            calls += 1
+        return {"calls": calls}
+
+    def report(self, message: dict, _: list[int]) -> dict:
+        """Return what g++ says of the loops that it vectorised. From then on it says so of every build."""
+        vars(build)["CPP_FLAGS"] += ("-fopt-info-vec-optimized",)
+        artefacts = self.module.compile_for(message["target"]) if hasattr(self.module, "compile_for") else []
+        return {"table": "\n".join(artefact.log for artefact in artefacts)}
+
     def compile(self, message: dict, _: list[int]) -> dict:
         if not callable(getattr(self.module, "compile_for", None)):
             raise AttributeError(f"{self.module.__name__.rpartition('.')[2]} defines no compile_for(target)")
@@ -435,7 +450,8 @@ def main() -> None:
     wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
     handlers: dict[str, Callable] = {
         "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
-        "profile": runner.profile, "compile": runner.compile, "sealed": runner.changes,
+        "profile": runner.profile, "repeat": runner.repeat, "report": runner.report, "compile": runner.compile,
+        "sealed": runner.changes,
     }  # fmt: skip
     while True:
         try:

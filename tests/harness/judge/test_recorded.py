@@ -31,6 +31,12 @@ def test_a_whole_run_leaves_records_and_no_journal(world, folder, capsys):
     assert first()[0] == "good" and "attempt 1" in capsys.readouterr().out
 
 
+def test_of_many_the_first_case_is_shown_at_once(world, folder, capsys):
+    assert judge(folder, "--all", "--mode", "test") == 0
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " test   " in line]
+    assert lines == [["good", "test", "n=1"], ["other", "test", "n=1"]]
+
+
 @pytest.mark.parametrize("calls", range(13))
 def test_killed_after_any_call_it_goes_on_from_there(world, folder, calls, capsys):
     """6 calls of tests and 6 groups: those done before are not done again, and the records are those of one run."""

@@ -33,3 +33,17 @@ def test_a_problem_with_weights_is_called_on_what_prepare_made(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["called 129 65", "called 2 3"], done.stderr
+
+
+def test_files_of_a_folder_from_elsewhere_are_found(tmp_path):
+    """Also ../utils.py, which task.yml lists, and task.py imported within a function."""
+    folder = SUPPORT / "gpu_mode" / "vectoradd"
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def custom_kernel(data):\n    import task\n    from utils import get_device\n    print(get_device(), task.__name__)\n"
+    )
+    cases = [{"sizes": [3, 4], "scale": 1, "seed": 1}]
+    command = [sys.executable, "-m", "harness.tools.single", str(folder), str(file), "cpu", json.dumps(cases)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("cpu "), done.stderr

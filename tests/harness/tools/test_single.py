@@ -39,9 +39,9 @@ def test_files_of_a_folder_from_elsewhere_are_found(tmp_path):
     """Also ../utils.py, which task.yml lists, and task.py imported within a function."""
     folder = SUPPORT / "gpu_mode" / "vectoradd"
     file = tmp_path / "mine.py"
-    file.write_text(
-        "def custom_kernel(data):\n    import task\n    from utils import get_device\n    print(get_device(), task.__name__)\n"
-    )
+    lines = ["def custom_kernel(data):", "    import task", "    from utils import get_device",
+             "    print(get_device(), task.__name__)"]  # fmt: skip
+    file.write_text("\n".join(lines))
     cases = [{"sizes": [3, 4], "scale": 1, "seed": 1}]
     command = [sys.executable, "-m", "harness.tools.single", str(folder), str(file), "cpu", json.dumps(cases)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -6,21 +6,17 @@ exchanges the messages of harness/runner/wire.py.
 
 import contextlib
 import dataclasses
-import json
 import os
-import random
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy
 import torch
 
-from harness.checker import memory
+from harness.checker import foreign, memory
 from harness.runner import flush, gate, native, tree, wire
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
@@ -28,9 +24,6 @@ from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
-REQUIRED = ("generate_input", "ref_kernel", "check_implementation")  # of a folder in GPU MODE's format
-LARGE_SEED = 2**62
-LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with a case's own
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -60,10 +53,8 @@ class Checker:
             load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
         self.task: ModuleType | None = load.from_file(self.folder, self.folder / "task.py") if self.own else None
         self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py")
-        if missing := [name for name in REQUIRED if not self.own and not callable(getattr(self.reference, name, None))]:
-            raise AttributeError(
-                f"{self.folder / 'reference.py'} must define {', '.join(REQUIRED)}, found no {', '.join(missing)}"
-            )
+        if not self.own:
+            foreign.see_complete(self.reference)
         self.split: bool = self.own and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
         self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.own else ()
@@ -177,20 +168,9 @@ class Checker:
         return {"buffer": nbytes, "working": working, "total": total}
 
     def narrow(self, message: dict, _: list[int]) -> dict:
-        """Return "narrow": whether a case's contents lose their variety, or cannot be made, with a seed of 63 bits. A
-        folder that adds the seed to numbers of fp32 makes constants of them.
-        """
+        """Return "narrow": whether contents lose their variety with seeds of 63 bits (harness/checker/foreign.py)."""
         self.pristine = self.want = None
-        public, large = message["seed"], message["seed"] + LARGE_SEED
-        before = memory.variety(
-            make(self.reference, self.task, {**message["case"], "seed": public}, self.device, False)
-        )
-        try:
-            data = make(self.reference, self.task, {**message["case"], "seed": large}, self.device, False)
-        except Exception:  # whatever a folder's code raises that was not made for such seeds
-            return {"narrow": True}
-        after = memory.variety(data)
-        return {"narrow": any(b < LEAST_VARIETY * a for a, b in zip(before, after, strict=False))}
+        return {"narrow": foreign.is_narrow(self.reference, message["case"], message["seed"])}
 
     def _held(self) -> int:
         """Return the bytes of inputs and outputs, each once: a buffer for an answer is both."""
@@ -373,7 +353,7 @@ class Checker:
         """Return the verdict of a GPU MODE folder's own check. claim: what the runner says that came back; taken: the
         tensors' bytes on a CPU.
         """
-        forms = _tensors_of(claim)
+        forms = foreign.tensors_of(claim)
         if fault := self._returned_fault(forms, self.captures):
             return _verdict("INCORRECT", fault)
         if self.device == "cuda":
@@ -382,21 +362,9 @@ class Checker:
             got = [memory.interpret(part, form) for part, form in zip(taken, forms, strict=True)]
         if any(part is None for part in got):
             return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
-        ok, said = self._said_of(_answer(claim, iter([tree.clone(part) for part in got])))
+        answer = foreign.answer(claim, iter([tree.clone(part) for part in got]))
+        ok, said = foreign.said_of(self.reference, self.pristine, answer)
         return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
-
-    def _said_of(self, answer: object) -> tuple[bool, str]:
-        """Return what the folder's check says of an answer. It returns a pair; or a text that is empty where all is
-        right; or a bool, of which the reference's own answer shows the meaning.
-        """
-        said = self.reference.check_implementation(tree.clone(self.pristine), answer)
-        if isinstance(said, tuple | list) and len(said) == 2:
-            return bool(said[0]), str(said[1])
-        if said is None or isinstance(said, str):
-            return not said, str(said)
-        right = self.reference.ref_kernel(tree.clone(self.pristine))
-        good = bool(said) == bool(self.reference.check_implementation(tree.clone(self.pristine), right))
-        return good, "check_implementation says of it what it does not say of the reference's answer"
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
         """Return which tensor a call changed without permission, "" if none. Put INOUT's tensors back."""
@@ -463,42 +431,14 @@ def make(reference: ModuleType, task: Any, case: dict, device: str, own: bool, w
     """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
     inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
     """
-    if not own:  # what a folder draws from global generators, a disclosed seed shall give again
-        torch.manual_seed(case["seed"] % 2**63)
-        numpy.random.seed(case["seed"] % 2**32)
-        random.seed(case["seed"])
-        return reference.generate_input(**case)
+    if not own:
+        return foreign.make(reference, case)
     if not hasattr(reference, "generate_weights"):
         return reference.generate_input(**case, device=device)
     if weights is None:
         raise ValueError("weights must be made before the inputs of a problem that splits them, got None")
     inputs, outputs = reference.generate_input(**case, device=device)
     return task.Data(weights, inputs, outputs)
-
-
-def _tensors_of(claim: dict) -> list[dict]:
-    """Return the forms of the tensors within what a runner says that came back, in the order of tree.parts."""
-    if claim["type"] in ("tuple", "list", "dict"):
-        return [form for item in claim["items"] for form in _tensors_of(item)]
-    return [] if claim["type"] == "value" else [claim]
-
-
-def _answer(claim: dict, tensors: Iterator[torch.Tensor]) -> object:
-    """Return what came back as the runner says that it was put together, of the tensors that were taken."""
-    if claim["type"] in ("tuple", "list", "dict"):
-        items = [_answer(item, tensors) for item in claim["items"]]
-        if claim["type"] == "dict":
-            return dict(zip(claim["keys"], items, strict=False))
-        return tuple(items) if claim["type"] == "tuple" else items
-    return _plain(claim["value"]) if claim["type"] == "value" else next(tensors)
-
-
-def _plain(said: str) -> object:
-    """Return a plain value of its JSON, a text as it is where it is none."""
-    try:
-        return json.loads(said)
-    except (ValueError, RecursionError):
-        return said
 
 
 def _fields(spec: dict) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from harness.judge import limits, outcome, replies
 from harness.judge.outcome import Audit, Outcome
-from harness.problem.folders import Case, Problem, Submission
+from harness.problem.folders import Case, Problem, ProblemError, Submission
 from harness.runner import flush, gate
 from harness.sandbox import freezer, workdir
 from harness.sandbox.process import Child, Died
@@ -20,10 +20,6 @@ from harness.sandbox.workdir import Workdir
 from problems.common import build
 
 FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
-
-
-class ProblemError(RuntimeError):
-    """The problem's own code failed: generator, reference or checker."""
 
 
 class CheckerLost(ProblemError):

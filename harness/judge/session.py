@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from harness.judge import compiling, limits, outcome, prepared, replies
 from harness.judge.call import EMPTY, CallPlan, CallRequest, cpu_call, gpu_call
-from harness.judge.handle import CheckerHandle, Content, ProblemError, Reported, RunnerHandle
+from harness.judge.events import Progress, Step
+from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
-from harness.problem.folders import Case, Problem
+from harness.problem.folders import Case, Problem, ProblemError
 from harness.sandbox import freezer, policy, process
 from harness.sandbox.process import Died
 
@@ -25,7 +26,7 @@ SWITCHES_SHOWN = 4  # of those that a submission changed
 
 class Session:
     """A context manager: a checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. notes:
-    for the record. say: receives each note of a submission at once.
+    for the record. say: receives each note of a submission at once; progress: each compile step.
     """
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:
@@ -37,6 +38,7 @@ class Session:
         self.sandbox = policy.probe()
         self.notes: list[str] = []
         self.say: Callable[[str], None] = lambda _: None
+        self.progress: Progress = lambda _: None
         self._switched: set[str] = set()  # submissions that changed torch's switches
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self._records: bool | None = None  # whether the driver says what ran where; None: not known yet
@@ -199,7 +201,8 @@ class Session:
         """Make the compile step of each handle that had none (harness/judge/compiling.py). A failed one is `broken`."""
         todo = compiling.todo(self.problem, handles)
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
-        for how, handle, helper in todo:
+        for number, (how, handle, helper) in enumerate(todo):
+            self.progress(Step("compile", number, len(todo), handle.owner))
             if how == "compile_for":
                 message = {"op": "compile", "target": handle.target}
                 result = self.ask_runner(helper, replies.Compiled, message, 2 * limits.COMPILE_LIMIT_S)

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from harness import run
+from harness import invocation, run
 from harness.judge import verdict
 from harness.lint import linter
 from harness.problem import folders, task_yml
-from harness.results import record
+from harness.results import output, record
 from problems.common import load
 
 SMALL = "m=16 k=64"
@@ -67,13 +67,13 @@ def lines_of(folder):
     ],
 )
 def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys, results):
-    assert run.main(arguments) == verdict.USAGE_EXIT
+    assert run.main(arguments) == output.USAGE_EXIT
     assert message in capsys.readouterr().err
 
 
 def test_a_case_that_matches_nothing_names_the_cases(right, capsys):
     arguments = ["nvfp4_gemv", "--submission", right, "--mode", "test", "--device", "cpu", "--case", "m=3 "]
-    assert run.main(arguments) == verdict.USAGE_EXIT
+    assert run.main(arguments) == output.USAGE_EXIT
     assert "--case must match a test case" in capsys.readouterr().err
 
 
@@ -139,7 +139,7 @@ def test_an_interruption_is_one_line(monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run.Run, "main", interrupt)
+    monkeypatch.setattr(invocation.Run, "main", interrupt)
     assert run.main(["nvfp4_gemv"]) == run.INTERRUPTED_EXIT
     assert "--resume" in capsys.readouterr().err
 

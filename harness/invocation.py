@@ -304,8 +304,11 @@ class Run:
         """Write the verdicts and the next command to --events."""
         for j in (*judged, *self.opponents):
             us, lo, hi = j.metric or (None, None, None)
-            fields = {"geomean_us": us, "ci95_us": [lo, hi] if us else None, "against": j.against_all}
-            self.events.write("verdict", variant=j.submission.name, status=j.verdict, reason=console.why(j), **fields)
+            reason = "" if j.verdict == "PASSED" else console.why(j)
+            self.events.write(
+                "verdict", variant=j.submission.name, status=j.verdict, reason=reason, time_us=us,
+                ci95_us=[lo, hi] if us else None, against=j.against_all,
+            )  # fmt: skip
         winner = ""
         with contextlib.suppress(UsageError):
             winner = self.problem.winner(self.target).name

@@ -162,7 +162,7 @@ def _ratio(j: Result, pair: dict) -> str:
 
 
 def why(j: Result) -> str:
-    """Return the reason of a verdict on one line, "" if all is right."""
+    """Return the reason of a verdict that is not PASSED, on one line."""
     if j.reason:
         return text.first_line(j.reason)
     bad = [(c, o) for c, o in j.tests if o.status != "PASSED"] + [(t.case, t.failure) for t in j.times if t.failure]

@@ -36,7 +36,7 @@ class Reported(Died):
     def __init__(self, reply: replies.Failed) -> None:
         compiling = reply.failed == "compile"
         said = reply.text.strip()
-        said = f"out of memory: {said}" if reply.memory and not compiling else said
+        said = remarked(said, "out of memory") if reply.memory and not compiling else said
         super().__init__("COMPILE_ERROR" if compiling else "RUNTIME_ERROR", said)
 
 
@@ -186,7 +186,7 @@ class RunnerProcess:
                 os.close(fd)
         reply = replies.read(wanted, said)
         if isinstance(reply, replies.Failed):
-            raise Died("RUNTIME_ERROR", f"could not {what}: {reply.text}")
+            raise Died("RUNTIME_ERROR", remarked(reply.text, f"could not {what}"))
         return reply
 
     def leave(self) -> None:
@@ -348,6 +348,12 @@ class RunnerHandle:
             time.sleep(limits.SETTLE_S)
         child.rest()
         return outcome.left_behind(pids)
+
+
+def remarked(report: str, remark: str) -> str:
+    """Return a report with a remark on its first line, which stays the first: it names the submission's own line."""
+    first, newline, rest = report.partition("\n")
+    return f"{first} ({remark}){newline}{rest}"
 
 
 def admitted(reply: replies.Wanted | replies.Failed) -> replies.Wanted:

@@ -99,7 +99,9 @@ class Selection:
         if not chosen:
             known = "; ".join(map(str, cases)) or "none"
             name = self.problem.name
-            raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}")
+            tests = any(has_words(str(case), self.args.case) for case in self.problem.tests)
+            hint = "; test cases are chosen with --mode test" if tests and what == "benchmark" else ""
+            raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}{hint}")
         return chosen
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from harness.judge import compiling, limits, outcome, prepared, replies
 from harness.judge.call import EMPTY, CallPlan, CallRequest, cpu_call, gpu_call
 from harness.judge.events import Progress, Step
-from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle
+from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
 from harness.problem.folders import Case, Problem, ProblemError
@@ -141,7 +141,7 @@ class Session:
         """
         if refused := self._refused(handle):
             return refused
-        process, first = handle.running, handle.running.calls == 0
+        process, first, plan = handle.running, handle.running.calls == 0, None
         try:
             if fault := self._give(handle, request.buffers, request.reads):
                 return handle.lose(fault)
@@ -152,6 +152,8 @@ class Session:
             found = (cpu_call if self.device == "cpu" else gpu_call)(handle, plan)
         except Died as died:
             failure = process.failure(died)
+            if failure.status == "TIMEOUT" and plan and plan.limit_s < request.within_s:
+                failure.reason += f"; if it needs longer, try --timeout {2 * plan.limit_s:g}"
             return self._break(handle, failure) if first else handle.lose(failure)
         found.times.bytes = plan.content.bytes
         if handle.submission is None:
@@ -230,7 +232,7 @@ class Session:
             return handle.broken
         if handle.process is None and handle.lost >= limits.GIVE_UP_AFTER:
             return Outcome(
-                handle.loss.status, f"not run, {handle.lost} processes were lost before: {handle.loss.reason}"
+                handle.loss.status, remarked(handle.loss.reason, f"not run: {handle.lost} processes were lost before")
             )
         return self._started(handle)
 
@@ -302,6 +304,6 @@ class Session:
 
     def _break(self, handle: RunnerHandle, failure: Outcome) -> Outcome:
         """End a submission's process, and start no other one in this run. Return `failure`."""
-        handle.broken = Outcome(failure.status, f"not run again: {failure.reason}")
+        handle.broken = Outcome(failure.status, remarked(failure.reason, "not run again"))
         self._breaks[handle.owner] = handle.broken
         return handle.lose(failure)

@@ -360,6 +360,6 @@ class Run:
         if self.device != "cuda":
             raise UsageError("--sanitize needs a GPU")
         cases, _ = self.selection.cases()
-        with self._held(), console.quiet(False):
-            clean = modes.sanitize(self.problem, judged, cases, self.target)
+        with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
+            clean = modes.sanitize(self.problem, judged, cases, self.target, progress)
         return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]

@@ -25,6 +25,7 @@ if __name__ == "__main__":
     venv.enter("leaderboard/code_table.py")
 
 from harness.results import environment, output, record, schema, text  # noqa: E402
+from harness.results.screen import track  # noqa: E402
 from harness.tools import history  # noqa: E402
 from harness.tools.history import CodeError, Source, UnknownSourceError  # noqa: E402
 from leaderboard import pages, provenance, report  # noqa: E402
@@ -54,9 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     for complaint in complaints + said:
         output.complain(f"warning: {text.line(complaint)}")
     table = Table(results / provenance.FILE, lines)
-    for source in wanted(records, table.lines):
+    for source in track(wanted(records, table.lines), "sources of records"):
         table.add(source)
-    for source in changed(records, table.lines):
+    for source in track(changed(records, table.lines), "sources of this checkout"):
         table.add(source)
     return int(table.failed)
 

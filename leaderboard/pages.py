@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.results import output, record, text
-from harness.results.screen import Screen
+from harness.results.screen import Screen, track
 from leaderboard import board, latency, provenance, tables
 from leaderboard.provenance import Provenance
 from problems.common import load
@@ -246,7 +246,7 @@ def _write(shown: Shown, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     output.write_whole(folder / "board.md", markdown(shown))
     output.write_whole(folder / "board.csv", tables.csv(shown.boards))
-    pictures = [plot.write(one, folder) for one in shown.boards]
+    pictures = [plot.write(one, folder) for one in track(shown.boards, "pictures")]
     names = ["board.md", "board.csv", *(path.name for path in pictures if path)]
     output.complain(f"wrote {', '.join(names)} in {folder}")
 

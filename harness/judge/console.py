@@ -51,7 +51,8 @@ def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
         TextColumn("{task.fields[phase]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(), TextColumn("{task.description}", markup=False),
     )  # fmt: skip
-    with Bars(*columns, console=console, transient=True) as bars:
+    # What goes to standard error elsewhere stays there.
+    with Bars(*columns, console=console, transient=True, redirect_stderr=sys.stderr.isatty()) as bars:
         task = bars.add_task("", total=None, phase="starting")
 
         def show(step: Step) -> None:

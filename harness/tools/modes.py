@@ -79,11 +79,13 @@ def profile(
     return "PASSED"
 
 
-def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str) -> bool:
+def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> bool:
     """Run the small `cases` under compute-sanitizer. Return whether all were clean. UsageError: no such tool."""
     cases, clean = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], True
-    for j in judged:
-        for tool in SANITIZE_TOOLS:
+    for i, j in enumerate(judged):
+        for k, tool in enumerate(SANITIZE_TOOLS):
+            n, total = len(SANITIZE_TOOLS) * i + k, len(SANITIZE_TOOLS) * len(judged)
+            progress(Step("sanitize", n, total, f"{j.submission.name} {tool}"))
             try:
                 ok, tail = profiling.sanitize(problem, j.submission, cases, tool, target)
             except (RuntimeError, subprocess.TimeoutExpired) as error:

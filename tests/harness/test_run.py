@@ -90,6 +90,29 @@ def test_test_mode_prints_a_line_per_case_and_records_nothing(right, results, tm
     assert not results.exists()
 
 
+@pytest.mark.parametrize(
+    ("source", "more", "code", "first"),
+    [
+        ("def custom_kernel(data):\n    return data.no_such_field\n", [], 4,
+         "mine.py:2: AttributeError: 'Data' object has no attribute 'no_such_field'"),
+        ("def custom_kernel(data, more):\n    pass\n", [], 4, "mine.py:1: TypeError: custom_kernel() missing 1 "),
+        ("import no_such_module\n", [], 4, "mine.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def kernel(data):\n    pass\n", [], 4, "mine.py: AttributeError: it defines no custom_kernel(data)"),
+        ("import time\n\n\ndef custom_kernel(data):\n    time.sleep(600)\n", ["--timeout", "1"], 5,
+         "no answer within 1 s; it and all it had started were killed; if it needs longer, try --timeout 2"),
+    ],
+    ids=["field", "signature", "import", "function", "time"],
+)  # fmt: skip
+def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, source, more, code, first):
+    (tmp_path / "mine.py").write_text(source)
+    command = ["nvfp4_gemv", "--submission", str(tmp_path / "mine.py"), "--mode", "test", "--device", "cpu"]
+    assert run.main([*command, "--case", SMALL, *more]) == code
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if " test   m=16 k=64 l=1 " in line]
+    assert lines[at + 1].startswith(f"    {first}")
+    assert first in lines[-1], "and in the summary"
+
+
 def test_a_forbidden_word_is_rule_broken(tmp_path, results, capsys):
     file = tmp_path / "side.py"
     file.write_text(RIGHT + "\n# on a side str" + "eam\n")
@@ -131,7 +154,8 @@ def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, res
         'def compile_for(target):\n    return [build.cuda(Path(__file__).with_suffix(".cu"), target)]\n'
     )
     assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / "broken.py"), "--device", "cpu"]) == 4
-    assert "broken.cu(1): error" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "broken.cu(1): error" in out and "\nbroken.cu:1: error: " in out
     assert [line["status"] for line in lines_of(results)] == ["COMPILE_ERROR"]
 
 

@@ -21,6 +21,7 @@ from harness.problem.folders import Case
 from harness.results import ranking, stats, text
 from harness.results.screen import Screen
 
+BAR, BAR_LINE = 12, 55  # columns of a progress bar, and of its line without the words at the end
 PLAIN_WIDTH = 160  # columns where the output is no terminal
 
 SAID = 200_000  # characters that are printed at once
@@ -48,8 +49,8 @@ def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
         yield also
         return
     columns = (
-        TextColumn("{task.fields[phase]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(), TextColumn("{task.description}", markup=False),
+        TextColumn("{task.fields[phase]}"), BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.description}", markup=False),
     )  # fmt: skip
     # What goes to standard error elsewhere stays there.
     with Bars(*columns, console=console, transient=True, redirect_stderr=sys.stderr.isatty()) as bars:
@@ -59,7 +60,8 @@ def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
             also(step)
             if step.phase != bars.tasks[0].fields["phase"]:
                 bars.reset(task, phase=step.phase)
-            bars.update(task, completed=step.n, total=step.total, description=text.line(step.said))
+            said = text.line(step.said)[: max(0, console.width - BAR_LINE)]
+            bars.update(task, completed=step.n, total=step.total, description=said)
 
         yield show
 

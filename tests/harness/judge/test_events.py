@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from harness.judge.events import Events, Step
 from harness.judge.phases import Plan
 from harness.problem.folders import Case, has_words
 from tests.harness.judge.test_phases import Counting, RunnerHandle, Submission
+from tests.support import ROOT
 from tests.support.hostile import HOSTILE
 from tests.support.recorded import Stop, journals, judge, records
 
@@ -99,6 +101,22 @@ def test_a_run_that_stops_says_why_and_how_to_go_on(world, folder, tmp_path):
     with pytest.raises(Stop):
         judge(folder, "--all", "--events", str(file))
     assert lines(file)[-1]["event"] == "end" and lines(file)[-1]["exit_code"] is None and len(journals()) == 1
+
+
+def test_the_fields_are_those_that_the_docs_name(world, folder, tmp_path):
+    page = (ROOT / "docs" / "records.md").read_text().partition("## The lines of --events")[2]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (.*) \|$", page, re.MULTILINE)
+    known = {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows}
+    file = tmp_path / "events"
+    world.wrong = {"other"}
+    assert judge(folder, "--all", "--events", str(file)) == 1 and judge(folder, "--resume", "--events", str(file)) == 2
+    made = Events(str(file))
+    made.step(Step("test", 0, 1, "x"))
+    made.close()
+    said = lines(file)
+    assert {one["event"] for one in said} == set(known)
+    for one in said:
+        assert one.keys() - {"event", "time"} <= known[one["event"]], one
 
 
 def test_phases_have_a_first_and_a_last_line_and_few_between(tmp_path):

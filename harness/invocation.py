@@ -160,6 +160,10 @@ class Run:
         runnable = [j for j in judged if self.selection.admit(j)]
         if args.sanitize:
             return self._sanitize([j for j in runnable if not j.submission.baseline])
+        if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
+            said = f"{missing[-1].submission.name}: {missing[-1].reason}"
+            output.complain(f"harness/run.py: --against: nothing was compared, {said}")
+            return self._said("UNSUPPORTED", said)
         if self.recorded:
             stack.callback(self._plan(judged).close)
         if runnable:

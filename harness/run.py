@@ -71,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--check-only", action="store_true", help="the problem's own end-to-end check (check.py), then stop")
     p.add_argument("--lint", action="store_true", help="check the problem itself: what must fail fails, then stop")
     p.add_argument("--sanitize", action="store_true", help="run small cases under compute-sanitizer, then stop")
+    p.add_argument("--new", metavar="NAME", help="write problems/NAME/, a new problem that works, then stop")
+    p.add_argument("--new-variant", metavar="NAME", help="write a new variant of PROBLEM that works, then stop")
     p.add_argument("--list", action="store_true", help="list problems, or the variants of PROBLEM")
     p.add_argument("--print-completion", choices=("bash", "zsh"), help="print a script that completes words, then stop")
     return p
@@ -146,6 +148,10 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
 
     if args.print_completion:
         return _print_completion(args.print_completion, folders.problem_names())
+    if args.new is not None or args.new_variant is not None:
+        from harness.tools import scaffold
+
+        return scaffold.run(args, vars(parser().parse_args([])), further)
     if args.list or not args.problem:
         _see_only_listed(args, further)
         return _list(args.problem)

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from harness import run
-from harness.problem import scan
+from harness.problem import folders, scan
 from problems.common import build, load
 from tests.support import ROOT
 from tools import setup
@@ -194,6 +194,50 @@ def test_a_second_call_does_nothing_and_a_changed_pin_does_not_go_unseen(monkeyp
         setup.main()
 
 
+PIP = """Collecting torch==2.13.0+cpu
+  Downloading torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl (190.4 MB)
+     ---------- 190.4/190.4 MB 200.0 MB/s eta 0:00:00
+Processing /opt/rich-15.0.0-py3-none-any.whl (from rich)
+Collecting idna
+  Downloading idna-3.10-py3-none-any.whl (70 kB)
+  Downloading nvidia_big-1.0-py3-none-any.whl (1.2 GB)
+Installing collected packages: torch, rich, idna
+Successfully installed idna-3.10 rich-15.0.0 torch-2.13.0+cpu
+"""
+
+
+def test_setup_says_what_takes_long_and_not_every_package(capsys):
+    assert "".join(setup.show(PIP.splitlines(keepends=True))) == PIP
+    assert capsys.readouterr().out.splitlines() == [
+        "setup: package 1: downloading torch, 190.4 MB", "setup: package 3: downloading nvidia_big, 1.2 GB",
+        "setup: unpacking 3 packages into .venv",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_pips_last_lines_are_shown_where_it_fails(monkeypatch, tmp_path, capsys, status):
+    monkeypatch.setattr(setup, "LOG", tmp_path / "pip.log")
+    script = f"print('Collecting a\\n' * 99 + 'ERROR: no such version'); exit({status})"
+    monkeypatch.setattr(setup, "pip_command", lambda *_: [sys.executable, "-c", script])
+    assert setup.run_pip(setup.decide(facts(), CPU_NEEDS, PINS), [], ["rich==15.0.0"]) == (not status)
+    said = capsys.readouterr().out
+    assert said.count("\n") == (setup.TAIL if status else 0) and ("ERROR: no such version" in said) == bool(status)
+    assert (tmp_path / "pip.log").read_text().count("\n") == 100
+
+
+@pytest.mark.parametrize("name", ["nvfp4_gemv", "fmha_decode"])
+def test_make_run_begins_with_one_case(name):
+    done = subprocess.run(
+        ["make", "-n", "run", f"PROBLEM={name}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    _, first, whole, board = done.stdout.splitlines()
+    assert "harness/run.py" in first and whole.endswith(f"{name} --all") and "report.py" in board
+    (case,) = re.findall(r'--case "(.*)"$', first)
+    problem = folders.find(name)
+    for cases in (*problem.benchmarks.values(), problem.tests):
+        assert len([one for one in cases if case in str(one)]) == 1
+
+
 def test_an_old_python_gets_one_line():
     """setup.py is what meets it: it must parse there, and speak before it imports what is missing there."""
     source = (ROOT / "tools" / "setup.py").read_text()
@@ -268,7 +312,14 @@ def test_ci_runs_the_tests_and_lint_and_fails_with_either(tmp_path):
 
 def test_every_file_named_on_the_pages_exists():
     """Links, and paths in backquotes, but for what only an example or a run makes."""
-    examples = {"variants/", "wrong/", "leaderboard/out/profile/", "leaderboard/results/<machine>/"}
+    examples = {
+        "variants/",
+        "wrong/",
+        "problems/NAME/",
+        "problems/my_op/",
+        "leaderboard/out/profile/",
+        "leaderboard/results/<machine>/",
+    }
     missing, seen = [], 0
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

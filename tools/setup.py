@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,9 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup.json"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # the public home of torch's CPU builds
+LOG = VENV / "pip.log"
+LARGE_MB = 10  # of a download that is worth a line
+TAIL = 12  # lines of pip's that are shown if it fails
 ESSENTIAL = ("torch", "pytest", "pandas", "matplotlib", "rich", "pyyaml", "pydantic")  # nothing works without them
 WITHOUT = {  # what is lost without the others
     "nvidia-cutlass-dsl": "CuTe DSL variants neither compile nor run",
@@ -262,13 +265,13 @@ def torch_choice(plan: Plan) -> tuple[str, list[str]]:
 
 
 def install(plan: Plan) -> bool:
-    """Run pip for the plan. Its own lines and bars are the progress. -> whether it succeeded."""
+    """Run pip for the plan. -> whether it succeeded."""
     requirements, extra = list(plan.requirements), []
     if plan.torch == "cpu":
         requirements[0], extra = torch_choice(plan)
     elif plan.torch == "python3":
         extra = ["--retries", "1", "--timeout", "20"]  # often a machine without a network: find out soon
-    say(f"installing {len(requirements)} packages and what they need: {' '.join(requirements)}")
+    say(f"installing {len(requirements)} packages and what they need; what pip says is in {LOG.relative_to(ROOT)}")
     done = run_pip(plan, extra, requirements)
     if not done and plan.torch == "python3" and len(requirements) > 1:
         say("one by one, since some may be within reach")
@@ -283,8 +286,30 @@ def run_pip(plan: Plan, extra: Sequence[str], requirements: Sequence[str]) -> bo
         constraints.writelines(f"{n}=={v}\n" for n, v in plan.pins.items() if n not in named)
         constraints.flush()
         # Modules are compiled when first imported, not all 20,000 now.
-        return not subprocess.run(pip_command(plan, "install", "--no-compile", "--only-binary=:all:", *extra,
-                                              "-c", constraints.name, *requirements)).returncode  # fmt: skip
+        command = pip_command(plan, "install", "--no-compile", "--only-binary=:all:", "--progress-bar", "off", *extra,
+                              "-c", constraints.name, *requirements)  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+            lines = show(pip.stdout)
+    LOG.write_text("".join(lines))
+    if pip.returncode:
+        print("".join(lines[-TAIL:]), end="", flush=True)
+    return not pip.returncode
+
+
+def show(said: Iterable[str]) -> list[str]:
+    """Turn pip's lines into progress as they come: every download of LARGE_MB or more, a count of the packages that
+    were found, and the installation. -> the lines.
+    """
+    lines, found = [], 0
+    for line in said:
+        lines.append(line)
+        found += line.startswith(("Collecting ", "Processing "))
+        size = re.match(r"\s+Downloading (\S+?)-\d\S* \(([\d.]+) (MB|GB)\)", line)
+        if size and (size[3] == "GB" or float(size[2]) >= LARGE_MB):
+            say(f"package {found}: downloading {size[1]}, {size[2]} {size[3]}")
+        elif line.startswith("Installing collected packages:"):
+            say(f"unpacking {line.count(',') + 1} packages into .venv")
+    return lines
 
 
 def key(sources: Sequence[str], gpu: bool) -> str:
@@ -317,7 +342,7 @@ def main() -> int:
         make_venv(plan)
     ready = up_to_date(requirements, plan.pins, installed(PYTHON))
     if plan.requirements and not ready and not install(plan):
-        say("pip did not finish; its last lines say why")
+        say("pip did not finish; its last lines, above, say why")
     have = installed(PYTHON)
     missing = [split(r)[0] for r in requirements if not satisfied(r, have)]
     if lost := [name for name in ESSENTIAL if name in missing]:

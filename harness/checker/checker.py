@@ -7,6 +7,7 @@ exchanges the messages of harness/runner/wire.py.
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import socket
 import sys
@@ -154,6 +155,21 @@ class Checker:
                 "own": self.own, "split": self.split,
             },
         }  # fmt: skip
+
+    def footprint(self, message: dict, _: list[int]) -> dict:
+        """Return the bytes that a case takes: "buffer", "working" (inputs, answer and what the reference needs besides,
+        on a CPU taken as twice the buffer), and "total", what the machine has.
+        """
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        nbytes = sum(self.content(message, _)["sizes"].values())
+        if self.device == "cuda":
+            total, working = torch.cuda.get_device_properties("cuda").total_memory, torch.cuda.max_memory_allocated()
+        else:
+            total, working = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 2 * nbytes
+        self.pristine = self.want = None
+        return {"buffer": nbytes, "working": working, "total": total}
 
     def narrow(self, message: dict, _: list[int]) -> dict:
         """Return "narrow": whether a case's contents lose their variety, or cannot be made, with a seed of 63 bits. A
@@ -354,8 +370,7 @@ class Checker:
         if fault := self._returned_fault(forms, self.captures):
             return _verdict("INCORRECT", fault)
         if self.device == "cuda":
-            places = [{**spec, "dtype": form["dtype"]} for spec, form in zip(self.captures, forms, strict=True)]
-            got = [memory.copied(place, buffer) for place in places]
+            got = [memory.copied(spec, form, buffer) for spec, form in zip(self.captures, forms, strict=True)]
         else:
             got = [memory.interpret(part, form) for part, form in zip(taken, forms, strict=True)]
         if any(part is None for part in got):

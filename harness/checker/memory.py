@@ -65,10 +65,14 @@ def room_for(tensor: torch.Tensor, others: list[torch.Tensor], layout: tree.Layo
     return {**spec, "space": space, "offset": place, "most": tensor.numel() * most, "dtypes": names}
 
 
-def copied(spec: dict, buffer: Buffer) -> torch.Tensor:
-    """Return the dense tensor of a specification of `room_for`, in the dtype that it names."""
-    nbytes = math.prod(spec["shape"]) * getattr(torch, spec["dtype"]).itemsize
-    return tree.tensor({**spec, "nbytes": nbytes}, buffer.memory[spec["space"]])
+def copied(spec: dict, form: dict, buffer: Buffer) -> torch.Tensor:
+    """Return the tensor that a runner copied to the place of a specification of `room_for`: of the dtype and stride of
+    `form`, where these leave no gaps, else contiguous.
+    """
+    nbytes = math.prod(spec["shape"]) * getattr(torch, form["dtype"]).itemsize
+    dense = tree.tensor({**spec, "dtype": form["dtype"], "nbytes": nbytes}, buffer.memory[spec["space"]])
+    known = len(form["stride"]) == len(form["shape"])
+    return tree.in_memory_order(dense, tree.memory_order(form["shape"], form["stride"]) if known else None)
 
 
 def variety(data: object) -> list[float]:

@@ -24,11 +24,19 @@ def kind(file: Path, folder: Path | None = None) -> str:
     tree = load.parse(file)
     if any(isinstance(node, ast.FunctionDef) and node.name == "compile_for" for node in tree.body):
         return "compile_for"
-    names: set[str] = set()
-    for path in scan.closure(file, folder):
-        if path.suffix == ".py":
-            names |= {name for _, name in sources.imports(load.parse(path))}
-    return "call" if any(name.startswith(COMPILING) for name in names) else ""
+    trees = [load.parse(path) for path in scan.closure(file, folder) if path.suffix == ".py"]
+    names = {name for tree in trees for _, name in sources.imports(tree)}
+    compiles = any(name.startswith(COMPILING) for name in names) or any(map(_torch_compiles, trees))
+    return "call" if compiles else ""
+
+
+def _torch_compiles(tree: ast.Module) -> bool:
+    """Return whether the text names torch.compile."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == "compile" and getattr(node.value, "id", "") == "torch")
+        or (isinstance(node, ast.ImportFrom) and node.module == "torch" and "compile" in {a.name for a in node.names})
+        for node in ast.walk(tree)
+    )
 
 
 def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str, RunnerHandle, RunnerHandle]]:

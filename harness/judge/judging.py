@@ -71,7 +71,8 @@ class Judging:
             if self.journal and have.test(handle.name, len(tests)) is None:
                 self.journal.test(handle.name, len(tests), outcome)
             tests.append((case, outcome))
-            if len(by_name) == 1 or outcome.status not in ("PASSED", "UNSUPPORTED"):
+            first = len(tests) == 1  # of many submissions, only this case shows at once that each works
+            if len(by_name) == 1 or first or outcome.status not in ("PASSED", "UNSUPPORTED"):
                 console.test_line(handle.name, case, outcome)
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
                 self.events.failed(handle.name, case.params, outcome.status, outcome.reason)

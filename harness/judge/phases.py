@@ -19,6 +19,7 @@ from harness.judge.handle import RunnerHandle
 from harness.judge.journal import NOTHING, Group, GroupDone, Have
 from harness.judge.outcome import Outcome, known
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
+from harness.judge.room import Room, choose
 from harness.judge.session import Session
 from harness.problem.folders import Case
 from harness.results import environment
@@ -94,7 +95,10 @@ def run_tests(
             if outcome is None:
                 done_before = number * len(handles) + handles.index(handle)
                 progress(Step("test", done_before, len(cases) * len(handles), f"{case}  {handle.name}"))
-                outcome = budget.call(session, handle, CallRequest(1, audit=audited[handle.name] == number))
+                outcome = budget.call(session, handle, CallRequest(1))
+                # Libraries set themselves up in their first call, with streams of their own: the second is audited.
+                if session.device == "cuda" and audited[handle.name] == number and outcome.status == "PASSED":
+                    outcome = budget.call(session, handle, CallRequest(1, audit=True))
                 if outcome.status == "PASSED" and number == len(cases) - 1:
                     outcome = handle.look() or outcome
             results[handle.name].append(outcome)
@@ -181,14 +185,26 @@ class Benchmark:
         return self.how.warmups + self.how.samples
 
     def parts(self) -> tuple[list[list[RunnerHandle]], int]:
-        """Return the submissions in parts that are alive at once, and how many processes of each. There is one part,
-        unless the prepared weights of all have no room; those of a pair take turns in any case.
+        """Return the submissions in parts that are alive at once, and how many processes of each; set the buffers of
+        each process. There is one part, unless all of it has no room.
+        """
+        room = Room(len(self.handles), self.how.together, self.how.buffers)
+        if self.session.problem.own:
+            room = self._beside_weights(room)
+        elif self.handles:
+            room = choose([self.session.footprint(case) for case in self.cases], room, self.paired)
+        self.how = dataclasses.replace(self.how, buffers=room.buffers)
+        size = max(1, room.handles)
+        return [self.handles[i : i + size] for i in range(0, len(self.handles), size)], room.together
+
+    def _beside_weights(self, most: Room) -> Room:
+        """Return how many submissions and processes may be alive, so that all prepared weights have room. Those of a
+        pair take turns in any case.
         """
         largest = max((case.weight_bytes for case in self.cases), default=0)
         room = PREPARED_BYTES // largest if largest else self.how.together * len(self.handles)
         size = len(self.handles) if self.paired else min(len(self.handles), max(1, room))
-        parts = [self.handles[i : i + size] for i in range(0, len(self.handles), size)]
-        return parts, max(1, min(self.how.together, room // size))
+        return Room(size, max(1, min(self.how.together, room // size)), most.buffers) if size else most
 
     def process_group(self, processes: range, part: int, handles: list[RunnerHandle]) -> None:
         """Time some processes of each of these, which live at the same time and take turns."""

@@ -77,7 +77,9 @@ class Ready(Reply):
 class Failed(Reply):
     """An exception. failed: the request that raised it, or "compile"."""
 
-    failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "profile", "sealed"]
+    failed: Literal[
+        "import", "compile", "open", "hold", "trim", "warm", "call", "profile", "repeat", "report", "sealed"
+    ]
     type: Name
     memory: bool
     text: Text
@@ -169,8 +171,14 @@ class Compiled(Reply):
     artefacts: Annotated[list[Artefact], Field(max_length=256)]
 
 
+class Repeated(Reply):
+    """So many calls were made, one after the other."""
+
+    calls: Count
+
+
 class Profiled(Reply):
-    """A profiler's table."""
+    """A profiler's table, or a compiler's report."""
 
     table: Annotated[str, _cleaned(text.clean, TABLE_LIMIT, TABLE_LIMIT)]
 

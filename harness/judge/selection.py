@@ -75,9 +75,18 @@ class Selection:
             refused = Outcome("UNSUPPORTED", f"{j.submission.limits}, and no case of this run is such")
         if refused:
             j.status, j.reason = refused.status, refused.reason
+            if self.target not in j.submission.targets and not self.args.all and j.status == "UNSUPPORTED":
+                j.reason += f", where {self.problem.name} has {', '.join(self._able()) or 'no variant'}"
         if j.status == "RULE_BROKEN":
             console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
+        if not refused and not j.submission.own:
+            for finding in scan.findings(scan.closure(j.submission.file), own=False):
+                console.say(f"warning: {finding}")
         return not refused
+
+    def _able(self) -> list[str]:
+        """Return the names of the variants that can run here."""
+        return [one.name for one in self.problem.submissions() if not refusal(one, self.device, self.target)]
 
     def cases(self) -> tuple[list[Case], list[Case]]:
         """Return the test cases and the benchmark cases of this run, without those that the mode leaves out."""
@@ -110,7 +119,8 @@ def refusal(submission: Submission, device: str, target: str) -> Outcome | None:
     can run, since nvcc is missing.
     """
     with reading(submission.file.name):
-        findings = scan.findings(scan.closure(submission.file, submission.folder), submission.baseline)
+        files = scan.closure(submission.file, submission.folder)
+        findings = [f for f in scan.findings(files, submission.baseline, submission.own) if not f.warns]
         missing = [name for name in submission.requires if importlib.util.find_spec(name) is None]
         flags = load.missing_cpu_flags(submission.file)
     if findings:

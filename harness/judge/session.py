@@ -15,6 +15,7 @@ from harness.judge.events import Progress, Step
 from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
+from harness.judge.room import Footprint
 from harness.problem.folders import Case, Problem, ProblemError
 from harness.sandbox import freezer, policy, process
 from harness.sandbox.process import Died
@@ -89,6 +90,12 @@ class Session:
                     f"seeds below {self._seeds_below}: with larger ones this folder's contents lose their variety"
                 )
         return secrets.randbelow(self._seeds_below)
+
+    def footprint(self, case: Case) -> Footprint:
+        """Return what a case takes in memory, measured on contents of its own seed."""
+        self.weights(case, case.seed)
+        found = self.checker.ask({"op": "footprint", "case": case.params, "seed": case.seed})
+        return Footprint(str(case), found["buffer"], found["working"], found["total"])
 
     def default_bytes(self) -> int:
         """Return the bytes of the present content, for a folder that does not say what a call must move."""

@@ -1,27 +1,18 @@
-"""Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (task.yml with tests and benchmarks), as one type.
-
-A GPU MODE folder is used unchanged: eval.py is ignored, the other files are imported by the names in task.yml, and
-generate_input receives the values of its cases.
-"""
+"""Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (harness/problem/gpu_mode.py), as one type."""
 
 import contextlib
 import dataclasses
-import hashlib
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.problem import sources
 from harness.results import record, text
 from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
-_UNUSED = ("submission.py", "eval.py")  # of the files that a task.yml lists: a place, and the judge's part
-DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
 
 
 class UsageError(ValueError):
@@ -81,7 +72,8 @@ class Case:
 class Submission:
     """A submission file and its literals, read without running it. folder: its problem's.
 
-    only: (field of the case, values that it serves), of a baseline that cannot serve every case; () serves all.
+    only: (field of the case, values that it serves), of a baseline that cannot serve every case; () serves all. own:
+    its problem's folder is ours.
     """
 
     name: str
@@ -92,6 +84,7 @@ class Submission:
     summary: str = ""
     folder: Path | None = None
     only: tuple[tuple[str, tuple], ...] = ()
+    own: bool = True
 
     def serves(self, case: Case) -> bool:
         return all(case.params.get(field) in values for field, values in self.only)
@@ -171,13 +164,6 @@ def listing(folder: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
         yield found
 
 
-def qualified(folder: Path) -> str:
-    """Return the name of a problem in GPU MODE's format, with where it comes from: records of two folders of one name
-    stay apart, and none is taken for a record of ours.
-    """
-    return f"{folder.name}@{folder.parent.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
-
-
 def problem_names() -> list[str]:
     return sorted(p.parent.name for p in load.PROBLEMS.glob("*/task.py"))
 
@@ -203,7 +189,9 @@ def _entry(problem: Problem, file: Path) -> Submission:
     targets = _targets(file, said)
     baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
     only = _only(problem, file, said["ONLY"], baseline) if "ONLY" in said else ()
-    return Submission(file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only)
+    return Submission(
+        file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.own
+    )
 
 
 @contextlib.contextmanager
@@ -276,7 +264,9 @@ def _read(folder: Path) -> Problem:
         if composition and folder.parent != load.PROBLEMS:
             raise UsageError(f"{folder} is a composition: it must stand in {load.PROBLEMS}, as its imports say")
         return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks, composition=composition)
-    return _read_gpu_mode(folder)
+    from harness.problem import gpu_mode  # which needs this module, and pydantic, which takes a tenth of a second
+
+    return gpu_mode.read(folder)
 
 
 def names(file: Path, literal: str) -> tuple[str, ...]:
@@ -288,70 +278,3 @@ def names(file: Path, literal: str) -> tuple[str, ...]:
     if not isinstance(said, tuple) or not all(isinstance(name, str) for name in said):
         raise UsageError(f"{file.parent.name}/task.py: {literal} must be a tuple of fields' names, got {said!r}")
     return said
-
-
-def _read_gpu_mode(folder: Path) -> Problem:
-    file = folder / "task.yml"
-    try:
-        spec = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise UsageError(f"{file}: not YAML: {error}") from error
-    if not isinstance(spec, dict) or not isinstance(spec.get("tests"), list):
-        raise UsageError(f"{file}: wanted a mapping with a list of tests")
-    if spec.get("lang", "py") != "py" or spec.get("multi_gpu"):
-        raise UsageError(f"{file}: only Python problems for one GPU are judged, got lang {spec.get('lang')!r}")
-    ranking = spec.get("ranking_by", "last")
-    if ranking not in ("last", "mean", "geom"):
-        raise UsageError(f"{file}: ranking_by must be last, mean or geom, got {ranking!r}")
-    files = _files(folder, spec)
-    timeouts = {
-        "test": spec.get("test_timeout", DEFAULT_TIMEOUT_S),
-        "benchmark": spec.get("benchmark_timeout", DEFAULT_TIMEOUT_S),
-        "leaderboard": spec.get("ranked_timeout", DEFAULT_TIMEOUT_S),
-    }  # fmt: skip
-
-    def cases(key: str) -> tuple[Case, ...]:
-        return tuple(
-            Case({k: _passed(v) for k, v in case.items() if k != "seed"}, int(case.get("seed", spec.get("seed", 0))))
-            for case in spec.get(key) or []
-        )
-
-    benchmarks = cases("benchmarks")
-    if ranking == "last" and len(benchmarks) > 1:
-        benchmarks = benchmarks[-1:]
-    return Problem(
-        qualified(folder),
-        folder,
-        False,
-        cases("tests"),
-        {"cuda": benchmarks, "cpu": benchmarks},
-        files,
-        ranking,
-        timeouts,
-    )
-
-
-def _passed(value: object) -> object:
-    """Return a value of a case as GPU MODE's judge passes it to generate_input: from a line of text, in which only
-    numbers, and lists of them, are more than words.
-    """
-    return str(value) if value is None or isinstance(value, bool) else value
-
-
-def _files(folder: Path, spec: dict) -> dict[str, Path]:
-    """Return the files that task.yml lists, and task.py and utils.py where it does not, by the name that they are
-    imported by. UsageError: one is missing, or reference.py is elsewhere.
-    """
-    listed = spec.get("files") or []
-    if not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in listed):
-        raise UsageError(f"{folder / 'task.yml'}: files must be a list of {{name, source}}, got {listed!r:.100}")
-    found = {item["name"]: (folder / str(item.get("source", item["name"]))).resolve() for item in listed}
-    found = {name: path for name, path in found.items() if "@" not in path.name and name not in _UNUSED}
-    for name, places in {"task.py": (folder,), "utils.py": (folder, folder.parent)}.items():
-        there = [place / name for place in places if (place / name).is_file()]
-        found |= {name: there[0]} if there and name not in found else {}
-    if missing := [f"{name} ({path})" for name, path in found.items() if not path.is_file()]:
-        raise UsageError(f"{folder / 'task.yml'}: files names {missing[0]}, which is not there")
-    if not (folder / "reference.py").is_file() or found.pop("reference.py", folder / "reference.py").parent != folder:
-        raise UsageError(f"{folder / 'task.yml'}: reference.py must stand in the folder")
-    return {name: path for name, path in found.items() if path.suffix == ".py"}

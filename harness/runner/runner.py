@@ -26,6 +26,7 @@ from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, load
 
 CLAIMS = 64  # returned objects in a reply
+COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
 
 
 class Runner:
@@ -45,6 +46,7 @@ class Runner:
         self.opened: dict = {}
         self.held: MappedBuffer | None = None  # the weights' memory
         self.room: torch.Tensor | None = None  # what plain readers read where the buffer is smaller
+        self.copied: torch.Tensor | None = None  # what the empty call copies
         self.product: matmul.Product | None = None
         self.weights: Any = None  # the weights in the data of a call, or what prepare made of them
         native.read_configs(self.device)  # loads the judge's code before the submission can replace it
@@ -57,6 +59,10 @@ class Runner:
         if start["file"]:
             if start["files"]:
                 load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
+            if "cpp_extension" in Path(start["file"]).read_text(errors="replace"):
+                from harness.runner import extensions  # it imports setuptools, which takes a third of a second
+
+                extensions.reuse_builds()
             if (self.folder / "task.py").is_file():
                 self.task = load.from_file(self.folder, self.folder / "task.py")
             self.module = load.from_file(self.folder, Path(start["file"]))
@@ -199,6 +205,21 @@ class Runner:
         order = "cuda_time_total" if self.device == "cuda" else "cpu_time_total"
         return {"table": profiler.key_averages().table(sort_by=order, row_limit=20)}
 
+    def repeat(self, message: dict, _: list[int]) -> dict:
+        """Make calls on the first buffer for some seconds, for a look from outside. Nothing reads what they write."""
+        data = self._data(self.buffers[0])
+        state, end, calls = self._setup(data, message), time.monotonic() + message["seconds"], 0
+        while not calls or time.monotonic() < end:
+            self.module.custom_kernel(data, *state)
+            calls += 1
+        return {"calls": calls}
+
+    def report(self, message: dict, _: list[int]) -> dict:
+        """Return what g++ says of the loops that it vectorised. From then on it says so of every build."""
+        vars(build)["CPP_FLAGS"] += ("-fopt-info-vec-optimized",)
+        artefacts = self.module.compile_for(message["target"]) if hasattr(self.module, "compile_for") else []
+        return {"table": "\n".join(artefact.log for artefact in artefacts)}
+
     def compile(self, message: dict, _: list[int]) -> dict:
         if not callable(getattr(self.module, "compile_for", None)):
             raise AttributeError("it defines no compile_for(target), which the judge calls")
@@ -245,11 +266,29 @@ class Runner:
     def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
         what = message["what"]
         if what == "empty":
-            return self._timed(lambda: None, lambda _: None, self._delivery(None, None, message), message["audit"])
+            return self._timed(lambda: None, self._copies(), self._delivery(None, None, message), message["audit"])
         kernel = self._judges_kernel(what, message["bytes"], buffer)
         kernel()  # its code is fetched, as a submission's is
         delivery = self._delivery(None if what == matmul.NAME else buffer, None, message)
         return self._timed(kernel, lambda _: None, delivery, False)
+
+    def _copies(self) -> Callable[[object], None]:
+        """Return a function that copies as many bytes as are copied behind a submission's call: the parent's clock runs
+        until that is done.
+        """
+        total = sum(spec.get("most", spec["nbytes"]) for spec in self.opened["captures"] if spec["space"] == "device")
+        part = min(total, COPIED_BYTES)
+        if self.copied is None or self.copied.numel() < 2 * part:
+            self.copied = None  # before the next one is made
+            self.copied = torch.zeros(2 * part, dtype=torch.uint8, device=self.device)
+        source, target = self.copied[:part], self.copied[part : 2 * part]
+
+        def copy(_: object) -> None:
+            for start in range(0, total, COPIED_BYTES):
+                size = min(part, total - start)
+                target[:size].copy_(source[:size])
+
+        return copy
 
     def _judges_kernel(self, what: str, nbytes: int, buffer: MappedBuffer) -> Callable[[], object]:
         """Return a call of the judge: "empty" (on a CPU), the matrix product, or one of the plain readers over
@@ -337,7 +376,9 @@ def _capture_any(result: object, captures: list[dict], buffer: MappedBuffer) -> 
         if _is_plain(item) and str(item.dtype).removeprefix("torch.") in spec["dtypes"]:
             form = {"dtype": str(item.dtype).removeprefix("torch."), "nbytes": item.numel() * item.element_size()}
             if list(item.shape) == spec["shape"]:
-                tree.tensor({**spec, **form}, buffer.memory[spec["space"]]).copy_(item)
+                copy = tree.tensor({**spec, **form}, buffer.memory[spec["space"]])
+                # A transposed copy would take much longer than a plain one, and more than a clock allows for.
+                tree.in_memory_order(copy, tree.memory_order(item.shape, item.stride())).copy_(item)
     return [_structure(result)]
 
 
@@ -393,7 +434,8 @@ def main() -> None:
     wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
     handlers: dict[str, Callable] = {
         "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
-        "profile": runner.profile, "compile": runner.compile, "sealed": runner.changes,
+        "profile": runner.profile, "repeat": runner.repeat, "report": runner.report, "compile": runner.compile,
+        "sealed": runner.changes,
     }  # fmt: skip
     while True:
         try:

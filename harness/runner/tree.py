@@ -4,6 +4,7 @@
 ("device" and "host"); `build` makes the same value again over another process's mapping of those buffers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -128,6 +129,27 @@ def extent(value: torch.Tensor) -> int:
     if not value.numel():
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """Return the dimensions from the outermost in memory to the innermost; None if elements overlap or leave gaps."""
+    order = sorted(range(len(shape)), key=lambda i: (stride[i], shape[i]), reverse=True)
+    step = 1
+    for i in reversed(order):
+        if shape[i] != 1 and stride[i] != step:
+            return None
+        step *= shape[i]
+    return order
+
+
+def in_memory_order(dense: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """Return a view of a contiguous tensor of a shape, whose elements lie in memory in the order of dimensions `order`;
+    None: as they are.
+    """
+    if order is None:
+        return dense
+    inverse = sorted(range(len(order)), key=lambda i: order[i])
+    return dense.view([dense.shape[i] for i in order]).permute(inverse)
 
 
 def clone(value: Any) -> Any:

@@ -12,7 +12,7 @@ from harness.judge.outcome import Outcome
 from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
-from harness.tools import profiling
+from harness.tools import cpu_profile, profiling
 from problems.common import build
 
 SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
@@ -58,7 +58,9 @@ def _compile(session: Session, j: Result) -> None:
 def profile(
     problem: Problem, device: str, target: str, submission: Submission, cases: list[Case], timeout_s: float | None
 ) -> str:
-    """Print torch's profile of one call on each case, and on a GPU a digest of ncu's report. Return the verdict."""
+    """Print torch's profile of one call on each case, on a GPU a digest of ncu's report, and on a CPU what
+    harness/tools/cpu_profile.py finds. Return the verdict.
+    """
     with Session(problem, device, timeout_s) as session:
         handle = RunnerHandle(submission.name, submission, target)
         for case in cases:
@@ -70,6 +72,11 @@ def profile(
                 console.say(f"{submission.name}: {reply.status}: {reply.reason}")
                 return reply.status
             console.say(f"{case}\n{reply.table}")
+            if device == "cpu" and (failed := cpu_profile.say_calls(session, handle)):
+                console.say(f"{submission.name}: {failed.status}: {failed.reason}")
+                return failed.status
+        if device == "cpu":
+            cpu_profile.say_loops(session, handle)
     for case in cases if device == "cuda" else ():
         try:
             console.say(f"{case}\n{profiling.ncu(problem, submission, case, target)}")

@@ -101,6 +101,22 @@ class Case:
             torch.cuda.synchronize()
 
 
+class Count:
+    """Says which of `total` checks are done, since each takes seconds, or minutes for a wide model."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.number = total, 0
+
+    def done(self, what: str) -> None:
+        self.number += 1
+        print(f"  {self.number} of {self.total} checks: {what}", flush=True)
+
+
+def checks(device: str, attribute: bool) -> int:
+    """How many checks there are of one configuration: five passes, and what only some runs have."""
+    return 5 + (device != "cpu") + attribute
+
+
 class Refused(ValueError):
     """Arguments that name no configuration or no kernel. A ValueError of a kernel is none of these: it is a fault."""
 
@@ -110,9 +126,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         target = load.device_target(args.device)
         # One configuration after the other: their weights need not fit the device together.
+        cases = _cases(args)
+        count = Count(len(cases) * checks(torch.device(args.device).type, args.attribute))
         right = [
-            check(make(name, fmt, args.device, args.steps), args.kernels, target, args.attribute)
-            for name, fmt in _cases(args)
+            check(make(name, fmt, args.device, args.steps), args.kernels, target, args.attribute, count)
+            for name, fmt in cases
         ]
     except Refused as error:
         print(f"check: {error}", file=sys.stderr)
@@ -153,11 +171,12 @@ def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) ->
 
 
 @torch.inference_mode()
-def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
+def check(case: Case, text: str, target: str, attribute: bool = False, count: Count | None = None) -> bool:
     """Check one configuration with the kernels that `text` names, print the report. -> whether all of it holds.
 
-    Refused: `text`. What a kernel raises comes through.
+    count: of the checks of all configurations. Refused: `text`. What a kernel raises comes through.
     """
+    count = count or Count(checks(torch.device(case.device).type, attribute))
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
     try:
         chosen = ops.choose(text, target, case.weights)
@@ -168,19 +187,27 @@ def check(case: Case, text: str, target: str, attribute: bool = False) -> bool:
     working = torch.float32 if case.fmt == "fp32" else torch.bfloat16
     recorder = Recorder(chosen.ops, working)
     oracle = case.run(recorder.ops(), torch.float32, recorder, None)
+    count.done("each kernel on the oracle's inputs")
     forced = oracle.logits.argmax(-1)
-    tables = (ops.REFERENCE, chosen.ops)
-    alone = [_follow(case, Follower(table, recorder.decisions, recorder.copies), forced) for table in tables]
-    plain, composed = (Follower(table, recorder.decisions) for table in tables)
-    free = [_follow(case, follower, forced) for follower in (plain, composed)]
+    tables = {"the reference kernels": ops.REFERENCE, "the composition": chosen.ops}
+    alone, free = [], []
+    for name, table in tables.items():
+        alone.append(_follow(case, Follower(table, recorder.decisions, recorder.copies), forced))
+        count.done(f"each layer on the oracle's copies, with {name}")
+    composed = Follower(chosen.ops, recorder.decisions)
+    for name, follower in zip(tables, (Follower(ops.REFERENCE, recorder.decisions), composed), strict=True):
+        free.append(_follow(case, follower, forced))
+        count.done(f"a whole pass with {name}")
     faults = _say_kernels(recorder)
     faults += _say_layers(oracle, alone, free)
     faults += _say_logits(oracle, *free)
     _say_decisions(composed)
     if case.device != "cpu":
         faults += _say_waits(case, chosen.ops)
+        count.done("waits for the GPU in a decode step")
     if attribute:
         _say_effects(case, chosen.ops, recorder, free[0], forced)
+        count.done("the effect of each kernel by itself")
     for fault in faults:
         print(f"  FAULT: {fault}")
     print(f"  {'right' if not faults else 'WRONG'}")

@@ -101,6 +101,10 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch):
     assert check.main([*options, *more]) == 0
     said = capsys.readouterr().out
     assert "1 of 1 configurations right" in said and ("linear           logits" in said) == bool(more)
+    count = 5 + len(more)
+    assert [line.split(":")[0] for line in said.splitlines() if " checks: " in line] == [
+        f"  {n} of {count} checks" for n in range(1, count + 1)
+    ]
 
 
 def test_a_kernel_that_raises_is_no_bad_argument(tmp_path):

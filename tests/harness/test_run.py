@@ -131,6 +131,23 @@ def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
     assert [line["status"] for line in lines_of(results)] == ["UNSUPPORTED"]
 
 
+@pytest.mark.parametrize("mode", ["test", "benchmark", "leaderboard"])
+@pytest.mark.parametrize("other", ["sm90_plain", "blackwell.py"])
+def test_a_pair_that_cannot_be_compared_here_is_refused(tmp_path, results, capsys, mode, other):
+    (tmp_path / "blackwell.py").write_text(RIGHT.replace("cpu", "sm100"))
+    other = str(tmp_path / other) if other.endswith(".py") else other
+    assert run.main(["nvfp4_gemv", "--against", other, "--mode", mode, "--device", "cpu"]) == 7
+    said = capsys.readouterr().err
+    assert "this run is on cpu, where nvfp4_gemv has cpu_" in said and said.count("\n") == 1
+    assert not lines_of(results)
+
+
+def test_a_variant_for_another_machine_is_unsupported_and_the_others_are_named(capsys):
+    for mode in ("test", "profile"):
+        assert run.main(["nvfp4_gemv", "--variant", "sm90_plain", "--mode", mode, "--device", "cpu"]) == 7
+        assert "made for sm90, this run is on cpu, where nvfp4_gemv has cpu_" in capsys.readouterr().out
+
+
 @needs_nvcc
 def test_a_file_for_a_gpu_alone_is_compiled_and_not_run(tmp_path, results):
     (tmp_path / "tiny.cu").write_text('extern "C" int launch() { return 0; }\n__global__ void k(int* p) { *p = 1; }\n')

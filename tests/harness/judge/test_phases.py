@@ -27,7 +27,7 @@ class Counting:
     """A session in which nothing runs: it knows who is alive, and answers each call at once."""
 
     device = "cpu"
-    problem = SimpleNamespace(tests=())
+    problem = SimpleNamespace(tests=(), own=True)
 
     def __init__(self) -> None:
         self.alive: set[str] = set()

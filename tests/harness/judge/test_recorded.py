@@ -15,7 +15,7 @@ from harness import run
 from harness.judge import confirm, phases
 from harness.judge.call import CallRequest
 from harness.judge.outcome import Outcome
-from harness.problem import folders
+from harness.problem import gpu_mode
 from harness.results import environment, ranking, record
 from tests.support import SUPPORT
 from tests.support.recorded import SOURCE, Stop, better, first, journals, judge, records
@@ -29,6 +29,12 @@ def test_a_whole_run_leaves_records_and_no_journal(world, folder, capsys):
     assert {r["attempt"] for r in records() if r["kind"] == "benchmark"} == {1}
     assert {r["clock"]["name"] for r in records() if r["kind"] == "benchmark"} == {"made-up clock"}
     assert first()[0] == "good" and "attempt 1" in capsys.readouterr().out
+
+
+def test_of_many_the_first_case_is_shown_at_once(world, folder, capsys):
+    assert judge(folder, "--all", "--mode", "test") == 0
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " test   " in line]
+    assert lines == [["good", "test", "n=1"], ["other", "test", "n=1"]]
 
 
 @pytest.mark.parametrize("calls", range(13))
@@ -164,7 +170,7 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
     assert "mean 22.5" in capsys.readouterr().out  # of 9.018 and 36.072; their geomean would be 18.04
     timed = [
         r
-        for r in record.read(environment.machine("cpu"), folders.qualified(place.resolve()))
+        for r in record.read(environment.machine("cpu"), gpu_mode.qualified(place.resolve()))
         if r["kind"] == "benchmark"
     ]
     assert [(round(r["median_us"]), r["ranking_by"]) for r in timed] == [(36, "mean"), (9, "mean")]

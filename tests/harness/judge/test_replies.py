@@ -43,6 +43,7 @@ RIGHT = {
     replies.Kernel: KERNEL,
     replies.Artefact: {"bytes": 5, "kernels": [KERNEL]},
     replies.Compiled: {"artefacts": [{"bytes": 5, "kernels": [KERNEL]}]},
+    replies.Repeated: {"calls": 3},
     replies.Profiled: {"table": "Name  CPU total\nadd   3 us"},
     replies.Sealed: {"replaced": ["time.sleep"], "switches": []},
 }  # fmt: skip

@@ -42,16 +42,26 @@ def test_it_is_timed(capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tests: 3", "list of tests"), ("tests: []\nlang: cu", "Python problems"),
-        ("tests: []\nranking_by: x", "ranking_by"), ("a: [", "YAML"),
+        ("tests: 3", "tests: Input should be a valid list, got 3"), ("{}", "tests: Field required"),
+        ("3", "wanted a mapping with a list of tests, got int"), ("a: [", "not YAML: while parsing"),
+        ("tests: []\nlang: cu", r"lang: .*got 'cu' \(only Python folders are judged\)"),
+        ("tests: []\nmulti_gpu: true", "multi_gpu: .*only one GPU is used"),
+        ("tests: []\nranking_by: x", "ranking_by: Input should be 'last', 'mean' or 'geom', got 'x'"),
+        ("tests: [{n: 3, seed: x}]", r"tests\.0\.seed: must be 0 to 2\^63 - 1, got 'x'"),
+        ("tests: [4]", r"tests\.0: Input should be a valid dictionary, got 4"),
+        ("tests: [{n: {a: 1}}]", r"tests\.0\.n: wanted a number, a text, true, false or a list, got {'a': 1}"),
+        ("tests: []\ntest_timeout: -1", "test_timeout: Input should be greater than 0, got -1"),
+        ("tests: []\nfiles: [x.py]", r"files\.0: "),
+        ("tests: []\nfiles: [{name: x.py}]", "files: x.py .* is not there"),
     ],
 )  # fmt: skip
-def test_a_malformed_task_yml_is_refused(tmp_path, text, message):
+def test_a_malformed_task_yml_gives_one_line_with_the_key(tmp_path, text, message):
     (tmp_path / "task.py").write_text("")
     (tmp_path / "reference.py").write_text("")
     (tmp_path / "task.yml").write_text(text)
-    with pytest.raises(folders.UsageError, match=message):
+    with pytest.raises(folders.UsageError, match=message) as raised:
         folders.find(str(tmp_path))
+    assert str(tmp_path / "task.yml") in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_two_folders_of_one_name_have_two_names(tmp_path):

@@ -25,6 +25,49 @@ def test_found_in_python(tmp_path, text):
     assert str(found[0]).startswith("submission.py:4: ")
 
 
+def test_the_message_names_the_rule_the_line_and_what_to_do(tmp_path):
+    file = tmp_path / "submission.py"
+    file.write_text(f"import torch\nup{WORD} = 3\n")
+    (found,) = scan.findings([file])
+    assert str(found).startswith(f'submission.py:2: "up{WORD}" contains the reserved word "{WORD}" (rule 1: default ')
+    assert "inside other words" in str(found) and "Rename it" in str(found) and str(found).endswith(f": up{WORD} = 3")
+
+
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [
+        (f"x = 1  # the {WORD}", True), (f"x = 1  # the {WORD}\ny_{WORD} = 1", False), (f'"""The {WORD}."""', False),
+        (f'SOURCE = """\nint x;  // the {WORD}\n/* a\n {WORD} */\n"""', True), (f"{WORD} = 2  # the {WORD}", False),
+        (f'SOURCE = """\nf<<<1, 1, 0, {WORD}>>>();  // {WORD}\n"""', False),
+        (f"x = '// {WORD}'", False),
+    ],
+)  # fmt: skip
+def test_a_comment_is_only_a_warning_in_a_folder_from_elsewhere(tmp_path, text, warns):
+    file = tmp_path / "submission.py"
+    file.write_text(text)
+    assert all(not finding.warns for finding in scan.findings([file]))
+    found = scan.findings([file], own=False)
+    assert found and all(finding.warns for finding in found) is warns
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("torch.compile(f, mode='reduce-overhead')", "leave the mode out"),
+        ("torch.compile(f, mode='max-autotune')", "max-autotune-no-cudagraphs"),
+        ("torch.compile(f, options={'triton.cudagraphs': True})", "leave the option out"),
+        ("torch.compile(f, backend='cudagraphs')", "use the default backend"),
+        ("torch.compile(f, options={'triton.cudagraphs': False})", ""), ("torch.compile(f)", ""),
+        ("torch.compile(f, mode='max-autotune-no-cudagraphs')", ""), ("names = ['cudagraphs']", ""),
+    ],
+)  # fmt: skip
+def test_graph_modes_of_torch_compile(tmp_path, text, said):
+    file = tmp_path / "submission.py"
+    file.write_text(f"import torch\n{text}\n")
+    found = scan.findings([file])
+    assert [said in str(f) and "rule 1" in str(f) for f in found] == ([True] if said else [])
+
+
 def test_found_in_the_sources_beside_it(tmp_path):
     """The closure holds the CUDA file of the same name and the headers that it includes."""
     (tmp_path / "v.py").write_text('"""v."""\n')

@@ -6,14 +6,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def generate_input(size: int, seed: int) -> input_t:
     gen = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(size, generator=gen, device=DEVICE)
+    return torch.randn(size if DEVICE == "cuda" else -(-size // 256), generator=gen, device=DEVICE)
 
 
 def ref_kernel(data: input_t) -> output_t:
-    return torch.sigmoid(data) * data
+    return torch.sort(data).values
 
 
 def check_implementation(data: input_t, output: output_t) -> tuple[bool, str]:
-    want = ref_kernel(data)
-    bad = int(((output - want).abs() > 1e-5).sum())
+    bad = int((output != ref_kernel(data)).sum())
     return bad == 0, f"{bad} elements differ"

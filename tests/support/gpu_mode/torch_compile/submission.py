@@ -2,9 +2,9 @@ import torch
 
 
 @torch.compile
-def silu(x):
-    return x / (1 + torch.exp(-x))
+def ascending(x):
+    return torch.sort(x)[0]
 
 
 def custom_kernel(data):
-    return silu(data)
+    return ascending(data)

@@ -1,0 +1,66 @@
+"""How many buffers and processes a benchmark may have alive at once, so that a folder with large data fits in memory.
+
+Only folders from elsewhere are measured: those of this repository say what their weights take, and fit.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from harness.problem.folders import UsageError
+
+SHARE = 0.9  # of the memory, that a run plans with
+PROCESS_BYTES = 700 * 2**20  # of a process on a device that holds nothing: context, code, what evicts its caches
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one case takes. buffer: bytes of a buffer with inputs and copies of outputs; working: of the reference with
+    its inputs and its answer, at most; total: of all memory; case: its text.
+    """
+
+    case: str
+    buffer: int
+    working: int
+    total: int
+
+    def needed(self, processes: int, buffers: int) -> int:
+        """Return the bytes that a run takes: the checker, whose check may take as much as the reference; the judge's
+        own runner, which copies an output; and `processes` runners, each of which may take what the reference takes.
+        """
+        judge = PROCESS_BYTES + (buffers + 1) * self.buffer
+        runner = PROCESS_BYTES + buffers * self.buffer + self.working
+        return PROCESS_BYTES + 2 * self.working + judge + processes * runner
+
+
+@dataclass(frozen=True)
+class Room:
+    """handles: submissions alive at once; together: processes of each; buffers: of each process."""
+
+    handles: int
+    together: int
+    buffers: int
+
+
+def choose(found: list[Footprint], most: Room, paired: bool) -> Room:
+    """Return the largest room within `most` in which every case fits. A pair stays together. UsageError: none does."""
+    rooms = _rooms(most, paired)
+    for room in rooms:
+        processes = room.handles * room.together
+        if all(one.needed(processes, room.buffers) <= SHARE * one.total for one in found):
+            return room
+    least = rooms[-1].handles
+    worst = max(found, key=lambda one: one.needed(least, 1))
+    needed, total = worst.needed(least, 1) / GIB, worst.total / GIB
+    raise UsageError(
+        f"{worst.case}: a run takes about {needed:.0f} GiB with one buffer a process ({worst.buffer / GIB:.1f} GiB for "
+        f"a buffer, {worst.working / GIB:.1f} for the reference), and may take {SHARE * total:.0f} of {total:.0f} GiB: "
+        "leave this case out with --case, or use a machine with more memory"
+    )
+
+
+def _rooms(most: Room, paired: bool) -> list[Room]:
+    """Return `most` and ever smaller rooms: first fewer processes, which only takes longer, then fewer buffers."""
+    fewer = [dataclasses.replace(most, together=together) for together in range(most.together, 0, -1)]
+    handles = most.handles if paired else 1
+    return fewer + [Room(handles, 1, buffers) for buffers in range(most.buffers, 0, -1)]

@@ -1,0 +1,121 @@
+"""Problem folders in GPU MODE's format, read as they are (docs/gpu_mode.md says what is honoured).
+
+task.yml names the cases, whose values generate_input receives; eval.py is ignored, and the other files are imported by
+the names that task.yml gives them.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, Field, StrictInt, StrictStr, ValidationError
+
+from harness.problem.folders import Case, Problem, UsageError
+
+_UNUSED = ("submission.py", "eval.py")  # of the files that a task.yml lists: a place, and the judge's part
+_DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, bool | int | float | str | list | None):
+        raise ValueError("wanted a number, a text, true, false or a list")
+    return value
+
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Case = dict[StrictStr, Annotated[Any, AfterValidator(_plain)]]
+
+
+class _File(BaseModel):
+    name: StrictStr
+    source: StrictStr = ""
+
+
+class _Task(BaseModel):
+    """The keys of task.yml that are read. Others are for GPU MODE's own service."""
+
+    tests: list[_Case]
+    benchmarks: list[_Case] = []
+    files: list[_File] = []
+    lang: Literal["py"] = "py"
+    multi_gpu: Literal[False] = False
+    ranking_by: Literal["last", "mean", "geom"] = "last"
+    seed: StrictInt = 0
+    test_timeout: _Seconds = _DEFAULT_TIMEOUT_S
+    benchmark_timeout: _Seconds = _DEFAULT_TIMEOUT_S
+    ranked_timeout: _Seconds = _DEFAULT_TIMEOUT_S
+
+
+def read(folder: Path) -> Problem:
+    """Return the problem in `folder`. UsageError: task.yml is missing or malformed (it names the key), or a file is."""
+    file = folder / "task.yml"
+    if not file.is_file():
+        raise UsageError(f"{folder.name}/task.py names no OUTPUTS, and there is no task.yml: no problem folder")
+    task = _task(file)
+    benchmarks = _cases(file, task, "benchmarks")
+    if task.ranking_by == "last":
+        benchmarks = benchmarks[-1:]
+    return Problem(
+        qualified(folder), folder, False, _cases(file, task, "tests"), {"cuda": benchmarks, "cpu": benchmarks},
+        _files(folder, task.files), task.ranking_by,
+        {"test": task.test_timeout, "benchmark": task.benchmark_timeout, "leaderboard": task.ranked_timeout},
+    )  # fmt: skip
+
+
+def qualified(folder: Path) -> str:
+    """Return the name of a problem in GPU MODE's format, with where it comes from: records of two folders of one name
+    stay apart, and none is taken for a record of ours.
+    """
+    return f"{folder.name}@{folder.parent.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
+
+
+def _task(file: Path) -> _Task:
+    try:
+        said = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise UsageError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(said, dict):
+        raise UsageError(f"{file}: wanted a mapping with a list of tests, got {type(said).__name__}")
+    try:
+        return _Task.model_validate(said)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        got = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
+        hint = {"lang": " (only Python folders are judged)", "multi_gpu": " (only one GPU is used)"}.get(place, "")
+        raise UsageError(f"{file}: {place}: {first['msg'].removeprefix('Value error, ')}{got}{hint}") from None
+
+
+def _cases(file: Path, task: _Task, key: str) -> tuple[Case, ...]:
+    found = []
+    for number, case in enumerate(getattr(task, key)):
+        seed = case.get("seed", task.seed)
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+            raise UsageError(f"{file}: {key}.{number}.seed: must be 0 to 2^63 - 1, got {seed!r}")
+        found.append(Case({name: _passed(value) for name, value in case.items() if name != "seed"}, seed))
+    return tuple(found)
+
+
+def _passed(value: object) -> object:
+    """Return a value of a case as GPU MODE's judge passes it to generate_input: from a line of text, in which only
+    numbers, and lists of them, are more than words.
+    """
+    return str(value) if value is None or isinstance(value, bool) else value
+
+
+def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
+    """Return the files that task.yml lists, and task.py and utils.py where it does not, by the name that they are
+    imported by. UsageError: one is missing, or reference.py is elsewhere.
+    """
+    file = folder / "task.yml"
+    found = {item.name: (folder / (item.source or item.name)).resolve() for item in listed}
+    found = {name: path for name, path in found.items() if "@" not in path.name and name not in _UNUSED}
+    for name, places in {"task.py": (folder,), "utils.py": (folder, folder.parent)}.items():
+        there = [place / name for place in places if (place / name).is_file()]
+        found |= {name: there[0]} if there and name not in found else {}
+    if missing := [f"{name} ({path})" for name, path in found.items() if not path.is_file()]:
+        raise UsageError(f"{file}: files: {missing[0]} is not there")
+    if not (folder / "reference.py").is_file() or found.pop("reference.py", folder / "reference.py").parent != folder:
+        raise UsageError(f"{file}: files: reference.py must stand in the folder, found none at {folder}")
+    return {name: path for name, path in found.items() if path.suffix == ".py"}

@@ -1,0 +1,116 @@
+"""Write the files of a new problem, or of a new variant, that work before anything in them is changed."""
+
+import argparse
+import keyword
+import re
+import shutil
+from pathlib import Path
+
+from harness.judge import console
+from harness.problem import folders, task_yml
+from harness.problem.folders import Problem, Submission, UsageError
+from harness.results import record
+from problems.common import load
+
+TEMPLATE = Path(__file__).resolve().parents[2] / "tools" / "new_problem"
+SOURCES = (".cu", ".cpp")
+PLAIN = ("_plain", "_portable")  # ends of names: the variants that are there to be read
+
+
+def run(args: argparse.Namespace, defaults: dict[str, object], further: list[str]) -> int:
+    """Do what --new or --new-variant says, print what was written and how to go on. Return the exit code."""
+    option = "--new" if args.new is not None else "--new-variant"
+    allowed = {"new"} if option == "--new" else {"new_variant", "problem"}
+    others = [name for name, value in vars(args).items() if value != defaults[name] and name not in allowed]
+    if others or further:
+        more = ["PROBLEM" if name == "problem" else f"--{name.replace('_', '-')}" for name in others]
+        raise UsageError(f"{option} goes with no {' '.join([*more, *further])}")
+    if option == "--new":
+        files, how = new_problem(args.new), f"{args.new} --mode test"
+    elif args.problem is None:
+        known = ", ".join(folders.problem_names())
+        raise UsageError(f"--new-variant: give PROBLEM too, one of {known}")
+    else:
+        problem = folders.find(args.problem)
+        files, how = new_variant(problem, args.new_variant), f"{problem.name} --variant {args.new_variant} --mode test"
+    for file in files:
+        console.say(f"wrote {file.relative_to(load.PROBLEMS.parent)}")
+    console.say(f"next: .venv/bin/python harness/run.py {how}")
+    return 0
+
+
+def new_problem(name: str) -> list[Path]:
+    """Write problems/NAME/ from the template. Return its files. UsageError: the name cannot be used."""
+    _see_name("--new", name, r"[a-z][a-z0-9_]{0,39}", "small letters, digits and _, a letter first")
+    folder = load.PROBLEMS / name
+    if folder.exists():
+        raise UsageError(f"--new: {folder} is there already, nothing was written")
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(TEMPLATE, folder, ignore=skip)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        path.write_text(path.read_text().replace(TEMPLATE.name, name))
+    spec = folder / "task.yml"
+    spec.write_text(task_yml.render(folders.find(name)))
+    return [*files, spec]
+
+
+def new_variant(problem: Problem, name: str) -> list[Path]:
+    """Write variants/NAME.py of a problem, and its source, as a copy of the problem's plainest variant for the target
+    that NAME begins with. Return the files. UsageError: the name cannot be used, or nothing is there to begin with.
+    """
+    known = "|".join(folders.TARGETS)
+    _see_name(
+        "--new-variant",
+        name,
+        rf"(?=.{{,40}}\Z)({known})_[a-z0-9_]+",
+        f"one of {', '.join(folders.TARGETS)}, _, and an idea",
+    )
+    if not problem.own or problem.folder.parent != load.PROBLEMS:
+        raise UsageError(f"--new-variant: {problem.name} is none of problems/: write a file, and name it --submission")
+    target = name.partition("_")[0]
+    first = plainest(problem, target)
+    pairs = [(path, path.with_name(name + path.suffix)) for path in files_of(first)]
+    if there := [new for new in problem.folder.glob(f"variants/{name}.*") if new.suffix in (".py", *SOURCES)]:
+        raise UsageError(f"--new-variant: {there[0]} is there already, nothing was written")
+    for old, new in pairs:
+        text = old.read_text()
+        if new.suffix == ".py":
+            text = _renamed(text, first, target, name)
+        new.write_text(text)
+    return [new for _, new in pairs]
+
+
+def plainest(problem: Problem, target: str) -> Submission:
+    """Return the variant that a new one for `target` begins as: for every CPU, with its own C++ or CUDA source, plain
+    by its name, and the shortest of these, as far as there is one. UsageError: there is none for the target.
+    """
+    found = [one for one in problem.submissions() if target in one.targets and not one.baseline]
+    found = [one for one in found if one.name.partition("_")[0] not in {*folders.TARGETS} - {target}]
+    if not found:
+        raise UsageError(f"--new-variant: {problem.name} has no variant for {target} to begin with")
+
+    def order(one: Submission) -> tuple:
+        size = sum(path.stat().st_size for path in files_of(one))
+        flags = bool(load.constants(one.file, "CPU_FLAGS"))
+        return flags, len(files_of(one)) == 1, not one.name.endswith(PLAIN), size, one.name
+
+    return min(found, key=order)
+
+
+def files_of(submission: Submission) -> list[Path]:
+    """Return the variant's Python file, and its source of the same stem."""
+    sources = [submission.file.with_suffix(suffix) for suffix in SOURCES]
+    return [submission.file, *(path for path in sources if path.is_file())]
+
+
+def _renamed(text: str, first: Submission, target: str, name: str) -> str:
+    """Return the text of a variant with a first line that says what it is, and its target as the only one."""
+    said = f'"""{name}: {first.name} as it was; say here what you change and what it does.'
+    text = re.sub(r'\A"""[^\n]*?("""\n|\n)', lambda end: said + end[1], text)
+    return re.sub(r"^TARGETS = \(.*?\).*$", f'TARGETS = ("{target}",)', text, count=1, flags=re.MULTILINE)
+
+
+def _see_name(option: str, name: str, pattern: str, wanted: str) -> None:
+    if not re.fullmatch(pattern, name) or not record.can_name(name) or keyword.iskeyword(name):
+        raise UsageError(f"{option}: the name must be {wanted}, at most 40 in all and no word of Python, got {name!r}")

@@ -1,0 +1,267 @@
+"""Try problem folders of other repositories: does this judge say what the folder's own eval.py says?
+
+python -m tests.support.public_sets [--out FILE] [--only TEXT ...] [--time] [--jobs N] [--device cpu] SET...
+python -m tests.support.public_sets --render
+
+SET: a checkout with folders in GPU MODE's format. Of each folder these are tried: its submissions and solutions, and
+three that are derived from its reference: its text as a submission (right), and two that spoil its answer (wrong). Each
+line of FILE is one of them with both verdicts, the last one counts, and eval.py is not asked again; docs/gpu_mode.md is
+rendered from docs/public_sets.jsonl. --time: time one right submission of each folder instead, shortly.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+
+from harness.judge import phases, selection
+from harness.judge.handle import ProblemError, RunnerHandle
+from harness.judge.session import Session
+from harness.judge.verdict import Result, aggregate
+from harness.problem import folders
+from harness.problem.folders import UsageError
+from harness.results import environment
+from harness.results.text import line
+from tests.support import ROOT
+
+DOC = ROOT / "docs" / "gpu_mode.md"
+OUT = ROOT / "docs" / "public_sets.jsonl"
+MARKS = "<!-- sets:begin -->", "<!-- sets:end -->"
+LIMIT_S = 170
+SHORT = phases.Plan(processes=1, samples=3, warmups=2, buffers=3, audits=1)
+SPOILED = {
+    "scaled": "(value.float() * 1.5 + 1).to(value.dtype)",
+    "half": "torch.where(torch.arange(value.numel(), device=value.device).view(value.shape) % 2 == 0, value, 0)",
+}
+DERIVED = """
+
+import torch
+
+
+def _spoiled(value):
+    if isinstance(value, torch.Tensor):
+        return SPOILED
+    if isinstance(value, dict):
+        return {key: _spoiled(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_spoiled(item) for item in value]
+    return tuple(_spoiled(item) for item in value) if isinstance(value, tuple) else value
+
+
+def custom_kernel(data):
+    return _spoiled(ref_kernel(data))
+"""
+
+
+def sets(tops: list[Path]) -> list[Path]:
+    """Return the folders with a task.yml, outside hidden ones."""
+    found = [path.parent for top in tops for path in sorted(top.rglob("task.yml"))]
+    return [folder for folder in found if not any(part.startswith(".") for part in folder.parts)]
+
+
+def submissions(folder: Path, place: Path) -> dict[str, tuple[Path, bool]]:
+    """Return (file, whether it claims to be right) by name: the folder's own, and derived ones, written to `place`."""
+    patterns = {
+        True: ("submission*.py", "submissions/*.py", "solutions/correct/*.py"),
+        False: ("solutions/wrong/*.py", "wrong*.py"),
+    }
+    found = {
+        str(file.relative_to(folder)): (file, right)
+        for right, globs in patterns.items()
+        for pattern in globs
+        for file in sorted(folder.glob(pattern))
+    }
+    reference = folder / "reference.py"
+    if not reference.is_file():
+        return found
+    for name, spoiled in {"same": "value", **SPOILED}.items():
+        file = place / f"derived_{name}.py"
+        file.write_text(reference.read_text() + DERIVED.replace("SPOILED", spoiled))
+        found[f"(reference, {name})"] = file, name == "same"
+    return found
+
+
+def upstream(folder: Path, file: Path) -> str:
+    """Return what the folder's own eval.py says of a submission in its test mode: pass, fail, or how it ended."""
+    spec = yaml.safe_load((folder / "task.yml").read_text())
+    with tempfile.TemporaryDirectory() as place:
+        for item in spec["files"]:
+            source = file if item["source"] == "@SUBMISSION@" else folder / item["source"]
+            Path(place, item["name"]).write_bytes(source.read_bytes())
+        cases = "".join("; ".join(f"{k}: {v}" for k, v in case.items()) + "\n" for case in spec["tests"])
+        Path(place, "cases.txt").write_text(cases)
+        read, write = os.pipe()
+        try:
+            run = subprocess.run(
+                [sys.executable, spec.get("config", {}).get("main", "eval.py"), "test", "cases.txt"], cwd=place,
+                env={**os.environ, "POPCORN_FD": str(write), "PYTHONPATH": place}, pass_fds=(write,),
+                capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "timeout"
+        finally:
+            os.close(write)
+            with os.fdopen(read) as pipe:
+                said = pipe.read()
+        for one in reversed(said.splitlines()):
+            if one.startswith("check: "):
+                return one.removeprefix("check: ")
+        return line(f"exit {run.returncode}: {(run.stderr.strip().splitlines() or [''])[-1]}", 200)
+
+
+def ours(folder: Path, files: dict[str, Path], device: str, timed: bool) -> dict[str, tuple[str, str]]:
+    """Return (verdict, reason) of each submission."""
+    target = {"cpu": "cpu", "cuda": "sm90"}[device]
+    try:
+        problem = folders.find(str(folder))
+    except UsageError as error:
+        return dict.fromkeys(files, ("REFUSED", str(error)))
+    results: dict[str, Result] = {}
+    said: dict[str, tuple[str, str]] = {}
+    handles = []
+    for name, file in files.items():
+        submission = folders.submission(problem, file)
+        if refused := selection.refusal(submission, device, target):
+            said[name] = refused.status, refused.reason
+        else:
+            handles.append(RunnerHandle(name, submission, target))
+            results[name] = Result(submission, target)
+    try:
+        with Session(problem, device) as session:
+            if timed:
+                cases = list(problem.benchmarks[device])
+                for handle in handles:
+                    times, readings = phases.run_benchmarks(session, [handle], cases, lambda _: None, how=SHORT)
+                    pairs = zip(times[handle.name], readings, strict=True)
+                    results[handle.name].times = [aggregate(timing, reading) for timing, reading in pairs]
+            else:
+                phases.run_tests(
+                    session, handles, list(problem.tests), lambda h, *a: results[h.name].tests.append(a), lambda _: None
+                )
+    except (ProblemError, UsageError) as error:
+        return said | dict.fromkeys(results, ("REFUSED", str(error)))
+    for name, result in results.items():
+        failed = [outcome.reason for _, outcome in result.tests if outcome.status != "PASSED"]
+        failed += [f"{time.case}: {time.failure.reason}" for time in result.times if time.failure]
+        said[name] = result.verdict, failed[0] if failed else ""
+    return said
+
+
+def tried(folder: Path, top: str, device: str, timed: bool, known: dict[str, str]) -> list[dict]:
+    """Return the lines of one folder. known: what its eval.py said before, by submission."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        found = submissions(folder, Path(place))
+        files = {name: file for name, (file, _) in found.items()}
+        if timed:
+            right = [name for name, (_, right) in found.items() if right]
+            files = {name: files[name] for name in right[:1]}
+        verdicts = ours(folder, files, device, timed)
+        middle = time.monotonic()
+        theirs = known
+        if not known and not timed and device == "cuda":
+            theirs = {name: upstream(folder, file) for name, file in files.items()}
+    print(
+        f"{top}/{folder.name}: ours {middle - began:.0f} s, theirs {time.monotonic() - middle:.0f} s", file=sys.stderr
+    )
+    return [
+        {
+            "folder": top, "submission": name, "right": found[name][1], "upstream": theirs.get(name, ""),
+            "verdict": verdicts[name][0], "reason": line(verdicts[name][1], 600), "timed": timed,
+            "machine": environment.machine(device),
+        }
+        for name in files
+    ]  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
+    """Try every folder in a separate process, and append what is found as it comes."""
+    tops = {folder: f"{top.name}/{folder.relative_to(top)}" for top in args.sets for folder in sets([top.resolve()])}
+    tops = {folder: name for folder, name in tops.items() if any(text in name for text in args.only)}
+    began = time.monotonic()
+    known = {(r["folder"], r["submission"]): r["upstream"] for r in read(args.out) if r["upstream"]}
+
+    def one(folder: Path) -> None:
+        options = ["--device", args.device, *(["--time"] if args.time else [])]
+        command = [sys.executable, "-m", "tests.support.public_sets", "--one", str(folder), "--name", tops[folder]]
+        mine = {name: said for (place, name), said in known.items() if place == tops[folder]}
+        if time.monotonic() - began > args.limit:
+            print(f"{tops[folder]}: no time left", file=sys.stderr)
+            return
+        made = subprocess.run(
+            [*command, *options, "--known", json.dumps(mine)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+        )
+        with args.out.open("a") as out:
+            out.write(made.stdout)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, tops))
+
+
+def read(file: Path) -> list[dict]:
+    """Return the lines of a file, of each submission the last of its kind; none if there is no such file."""
+    found = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+    return list({(r["folder"], r["submission"], r["timed"]): r for r in found}.values())
+
+
+def render(records: list[dict]) -> str:
+    """Return the table: by folder how many right ones upstream accepts and we too, wrong ones, and every difference."""
+    rows, notes = [], []
+    judged = [r for r in records if not r["timed"] and r["upstream"]]
+    for name in dict.fromkeys(r["folder"] for r in judged):
+        mine = [r for r in judged if r["folder"] == name]
+        right = [r for r in mine if r["upstream"] == "pass"]
+        wrong = [r for r in mine if r["upstream"] != "pass"]
+        times = [r for r in records if r["timed"] and r["folder"] == name]
+        rows.append(
+            {
+                "folder": name, "accepted by its eval.py": len(right),
+                "accepted here": sum(r["verdict"] == "PASSED" for r in right), "refused by its eval.py": len(wrong),
+                "accepted here of these": sum(r["verdict"] == "PASSED" for r in wrong),
+                "timed": ", ".join(sorted({r["verdict"] for r in times})),
+            }
+        )  # fmt: skip
+        notes += [
+            f"* {name}, {r['submission']}: {r['verdict']} ({line(r['reason'], 200)}); its eval.py: {r['upstream']}"
+            for r in mine
+            if (r["verdict"] == "PASSED") != (r["upstream"] == "pass")
+        ]
+    heads = list(rows[0])
+    table = [heads, ["---", *["---:"] * (len(heads) - 2), "---"], *(list(row.values()) for row in rows)]
+    return "\n".join([*(f"| {' | '.join(map(str, cells))} |" for cells in table), "", *notes]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sets", nargs="*", type=Path)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no folder is begun")
+    parser.add_argument("--one", type=Path)
+    parser.add_argument("--name")
+    parser.add_argument("--known", type=json.loads, default={})
+    parser.add_argument("--only", nargs="*", default=[""])
+    parser.add_argument("--render", action="store_true")
+    args = parser.parse_args()
+    if args.one:
+        for found in tried(args.one, args.name, args.device, args.time, args.known):
+            print(json.dumps(found))
+    elif args.render:
+        records = read(args.out)
+        before, _, rest = DOC.read_text().partition(MARKS[0])
+        DOC.write_text(f"{before}{MARKS[0]}\n\n{render(records)}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

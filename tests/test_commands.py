@@ -1,0 +1,173 @@
+"""Every command in the code blocks of the pages runs: a short form of each here, as it is written in the slow tests.
+
+What needs a GPU is refused on a CPU, with exit code 7 or 2 and a line that says so.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import run
+from harness.judge import phases
+from harness.results import environment, gpu, record
+from leaderboard import code_table, report
+from problems.common import load
+from problems.dsv4_forward.generate import generate
+from tests.support import ROOT, pages
+
+COMMANDS = pages.commands()
+PYTHON = ".venv/bin/python "
+SMALL = {  # a problem's small case, and for the whole model a short end-to-end check
+    "nvfp4_gemv": ["--case", "m=16 k=64"],
+    "fmha_decode": ["--case", "batch=1 queries=1 heads=8"],
+    "moe_gemm": ["--case", "tokens=1 experts=1"],
+    "dsv4_forward": ["--case", "config=tiny format=fp32 batch=1"],
+    "path/to/gpu_mode_problem": [],
+}
+CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]
+STOPS = {"--check-only", "--lint", "--sanitize"}
+# What this suite is part of, or takes hours.
+NOT_WITHIN = ("make test", "make test-slow", "make lint", "make clean", "make setup", ".ci/run")
+HOURS = (f"{PYTHON}-m tests.exploits.exploit_table",)
+
+pytestmark = pytest.mark.skipif(gpu.visible(), reason="says what happens without a GPU")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    return pages.checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture
+def there(copy, monkeypatch) -> Path:
+    """This process is in the copy, and reads and writes problems and records there."""
+    monkeypatch.chdir(copy)
+    monkeypatch.setattr(record, "RESULTS", copy / "leaderboard" / "results")
+    monkeypatch.setattr(load, "PROBLEMS", copy / "problems")
+    return copy
+
+
+def needs_gpu(words: list[str]) -> bool:
+    """Whether a call of harness/run.py is about a GPU, so that a CPU can only refuse it."""
+    return any(word.startswith(("sm90_", "sm100_")) for word in words) or {"--sanitize", "latency"} & {*words} != set()
+
+
+def exit_codes(words: list[str]) -> tuple[int, ...]:
+    """What a call of harness/run.py may return on a CPU."""
+    if needs_gpu(words) and "--new-variant" not in words:
+        # Without --mode a kernel for another machine is compiled, and that is all that was asked for.
+        return (7, 2) if {"--mode", "--against", "--sanitize"} & {*words} else (0, 7)
+    return (1,) if any("/wrong/" in word for word in words) else (0,)
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The arguments of harness/run.py with more of them, so that it is done in seconds."""
+    if {"--new", "--new-variant", "--list", "--help"} & {*words}:
+        return words
+    words = [*words, "--device", "cpu"]
+    if words[0] == "path/to/gpu_mode_problem":
+        words = [word.replace("my.py", "path/to/gpu_mode_problem/submission.py") for word in words]
+    if words[0] == "dsv4_forward" and "latency" not in words:
+        words += CHECK
+    if STOPS & {*words}:
+        return words
+    words += [] if "--mode" in words else ["--mode", "test"]
+    return words if "--case" in words or "latency" in words else [*words, *SMALL[words[0]]]
+
+
+def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
+    if command.startswith("make "):
+        listed = subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, capture_output=True, text=True)
+        assert listed.returncode == 0, listed.stderr
+        if command not in NOT_WITHIN:
+            for line in listed.stdout.splitlines():
+                if line.startswith((f"{PYTHON}harness/", f"{PYTHON}leaderboard/")):
+                    run_short(line, there, monkeypatch, capsys)
+        return
+    if command.startswith(f"{PYTHON}-c"):
+        if shutil.which("nvcc"):
+            assert subprocess.run(["sh", "-c", command], cwd=there).returncode == 0
+        return
+    if command in NOT_WITHIN:
+        assert os.access(ROOT / command, os.X_OK)
+        return
+    assert command.startswith(PYTHON), f"tests/test_commands.py has no short form of {command!r}: add one"
+    program, *words = shlex.split(command.removeprefix(PYTHON))
+    if program == "harness/run.py":
+        if words[0] == "dsv4_forward":  # its modules import each other by name, so it is that of this checkout
+            monkeypatch.setattr(load, "PROBLEMS", ROOT / "problems")
+        if "--new-variant" in words:
+            for file in there.glob(f"problems/*/variants/{words[-1]}.*"):
+                file.unlink()
+        code, wanted = run.main(shortened(words)), exit_codes(words)
+        out, err = capsys.readouterr()
+        assert code in wanted, f"{out}\n{err}"
+        if code in (2, 7):
+            assert "this run is on cpu" in out + err or "needs a GPU" in err
+    elif program == "leaderboard/report.py":
+        assert report.main(words) == 0
+    elif program == "leaderboard/code_table.py":
+        (there / "none").mkdir(exist_ok=True)
+        assert code_table.main([*words, "--results", str(there / "none")]) == 0
+    elif program == "problems/dsv4_forward/generate/generate.py":
+        assert generate.main([*words, "--tokens", "3"]) in (0, None)
+    elif program == "-m" and words[0] in ("tests.exploits.exploit_table", "tests.support.code_sections"):
+        assert subprocess.run([sys.executable, "-m", words[0], "--help"], cwd=ROOT, capture_output=True).returncode == 0
+    elif program == "-m" and words[0] == "harness.problem.task_yml":
+        assert subprocess.run([sys.executable, "-m", *words, "--check"], cwd=ROOT).returncode == 0
+    elif program != "-m" or words[0] not in ("pytest", "ruff", "ty"):
+        pytest.fail(f"tests/test_commands.py has no short form of {command!r}: add one")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_short_form_of_every_command_runs(command, there, monkeypatch, capsys):
+    run_short(command, there, monkeypatch, capsys)
+
+
+def test_the_commands_are_found():
+    assert len(COMMANDS) > 25 and {"make run", "make test"} <= {*COMMANDS}
+    page = "```python\nmake x\n```\n```sh\n$ make y  # z\n```\n    make a  b\ntext\n    it is no make\n"
+    assert pages.of_text(page) == ["make y", "make a"]
+    assert any(command.startswith(f'{PYTHON}-c "\n') and command.endswith('"') for command in COMMANDS)
+
+
+def test_four_commands_lead_from_a_clone_to_a_row_on_the_board(there, monkeypatch, capsys):
+    """The judge's counts are small here; all else is as it is written."""
+    four = pages.of_text((ROOT / "README.md").read_text().partition("## Judge your own kernel")[2])[:4]
+    assert four == pages.of_text((ROOT / "docs/adding_a_kernel.md").read_text().partition("## Four commands")[2])[:4]
+    assert four[0] == "make setup"
+    create, judge, show = (shlex.split(command.removeprefix(PYTHON))[1:] for command in four[1:])
+    for counts in ("PROCESSES", "SAMPLES"):
+        monkeypatch.setattr(phases, counts, {"cpu": 1})
+    for file in there.glob("problems/nvfp4_gemv/variants/cpu_mine.*"):
+        file.unlink()
+    assert run.main(create) == 0
+    code = run.main([*judge, "--device", "cpu"])
+    assert code in (0, 6), capsys.readouterr()  # 6: the machine was too busy to time it
+    assert report.main([*show, "--results", str(record.RESULTS), "--machine", environment.machine("cpu")]) == 0
+    assert "cpu_mine" in capsys.readouterr().out.partition("nvfp4_gemv, cpu, on ")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in (*NOT_WITHIN, *HOURS)])
+def test_every_command_runs_as_it_is_written(command, copy):
+    words = shlex.split(command)
+    if "--new-variant" in words or "--new" in words:
+        for path in (*copy.glob(f"problems/*/variants/{words[-1]}.*"), *copy.glob(f"problems/{words[-1]}")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if words[0] == "make":
+        command = command.replace("make", "make -o setup", 1)
+    if "gpu_mode_problem" in command:
+        command = command.replace("my.py", "path/to/gpu_mode_problem/submission.py")
+    if "code_sections" in command:
+        command = f"cd {ROOT} && {command}".replace(" main ", " HEAD ")
+    done = subprocess.run(["sh", "-c", command], cwd=copy, capture_output=True, text=True)
+    wanted = exit_codes(words[2:]) if "harness/run.py" in words else (0,)
+    # 6: the machine was too busy to time it.
+    assert done.returncode in (*wanted, 6), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "Traceback" not in done.stderr

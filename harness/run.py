@@ -4,7 +4,7 @@
 This file has the options, lists, and refuses what cannot be, all without torch; harness/invocation.py does the rest.
 """
 
-from __future__ import annotations  # until `venv.enter`, any Python 3 must do
+from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
 
 import argparse
 import contextlib

@@ -9,7 +9,7 @@
 This file has the options; leaderboard/pages.py does the rest.
 """
 
-from __future__ import annotations  # until `venv.enter`, any Python 3 must do
+from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
 
 import argparse
 import sys

@@ -1,6 +1,6 @@
 """Standard output whose reader may go away, and files that are written whole or not at all.
 
-This file may meet any Python 3: a command imports it before problems/common/venv.py chooses the interpreter.
+This file may meet Python 3.8: a command imports it before problems/common/venv.py chooses the interpreter.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def _place(where: str, error: BaseException, file: Path, module: Any) -> str:
         places.append((error.filename, error.lineno))
     if code := getattr(getattr(module, _CALLED.get(where, "custom_kernel"), None), "__code__", None):
         places.insert(0, (code.co_filename, code.co_firstlineno))
-    beside = [(Path(name), line) for name, line in places if Path(name).parent == file.parent]
-    own = [(path, line) for path, line in beside if path == file] or beside
+    near = [(Path(name), line) for name, line in places if Path(name).parent == file.parent]
+    own = [(path, line) for path, line in near if path == file] or near
     return f"{own[-1][0].name}:{own[-1][1]}" if own else file.name
 
 

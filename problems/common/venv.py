@@ -1,6 +1,6 @@
 """The interpreter of a command: .venv's, which `make setup` makes, if the one that runs lacks a package.
 
-A command calls `enter` before it imports anything that is not in the standard library. This file may meet any Python 3.
+A command calls `enter` before it imports anything that is not in the standard library. This file may meet Python 3.8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def enter(command: str) -> None:
     here = os.path.realpath(os.path.dirname(sys.executable))
     if os.path.isfile(python) and here != os.path.realpath(os.path.dirname(python)):
         sys.stdout.flush()
-        words = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]  # Python 3.9 knows no orig_argv
+        words = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]  # which Python 3.10 brought
         try:
             os.execv(python, [python, *words])
         except OSError as error:

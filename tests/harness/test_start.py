@@ -1,5 +1,6 @@
 """What a command does before anything is judged: no traceback without packages, and no torch for what needs none."""
 
+import ast
 import os
 import resource
 import shutil
@@ -11,10 +12,11 @@ import pytest
 
 from problems.common import venv
 from tests.support import ROOT
+from tools import setup
 
 LIMIT_S = 0.5  # of CPU time
 HEAVY = ("torch", "numpy", "pandas", "matplotlib", "cutlass")
-RUN, REPORT = "harness/run.py", "leaderboard/report.py"
+RUN, REPORT, OUTPUT = "harness/run.py", "leaderboard/report.py", "harness/results/output.py"
 SHORT = [
     ([RUN, "--help"], 0, "--events"), ([RUN, "--list"], 0, "nvfp4_gemv"),
     ([RUN, "nvfp4_gemv", "--list"], 0, "cpu_portable"), ([RUN, "dsv4_forward", "--list"], 0, "composed"),
@@ -87,6 +89,12 @@ def test_without_packages_one_line_names_make_setup(checkout, arguments):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("file", [RUN, REPORT, "leaderboard/code_table.py", "problems/common/venv.py", OUTPUT])
+def test_what_a_command_reads_first_is_known_to_older_pythons(file):
+    """As far as its syntax: what is too old is named by a line, not by a traceback."""
+    ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
+
+
 def test_help_needs_no_package(checkout):
     for command in (RUN, REPORT):
         done = bare(checkout, [command, "--help"])
@@ -112,6 +120,11 @@ def test_a_venv_without_the_packages_does_not_call_itself(checkout):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", checkout / ".venv"], check=True)
     done = bare(checkout, [RUN, "nvfp4_gemv"])
     assert done.returncode == 2 and "run `make setup` first" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_is_needed_is_what_the_set_up_calls_essential():
+    names = {"yaml": "pyyaml"}
+    assert {names.get(name, name) for name in venv.NEEDED} == {*setup.ESSENTIAL} - {"pytest"}
 
 
 def test_an_old_python_is_named(monkeypatch, capsys, tmp_path):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from harness.judge import console, phases, replies
+from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -141,7 +142,7 @@ class Fuzz:
 
     def _judging(self, recorder: Recorder, held: Journal) -> Judging:
         args = argparse.Namespace(mode="leaderboard", timeout=None, against=None, all=True)
-        return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda submission: None)
+        return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda _: None, Events(None))
 
     def _judged(self, name: str) -> Result:
         return Result(self.submissions[name], "cpu", source_hash="abc")

@@ -228,7 +228,11 @@ def test_pips_last_lines_are_shown_where_it_fails(monkeypatch, tmp_path, capsys,
 @pytest.mark.parametrize("name", ["nvfp4_gemv", "fmha_decode"])
 def test_make_run_begins_with_one_case(name):
     done = subprocess.run(
-        ["make", "-n", "run", f"PROBLEM={name}"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "-n", "run", f"PROBLEM={name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     _, first, whole, board = done.stdout.splitlines()
     assert "harness/run.py" in first and whole.endswith(f"{name} --all") and "report.py" in board

@@ -13,7 +13,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md")),
     *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("problems/*/README.md")),
 ]  # fmt: skip
-BEGIN = re.compile(r"(\$ )?((?:make|git|sh|cd|\.venv/bin/[\w.-]+|[\w./-]+\.sh) .*|\.ci/run)")
+BEGIN = re.compile(r"(\$ )?((?:make|git|sh|cd|cp|\.venv/bin/[\w.-]+|[\w./-]+\.sh) .*|\.ci/run)")
 SHELLS = ("", "sh", "bash", "console", "shell", "text")
 SNIPPET = re.compile(r'^\.venv/bin/python -c "$')
 # A submission that is right and only for a CPU, for "my.py" on the pages.
@@ -38,7 +38,7 @@ def commands() -> dict[str, str]:
     found: dict[str, str] = {}
     for page in PAGES:
         if page.is_file():
-            for command in of_text(page.read_text()):
+            for command in of_text(page.read_text().replace("/tmp/", "drafts/")):
                 found.setdefault(command, page.relative_to(ROOT).as_posix())
     return found
 
@@ -64,13 +64,16 @@ def checkout(folder: Path) -> Path:
     """A copy of this checkout without its history, with the environment of this one, and with what the examples of the
     pages name: a submission, a folder in GPU MODE's format, and the variants sm90_mine and sm90_naive.
     """
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     for name in map(Path, filter(None, listed.decode().split("\0"))):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(ROOT / ".venv", target_is_directory=True)
     (folder / "path" / "to").mkdir(parents=True)
+    (folder / "drafts").mkdir()  # for /tmp
     for name in ("my.py", "path/to/my.py"):
         (folder / name).write_text(MINE)
     shutil.copytree(SUPPORT / "gpu_mode" / "vectoradd", folder / "path" / "to" / "gpu_mode_problem")

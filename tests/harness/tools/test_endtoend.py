@@ -142,6 +142,14 @@ def test_check_only_stops_after_it(folder, capfd):
     assert run.main(["gated", "--check-only", "--device", "cpu", "--end", "1"]) == 1
 
 
+def test_what_it_prints_stays_out_of_the_records_and_of_a_quiet_run(folder, capfd):
+    assert run.main(["gated", "--check-only", "--device", "cpu", "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "" and "checking end to end" in err and "gated, end to end: PASSED" in err
+    assert run.main(["gated", "--check-only", "--device", "cpu", "--quiet"]) == 0
+    assert capfd.readouterr().out.split("\n") == ["gated, end to end: PASSED", "", ""]
+
+
 def test_its_options_reach_it_as_they_are(folder, capfd):
     words = ["--word=a b", "--end", "0", "--word", "-1"]
     assert run.main(["gated", "--check-only", *words[:3], "--device", "cpu", *words[3:]]) == 0

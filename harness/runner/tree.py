@@ -1,9 +1,12 @@
-"""A problem's data as JSON plus raw bytes: nested tuples, lists, dicts and NamedTuples of tensors and plain values.
+"""A problem's data as JSON plus raw bytes: nested tuples, lists, dicts, NamedTuples and dataclasses of tensors and
+plain values.
 
 `describe` turns such a value into a specification in which every tensor has a place in one of two flat buffers
 ("device" and "host"); `build` makes the same value again over another process's mapping of those buffers.
 """
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -13,6 +16,10 @@ import torch
 
 ALIGN = 512  # bytes; what torch's CUDA allocator gives, and more than a TMA descriptor (16) asks for
 _PLAIN = (int, float, str, bool, type(None))
+
+
+class _Attributes:
+    """Stands for a dataclass that only the reference knows: the same attributes, and no methods."""
 
 
 @dataclass
@@ -38,6 +45,10 @@ def describe(value: Any, layout: Layout) -> dict:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         items = [describe(item, layout) for item in value]
         return {"kind": "named", "class": type(value).__name__, "fields": list(value._fields), "items": items}
+    if _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        items = [describe(getattr(value, name), layout) for name in names]
+        return {"kind": "dataclass", "class": type(value).__name__, "fields": names, "items": items}
     if isinstance(value, tuple | list):
         items = [describe(item, layout) for item in value]
         return {"kind": "list" if isinstance(value, list) else "tuple", "items": items}
@@ -47,12 +58,18 @@ def describe(value: Any, layout: Layout) -> dict:
         return {"kind": "value", "value": value}
     if isinstance(value, torch.dtype):
         return {"kind": "dtype", "value": str(value).removeprefix("torch.")}
-    raise TypeError(f"data may hold tensors, numbers, strings and nests of them, got {type(value).__name__}")
+    if isinstance(value, torch.device):
+        return {"kind": "device", "value": str(value)}
+    raise TypeError(
+        "data may hold tensors, numbers, strings, and tuples, lists, dicts and dataclasses of them, got "
+        f"{type(value).__name__}: a call gets it in another process"
+    )
 
 
 def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
-    """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). NamedTuple classes
-    come from `task` (an attribute of that name); without one they become plain tuples.
+    """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). Classes of
+    NamedTuples and dataclasses come from `task` (an attribute of that name); without one they become plain tuples, and
+    objects with the same attributes.
     """
     kind = spec["kind"]
     if kind == "tensor":
@@ -61,10 +78,18 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
         return spec["value"]
     if kind == "dtype":
         return getattr(torch, spec["value"])
+    if kind == "device":
+        return torch.device(spec["value"])
     items = [build(item, buffers, task) for item in spec["items"]]
     if kind == "named":
         named = getattr(task, spec["class"], None)
         return named(*items) if named is not None else tuple(items)
+    if kind == "dataclass":
+        wanted = getattr(task, spec["class"], _Attributes)
+        made = object.__new__(wanted)  # a field may be none of __init__'s, and a frozen one is not assigned to
+        for name, item in zip(spec["fields"], items, strict=True):
+            object.__setattr__(made, name, item)
+        return made
     if kind == "dict":
         return dict(zip(spec["keys"], items, strict=True))
     return items if kind == "list" else tuple(items)
@@ -94,10 +119,12 @@ def within(spec: dict, names: tuple[str, ...]) -> list[int]:
     return [i for i, part in enumerate(of_leaves) if part in names]
 
 
-def tensors(value: object) -> list[torch.Tensor]:
+def tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors within `value`, in the order of `leaves`."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if _is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
     return [tensor for item in items for tensor in tensors(item)]
 
@@ -163,4 +190,13 @@ def clone(value: Any) -> Any:
         return type(value)(clone(item) for item in value)
     if isinstance(value, dict):
         return {key: clone(item) for key, item in value.items()}
+    if _is_dataclass(value):
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, clone(getattr(value, field.name)))
+        return copied
     return value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -19,10 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
+from problems.common import venv  # noqa: E402
+
+if __name__ == "__main__":
+    venv.enter("leaderboard/code_table.py")
+
 from harness.results import environment, output, record, schema, text  # noqa: E402
+from harness.results.screen import track  # noqa: E402
 from harness.tools import history  # noqa: E402
 from harness.tools.history import CodeError, Source, UnknownSourceError  # noqa: E402
-from leaderboard import provenance, report  # noqa: E402
+from leaderboard import pages, provenance, report  # noqa: E402
 from leaderboard.provenance import Provenance  # noqa: E402
 from problems.common import load  # noqa: E402
 
@@ -37,21 +43,21 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments).results
     results = chosen or report.RESULTS
     try:
-        report.see_folder(results)
+        pages.see_folder(results)
     except ValueError as error:
         output.complain(f"code_table.py: {text.line(error)}")
         return 2
     # The table is committed: other machines' records stay local, and must not change it.
-    machines = sorted(path.name for path in results.glob("*")) if chosen else report.committed(report.MACHINES)
-    by_machine, complaints = report.records_of(results, machines, [])
+    machines = sorted(path.name for path in results.glob("*")) if chosen else pages.committed(report.MACHINES)
+    by_machine, complaints = pages.records_of(results, machines, [])
     records = [one for found in by_machine.values() for one in found]
     lines, said = provenance.read(results)
     for complaint in complaints + said:
         output.complain(f"warning: {text.line(complaint)}")
     table = Table(results / provenance.FILE, lines)
-    for source in wanted(records, table.lines):
+    for source in track(wanted(records, table.lines), "sources of records"):
         table.add(source)
-    for source in changed(records, table.lines):
+    for source in track(changed(records, table.lines), "sources of this checkout"):
         table.add(source)
     return int(table.failed)
 

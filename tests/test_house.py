@@ -5,6 +5,7 @@ import importlib.metadata
 import itertools
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from harness import run
 from harness.problem import folders, scan
 from problems.common import build, load
 from tests.support import ROOT
@@ -21,7 +23,7 @@ from tools import setup
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = setup.read_pins((ROOT / "constraints.txt").read_text())
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 CPU_NEEDS, GPU_NEEDS = (setup.wanted(PROJECT, gpu) for gpu in (False, True))
 # A python3 with torch for CUDA and everything that nothing works without.
 GPU_PACKAGES = {
@@ -66,8 +68,8 @@ def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
     plan = setup.decide(gpu_facts(), GPU_NEEDS, PINS)
     assert (plan.stop, plan.torch) == ("", "python3")
     assert sorted(names(plan.requirements)) == [
-        "humming-kernels", "nvidia-cutlass-dsl", "pytest-xdist", "ruff", "safetensors", "tokenspeed-flashmla",
-        "transformers", "ty",
+        "humming-kernels", "nvidia-cutlass-dsl", "pytest-xdist", "ruff", "safetensors", "shtab",
+        "tokenspeed-flashmla", "transformers", "ty",
     ]  # fmt: skip
     assert plan.pins["torch"] == "2.11.0+cu130" and plan.pins["numpy"] == "2.5.2"
     assert plan.pins["nvidia-cutlass-dsl"] == PINS["nvidia-cutlass-dsl"]
@@ -361,14 +363,24 @@ def test_the_readme_names_every_option_of_the_command_line():
     assert sorted(rows) == sorted({"PROBLEM" if name == "problem" else name for name in defined})
 
 
+def test_the_options_in_the_page_for_agents_are_those_of_the_commands():
+    commands = re.findall(r"^    (\.venv/bin/python .*?)(?:  +#.*)?$", (ROOT / "AGENTS.md").read_text(), re.MULTILINE)
+    runs = [shlex.split(command)[2:] for command in commands if " harness/run.py " in command]
+    assert len(runs) >= 6
+    for words in runs:
+        args, further = run.parser().parse_known_args(words)
+        assert further == [] and (args.device == "cpu" or args.list), words
+
+
 def test_the_readme_has_the_exit_codes_of_the_judge():
     codes = {2: {"bad"}}
     for status, code in load.constants(ROOT / "harness/judge/verdict.py", "EXIT_CODES")["EXIT_CODES"].items():
         codes.setdefault(code, set()).add(status)
-    table = (ROOT / "README.md").read_text().partition("| exit code | verdict |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| (\d) \| (.*?) \|$", table, re.MULTILINE)
-    assert len(rows) == len(codes)
-    assert {int(n): set(text.replace(",", "").split()) if n != "2" else {"bad"} for n, text in rows} == codes
+    for page, head in (("README.md", "| exit code | verdict |"), ("AGENTS.md", "| code | meaning |")):
+        table = (ROOT / page).read_text().partition(head)[2].partition("\n\n")[0]
+        rows = re.findall(r"^\| (\d) \| (.*?) \|", table, re.MULTILINE)
+        assert len(rows) == len(codes)
+        assert {int(n): set(text.replace(",", "").split()) if n != "2" else {"bad"} for n, text in rows} == codes
 
 
 def test_the_constants_in_measuring_are_those_of_the_code():

@@ -40,6 +40,7 @@ WITHOUT = {  # what is lost without the others
     "hypothesis": "the tests that draw their own cases do not run",
     "ruff": "make lint does not run",
     "ty": "make lint does not check types",
+    "shtab": "harness/run.py --print-completion does not run",
     "safetensors": "checkpoints of the DSV4 model are neither read nor written",
     "transformers": "the tests that compare the DSV4 model with it do not run",
     "humming-kernels": "peer_humming is UNSUPPORTED",

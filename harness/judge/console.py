@@ -1,4 +1,4 @@
-"""The output of a run: live progress on a terminal, plain lines elsewhere, and the tables at the end.
+"""The output of a run: a bar on a terminal, a line for each test case, and the tables at the end.
 
 Names, cases and reasons come from submissions and from foreign problems. harness/results/text.py cleans all of them,
 and rich does not read them as markup. Every function raises ClosedError (harness/results/output.py) once the reader of
@@ -6,22 +6,23 @@ standard output is gone.
 """
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from harness.judge.events import Progress, Step
 from harness.judge.outcome import Outcome
-from harness.judge.phases import Progress
 from harness.judge.verdict import CaseTime, Result
 from harness.problem.folders import Case
 from harness.results import ranking, stats, text
-from harness.results.output import Screen
+from harness.results.screen import Screen
 
+BAR, BAR_LINE = 12, 55  # columns of a progress bar, and of its line without the words at the end
 PLAIN_WIDTH = 160  # columns where the output is no terminal
-PLAIN_EVERY_S = 15  # seconds between progress lines there
 
 SAID = 200_000  # characters that are printed at once
 REASON = 160  # characters of a reason in a table or summary
@@ -30,21 +31,39 @@ console = Screen(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=F
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """Yield a function that shows the present step."""
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield lambda said: status.update(_cell(said))
+def quiet(wanted: bool) -> Iterator[None]:
+    """Within, nothing is printed if that is `wanted`, and everything if it is not."""
+    before, console.quiet = console.quiet, wanted
+    try:
+        yield
+    finally:
+        console.quiet = before
+
+
+@contextmanager
+def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
+    """Yield a function that shows the present step and passes it to `also`. A terminal shows a bar with the number of
+    steps and the time that is left; where the output goes elsewhere, nothing is shown.
+    """
+    if not console.is_terminal or console.quiet:
+        yield also
         return
-    last = time.monotonic()
+    columns = (
+        TextColumn("{task.fields[phase]}"), BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.description}", markup=False),
+    )  # fmt: skip
+    # What goes to standard error elsewhere stays there.
+    with Bars(*columns, console=console, transient=True, redirect_stderr=sys.stderr.isatty()) as bars:
+        task = bars.add_task("", total=None, phase="starting")
 
-    def plain(said: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= PLAIN_EVERY_S:
-            last = time.monotonic()
-            say(f"... {text.line(said)}")
+        def show(step: Step) -> None:
+            also(step)
+            if step.phase != bars.tasks[0].fields["phase"]:
+                bars.reset(task, phase=step.phase)
+            said = text.line(step.said)[: max(0, console.width - BAR_LINE)]
+            bars.update(task, completed=step.n, total=step.total, description=said)
 
-    yield plain
+        yield show
 
 
 def say(said: str = "") -> None:
@@ -127,7 +146,7 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
             said.append(f"timed on {timed} of {len(j.times)} cases" if j.times else "not timed in this mode")
             say(f"{j.submission.name:<20} PASSED         {'; '.join(said)}{kind}")
         else:
-            say(f"{j.submission.name:<20} {j.verdict:<14} not timed: {_why(j)}{kind}")
+            say(f"{j.submission.name:<20} {j.verdict:<14} not timed: {why(j)}{kind}")
 
 
 def against(j: Result) -> None:
@@ -145,7 +164,8 @@ def _ratio(j: Result, pair: dict) -> str:
     return f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
 
 
-def _why(j: Result) -> str:
+def why(j: Result) -> str:
+    """Return the reason of a verdict that is not PASSED, on one line."""
     if j.reason:
         return text.first_line(j.reason)
     bad = [(c, o) for c, o in j.tests if o.status != "PASSED"] + [(t.case, t.failure) for t in j.times if t.failure]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from harness.judge import limits, outcome, replies
 from harness.judge.outcome import Audit, Outcome
-from harness.problem.folders import Case, Problem, Submission
+from harness.problem.folders import Case, Problem, ProblemError, Submission
 from harness.runner import flush, gate
 from harness.sandbox import freezer, workdir
 from harness.sandbox.process import Child, Died
@@ -20,10 +20,6 @@ from harness.sandbox.workdir import Workdir
 from problems.common import build
 
 FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
-
-
-class ProblemError(RuntimeError):
-    """The problem's own code failed: generator, reference or checker."""
 
 
 class CheckerLost(ProblemError):
@@ -40,7 +36,7 @@ class Reported(Died):
     def __init__(self, reply: replies.Failed) -> None:
         compiling = reply.failed == "compile"
         said = reply.text.strip()
-        said = f"out of memory: {said}" if reply.memory and not compiling else said
+        said = remarked(said, "out of memory") if reply.memory and not compiling else said
         super().__init__("COMPILE_ERROR" if compiling else "RUNTIME_ERROR", said)
 
 
@@ -190,7 +186,7 @@ class RunnerProcess:
                 os.close(fd)
         reply = replies.read(wanted, said)
         if isinstance(reply, replies.Failed):
-            raise Died("RUNTIME_ERROR", f"could not {what}: {reply.text}")
+            raise Died("RUNTIME_ERROR", remarked(reply.text, f"could not {what}"))
         return reply
 
     def leave(self) -> None:
@@ -352,6 +348,12 @@ class RunnerHandle:
             time.sleep(limits.SETTLE_S)
         child.rest()
         return outcome.left_behind(pids)
+
+
+def remarked(report: str, remark: str) -> str:
+    """Return a report with a remark on its first line, which stays the first: it names the submission's own line."""
+    first, newline, rest = report.partition("\n")
+    return f"{first} ({remark}){newline}{rest}"
 
 
 def admitted(reply: replies.Wanted | replies.Failed) -> replies.Wanted:

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from harness.judge import confirm, console, device_lock, journal, phases, verdict
+from harness.judge.events import Events, Progress
 from harness.judge.handle import RunnerHandle
 from harness.judge.journal import Journal
 from harness.judge.outcome import Audit, Outcome
-from harness.judge.phases import Progress
 from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
@@ -27,10 +27,10 @@ class Judging:
 
     def __init__(
         self, problem: Problem, device: str, target: str, args: argparse.Namespace, recorder: Recorder,
-        journal: Journal | None, enter: Callable[[Submission], Result | None],
+        journal: Journal | None, enter: Callable[[Submission], Result | None], events: Events,
     ) -> None:  # fmt: skip
         self.problem, self.device, self.target, self.args = problem, device, target, args
-        self.recorder, self.journal, self.enter = recorder, journal, enter
+        self.recorder, self.journal, self.enter, self.events = recorder, journal, enter, events
         self.opponents: list[Result] = []  # leaders that took part in a confirmation only
         self.judged: list[Result] = []
         self.cases: list[Case] = []
@@ -44,7 +44,7 @@ class Judging:
             stack.callback(self._note_others)
             session = stack.enter_context(Session(self.problem, self.device, self.args.timeout))
             session.say = console.say
-            progress = stack.enter_context(console.progress())
+            session.progress = progress = stack.enter_context(console.progress(self.events.step))
             if self.args.mode != "benchmark":
                 self._test(session, tests, progress)
             if self.args.mode != "test":
@@ -74,6 +74,8 @@ class Judging:
             first = len(tests) == 1  # of many submissions, only this case shows at once that each works
             if len(by_name) == 1 or first or outcome.status not in ("PASSED", "UNSUPPORTED"):
                 console.test_line(handle.name, case, outcome)
+            if outcome.status not in ("PASSED", "UNSUPPORTED"):
+                self.events.failed(handle.name, case.params, outcome.status, outcome.reason)
 
         handles = [self._handle(j) for j in self.judged]
         phases.run_tests(session, handles, cases, done, progress, have, self.problem.timeouts_s.get("test"))
@@ -102,6 +104,10 @@ class Judging:
             session, handles, self.cases, progress, paired, group, have, limit_s
         )
         for j in judged:
+            for timing in timings[j.submission.name]:
+                if timing.failure and timing.failure.status != "UNSUPPORTED":
+                    bad = timing.failure
+                    self.events.failed(j.submission.name, timing.case.params, bad.status, bad.reason)
             j.times = [verdict.aggregate(t, g) for t, g in zip(timings[j.submission.name], all_readings, strict=True)]
         if paired:
             verdict.pair(*judged)

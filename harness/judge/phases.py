@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from harness.judge import readings
 from harness.judge.call import CallRequest
+from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.journal import NOTHING, Group, GroupDone, Have
 from harness.judge.outcome import Outcome, known
@@ -44,8 +45,6 @@ AUDITS = {"cuda": 3, "cpu": 0}
 # Times the samples of a process: rounds more at most, in place of calls beside which other processes took the machine.
 EXTRA_ROUNDS = {"cuda": 0, "cpu": 2}
 JUDGE = "(judge)"
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ def run_tests(
         for handle in handles:
             outcome = have.test(handle.name, number)
             if outcome is None:
-                progress(f"test {number + 1}/{len(cases)}  {case}  {handle.name}")
+                done_before = number * len(handles) + handles.index(handle)
+                progress(Step("test", done_before, len(cases) * len(handles), f"{case}  {handle.name}"))
                 outcome = budget.call(session, handle, CallRequest(1))
                 # Libraries set themselves up in their first call, with streams of their own: the second is audited.
                 if session.device == "cuda" and audited[handle.name] == number and outcome.status == "PASSED":
@@ -103,6 +103,7 @@ def run_tests(
                     outcome = handle.look() or outcome
             results[handle.name].append(outcome)
             done(handle, case, outcome)
+    progress(Step("test", len(cases) * len(handles), len(cases) * len(handles), "done"))
     session.stop(*handles)
     return results
 
@@ -123,9 +124,11 @@ def run_benchmarks(
     for handle in handles:
         handle.lost = 0
     parts, together = made.parts()
+    made.total = -(-how.processes // together) * len(parts) * len(cases) * made.rounds
     for first in range(0, how.processes, together):
         for part, members in enumerate(parts):
             made.process_group(range(first, min(first + together, how.processes)), part, members)
+    progress(Step("benchmark", made.total, made.total, "done"))
     return made.timings, [made.reference(number) for number in range(len(cases))]
 
 
@@ -164,6 +167,8 @@ class Benchmark:
     have: Have
     budget: "Budget"
     how: Plan
+    rounds_done: int = 0  # of `total`, for the progress
+    total: int = 0
 
     def __post_init__(self) -> None:
         device, count = self.session.device, self.how.processes
@@ -173,6 +178,11 @@ class Benchmark:
         self.readings = [CaseReadings(case, case.bytes) for case in self.cases]
         self.computes = device in matmul.DEVICES and any(case.flops for case in self.cases)
         self.watched = {handle.name: random.randrange(count) for handle in self.handles}
+
+    @property
+    def rounds(self) -> int:
+        """Of a case in one group of processes, but for those that replace calls on a busy machine."""
+        return self.how.warmups + self.how.samples
 
     def parts(self) -> tuple[list[list[RunnerHandle]], int]:
         """Return the submissions in parts that are alive at once, and how many processes of each; set the buffers of
@@ -216,6 +226,7 @@ class Benchmark:
             if groups:
                 self._case(number, groups, rated)
                 rated = True
+            self.rounds_done += self.rounds
         self.session.stop(self.judge, *everybody)
 
     def _take(self, known: Group) -> None:
@@ -247,8 +258,7 @@ class Benchmark:
                 self._unscored(number, groups)
             for group in groups:
                 if sample < self.how.samples or self._lacking(number, group):
-                    count = f"{group.process + 1}/{self.how.processes}"
-                    self.progress(f"process {count}  {case}  call {max(sample + 1, 0)}/{self.how.samples}")
+                    self._show(case, group, sample)
                     scored = sample >= 0
                     measure = not scored or (device == "cuda" and sample == self.how.samples - 1)
                     self._round(number, group, sample, scored, measure)
@@ -274,6 +284,14 @@ class Benchmark:
             found.add(group.own, group.seeds)
             if self.done:
                 self.done(Group(group.process, number, group.outcomes, group.own, group.seeds, found.state, group.part))
+
+    def _show(self, case: Case, group: _Group, sample: int) -> None:
+        """Report progress: the call of a sample is about to be made."""
+        of = self.how.samples
+        call = "warm-up" if sample < 0 else f"call {sample + 1}/{of}" if sample < of else "again, the machine was busy"
+        n = self.rounds_done + min(sample + self.how.warmups, self.rounds)
+        said = f"process {group.process + 1}/{self.how.processes}  {case}  {call}"
+        self.progress(Step("benchmark", n, self.total, said))
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
         timings = {_name(handle): self.timings[_name(handle)][number] for handle in group.handles}

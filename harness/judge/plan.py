@@ -20,6 +20,8 @@ _WORDS = {
 class ChangedError(UsageError):
     """What a run depends on has changed, so that it cannot be resumed."""
 
+    resumable = False
+
 
 def make(
     run_id: str, problem: Problem, target: str, arguments: argparse.Namespace, submissions: list[Result],

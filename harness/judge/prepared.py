@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from harness.judge import limits, replies
-from harness.judge.handle import RunnerHandle, RunnerProcess
+from harness.judge.handle import RunnerHandle, RunnerProcess, remarked
 from harness.judge.outcome import Outcome
 from harness.sandbox.process import Died
 
@@ -72,7 +72,7 @@ def hold(handle: RunnerHandle, number: int) -> Outcome | None:
     try:
         reply = process.hand_over(replies.Prepared, message, fds, "prepare the weights", limits.PREPARE_LIMIT_S)
     except Died as died:
-        raise Died(died.status, f"in prepare: {died.reason}") from None
+        raise Died(died.status, remarked(died.reason, "in prepare")) from None
     took_us = (time.perf_counter() - start) * 1e6
     if before:  # what would be free if nothing but the judge's own weights had changed
         before = Size(before.device_free + process.held_device - nbytes, before.host)

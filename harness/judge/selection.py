@@ -11,7 +11,7 @@ from harness.judge import console
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem import folders, scan
-from harness.problem.folders import Case, Problem, Submission, UsageError, reading
+from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
 from harness.results import record
 from problems.common import load
 
@@ -100,15 +100,17 @@ class Selection:
         args = self.args
         tests = self._matching(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
         if args.case and args.mode == "leaderboard":
-            tests = [c for c in tests if args.case in str(c)] or tests
+            tests = [c for c in tests if has_words(str(c), args.case)] or tests
         return tests if args.seed is None else [dataclasses.replace(case, seed=args.seed) for case in tests]
 
     def _matching(self, cases: tuple[Case, ...], what: str) -> list[Case]:
-        chosen = [case for case in cases if not self.args.case or self.args.case in str(case)]
+        chosen = [case for case in cases if has_words(str(case), self.args.case or "")]
         if not chosen:
             known = "; ".join(map(str, cases)) or "none"
             name = self.problem.name
-            raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}")
+            tests = any(has_words(str(case), self.args.case) for case in self.problem.tests)
+            hint = "; test cases are chosen with --mode test" if tests and what == "benchmark" else ""
+            raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}{hint}")
         return chosen
 
 

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from harness.judge import compiling, limits, outcome, prepared, replies
 from harness.judge.call import EMPTY, CallPlan, CallRequest, cpu_call, gpu_call
-from harness.judge.handle import CheckerHandle, Content, ProblemError, Reported, RunnerHandle
+from harness.judge.events import Progress, Step
+from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
 from harness.judge.room import Footprint
-from harness.problem.folders import Case, Problem
+from harness.problem.folders import Case, Problem, ProblemError
 from harness.sandbox import freezer, policy, process
 from harness.sandbox.process import Died
 
@@ -26,7 +27,7 @@ SWITCHES_SHOWN = 4  # of those that a submission changed
 
 class Session:
     """A context manager: a checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. notes:
-    for the record. say: receives each note of a submission at once.
+    for the record. say: receives each note of a submission at once; progress: each compile step.
     """
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:
@@ -38,6 +39,7 @@ class Session:
         self.sandbox = policy.probe()
         self.notes: list[str] = []
         self.say: Callable[[str], None] = lambda _: None
+        self.progress: Progress = lambda _: None
         self._switched: set[str] = set()  # submissions that changed torch's switches
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self._records: bool | None = None  # whether the driver says what ran where; None: not known yet
@@ -146,7 +148,7 @@ class Session:
         """
         if refused := self._refused(handle):
             return refused
-        process, first = handle.running, handle.running.calls == 0
+        process, first, plan = handle.running, handle.running.calls == 0, None
         try:
             if fault := self._give(handle, request.buffers, request.reads):
                 return handle.lose(fault)
@@ -157,6 +159,8 @@ class Session:
             found = (cpu_call if self.device == "cpu" else gpu_call)(handle, plan)
         except Died as died:
             failure = process.failure(died)
+            if failure.status == "TIMEOUT" and plan and plan.limit_s < request.within_s:
+                failure.reason += f"; if it needs longer, try --timeout {2 * plan.limit_s:g}"
             return self._break(handle, failure) if first else handle.lose(failure)
         found.times.bytes = plan.content.bytes
         if handle.submission is None:
@@ -206,7 +210,8 @@ class Session:
         """Make the compile step of each handle that had none (harness/judge/compiling.py). A failed one is `broken`."""
         todo = compiling.todo(self.problem, handles)
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
-        for how, handle, helper in todo:
+        for number, (how, handle, helper) in enumerate(todo):
+            self.progress(Step("compile", number, len(todo), handle.owner))
             if how == "compile_for":
                 message = {"op": "compile", "target": handle.target}
                 result = self.ask_runner(helper, replies.Compiled, message, 2 * limits.COMPILE_LIMIT_S)
@@ -234,7 +239,7 @@ class Session:
             return handle.broken
         if handle.process is None and handle.lost >= limits.GIVE_UP_AFTER:
             return Outcome(
-                handle.loss.status, f"not run, {handle.lost} processes were lost before: {handle.loss.reason}"
+                handle.loss.status, remarked(handle.loss.reason, f"not run: {handle.lost} processes were lost before")
             )
         return self._started(handle)
 
@@ -306,6 +311,6 @@ class Session:
 
     def _break(self, handle: RunnerHandle, failure: Outcome) -> Outcome:
         """End a submission's process, and start no other one in this run. Return `failure`."""
-        handle.broken = Outcome(failure.status, f"not run again: {failure.reason}")
+        handle.broken = Outcome(failure.status, remarked(failure.reason, "not run again"))
         self._breaks[handle.owner] = handle.broken
         return handle.lose(failure)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.judge import console, phases, selection
+from harness.judge.events import Progress, Step
 from harness.judge.handle import CheckerHandle, CheckerLost, RunnerHandle
 from harness.judge.outcome import Outcome
-from harness.judge.phases import Progress
 from harness.judge.session import Session
 from harness.lint import trivial
 from harness.problem import folders
@@ -124,9 +124,10 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
             holes += wrong_files(session, target, say, progress)
             holes += variants(session, target, say, progress)
     say("")
-    for hole in holes:
-        say(f"HOLE {hole}")
-    say(f"{problem.name}: {f'{len(holes)} holes' if holes else 'no hole'} found by the linter")
+    with console.quiet(False):
+        for hole in holes:
+            say(f"HOLE {hole}")
+        say(f"{problem.name}: {f'{len(holes)} holes' if holes else 'no hole'} found by the linter")
     return not holes
 
 
@@ -156,8 +157,8 @@ def survey(
     """
     rows: dict[str, Row] = {}
     faults: list[str] = []
-    for name, case in cases:
-        progress(f"lint {name}")
+    for number, (name, case) in enumerate(cases):
+        progress(Step("trivial answers", number, len(cases), name))
         reply = ask(_made(case, case.seed, baselines))
         if reply["fault"]:
             faults.append(f"{name}: {reply['fault']}")

@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from harness.problem import sources
-from harness.results import text
+from harness.results import record, text
 from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
 
 
 class UsageError(ValueError):
-    """Bad input of a user: it names the argument, what was wanted and what came."""
+    """Bad input of a user: it names the argument, what was wanted and what came. resumable: a run that had begun can go
+    on.
+    """
+
+    resumable = True
+
+
+class ProblemError(RuntimeError):
+    """The problem's own code failed: generator, reference or checker."""
 
 
 @contextlib.contextmanager
@@ -33,6 +41,17 @@ def reading(what: str) -> Iterator[None]:
         raise UsageError(f"{what} cannot be read: {said}{where}") from error
 
 
+def label(params: dict) -> str:
+    """The parameters of a case as words: "m=16 k=64"."""
+    return " ".join(f"{key}={value}" for key, value in params.items())
+
+
+def has_words(case: str, words: str) -> bool:
+    """Whether a case has all these words, in any order: key=value as a whole, any other word as a part of its text."""
+    whole = case.split()
+    return all(word in whole if "=" in word else word in case for word in words.split())
+
+
 @dataclass(frozen=True)
 class Case:
     """One argument set of generate_input. bytes: least traffic, None where the folder does not say; flops likewise.
@@ -46,7 +65,7 @@ class Case:
     weight_bytes: int = 0
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.params.items()) or "(no parameters)"
+        return label(self.params) or "(no parameters)"
 
 
 @dataclass(frozen=True)
@@ -107,20 +126,42 @@ class Problem:
 
     def variant(self, name: str) -> Submission:
         """Return the file of that name in variants/. UsageError: there is none; a path is no name."""
-        files = {file.stem: file for file in (self.folder / "variants").glob("*.py")}
-        if name not in files:
-            known = ", ".join(sorted(files)) or "none"
-            raise UsageError(f"variant must be one of {self.name}'s ({known}), got {name!r}")
-        return submission(self, files[name])
+        return submission(self, variant_file(self.folder, name))
 
 
 def find(name: str) -> Problem:
     """The problem of that name in problems/, or the problem folder at that path. UsageError: neither, or malformed."""
+    return _read(place(name))
+
+
+def place(name: str) -> Path:
+    """The folder of that problem; nothing of it is read. UsageError: there is none."""
     for folder in (load.PROBLEMS / name, Path(name)):
         if any((folder / file).is_file() for file in ("task.py", "task.yml")):
-            return _read(folder.resolve())
+            return folder.resolve()
     known = ", ".join(problem_names())
     raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py or a task.yml, got {name!r}")
+
+
+def variant_file(folder: Path, name: str) -> Path:
+    """The file of that name in variants/. UsageError: there is none; a path is no name."""
+    files = {file.stem: file for file in (folder / "variants").glob("*.py")}
+    if name not in files:
+        known = ", ".join(sorted(files)) or "none"
+        raise UsageError(f"variant must be one of {folder.name}'s ({known}), got {name!r}")
+    return files[name]
+
+
+def listing(folder: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """(name, targets, summary) of every file in variants/, by name; no file is run, and none of the problem is read.
+    UsageError: a file is no submission.
+    """
+    for file in sorted((folder / "variants").glob("*.py")):
+        if not record.can_name(file.stem):
+            raise UsageError(f"a submission's file must have a plain name, got {file.stem!r}: rename it")
+        with reading(file.name), _python(file):
+            found = file.stem, _targets(file, load.constants(file, "TARGETS")), load.summary(file)
+        yield found
 
 
 def problem_names() -> list[str]:
@@ -138,27 +179,39 @@ def submission(problem: Problem, file: Path) -> Submission:
 
 
 def _entry(problem: Problem, file: Path) -> Submission:
-    try:
+    with _python(file):
         said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
         for path in (*sources.own(file), *sources.brought(file, problem.folder)):
             if path.suffix == ".py":
                 load.parse(path)
+    requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
+    targets = _targets(file, said)
+    baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
+    only = _only(problem, file, said["ONLY"], baseline) if "ONLY" in said else ()
+    return Submission(
+        file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.own
+    )
+
+
+@contextlib.contextmanager
+def _python(file: Path) -> Iterator[None]:
+    """Turn what is wrong with the text of a submission into a UsageError that names the line."""
+    try:
+        yield
     except SyntaxError as error:
         raise UsageError(f"{Path(error.filename or file).name}:{error.lineno}: not Python: {error.msg}") from error
     except UnicodeError:
         raise
     except (ValueError, build.BuildError) as error:
         raise UsageError(str(error)) from error
-    requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
+
+
+def _targets(file: Path, said: dict[str, Any]) -> tuple[str, ...]:
     targets = _names(file, said, "TARGETS") or TARGETS
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
-    baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-    only = _only(problem, file, said["ONLY"], baseline) if "ONLY" in said else ()
-    return Submission(
-        file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.own
-    )
+    return targets
 
 
 def _names(file: Path, said: dict[str, Any], literal: str) -> tuple[str, ...]:
@@ -181,8 +234,17 @@ def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[t
     return tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
 
 
-def _read(folder: Path) -> Problem:
+def is_own(folder: Path) -> bool:
+    """Whether a problem folder is one of our format, and not GPU MODE's. UsageError: it is of neither."""
     if (folder / "task.py").is_file() and "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
+        return True
+    if not (folder / "task.yml").is_file():
+        raise UsageError(f"{folder.name}/task.py names no OUTPUTS, and there is no task.yml: no problem folder")
+    return False
+
+
+def _read(folder: Path) -> Problem:
+    if is_own(folder):
         for literal in ("INOUT", "OPAQUE"):
             names(folder / "task.py", literal)
         task = load.module(folder, "task")

@@ -8,6 +8,11 @@ import ast
 import sys
 from pathlib import Path
 
+from problems.common import venv
+
+if __name__ == "__main__":
+    venv.enter("harness.problem.task_yml")
+
 import yaml
 
 from harness.problem.folders import Problem, find, problem_names

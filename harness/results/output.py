@@ -1,4 +1,9 @@
-"""Standard output whose reader may go away, and files that are written whole or not at all."""
+"""Standard output whose reader may go away, and files that are written whole or not at all.
+
+This file may meet Python 3.8: a command imports it before problems/common/venv.py chooses the interpreter.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import errno
@@ -8,9 +13,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
-from rich.console import Console
-
+USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
 CLOSED_EXIT = 141  # as shells say of a program that ends when the reader of its pipe does
 
 
@@ -18,11 +23,12 @@ class ClosedError(RuntimeError):
     """Nobody reads standard output any more."""
 
 
-class Screen(Console):
-    """A console that raises ClosedError when its reader has gone; rich would end the process with exit code 1."""
-
-    def on_broken_pipe(self) -> None:
-        raise ClosedError("the reader of standard output has gone")
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print lines, to standard output unless a file is named. ClosedError: its reader has gone."""
+    try:
+        print(text.removesuffix("\n"), file=file, flush=True)
+    except BrokenPipeError:
+        raise ClosedError("the reader of standard output has gone") from None
 
 
 def flush() -> None:
@@ -69,6 +75,7 @@ def complain(text: str) -> None:
 
 def see_writable(path: Path) -> None:
     """Raise OSError if write_whole could not write the file `path` now."""
+    path = _target(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if _special(path):
@@ -80,10 +87,10 @@ def see_writable(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write `text` as the file `path`, replacing one that is there. OSError, which names the file: it stays as it was.
 
-    A device or a pipe is written to as it is.
+    Of a symbolic link the target is written, and the link stays. A device or a pipe is written to as it is.
     """
     try:
-        _write_whole(path, text)
+        _write_whole(_target(path), text)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
@@ -101,6 +108,16 @@ def _write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def _target(path: Path) -> Path:
+    """The file that is meant, however many symbolic links lead to it. OSError: they lead in a circle."""
+    if _special(path):  # the links of /dev/stdout lead nowhere
+        return path
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return target
 
 
 def _special(path: Path) -> bool:

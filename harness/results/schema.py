@@ -8,6 +8,11 @@ import datetime
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from problems.common import venv
+
+if __name__ == "__main__":
+    venv.enter("harness.results.schema")
+
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.results import text

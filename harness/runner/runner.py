@@ -13,7 +13,6 @@ import json
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
@@ -22,13 +21,12 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from harness.runner import clock, gate, integrity, matmul, native, streams, tree, wire
+from harness.runner import clock, failure, gate, integrity, matmul, native, streams, tree, wire
 from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, load
 
 CLAIMS = 64  # returned objects in a reply
 COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
-TEXT_LIMIT = 16_000  # characters of a traceback or compiler report in a reply, from both ends
 
 
 class Runner:
@@ -69,7 +67,7 @@ class Runner:
                 self.task = load.from_file(self.folder, self.folder / "task.py")
             self.module = load.from_file(self.folder, Path(start["file"]))
             if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
-                raise AttributeError(f"{Path(start['file']).name} defines no custom_kernel")
+                raise AttributeError("it defines no custom_kernel(data), which the judge calls")
 
     def changes(self, *_: object) -> dict:
         """Return what was replaced in this process, and which of torch's switches were changed. Put these back."""
@@ -224,7 +222,7 @@ class Runner:
 
     def compile(self, message: dict, _: list[int]) -> dict:
         if not callable(getattr(self.module, "compile_for", None)):
-            raise AttributeError(f"{self.module.__name__.rpartition('.')[2]} defines no compile_for(target)")
+            raise AttributeError("it defines no compile_for(target), which the judge calls")
         artefacts = self.module.compile_for(message["target"])
         return {
             "artefacts": [
@@ -426,26 +424,14 @@ def _form(item: object, own: torch.Tensor | None = None) -> dict:
     }  # fmt: skip
 
 
-def _clip(text: str) -> str:
-    if len(text) <= TEXT_LIMIT:
-        return text
-    return f"{text[: TEXT_LIMIT // 2]}\n[{len(text) - TEXT_LIMIT} characters left out]\n{text[-TEXT_LIMIT // 2 :]}"
-
-
-def _error(where: str, error: BaseException) -> dict:
-    kind = "compile" if isinstance(error, build.BuildError) else where
-    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    text = str(error) if kind == "compile" else "".join(traceback.format_exception(error))
-    return {"failed": kind, "type": type(error).__name__, "memory": out_of_memory, "text": _clip(text)}
-
-
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, fds = wire.receive(sock)
+    file = message["file"]
     try:
         runner = Runner(sock, message, fds)
     except Exception as error:  # whatever a submission raises on import is its verdict, not ours
-        wire.send(sock, _error("import", error))
+        wire.send(sock, failure.reply("import", error, file))
         return
     wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
     handlers: dict[str, Callable] = {
@@ -461,7 +447,7 @@ def main() -> None:
         try:
             reply = handlers[message["op"]](message, fds)
         except Exception as error:
-            reply = _error(message["op"], error)
+            reply = failure.reply(message["op"], error, file, runner.module)
         sys.stdout.flush()
         wire.send(sock, reply)
 

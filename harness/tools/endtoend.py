@@ -7,6 +7,7 @@ cuda. It is the problem's own code, like its reference: no submission of others 
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,10 +18,6 @@ from problems.common import load
 
 FILE = "check.py"
 MODES = ("test", "leaderboard")  # of harness/run.py: these say that a result is right, or rank it
-HELP = """A problem that is a whole model has an end-to-end check, check.py. It runs first with --mode test and
-leaderboard, and only where it passes is the submission judged (else the exit code is 1). It does not run with --mode
-benchmark or profile, --resume, --sanitize and --lint, nor with --submission, of which it says nothing. It receives the
-options that are not listed here; PROBLEM comes before them."""
 
 
 def wanted(problem: Problem, arguments: argparse.Namespace, words: list[str]) -> bool:
@@ -45,7 +42,8 @@ def run(problem: Problem, device: str, words: list[str]) -> int:
     paths = [str(process.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     sys.stdout.flush()
-    guarded = process.Guarded(argv, environment, (), None, None)
+    stdout = subprocess.DEVNULL if console.console.quiet else sys.stderr.fileno() if sys.stdout is sys.stderr else None
+    guarded = process.Guarded(argv, environment, (), None, stdout)
     try:
         guarded.pid  # noqa: B018  SandboxError if it could not be started
         return guarded.process.wait()

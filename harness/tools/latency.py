@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from harness.judge.handle import ProblemError
 from harness.judge.readings import DATASHEET
 from harness.judge.verdict import Recorder, Result
-from harness.problem.folders import Problem, UsageError
+from harness.problem.folders import Problem, ProblemError, UsageError, has_words, label
 from harness.results import environment, record, schema
 from harness.sandbox import process
 from problems.common import build, load
@@ -48,9 +47,9 @@ def cases(problem: Problem, text: str | None) -> list[dict]:
     if not problem.own or not (problem.folder / FILE).is_file():
         raise UsageError(f"--mode latency: {problem.name} has no {FILE}")
     known = load.module(problem.folder, "latency").CASES
-    found = [case for case in known if not text or text in _words(case)]
+    found = [case for case in known if has_words(label(case), text or "")]
     if not found:
-        said = "; ".join(map(_words, known))
+        said = "; ".join(map(label, known))
         raise UsageError(f"--case must match a latency case of {problem.name} ({said}), got {text!r}")
     return found
 
@@ -61,7 +60,8 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
         found = Path(scratch, "found")
         argv = [sys.executable, "-m", "harness.tools.latency", str(problem.folder), json.dumps(chosen), str(found)]
         sys.stdout.flush()
-        guarded = process.Guarded(argv, {**os.environ, "PYTHONUNBUFFERED": "1"}, (), None, None)
+        stdout = sys.stderr.fileno() if sys.stdout is sys.stderr else None
+        guarded = process.Guarded(argv, {**os.environ, "PYTHONUNBUFFERED": "1"}, (), None, stdout)
         try:
             guarded.pid  # noqa: B018  SandboxError if it could not be started
             status = guarded.process.wait()
@@ -83,10 +83,6 @@ def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
     return record.plain(line)
 
 
-def _words(case: dict) -> str:
-    return " ".join(f"{key}={value}" for key, value in case.items())
-
-
 # --- in the process of the problem's code
 
 
@@ -100,7 +96,7 @@ def main() -> None:
             file.write(json.dumps({"case": case, **one}) + "\n")
             said = one["reason"] or "ok"
             launches = one["launches"]["graph"]
-            print(f"{_words(case):<52}{one['eager_us']:>10.0f}{one['median_us']:>10.0f}{launches:>10}  {said}")
+            print(f"{label(case):<52}{one['eager_us']:>10.0f}{one['median_us']:>10.0f}{launches:>10}  {said}")
 
 
 def measure(decode: Any) -> dict:

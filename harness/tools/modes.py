@@ -5,10 +5,10 @@ import shutil
 import subprocess
 
 from harness.judge import console, replies
+from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.limits import COMPILE_LIMIT_S
 from harness.judge.outcome import Outcome
-from harness.judge.phases import Progress
 from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
@@ -30,14 +30,15 @@ def compile_only(problem: Problem, device: str, judged: list[Result], progress: 
         console.say("nvcc is not on PATH: variants for other targets are not compiled")
         return
     with Session(problem, device) as session:
-        for j in todo:
+        for number, j in enumerate(todo):
+            progress(Step("compile for others", number, len(todo), j.submission.name))
             if all(importlib.util.find_spec(name) for name in j.submission.requires):
-                _compile(session, j, progress)
+                _compile(session, j)
+        progress(Step("compile for others", len(todo), len(todo), "done"))
 
 
-def _compile(session: Session, j: Result, progress: Progress) -> None:
+def _compile(session: Session, j: Result) -> None:
     for target in (t for t in j.submission.targets if t in build.ARCH):
-        progress(f"compile {j.submission.name} for {target}")
         handle = RunnerHandle(f"{j.submission.name}@{target}", j.submission, target)
         reply = session.ask_runner(handle, replies.Compiled, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
         session.stop(handle)
@@ -85,11 +86,13 @@ def profile(
     return "PASSED"
 
 
-def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str) -> bool:
+def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> bool:
     """Run the small `cases` under compute-sanitizer. Return whether all were clean. UsageError: no such tool."""
     cases, clean = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], True
-    for j in judged:
-        for tool in SANITIZE_TOOLS:
+    for i, j in enumerate(judged):
+        for k, tool in enumerate(SANITIZE_TOOLS):
+            n, total = len(SANITIZE_TOOLS) * i + k, len(SANITIZE_TOOLS) * len(judged)
+            progress(Step("sanitize", n, total, f"{j.submission.name} {tool}"))
             try:
                 ok, tail = profiling.sanitize(problem, j.submission, cases, tool, target)
             except (RuntimeError, subprocess.TimeoutExpired) as error:

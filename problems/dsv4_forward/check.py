@@ -1,7 +1,7 @@
 """Check end to end that the model says the same with these kernels in it; if it does not, name where it begins.
 
-    python harness/run.py dsv4_forward [--kernels winners] [--attribute]
-    python -m problems.dsv4_forward.check --config tiny --format nvfp4
+    .venv/bin/python harness/run.py dsv4_forward [--kernels winners] [--attribute]
+    .venv/bin/python -m problems.dsv4_forward.check --config tiny --format nvfp4
 
 Three passes over the same tokens, a ragged prefill and greedy decode steps, on the same weights: the oracle (reference
 kernels, activations in fp32), the reference kernels in the model's dtype, and the composition. Then:
@@ -27,6 +27,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from problems.common import venv
+
+if __name__ == "__main__":
+    venv.enter("problems.dsv4_forward.check")
 
 import torch
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import run
-from harness.judge import journal, machine, verdict
+from harness import invocation, run
+from harness.judge import journal, machine
 from harness.judge.handle import DeviceError, ProblemError
 from harness.problem import folders
 from harness.results import output, record
@@ -97,8 +97,8 @@ def test_a_machine_error_is_one_line_and_status_2(monkeypatch, capsys, error, sa
     def fail(_):
         raise error
 
-    monkeypatch.setattr(run.Run, "main", fail)
-    assert run.main(["nvfp4_gemv"]) == verdict.USAGE_EXIT
+    monkeypatch.setattr(invocation.Run, "main", fail)
+    assert run.main(["nvfp4_gemv"]) == output.USAGE_EXIT
     assert said in one_line(capsys.readouterr().err)
 
 
@@ -109,7 +109,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch, error):
     def fail(_):
         raise error
 
-    monkeypatch.setattr(run.Run, "main", fail)
+    monkeypatch.setattr(invocation.Run, "main", fail)
     assert machine.said_of(error) is None
     with pytest.raises(type(error)):
         run.main(["nvfp4_gemv"])
@@ -125,7 +125,7 @@ def test_the_line_says_how_to_go_on(monkeypatch, capsys, results):
             self.journal = held
             raise error
 
-        monkeypatch.setattr(run.Run, "main", fail)
+        monkeypatch.setattr(invocation.Run, "main", fail)
         assert run.main(["nvfp4_gemv"]) == code
         assert one_line(capsys.readouterr().err).endswith("; go on with --resume 20260101T000000-00000001\n")
 
@@ -288,16 +288,20 @@ def test_a_file_is_replaced_whole_and_a_device_stays_one(tmp_path):
 # --- odd files of a problem or a submission
 
 
-@pytest.mark.parametrize(
-    "task", [b"OUTPUTS = (", b"\xff", b"\0", b"OUTPUTS = ()\nraise KeyError('x')", b"OUTPUTS = ()\n",
-             b"x = " + b"-" * 200_000 + b"1"],
-    ids=brief,
-)  # fmt: skip
+@pytest.mark.parametrize("task", [b"OUTPUTS = (", b"\xff", b"\0", b"x = " + b"-" * 200_000 + b"1"], ids=brief)
 def test_an_odd_task_is_one_line(tmp_path, capsys, task):
     (tmp_path / "task.py").write_bytes(task)
     for more in ([], ["--list"]):
         assert run.main([str(tmp_path), *more, "--device", "cpu"]) == 2
         assert str(tmp_path) in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("task", [b"OUTPUTS = ()\nraise KeyError('x')", b"OUTPUTS = ()\n"], ids=brief)
+def test_a_task_that_fails_is_one_line_and_a_list_does_not_run_it(tmp_path, capsys, task):
+    (tmp_path / "task.py").write_bytes(task)
+    assert run.main([str(tmp_path), "--device", "cpu"]) == 2
+    assert str(tmp_path) in one_line(capsys.readouterr().err)
+    assert run.main([str(tmp_path), "--list"]) == 0
 
 
 @pytest.mark.parametrize(

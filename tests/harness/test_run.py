@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from harness import run
+from harness import invocation, run
 from harness.judge import verdict
 from harness.lint import linter
 from harness.problem import folders, task_yml
-from harness.results import record
+from harness.results import output, record
 from problems.common import load
 
 SMALL = "m=16 k=64"
@@ -67,13 +67,13 @@ def lines_of(folder):
     ],
 )
 def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys, results):
-    assert run.main(arguments) == verdict.USAGE_EXIT
+    assert run.main(arguments) == output.USAGE_EXIT
     assert message in capsys.readouterr().err
 
 
 def test_a_case_that_matches_nothing_names_the_cases(right, capsys):
     arguments = ["nvfp4_gemv", "--submission", right, "--mode", "test", "--device", "cpu", "--case", "m=3 "]
-    assert run.main(arguments) == verdict.USAGE_EXIT
+    assert run.main(arguments) == output.USAGE_EXIT
     assert "--case must match a test case" in capsys.readouterr().err
 
 
@@ -88,6 +88,29 @@ def test_test_mode_prints_a_line_per_case_and_records_nothing(right, results, tm
     assert line["status"] == "PASSED" and line["kind"] == "test" and line["seeds"] == ["77"]
     assert line["case"] == {"m": 16, "k": 64, "l": 1} and line["error"]["rel"] < 1e-3
     assert not results.exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "code", "first"),
+    [
+        ("def custom_kernel(data):\n    return data.no_such_field\n", [], 4,
+         "mine.py:2: AttributeError: 'Data' object has no attribute 'no_such_field'"),
+        ("def custom_kernel(data, more):\n    pass\n", [], 4, "mine.py:1: TypeError: custom_kernel() missing 1 "),
+        ("import no_such_module\n", [], 4, "mine.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def kernel(data):\n    pass\n", [], 4, "mine.py: AttributeError: it defines no custom_kernel(data)"),
+        ("import time\n\n\ndef custom_kernel(data):\n    time.sleep(600)\n", ["--timeout", "1"], 5,
+         "no answer within 1 s; it and all it had started were killed; if it needs longer, try --timeout 2"),
+    ],
+    ids=["field", "signature", "import", "function", "time"],
+)  # fmt: skip
+def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, source, more, code, first):
+    (tmp_path / "mine.py").write_text(source)
+    command = ["nvfp4_gemv", "--submission", str(tmp_path / "mine.py"), "--mode", "test", "--device", "cpu"]
+    assert run.main([*command, "--case", SMALL, *more]) == code
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if " test   m=16 k=64 l=1 " in line]
+    assert lines[at + 1].startswith(f"    {first}")
+    assert first in lines[-1], "and in the summary"
 
 
 def test_a_forbidden_word_is_rule_broken(tmp_path, results, capsys):
@@ -148,7 +171,8 @@ def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, res
         'def compile_for(target):\n    return [build.cuda(Path(__file__).with_suffix(".cu"), target)]\n'
     )
     assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / "broken.py"), "--device", "cpu"]) == 4
-    assert "broken.cu(1): error" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "broken.cu(1): error" in out and "\nbroken.cu:1: error: " in out
     assert [line["status"] for line in lines_of(results)] == ["COMPILE_ERROR"]
 
 
@@ -156,7 +180,7 @@ def test_an_interruption_is_one_line(monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run.Run, "main", interrupt)
+    monkeypatch.setattr(invocation.Run, "main", interrupt)
     assert run.main(["nvfp4_gemv"]) == run.INTERRUPTED_EXIT
     assert "--resume" in capsys.readouterr().err
 

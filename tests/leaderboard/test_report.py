@@ -13,13 +13,13 @@ from markdown_it import MarkdownIt
 from matplotlib import image
 
 from harness.results import record
-from leaderboard import board, report, tables
+from leaderboard import board, pages, report, tables
 from problems.common import load
 from tests.support import ROOT
 from tests.support.hostile import HOSTILE
 from tests.support.records import CASES, full, line, write
 
-README = f"# A title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n"
+README = f"# A title\n\n{pages.BEGIN}\nold\n{pages.END}\n\nThe end.\n"
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_a_picture_with_nothing_but_odd_values(capsys, tmp_path):
 def test_readme_is_filled_in_between_its_markers(capsys, tmp_path, readme):
     assert said(capsys, *readme)[0] == 0
     text = (tmp_path / "README.md").read_text()
-    assert text.startswith(f"# A title\n\n{report.BEGIN}\n") and text.endswith(f"{report.END}\n\nThe end.\n")
+    assert text.startswith(f"# A title\n\n{pages.BEGIN}\n") and text.endswith(f"{pages.END}\n\nThe end.\n")
     assert "sm90_v1" in text and "old\n" not in text and "cpu-box" not in text  # machines.txt does not list it
     assert "rewritten" not in said(capsys, *readme)[1]
     assert (tmp_path / "README.md").read_text() == text
@@ -253,7 +253,7 @@ def test_without_listed_machines_the_readme_says_so(capsys, tmp_path, readme):
     assert "No machine's records are committed yet." in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("text", ["# no markers\n", f"{report.END}\n{report.BEGIN}\n", README + report.BEGIN])
+@pytest.mark.parametrize("text", ["# no markers\n", f"{pages.END}\n{pages.BEGIN}\n", README + pages.BEGIN])
 def test_a_readme_without_its_markers_is_an_error_and_stays(capsys, tmp_path, readme, text):
     (tmp_path / "README.md").write_text(text)
     for more in ([], ["--check"]):
@@ -277,7 +277,7 @@ def test_readme_takes_no_filter(readme):
 def test_the_readme_of_this_project_is_current(capsys):
     """`make board` renders it. That a stale one is found out is shown above, on a README of the test's own."""
     file = ROOT / "README.md"
-    if not file.is_file() or report.BEGIN not in file.read_text(encoding="utf-8"):
+    if not file.is_file() or pages.BEGIN not in file.read_text(encoding="utf-8"):
         pytest.skip("README.md has no board")
     code, out, err = said(capsys, "--check")
     assert code == 0, out + err

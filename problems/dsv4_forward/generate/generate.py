@@ -1,7 +1,7 @@
 """Generate tokens: token ids (or text, with a tokenizer) in, token ids out, with progress, tokens/s and memory.
 
-    python problems/dsv4_forward/generate/generate.py --config tiny --prompt 1,2,3 --tokens 50
-    python problems/dsv4_forward/generate/generate.py --checkpoint FOLDER --tokenizer FILE --text "Once"
+    .venv/bin/python problems/dsv4_forward/generate/generate.py --config tiny --prompt 1,2,3 --tokens 50
+    .venv/bin/python problems/dsv4_forward/generate/generate.py --checkpoint FOLDER --tokenizer FILE --text "Once"
 
 Weights are random unless --checkpoint names a folder. Tokens go to standard output, everything else to standard error.
 """
@@ -12,6 +12,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from problems.common import venv
+
+if __name__ == "__main__":
+    venv.enter("problems/dsv4_forward/generate/generate.py")
 
 import torch
 from rich.console import Console

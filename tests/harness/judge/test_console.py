@@ -9,6 +9,7 @@ import re
 import pytest
 
 from harness.judge import console, verdict
+from harness.judge.events import Step
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
 from harness.problem import folders, scan, sources
@@ -109,11 +110,36 @@ def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
     console.against(judged[0])
     console.summary(judged, baseline=said)
     with console.progress() as progress:
-        progress(said)
+        progress(Step("test", 1, 2, said))
     out = re.sub(r"\x1b\[[\d;]*[mAKGhl]|\x1b\[\?25[lh]|\r", "", screen.file.getvalue())
     assert all(char.isprintable() or char == "\n" for char in out), ascii(out)
     if said.isprintable() and len(said) < 100:
         assert out.count(said) >= 10
+
+
+def test_a_terminal_has_a_bar_with_the_number_of_steps(screen):
+    seen = []
+    with console.progress(seen.append) as progress:
+        for n in range(4):
+            progress(Step("benchmark", n, 3, f"call {n}"))
+    out = screen.file.getvalue()
+    assert "benchmark" in out and "3/3" in out and "call 3" in out
+    assert [step.n for step in seen] == [0, 1, 2, 3]
+
+
+def test_elsewhere_and_in_quiet_there_is_none(monkeypatch, screen):
+    plain = console.Screen(file=io.StringIO(), highlight=False)
+    seen = []
+    with console.quiet(True), console.progress(seen.append) as progress:
+        progress(Step("test", 1, 2, "x"))
+        console.say("not this")
+        with console.quiet(False):
+            console.say("this")
+    assert screen.file.getvalue() == "this\n"
+    monkeypatch.setattr(console, "console", plain)
+    with console.progress(seen.append) as progress:
+        progress(Step("test", 1, 2, "x"))
+    assert plain.file.getvalue() == "" and len(seen) == 2
 
 
 @pytest.mark.parametrize("status", ["INCORRECT", "COMPILE_ERROR"])

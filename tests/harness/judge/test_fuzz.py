@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from harness.judge import console, phases, replies
+from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -31,7 +32,7 @@ from harness.problem.folders import Case, Problem, Submission
 from harness.results import record
 from harness.runner import flush
 from harness.tools import modes
-from leaderboard import report
+from leaderboard import pages
 from tests.support import SUPPORT, fake_runner
 from tests.support.scripted import BROKEN, HARMLESS, OTHERS, SILENT, Script
 
@@ -141,7 +142,7 @@ class Fuzz:
 
     def _judging(self, recorder: Recorder, held: Journal) -> Judging:
         args = argparse.Namespace(mode="leaderboard", timeout=None, against=None, all=True)
-        return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda submission: None)
+        return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda _: None, Events(None))
 
     def _judged(self, name: str) -> Result:
         return Result(self.submissions[name], "cpu", source_hash="abc")
@@ -198,11 +199,11 @@ class Fuzz:
         """The leaderboard shows every record, as text that moves no cursor."""
         machines = sorted(path.name for path in self.results.glob("box*"))
         foreign = [] if self.problem.own else [self.problem.name]  # on no board unless it is named
-        shown = report.read(self.results, machines, foreign)
+        shown = pages.read(self.results, machines, foreign)
         assert shown.boards and not shown.complaints
         screen = io.StringIO()
-        report.terminal(shown, Console(file=screen, width=200))
-        for said in (report.markdown(shown), screen.getvalue()):
+        pages.terminal(shown, Console(file=screen, width=200))
+        for said in (pages.markdown(shown), screen.getvalue()):
             assert "honest" in said and clean(said, len(said))
 
 

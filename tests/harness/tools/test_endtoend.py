@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import run
-from harness.judge import verdict
+from harness import invocation, run
 from harness.problem.folders import UsageError
+from harness.results import output
 from harness.sandbox import process
 from problems.common import load
 
@@ -71,10 +71,10 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     def stop(*_: object) -> None:
         raise UsageError(ON)
 
-    monkeypatch.setattr(run, "Recorder", stop)
-    monkeypatch.setattr(run.Run, "_profile", stop)
-    monkeypatch.setattr(run.Run, "_lint", stop)
-    monkeypatch.setattr(run.Run, "_settle", lambda _: None)
+    monkeypatch.setattr(invocation, "Recorder", stop)
+    monkeypatch.setattr(invocation.Run, "_profile", stop)
+    monkeypatch.setattr(invocation.Run, "_lint", stop)
+    monkeypatch.setattr(invocation.Run, "_settle", lambda _: None)
     yield made
     for name in set(sys.modules) - before:
         if name.startswith("problems."):
@@ -88,7 +88,7 @@ def got(folder: Path) -> list[str] | None:
 
 
 def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
-    assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == verdict.USAGE_EXIT
+    assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == output.USAGE_EXIT
     said = capfd.readouterr()
     assert said.out.index("CPU:") < said.out.index("checking end to end") < said.out.index("gated, end to end: PASSED")
     assert ON in said.err and got(folder) == ["--device", "cpu"]
@@ -102,14 +102,14 @@ def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
     ],
 )  # fmt: skip
 def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
-    assert run.main(["gated", "--device", "cpu", *arguments]) == verdict.USAGE_EXIT
+    assert run.main(["gated", "--device", "cpu", *arguments]) == output.USAGE_EXIT
     assert ON in capfd.readouterr().err
     assert (got(folder) is not None) == runs
 
 
 def test_a_file_from_elsewhere_is_not_its_business(folder, tmp_path, capfd):
     (tmp_path / "mine.py").write_text(SUBMISSION)
-    assert run.main(["gated", "--device", "cpu", "--submission", str(tmp_path / "mine.py")]) == verdict.USAGE_EXIT
+    assert run.main(["gated", "--device", "cpu", "--submission", str(tmp_path / "mine.py")]) == output.USAGE_EXIT
     said = capfd.readouterr()
     assert "note: check.py says nothing of files from elsewhere" in said.out and ON in said.err
     assert got(folder) is None
@@ -142,6 +142,14 @@ def test_check_only_stops_after_it(folder, capfd):
     assert run.main(["gated", "--check-only", "--device", "cpu", "--end", "1"]) == 1
 
 
+def test_what_it_prints_stays_out_of_the_records_and_of_a_quiet_run(folder, capfd):
+    assert run.main(["gated", "--check-only", "--device", "cpu", "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "" and "checking end to end" in err and "gated, end to end: PASSED" in err
+    assert run.main(["gated", "--check-only", "--device", "cpu", "--quiet"]) == 0
+    assert capfd.readouterr().out.split("\n") == ["gated, end to end: PASSED", "", ""]
+
+
 def test_its_options_reach_it_as_they_are(folder, capfd):
     words = ["--word=a b", "--end", "0", "--word", "-1"]
     assert run.main(["gated", "--check-only", *words[:3], "--device", "cpu", *words[3:]]) == 0
@@ -164,7 +172,7 @@ def test_bad_use_is_one_line_and_status_2(folder, capfd, arguments, message):
     plain = folder.parent / "plain"
     plain.mkdir()
     (plain / "task.py").write_text(TASK)
-    assert run.main([*arguments, "--device", "cpu"]) == verdict.USAGE_EXIT
+    assert run.main([*arguments, "--device", "cpu"]) == output.USAGE_EXIT
     said = capfd.readouterr().err
     assert message in said and said.count("\n") == 1
     assert got(folder) is None
@@ -172,5 +180,5 @@ def test_bad_use_is_one_line_and_status_2(folder, capfd, arguments, message):
 
 def test_a_folder_elsewhere_cannot_have_one(folder, tmp_path, capfd):
     os.rename(folder, tmp_path / "gated")
-    assert run.main([str(tmp_path / "gated"), "--device", "cpu"]) == verdict.USAGE_EXIT
+    assert run.main([str(tmp_path / "gated"), "--device", "cpu"]) == output.USAGE_EXIT
     assert "runs as problems.gated.check: its folder must stand in" in capfd.readouterr().err

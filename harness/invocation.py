@@ -1,0 +1,369 @@
+"""One run of harness/run.py, from its arguments to its records and exit code."""
+
+import argparse
+import contextlib
+import functools
+import json
+from pathlib import Path
+from typing import TextIO
+
+from harness.judge import console, device_lock, journal, next_command, plan, verdict
+from harness.judge.events import Events
+from harness.judge.journal import Journal
+from harness.judge.judging import Judging
+from harness.judge.selection import Selection
+from harness.judge.verdict import Recorder, Result
+from harness.problem import folders
+from harness.problem.folders import Problem, Submission, UsageError, reading
+from harness.results import environment, gpu, output, ranking, record
+from harness.sandbox import process
+from harness.tools import endtoend, latency, modes
+from problems.common import load
+
+BASELINE = "torch_dequant"  # shown as a ratio where it takes part
+
+
+class Run:
+    """One invocation. further: arguments that harness/run.py does not know; defaults: its own; stdout: where --json -
+    writes. The properties that follow from the arguments raise UsageError where these are wrong.
+    """
+
+    def __init__(
+        self, arguments: argparse.Namespace, further: list[str], defaults: argparse.Namespace, stdout: TextIO,
+        events: Events,
+    ) -> None:  # fmt: skip
+        self.args, self.further, self.defaults = arguments, further, defaults
+        self.stdout, self.events = stdout, events
+        self.lines: list[dict] = []
+        self.journal: Journal | None = None
+        self.opponents: list[Result] = []  # leaders that took part in a confirmation only
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The named problem. UsageError: there is none, or its folder is malformed."""
+        name = self.args.problem
+        with reading(name):
+            found = folders.find(name)
+            for case in (*found.tests, *(case for cases in found.benchmarks.values() for case in cases)):
+                try:
+                    json.dumps(case.params, allow_nan=False)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
+        if not record.can_name(found.name):
+            raise UsageError(f"a problem's folder must have a plain name, got {found.name!r}: rename it")
+        return found
+
+    @functools.cached_property
+    def device(self) -> str:
+        """The kind of device. Of several GPUs, the named one becomes the only visible one."""
+        wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
+        if wanted == "cpu":
+            return "cpu"
+        if not gpu.present():
+            raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
+        try:
+            gpu.select(int(wanted.partition(":")[2] or 0))
+        except LookupError as error:
+            raise UsageError(f"--device {wanted}: {error}") from None
+        return "cuda"
+
+    @functools.cached_property
+    def machine(self) -> str:
+        return environment.machine(self.device)
+
+    @functools.cached_property
+    def target(self) -> str:
+        """The GPU's architecture, or "cpu". UsageError: a GPU of another one."""
+        if self.device == "cpu":
+            return "cpu"
+        found = gpu.current()
+        capability = found.capability if found else "(no GPU answers)"
+        major = capability.partition(".")[0]
+        if not major.isdigit() or int(major) not in load.TARGETS:
+            raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
+        return load.TARGETS[int(major)]
+
+    @functools.cached_property
+    def selection(self) -> Selection:
+        return Selection(self.problem, self.args, self.device, self.target)
+
+    @functools.cached_property
+    def recorder(self) -> Recorder:
+        """The maker of the records. Its run id is the resumed run's, or new."""
+        return Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether this run appends to the records: only a whole run in --mode leaderboard does."""
+        return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
+
+    @property
+    def kept(self) -> str:
+        """The id of this run if what it has found is kept for --resume, else ""."""
+        return self.journal.run_id if self.journal and self.journal.resumable else ""
+
+    def main(self) -> int:
+        """Make the run. Return the exit code."""
+        with console.quiet(self.args.quiet):
+            return self._main()
+
+    def _main(self) -> int:
+        args, name = self.args, self.problem.name
+        process.harden()
+        machine = self.machine  # and with it the device: --lint and the check use it too
+        self.events.write("start", problem=name, device=self.device, machine=machine, mode=args.mode)
+        checked = endtoend.wanted(self.problem, args, self.further)
+        if args.lint:
+            return self._lint()
+        if args.check_only:
+            console.say(environment.block() + "\n")
+            return self._check()
+        if (completed := self._settle()) is not None:
+            return completed
+        with contextlib.ExitStack() as stack:
+            if args.resume is not None:
+                self.journal = Journal.resume(machine, name, args.resume or None)
+                stack.callback(self.journal.close)
+                for complaint in self.journal.complaints:
+                    console.say(f"warning: {complaint}")
+                plan.adopt(self.journal.plan, args, self.defaults)
+            return self._run(stack, checked)
+
+    def _check(self) -> int:
+        """Run the problem's end-to-end check. Return the exit code."""
+        with self._held(timed=False):
+            status = endtoend.run(self.problem, self.device, self.further)
+        if status == output.USAGE_EXIT:
+            return output.USAGE_EXIT
+        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        said = f"INCORRECT ({how}); nothing else is judged" if status else "PASSED"
+        with console.quiet(False):
+            console.say(f"{self.problem.name}, end to end: {said}\n")
+        return self._said("INCORRECT" if status else "PASSED", f"end to end: {said}")
+
+    def _said(self, status: str, reason: str) -> int:
+        """Note a verdict that is about no submission. Return its exit code."""
+        self.events.write("verdict", variant=None, status=status, reason=reason)
+        return verdict.EXIT_CODES[status]
+
+    def _run(self, stack: contextlib.ExitStack, checked: bool) -> int:
+        args = self.args
+        chosen = self.selection.submissions()
+        console.say(environment.block() + "\n")
+        if checked and (code := self._check()):
+            return code
+        if args.mode == "profile" and not args.sanitize:
+            return self._profile(chosen[0])
+        if args.mode == "latency" and not args.sanitize:
+            return self._latency(chosen[0])
+        judged = [self._judged(submission) for submission in chosen]
+        runnable = [j for j in judged if self.selection.admit(j)]
+        if args.sanitize:
+            return self._sanitize([j for j in runnable if not j.submission.baseline])
+        if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
+            said = f"{missing[-1].submission.name}: {missing[-1].reason}"
+            output.complain(f"harness/run.py: --against: nothing was compared, {said}")
+            return self._said("UNSUPPORTED", said)
+        if self.recorded:
+            stack.callback(self._plan(judged).close)
+        if runnable:
+            self._judge(runnable)
+        self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets])
+        self._see_unchanged(judged)
+        self._record(judged)
+        try:
+            self._write_json(judged)
+        finally:
+            self._print(judged)
+        self._tell(judged)
+        return verdict.exit_code(judged, args.all)
+
+    def _settle(self) -> int | None:
+        """Complete the records of killed runs, and say which are unfinished. Return the exit code if nothing else is
+        left for --resume to do.
+        """
+        args, name = self.args, self.problem.name
+        if args.mode != "leaderboard" or args.case or args.sanitize:
+            if args.resume is not None:
+                raise UsageError("--resume goes with no --case, --sanitize or other --mode: these record nothing")
+            return None
+        record.see_writable(self.machine)
+        completed, unfinished = journal.settle(self.machine, name)
+        for complaint in record.reading(self.machine, name)[1]:
+            console.say(f"warning: {complaint}")
+        for run_id in completed:
+            console.say(f"run {run_id} had ended while it wrote its records: they are complete now")
+        if args.resume is None:
+            for run_id in unfinished:
+                console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
+        elif completed and (args.resume in completed or not (args.resume or unfinished)):
+            run_id = args.resume or completed[-1]
+            records = [r for r in record.read(self.machine, name) if r.get("run_id") == run_id]
+            return verdict.code_of([r["status"] for r in records if not r.get("superseded")], everything=True)
+        return None
+
+    def _plan(self, judged: list[Result]) -> Journal:
+        """Begin the journal, or see that what the resumed run depends on is unchanged. Return the journal."""
+        tests, benchmarks = self.selection.tests(), list(self.problem.benchmarks[self.device])
+        now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
+        if self.journal is None:
+            self.journal = Journal.create(self.machine, self.problem.name, now)
+            return self.journal
+        plan.compare(self.journal.plan, now, self.journal.path)
+        times = self.journal.resumptions
+        self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
+        console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
+        return self.journal
+
+    def _lint(self) -> int:
+        from harness.lint import linter
+
+        with self._held(timed=False):
+            right = linter.run(self.problem, self.device, self.target, console.say)
+        return self._said("PASSED" if right else "INCORRECT", "lint")
+
+    def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
+        """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
+        if self.device == "cuda":
+            return device_lock.hold(environment.gpu_uuid(), console.say)
+        return device_lock.hold("cpu", console.say) if timed else contextlib.nullcontext()
+
+    def _judged(self, submission: Submission) -> Result:
+        run_id = self.recorder.run_id
+        with reading(submission.file.name):
+            judged = Result(submission, self.selection.target_of(submission), ranking_by=self.problem.ranking_by)
+        if self.recorded:
+            name = self.problem.name
+            runs = ranking.attempts(record.read(self.machine, name), submission.name)
+            runs |= journal.attempts(self.machine, name, submission.name)
+            judged.attempt = len(runs | {run_id})
+        return judged
+
+    def _judge(self, judged: list[Result]) -> None:
+        args, (tests, cases) = self.args, self.selection.cases()
+        judging = Judging(
+            self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter,
+            self.events,
+        )  # fmt: skip
+        with self._held(args.mode != "test"):
+            judging.run(judged, tests, cases)
+        self.opponents = judging.opponents
+
+    def _enter(self, submission: Submission) -> Result | None:
+        """Return a submission that the arguments do not name; None if it may not, or cannot, run here."""
+        judged = self._judged(submission)
+        return judged if self.selection.admit(judged) else None
+
+    def _compile(self, judged: list[Result]) -> None:
+        """Compile submissions for other targets, without their device, if their compiler is installed."""
+        if self.args.mode != "leaderboard":
+            return
+        with console.progress(self.events.step) as progress:
+            modes.compile_only(self.problem, self.device, judged, progress)
+
+    def _see_unchanged(self, judged: list[Result]) -> None:
+        """Fail submissions whose files changed during the run: each process took a copy when it started."""
+        for j in (*judged, *self.opponents):
+            if not (j.tests or j.times):
+                continue
+            try:
+                with reading(j.submission.file.name):
+                    changed = verdict.source_hash(j.submission) != j.source_hash
+            except UsageError:
+                changed = True  # or removed
+            if changed:
+                j.status, j.reason = "INVALID_MEASUREMENT", "its files were changed during the run"
+
+    def _record(self, judged: list[Result]) -> None:
+        """Write all records of the run at once. Only a recorded run has any."""
+        if not self.journal:
+            return
+        for j in (*judged, *self.opponents):
+            # A file for another machine has no result on this one.
+            if self.target in j.submission.targets or j.status != "UNSUPPORTED" or not self.args.all:
+                self.lines += self.recorder.lines(j)
+        self.journal.finish(self.lines)
+
+    def _print(self, judged: list[Result]) -> None:
+        args = self.args
+        console.say()
+        timed = [j for j in (*judged, *self.opponents) if j.times]
+        if timed:
+            console.times(timed)
+            console.readings(timed)
+        with console.quiet(False):
+            for one in (j for j in judged if j.against_all):
+                if not args.quiet:
+                    console.say()
+                console.against(one)
+            if not args.quiet:
+                console.say()
+            console.summary([*judged, *self.opponents], BASELINE)
+            if self.lines:
+                console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
+            elif args.mode == "leaderboard":
+                console.say("selected cases only: nothing recorded")
+
+    def _tell(self, judged: list[Result]) -> None:
+        """Write the verdicts and the next command to --events."""
+        for j in (*judged, *self.opponents):
+            us, lo, hi = j.metric or (None, None, None)
+            reason = "" if j.verdict == "PASSED" else console.why(j)
+            self.events.write(
+                "verdict", variant=j.submission.name, status=j.verdict, reason=reason, time_us=us,
+                ci95_us=[lo, hi] if us else None, against=j.against_all,
+            )  # fmt: skip
+        winner = ""
+        with contextlib.suppress(UsageError):
+            winner = self.problem.winner(self.target).name
+        command, why = next_command.after(self.args, self.problem.name, winner, judged)
+        self.events.write("next", command=command, reason=why)
+
+    def _write_json(self, judged: list[Result]) -> None:
+        if not self.args.json:
+            return
+        lines = self.lines or [line for j in judged for line in self.recorder.lines(j)]
+        said = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        if self.args.json == "-":
+            output.say(said, self.stdout)
+        else:
+            output.write_whole(Path(self.args.json), said)
+
+    def _profile(self, submission: Submission) -> int:
+        j = Result(submission, self.selection.target_of(submission))
+        if not self.selection.admit(j):
+            console.say(f"{submission.name}: {j.status}: {j.reason}")
+            return verdict.EXIT_CODES[j.status]
+        _, cases = self.selection.cases()
+        for case in cases:
+            if not submission.serves(case):
+                console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
+        cases = [case for case in cases if submission.serves(case)]
+        with self._held(), console.quiet(False):
+            said = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
+        return verdict.EXIT_CODES[said]
+
+    def _latency(self, submission: Submission) -> int:
+        """The latency of the problem's own model, recorded unless --case chose some of its cases."""
+        args = self.args
+        if args.variant or args.submission or args.against or args.all:
+            raise UsageError("--mode latency times the winners: no --variant, --submission, --against, --all")
+        if self.device != "cuda":
+            raise UsageError("--mode latency needs a GPU, the run is on a CPU")
+        judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
+        record.see_writable(self.machine)
+        with self._held():
+            self.lines = latency.run(self.problem, self.recorder, judged, cases)
+        if not args.case:
+            record.append(self.machine, self.problem.name, self.lines)
+            console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
+        self._write_json([])
+        return verdict.code_of([line["status"] for line in self.lines], everything=True)
+
+    def _sanitize(self, judged: list[Result]) -> int:
+        if self.device != "cuda":
+            raise UsageError("--sanitize needs a GPU")
+        cases, _ = self.selection.cases()
+        with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
+            clean = modes.sanitize(self.problem, judged, cases, self.target, progress)
+        return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]

@@ -1,0 +1,97 @@
+"""Progress of a run, for the terminal's bar and for --events: a file of JSON lines that an agent can follow.
+
+docs/records.md has the fields of every line.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from harness.results import output, text
+
+PHASE_S = 5.0  # seconds between two lines of one phase, besides its first and its last
+_MISMATCH = re.compile(r"ERROR AT \(([\d, ]*)\): (\S+) (\S+)")  # how checks report an element: got, then expected
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a run is doing. n of total parts of the phase are done; said: the present part, in words."""
+
+    phase: str
+    n: int
+    total: int
+    said: str
+
+
+Progress = Callable[[Step], None]
+
+
+class Events:
+    """The lines of one run, appended to the file at `path`; None: there is no file. OSError: it cannot be written."""
+
+    def __init__(self, path: str | None) -> None:
+        self._fd = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._phase, self._n, self._written_s = "", -1, -math.inf
+        self._failed: set[str] = set()  # submissions whose first mismatch was written
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def write(self, event: str, **fields: object) -> None:
+        """Append one line. Texts are cleaned, and a number that JSON does not have is null."""
+        if self._fd is not None:
+            said = _plain({"event": event, "time": round(time.time(), 3), **fields})
+            try:
+                os.write(self._fd, json.dumps(said, allow_nan=False).encode() + b"\n")
+            except OSError as error:  # a full disk, or a named pipe without a reader: the run goes on
+                output.complain(f"warning: --events: {error.strerror}: nothing more is written")
+                self.close()
+
+    def step(self, step: Step) -> None:
+        """Write the step if it begins or ends a phase, or some seconds have passed since the last one."""
+        begins, ends = step.phase != self._phase, step.n >= step.total > self._n
+        if begins or ends or time.monotonic() - self._written_s >= PHASE_S:
+            self._written_s = time.monotonic()
+            self.write("phase", **dataclasses.asdict(step))
+        self._phase, self._n = step.phase, step.n
+
+    def failed(self, variant: str, case: dict, status: str, reason: str) -> None:
+        """Write the first failure of a submission. index, expected, got: of its first mismatch, where the reason has
+        one.
+        """
+        if variant in self._failed:
+            return
+        self._failed.add(variant)
+        index, got, expected = None, None, None
+        if found := _MISMATCH.search(reason):
+            index, got, expected = [int(i) for i in found[1].split(",") if i.strip()], found[2], found[3]
+        self.write(
+            "mismatch", variant=variant, case=case, status=status, index=index, expected=_number(expected),
+            got=_number(got), reason=reason,
+        )  # fmt: skip
+
+
+def _number(said: str | None) -> float | str | None:
+    """Return a number; as text what JSON has no number for, such as "nan"."""
+    try:
+        value = float(said or "")
+    except ValueError:
+        return said
+    return value if math.isfinite(value) else said
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, str):
+        return text.clean(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {text.line(key): _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

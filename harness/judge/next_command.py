@@ -1,0 +1,61 @@
+"""The command to try after a run, for --events: what its gravest verdict asks for."""
+
+import argparse
+import re
+import shlex
+
+from harness.judge.verdict import Result
+from harness.problem.folders import Case
+from harness.results import schema
+
+PYTHON = ".venv/bin/python"
+_HELP = re.compile(r"--timeout [0-9.e+]+")  # how a time-out names the limit to try
+
+
+def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]) -> tuple[str, str]:
+    """Return (the command, why). name: the problem's; winner: of this machine, "" if there is none."""
+    results = [j for j in judged if j.verdict != "UNSUPPORTED"] or judged
+    j = min(results, key=lambda one: schema.STATUSES.index(one.verdict))
+    variant = ["--variant", j.submission.name.partition("#")[0]]
+    chosen = ["--submission", args.submission] if args.submission else variant
+    base = [PYTHON, "harness/run.py", args.problem, *chosen, *(["--device", args.device] if args.device else [])]
+    report = [PYTHON, "leaderboard/report.py", name]
+    if j.verdict == "PASSED":
+        words, why = _passed(args, base, report, "" if winner == j.submission.name else winner)
+    elif j.verdict == "COMPILED":
+        words, why = base, f"it compiles; run it on a machine with {' or '.join(j.submission.targets)}"
+    elif j.verdict == "UNSUPPORTED":
+        words, why = [PYTHON, "harness/run.py", args.problem, "--list"], "choose a variant that this machine can run"
+    elif j.verdict == "INVALID_MEASUREMENT":
+        words, why = [*base, "--mode", args.mode], "nothing is known to be wrong: measure again on an idle machine"
+    else:
+        words, why = _failed(args, base, j)
+    return shlex.join(words), why
+
+
+def _passed(args: argparse.Namespace, base: list[str], report: list[str], winner: str) -> tuple[list[str], str]:
+    if args.case:
+        return [*base, "--mode", args.mode], "these cases are right; now all"
+    if args.mode != "leaderboard":
+        return base, "it is right; time it and record it"
+    if winner and not args.against and not args.all:
+        return [*base, "--against", winner], "it is recorded; compare it with the winner in pairs"
+    return report, "it is recorded; see the board"
+
+
+def _failed(args: argparse.Namespace, base: list[str], j: Result) -> tuple[list[str], str]:
+    """After a change of the source, the shortest run that shows whether it helped."""
+    found = failure(j)
+    if found is None:
+        return [*base, "--mode", "test"], "change what the reason names, then test"
+    case, reason, timed = found
+    words = [*base, "--mode", "benchmark" if timed else "test", "--case", str(case)]
+    if longer := _HELP.search(reason):
+        return words + longer[0].split(), "make it faster, or give it longer"
+    return words, "change what the reason names, then call this case"
+
+
+def failure(j: Result) -> tuple[Case, str, bool] | None:
+    """Return the first case that failed with the verdict of `j`, the reason, and whether it was a timed call."""
+    found = [(case, one, False) for case, one in j.tests] + [(t.case, t.failure, True) for t in j.times if t.failure]
+    return next(((case, one.reason, timed) for case, one, timed in found if one.status == j.verdict), None)

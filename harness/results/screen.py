@@ -1,0 +1,27 @@
+"""The console of rich, as the judge and the board use it."""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from harness.results.output import ClosedError
+
+Item = TypeVar("Item")
+
+
+class Screen(Console):
+    """A console that raises ClosedError when its reader has gone; rich would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise ClosedError("the reader of standard output has gone")
+
+
+def track(items: Sequence[Item], said: str) -> Iterator[Item]:
+    """Yield the items. Meanwhile standard error shows a bar with their number and the time that is left, if it is a
+    terminal.
+    """
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal, redirect_stdout=False) as bar:
+        yield from bar.track(items, description=said)

@@ -1,0 +1,75 @@
+"""The reply that reports an exception of a submission. It begins with the submission's own line."""
+
+import re
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from problems.common import build
+
+TEXT_LIMIT = 16_000  # characters of a traceback or compiler report in a reply, from both ends
+# Of nvcc, "my.cu(12): error: ...", and of g++, "my.cpp:12:5: error: ...".
+_COMPILER_ERROR = re.compile(
+    r"^(\S[^\n]*?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error:? ([^\n]+)", re.MULTILINE
+)
+_CALLED = {"hold": "prepare", "compile": "compile_for"}  # by request, the submission's function; else custom_kernel
+
+
+def reply(where: str, error: BaseException, file: str | None, module: Any = None) -> dict:
+    """Return the reply to the request `where`. Its text is the submission's own line, "my.py:12: KeyError: 'x'", and
+    then the traceback from its first frame in the submission, or the compiler's report. module: the submission, if it
+    was imported.
+    """
+    compiler = isinstance(error, build.BuildError)
+    trace = error.__traceback__
+    own = _from(trace, Path(file)) if file else None
+    text = str(error) if compiler else "".join(traceback.format_exception(type(error), error, own or trace))
+    place = _place(where, error, Path(file), module) + ": " if file else ""
+    first = (compiler and _compiler_said(text)) or place + _what(error)
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return {
+        "failed": "compile" if compiler else where, "type": type(error).__name__, "memory": out_of_memory,
+        "text": _clip(f"{first}\n{text}"),
+    }  # fmt: skip
+
+
+def _from(trace: TracebackType | None, file: Path) -> TracebackType | None:
+    """Return the part of a traceback that begins in a file beside `file`, None if there is none."""
+    while trace and Path(trace.tb_frame.f_code.co_filename).parent != file.parent:
+        trace = trace.tb_next
+    return trace
+
+
+def _place(where: str, error: BaseException, file: Path, module: Any) -> str:
+    """Return the line of the submission `file` that led to an exception; that of the function which was called, if none
+    of its lines was reached; only its name, if it does not even have the function.
+    """
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno))
+    if code := getattr(getattr(module, _CALLED.get(where, "custom_kernel"), None), "__code__", None):
+        places.insert(0, (code.co_filename, code.co_firstlineno))
+    near = [(Path(name), line) for name, line in places if Path(name).parent == file.parent]
+    own = [(path, line) for path, line in near if path == file] or near
+    return f"{own[-1][0].name}:{own[-1][1]}" if own else file.name
+
+
+def _what(error: BaseException) -> str:
+    """Return the line of a traceback that says what was raised."""
+    lines = traceback.format_exception_only(error)
+    return lines[-1 if isinstance(error, SyntaxError) else 0].partition("\n")[0]
+
+
+def _compiler_said(report: str) -> str:
+    """Return the first error of nvcc or g++ as "my.cu:12: error: ...", "" if the report names no line."""
+    found = _COMPILER_ERROR.search(report)
+    return f"{Path(found[1]).name}:{found[2] or found[3]}: error: {found[4]}" if found else ""
+
+
+def _clip(text: str) -> str:
+    if len(text) <= TEXT_LIMIT:
+        return text
+    return f"{text[: TEXT_LIMIT // 2]}\n[{len(text) - TEXT_LIMIT} characters left out]\n{text[-TEXT_LIMIT // 2 :]}"

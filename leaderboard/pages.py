@@ -1,0 +1,275 @@
+"""The boards that the records give, as text in a terminal, Markdown, CSV and pictures: what leaderboard/report.py does.
+
+Nothing here is measured, and no date but the records' own appears: equal records give equal text. A line that is no
+record is left out with a warning, and what is shown of a record is text, never markup.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.results import output, record, text
+from harness.results.screen import Screen, track
+from leaderboard import board, latency, provenance, tables
+from leaderboard.provenance import Provenance
+from problems.common import load
+
+BOARDS = Path("leaderboard", "README.md")  # beside the README that has the winners
+BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
+PLAIN_WIDTH = 250  # columns, where the output is no terminal
+DIFF_LINES = 20  # of a stale table, shown by --check
+
+
+@dataclasses.dataclass
+class Shown:
+    """What the records give. steps: records of whole models' decode steps by title; complaints: lines left out."""
+
+    known: Provenance
+    boards: list[board.Board] = dataclasses.field(default_factory=list)
+    steps: latency.Steps = dataclasses.field(default_factory=dict)
+    complaints: list[str] = dataclasses.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.boards or self.steps)
+
+
+def read(results: Path, machines: list[str], problems: list[str]) -> Shown:
+    """The boards of these machines. problems: the names wanted; empty means all.
+
+    ValueError: a problem's task.py cannot be loaded.
+    """
+    by_machine, complaints = records_of(results, machines, problems)
+    lines, said = provenance.read(results)
+    known = Provenance(lines, (one for records in by_machine.values() for one in records))
+    shown = Shown(known, complaints=complaints + said)
+    for machine, records in by_machine.items():
+        kinds = {(one["problem"], one["target"]) for one in records}
+        cases = {kind: found for kind in sorted(kinds) if (found := expected(*kind))}
+        shown.boards += board.build(records, machine, cases, known)
+        shown.steps |= latency.steps(records, machine)
+    return shown
+
+
+def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple[dict[str, list[dict]], list[str]]:
+    """-> (by machine its records, complaints about lines and files that are none)."""
+    by_machine: dict[str, list[dict]] = {machine: [] for machine in machines}
+    complaints = []
+    for machine, records in by_machine.items():
+        for file in _named_as_records(results / machine):
+            source = str(file.relative_to(results))
+            if odd := record.what_instead(file):
+                complaints.append(f"{source}: {odd}, not a file of records: left out")
+                continue
+            found, said = record.parse(file.read_bytes(), source)
+            # Without a name only our own problems': those of other people's folders have an @ in theirs.
+            records += [one for one in found if (one["problem"] in problems if problems else "@" not in one["problem"])]
+            complaints += said
+    return by_machine, complaints
+
+
+def record_files(folder: Path) -> list[Path]:
+    """The files of records in a machine's folder."""
+    return [path for path in _named_as_records(folder) if path.is_file()]
+
+
+def _named_as_records(folder: Path) -> list[Path]:
+    """What has the name of a file of records; what an unfinished run has written beside them has not. Files of latency
+    records were once in folders of their problem.
+    """
+    below = (one / "latency.jsonl" for one in folder.glob("*") if one.is_dir())
+    files = [*folder.glob("*.jsonl"), *(path for path in below if os.path.lexists(path))]
+    return sorted(path for path in files if not path.name.endswith(record.PARTIAL))
+
+
+def see_folder(results: Path) -> None:
+    """ValueError if the folder of results is none."""
+    if not results.is_dir():
+        raise ValueError(f"--results: {'not a folder:' if results.exists() else 'no folder'} {results}")
+
+
+def expected(problem: str, target: str) -> list[dict] | None:
+    """The cases that a complete variant of one of our problems has; None for a problem that is no folder of ours.
+
+    ValueError: its task.py fails.
+    """
+    folder = load.PROBLEMS / problem
+    if not (folder / "task.py").is_file():
+        return None
+    try:
+        task = load.module(folder, "task")
+        cases = vars(task).get("BENCHMARKS_CPU") if target == "cpu" else None
+        return [dataclasses.asdict(case) for case in cases or task.BENCHMARKS]
+    except Exception as error:
+        raise ValueError(f"{problem}/task.py cannot be loaded: {error!r}") from error
+
+
+def committed(machines: Path) -> list[str]:
+    """The slugs in machines.txt: one a line, # begins a comment."""
+    lines = (line.partition("#")[0].strip() for line in machines.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
+
+
+def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
+    """Return (the winners, all boards, complaints), both as Markdown. ValueError if a listed machine has no records."""
+    slugs = committed(machines)
+    for slug in slugs:
+        if not record_files(results / slug):
+            raise ValueError(f"{machines.name} lists {slug}, which has no records in {results}")
+    shown = read(results, slugs, [])
+    if not shown:
+        nothing = "No machine's records are committed yet.\n"
+        return nothing, nothing, shown.complaints
+    header, rows = tables.winners(shown.boards)
+    rows += latency.winners(shown.steps, shown.known)
+    return tables.grid(header, rows, {"problem", "winner", "machine", "source"}), markdown(shown), shown.complaints
+
+
+def markdown(shown: Shown) -> str:
+    """Boards, then the latencies of whole models."""
+    words = {"config", "format", "source", "state"}
+    parts = [
+        tables.section(
+            f"{title}: time per decode step", latency.table(records, shown.known), latency.notes(records), words
+        )
+        for title, records in shown.steps.items()
+    ]
+    boards = [tables.markdown(shown.boards, shown.complaints)] if shown.boards or shown.complaints else []
+    return "\n".join([*boards, *parts])
+
+
+def spliced(text: str, table: str, name: str) -> str:
+    """`text` with what stands between the markers replaced. ValueError unless it has each marker once, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"{name} must hold the lines {BEGIN} and {END} once each, in this order")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def terminal(shown: Shown, console: Console) -> None:
+    """Print the boards, then the latencies of whole models, as tables."""
+    for one in shown.boards:
+        console.rule(_text(tables.title(one), "bold"), align="left")
+        for line in tables.facts(one):
+            console.print(_text(line, "dim"))
+        header, rows = tables.standing(one)
+        styles = ["bold green" if row[0] == "1" else "yellow" if row[0] == "baseline" else "" for row in rows]
+        _print(console, header, rows, styles)
+        (header, rows), common = tables.by_case(one)
+        if rows:
+            console.print(_text(f"By case, us. All have {common}." if common else "By case, us."))
+            _print(console, header, rows, [""] * len(rows))
+        header, rows = tables.pairs(one)
+        if rows:
+            console.print(Text("Interleaved pairs, variant / other:"))
+            _print(console, header, rows, [""] * len(rows))
+        for line in tables.notes(one):
+            console.print(_text(line, "dim"))
+        console.print()
+    for title, records in shown.steps.items():
+        console.rule(_text(f"{title}: time per decode step", "bold"), align="left")
+        header, rows = latency.table(records, shown.known)
+        _print(console, header, rows, [""] * len(rows))
+        for line in latency.notes(records):
+            console.print(_text(line, "dim"))
+        console.print()
+
+
+def _text(said: str, style: str = "") -> Text:
+    """For rich, which reads markup in plain strings; clean, since a submission may have written it."""
+    return Text(text.line(said), style=style)
+
+
+def _print(console: Console, header: list[str], rows: list[list[str]], styles: list[str]) -> None:
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    words, whole = (
+        {"variant", "source", "state", "against", "verdict", "run", "case"},
+        {"variant", "geomean us", "mean us"},
+    )
+    for name in header:
+        # Names and times stay whole on a narrow terminal; the state wraps.
+        grid.add_column(_text(name), justify="left" if name in words else "right", no_wrap=name in whole)
+    for row, style in zip(rows, styles, strict=True):
+        grid.add_row(*map(_text, row), style=style)
+    console.print(grid)
+
+
+def report(options: argparse.Namespace) -> int:
+    for name in options.problems:
+        if not (load.PROBLEMS / name / "task.py").is_file() and not any(options.results.glob(f"*/{name}.jsonl")):
+            raise ValueError(f"no problem {name}: neither a folder of problems/ nor a file of records")
+    folders = sorted(path.name for path in options.results.glob("*") if path.is_dir())
+    if options.machine is not None and options.machine not in folders:
+        raise ValueError(f"--machine: no folder {options.machine} in {options.results} (there are: {_list(folders)})")
+    machines = folders if options.machine is None else [options.machine]
+    shown = read(options.results, machines, options.problems)
+    for complaint in shown.complaints:
+        output.complain(f"warning: {text.line(complaint)}")
+    if not shown:
+        of = f" of {', '.join(options.problems)}" if options.problems else ""
+        where = "" if options.machine is None else f" on {options.machine}{_elsewhere(options, folders)}"
+        out = sys.stdout if options.format == "terminal" else sys.stderr
+        print(f"no records{of}{where}: run `.venv/bin/python harness/run.py PROBLEM` first", file=out)
+    if options.format == "csv":
+        print(tables.csv(shown.boards), end="")
+    elif options.format == "markdown" and shown:
+        print(markdown(shown), end="")
+    elif shown:
+        screen = Screen(highlight=False)
+        terminal(shown, screen if screen.is_terminal else Screen(highlight=False, width=PLAIN_WIDTH))
+    if options.out and shown.boards:
+        _write(shown, options.out)
+    return 0
+
+
+def _elsewhere(options: argparse.Namespace, machines: list[str]) -> str:
+    """A remark on the machines that do have records of the problems wanted."""
+    by_machine, _ = records_of(options.results, machines, options.problems)
+    found = [machine for machine in machines if by_machine[machine]]
+    return f" (there are some on: {_list(found)})" if found else ""
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _write(shown: Shown, folder: Path) -> None:
+    """Write board.md, board.csv and a picture of each board into `folder`."""
+    from leaderboard import plot  # matplotlib takes half a second to import
+
+    folder.mkdir(parents=True, exist_ok=True)
+    output.write_whole(folder / "board.md", markdown(shown))
+    output.write_whole(folder / "board.csv", tables.csv(shown.boards))
+    pictures = [plot.write(one, folder) for one in track(shown.boards, "pictures")]
+    names = ["board.md", "board.csv", *(path.name for path in pictures if path)]
+    output.complain(f"wrote {', '.join(names)} in {folder}")
+
+
+def readme(options: argparse.Namespace) -> int:
+    top = options.readme
+    winners, boards, complaints = readme_tables(options.results, options.machines)
+    for complaint in complaints:
+        output.complain(f"warning: {text.line(complaint)}")
+    pages = {top: winners, top.parent / BOARDS: boards}
+    old = {file: file.read_text(encoding="utf-8") for file in pages}
+    new = {file: spliced(old[file], table, str(file.relative_to(top.parent))) for file, table in pages.items()}
+    stale = [file for file in pages if new[file] != old[file]]
+    for file in pages:
+        name = file.relative_to(top.parent)
+        if not options.check:
+            if file in stale:
+                output.write_whole(file, new[file])  # a README cut short by a kill would lose its text
+            print(f"{name}: the table is " + ("rewritten" if file in stale else "unchanged"))
+        elif file not in stale:
+            print(f"{name}: the table is current")
+        else:
+            print(f"{name}: the table is stale; run `.venv/bin/python leaderboard/report.py --readme {top.name}`")
+            sides = (old[file].splitlines(), new[file].splitlines(), "as it stands", "from the records")
+            print("\n".join(list(difflib.unified_diff(*sides, lineterm="", n=0))[:DIFF_LINES]))
+    return int(options.check and bool(stale))

@@ -1,0 +1,257 @@
+"""What a run says besides its text: --events, --json, --quiet and --case, in runs on made-up sessions."""
+
+import json
+import os
+import re
+
+import pytest
+
+from harness import run
+from harness.judge import phases
+from harness.judge.events import Events, Step
+from harness.judge.phases import Plan
+from harness.problem.folders import Case, has_words
+from tests.harness.judge.test_phases import Counting, RunnerHandle, Submission
+from tests.support import ROOT
+from tests.support.hostile import HOSTILE
+from tests.support.recorded import Stop, journals, judge, records
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- --events
+
+
+def test_a_run_is_told_line_by_line(world, folder, tmp_path, capsys):
+    file = tmp_path / "events"
+    assert judge(folder, "--variant", "good", "--events", str(file)) == 0
+    said = lines(file)
+    assert [one["event"] for one in said] == ["start", "verdict", "next", "end"]
+    assert all(isinstance(one["time"], float) for one in said)
+    start, verdict, then, end = said
+    assert (start["problem"], start["device"], start["mode"]) == ("made_up", "cpu", "leaderboard")
+    assert (verdict["variant"], verdict["status"], verdict["reason"]) == ("good", "PASSED", "")
+    assert verdict["time_us"] == pytest.approx(10.0, rel=0.01) and len(verdict["ci95_us"]) == 2
+    assert then["command"] == ".venv/bin/python leaderboard/report.py made_up" and end["exit_code"] == 0
+    assert judge(folder, "--variant", "good", "--events", str(file)) == 0
+    assert len(lines(file)) == 8, "lines are appended"
+
+
+def test_the_first_mismatch_of_each_submission_is_told_with_its_element(world, folder, tmp_path, monkeypatch):
+    file, inner = tmp_path / "events", world.run_tests
+
+    def tests(session, handles, cases, done, *more):
+        def wrong(handle, case, outcome):
+            if outcome.status == "INCORRECT":
+                outcome.reason = f"mismatch found! 1 of 2\nERROR AT (0, 3): {'nan' if case.seed == 7 else 1} -2.5"
+            done(handle, case, outcome)
+
+        inner(session, handles, cases, wrong, *more)
+
+    monkeypatch.setattr(phases, "run_tests", tests)
+    world.wrong = {"other"}
+    assert judge(folder, "--all", "--events", str(file)) == 1
+    (said,) = [one for one in lines(file) if one["event"] == "mismatch"]
+    assert (said["variant"], said["case"], said["status"]) == ("other", {"n": 1}, "INCORRECT")
+    assert (said["index"], said["expected"], said["got"]) == ([0, 3], -2.5, "nan")
+    (then,) = [one for one in lines(file) if one["event"] == "next"]
+    assert then["command"].endswith(f"{folder} --variant other --device cpu --mode test --case n=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["--variant", "good", "--mode", "test"], "--variant good --device cpu"),
+        (["--variant", "good", "--case", "n=1000"], "--variant good --device cpu --mode leaderboard"),
+        (["--submission", "better.py"], "leaderboard/report.py made_up"),
+        (["--variant", "nothing"], "harness/run.py --help"), (["--timeout", "0"], "harness/run.py --help"),
+    ],
+)  # fmt: skip
+def test_the_next_command_follows_from_the_verdict(world, folder, tmp_path, monkeypatch, arguments, command):
+    monkeypatch.chdir(tmp_path)
+    judge(folder, *arguments, "--events", "events")
+    *_, then, end = lines(tmp_path / "events")
+    assert (then["event"], end["event"]) == ("next", "end") and then["command"].endswith(command)
+
+
+def test_a_time_out_leads_to_a_longer_one(world, folder, tmp_path, monkeypatch):
+    inner = world.run_tests
+
+    def tests(session, handles, cases, done, *more):
+        def late(handle, case, outcome):
+            outcome.status, outcome.reason = "TIMEOUT", "no answer within 30 s; if it needs longer, try --timeout 60"
+            done(handle, case, outcome)
+
+        inner(session, handles, cases, late, *more)
+
+    monkeypatch.setattr(phases, "run_tests", tests)
+    assert judge(folder, "--variant", "good", "--events", str(tmp_path / "events")) == 5
+    (then,) = [one for one in lines(tmp_path / "events") if one["event"] == "next"]
+    assert then["command"].endswith("--mode test --case n=1 --timeout 60")
+
+
+def test_a_run_that_stops_says_why_and_how_to_go_on(world, folder, tmp_path):
+    file = tmp_path / "events"
+    assert judge(folder, "--resume", "x", "--events", str(file)) == 2
+    start, error, then, end = lines(file)
+    assert "no run x of made_up" in error["reason"] and (then["event"], end["exit_code"]) == ("next", 2)
+    world.left = 9
+    with pytest.raises(Stop):
+        judge(folder, "--all", "--events", str(file))
+    assert lines(file)[-1]["event"] == "end" and lines(file)[-1]["exit_code"] is None and len(journals()) == 1
+
+
+def test_the_fields_are_those_that_the_docs_name(world, folder, tmp_path):
+    page = (ROOT / "docs" / "records.md").read_text().partition("## The lines of --events")[2]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (.*) \|$", page, re.MULTILINE)
+    known = {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows}
+    file = tmp_path / "events"
+    world.wrong = {"other"}
+    assert judge(folder, "--all", "--events", str(file)) == 1 and judge(folder, "--resume", "--events", str(file)) == 2
+    made = Events(str(file))
+    made.step(Step("test", 0, 1, "x"))
+    made.close()
+    said = lines(file)
+    assert {one["event"] for one in said} == set(known)
+    for one in said:
+        assert one.keys() - {"event", "time"} <= known[one["event"]], one
+
+
+def test_phases_have_a_first_and_a_last_line_and_few_between(tmp_path):
+    made = Events(str(tmp_path / "events"))
+    for phase in ("test", "benchmark"):
+        for n in range(100):
+            made.step(Step(phase, n, 99, "x"))
+            made.step(Step(phase, n, 99, "y"))
+    made.close()
+    said = [(one["phase"], one["n"], one["total"]) for one in lines(tmp_path / "events")]
+    for phase in ("test", "benchmark"):
+        of = [one for one in said if one[0] == phase]
+        assert of[0] == (phase, 0, 99) and of[-1] == (phase, 99, 99) and 2 <= len(of) < 100
+
+
+@pytest.mark.parametrize("said", HOSTILE, ids=ascii)
+def test_hostile_text_is_one_line_of_json(tmp_path, said):
+    made = Events(str(tmp_path / "events"))
+    made.failed(said, {"x": said, "y": float("nan")}, "INCORRECT", f"{said}\nERROR AT (1,): inf 2")
+    made.failed(said, {}, "INCORRECT", "")
+    made.close()
+    (one,) = lines(tmp_path / "events")
+    assert (one["index"], one["expected"], one["got"], one["case"]["y"]) == ([1], 2.0, "inf", None)
+
+
+def test_a_file_that_cannot_be_written_is_known_before_the_run(world, folder, tmp_path, capsys):
+    assert judge(folder, "--events", str(tmp_path)) == 2
+    assert "--events: cannot write" in capsys.readouterr().err and world.tests == []
+
+
+def test_a_disk_that_fills_up_does_not_stop_the_run(world, folder, capsys):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    assert judge(folder, "--variant", "good", "--events", "/dev/full") == 0
+    assert capsys.readouterr().err.count("nothing more is written") == 1 and len(records()) == 5
+
+
+# --- progress
+
+
+def test_no_step_is_beyond_the_total_on_a_busy_machine():
+    """Calls beside which the machine was busy are made again: more than the plan has."""
+
+    class Busy(Counting):
+        def call(self, handle, request):
+            outcome = super().call(handle, request)
+            outcome.busy = True
+            return outcome
+
+    steps = []
+    handles = [RunnerHandle(name, Submission(name, None, ("cpu",)), "cpu") for name in ("a", "b")]
+    how = Plan(processes=2, samples=3, warmups=1, buffers=2, audits=0, extra=2)
+    cases = [Case({"n": n}, 1, bytes=1) for n in (1, 2)]
+    phases.run_benchmarks(Busy(), handles, cases, steps.append, how=how)
+    assert {step.total for step in steps} == {2 * 2 * (1 + 3)}
+    counts = [step.n for step in steps]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 16
+    said = " ".join(step.said for step in steps)
+    assert "call 3/3" in said and "call 4/3" not in said and "call 5/3" not in said
+    assert "again, the machine was busy" in said and "warm-up" in said
+
+
+# --- --json
+
+
+def test_records_on_standard_output_are_all_that_is_there(world, folder, capsys):
+    assert judge(folder, "--variant", "good", "--json", "-") == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == records() and len(records()) == 5
+    assert "CPU:" in err and "PASSED" in err and "5 records of" in err
+
+
+def test_records_go_to_what_a_link_leads_to_and_the_link_stays(world, folder, tmp_path):
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    (place / "old.json").write_text("old")
+    for name, target in (("link", "elsewhere/old.json"), ("second", "link"), ("dangling", "elsewhere/new.json")):
+        (tmp_path / name).symlink_to(target)
+    for name, target in (("second", "old.json"), ("dangling", "new.json")):
+        assert judge(folder, "--variant", "good", "--mode", "test", "--json", str(tmp_path / name)) == 0
+        assert (tmp_path / name).is_symlink() and len(lines(place / target)) == 3
+    assert (tmp_path / "link").is_symlink() and sorted(os.listdir(place)) == ["new.json", "old.json"]
+
+
+def test_a_circle_of_links_is_known_before_the_run(world, folder, tmp_path, capsys):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert judge(folder, "--json", str(tmp_path / "a")) == 2
+    assert "--json: cannot write" in capsys.readouterr().err and world.tests == []
+
+
+# --- --quiet
+
+
+def test_quiet_prints_the_verdicts_only(world, folder, capsys):
+    world.wrong = {"other"}
+    assert judge(folder, "--all", "--quiet") == 1
+    out, err = capsys.readouterr()
+    assert err == "" and len(out.splitlines()) == 3
+    good, other, last = out.splitlines()
+    assert good.startswith("good ") and "geomean 10.0" in good
+    assert other.startswith("other ") and " INCORRECT " in other and "records of" in last
+    assert judge(folder, "--variant", "good") == 0 and "CPU:" in capsys.readouterr().out, "it is for one run"
+
+
+def test_quiet_keeps_the_comparison_that_was_asked_for(world, folder, capsys):
+    assert judge(folder, "--variant", "good", "--against", "other", "--quiet") == 0
+    out = capsys.readouterr().out
+    assert out.count("good / other = ") == 3 and "CPU:" not in out
+
+
+# --- --case
+
+
+@pytest.mark.parametrize(
+    ("words", "held"),
+    [
+        ("tokens=4096 router=uniform", True), ("router=uniform tokens=4096", True), ("k=64", True), ("  k=64 ", True),
+        ("", True), ("unifo", True), ("4096 k=64", True), ("k=6", False), ("=64", False), ("k=", False),
+        ("tokens=4096 k=65", False), ("nothing", False), ("okens=4096", False), ("m=[1,", True), ("2]", True),
+    ],
+)  # fmt: skip
+def test_all_words_must_be_those_of_the_case(words, held):
+    case = Case({"tokens": 4096, "router": "uniform", "k": 64, "k2": 640, "m": [1, 2]}, 1)
+    assert has_words(str(case), words) == held
+
+
+def test_a_case_that_no_one_has_names_those_there_are(world, folder, capsys):
+    assert judge(folder, "--variant", "good", "--case", "n=3", "--mode", "test") == 2
+    assert "--case must match a test case of made_up (n=1; n=2; n=2), got 'n=3'" in capsys.readouterr().err
+    assert judge(folder, "--variant", "good", "--case", "n=2") == 2
+    said = capsys.readouterr().err
+    assert "(n=1000; n=4000), got 'n=2'; test cases are chosen with --mode test" in said
+
+
+def test_the_parser_knows_the_options():
+    args = run.parser().parse_args(["p", "--json", "-", "--events", "e", "--quiet"])
+    assert (args.json, args.events, args.quiet) == ("-", "e", True)

@@ -1,0 +1,113 @@
+"""The first line of a submission's error is its own line."""
+
+import itertools
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness.runner import failure
+from problems.common import build, load
+from tests.support import SUPPORT
+
+PROBLEM = SUPPORT / "problems" / "vector_add"
+NUMBERS = itertools.count()
+
+
+def replied(tmp_path: Path, source: str, where: str = "call", name: str = "my") -> dict:
+    """The reply to a request in which a submission of this text raises."""
+    file = tmp_path / f"{next(NUMBERS)}" / f"{name}.py"
+    file.parent.mkdir()
+    file.write_text(source)
+    for other in tmp_path.glob("my.c*"):
+        shutil.copy(other, file.parent)
+    module = None
+    try:
+        module = load.from_file(PROBLEM, file)
+        getattr(module, {"compile": "compile_for", "hold": "prepare"}.get(where, "custom_kernel"))(None)
+    except Exception as error:
+        return failure.reply(where, error, str(file), module)
+    raise AssertionError("it raised nothing")
+
+
+@pytest.mark.parametrize(
+    ("source", "where", "first"),
+    [
+        ("def custom_kernel(data):\n    return 1 / 0\n", "call", "my.py:2: ZeroDivisionError: division by zero"),
+        ("def custom_kernel():\n    pass\n", "call",
+         "my.py:1: TypeError: custom_kernel() takes 0 positional arguments but 1 was given"),
+        ("import torch\n\n\ndef custom_kernel(data):\n    return torch.zeros(2) @ torch.zeros(3)\n", "call",
+         "my.py:5: RuntimeError: inconsistent tensor size"),
+        ("def _inner(x):\n    return {}[x]\n\n\ndef custom_kernel(data):\n    return _inner('a\\nb')\n", "call",
+         r"my.py:2: KeyError: 'a\nb'"),
+        ("def custom_kernel(data):\n    raise ValueError('a\\nb')\n", "call", "my.py:2: ValueError: a"),
+        ("import torch\nimport no_such_module\n", "import",
+         "my.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("from task import nothing\n", "import", "my.py:1: ImportError: cannot import name 'nothing' from "),
+        ("def custom_kernel(data):\n    exec('x = (')\n", "call", "my.py:2: SyntaxError: '(' was never closed"),
+        ("def prepare(weights):\n    raise MemoryError\n", "hold", "my.py:2: MemoryError"),
+        ("def compile_for(target):\n    return target + 1\n", "compile", "my.py:2: TypeError: unsupported operand"),
+    ],
+)  # fmt: skip
+def test_an_exception_begins_with_its_line_and_then_has_its_trace(tmp_path, source, where, first):
+    said = replied(tmp_path, source, where)
+    lines = said["text"].splitlines()
+    assert lines[0].startswith(first) and lines[1] == "Traceback (most recent call last):"
+    assert ".py" in lines[2] and ("my.py" in lines[2] or "takes 0 positional" in first)
+    assert said["failed"] == where and said["memory"] == ("MemoryError" in first)
+
+
+def test_without_the_function_the_file_is_named(tmp_path):
+    error = AttributeError("it defines no custom_kernel(data)")
+    said = failure.reply("import", error, str(tmp_path / "my.py"))
+    assert said["text"].startswith("my.py: AttributeError: it defines no custom_kernel(data)\n")
+    assert failure.reply("call", ValueError("x"), None)["text"] == "ValueError: x\nValueError: x\n"
+
+
+BUILDS = """from pathlib import Path
+from problems.common import build
+
+
+def custom_kernel(data):
+    return {call}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_what_gpp_refuses_begins_with_the_line_of_the_source(tmp_path):
+    (tmp_path / "my.cpp").write_text("int f() {\n    return y;\n}\n")
+    said = replied(tmp_path, BUILDS.format(call='build.cpp(Path(__file__).with_suffix(".cpp"))'))
+    assert re.match(r"my\.cpp:2: error: .*y.* was not declared", said["text"])
+    assert said["failed"] == "compile" and "exit status" in said["text"]
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_what_nvcc_refuses_begins_with_the_line_of_the_source(tmp_path):
+    (tmp_path / "my.cu").write_text('#include "no_such_header.h"\n')
+    call = 'build.cuda(Path(__file__).with_suffix(".cu"), "sm90")'
+    assert re.match(r"my\.cu:1: error: no_such_header\.h: ", replied(tmp_path, BUILDS.format(call=call))["text"])
+    (tmp_path / "my.cu").write_text("__global__ void k(int* p) {\n    *p = q;\n}\n")
+    assert replied(tmp_path, BUILDS.format(call=call))["text"].startswith(
+        'my.cu:2: error: identifier "q" is undefined\n'
+    )
+
+
+def test_a_compilers_report_without_a_line_has_that_of_the_call(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise build.BuildError("nvcc is not on PATH: install the CUDA toolkit")
+
+    monkeypatch.setattr(build, "cuda", refuse)
+    said = replied(tmp_path, BUILDS.format(call='build.cuda("x.cu", "sm90")'))
+    assert said["text"].startswith("my.py:6: problems.common.build.BuildError: nvcc is not on PATH")
+
+
+def test_a_long_report_keeps_its_first_line(tmp_path):
+    said = replied(tmp_path, "def custom_kernel(data):\n    raise ValueError('x' * 10**6)\n")
+    assert said["text"].startswith("my.py:2: ValueError: xxx") and len(said["text"]) < failure.TEXT_LIMIT + 100
+
+
+def test_an_exception_that_cannot_be_shown_is_still_reported(tmp_path):
+    odd = "class Odd(Exception):\n    def __str__(self):\n        raise KeyError\n"
+    said = replied(tmp_path, f"{odd}\n\ndef custom_kernel(data):\n    raise Odd\n")
+    assert said["text"].startswith("my.py:7: ") and "Odd" in said["text"]

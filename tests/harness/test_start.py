@@ -1,0 +1,163 @@
+"""What a command does before anything is judged: no traceback without packages, and no torch for what needs none."""
+
+import ast
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from problems.common import venv
+from tests.support import ROOT
+from tools import setup
+
+LIMIT_S = 0.5  # of CPU time
+HEAVY = ("torch", "numpy", "pandas", "matplotlib", "cutlass")
+RUN, REPORT, OUTPUT = "harness/run.py", "leaderboard/report.py", "harness/results/output.py"
+SHORT = [
+    ([RUN, "--help"], 0, "--events"), ([RUN, "--list"], 0, "nvfp4_gemv"),
+    ([RUN, "nvfp4_gemv", "--list"], 0, "cpu_portable"), ([RUN, "dsv4_forward", "--list"], 0, "composed"),
+    ([RUN, "nvfp4_gemb"], 2, "PROBLEM must be one of"), ([RUN, "--oops"], 2, "--oops"),
+    ([RUN, "nvfp4_gemv", "--oops"], 2, "unrecognized arguments: --oops"),
+    ([RUN, "nvfp4_gemv", "--variant", "cpu_avx3"], 2, "variant must be one of nvfp4_gemv's (cpu_avx2"),
+    ([RUN, "nvfp4_gemv", "--against", "cpu_avx3"], 2, "variant must be one of nvfp4_gemv's (cpu_avx2"),
+    ([RUN, "nvfp4_gemv", "--device", "gpu"], 2, "--device must be cpu, cuda or cuda:N"),
+    ([RUN, "nvfp4_gemv", "--mode", "tset"], 2, "choose from"), ([RUN, "nvfp4_gemv", "--seed", "x"], 2, "--seed"),
+    ([RUN, "nvfp4_gemv", "--json", "no/such/folder/x"], 2, "--json: cannot write"),
+    ([REPORT, "--help"], 0, "--machine"), ([REPORT, "--format", "html"], 2, "--format"),
+]  # fmt: skip
+# Prints the packages that were imported, after all else on standard error.
+WATCH = f"""import atexit, runpy, sys
+atexit.register(lambda: print("heavy:", *sorted({HEAVY} & sys.modules.keys()), file=sys.stderr))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+""".replace(f"{HEAVY}", f"{set(HEAVY)}")
+COMMANDS = [
+    [RUN, "nvfp4_gemv"], [RUN, "--list"], [RUN], [REPORT], [REPORT, "--check"], ["leaderboard/code_table.py"],
+    ["-m", "harness.results.schema"], ["-m", "harness.problem.task_yml", "--check"],
+    ["problems/dsv4_forward/generate/generate.py"], ["-m", "problems.dsv4_forward.check"],
+]  # fmt: skip
+
+
+def used_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"), SHORT, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_what_judges_nothing_is_answered_at_once(arguments, code, said):
+    took = []
+    for _ in range(5):
+        before = used_s()
+        done = subprocess.run([sys.executable, "-c", WATCH, *arguments], cwd=ROOT, capture_output=True, text=True)
+        took.append(used_s() - before)
+        assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
+        assert done.stderr.endswith("heavy:\n"), "imported without need"
+        if took[-1] < LIMIT_S:
+            return
+    pytest.fail(f"took {min(took):.2f} s of CPU time, and may take {LIMIT_S} s")
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The commands' files without .venv, and what they need on a bare python3."""
+    place = tmp_path / "checkout"
+    for part in ("harness", "leaderboard", "problems"):
+        leave_out = shutil.ignore_patterns("__pycache__", "*.jsonl", "*.cu")
+        shutil.copytree(ROOT / part, place / part, ignore=leave_out)
+    return place
+
+
+def bare(place: Path, arguments: list[str], *flags: str) -> subprocess.CompletedProcess:
+    """A command run by a python that sees no packages."""
+    python = os.path.realpath(sys.executable)
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(place), "PYTHONNOUSERSITE": "1"}
+    command = [python, "-S", *flags, *arguments]
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_without_packages_one_line_names_make_setup(checkout, arguments):
+    done = bare(checkout, arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "run `make setup` first: " in done.stderr and " has no torch, " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("file", [RUN, REPORT, "leaderboard/code_table.py", "problems/common/venv.py", OUTPUT])
+def test_what_a_command_reads_first_is_known_to_older_pythons(file):
+    """As far as its syntax: what is too old is named by a line, not by a traceback."""
+    ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
+
+
+def test_help_needs_no_package(checkout):
+    for command in (RUN, REPORT):
+        done = bare(checkout, [command, "--help"])
+        assert done.returncode == 0 and done.stdout.startswith("usage: ") and done.stderr == ""
+
+
+def test_with_venv_the_command_is_run_by_it(checkout):
+    """With all its words and flags; a python in .venv that lacks the packages too is not called forever."""
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\nexit 7\n')
+    python.chmod(0o755)
+    done = bare(checkout, [RUN, "nvfp4_gemv", "--case", "a b"], "-u")
+    assert (done.returncode, done.stdout, done.stderr) == (7, f"-S -u {RUN} nvfp4_gemv --case a b\n", "")
+    done = bare(checkout, ["-m", "harness.results.schema"])
+    assert (done.returncode, done.stdout) == (7, "-S -m harness.results.schema\n")
+    python.write_text("no program")
+    done = bare(checkout, [RUN, "nvfp4_gemv"])
+    assert done.returncode == 2 and "cannot be started" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_venv_without_the_packages_does_not_call_itself(checkout):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", checkout / ".venv"], check=True)
+    done = bare(checkout, [RUN, "nvfp4_gemv"])
+    assert done.returncode == 2 and "run `make setup` first" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_is_needed_is_what_the_set_up_calls_essential():
+    names = {"yaml": "pyyaml"}
+    assert {names.get(name, name) for name in venv.NEEDED} == {*setup.ESSENTIAL} - {"pytest"}
+
+
+def test_an_old_python_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(venv, "VENV", str(tmp_path))
+    monkeypatch.setattr(venv, "OLDEST", (99, 0))
+    with pytest.raises(SystemExit) as stop:
+        venv.enter("x")
+    assert stop.value.code == 2 and "is older than Python 99.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_gets_options_modes_and_problems(shell):
+    script = subprocess.run(
+        [sys.executable, RUN, "--print-completion", shell], cwd=ROOT, capture_output=True, text=True
+    )
+    assert script.returncode == 0 and script.stderr == ""
+    for word in ("--against", "leaderboard", "nvfp4_gemv", "dsv4_forward", "run.py"):
+        assert word in script.stdout
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_bash_completes(tmp_path):
+    def completed(*words: str) -> list[str]:
+        said = subprocess.run(
+            [sys.executable, RUN, "--print-completion", "bash"], cwd=ROOT, capture_output=True, text=True
+        )
+        quoted = " ".join(f"'{word}'" for word in ("harness/run.py", *words))
+        ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; $(complete -p run.py | sed 's/.*-F \\([^ ]*\\).*/\\1/')"
+        script = f'{said.stdout}\n{ask}\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'
+        done = subprocess.run(["bash", "--norc"], input=script, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert completed("nvf") == ["nvfp4_gemv"]
+    assert completed("nvfp4_gemv", "--mode", "la") == ["latency"]
+    assert set(completed("nvfp4_gemv", "--s")) == {"--submission", "--seed", "--sanitize"}

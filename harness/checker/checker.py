@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from harness.checker import foreign, memory
+from harness.checker import foreign, forms, inputs, memory
 from harness.runner import flush, gate, native, tree, wire
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
@@ -113,7 +113,7 @@ class Checker:
         """Make the inputs of a case from a seed, and the reference's answer to them. Return how a buffer holds them."""
         self.pristine = self.want = None  # before the next ones are made: they may be large
         case = {**message["case"], "seed": message["seed"]}
-        self.pristine = make(self.reference, self.task, case, self.device, self.own, self.weights)
+        self.pristine = inputs.make(self.reference, self.task, case, self.device, self.own, self.weights)
         layout = tree.Layout()
         self.spec = tree.describe(self._delivered(), layout)
         # On a GPU the runner copies outputs within its buffer; on a CPU the checker fetches them.
@@ -342,7 +342,7 @@ class Checker:
         for i, output in zip(self.outputs, taken, strict=True):
             if output is None or not memory.same(memory.region(leaves[i], buffer), output):
                 return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
-        if claims is not None and (fault := self._returned_fault(claims, self.captures)):
+        if claims is not None and (fault := forms.returned_fault(claims, self.captures, self.own)):
             return _verdict("INCORRECT", fault)
         output = got[0] if len(got) == 1 else tuple(got)
         result = self.reference.compare(self.pristine, self.want, output, message["baseline"])
@@ -353,16 +353,16 @@ class Checker:
         """Return the verdict of a GPU MODE folder's own check. claim: what the runner says that came back; taken: the
         tensors' bytes on a CPU.
         """
-        forms = foreign.tensors_of(claim)
-        if fault := self._returned_fault(forms, self.captures):
+        returned = forms.tensors_of(claim)
+        if fault := forms.returned_fault(returned, self.captures, self.own):
             return _verdict("INCORRECT", fault)
         if self.device == "cuda":
-            got = [memory.copied(spec, form, buffer) for spec, form in zip(self.captures, forms, strict=True)]
+            got = [memory.copied(spec, form, buffer) for spec, form in zip(self.captures, returned, strict=True)]
         else:
-            got = [memory.interpret(part, form) for part, form in zip(taken, forms, strict=True)]
+            got = [memory.interpret(part, form) for part, form in zip(taken, returned, strict=True)]
         if any(part is None for part in got):
             return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
-        answer = foreign.answer(claim, iter([tree.clone(part) for part in got]))
+        answer = forms.answer(claim, iter([tree.clone(part) for part in got]))
         ok, said = foreign.said_of(self.reference, self.pristine, answer)
         return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
 
@@ -378,24 +378,6 @@ class Checker:
             pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
             if not all(memory.same(memory.region(leaf, held), tree.raw(source)) for leaf, source in pairs):
                 return "the weights were changed by the call"
-        return ""
-
-    def _returned_fault(self, claims: list[dict], wanted: list[dict]) -> str:
-        """Return what is wrong with the forms of the returned tensors, "" if nothing. wanted: specifications of tensors
-        (harness/runner/tree.py).
-        """
-        if len(claims) != len(wanted):
-            return f"custom_kernel must return {len(wanted)} tensors, got {len(claims)}"
-        for claim, want in zip(claims, wanted, strict=True):
-            form, device = f"{want['dtype']} {tuple(want['shape'])}", {"device": "cuda", "host": "cpu"}[want["space"]]
-            if claim["type"] != "Tensor":
-                return f"custom_kernel must return a torch.Tensor, {form}, got {claim['type']}"
-            came = f"{claim['dtype']} {tuple(claim['shape'])} on {claim['device']}"
-            admitted = [f"{dtype} {tuple(want['shape'])} on {device}" for dtype in want.get("dtypes", [want["dtype"]])]
-            if came not in admitted:
-                return f"custom_kernel must return {form} on {device}, got {came}"
-            if self.own and not claim["same"]:
-                return f"custom_kernel must return the output tensor it was given ({form}), got another one"
         return ""
 
     def _inout(self) -> list[int]:
@@ -425,20 +407,6 @@ class Checker:
     def _sync(self) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-
-
-def make(reference: ModuleType, task: Any, case: dict, device: str, own: bool, weights: Any = None) -> Any:
-    """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
-    inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
-    """
-    if not own:
-        return foreign.make(reference, case)
-    if not hasattr(reference, "generate_weights"):
-        return reference.generate_input(**case, device=device)
-    if weights is None:
-        raise ValueError("weights must be made before the inputs of a problem that splits them, got None")
-    inputs, outputs = reference.generate_input(**case, device=device)
-    return task.Data(weights, inputs, outputs)
 
 
 def _fields(spec: dict) -> list[str]:

@@ -9,7 +9,6 @@ harness/runner/wire.py.
 """
 
 import gc
-import json
 import socket
 import sys
 import time
@@ -17,15 +16,14 @@ from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
-from harness.runner import clock, failure, gate, integrity, matmul, native, streams, tree, wire
+from harness.runner import claims, clock, failure, gate, integrity, matmul, native, streams, tree, wire
 from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, load
 
-CLAIMS = 64  # returned objects in a reply
 COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
 
 
@@ -136,7 +134,7 @@ class Runner:
             kernel = self.module.custom_kernel
             calls = tuple((data, *self._setup(data, message)) for data in map(self._data, self.buffers))
         if not self.opened["own"]:
-            kernel = _noting(kernel, self.page)
+            kernel = claims.noting(kernel, self.page)
         gc.disable()
         try:
             wire.send(self.sock, {"ready": True})
@@ -146,9 +144,9 @@ class Runner:
         if self.module is None:
             return {"claims": [], "switches": []}
         if self.opened["own"]:
-            forms = _forms(result, [self._leaf(calls[message["buffer"]][0], i) for i in self.opened["outputs"]])
+            forms = claims.forms(result, [self._leaf(calls[message["buffer"]][0], i) for i in self.opened["outputs"]])
         else:
-            forms = [_structure(result)]
+            forms = [claims.structure(result)]
         return {"claims": forms, "switches": self.switches.restore()}
 
     def _timed_call(self, message: dict, buffer: MappedBuffer) -> dict:
@@ -160,7 +158,7 @@ class Runner:
         sources = [tree.raw(output) for output in outputs]
         copies = self.opened["captures"]
         captures = [tree.tensor(spec, buffer.memory[spec["space"]]) for spec in copies if self.opened["own"]]
-        claims: list[dict] = []
+        returned: list[dict] = []
         setup_us, state = None, ()
         if message["baseline"] and hasattr(self.module, "setup"):
             if key is not None:  # a baseline's preparations see the contents; baselines are not adversaries
@@ -177,12 +175,12 @@ class Runner:
 
         def capture(result: object) -> None:
             if self.opened["own"]:
-                claims.extend(_capture_own(result, outputs, sources, captures))
+                returned.extend(claims.capture_own(result, outputs, sources, captures))
             else:
-                claims.extend(_capture_any(result, copies, buffer))
+                returned.extend(claims.capture_any(result, copies, buffer))
 
         timed = self._timed(run, capture, self._delivery(buffer, key, message), message["audit"])
-        return {**timed, "setup_us": setup_us, "claims": claims}
+        return {**timed, "setup_us": setup_us, "claims": returned}
 
     def profile(self, message: dict, _: list[int]) -> dict:
         buffer = self.buffers[0]
@@ -339,89 +337,6 @@ class _Empty(NamedTuple):
 
 def _call(kernel: Callable[[], object]) -> object:
     return kernel()
-
-
-def _noting(kernel: Callable, page: Page) -> Callable:
-    """Return `kernel` with a note for the judge: where the returned tensors are, and what they are."""
-
-    def noted(*arguments: object) -> object:
-        result = kernel(*arguments)
-        places = [
-            (item.data_ptr(), tree.extent(item) * item.element_size()) if _is_plain(item) else (0, 0)
-            for item in tree.parts(result)[: gate.RETURNED]
-        ]
-        said = json.dumps([_structure(result)]).encode()
-        gate.bindings().note_returned(page.address, places, said)
-        return result
-
-    return noted
-
-
-def _capture_own(
-    result: object, outputs: list[torch.Tensor], sources: list[torch.Tensor], captures: list[torch.Tensor]
-) -> list[dict]:
-    """Copy the judge's output tensors (`sources`: their bytes). Return the claims of what came back."""
-    for source, target in zip(sources, captures, strict=True):
-        tree.raw(target).copy_(source)
-    return _forms(result, outputs)
-
-
-def _forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
-    """Return the claim of each object that a call returned which received its outputs."""
-    returned = list(result) if isinstance(result, tuple | list) else [result]
-    return [_form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned[:CLAIMS])]
-
-
-def _capture_any(result: object, captures: list[dict], buffer: MappedBuffer) -> list[dict]:
-    """Copy whatever tensors came back, where they have a form that is judged; say what came."""
-    for item, spec in zip(tree.parts(result), captures, strict=False):
-        if _is_plain(item) and str(item.dtype).removeprefix("torch.") in spec["dtypes"]:
-            form = {"dtype": str(item.dtype).removeprefix("torch."), "nbytes": item.numel() * item.element_size()}
-            if list(item.shape) == spec["shape"]:
-                copy = tree.tensor({**spec, **form}, buffer.memory[spec["space"]])
-                # A transposed copy would take much longer than a plain one, and more than a clock allows for.
-                tree.in_memory_order(copy, tree.memory_order(item.shape, item.stride())).copy_(item)
-    return [_structure(result)]
-
-
-def _structure(value: object, left: list[int] | None = None) -> dict:
-    """What a call returned: of a tuple, a list or a dict what is in it, of a plain value the value, else its form.
-
-    left: how many more objects are told of.
-    """
-    left = [CLAIMS] if left is None else left
-    left[0] -= 1
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {"type": kind, "items": [_structure(item, left) for item in value if left[0] > 0]}
-    if isinstance(value, dict):
-        keys = sorted(map(str, value))[: max(0, left[0])]
-        return {"type": "dict", "keys": keys, "items": [_structure(value.get(key), left) for key in keys]}
-    if value is None or isinstance(value, int | float | str):
-        return {"type": "value", "value": json.dumps(value)}
-    return _form(value)
-
-
-def _is_plain(item: object) -> TypeGuard[torch.Tensor]:
-    """Return whether it is a dense tensor, and no object that only behaves like one; torch.compile's notes are fine."""
-    if type(item) is not torch.Tensor or item.layout is not torch.strided:
-        return False
-    return all(isinstance(name, str) and name.startswith("_dynamo_") for name in vars(item))
-
-
-def _form(item: object, own: torch.Tensor | None = None) -> dict:
-    """Return the claim of one returned object; `same`: it is the tensor that the judge handed out."""
-    if not _is_plain(item):
-        return {"type": f"{type(item).__name__}{' that is no plain one' if type(item) is torch.Tensor else ''}"}
-    same = (
-        own is not None
-        and (item is own or item.data_ptr() == own.data_ptr())
-        and (item.dtype, item.shape, item.stride()) == (own.dtype, own.shape, own.stride())
-    )
-    return {
-        "type": "Tensor", "dtype": str(item.dtype).removeprefix("torch."), "shape": list(item.shape),
-        "stride": list(item.stride()), "device": item.device.type, "same": same,
-    }  # fmt: skip
 
 
 def main() -> None:

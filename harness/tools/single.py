@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from harness.checker import checker
+from harness.checker import inputs
 from harness.problem import folders
 from problems.common import load
 
@@ -27,7 +27,7 @@ def main() -> None:
     for case in cases:
         split = own and hasattr(reference, "generate_weights")
         weights = reference.generate_weights(**case, device=device) if split else None
-        data = checker.make(reference, task, case, device, own, weights)
+        data = inputs.make(reference, task, case, device, own, weights)
         if split and hasattr(module, "prepare"):
             data = data._replace(weights=module.prepare(weights))
         state = (module.setup(data),) if hasattr(module, "setup") else ()

@@ -10,7 +10,7 @@ import torch
 
 from harness.checker.checker import Checker
 from harness.problem import folders, scan
-from harness.runner import runner, tree
+from harness.runner import claims, tree
 from problems.common import load
 from problems.dsv4_forward import judged_call
 from problems.dsv4_forward.cache.state import State
@@ -316,8 +316,8 @@ def test_the_checker_delivers_and_judges_a_call():
         module = load.module(FOLDER, stem)
         result = module.custom_kernel(data._replace(weights=module.prepare(weights)))
         judge.caught["r"] = judge._catch("r", buffer, judge.pages["r"], judge.freezers["r"])
-        claims = runner._forms(result, outputs)
-        verdict = judge.judge({"runner": "r", "buffer": 0, "claims": claims, "baseline": False}, [])
+        returned = claims.forms(result, outputs)
+        verdict = judge.judge({"runner": "r", "buffer": 0, "claims": returned, "baseline": False}, [])
         assert verdict["status"] == status, verdict
     judge.release({"op": "release", "runner": "r"}, [])
 

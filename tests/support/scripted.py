@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from harness.runner import buffers, clock, gate, runner, tree, wire
+from harness.runner import buffers, claims, clock, gate, tree, wire
 from problems.common import load
 
 LIMIT_S = 0.15  # for a runner whose script never ends its reply
@@ -180,11 +180,11 @@ class Peer(threading.Thread):
             result = () if self.own else self._compute(self.buffers[told])
             self._say_done(number)
             number += 1
-        claims = []
+        found = []
         if not self.own:
             returned = list(result) if isinstance(result, tuple) else [result]
-            claims = [{**runner._form(item), "same": self.opened["own"]} for item in returned]
-        self.say("call", {"claims": claims, "switches": []})
+            found = [{**claims.form(item), "same": self.opened["own"]} for item in returned]
+        self.say("call", {"claims": found, "switches": []})
 
     def _told(self, number: int, later: bool) -> int | None:
         """Wait for the judge's "go" through the words of harness/runner/gate.cpp. -> which call it is; None: there is
@@ -213,7 +213,7 @@ class Peer(threading.Thread):
         result = KERNELS[self.folder.name](data, self.script.computes)
         if not self.opened["own"]:
             self.kept = result
-            said = json.dumps([runner._form(result)]).encode()
+            said = json.dumps([claims.form(result)]).encode()
             gate.bindings().note_returned(self.page.address, [(result.data_ptr(), 4 * result.numel())], said)
         return result
 

@@ -1,0 +1,32 @@
+"""Inputs of a call, from the problem's own generator."""
+
+import random
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+
+def make(reference: ModuleType, task: Any, case: dict, device: str, own: bool, weights: Any = None) -> Any:
+    """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
+    inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
+    """
+    if not own:
+        return of_folder(reference, case)
+    if not hasattr(reference, "generate_weights"):
+        return reference.generate_input(**case, device=device)
+    if weights is None:
+        raise ValueError("weights must be made before the inputs of a problem that splits them, got None")
+    inputs, outputs = reference.generate_input(**case, device=device)
+    return task.Data(weights, inputs, outputs)
+
+
+def of_folder(reference: ModuleType, case: dict) -> Any:
+    """Return the data of a call to a folder in GPU MODE's format. All global generators are seeded too: what a folder
+    draws from them, a disclosed seed gives again.
+    """
+    torch.manual_seed(case["seed"] % 2**63)
+    numpy.random.seed(case["seed"] % 2**32)
+    random.seed(case["seed"])
+    return reference.generate_input(**case)

@@ -340,7 +340,7 @@ import torch
 def custom_kernel(data):
     a, b, scale = data
     form = {"type": "Tensor", "dtype": "float32", "shape": [2**48] * 4, "stride": [0] * 4, "device": "cpu"}
-    sys.modules["__main__"]._form = lambda *_: form
+    sys.modules["harness.runner.claims"].form = lambda *_: form
     return scale * (torch.cat(a) + torch.cat(b))
 """
 HONEST_LISTS = """

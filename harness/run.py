@@ -46,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
     p.add_argument("--submission", metavar="FILE", help="a file of your own")
     p.add_argument("--against", metavar="VARIANT_OR_FILE", help="interleaved pairs; ratio with its 95 %% interval")
+    p.add_argument("--processes", type=int, metavar="N", help="of each, with --against: more of them decide more")
+    p.add_argument(
+        "--same-within", type=float, default=1.5, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)"
+    )
     p.add_argument(
         "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
     )
@@ -166,6 +170,10 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError(f"--device must be cpu, cuda or cuda:N, got {args.device!r}")
     if args.timeout is not None and not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
+    if args.processes is not None and not (args.against and 2 <= args.processes <= 1000):
+        raise UsageError(f"--processes must be 2 to 1000 and goes with --against, got {args.processes}")
+    if not 0 < args.same_within < 50:
+        raise UsageError(f"--same-within must be over 0 and under 50, in percent, got {args.same_within}")
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
     if args.json and args.json != "-":

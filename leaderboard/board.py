@@ -340,8 +340,12 @@ def _pairs(timed: pd.DataFrame) -> pd.DataFrame:
     for line in rows_of(timed[timed.paired & (timed.status == "PASSED")]):
         against = line.record["against"]
         lo, hi = (_number(bound) for bound in against.get("ci95") or (math.nan, math.nan))
-        # Records of before there was a word are read by their 95 % interval.
+        # Records of before there was a word are read by their 95 % interval. Before there was UNDECIDED, SAME was said
+        # where neither of the others was.
         word = _text(against.get("word")) or ("FASTER" if hi < 1 else "SLOWER" if lo > 1 else "SAME")
+        within = _number(against.get("same_within") or stats.SAME_WITHIN)
+        if word == "SAME" and not 1 - within <= lo <= hi <= 1 + within:
+            word = "UNDECIDED"
         row = (line.variant, _text(against.get("variant")), line.case, _number(against.get("ratio")), lo, hi, word)
         rows.append(dict(zip(PAIRS, (*row, line.run_id), strict=True)))
     pairs = pd.DataFrame(rows, columns=PAIRS)

@@ -161,7 +161,11 @@ def against(j: Result) -> None:
 
 def _ratio(j: Result, pair: dict) -> str:
     lo, hi = pair["ci95"]
-    return f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
+    said = f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
+    if "needed" not in pair:
+        return said
+    times = pair["needed"] / pair["processes"]
+    return f"{said}: about --processes {pair['needed']} would decide, {times:.1f} times as long"
 
 
 def why(j: Result) -> str:

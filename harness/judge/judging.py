@@ -101,7 +101,15 @@ class Judging:
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
         timings, all_readings = phases.run_benchmarks(
-            session, handles, self.cases, progress, paired, group, have, limit_s
+            session,
+            handles,
+            self.cases,
+            progress,
+            paired,
+            group,
+            have,
+            limit_s,
+            self._how(paired and phase == "benchmark"),
         )
         for j in judged:
             for timing in timings[j.submission.name]:
@@ -110,7 +118,13 @@ class Judging:
                     self.events.failed(j.submission.name, timing.case.params, bad.status, bad.reason)
             j.times = [verdict.aggregate(t, g) for t, g in zip(timings[j.submission.name], all_readings, strict=True)]
         if paired:
-            verdict.pair(*judged)
+            verdict.pair(*judged, self.args.same_within / 100)
+
+    def _how(self, asked: bool) -> phases.Plan | None:
+        """Return the counts of the comparison that was asked for; None: the judge's own."""
+        if not asked or not self.args.processes:
+            return None
+        return dataclasses.replace(phases.plan(self.device, True), processes=self.args.processes)
 
     def _confirm(self, session: Session, progress: Progress, kept: Journal) -> None:
         """Time the submission that would take the lead once more (harness/judge/confirm.py), until none would."""

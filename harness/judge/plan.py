@@ -9,7 +9,7 @@ from harness.problem.folders import Case, Problem, UsageError, reading
 from harness.results import environment, record, schema
 
 # Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
-OPTIONS = ("mode", "variant", "submission", "against", "all", "seed", "timeout")
+OPTIONS = ("mode", "variant", "submission", "against", "processes", "same_within", "all", "seed", "timeout")
 _WORDS = {
     "arguments": "its arguments", "submissions": "the submissions", "tests": "the test cases", "target": "the target",
     "benchmarks": "the benchmark cases", "problem_hash": "the problem's own files", "environment": "the environment",
@@ -50,7 +50,8 @@ def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespac
     for name in OPTIONS:
         given, planned = _absolute(getattr(arguments, name)), began_with[name]
         if given != getattr(defaults, name) and given != planned:
-            raise UsageError(f"--resume goes on with the options of that run: --{name} was {planned!r}, got {given!r}")
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--resume goes on with the options of that run: {option} was {planned!r}, got {given!r}")
         setattr(arguments, name, planned)
 
 

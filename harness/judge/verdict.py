@@ -117,24 +117,26 @@ def aggregate(timing: Timing, readings: ReferenceReadings) -> CaseTime:
     return CaseTime(timing.case, timing, readings, None, median, stats.bootstrap_interval(timing.samples))
 
 
-def pair(first: Result, second: Result) -> None:
+def pair(first: Result, second: Result, within: float = stats.SAME_WITHIN) -> None:
     """Give `first` the ratios of its times to the second's, on equal contents, in the cases that both serve; none
-    where one of them failed.
+    where one of them failed. within: of 1, for SAME.
     """
     if any(t.failure and t.failure.status != "UNSUPPORTED" for j in (first, second) for t in j.times):
         return
     both = zip(first.times, second.times, strict=True)
     cases = [None if a.failure or b.failure else ratios(a.timing, b.timing) for a, b in both]
     if served := [case for case in cases if case]:
-        first.against = [_against(second, stats.compare([case])) if case else None for case in cases]
-        first.against_all = _against(second, stats.compare(served))
+        first.against = [_against(second, stats.compare([case]), within) if case else None for case in cases]
+        first.against_all = _against(second, stats.compare(served), within)
 
 
-def _against(other: Result, found: stats.Ratio) -> dict:
-    return {
+def _against(other: Result, found: stats.Ratio, within: float) -> dict:
+    word = found.word(within)
+    said = {
         "variant": other.submission.name, "ratio": found.ratio, "ci95": list(found.ci95), "ci99": list(found.ci99),
-        "word": found.word,
+        "word": word, "processes": found.processes, "same_within": within,
     }  # fmt: skip
+    return {**said, "needed": found.needed(within)} if word == "UNDECIDED" else said
 
 
 class Recorder:

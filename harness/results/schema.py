@@ -110,8 +110,11 @@ class Against(_Checked):
     variant: str | None = Field(None, description="the other variant")
     ratio: float | None = Field(None, description="geometric mean of this time / the other's time")
     ci95: Pair | None = Field(None, description="its 95 % interval: [low, high]")
-    ci99: Pair | None = Field(None, description="its 99 % interval, by which `word` is chosen")
-    word: str | None = Field(None, description="FASTER, SAME or SLOWER")
+    ci99: Pair | None = Field(None, description="its 99 % interval: FASTER and SLOWER if it excludes 1")
+    word: str | None = Field(None, description="FASTER, SLOWER, SAME or UNDECIDED")
+    processes: int | None = Field(None, description="of each of the two, that were compared")
+    same_within: float | None = Field(None, description="how near to 1 the 95 % interval must be for SAME")
+    needed: int | None = Field(None, description="where UNDECIDED: about how many processes would decide")
 
 
 class Confirms(_Checked):

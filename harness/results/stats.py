@@ -5,6 +5,7 @@ from a bootstrap in two levels: processes are drawn with replacement, then sampl
 give equal intervals. With three processes the outer level is coarse, and with one it says nothing.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -13,6 +14,7 @@ import numpy as np
 
 RESAMPLES = 2000
 LEVEL = (2.5, 97.5)  # percentiles: the bounds of a 95 % interval
+SAME_WITHIN = 0.015  # a ratio whose 95 % interval is nearer to 1 is called SAME
 
 Groups = Sequence[Sequence[float]]
 
@@ -44,19 +46,30 @@ def bootstrap_interval(groups: Groups, seed: int = 0) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of one variant's times to another's. ci95, ci99: (lo, hi)."""
+    """Of one variant's times to another's. ci95, ci99: (lo, hi). processes: of each that were compared."""
 
     ratio: float
     ci95: tuple[float, float]
     ci99: tuple[float, float]
+    processes: int
 
-    @property
-    def word(self) -> str:
-        """FASTER, SLOWER or SAME: by the 99 % interval, so that of a hundred comparisons with itself one is called
-        something else.
+    def word(self, within: float = SAME_WITHIN) -> str:
+        """Return FASTER or SLOWER if the 99 % interval excludes 1, so that of a hundred comparisons with itself one is
+        called something else; else SAME if the 95 % interval is within 1 -+ `within`; else UNDECIDED.
         """
-        lo, hi = self.ci99
-        return "FASTER" if hi < 1 else "SLOWER" if lo > 1 else "SAME"
+        if self.ci99[1] < 1 or self.ci99[0] > 1:
+            return "FASTER" if self.ci99[1] < 1 else "SLOWER"
+        return "SAME" if self.ci95[0] >= 1 - within and self.ci95[1] <= 1 + within else "UNDECIDED"
+
+    def needed(self, within: float = SAME_WITHIN) -> int:
+        """Return about how many processes of each would decide, if the ratio stays where it is: an interval's width
+        goes with the root of their number.
+        """
+        away = abs(math.log(self.ratio))
+        halves = [math.log(hi / lo) / 2 for lo, hi in (self.ci95, self.ci99)]
+        rooms = math.log(1 + within) - away, away
+        factors = [(half / room) ** 2 for half, room in zip(halves, rooms, strict=True) if room > 0]
+        return math.ceil(self.processes * max(1.0, min(factors)))
 
 
 def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int = 0) -> Ratio:
@@ -89,7 +102,7 @@ def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int 
         wider = _widening(count, level)
         return float(np.exp(center + wider * lo)), float(np.exp(center + wider * hi))
 
-    return Ratio(float(np.exp(center)), interval(95), interval(99))
+    return Ratio(float(np.exp(center)), interval(95), interval(99), count)
 
 
 def _midmean(values: np.ndarray) -> np.ndarray:
@@ -106,15 +119,20 @@ def _resampled(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _widening(count: int, level: float) -> float:
-    """Student's t over the normal quantile, and the bootstrap's missing 1 / (count - 1); the former to 3 % for count 3
-    (Abramowitz and Stegun 26.7.5).
-    """
+    """Return Student's t over the normal quantile, times the bootstrap's missing root of count / (count - 1)."""
     if count < 2:
         return 1.0
-    z, n = NormalDist().inv_cdf(0.5 + level / 200), count - 1
-    t = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return t / z * (count / n) ** 0.5
+    return _students_t(count - 1, level) / NormalDist().inv_cdf(0.5 + level / 200) * (count / (count - 1)) ** 0.5
+
+
+def _students_t(free: int, level: float) -> float:
+    """Return how far from 0 `level` % of Student's t with `free` degrees of freedom reaches. In the angle of which t is
+    root(free) times the tangent, its density is a power of the cosine.
+    """
+    angle = np.linspace(0, np.pi / 2, 50_001)
+    density = np.cos(angle) ** (free - 1)
+    mass = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return float(free**0.5 * np.tan(np.interp(level / 100 * mass[-1], mass, angle)))
 
 
 def geomean_interval(cases: Sequence[Groups], seed: int = 0) -> tuple[float, float]:

@@ -219,12 +219,14 @@ def test_a_run_that_failed_does_not_become_the_board():
 
 
 def test_a_pair_is_called_what_its_record_calls_it():
-    """By its 99 % interval, which the record knows; one without a word is read by the interval that it has."""
+    """By its 99 % interval, which the record knows; one without a word is read by the interval that it has, and one
+    that says SAME of a wide interval is of before there was UNDECIDED.
+    """
     words = []
-    for word in ({"word": "SAME"}, {}):
-        pair = {"variant": "b", "ratio": 0.9, "ci95": [0.89, 0.91], **word}
+    for word, ci95 in ((None, [0.89, 0.91]), ("SAME", [0.99, 1.01]), ("SAME", [0.57, 4.2]), ("SLOWER", [1.0, 1.2])):
+        pair = {"variant": "b", "ratio": 0.9, "ci95": ci95, **({"word": word} if word else {})}
         words.append(one(full("a", 0.9, against=pair) + full("b", 1.0)).pairs.word.iloc[0])
-    assert words == ["SAME", "FASTER"]
+    assert words == ["FASTER", "SAME", "UNDECIDED", "SLOWER"]
 
 
 def test_the_newest_pair_counts_and_a_repeat_is_no_variant():

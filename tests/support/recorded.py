@@ -76,7 +76,7 @@ class World:
                     outcome = Outcome("INCORRECT" if bad else "PASSED", "mismatch" if bad else "", {"rel": 0.0})
                 done(handle, case, outcome)
 
-    def run_benchmarks(self, session, handles, cases, progress, paired, group, have, limit_s):
+    def run_benchmarks(self, session, handles, cases, progress, paired, group, have, limit_s, how=None):
         timings = {handle.name: [Timing(case) for case in cases] for handle in handles}
         names = [handle.name for handle in handles]
         for name in names:

@@ -141,7 +141,9 @@ class Fuzz:
         self.read += sum(min(script.did, script.read) for script in made)
 
     def _judging(self, recorder: Recorder, held: Journal) -> Judging:
-        args = argparse.Namespace(mode="leaderboard", timeout=None, against=None, all=True)
+        args = argparse.Namespace(
+            mode="leaderboard", timeout=None, against=None, all=True, processes=None, same_within=1.5
+        )
         return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda _: None, Events(None))
 
     def _judged(self, name: str) -> Result:

@@ -57,6 +57,12 @@ class MappedBuffer:
             self._device = native.DeviceBuffer(sizes["device"], base64.b64decode(message["handle"]))
             self.memory["device"] = self._device.bytes
 
+    def address(self, leaf: dict) -> int:
+        """Return where a tensor of a specification lies, without a tensor that a submission could have changed."""
+        if leaf["space"] == "host":
+            return self.memory["host"].data_ptr() + leaf["offset"]
+        return (self._device.address if self._device else 0) + leaf["offset"]
+
     def close(self) -> None:
         """Unmap the device part. The host part is unmapped with the last tensor over it."""
         self.memory.clear()

@@ -32,15 +32,6 @@ def noting(kernel: Callable, page: Page) -> Callable:
     return noted
 
 
-def capture_own(
-    result: object, outputs: list[torch.Tensor], sources: list[torch.Tensor], captures: list[torch.Tensor]
-) -> list[dict]:
-    """Copy the judge's output tensors (`sources`: their bytes). Return the claims of what came back."""
-    for source, target in zip(sources, captures, strict=True):
-        tree.raw(target).copy_(source)
-    return forms(result, outputs)
-
-
 def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
     """Return the claim of each object that a call returned which received its outputs."""
     returned = list(result) if isinstance(result, tuple | list) else [result]

@@ -7,7 +7,6 @@ docs/measuring.md has the steps and their reasons. On a CPU the judge's clock ru
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter_ns  # bound here: a submission that replaces time.perf_counter_ns does not reach it
 
 import torch
 
@@ -19,8 +18,8 @@ FLUSH_CONFIG = 4  # of the reader
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call. us: the clock's reading; host_us: until the call returned to Python; host_bound: the device ran
-    dry before everything was enqueued, so `us` holds host time.
+    """One timed call. us: the clock's reading; host_us: until the call returned; host_bound: the device ran dry before
+    the call had enqueued everything, so `us` holds host time.
     """
 
     us: float
@@ -49,7 +48,10 @@ class CudaClock:
         self._junk = torch.zeros(JUNK_FACTOR * l2, dtype=torch.uint8, device="cuda")
         self._timer = native.Timer()
 
-    def time(self, call: Callable[[], object], capture: Callable[[object], None], delivery: Delivery) -> Sample:
+    def time(self, call: native.Call, capture: Callable[[object], None], delivery: Delivery) -> tuple[Sample, object]:
+        """Return the reading of a call on cold caches, and what it returned. capture: copies what `call.copies` cannot
+        name beforehand, as in a folder whose calls return tensors of their own.
+        """
         torch.cuda.synchronize()
         native.reset_persisting_l2()
         if delivery.buffer is not None and delivery.key is not None:
@@ -62,14 +64,9 @@ class CudaClock:
         gc.disable()
         try:
             delivery.ready()
-            self._timer.begin(int(delivery.spin_us * 1e3))
-            before = perf_counter_ns()
-            result = call()
-            host_us = (perf_counter_ns() - before) / 1e3
-            self._timer.end()
+            result, host_us, host_bound = self._timer.call(int(delivery.spin_us * 1e3), call)
             capture(result)
-            host_bound = self._timer.started()  # the spin was over before the last command was enqueued
         finally:
             gc.enable()
         torch.cuda.synchronize()
-        return Sample(self._timer.elapsed_us(), host_us, host_bound)
+        return Sample(self._timer.elapsed_us(), host_us, host_bound), result

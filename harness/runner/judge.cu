@@ -2,6 +2,10 @@
 // make the roof. Everything goes to the default queue, like the submissions.
 #include <cstdint>
 #include <cuda_runtime.h>
+#include <ctime>
+
+// Of the interpreter that loads this.
+extern "C" void* PyObject_CallObject(void* callable, void* arguments);
 
 namespace {
 
@@ -134,6 +138,12 @@ __global__ void discard(char* data, size_t bytes) {
 
 cudaEvent_t start_event, stop_event;
 
+double now_us() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1e6 + time.tv_nsec * 1e-3;
+}
+
 struct Config {
     int blocks_per_sm;  // 0: as many blocks as give every thread one round of loads
     int threads, loads, pieces;
@@ -174,26 +184,43 @@ int judge_clean(void* junk, size_t bytes, int sms) {
     return cudaGetLastError();
 }
 
-int judge_spin(unsigned long long nanoseconds, int sms) {
-    spin<<<2 * sms, 1024>>>(nanoseconds);
-    return cudaGetLastError();
-}
+struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+};
+struct Called {
+    double host_us;  // until the call returned to here
+    int ran_dry;     // 1: the device had reached the start event before the stop event was enqueued
+    int error;
+};
 
-// The clock: spin, begin, the call, end, (copies of its outputs), a device sync, read.
-int judge_begin() {
+// One timed call, from the spin to the copies of its outputs, with no Python in between but the call's own: what it
+// returns is looked at afterwards. Return that, null if it raised. `arguments` is a tuple.
+void* judge_call(unsigned long long spin_ns, int sms, void* kernel, void* arguments, const Copy* copies, int count,
+                 Called* called) {
     cudaError_t error = cudaSuccess;
     if (!start_event) {
         error = cudaEventCreate(&start_event);
         if (!error) error = cudaEventCreate(&stop_event);
     }
-    if (error) return error;
-    error = cudaEventRecord(start_event, 0);
-    mark<<<1, 32>>>();
-    return error ? error : cudaGetLastError();
+    if (!error) {
+        spin<<<2 * sms, 1024>>>(spin_ns);
+        error = cudaEventRecord(start_event, 0);
+        mark<<<1, 32>>>();
+    }
+    if (!error) error = cudaGetLastError();
+    const double before = now_us();
+    void* result = PyObject_CallObject(kernel, arguments);
+    called->host_us = now_us() - before;
+    const cudaError_t dry = cudaEventQuery(start_event);
+    if (!error) error = cudaEventRecord(stop_event, 0);
+    for (int i = 0; i < count && !error; ++i)
+        error = cudaMemcpyAsync(copies[i].to, copies[i].from, copies[i].bytes, cudaMemcpyDefault, 0);
+    called->ran_dry = dry == cudaSuccess;
+    called->error = error;
+    return result;
 }
-int judge_end() { return cudaEventRecord(stop_event, 0); }
-// 0: the spin is over, 600 (cudaErrorNotReady): not yet.
-int judge_started() { return cudaEventQuery(start_event); }
 int judge_elapsed(float* us) {
     const cudaError_t error = cudaEventElapsedTime(us, start_event, stop_event);
     *us *= 1e3f;

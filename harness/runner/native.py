@@ -2,7 +2,9 @@
 
 import ctypes
 import functools
-from ctypes import c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from collections.abc import Callable
+from ctypes import c_char_p, c_double, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -76,34 +78,51 @@ def clean_l2(junk: torch.Tensor) -> None:
     _check("cuda", cleaner(junk.data_ptr(), junk.numel(), _multiprocessors("cuda")))
 
 
+@dataclass(frozen=True)
+class Call:
+    """What is timed: `kernel(*arguments)`. copies: (to, from, bytes) of what is copied right behind it, by address."""
+
+    kernel: Callable[..., object]
+    arguments: tuple = ()
+    copies: tuple[tuple[int, int, int], ...] = ()
+
+
 class Timer:
-    """The event pair, in native code: nothing that Python code can replace takes part in a reading."""
+    """The event pair, in native code: from the spin to the copies of outputs nothing but the call itself is Python."""
 
     def __init__(self) -> None:
-        code = library("cuda")
+        code, locked = library("cuda"), ctypes.PyDLL(str(library("cuda").path))
         self._sms = _multiprocessors("cuda")
-        self._spin = code.function("judge_spin", c_uint64, c_int)
-        self._begin = code.function("judge_begin")
-        self._end = code.function("judge_end")
-        self._started = code.function("judge_started")
         self._elapsed = code.function("judge_elapsed", c_void_p)
+        self._call = locked.judge_call
+        self._call.argtypes = (
+            c_uint64, c_int, ctypes.py_object, ctypes.py_object, c_void_p, c_int, ctypes.POINTER(_Called),
+        )  # fmt: skip
+        self._call.restype = ctypes.py_object
 
-    def begin(self, spin_ns: int) -> None:
-        """Occupy the whole GPU for `spin_ns`, then record the start event, then launch one empty kernel."""
-        _check("cuda", self._spin(spin_ns, self._sms) or self._begin())
-
-    def end(self) -> None:
-        _check("cuda", self._end())
-
-    def started(self) -> bool:
-        """Return whether the start event is complete: then the device may have waited for the host."""
-        return self._started() == 0
+    def call(self, spin_ns: int, call: Call) -> tuple[object, float, bool]:
+        """Occupy the whole GPU for `spin_ns`, record the start event, launch one empty kernel, make the call, record
+        the stop event and enqueue the copies. Return what the call returned, the us until then, and whether the device
+        reached the start event first: then it may have waited for the host. Raise what the call raised.
+        """
+        copies, called = (_Copy * len(call.copies))(*call.copies), _Called()
+        result = self._call(spin_ns, self._sms, call.kernel, call.arguments, copies, len(copies), called)
+        _check("cuda", called.error)
+        return result, called.host_us, bool(called.ran_dry)
 
     def elapsed_us(self) -> float:
         """Return the time from start to stop, in us; both must be complete. RuntimeError if the device failed."""
         us = ctypes.c_float()
         _check("cuda", self._elapsed(ctypes.addressof(us)))
         return us.value
+
+
+class _Copy(ctypes.Structure):
+    _fields_ = (("to", c_void_p), ("source", c_void_p), ("bytes", c_size_t))
+
+
+class _Called(ctypes.Structure):
+    _fields_ = (("host_us", c_double), ("ran_dry", c_int), ("error", c_int))
 
 
 def free_memory() -> int:
@@ -137,9 +156,9 @@ class DeviceBuffer:
             call = library("cuda").function("judge_import", c_char_p, c_void_p)
             _check("cuda", call(ctypes.create_string_buffer(handle, HANDLE_BYTES), ctypes.addressof(pointer)))
         self.handle = handle
-        self._pointer = pointer.value
+        self.address = pointer.value or 0
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (self._pointer, False), "version": 3,
+            "shape": (nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3,
         }  # fmt: skip
         self.bytes = torch.as_tensor(self, device="cuda")
 
@@ -147,7 +166,7 @@ class DeviceBuffer:
         """Free the memory, or unmap it. Tensors over it must not be used afterwards."""
         torch.cuda.synchronize()
         name = "judge_free" if self._owner else "judge_close"
-        _check("cuda", library("cuda").function(name, c_void_p)(self._pointer))
+        _check("cuda", library("cuda").function(name, c_void_p)(self.address))
 
 
 def _check(device: str, code: int) -> None:

@@ -154,10 +154,7 @@ class Runner:
         key = bytes.fromhex(message["key"]) if message["key"] else None
         data = self._data(buffer)
         outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
-        # Views of the judge's own, made before the call: what comes back may have been given other methods.
-        sources = [tree.raw(output) for output in outputs]
-        copies = self.opened["captures"]
-        captures = [tree.tensor(spec, buffer.memory[spec["space"]]) for spec in copies if self.opened["own"]]
+        captures = self.opened["captures"]
         returned: list[dict] = []
         setup_us, state = None, ()
         if message["baseline"] and hasattr(self.module, "setup"):
@@ -168,19 +165,24 @@ class Runner:
             state = self._setup(data, message)
             self._sync()
             setup_us = (time.perf_counter_ns() - before) / 1e3
-        kernel = self.module.custom_kernel
-
-        def run() -> object:
-            return kernel(data, *state)
 
         def capture(result: object) -> None:
-            if self.opened["own"]:
-                returned.extend(claims.capture_own(result, outputs, sources, captures))
-            else:
-                returned.extend(claims.capture_any(result, copies, buffer))
+            if not self.opened["own"]:
+                returned.extend(claims.capture_any(result, captures, buffer))
 
-        timed = self._timed(run, capture, self._delivery(buffer, key, message), message["audit"])
+        call = native.Call(
+            self.module.custom_kernel, (data, *state), self._copies(buffer) if self.opened["own"] else ()
+        )
+        timed, result = self._timed(call, capture, self._delivery(buffer, key, message), message["audit"])
+        if self.opened["own"]:
+            returned = claims.forms(result, outputs)
         return {**timed, "setup_us": setup_us, "claims": returned}
+
+    def _copies(self, buffer: MappedBuffer) -> tuple[tuple[int, int, int], ...]:
+        """Return (to, from, bytes) of the outputs that a call receives."""
+        leaves = tree.leaves(self.opened["data"])
+        pairs = zip(self.opened["captures"], (leaves[i] for i in self.opened["outputs"]), strict=True)
+        return tuple((buffer.address(to), buffer.address(leaf), leaf["nbytes"]) for to, leaf in pairs)
 
     def profile(self, message: dict, _: list[int]) -> dict:
         buffer = self.buffers[0]
@@ -250,45 +252,41 @@ class Runner:
         return clock.Delivery(device, key, message["spin_us"], ready)
 
     def _timed(
-        self, run: Callable[[], object], capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
-    ) -> dict:
-        """Return the clock's reading, and of an audited call the streams that its work ran on."""
+        self, call: native.Call, capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
+    ) -> tuple[dict, object]:
+        """Return the clock's reading, of an audited call with the streams that its work ran on; and what came back."""
         if self.clock is None:
             raise RuntimeError("only a runner on a GPU has a clock")
         if not audit:
-            return vars(self.clock.time(run, capture, delivery))
+            sample, result = self.clock.time(call, capture, delivery)
+            return vars(sample), result
         with streams.watch() as watched:
-            sample = self.clock.time(run, capture, delivery)
-        return {**vars(sample), "activity": streams.seen(watched)}
+            sample, result = self.clock.time(call, capture, delivery)
+        return {**vars(sample), "activity": streams.seen(watched)}, result
 
     def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
         what = message["what"]
         if what == "empty":
-            return self._timed(lambda: None, self._copies(), self._delivery(None, None, message), message["audit"])
+            call = native.Call(_nothing, (), self._as_many_copies())
+            return self._timed(call, _nothing, self._delivery(None, None, message), message["audit"])[0]
         kernel = self._judges_kernel(what, message["bytes"], buffer)
         kernel()  # its code is fetched, as a submission's is
         # A reader unmasks its buffer as a submission's runner does: how long that takes is part of being ready.
         key = bytes.fromhex(message["key"]) if message["key"] else None
         delivery = self._delivery(None if what == matmul.NAME else buffer, key, message)
-        return self._timed(kernel, lambda _: None, delivery, False)
+        return self._timed(native.Call(kernel), _nothing, delivery, False)[0]
 
-    def _copies(self) -> Callable[[object], None]:
-        """Return a function that copies as many bytes as are copied behind a submission's call: the parent's clock runs
-        until that is done.
+    def _as_many_copies(self) -> tuple[tuple[int, int, int], ...]:
+        """Return copies of as many bytes as are copied behind a submission's call: the parent's clock runs until that
+        is done.
         """
         total = sum(spec.get("most", spec["nbytes"]) for spec in self.opened["captures"] if spec["space"] == "device")
         part = min(total, COPIED_BYTES)
         if self.copied is None or self.copied.numel() < 2 * part:
             self.copied = None  # before the next one is made
             self.copied = torch.zeros(2 * part, dtype=torch.uint8, device=self.device)
-        source, target = self.copied[:part], self.copied[part : 2 * part]
-
-        def copy(_: object) -> None:
-            for start in range(0, total, COPIED_BYTES):
-                size = min(part, total - start)
-                target[:size].copy_(source[:size])
-
-        return copy
+        place = self.copied.data_ptr()
+        return tuple((place + part, place, min(part, total - start)) for start in range(0, total, COPIED_BYTES))
 
     def _judges_kernel(self, what: str, nbytes: int, buffer: MappedBuffer) -> Callable[[], object]:
         """Return a call of the judge: "empty" (on a CPU), the matrix product, or one of the plain readers over
@@ -333,6 +331,10 @@ class _Empty(NamedTuple):
 
     x: torch.Tensor
     y: torch.Tensor
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _call(kernel: Callable[[], object]) -> object:

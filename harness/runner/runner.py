@@ -9,7 +9,6 @@ harness/runner/wire.py.
 """
 
 import gc
-import importlib
 import socket
 import sys
 import time
@@ -65,7 +64,7 @@ class Runner:
             if start["files"] is None:
                 self.task = load.from_file(self.folder, self.folder / "task.py")
             elif "task.py" in start["files"]:
-                self.task = importlib.import_module("task")  # of whose classes the submission's own import is
+                self.task = load.bound("task")  # of whose classes the submission's own import is
             self.module = load.from_file(self.folder, Path(start["file"]))
             if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
                 raise AttributeError("it defines no custom_kernel(data), which the judge calls")

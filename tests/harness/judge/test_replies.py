@@ -19,7 +19,8 @@ from harness.sandbox.process import Died
 
 SHORT = 2_500  # characters of a reason, at most
 CLAIM = {
-    "type": "Tensor", "dtype": "float16", "shape": [3, 4], "stride": [4, 1], "device": "cpu", "same": True, "conj": True, "neg": True,
+    "type": "Tensor", "dtype": "float16", "shape": [3, 4], "stride": [4, 1], "device": "cpu", "same": True,
+    "conj": True, "neg": True,
     "items": [{"type": "value", "value": "5"}], "keys": ["sum"], "value": "null",
 }  # fmt: skip
 KERNEL = {"name": "gemm", "registers": 32, "stack_bytes": 1, "spill_bytes": 2, "shared_bytes": 4096}

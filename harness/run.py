@@ -35,7 +35,7 @@ options that are not listed here; PROBLEM comes before them."""
 
 def parser() -> argparse.ArgumentParser:
     about = "Check and time kernels of a problem."
-    p = argparse.ArgumentParser(NAME, description=about, epilog=CHECK_HELP)
+    p = output.Parser(NAME, description=about, epilog=CHECK_HELP)
     p.add_argument("problem", nargs="?", metavar="PROBLEM", help="a name in problems/, or a folder (GPU MODE's too)")
     p.add_argument(
         "--mode",
@@ -150,6 +150,9 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     from harness.problem import folders
     from harness.problem.folders import UsageError
 
+    for name in ("variant", "submission", "against", "case", "json", "device", "problem"):
+        if getattr(args, name) == "":
+            raise UsageError(f"{'PROBLEM' if name == 'problem' else f'--{name}'} must not be empty, got ''")
     if args.print_completion:
         return _print_completion(args.print_completion, folders.problem_names())
     if args.new is not None or args.new_variant is not None:

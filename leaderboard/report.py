@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Show the leaderboard, from the records.")
+    parser = output.Parser("leaderboard/report.py", description="Show the leaderboard, from the records.")
     parser.add_argument("problems", nargs="*", metavar="PROBLEM", help="name or folder; default: all that have records")
     parser.add_argument("--machine", metavar="SLUG", help="a folder of leaderboard/results; default: all")
     parser.add_argument("--format", choices=("terminal", "markdown", "csv"), default="terminal")

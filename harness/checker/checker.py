@@ -140,7 +140,7 @@ class Checker:
             given = tree.tensors(self.pristine)
             answer = tree.parts(self.reference.ref_kernel(tree.clone(self.pristine)))
             if not answer or not all(isinstance(part, torch.Tensor) for part in answer):
-                kinds = ", ".join(type(part).__name__ for part in answer) or "none"
+                kinds = ", ".join(type(part).__name__ for part in answer) or "no tensor"
                 raise TypeError(f"ref_kernel must return tensors, in tuples, lists or dicts, got {kinds}")
             self.captures = [memory.room_for(part, given, copies) for part in answer]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))

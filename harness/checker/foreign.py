@@ -5,6 +5,9 @@ check says of an answer.
 from types import ModuleType
 from typing import Any
 
+import numpy
+import torch
+
 from harness.checker import inputs, memory
 from harness.runner import tree
 
@@ -32,14 +35,33 @@ def is_narrow(reference: ModuleType, case: dict, seed: int) -> bool:
 
 
 def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
-    """Return whether the folder's check finds an answer right, and its text. It returns a pair; or a text that is empty
-    where all is right; or a bool, of which the reference's own answer shows the meaning.
+    """Return whether the folder's check finds an answer right, and its text. The check returns a pair; or a text or a
+    list that is empty if all is right; or a bool, of which the reference's own answer shows the meaning. If it raises,
+    the answer is wrong, unless it raises on the reference's own too. TypeError: it returns something else.
     """
-    said = reference.check_implementation(tree.clone(data), answer)
-    if isinstance(said, tuple | list) and len(said) == 2:
+
+    def check(something: object) -> object:
+        return reference.check_implementation(tree.clone(data), something)
+
+    try:
+        said = check(answer)
+    except Exception as error:  # whatever a folder's check raises
+        check(reference.ref_kernel(tree.clone(data)))
+        return False, f"check_implementation raised {type(error).__name__}: {error}"
+    if isinstance(said, tuple | list) and len(said) > 1 and _is_bool(said[0]):
         return bool(said[0]), str(said[1])
-    if said is None or isinstance(said, str):
+    if said is None or isinstance(said, str | list):
         return not said, str(said)
-    right = reference.ref_kernel(tree.clone(data))
-    good = bool(said) == bool(reference.check_implementation(tree.clone(data), right))
-    return good, "check_implementation says of it what it does not say of the reference's answer"
+    if not _is_bool(said):
+        raise TypeError(
+            "check_implementation must return (right, text), a text or a list that is empty if all is right, or a "
+            f"bool, got {said!r:.200}"
+        )
+    good = bool(said) == bool(check(reference.ref_kernel(tree.clone(data))))
+    return good, f"check_implementation returned {bool(said)}, and {not bool(said)} for the reference's own answer"
+
+
+def _is_bool(said: object) -> bool:
+    if isinstance(said, torch.Tensor):
+        return said.numel() == 1
+    return isinstance(said, bool | int | numpy.bool_)

@@ -11,7 +11,8 @@ def returned_fault(claims: list[dict], wanted: list[dict], own: bool) -> str:
     (harness/runner/tree.py); own: the problem is ours, and a call returns the tensors that it was given.
     """
     if len(claims) != len(wanted):
-        return f"custom_kernel must return {len(wanted)} tensors, got {len(claims)}"
+        many = f"{len(wanted)} tensor{'s' if len(wanted) > 1 else ''}"
+        return f"custom_kernel must return {many}, got {len(claims) or 'none'}"
     for claim, want in zip(claims, wanted, strict=True):
         form, device = f"{want['dtype']} {tuple(want['shape'])}", {"device": "cuda", "host": "cpu"}[want["space"]]
         if claim["type"] != "Tensor":
@@ -37,7 +38,7 @@ def answer(claim: dict, tensors: Iterator[torch.Tensor]) -> object:
     if claim["type"] in ("tuple", "list", "dict"):
         items = [answer(item, tensors) for item in claim["items"]]
         if claim["type"] == "dict":
-            return dict(zip(claim["keys"], items, strict=False))
+            return dict(zip(map(_plain, claim["keys"]), items, strict=False))
         return tuple(items) if claim["type"] == "tuple" else items
     return _plain(claim["value"]) if claim["type"] == "value" else next(tensors)
 

@@ -48,7 +48,9 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
     if span * dtype.itemsize != output.numel():
         return None
     try:
-        return output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
+        found = output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
+        found = found.conj().resolve_conj() if layout.get("conj") and dtype.is_complex else found
+        return -found if layout.get("neg") else found
     except RuntimeError:  # such as a shape whose number of elements is no int64
         return None
 

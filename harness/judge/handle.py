@@ -295,7 +295,7 @@ class RunnerHandle:
             built = workdir.build_folder(self.submission.file, problem, self.target)
             box = Workdir.make(self.submission.file, problem, built, checker.device)
             child = Child("harness.runner.runner", arch, box.jail, stoppable)
-            file, folder, files = str(box.file), box.folder, box.files
+            file, folder, files = str(box.file), box.folder, None if problem.own else box.files
         self.process = RunnerProcess(self.name, child, box, checker, limit_s, switched)
         self.last_loss = None
         message = {

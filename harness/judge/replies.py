@@ -103,7 +103,8 @@ class Prepared(Reply):
 class Claim(Reply):
     """One object that a call returned. same: it is the tensor that the judge handed out.
 
-    In a GPU MODE folder a tuple, list or dict has `items`, a dict also `keys`, and a plain value is JSON in `value`.
+    In a GPU MODE folder a tuple, list or dict has `items`, a dict also `keys`, which are JSON. `value` is a plain value
+    as JSON, or the name of a tuple's class.
     """
 
     type: Name
@@ -112,6 +113,8 @@ class Claim(Reply):
     stride: Annotated[list[Count], Field(max_length=DIMENSIONS)] = []
     device: Name = ""
     same: bool = False
+    conj: bool = False
+    neg: bool = False
     items: Annotated[list["Claim"], Field(max_length=LISTED)] = []
     keys: Names = []
     value: Text = ""

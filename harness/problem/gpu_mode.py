@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field, StrictInt, StrictStr, Val
 from harness.problem.folders import Case, Problem, UsageError
 
 _UNUSED = ("submission.py", "eval.py")  # of the files that a task.yml lists: a place, and the judge's part
+_OURS = ("harness", "problems", "leaderboard")
 _DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
 
 
@@ -114,6 +115,8 @@ def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
     for name, places in {"task.py": (folder,), "utils.py": (folder, folder.parent)}.items():
         there = [place / name for place in places if (place / name).is_file()]
         found |= {name: there[0]} if there and name not in found else {}
+    if taken := [name for name in found if name.partition("/")[0].removesuffix(".py") in _OURS]:
+        raise UsageError(f"{file}: files: {taken[0]} has the name of a package of this judge: rename it")
     if missing := [f"{name} ({path})" for name, path in found.items() if not path.is_file()]:
         raise UsageError(f"{file}: files: {missing[0]} is not there")
     if not (folder / "reference.py").is_file() or found.pop("reference.py", folder / "reference.py").parent != folder:

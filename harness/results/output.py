@@ -5,6 +5,7 @@ This file may meet Python 3.8: a command imports it before problems/common/venv.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import io
@@ -13,10 +14,18 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
 CLOSED_EXIT = 141  # as shells say of a program that ends when the reader of its pipe does
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong with its arguments on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{self.prog}: {message} (see --help)")
+        raise SystemExit(USAGE_EXIT)
 
 
 class ClosedError(RuntimeError):

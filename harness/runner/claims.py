@@ -1,7 +1,8 @@
 """What a call returned, as a runner says it: a claim of each object, which the checker judges.
 
 A claim is {"type": "Tensor", dtype, shape, stride, device, same}, {"type": name of another class}, or in a folder from
-elsewhere also {"type": "tuple" | "list" | "dict", items, keys} and {"type": "value", value}.
+elsewhere also {"type": "tuple" | "list", value: name of its class, items}, {"type": "dict", keys as JSON, items} and
+{"type": "value", value as JSON}. conj, neg: torch keeps the tensor's values conjugated or negated in memory.
 """
 
 import json
@@ -59,10 +60,12 @@ def structure(value: object, left: list[int] | None = None) -> dict:
     left[0] -= 1
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {"type": kind, "items": [structure(item, left) for item in value if left[0] > 0]}
+        items = [structure(item, left) for item in value if left[0] > 0]
+        return {"type": kind, "value": type(value).__name__, "items": items}
     if isinstance(value, dict):
-        keys = sorted(map(str, value))[: max(0, left[0])]
-        return {"type": "dict", "keys": keys, "items": [structure(value.get(key), left) for key in keys]}
+        keys = sorted(value, key=str)[: max(0, left[0])]
+        said = [json.dumps(key) if isinstance(key, tree.PLAIN) else str(key) for key in keys]
+        return {"type": "dict", "keys": said, "items": [structure(value[key], left) for key in keys]}
     if value is None or isinstance(value, int | float | str):
         return {"type": "value", "value": json.dumps(value)}
     return form(value)
@@ -86,5 +89,6 @@ def form(item: object, own: torch.Tensor | None = None) -> dict:
     )
     return {
         "type": "Tensor", "dtype": str(item.dtype).removeprefix("torch."), "shape": list(item.shape),
-        "stride": list(item.stride()), "device": item.device.type, "same": same,
+        "stride": list(item.stride()), "device": item.device.type, "same": same, "conj": item.is_conj(),
+        "neg": item.is_neg(),
     }  # fmt: skip

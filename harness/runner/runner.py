@@ -55,14 +55,16 @@ class Runner:
         # submission's yet.
         gc.freeze()
         if start["file"]:
-            if start["files"]:
+            if start["files"] is not None:  # a folder in GPU MODE's format
                 load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
             if "cpp_extension" in Path(start["file"]).read_text(errors="replace"):
                 from harness.runner import extensions  # it imports setuptools, which takes a third of a second
 
                 extensions.reuse_builds()
-            if (self.folder / "task.py").is_file():
+            if start["files"] is None:
                 self.task = load.from_file(self.folder, self.folder / "task.py")
+            elif "task.py" in start["files"]:
+                self.task = load.bound("task")  # of whose classes the submission's own import is
             self.module = load.from_file(self.folder, Path(start["file"]))
             if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
                 raise AttributeError("it defines no custom_kernel(data), which the judge calls")

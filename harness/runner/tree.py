@@ -5,6 +5,7 @@ plain values.
 ("device" and "host"); `build` makes the same value again over another process's mapping of those buffers.
 """
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 ALIGN = 512  # bytes; what torch's CUDA allocator gives, and more than a TMA descriptor (16) asks for
-_PLAIN = (int, float, str, bool, type(None))
+PLAIN = (int, float, str, bool, type(None))
 
 
 class _Attributes:
@@ -52,9 +53,9 @@ def describe(value: Any, layout: Layout) -> dict:
     if isinstance(value, tuple | list):
         items = [describe(item, layout) for item in value]
         return {"kind": "list" if isinstance(value, list) else "tuple", "items": items}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if isinstance(value, dict) and all(isinstance(key, PLAIN) for key in value):
         return {"kind": "dict", "keys": list(value), "items": [describe(item, layout) for item in value.values()]}
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return {"kind": "value", "value": value}
     if isinstance(value, torch.dtype):
         return {"kind": "dtype", "value": str(value).removeprefix("torch.")}
@@ -68,8 +69,7 @@ def describe(value: Any, layout: Layout) -> dict:
 
 def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
     """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). Classes of
-    NamedTuples and dataclasses come from `task` (an attribute of that name); without one they become plain tuples, and
-    objects with the same attributes.
+    NamedTuples and dataclasses come from `task` (an attribute of that name); without one only the fields' names do.
     """
     kind = spec["kind"]
     if kind == "tensor":
@@ -82,8 +82,8 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
         return torch.device(spec["value"])
     items = [build(item, buffers, task) for item in spec["items"]]
     if kind == "named":
-        named = getattr(task, spec["class"], None)
-        return named(*items) if named is not None else tuple(items)
+        named = getattr(task, spec["class"], None) or collections.namedtuple(spec["class"], spec["fields"])
+        return named(*items)
     if kind == "dataclass":
         wanted = getattr(task, spec["class"], _Attributes)
         made = object.__new__(wanted)  # a field may be none of __init__'s, and a frozen one is not assigned to
@@ -135,7 +135,7 @@ def parts(answer: object) -> list[Any]:
         return [inner for item in answer for inner in parts(item)]
     if isinstance(answer, dict):
         return [inner for key in sorted(answer, key=str) for inner in parts(answer[key])]
-    return [] if isinstance(answer, _PLAIN) else [answer]
+    return [] if isinstance(answer, PLAIN) else [answer]
 
 
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ CACHE_FILES = 50_000  # files and folders of them
 CACHE_DEPTH = 40  # folders within folders
 COMPILERS = {"cpu": ("g++",), "sm90": ("nvcc", "g++"), "sm100": ("nvcc", "g++")}
 # Whose caches are kept, or against which code is built.
+OUTSIDE = "submission"  # folder of a submission that does not lie in its problem's
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
 
 
@@ -91,6 +92,8 @@ class Workdir:
             by_signals = device == "cpu" and freezer.place() is None
             jail = policy.Jail(code, home, tmp, cache, uid=uid, without=without, stays_stopped=by_signals)
             real = [(str(private), str(path)) for private, path in copied.items()]
+            # Also what is missing there is named where it would have to be.
+            real += [(str(folder / OUTSIDE), str(file.resolve().parent))]
             real += [(str(folder), str(problem.folder)), (str(code), str(ROOT)), (str(place), "<private>")]
             real.sort(key=lambda pair: -len(pair[0]))
             entry = next(private for private, path in copied.items() if path == file.resolve())
@@ -227,7 +230,7 @@ def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, P
     if all(problem.folder in path.parents for path in files):
         top, place = problem.folder, folder
     else:
-        top, place = file.resolve().parent, folder / "submission"
+        top, place = file.resolve().parent, folder / OUTSIDE
     targets = [(path, place / path.relative_to(top)) for path in files]
     targets += [
         (path, folder.parent / path.relative_to(load.PROBLEMS)) for path in sources.brought(file, problem.folder)

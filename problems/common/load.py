@@ -76,6 +76,11 @@ def bind(folder: Path, files: dict[str, Path]) -> None:
     sys.meta_path.insert(0, _Files(folder.resolve(), files))
 
 
+def bound(name: str) -> ModuleType:
+    """Return the module of that name that `bind` made available, the same as an import gives."""
+    return __import__(name)
+
+
 class _Files(importlib.abc.MetaPathFinder):
     """Finds the files of one folder by their names."""
 

@@ -20,6 +20,7 @@ from harness.sandbox.process import Died
 SHORT = 2_500  # characters of a reason, at most
 CLAIM = {
     "type": "Tensor", "dtype": "float16", "shape": [3, 4], "stride": [4, 1], "device": "cpu", "same": True,
+    "conj": True, "neg": True,
     "items": [{"type": "value", "value": "5"}], "keys": ["sum"], "value": "null",
 }  # fmt: skip
 KERNEL = {"name": "gemm", "registers": 32, "stack_bytes": 1, "spill_bytes": 2, "shared_bytes": 4096}
@@ -50,7 +51,21 @@ RIGHT = {
 KINDS = sorted(RIGHT, key=lambda kind: kind.__name__)
 OPTIONAL = {"clock", "setup_us", "activity"}  # may be null
 # May be missing, in one kind at least.
-DEFAULTED = {"dtype", "shape", "stride", "device", "same", "items", "keys", "value", "setup_us", "claims", "activity"}
+DEFAULTED = {
+    "dtype",
+    "shape",
+    "stride",
+    "device",
+    "same",
+    "conj",
+    "neg",
+    "items",
+    "keys",
+    "value",
+    "setup_us",
+    "claims",
+    "activity",
+}
 MAPPINGS = {"elsewhere"}  # objects whose keys are data
 NUMBERS = (-1, math.nan, math.inf, -math.inf, 2**63, 10**400, -(10**400))
 DEEP = json.loads("[" * 900 + "]" * 900)

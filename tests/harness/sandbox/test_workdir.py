@@ -61,7 +61,7 @@ def files(folder: Path) -> set[str]:
 def runner(box: Workdir, extra: dict[str, str] | None = None, **message: object) -> Child:
     """A started runner in `box`, ready."""
     child = Child("harness.runner.runner", extra, box.jail)
-    start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "files": {}, "compile": False}
+    start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "files": None, "compile": False}
     reply, _ = child.request({**start, **message}, LIMIT_S)
     assert reply.get("ready"), reply
     return child

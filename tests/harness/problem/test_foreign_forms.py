@@ -1,0 +1,100 @@
+"""Data, answers and checks of other people's folders in unusual forms: a right and a wrong submission of each."""
+
+import pytest
+
+from harness.judge import phases
+from harness.judge.handle import RunnerHandle
+from harness.judge.session import Session
+from harness.problem import folders
+
+TASK = 'tests: [{n: 5, seed: 3}, {n: 40, seed: 4}]\nranking_by: "geom"\n'
+HEAD = """
+from collections import namedtuple
+from typing import NamedTuple
+import torch
+
+def _random(n, seed, dtype=torch.float32):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+def generate_input(n, seed):
+    return _random(n, seed)
+
+def ref_kernel(data):
+    return data * 2
+
+def check_implementation(data, output):
+    return bool(torch.equal(output, ref_kernel(data))), "values differ"
+"""
+COMPLEX = """
+def generate_input(n, seed):
+    return _random(n, seed, torch.complex64)
+"""
+DOUBLED = "def custom_kernel(data):\n    return data + data\n"
+TRIPLED = "def custom_kernel(data):\n    return data * 3\n"
+FORMS = {  # what the reference has besides HEAD, a right submission, a wrong one
+    "lazy_conjugate": (
+        f"{COMPLEX}\ndef ref_kernel(data):\n    return data.conj()\n",
+        "def custom_kernel(data):\n    return data.conj()\n",
+        "def custom_kernel(data):\n    return data\n",
+    ),
+    "lazy_negative": (
+        f"{COMPLEX}\ndef ref_kernel(data):\n    return data.imag * 1\n",
+        "def custom_kernel(data):\n    return -data.conj().imag\n",
+        "def custom_kernel(data):\n    return data.conj().imag\n",
+    ),
+    "check_raises": (
+        "def check_implementation(data, output):\n    torch.testing.assert_close(output, ref_kernel(data))\n",
+        DOUBLED, TRIPLED,
+    ),
+    "list_of_errors": (
+        "def check_implementation(data, output):\n    bad = not torch.equal(output, ref_kernel(data))\n"
+        "    return ['differs', 'at 3'] if bad else []\n", DOUBLED, TRIPLED,
+    ),
+    "three_of_them": (
+        "def check_implementation(data, output):\n    good = torch.equal(output, ref_kernel(data))\n"
+        "    return good, 'no', 0.1\n", DOUBLED, TRIPLED,
+    ),
+    "numpy_bool": (
+        "def check_implementation(data, output):\n    import numpy\n"
+        "    return numpy.bool_(torch.equal(output, ref_kernel(data)))\n", DOUBLED, TRIPLED,
+    ),
+    "named_tuple_of_the_reference": (
+        "class In(NamedTuple):\n    x: torch.Tensor\n    k: float\n\ndef generate_input(n, seed):\n"
+        "    return In(_random(n, seed), 2.0)\n\ndef ref_kernel(data):\n    return data.x * data.k\n",
+        "def custom_kernel(data):\n    return data.k * data.x\n", "def custom_kernel(data):\n    return data[0] * 3\n",
+    ),
+    "keys_that_are_no_text": (
+        "def generate_input(n, seed):\n    return {0: _random(n, seed), True: _random(n, seed + 1)}\n\n"
+        "def ref_kernel(data):\n    return {7: data[0] + data[1]}\n\ndef check_implementation(data, output):\n"
+        "    return bool(torch.equal(output[7], data[0] + data[1])), 'values differ'\n",
+        "def custom_kernel(data):\n    return {7: data[1] + data[0]}\n",
+        "def custom_kernel(data):\n    return {8: data[1]}\n",
+    ),
+    "no_seed": (
+        "def generate_input(n):\n    return torch.arange(n, dtype=torch.float32) + 1\n", DOUBLED, TRIPLED,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_right_and_wrong_are_told_apart(tmp_path, name):
+    more, right, wrong = FORMS[name]
+    (tmp_path / "task.yml").write_text(TASK)
+    (tmp_path / "reference.py").write_text(HEAD + more)
+    found = folders.find(str(tmp_path))
+    handles = []
+    for what, text in {"right": right, "wrong": wrong}.items():
+        (tmp_path / f"{what}.py").write_text(text)
+        handles.append(RunnerHandle(what, folders.submission(found, tmp_path / f"{what}.py"), "cpu"))
+    with Session(found, "cpu") as session:
+        said = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
+    assert [(o.status, o.reason) for o in said["right"]] == [("PASSED", "")] * 2
+    assert {o.status for o in said["wrong"]} == {"INCORRECT"} and all(o.reason for o in said["wrong"])
+
+
+def test_a_name_of_the_judge_is_refused(tmp_path):
+    (tmp_path / "task.yml").write_text(TASK + "files: [{name: harness.py}]\n")
+    for name in ("reference.py", "harness.py"):
+        (tmp_path / name).write_text(HEAD)
+    with pytest.raises(folders.UsageError, match=r"harness\.py has the name of a package of this judge"):
+        folders.find(str(tmp_path))

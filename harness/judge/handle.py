@@ -110,7 +110,7 @@ class CheckerHandle:
             raise Died("RUNTIME_ERROR", watch.excess)
         if "failed" in reply:
             failed = failing or f"{self.problem.name}'s own code failed"
-            raise ProblemError(f"{failed}:\n{reply['text']}")
+            raise ProblemError(f"{failed}: {reply['text']}")
         return reply, fds
 
     def computes(self) -> bool:

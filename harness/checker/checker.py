@@ -17,12 +17,15 @@ import torch
 
 from harness.checker import foreign, forms, inputs, memory
 from harness.runner import failure, flush, gate, native, tree, wire
+from harness.runner.batch import GatePage, written
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
 from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
 from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
+# What the present content is, and its answer: what `keep` keeps.
+PRESENT = ("pristine", "want", "spec", "outputs", "inout", "captures")
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -61,6 +64,8 @@ class Checker:
         self.held: dict[str, Buffer] = {}  # the weights' memory, by runner
         self.pages: dict[str, Page] = {}  # by runner, on a CPU
         self.freezers: dict[str, Freezer] = {}
+        self.gates: dict[str, GatePage] = {}  # by runner, of a batch on a GPU
+        self.kept: list[dict] = []  # contents of a batch
         self.caught: dict[str, Caught] = {}
         self.flush_bytes, self.flush = start.get("flush", 0), None  # what makes a CPU's caches cold; made when needed
         self.weights: Any = None  # NamedTuples that only task.py knows
@@ -208,7 +213,7 @@ class Checker:
         runner = message["runner"]
         for buffer in self.buffers.pop(runner, []):
             buffer.close()
-        for of_runner in (self.pages, self.freezers):
+        for of_runner in (self.pages, self.freezers, self.gates):
             if runner in of_runner:
                 of_runner.pop(runner).close()
         self.caught.pop(runner, None)
@@ -231,6 +236,45 @@ class Checker:
             native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
         self._sync()
         return {}
+
+    def keep(self, message: dict, _: list[int]) -> dict:
+        """Keep the present content and its answer for a batch, beside those kept before."""
+        self.kept.append({name: getattr(self, name) for name in PRESENT})
+        return {}
+
+    def recall(self, message: dict, _: list[int]) -> dict:
+        """Make the kept content of this number the present one."""
+        vars(self).update(self.kept[message["number"]])
+        return {}
+
+    def drop(self, message: dict, _: list[int]) -> dict:
+        self.kept.clear()
+        return {}
+
+    def gate_page(self, message: dict, _: list[int]) -> dict:
+        """Make the page of a batch of this runner."""
+        page = self.gates[message["runner"]] = GatePage()
+        return {"fds": [page.fd]}
+
+    def open_gate(self, message: dict, _: list[int]) -> dict:
+        """Unmask all buffers of a runner, each with its key, open its gate, and wait for the word that ends the batch.
+        Return how long that took, in us; 0: more than limit_s.
+        """
+        runner = message["runner"]
+        keys = [bytes.fromhex(key) for key in message["keys"]]
+        masked = [(b.memory["device"], key) for b, key in zip(self.buffers[runner], keys, strict=True)]
+        page = self.gates[runner]
+        return {"us": native.open_gate(masked, page.address, page.seen, message["limit_s"])}
+
+    def close_gate(self, message: dict, _: list[int]) -> dict:
+        """Return whether the word that ended a batch was that of the outputs, as they are now."""
+        self._sync()
+        page, found = self.gates.pop(message["runner"]), torch.zeros(1, dtype=torch.int64, device=self.device)
+        layout = {"data": self.spec, "outputs": self.outputs, "captures": self.captures, "own": self.own}
+        native.digest([r for b in self.buffers[message["runner"]] for r in written(layout, b)], found)
+        whole = native.word_of(found) == page.done
+        page.close()
+        return {"whole": whole}
 
     def turn(self, message: dict, _: list[int]) -> dict:
         """Let a runner on a CPU make call `number`, and time it: stop the runner, fill its buffer (`fill`), make caches

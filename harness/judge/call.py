@@ -138,5 +138,6 @@ def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         ready_us, outside_us = (ready - start) / 1e3, (time.perf_counter_ns() - ready) / 1e3
     reply = admitted(replies.read(replies.Timed, said))
     times = outcome.of_gpu(reply, ready_us, outside_us - process.spin_us, handle.baseline)
+    process.host_us = reply.host_us
     process.spin_us = max(min(2 * reply.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, SPIN_DECAY * process.spin_us)
     return Findings(times, reply.claims, reply.activity)

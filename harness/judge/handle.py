@@ -143,6 +143,7 @@ class RunnerProcess:
     number: int = 0  # of its last call on a CPU
     within: tuple | None = None  # which calls it is waiting in on a CPU, to make a further one of them
     spin_us: float = FIRST_SPIN_US  # ordered before its next call on a GPU
+    host_us: float = 0.0  # until its last call on a GPU returned
     strays: frozenset[int] = frozenset()  # processes that were there when its last call was over
     holds: int = 0  # number of the weights that it has
     held_device: int = 0  # bytes of device memory that the judge keeps them in

@@ -25,7 +25,7 @@ from typing import Annotated, Any, BinaryIO
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from harness.judge.outcome import Outcome
+from harness.judge.outcome import Batch, Outcome
 from harness.problem.folders import UsageError
 from harness.results import record, schema, text
 
@@ -39,7 +39,7 @@ class Group:
     outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
     failed it comes last. A submission that failed before has no submission. own: by judge's call its times in us.
     seeds: of every content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part:
-    which part of the submissions these are, where not all can be alive at once.
+    which part of the submissions these are, where not all can be alive at once. batches: by submission name.
     """
 
     process: int
@@ -49,6 +49,7 @@ class Group:
     seeds: list[str]
     state: tuple[Any, Any] = (None, None)
     part: int = 0
+    batches: dict[str, list[Batch]] = field(default_factory=dict)
 
 
 GroupDone = Callable[[Group], None]

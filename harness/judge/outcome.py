@@ -19,6 +19,7 @@ STOP_LIMIT_US, STOP_THREAD_US, STOP_THREADS = 250, 2, 256
 # That a call's threads may wait for a processor beside tasks of others: the larger of so many us and this share of it.
 BUSY_US = 100
 BUSY_SHARE = 0.02
+BATCH_SHARE = 0.9  # of what a call takes in a batch, that a scored one takes at least
 NAMES = 500  # characters of a report
 NAMED = 5  # replaced objects in a report
 
@@ -55,6 +56,28 @@ class Outcome:
     stop_us: float | None = None
     late: bool = False
     busy: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the judge's own clock says of calls on a GPU that waited behind its gate, times in us. us: from before it
+    opened until the digest of all their outputs; empty_us: the same of as many empty calls, without a submission;
+    noise_us: how far readings of these lie apart. alone: each call had a separate batch, since it waits for the device,
+    and this is the shortest.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    calls: int
+    us: float
+    empty_us: float
+    noise_us: float
+    alone: bool = False
+
+    @property
+    def least_us(self) -> float:
+        """What a call takes at least; caches are warm here, so that a scored call takes longer."""
+        return max(0.0, (BATCH_SHARE * (self.us - self.empty_us) - self.noise_us) / self.calls)
 
 
 def known(value: float | None) -> float:

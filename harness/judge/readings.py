@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from harness.judge.outcome import Outcome, known
+from harness.judge.outcome import Batch, Outcome, known
 from harness.problem.folders import Case
 from harness.results import stats
 from harness.runner import matmul
@@ -29,6 +29,17 @@ class Timing:
     case: Case
     outcomes: list[list[Outcome]] = field(default_factory=list)
     failure: Outcome | None = None
+    batches: list[Batch] = field(default_factory=list)  # on a GPU
+
+    @property
+    def least_us(self) -> float:
+        """What a call takes at least, by the batches. A busy machine makes a reading longer, so the shortest counts."""
+        return min((batch.least_us for batch in self.batches), default=0.0)
+
+    @property
+    def undercuts(self) -> bool:
+        """Whether the claimed times are shorter than the batches allow."""
+        return self.median_us < self.least_us
 
     @property
     def samples(self) -> list[list[float]]:
@@ -96,7 +107,7 @@ def reference(
         medians = {what: stats.median(times) for what, times in found.own.items() if what != matmul.NAME}
         empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
         for timing in timings:
-            timing.failure = timing.failure or _contradicted(timing, outside, ready)
+            timing.failure = timing.failure or _contradicted(timing, outside, ready) or _undercut(timing)
     best = min(medians, key=lambda what: medians[what])
     counted = [o.bytes for timing in timings for group in timing.outcomes for o in group if o.bytes]
     nbytes = round(sum(counted) / len(counted)) if counted else found.bytes or 0
@@ -143,6 +154,21 @@ def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
         [(known(a.us), known(b.us)) for a, b in zip(mine, theirs, strict=True)]
         for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
     ]
+
+
+def _undercut(timing: Timing) -> Outcome | None:
+    """Return the fault of claimed times that are shorter than the judge's readings of whole batches allow."""
+    if not timing.flat("us") or not timing.undercuts:
+        return None
+    batch = min(timing.batches, key=lambda batch: batch.least_us)
+    said = (
+        f"{timing.median_us:.2f} us are claimed, and {batch.calls} calls together took {batch.us:.0f} us by the "
+        f"judge's own clock, where as many empty ones take {batch.empty_us:.0f} us: a call takes at least "
+        f"{batch.least_us:.2f} us"
+    )
+    if len(timing.batches) > 1:
+        return Outcome("CHEAT_SUSPECTED", f"{said}, in each of {len(timing.batches)} batches")
+    return Outcome("INVALID_MEASUREMENT", f"{said}; only one batch was read: run again when the machine is idle")
 
 
 def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome | None:

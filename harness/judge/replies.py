@@ -78,7 +78,7 @@ class Failed(Reply):
     """An exception. failed: the request that raised it, or "compile"."""
 
     failed: Literal[
-        "import", "compile", "open", "hold", "trim", "warm", "call", "profile", "repeat", "report", "sealed"
+        "import", "compile", "open", "hold", "trim", "warm", "call", "batch", "profile", "repeat", "report", "sealed"
     ]
     type: Name
     memory: bool
@@ -152,6 +152,12 @@ class Timed(Reply):
     setup_us: Time | None = None
     claims: Claims = []
     activity: Seen | None = None
+
+
+class Batched(Reply):
+    """The calls of a batch on a GPU are over. claims: of each one."""
+
+    claims: Annotated[list[Claims], Field(max_length=LISTED)]
 
 
 class Kernel(Reply):

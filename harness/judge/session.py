@@ -43,7 +43,7 @@ class Session:
         self._switched: set[str] = set()  # submissions that changed torch's switches
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self._records: bool | None = None  # whether the driver says what ran where; None: not known yet
-        self._content: Content  # the present one, from the first `content` on
+        self.present: Content  # from the first `content` on
         self._seeds_below: int | None = None  # bound of secret seeds; None: not known yet
         self._weights = 0  # number of the present weights
         self._split = False  # whether the problem has weights apart from inputs
@@ -71,7 +71,7 @@ class Session:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = self._secret_seed(case) if seed is None else seed
         made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
-        self._content = Content(case, made["sizes"], made["open"], made["bytes"], made["held"])
+        self.present = Content(case, made["sizes"], made["open"], made["bytes"], made["held"])
         if made["device"] != self.device:
             raise ProblemError(
                 f"{self.problem.name} makes its data on {made['device']}, the session runs on {self.device}: "
@@ -99,7 +99,7 @@ class Session:
 
     def default_bytes(self) -> int:
         """Return the bytes of the present content, for a folder that does not say what a call must move."""
-        return self._content.held
+        return self.present.held
 
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
         """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""
@@ -168,7 +168,7 @@ class Session:
             return outcome.decide(found)
         # A source is asked only if the sources before it found no fault.
         if outcome.decide(found).status == "PASSED":
-            found.checked = self._checked(handle, plan, found)
+            found.checked = self.verdict(handle, plan.buffer, found.claims)
         found.tampering = handle.tampering()
         if self.device == "cuda" and request.audit and outcome.decide(found).status == "PASSED":
             found.audit = self._audit(handle, found.activity)
@@ -197,7 +197,7 @@ class Session:
             if buffers:
                 if fault := self._give(handle, buffers, None):
                     return handle.lose(fault)
-                key = secrets.token_hex(32) if self.device == "cuda" and self._content.sizes["device"] else None
+                key = secrets.token_hex(32) if self.device == "cuda" and self.present.sizes["device"] else None
                 self.checker.ask({"op": "fill", "runner": handle.name, "buffer": 0, "key": key})
                 message = {**message, "key": key}
             reply = process.ask(wanted, message, limit_s)
@@ -233,7 +233,7 @@ class Session:
 
     def _refused(self, handle: RunnerHandle) -> Outcome | None:
         """Start the submission's process if it has none. Return why the present content is not sent to it, if so."""
-        if handle.submission and not handle.submission.serves(self._content.case):
+        if handle.submission and not handle.submission.serves(self.present.case):
             return Outcome("UNSUPPORTED", handle.submission.limits)
         if handle.broken:
             return handle.broken
@@ -253,7 +253,7 @@ class Session:
         """Give a runner buffers for the present content, and the present weights, unless it has them. Return the fault
         of what it kept of the previous weights.
         """
-        handle.running.open(self._content, buffers, reads)
+        handle.running.open(self.present, buffers, reads)
         if not self._split or handle.submission is None or handle.running.holds == self._weights:
             return None
         return prepared.hold(handle, self._weights)
@@ -264,13 +264,13 @@ class Session:
         process = handle.running
         process.calls += 1
         process.turn += 1
-        return CallPlan(request, self._content, (process.turn - 1) % request.buffers, limit_s)
+        return CallPlan(request, self.present, (process.turn - 1) % request.buffers, limit_s)
 
-    def _checked(self, handle: RunnerHandle, plan: CallPlan, found: outcome.Findings) -> Outcome:
-        """Return the checker's verdict on inputs, outputs and the runner's claims."""
-        said = None if found.claims is None else [claim.model_dump() for claim in found.claims]
+    def verdict(self, handle: RunnerHandle, buffer: int, claims: list[replies.Claim] | None) -> Outcome:
+        """Return the checker's verdict on inputs and outputs in a buffer, and on the runner's claims."""
+        said = None if claims is None else [claim.model_dump() for claim in claims]
         verdict = self.checker.ask(
-            {"op": "judge", "runner": handle.name, "buffer": plan.buffer, "claims": said, "baseline": handle.baseline}
+            {"op": "judge", "runner": handle.name, "buffer": buffer, "claims": said, "baseline": handle.baseline}
         )
         return Outcome(verdict["status"], verdict["reason"], verdict["error"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 
@@ -217,6 +218,8 @@ class Recorder:
             "throttle": readings.throttle, "error": _error(timing.worst_error), "clock": self._clock(timing, readings),
             "ranking_by": judged.ranking_by, "attempt": judged.attempt, "audit": judged.audit,
         }  # fmt: skip
+        if timing.batches:
+            line["batches"] = [{**dataclasses.asdict(one), "least_us": one.least_us} for one in timing.batches]
         if judged.confirms:
             line["confirms"] = judged.confirms
         if timing.samples:  # of a failed case too: they are the evidence

@@ -202,6 +202,10 @@ class Record(_Checked):
     )
     attempt: Count | None = _field("how many runs timed a variant of this name here, this one included", ("benchmark",))
     audit: Any = _field("what was looked at beside the outputs", ("benchmark",))
+    batches: Any = _field(
+        "by the judge's own clock, calls together on a GPU: calls, us, empty_us (as many empty ones), noise_us, alone "
+        "(each in a separate batch), least_us (of a call, at least)", ("benchmark",),
+    )  # fmt: skip
     superseded: bool | None = _field("a later measurement of the same run counts instead", ("benchmark",))
     confirms: Confirms | None = _field("the leader against whom these times confirm a first place", ("benchmark",))
     against: Against | None = _field("the ratio to another variant, from interleaved pairs", ("benchmark",))

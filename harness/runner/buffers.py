@@ -15,7 +15,20 @@ import torch
 from harness.runner import gate, native
 
 
-class Buffer:
+class _Placed:
+    """Memory with places."""
+
+    memory: dict[str, torch.Tensor]
+    _device: native.DeviceBuffer | None
+
+    def address(self, leaf: dict) -> int:
+        """Return where a tensor of a specification lies, without a tensor that a submission could have changed."""
+        if leaf["space"] == "host":
+            return self.memory["host"].data_ptr() + leaf["offset"]
+        return (self._device.address if self._device else 0) + leaf["offset"]
+
+
+class Buffer(_Placed):
     """Buffers of given sizes in bytes, {"device": n, "host": n}; 0 means none. `memory`: flat uint8 tensors."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
@@ -26,7 +39,7 @@ class Buffer:
         if self._device:
             self.memory["device"] = self._device.bytes
         if sizes["host"]:
-            self._fd = _sealed_file("buffer", sizes["host"])
+            self._fd = sealed_file("buffer", sizes["host"])
             self.memory["host"] = _map(self._fd, sizes["host"])
 
     def message(self) -> tuple[dict, tuple[int, ...]]:
@@ -42,7 +55,7 @@ class Buffer:
             os.close(self._fd)
 
 
-class MappedBuffer:
+class MappedBuffer(_Placed):
     """A buffer as its runner sees it. The host part is mapped from the first of `fds`, which is taken."""
 
     def __init__(self, message: dict, fds: list[int]) -> None:
@@ -56,12 +69,6 @@ class MappedBuffer:
         if sizes["device"]:
             self._device = native.DeviceBuffer(sizes["device"], base64.b64decode(message["handle"]))
             self.memory["device"] = self._device.bytes
-
-    def address(self, leaf: dict) -> int:
-        """Return where a tensor of a specification lies, without a tensor that a submission could have changed."""
-        if leaf["space"] == "host":
-            return self.memory["host"].data_ptr() + leaf["offset"]
-        return (self._device.address if self._device else 0) + leaf["offset"]
 
     def close(self) -> None:
         """Unmap the device part. The host part is unmapped with the last tensor over it."""
@@ -78,7 +85,7 @@ class Page:
 
     def __init__(self, fd: int | None = None) -> None:
         nbytes = -(-gate.bindings().page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.fd = _sealed_file("gate", nbytes) if fd is None else fd
+        self.fd = sealed_file("gate", nbytes) if fd is None else fd
         self._pages = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         if fd is not None:
@@ -89,7 +96,7 @@ class Page:
         os.close(self.fd)
 
 
-def _sealed_file(name: str, nbytes: int) -> int:
+def sealed_file(name: str, nbytes: int) -> int:
     """A memory file whose size is fixed: a runner that shrank it would have the checker killed at its next look."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)

@@ -13,6 +13,7 @@ from problems.common import build, load
 
 _HERE = Path(__file__).resolve().parent
 HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
+DONE_OFFSET = 64  # of the word that ends a batch, in its page (judge.cu)
 
 
 @functools.cache
@@ -115,6 +116,75 @@ class Timer:
         us = ctypes.c_float()
         _check("cuda", self._elapsed(ctypes.addressof(us)))
         return us.value
+
+
+def copy(copies: tuple[tuple[int, int, int], ...]) -> None:
+    """Enqueue these copies, (to, from, bytes), by address."""
+    copier = library("cuda").function("judge_copy", c_void_p, c_void_p, c_size_t)
+    for to, source, nbytes in copies:
+        _check("cuda", copier(to, source, nbytes))
+
+
+def digest(regions: list[tuple[int, int]], found: torch.Tensor) -> None:
+    """Enqueue what adds the digest of device memory to `found`, int64 (1,) on the GPU. regions: (address, bytes), in
+    this order; addresses are multiples of 8.
+    """
+    first = 0
+    adder = library("cuda").function("judge_digest", c_void_p, c_size_t, c_uint64, c_int, c_void_p)
+    for address, nbytes in regions:
+        _check("cuda", adder(address, nbytes, first, _multiprocessors("cuda"), found.data_ptr()))
+        first += -(-nbytes // 8)
+
+
+def word_of(digest: torch.Tensor) -> int:
+    """Return the word that ends a batch with this digest."""
+    return (int(digest) | 1) % 2**64
+
+
+def show(page: int, nbytes: int) -> int:
+    """Let the device see host memory, by address. Return its address there."""
+    seen = c_void_p()
+    shower = library("cuda").function("judge_show", c_void_p, c_size_t, c_void_p)
+    _check("cuda", shower(page, nbytes, ctypes.addressof(seen)))
+    return seen.value or 0
+
+
+def hide(page: int) -> None:
+    _check("cuda", library("cuda").function("judge_hide", c_void_p)(page))
+
+
+def done_word(page: int) -> int:
+    return c_uint64.from_address(page + DONE_OFFSET).value
+
+
+def await_gate(seen: int) -> None:
+    """Hold the queue until the gate of a page is open. seen: the page's address on the device."""
+    _check("cuda", library("cuda").function("judge_await_gate", c_void_p)(seen))
+
+
+def stamp(digest: torch.Tensor, seen: int) -> None:
+    """Enqueue the word that ends a batch."""
+    _check("cuda", library("cuda").function("judge_stamp", c_void_p, c_void_p)(digest.data_ptr(), seen))
+
+
+def open_gate(masked: list[tuple[torch.Tensor, bytes]], page: int, seen: int, limit_s: float) -> float:
+    """Unmask buffers, open the gate of a page, and wait for its last word. Return how long all of that took, in us; 0
+    if it took more than limit_s.
+    """
+    parts = (_Masked * len(masked))(
+        *(_Masked(part.data_ptr(), part.numel(), (ctypes.c_ubyte * 32)(*key)) for part, key in masked)
+    )
+    us = c_double()
+    opener = library("cuda").function(
+        "judge_open", c_void_p, c_int, c_void_p, c_void_p, c_int, c_double, c_void_p
+    )  # fmt: skip
+    place = ctypes.addressof(us)
+    _check("cuda", opener(parts, len(masked), page, seen, _multiprocessors("cuda"), limit_s, place))
+    return us.value
+
+
+class _Masked(ctypes.Structure):
+    _fields_ = (("data", c_void_p), ("bytes", c_size_t), ("key", ctypes.c_ubyte * 32))
 
 
 class _Copy(ctypes.Structure):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.runner import claims, clock, failure, gate, integrity, matmul, native, streams, tree, wire
+from harness.runner import batch, claims, clock, failure, gate, integrity, matmul, native, streams, tree, wire
 from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, load
 
@@ -185,6 +185,39 @@ class Runner:
         leaves = tree.leaves(self.opened["data"])
         pairs = zip(self.opened["captures"], (leaves[i] for i in self.opened["outputs"]), strict=True)
         return tuple((buffer.address(to), buffer.address(leaf), leaf["nbytes"]) for to, leaf in pairs)
+
+    def batch(self, message: dict, fds: list[int]) -> dict:
+        """Enqueue one call on each buffer behind the gate of a page, and the digest of what they wrote. Say that all of
+        it is enqueued, or before any of it, `at_once`, where a call waits for the device. Reply when it is done.
+        """
+        page, found = batch.GatePage(fds.pop(0)), torch.zeros(1, dtype=torch.int64, device=self.device)
+        arguments = [(self._data(buffer),) for buffer in self.buffers] if self.module else []
+        # The judge's empty calls copy what is copied behind a call whose outputs are its own.
+        copies = () if self.module or self.opened["own"] else self._as_many_copies()
+        for buffer in self.buffers:
+            native.touch(buffer.memory["device"])
+        self._sync()
+        native.await_gate(page.seen)
+        if message["at_once"]:
+            wire.send(self.sock, {"ready": True})
+        said, results = [], []
+        for i, buffer in enumerate(self.buffers):
+            results.append(self.module.custom_kernel(*arguments[i]) if self.module else native.copy(copies))
+            if self.module and not self.opened["own"]:
+                said.append(claims.capture_any(results.pop(), self.opened["captures"], buffer))
+        native.digest([region for buffer in self.buffers for region in batch.written(self.opened, buffer)], found)
+        native.stamp(found, page.seen)
+        if not message["at_once"]:
+            wire.send(self.sock, {"ready": True})
+        if self.opened["own"]:
+            for buffer in self.buffers:
+                native.copy(self._copies(buffer))
+        self._sync()
+        page.close()
+        if self.opened["own"] and self.module:
+            outputs = [[self._leaf(data, i) for i in self.opened["outputs"]] for (data,) in arguments]
+            said = [claims.forms(*pair) for pair in zip(results, outputs, strict=True)]
+        return {"claims": said}
 
     def profile(self, message: dict, _: list[int]) -> dict:
         buffer = self.buffers[0]
@@ -355,6 +388,7 @@ def main() -> None:
     wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
     handlers: dict[str, Callable] = {
         "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
+        "batch": runner.batch,
         "profile": runner.profile, "repeat": runner.repeat, "report": runner.report, "compile": runner.compile,
         "sealed": runner.changes,
     }  # fmt: skip

@@ -225,6 +225,10 @@ class Child:
                 self.kill()
                 raise Died("TIMEOUT", f"no answer within {timeout_s:g} s; it and all it had started were killed")
 
+    def answers(self, within_s: float) -> bool:
+        """Return whether a message, or its end, can be read within this time."""
+        return bool(select.select([self.sock], [], [], within_s)[0])
+
     def _look(self) -> None:
         """Died: it took too much, in the middle of a message."""
         if excess := self._excess():

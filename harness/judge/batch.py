@@ -1,0 +1,142 @@
+"""Batches on a GPU: what a call takes at least, by the judge's own clock (docs/measuring.md).
+
+The event pair is read in the submission's process. Here that process only enqueues: calls on masked contents that no
+other call has, behind a gate. The checker unmasks the contents, opens the gate, and reads its clock until the digest of
+all outputs is there.
+"""
+
+import os
+import secrets
+from dataclasses import dataclass, field
+
+from harness.judge import limits, replies
+from harness.judge.handle import Content, RunnerHandle
+from harness.judge.outcome import Batch, Outcome
+from harness.judge.session import Session
+from harness.problem.folders import Case
+from harness.results import stats
+from harness.sandbox.process import Died
+
+CALLS = 16  # of a batch
+ALONE = 4  # batches of one call, where a call waits for the device
+EMPTY_BATCHES = 5  # readings of batches of empty calls
+MEMORY_SHARE = 0.5  # of what is free, for the contents, the answers and two sets of buffers
+COPIES = 5  # of a buffer's bytes that one call of a batch takes: content, answer, the reference's work, two buffers
+ENQUEUE_S, ENQUEUE_FACTOR = 0.5, 4  # that the calls may take to be enqueued: seconds, and times what they took before
+
+
+@dataclass
+class Contents:
+    """Contents of one case that the checker keeps. empty: readings of empty calls, by (calls, alone)."""
+
+    content: Content
+    seeds: list[str]
+    empty: dict[tuple[int, bool], list[float]] = field(default_factory=dict)
+
+
+def make(session: Session, case: Case) -> Contents | None:
+    """Make the contents of a batch. Return None if a case has no form that a batch needs: outputs on the GPU, and equal
+    layouts of all contents.
+    """
+    seeds = [session.content(case)]
+    content = session.present
+    captures = content.layout["captures"]
+    if any(spec["space"] != "device" for spec in captures):
+        return None
+    session.checker.ask({"op": "keep"})
+    free = session.checker.ask({"op": "free_memory"})["free"]
+    for _ in range(min(CALLS, int(MEMORY_SHARE * free / (COPIES * content.sizes["device"]))) - 1):
+        seeds.append(session.content(case))
+        session.checker.ask({"op": "keep"})
+        if session.present.layout != content.layout:
+            drop(session)
+            return None
+    return Contents(content, seeds)
+
+
+def drop(session: Session) -> None:
+    """Let the checker forget the contents."""
+    session.checker.ask({"op": "drop"})
+
+
+def read(session: Session, handle: RunnerHandle, judge: RunnerHandle, contents: Contents) -> Batch | Outcome:
+    """Return what a submission's calls take in a batch, or how they failed there."""
+    process, calls = handle.running, len(contents.seeds)
+    try:
+        found = [_reading(session, handle, contents, list(range(calls)), False)]
+        if alone := found == [None]:  # a call waited for the device: the gate opens while it is enqueued
+            calls, numbers = 1, range(min(ALONE, calls))
+            found = [_reading(session, handle, contents, [number], True) for number in numbers]
+    except Died as died:
+        return handle.lose(process.failure(died))
+    if failed := next((one for one in found if isinstance(one, Outcome)), None):
+        return failed
+    us = min(one for one in found if isinstance(one, float))
+    return _beside_empty(session, judge, contents, calls, us, alone)
+
+
+def _beside_empty(
+    session: Session, judge: RunnerHandle, contents: Contents, calls: int, us: float, alone: bool
+) -> Batch:
+    """Return a reading beside those of as many empty calls."""
+    empty = contents.empty.setdefault((calls, alone), [])
+    while len(empty) < EMPTY_BATCHES:
+        read = _reading(session, judge, contents, list(range(calls)), alone)
+        if not isinstance(read, float):
+            raise RuntimeError(f"the judge's own batch of {calls} empty calls failed: {read}")
+        empty.append(read)
+    return Batch(calls, us, stats.median(empty), max(empty) - min(empty), alone)
+
+
+def _reading(
+    session: Session, handle: RunnerHandle, contents: Contents, numbers: list[int], at_once: bool
+) -> float | Outcome | None:
+    """Make calls on the contents of these numbers behind one gate. Return the reading in us; None if one waited for the
+    device before it was open; the fault of an output. at_once: the gate opens while the calls are enqueued.
+    """
+    process, checker, limit_s = handle.running, session.checker, session.call_limit_s
+    process.open(contents.content, len(numbers), None)
+    process.opened = None  # the next call has other buffers
+    keys = [secrets.token_hex(32) for _ in numbers]
+    for place, number in enumerate(numbers if handle.submission else ()):
+        checker.ask({"op": "recall", "number": number})
+        checker.ask({"op": "fill", "key": keys[place], "runner": handle.name, "buffer": place})
+    _, fds = checker.request({"op": "gate_page", "runner": handle.name})
+    try:
+        process.child.send({"op": "batch", "at_once": at_once}, tuple(fds))
+    finally:
+        for fd in fds:
+            os.close(fd)
+    within_s = ENQUEUE_S + ENQUEUE_FACTOR * len(numbers) * process.host_us / 1e6
+    enqueued = process.child.answers(within_s)
+    if enqueued:
+        process.receive(replies.Ready, limit_s)
+    opened = {"op": "open_gate", "runner": handle.name, "keys": keys, "limit_s": limit_s if enqueued else 0.0}
+    us: float = checker.request(opened, limit_s=limit_s + limits.CHECKER_LIMIT_S, watch=process.child)[0]["us"]
+    if not enqueued:
+        process.receive(replies.Ready, limit_s)
+    reply = process.receive(replies.Batched, limit_s)
+    whole = checker.ask({"op": "close_gate", "runner": handle.name})["whole"]
+    if not enqueued:
+        return None
+    if not us:
+        raise Died("TIMEOUT", f"{len(numbers)} calls together took more than {limit_s:g} s")
+    if handle.submission is None:
+        return us
+    if not whole:
+        return Outcome("CHEAT_SUSPECTED", "the word that ended a batch was not the digest of its outputs")
+    return _fault(session, handle, numbers, reply.claims) or us
+
+
+def _fault(
+    session: Session, handle: RunnerHandle, numbers: list[int], claims: list[list[replies.Claim]]
+) -> Outcome | None:
+    """Return the first fault of a batch's outputs."""
+    if len(claims) != len(numbers):
+        raise Died("RUNTIME_ERROR", f"its process sent a malformed reply: claims of {len(claims)} calls")
+    for place, number in enumerate(numbers):
+        session.checker.ask({"op": "recall", "number": number})
+        found = session.verdict(handle, place, claims[place])
+        if found.status != "PASSED":
+            return Outcome(found.status, f"in a batch of {len(numbers)} calls: {found.reason}", found.error)
+    return None

@@ -1,0 +1,174 @@
+"""Batches on a GPU: what becomes of readings, of calls that wait for the device, and of a word that is no digest.
+
+The GPU's part runs in tests/harness/judge/test_gpu_judge.py. Here checker and runner are played.
+"""
+
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from harness.judge import batch, outcome, readings, replies
+from harness.judge.handle import Content
+from harness.judge.outcome import Batch, Outcome
+from harness.problem.folders import Case
+from harness.sandbox.process import Died
+
+CASE = Case({"n": 1}, 1)
+LAYOUT = {"captures": [{"space": "device"}], "own": True}
+
+
+class Checker:
+    """Its gate takes `us` for each call, and FIXED_US for a batch. free: bytes of device memory."""
+
+    FIXED_US = 100.0
+
+    def __init__(self, free: int = 2**40) -> None:
+        self.free, self.kept, self.asked = free, 0, []
+        self.runners: dict[str, Runner] = {}
+
+    def ask(self, message: dict) -> dict:
+        self.asked.append(message["op"])
+        self.kept += message["op"] == "keep"
+        self.kept *= message["op"] != "drop"
+        runner = self.runners.get(message.get("runner", ""))
+        return {"free": self.free, "whole": bool(runner and runner.whole)}
+
+    def request(self, message: dict, limit_s: float = 0, watch: object = None) -> tuple[dict, list[int]]:
+        self.asked.append(message["op"])
+        runner = self.runners[message["runner"]]
+        if message["op"] == "gate_page":
+            return {}, [os.open(os.devnull, os.O_RDONLY)]
+        assert len(set(message["keys"])) == len(message["keys"]) == runner.buffers
+        return {"us": (self.FIXED_US + runner.us * runner.buffers) if message["limit_s"] else 0.0}, []
+
+
+class Runner:
+    """A process. waits: its calls wait for the device, so that they are not all enqueued behind a gate."""
+
+    def __init__(self, us: float, waits: bool = False, whole: bool = True, claims: int = 0) -> None:
+        self.us, self.waits, self.whole, self.host_us, self.opened = us, waits, whole, 5.0, None
+        self.buffers, self.at_once, self.claims = 0, False, claims
+        self.child = self
+
+    def open(self, content: Content, buffers: int, reads: None) -> None:
+        self.buffers = buffers
+
+    def send(self, message: dict, fds: tuple) -> None:
+        self.at_once = message["at_once"]
+
+    def answers(self, within_s: float) -> bool:
+        return self.at_once or not self.waits
+
+    def receive(self, wanted: type, limit_s: float) -> replies.Reply:
+        if wanted is replies.Ready:
+            return replies.Ready(ready=True)
+        return replies.Batched(claims=[[]] * (self.claims or self.buffers))
+
+    def failure(self, died: Died) -> Outcome:
+        return Outcome(died.status, died.reason)
+
+
+class Session:
+    """A case whose contents have these layouts in turn."""
+
+    call_limit_s = 30.0
+
+    def __init__(self, verdicts: tuple = (), layouts: tuple = (), free: int = 2**40) -> None:
+        self.checker, self.made, self.layouts, self.verdicts = Checker(free), 0, layouts, list(verdicts)
+
+    def content(self, case: Case) -> str:
+        layout = self.layouts[self.made] if self.made < len(self.layouts) else LAYOUT
+        self.present = Content(case, {"device": 2**20, "host": 0}, layout, None, 0)
+        self.made += 1
+        return str(self.made)
+
+    def verdict(self, handle: object, buffer: int, claims: list) -> Outcome:
+        return self.verdicts.pop(0) if self.verdicts else Outcome("PASSED")
+
+    def handle(self, name: str, runner: Runner) -> SimpleNamespace:
+        self.checker.runners[name] = runner
+        judges = name == "judge"
+        return SimpleNamespace(
+            name=name, running=runner, submission=None if judges else "a submission", lose=lambda what: what
+        )
+
+
+def found(session: Session, runner: Runner, empty_us: float = 2.0) -> Batch | Outcome:
+    contents = batch.make(session, CASE)
+    assert contents is not None
+    return batch.read(session, session.handle("my", runner), session.handle("judge", Runner(empty_us)), contents)
+
+
+def test_a_batch_has_as_many_calls_as_memory_allows_each_on_new_contents():
+    session = Session()
+    assert found(session, Runner(20.0)) == Batch(16, 100.0 + 16 * 20, 100.0 + 16 * 2, 0.0)
+    assert session.made == session.checker.kept == 16 and session.checker.asked.count("fill") == 16
+    free = 4 * batch.COPIES * 2**20
+    assert len(batch.make(Session(free=free), CASE).seeds) == 2
+    assert len(batch.make(Session(free=1), CASE).seeds) == 1
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [({"captures": [{"space": "host"}]},), (LAYOUT, {**LAYOUT, "own": False})],
+    ids=["host", "changes"],
+)
+def test_outputs_on_the_host_and_layouts_that_change_have_no_batch(layouts):
+    session = Session(layouts=layouts)
+    assert batch.make(session, CASE) is None and session.checker.kept == 0
+
+
+def test_calls_that_wait_for_the_device_have_batches_of_one():
+    session = Session()
+    assert found(session, Runner(20.0, waits=True)) == Batch(1, 120.0, 102.0, 0.0, alone=True)
+    assert session.checker.asked.count("open_gate") == 1 + batch.ALONE + batch.EMPTY_BATCHES
+
+
+def test_a_word_that_is_no_digest_is_no_end():
+    assert found(Session(), Runner(20.0, whole=False)).status == "CHEAT_SUSPECTED"
+
+
+def test_every_output_is_checked():
+    wrong = Outcome("INCORRECT", "element 0")
+    said = found(Session([Outcome("PASSED")] * 15 + [wrong]), Runner(20.0))
+    assert said.status == "INCORRECT" and said.reason == "in a batch of 16 calls: element 0"
+
+
+def test_claims_of_fewer_calls_are_a_malformed_reply():
+    said = found(Session(), Runner(20.0, claims=3))
+    assert said.status == "RUNTIME_ERROR" and "claims of 3 calls" in said.reason
+
+
+def test_a_batch_that_never_ends_is_a_timeout():
+    runner = Runner(20.0)
+    runner.us = -Checker.FIXED_US / 16  # the reading 0: no word came
+    assert found(Session(), runner).status == "TIMEOUT"
+
+
+def timing(us: float, *batches: Batch) -> readings.Timing:
+    return readings.Timing(CASE, [[Outcome("PASSED", us=us)] * 3], batches=list(batches))
+
+
+HONEST = Batch(16, 100 + 16 * 20.0, 100.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("us", "batches", "status"),
+    [
+        (20.0, [HONEST], None), (18.1, [HONEST], None), (10.0, [HONEST], "INVALID_MEASUREMENT"),
+        (10.0, [HONEST, HONEST], "CHEAT_SUSPECTED"),
+        # A busy machine made one reading longer: the other excuses the claim.
+        (20.0, [dataclasses.replace(HONEST, us=5000.0), HONEST], None), (10.0, [], None),
+    ],
+)  # fmt: skip
+def test_a_claim_below_what_batches_allow_needs_two_of_them_to_be_a_cheat(us, batches, status):
+    fault = readings._undercut(timing(us, *batches))
+    assert (fault and fault.status) == status
+    assert not fault or f"at least {HONEST.least_us:.2f} us" in fault.reason
+
+
+def test_what_a_call_takes_at_least():
+    assert HONEST.least_us == pytest.approx((outcome.BATCH_SHARE * 320 - 5) / 16)
+    assert Batch(1, 100.0, 120.0, 1.0).least_us == 0

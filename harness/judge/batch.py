@@ -125,7 +125,7 @@ def _reading(
         return us
     if not whole:
         return Outcome("CHEAT_SUSPECTED", "the word that ended a batch was not the digest of its outputs")
-    return _fault(session, handle, numbers, reply.claims) or us
+    return _fault(session, handle, numbers, reply.calls) or us
 
 
 def _fault(

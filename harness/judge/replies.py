@@ -155,9 +155,9 @@ class Timed(Reply):
 
 
 class Batched(Reply):
-    """The calls of a batch on a GPU are over. claims: of each one."""
+    """The calls of a batch on a GPU are over. calls: what each returned."""
 
-    claims: Annotated[list[Claims], Field(max_length=LISTED)]
+    calls: Annotated[list[Claims], Field(max_length=LISTED)]
 
 
 class Kernel(Reply):

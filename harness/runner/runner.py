@@ -217,7 +217,7 @@ class Runner:
         if self.opened["own"] and self.module:
             outputs = [[self._leaf(data, i) for i in self.opened["outputs"]] for (data,) in arguments]
             said = [claims.forms(*pair) for pair in zip(results, outputs, strict=True)]
-        return {"claims": said}
+        return {"calls": said}
 
     def profile(self, message: dict, _: list[int]) -> dict:
         buffer = self.buffers[0]

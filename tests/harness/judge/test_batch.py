@@ -64,7 +64,7 @@ class Runner:
     def receive(self, wanted: type, limit_s: float) -> replies.Reply:
         if wanted is replies.Ready:
             return replies.Ready(ready=True)
-        return replies.Batched(claims=[[]] * (self.claims or self.buffers))
+        return replies.Batched(calls=[[]] * (self.claims or self.buffers))
 
     def failure(self, died: Died) -> Outcome:
         return Outcome(died.status, died.reason)

@@ -174,6 +174,11 @@ class Peer(threading.Thread):
             reply["activity"] = {"records": 3, "elsewhere": {}}
         self.say("call", reply)
 
+    def batch(self, message: dict, fds: list[int]) -> None:
+        os.close(fds.pop(0))
+        self.say("enqueued", {"ready": True})
+        self.say("batch", {"calls": [[] if self.own else [{**CLAIM}] for _ in self.opened["buffers"]]})
+
     def _cpu_call(self, message: dict) -> None:
         number, result = message["number"], None
         while (told := self._told(number, result is not None)) is not None:
@@ -350,10 +355,10 @@ def _add_lists(data: tuple, computes: bool) -> torch.Tensor:
 
 
 KERNELS = {"vector_add": _add, "linear": _linear, "vectoradd": _add_lists}
-FAILURES = ("import", "compile", "open", "hold", "trim", "warm", "call", "profile", "sealed", "judge", "")
+FAILURES = ("import", "compile", "open", "hold", "trim", "warm", "call", "batch", "profile", "sealed", "judge", "")
 KINDS = (
     {}, {"ready": True}, {"prepared": True}, {"claims": [], "switches": []}, {"replaced": [], "switches": []},
-    {"us": 1.0, "host_us": 1.0, "host_bound": False}, {"artefacts": []}, {"table": ""},
+    {"us": 1.0, "host_us": 1.0, "host_bound": False}, {"calls": [[]]}, {"artefacts": []}, {"table": ""},
     {"ready": True, "clock": None, "replaced": [], "switches": []},
     {"failed": "call", "type": "E", "memory": False, "text": "x"},
 )  # fmt: skip

@@ -48,7 +48,9 @@ CASES = {
 ASKED = {
     "vector_add": ("start", "open", "ready", "call", "compile", "profile"),
     "linear": ("start", "open", "hold", "trim", "ready", "call"), "vectoradd": ("ready", "call"),
-    "gpu": ("start", "open", "hold", "trim", "warm", "ready", "call", "sealed", "compile", "profile"),
+    "gpu": (
+        "start", "open", "hold", "trim", "warm", "ready", "call", "enqueued", "batch", "sealed", "compile", "profile",
+    ),
 }  # fmt: skip
 HOSTILE = 16  # submissions in a run
 SHORT, LONG = 100, 10_000  # replies

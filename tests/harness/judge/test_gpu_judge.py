@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from harness.judge.session import Session
 from harness.problem import folders
 from harness.runner import buffers, clock, matmul, native, wire
 from harness.sandbox.process import ROOT
+from problems.common import build, load
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +41,19 @@ def right(data):
     return data.c
 
 '''
+SPIN = """
+#include <cuda_runtime.h>
+__global__ void spin(unsigned long long ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < ns);
+}
+extern "C" int spin_for(unsigned long long ns) {
+    spin<<<1, 1>>>(ns);
+    return cudaGetLastError();
+}
+"""
 # name -> (body, verdict, piece of the reason)
 SUBMISSIONS = {
     "honest": ("def custom_kernel(data):\n    return right(data)\n", "PASSED", ""),
@@ -90,21 +105,43 @@ def test_a_slot_is_one_memory_for_two_processes():
     buffer.close()
 
 
-def test_the_clock_reads_what_a_kernel_takes():
+def timed(ticking: clock.CudaClock, kernel: Callable[[], object], delivery: clock.Delivery) -> clock.Sample:
+    """The clock's reading of a call that returns nothing to copy."""
+    return ticking.time(native.Call(kernel), lambda _: None, delivery)[0]
+
+
+def test_the_clock_reads_what_a_kernel_takes(tmp_path):
     """A kernel that spins for 300 us on the device's own timer reads as 300 us and the cost of an empty call."""
     ticking = clock.CudaClock()
     delivery = clock.Delivery(spin_us=1000)
     for _ in range(3):
-        empty = ticking.time(lambda: None, lambda _: None, delivery)
+        empty = timed(ticking, lambda: None, delivery)
     assert 0 < empty.us < 30
-    spin = native.library("cuda").function("judge_spin", ctypes.c_uint64, ctypes.c_int)
-    sample = ticking.time(lambda: spin(300_000, 1), lambda _: None, delivery)
+    (tmp_path / "spin.cu").write_text(SPIN)
+    spin = build.cuda(tmp_path / "spin.cu", load.device_target("cuda")).function("spin_for", ctypes.c_uint64)
+    sample = timed(ticking, lambda: spin(300_000), delivery)
     assert 300 <= sample.us <= 300 + 30 and not sample.host_bound
+
+
+def test_what_a_call_returns_and_raises_comes_through_and_its_copies_are_made():
+    ticking, one = clock.CudaClock(), torch.arange(5, device="cuda")
+    copy = torch.zeros_like(one)
+    copies = ((copy.data_ptr(), one.data_ptr(), one.numel() * one.element_size()),)
+    call = native.Call(lambda a, b: one.add_(a + b), (2, 3), copies)
+    sample, result = ticking.time(call, lambda _: None, clock.Delivery(spin_us=1000))
+    assert result is one and torch.equal(copy, torch.arange(5, device="cuda") + 5) and sample.host_us > 0
+
+    def fails() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        timed(ticking, fails, clock.Delivery(spin_us=1000))
+    assert timed(ticking, lambda: None, clock.Delivery(spin_us=1000)).us > 0
 
 
 def test_a_call_that_waits_for_the_device_is_host_bound():
     ticking = clock.CudaClock()
-    assert ticking.time(torch.cuda.synchronize, lambda _: None, clock.Delivery(spin_us=1000)).host_bound
+    assert timed(ticking, torch.cuda.synchronize, clock.Delivery(spin_us=1000)).host_bound
 
 
 def test_nothing_else_runs_during_the_spin():
@@ -125,7 +162,7 @@ def test_nothing_else_runs_during_the_spin():
         early.append(done.query())
 
     early: list[bool] = []
-    ticking.time(call, lambda _: None, clock.Delivery(spin_us=10_000))
+    timed(ticking, call, clock.Delivery(spin_us=10_000))
     assert early == [False]
     torch.cuda.synchronize()
     assert done.query()
@@ -172,7 +209,7 @@ def test_cleaning_leaves_nothing_of_what_was_written():
     times: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(60):
         delivery = clock.Delivery(buffer, bytes(32) if turn % 2 else None, 300)
-        sample = ticking.time(lambda: native.read(buffer, buffer.numel(), 4), lambda _: None, delivery)
+        sample = timed(ticking, lambda: native.read(buffer, buffer.numel(), 4), delivery)
         times[turn % 2 == 1].append(sample.us)
     written, resting = (sorted(times[kind])[15] for kind in (True, False))
     assert written > 0.9 * resting
@@ -180,9 +217,9 @@ def test_cleaning_leaves_nothing_of_what_was_written():
 
 def test_the_matrix_product_runs_at_a_rate_of_this_device():
     """Under its data sheet's rate, and over half of it."""
-    ticking, timed = clock.CudaClock(), matmul.Product("cuda")
-    timed()
-    us = sorted(ticking.time(timed, lambda _: None, clock.Delivery(spin_us=500)).us for _ in range(9))[4]
+    ticking, product = clock.CudaClock(), matmul.Product("cuda")
+    product()
+    us = sorted(timed(ticking, product, clock.Delivery(spin_us=500)).us for _ in range(9))[4]
     name = torch.cuda.get_device_name()
     sheet = next((rates[1] for known, rates in DATASHEET.items() if known in name), None)
     if sheet is None:

@@ -107,7 +107,7 @@ class Config:
             raise ValueError(f"{self.name} has {self.num_hidden_layers} layers, {self.n_routed_experts} experts")
         return dataclasses.replace(
             self, name=f"{self.name}-{layers}l{experts}e", n_routed_experts=experts, num_nextn_predict_layers=0,
-            compress_ratios=self.ratios[:layers],
+            compress_ratios=self.ratios[:layers], num_hash_layers=min(self.num_hash_layers, layers),
         )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
     if args.checkpoint:
         weights = checkpoint.load(args.checkpoint, cfg, fmt=args.format, device=args.device)
     else:
-        weights = tree.random(cfg, args.format or "bf16", seed=args.seed, device=args.device)
+        weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, device=args.device)
     chosen = ops.choose(args.kernels, load.device_target(args.device), weights)
     for line in chosen.report:
         say.print(line, markup=False, highlight=False)

@@ -177,7 +177,10 @@ def _layers(data: dict, faults: list[str]) -> dict[str, object]:
 def _hashed(data: dict, layers: object, faults: list[str]) -> object:
     """How many layers, the first ones, route by token."""
     if data.get("mlp_layer_types") is None:
-        return data.get("num_hash_layers")
+        hashed = data.get("num_hash_layers")
+        if type(hashed) is int and type(layers) is int and hashed > layers:
+            faults.append(f"num_hash_layers must be at most num_hidden_layers, {layers}, got {hashed}")
+        return hashed
     kinds = _texts(data, "mlp_layer_types", _ROUTERS, faults)
     hashed = kinds.count("hash_moe")
     if "hash_moe" in kinds[hashed:]:

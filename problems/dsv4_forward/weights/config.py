@@ -74,8 +74,6 @@ class Config:
                 f"num_experts_per_tok must be at most n_routed_experts, {self.n_routed_experts}, got "
                 f"{self.num_experts_per_tok}"
             )
-        if self.num_hash_layers > self.num_hidden_layers:
-            raise ValueError(f"num_hash_layers must be at most {self.num_hidden_layers}, got {self.num_hash_layers}")
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise ValueError(
                 f"qk_rope_head_dim must be even and at most index_head_dim, {self.index_head_dim}, got "

@@ -104,7 +104,7 @@ def _fp8(fields: dict[str, torch.Tensor], rms: float, tables: _Tables) -> None:
     steps = torch.randperm(scale.numel(), generator=tables.source).remainder_(3).sub_(1).view(scale.shape)
     rows, columns = (_block_sizes(size) for size in weight.shape[-2:])
     mean = float((torch.exp2(2.0 * steps) * rows[:, None] * columns).sum() / math.prod(weight.shape))
-    middle = math.floor(math.log2(rms / math.sqrt(mean) / 45))  # codes have an rms of 45 to 90
+    middle = _power(rms / math.sqrt(mean) / 45)  # codes have an rms of 45 to 90
     scale.copy_(steps + 127 + middle)
     factor = rms / math.sqrt(mean) / 2.0**middle
     for part, normals in tables.normals(weight):
@@ -121,7 +121,7 @@ def _mxfp4(fields: dict[str, torch.Tensor], rms: float, tables: _Tables) -> None
     """Uniform codes; scales of two neighbouring powers of two, as often as the rms wants them."""
     _codes(fields["weight"], tables)
     wanted = rms / E2M1_RMS
-    low = math.floor(math.log2(wanted))
+    low = _power(wanted)
     share = ((wanted / 2.0**low) ** 2 - 1) / 3  # of the larger one
     for part, drawn in tables.bytes(fields["scale"]):
         part.copy_(drawn < round(256 * share)).add_(127 + low)
@@ -135,6 +135,11 @@ def _nvfp4(fields: dict[str, torch.Tensor], rms: float, tables: _Tables) -> None
     second = fields["scale_2"]
     jitter = 1 + JITTER * (2 * _uniform(tuple(second.shape), tables) - 1)
     second.copy_(jitter * (rms / (E2M1_RMS * E4M3_RMS)))
+
+
+def _power(value: float) -> int:
+    """The exponent of the largest power of two that is at most `value`."""
+    return math.frexp(value)[1] - 1
 
 
 def _codes(out: torch.Tensor, tables: _Tables) -> None:

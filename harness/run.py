@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "--resume", nargs="?", const="", metavar="RUN_ID",
         help="go on with a run that was killed, by default the newest unfinished one, with its options",
     )  # fmt: skip
+    p.add_argument("--on", metavar="HOST", help="judge on another machine, over ssh and rsync (docs/remote.md)")
     p.add_argument("--check-only", action="store_true", help="the problem's own end-to-end check (check.py), then stop")
     p.add_argument("--lint", action="store_true", help="check the problem itself: what must fail fails, then stop")
     p.add_argument("--sanitize", action="store_true", help="run small cases under compute-sanitizer, then stop")
@@ -110,8 +111,13 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
 
     code = None
     try:
-        events = _events(args.events)
-        if (code := _without_torch(args, further)) is None:
+        events = Events(None) if args.on else _events(args.events)
+        code = _without_torch(args, further)
+        if code is None and args.on:
+            from harness.tools import remote
+
+            code = remote.start(args, further, parser().parse_args([]), stdout)
+        elif code is None:
             from harness.invocation import Run
 
             run = Run(args, further, parser().parse_args([]), stdout, events)
@@ -150,7 +156,7 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     from harness.problem import folders
     from harness.problem.folders import UsageError
 
-    for name in ("variant", "submission", "against", "case", "json", "device", "problem"):
+    for name in ("variant", "submission", "against", "case", "json", "device", "on", "problem"):
         if getattr(args, name) == "":
             raise UsageError(f"{'PROBLEM' if name == 'problem' else f'--{name}'} must not be empty, got ''")
     if args.print_completion:

@@ -176,7 +176,7 @@ def start(args: argparse.Namespace, further: list[str], defaults: argparse.Names
         output.say(f"sending {len(known)} files to {host.name}:{host.base}")
         host.send(ROOT, known, "tree")
         host.send(Path("/"), [str(path)[1:] for path in outside], "sent")
-        host.send(record.RESULTS, _records(), "incoming")
+        host.send(record.RESULTS, records(), "incoming")
         begin = {"job": job, "words": words, "env": commit(), "files": known}
         _patiently(host, lambda: host.ask("start", **begin))
     output.say(f"job {job} has begun on {host.name}; it goes on there if this command ends")
@@ -250,7 +250,7 @@ def _placed(path: Path, files: Iterable[Path], known: set[str]) -> tuple[str, li
     return f"../sent{path}", files
 
 
-def _records() -> list[str]:
+def records() -> list[str]:
     """The files of records, from the folder of results: attempts and the present leader are counted by them."""
     files = record.RESULTS.glob("*/*.jsonl")
     return sorted(str(f.relative_to(record.RESULTS)) for f in files if not f.name.endswith(record.PARTIAL))
@@ -321,10 +321,10 @@ def _collect(host: Host, job: str) -> int:
     host.base = host.base or _patiently(host, lambda: host.ask("place"))["base"]
     kept = host.kept / job
     _patiently(host, lambda: host.fetch(f"jobs/{job}", kept, "--exclude=alive", "--exclude=*.part"))
-    records = host.kept / "results"
+    there = host.kept / "results"
     only = ("--include=/*/", "--exclude=*.partial.jsonl", "--include=/*/*.jsonl", "--exclude=*")
-    _patiently(host, lambda: host.fetch(f"tree/{RESULTS}", records, *only))
-    added, complaints = merge.merge(records)
+    _patiently(host, lambda: host.fetch(f"tree/{RESULTS}", there, *only))
+    added, complaints = merge.merge(there)
     for complaint in complaints:
         output.complain(f"warning: {complaint}")
     profiles = sorted((kept / "profile").glob("*"))

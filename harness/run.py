@@ -72,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
         "--resume", nargs="?", const="", metavar="RUN_ID",
         help="go on with a run that was killed, by default the newest unfinished one, with its options",
     )  # fmt: skip
+    p.add_argument("--on", metavar="HOST", help="judge on another machine, over ssh and rsync (docs/remote.md)")
+    p.add_argument(
+        "--devices", metavar="LIST", help="spread the cases over several GPUs: all, or numbers such as 0,2"
+    )
+    p.add_argument(
+        "--ray", metavar="ADDRESS", help="a job for each problem (commas between) and variant on a Ray cluster"
+    )
     p.add_argument("--check-only", action="store_true", help="the problem's own end-to-end check (check.py), then stop")
     p.add_argument("--lint", action="store_true", help="check the problem itself: what must fail fails, then stop")
     p.add_argument("--sanitize", action="store_true", help="run small cases under compute-sanitizer, then stop")
@@ -110,8 +117,14 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
 
     code = None
     try:
-        events = _events(args.events)
-        if (code := _without_torch(args, further)) is None:
+        events = Events(None) if args.on else _events(args.events)
+        code = _without_torch(args, further)
+        if code is None and (args.on or args.ray):
+            from harness.tools import cluster, remote
+
+            elsewhere = cluster.run if args.ray else remote.start
+            code = elsewhere(args, further, parser().parse_args([]), stdout)
+        elif code is None:
             from harness.invocation import Run
 
             run = Run(args, further, parser().parse_args([]), stdout, events)
@@ -150,7 +163,7 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     from harness.problem import folders
     from harness.problem.folders import UsageError
 
-    for name in ("variant", "submission", "against", "case", "json", "device", "problem"):
+    for name in ("variant", "submission", "against", "case", "json", "device", "devices", "on", "ray", "problem"):
         if getattr(args, name) == "":
             raise UsageError(f"{'PROBLEM' if name == 'problem' else f'--{name}'} must not be empty, got ''")
     if args.print_completion:
@@ -162,13 +175,8 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     if args.list or not args.problem:
         _see_only_listed(args, further)
         return _list(args.problem)
-    folder = folders.place(args.problem)
-    if args.variant and not args.submission and not args.all:
-        folders.variant_file(folder, args.variant)
-    if args.against and not args.all and not args.against.endswith(".py"):
-        folders.variant_file(folder, args.against)
-    if further and not (folder / "check.py").is_file():
-        raise UsageError(f"unrecognized arguments: {' '.join(further)}")
+    for problem in args.problem.split(",") if args.ray else [args.problem]:
+        _see_problem(args, further, folders.place(problem))
     if args.device and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", args.device):
         raise UsageError(f"--device must be cpu, cuda or cuda:N, got {args.device!r}")
     if args.timeout is not None and not 0 < args.timeout < math.inf:
@@ -185,6 +193,18 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         except (OSError, ValueError) as error:
             raise UsageError(f"--json: cannot write {args.json}: {_why(error)}") from None
     return None
+
+
+def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> None:
+    """Raise UsageError for a variant that the problem in `folder` lacks, or options that its check does not take."""
+    from harness.problem import folders
+
+    if args.variant and not args.submission and not args.all:
+        folders.variant_file(folder, args.variant)
+    if args.against and not args.all and not args.against.endswith(".py"):
+        folders.variant_file(folder, args.against)
+    if further and not (folder / "check.py").is_file():
+        raise folders.UsageError(f"unrecognized arguments: {' '.join(further)}")
 
 
 def _events(path: str | None) -> Events:

@@ -31,7 +31,10 @@ SMALL = {  # a problem's small case, and for the whole model a short end-to-end 
 CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]
 STOPS = {"--check-only", "--lint", "--sanitize"}
 # What this suite is part of, or takes hours.
-NOT_WITHIN = ("make test", "make test-slow", "make lint", "make clean", "make setup", ".ci/run")
+NOT_WITHIN = (
+    "make test", "make test-slow", "make test-system", "make lint", "make clean", "make setup", "make setup-system",
+    ".ci/run",
+)  # fmt: skip
 HOURS = (f"{PYTHON}-m tests.exploits.exploit_table",)
 
 pytestmark = pytest.mark.skipif(gpu.visible(), reason="says what happens without a GPU")

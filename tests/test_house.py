@@ -19,7 +19,7 @@ from harness import run
 from harness.problem import folders, scan
 from problems.common import build, load
 from tests.support import ROOT
-from tools import setup
+from tools import setup, setup_system
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = setup.read_pins((ROOT / "constraints.txt").read_text())
@@ -305,13 +305,23 @@ def test_ci_runs_the_tests_and_lint_and_fails_with_either(tmp_path):
     shutil.copy(script, tmp_path / ".ci" / "run")
     make = tmp_path / "bin" / "make"
     make.parent.mkdir()
-    for failing, status in (("none", 0), ("test", 1), ("lint", 1)):
+    for failing, status in (("none", 0), ("test", 1), ("test-system", 1), ("lint", 1)):
         make.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/called\n[ "$1" != {failing} ]\n')
         make.chmod(0o755)
         (tmp_path / "called").write_text("")
         done = subprocess.run(["sh", str(tmp_path / ".ci" / "run")], env={"PATH": f"{make.parent}:/usr/bin:/bin"})
         assert done.returncode == status, failing
-        assert (tmp_path / "called").read_text().split() == ["test", "lint"]
+        assert (tmp_path / "called").read_text().split() == ["test", "setup-system", "test-system", "lint"]
+
+
+@pytest.mark.parametrize(
+    ("root", "apt", "said"),
+    [(True, True, ""), (False, True, "sudo apt-get install rsync"), (True, False, "install rsync with")],
+)
+def test_what_apt_cannot_install_is_said(root, apt, said):
+    found = setup_system.why_not(["rsync"], root, apt)
+    assert said in found and bool(found) == bool(said)
+    assert setup_system.missing(lambda name: name != "sshd") == ["openssh-server"]
 
 
 def test_every_file_named_on_the_pages_exists():

@@ -15,7 +15,7 @@ import pytest
 from harness import run
 from harness.judge import phases
 from harness.results import environment, gpu, record
-from leaderboard import code_table, compare, report
+from leaderboard import code_table, compare, pack, report
 from problems.common import load
 from problems.dsv4_forward.generate import generate
 from tests.support import ROOT, pages
@@ -136,6 +136,8 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
         assert report.main(words) == 0
     elif program == "leaderboard/compare.py":
         assert compare.main(words) == 0
+    elif program == "leaderboard/pack.py":
+        assert pack.main(words) == 0
     elif program == "leaderboard/code_table.py":
         (there / "none").mkdir(exist_ok=True)
         assert code_table.main([*words, "--results", str(there / "none")]) == 0

@@ -110,7 +110,8 @@ def _flashinfer(problem: Problem, variant: Submission, target: str, options: arg
 
 def _write_folder(folder: Path, files: dict[str, str]) -> None:
     """Write a folder of these files alone. ValueError: it has others, which are not overwritten."""
-    if folder.exists() and (others := sorted(path.name for path in folder.iterdir() if path.name not in files)):
+    known = {*files, "__pycache__"}
+    if folder.exists() and (others := sorted(path.name for path in folder.iterdir() if path.name not in known)):
         raise ValueError(f"{folder} must be new, or of an earlier call, found {others[0]} in it: move it away")
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -199,6 +199,9 @@ def test_a_folder_with_other_files_is_not_overwritten(tmp_path, capsys):
     assert pack.main(words) == 2
     assert "must be new, or of an earlier call, found mine.py" in capsys.readouterr().err
     assert other.read_text() == "x = 1\n"
+    other.rename(tmp_path / "mine.py")
+    (other.parent / "__pycache__").mkdir()
+    assert pack.main(words) == pack.main(words) == 0, "a folder of an earlier call is written anew"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from leaderboard.scopes import Definition, Scoped, stored
 from problems.common import load
 
 COMMON = "problems.common"
-FOLDER = "_FOLDER"  # in the bundle: where its sources are written
+FOLDER = "_packed_folder"  # in the bundle: where its sources are written
 _OUTSIDE = "(outside)"  # the module of what comes from packages
 
 Name = tuple[str, str]  # module, name in it
@@ -48,6 +48,10 @@ class Module:
     globals: dict[str, Name] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     locals: set[str] = field(default_factory=set)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
 
     @property
     def stem(self) -> str:

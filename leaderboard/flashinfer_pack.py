@@ -34,9 +34,10 @@ DTYPES = {
 BYTES = (torch.uint8, torch.float4_e2m1fn_x2)  # which become int8
 FACTORS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # by which a size may be a parameter's multiple or part
 
+ENTRY = "_packed_run"  # of the solution
 RUN = '''
 
-def run({arguments}):
+def {name}({arguments}):
     """{about}"""
 {body}
 '''
@@ -290,7 +291,11 @@ def _reference(problem: Problem, leaves: list[Leaf], call: Call, axes: dict, fix
     head = "\n".join(sorted({*linked.import_lines(roots, whole=False), "import torch"}))
     text = f"{head}\n\n\n{linked.text(roots, whole=False)}\n"
     about = "Return the outputs, contiguous, their axes in the order of memory."
-    return text + RUN.format(arguments=", ".join(leaf.name for leaf in inputs), about=about, body="\n".join(lines))
+    if "\ndef run(" in text:
+        raise ValueError(f"{problem.name}/reference.py: `run` is that package's name for the reference: rename it")
+    return text + RUN.format(
+        name="run", arguments=", ".join(leaf.name for leaf in inputs), about=about, body="\n".join(lines)
+    )
 
 
 def _solution(
@@ -302,7 +307,7 @@ def _solution(
     ordered = [one for one in arguments if not _named(leaves, one).is_output]
     ordered += [one for one in arguments if _named(leaves, one).is_output]
     wrapper = RUN.format(
-        arguments=", ".join(ordered), about="Call the kernel on contiguous tensors; outputs are written in place.",
+        name=ENTRY, arguments=", ".join(ordered), about="Call the kernel; outputs are written in place.",
         body=f"    custom_kernel({_built(leaves, call, spell)})",
     )  # fmt: skip
     content = "\n".join(line for line in packed.split("\n") if not line.startswith("#!POPCORN")) + wrapper
@@ -312,7 +317,7 @@ def _solution(
         "description": f"{variant.summary} {' '.join(notes)}",
         "spec": {
             "language": "python", "target_hardware": ["cpu" if target == "cpu" else "cuda"],
-            "entry_point": "main.py::run", "dependencies": [], "destination_passing_style": True,
+            "entry_point": f"main.py::{ENTRY}", "dependencies": [], "destination_passing_style": True,
         },
         "sources": [{"path": "main.py", "content": content}],
     }  # fmt: skip

@@ -25,37 +25,43 @@ BOARD_TARGETS = {"nvfp4_gemv": "sm100"}
 GPUS = {"sm90": "H100", "sm100": "B200"}
 UNITS = {".cu", ".cpp", ".cc", ".cxx", ".c"}  # what is compiled; headers go into these
 
+# Names that the packed file adds begin with _packed, so that they are none of the variant's.
 SOURCES = '''
-_SOURCES = {{{sources}}}
+_packed_sources = {{{sources}}}
 
 
-def _written(sources: dict[str, str]) -> Path:
-    """A folder with the sources, which is removed when this process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="kernel-"))
+def _packed_written():
+    """A folder with the sources, which is removed when this process ends. Builds are kept by their contents."""
+    import atexit
+    import os
+    import pathlib
+    import shutil
+    import tempfile
+
+    os.environ.setdefault("KERNEL_BUILD_DIR", str(pathlib.Path.home() / ".cache" / "packed-kernels"))
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="kernel-"))
     atexit.register(shutil.rmtree, folder, True)
-    for name, text in sources.items():
+    for name, text in _packed_sources.items():
         (folder / name).write_text(text)
     return folder
 
 
-{folder} = _written(_SOURCES)
+{folder} = _packed_written()
 '''
-BUILDS = """# Builds are kept by their contents, so that the next process finds them.
-os.environ.setdefault("KERNEL_BUILD_DIR", str(Path.home() / ".cache" / "packed-kernels"))
-"""
 # What the service passes is a plain tuple, since it copies data by hand; the tuples' names come back here.
-TYPED = '''def _named(kind: type, value: tuple) -> tuple:
+TYPED = '''def _packed_named(kind, value):
     """`value`, a tuple of which a service may have dropped the names, as the NamedTuple `kind`, and so on within it."""
     if not hasattr(kind, "_fields") or (type(value) is not tuple and not isinstance(value, list)):
         return value
-    return kind(*(_named(kind.__annotations__[name], part) for name, part in zip(kind._fields, value, strict=True)))
+    parts = zip(kind._fields, value, strict=True)
+    return kind(*(_packed_named(kind.__annotations__[name], part) for name, part in parts))
 '''
-CALL = '''_variant_kernel = custom_kernel
+CALL = '''_packed_kernel = custom_kernel
 
 
 def custom_kernel(data):
     """Call the variant on {data}, in this order{prepared}."""
-{body}    return _variant_kernel(data)
+{body}    return _packed_kernel(data)
 '''
 PREPARE = """    if getattr(data.weights, "_fields", None) == {weights}._fields:
         data = data._replace(weights=prepare(data.weights))
@@ -86,10 +92,6 @@ def pack(problem: Problem, variant: Submission, target: str, gpu: str, notes: li
     imports = {*linked.import_lines(roots)}
     prelude = []
     if files:
-        imports |= {"import atexit", "import shutil", "import tempfile", "from pathlib import Path"}
-        if linked.uses("problems.common.build"):
-            imports.add("import os")
-            prelude.append(BUILDS)
         shown = "".join(f"\n    {name!r}: {inline.quoted(text)}," for name, text in units.items())
         prelude.append(SOURCES.format(sources=f"{shown}\n" if shown else "", folder=FOLDER).strip("\n"))
     board, on = BOARDS.get(problem.name, ("", ""))
@@ -104,6 +106,8 @@ def pack(problem: Problem, variant: Submission, target: str, gpu: str, notes: li
         "\n".join(_sorted(imports)),
         *prelude, body, *call,
     ]  # fmt: skip
+    if any("_packed" in module.text for module in linked.modules.values()):
+        raise ValueError("names that hold _packed are for the packed file: rename yours")
     text = parts[0] + "\n\n" + "\n\n\n".join(part.strip("\n") for part in parts[1:]) + "\n"
     return Packed(checked(text), board, target, warnings)
 
@@ -135,7 +139,7 @@ def _call(linked: Bundle, variant: Submission) -> tuple[list[str], list[bundle.N
         return [], []
     top = next(iter(classes))
     spell = {name: linked.linked("task", name) for name in classes}
-    body = f"    data = _named({spell[top]}, data)\n"
+    body = f"    data = _packed_named({spell[top]}, data)\n"
     weights = next((kind for field, kind in classes[top].items() if field == "weights"), "")
     prepares = weights in classes and any(s.names == ["prepare"] for s in linked.main.statements)
     if prepares:
@@ -169,41 +173,36 @@ def data_classes(task: Path) -> dict[str, dict[str, str]]:
 
 GENERATE = '''
 
-def _value(word: object) -> object:
+def _packed_value(word: object) -> object:
     """An argument as task.py has it: cases are passed as text, in which true, false and null are words."""
     return {{"True": True, "False": False, "None": None}}.get(word, word) if isinstance(word, str) else word
 
 
-_make_input = generate_input
+_packed_input = generate_input
 
 
 def generate_input({arguments}) -> {data}:
     """A call's data on the GPU, or on a CPU where there is none."""
-    case = {{name: _value(word) for name, word in locals().items()}}
+    case = {{name: _packed_value(word) for name, word in locals().items()}}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {made}
 '''
 CHECK = '''
 
-def _named(kind, value):
-    """`value`, a tuple of which the service drops the names when it copies, as the NamedTuple `kind`."""
-    if not hasattr(kind, "_fields") or not isinstance(value, tuple | list):
-        return value
-    return kind(*(_named(kind.__annotations__[name], part) for name, part in zip(kind._fields, value, strict=True)))
+{typed}
 
-
-_reference = ref_kernel
+_packed_reference = ref_kernel
 
 
 def ref_kernel(data):
     """The answer in higher precision. data: as generate_input makes it, or a copy without names."""
-    return _reference(_named({data}, data))
+    return _packed_reference(_packed_named({data}, data))
 
 
 def check_implementation(data, output) -> tuple[bool, str]:
     """(whether `output` is right, what is wrong)."""
-    data = _named({data}, data)
-    result = compare(data, _reference(data), output)
+    data = _packed_named({data}, data)
+    result = compare(data, _packed_reference(data), output)
     return result.ok, result.message
 '''
 UTILS = '''"""What an eval.py of the service takes from here."""
@@ -245,7 +244,7 @@ def task_folder(problem: Problem) -> dict[str, str]:
     task, reference = Bundle(task_file, {}), Bundle(reference_file, {})
     wanted = [name for s in task.main.statements for name in s.names if name not in OURS]
     roots = [("task", name) for name in wanted]
-    made = "_make_input(**case, device=device)"
+    made = "_packed_input(**case, device=device)"
     if any("generate_weights" in one.names for one in reference.main.statements):
         made = f"{data}(generate_weights(**case, device=device), *{made})"
     arguments = ", ".join([*problem.tests[0].params, "seed"])
@@ -259,7 +258,7 @@ def task_folder(problem: Problem) -> dict[str, str]:
         + "\n".join(_sorted(lines))
         + f"\n\n\n{reference.text(kept, whole=False)}\n"
     )
-    text += GENERATE.format(arguments=arguments, data=data, made=made) + CHECK.format(data=data)
+    text += GENERATE.format(arguments=arguments, data=data, made=made) + CHECK.format(data=data, typed=TYPED.rstrip())
     both = f'"""{_docstring(task_file)}"""\n\n' + "\n".join(_sorted(task.import_lines(roots, whole=False)))
     both += f"\n\n\n{task.text(roots, whole=False)}\n"
     files = [{"name": "submission.py", "source": "@SUBMISSION@"}]

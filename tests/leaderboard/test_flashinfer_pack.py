@@ -53,7 +53,7 @@ def test_the_folders_and_names_are_those_of_the_package(folders, problem):
         assert definition["name"] == name and definition["op_type"] == problem
         assert (folder / "definitions" / problem / f"{name}.json").is_file()
         (solution,) = [json.loads(p.read_text()) for p in (folder / "solutions" / problem / name).iterdir()]
-        assert solution["definition"] == name and solution["spec"]["entry_point"] == "main.py::run"
+        assert solution["definition"] == name and solution["spec"]["entry_point"] == "main.py::_packed_run"
         assert "#!POPCORN" not in solution["sources"][0]["content"]
         for trace in workloads[name]:
             assert trace["definition"] == name and trace["solution"] is None and trace["evaluation"] is None
@@ -104,7 +104,7 @@ def test_axes_are_in_the_order_of_memory_and_the_wrapper_puts_them_back(folders)
     }
     assert definition["outputs"]["c"]["shape"][0] == "l" and definition["outputs"]["c"]["dtype"] == "float16"
     (solution,) = [json.loads(p.read_text()) for p in (folders["nvfp4_gemv"] / "solutions").rglob("*.json")]
-    run = solution["sources"][0]["content"].rpartition("def run(")[2]
+    run = solution["sources"][0]["content"].rpartition("def _packed_run(")[2]
     assert run.startswith("a, b, sfa, sfb, sfa_permuted, sfb_permuted, c):") and "sfa.permute(1, 2, 0)" in run
 
 

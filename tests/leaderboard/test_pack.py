@@ -14,10 +14,9 @@ import torch
 
 from harness import run
 from harness.problem import folders, scan
-from harness.results import record
 from leaderboard import gpu_mode_pack, pack
 from problems.common import load
-from tests.support import ROOT, popcorn
+from tests.support import SUPPORT, popcorn
 from tests.support.records import full, write
 
 PROBLEMS = ("nvfp4_gemv", "fmha_decode", "moe_gemm")
@@ -252,12 +251,61 @@ def test_the_parser_of_the_format_refuses_what_the_service_does(tmp_path):
     assert popcorn.read(tmp_path / "x.py") == popcorn.Request("a", ("H100", "B200"))
 
 
-def test_the_packed_file_keeps_its_own_row(tmp_path, monkeypatch):
-    """Its name is that of its file, so it takes no variant's row; its records say that it was a submission."""
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    file = packed(tmp_path, "nvfp4_gemv", "--variant", "cpu_portable")
-    words = ["--submission", str(file), "--device", "cpu", "--mode", "test", "--case", "m=16 k=64", "--json"]
-    assert run.main(["nvfp4_gemv", *words, str(tmp_path / "out.jsonl")]) == 0
-    (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert line["variant"] == "submission" and line["status"] == "PASSED"
-    assert (ROOT / "problems" / "nvfp4_gemv" / "variants" / "cpu_portable.py").is_file()
+ODD = '''"""odd: names that a packer could want for itself."""
+import torch
+from task import input_t, output_t
+
+TARGETS = ("cpu",)
+SOURCE = __file__
+os = shutil = pathlib = 2
+
+
+class Path:
+    scale = 1
+
+
+def run(x, y):
+    return x + y
+
+
+def _named(value):
+    return value
+
+
+def custom_kernel(data: input_t) -> output_t:
+    assert SOURCE.endswith("odd.py")
+    data.z.copy_(run(_named(data.x), data.y) * Path.scale)
+    return data.z
+'''
+
+
+@pytest.fixture
+def odd(tmp_path) -> Path:
+    """A problem outside the repository, with a variant."""
+    folder = tmp_path / "vector_add"
+    shutil.copytree(SUPPORT / "problems" / "vector_add", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "variants").mkdir()
+    (folder / "variants" / "odd.py").write_text(ODD)
+    return folder
+
+
+def test_a_variant_may_have_any_names_but_those_of_the_packer(tmp_path, odd, capsys):
+    file = packed(tmp_path, str(odd), "--variant", "odd")
+    x, y = torch.arange(8.0), torch.ones(8)
+    place = file.parent
+    torch.save((x, y, torch.empty(8)), place / "data.pt")
+    subprocess.run([sys.executable, "-I", "-B", "-c", ALONE], cwd=place, check=True, timeout=300)
+    (out,) = torch.load(place / "out.pt")
+    assert torch.equal(out, x + y)
+    assert pack.main([str(odd), "--variant", "odd", "--format", "flashinfer-bench", "-o", str(tmp_path / "bench")]) == 0
+    (solution,) = [json.loads(path.read_text()) for path in (tmp_path / "bench" / "solutions").rglob("*.json")]
+    space: dict = {}
+    exec(solution["sources"][0]["content"], space)
+    z = torch.empty(8)
+    space["_packed_run"](x, y, z)
+    assert torch.equal(z, x + y)
+    variant = odd / "variants" / "odd.py"
+    variant.write_text(ODD + "_packed_mine = 1\n")
+    capsys.readouterr()
+    assert pack.main([str(odd), "--variant", "odd", "-o", str(place / "again.py")]) == 2
+    assert "names that hold _packed are for the packed file: rename yours" in capsys.readouterr().err

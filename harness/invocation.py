@@ -34,6 +34,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.args, self.further, self.defaults = arguments, further, defaults
         self.stdout, self.events = stdout, events
+        self.stack = contextlib.ExitStack()
         self.lines: list[dict] = []
         self.journal: Journal | None = None
         self.opponents: list[Result] = []  # leaders that took part in a confirmation only
@@ -85,7 +86,7 @@ class Run:
 
     @functools.cached_property
     def selection(self) -> Selection:
-        return Selection(self.problem, self.args, self.device, self.target)
+        return Selection(self.problem, self.args, self.device, self.target, self.stack)
 
     @functools.cached_property
     def recorder(self) -> Recorder:
@@ -104,7 +105,7 @@ class Run:
 
     def main(self) -> int:
         """Make the run. Return the exit code."""
-        with console.quiet(self.args.quiet):
+        with console.quiet(self.args.quiet), self.stack:
             return self._main()
 
     def _main(self) -> int:
@@ -176,7 +177,7 @@ class Run:
         finally:
             self._print(judged)
         self._tell(judged)
-        return verdict.exit_code(judged, args.all)
+        return verdict.exit_code(judged, args.all) or self._regression(judged)
 
     def _settle(self) -> int | None:
         """Complete the records of killed runs, and say which are unfinished. Return the exit code if nothing else is
@@ -303,6 +304,19 @@ class Run:
                 console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
             elif args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
+
+    def _regression(self, judged: list[Result]) -> int:
+        """Say whether --fail-on-regression found one. Return the exit code."""
+        percent = self.args.fail_on_regression
+        if percent is None:
+            return 0
+        found = [said for j in judged for said in verdict.regressions(j, percent)]
+        with console.quiet(False):
+            for said in found:
+                console.say(f"regression of more than {percent:g} %: {said}")
+            if not found:
+                console.say(f"no regression of more than {percent:g} % is shown")
+        return verdict.REGRESSION_EXIT if found else 0
 
     def _tell(self, judged: list[Result]) -> None:
         """Write the verdicts and the next command to --events."""

@@ -45,11 +45,18 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
     p.add_argument("--submission", metavar="FILE", help="a file of your own")
-    p.add_argument("--against", metavar="VARIANT_OR_FILE", help="interleaved pairs; ratio with its 95 %% interval")
+    p.add_argument(
+        "--against", metavar="VARIANT_OR_FILE",
+        help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
+    )  # fmt: skip
     p.add_argument("--processes", type=int, metavar="N", help="of each, with --against: more of them decide more")
     p.add_argument(
         "--same-within", type=float, default=1.5, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)"
     )
+    p.add_argument(
+        "--fail-on-regression", type=float, metavar="PERCENT",
+        help="with --against: exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",
+    )  # fmt: skip
     p.add_argument(
         "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
     )
@@ -185,6 +192,11 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError(f"--processes must be 2 to 1000 and goes with --against, got {args.processes}")
     if not 0 < args.same_within < 50:
         raise UsageError(f"--same-within must be over 0 and under 50, in percent, got {args.same_within}")
+    if args.fail_on_regression is not None:
+        if not 0 <= args.fail_on_regression < math.inf:
+            raise UsageError(f"--fail-on-regression must be 0 or more, in percent, got {args.fail_on_regression}")
+        if args.resume is None and (not args.against or args.mode not in ("benchmark", "leaderboard")):
+            raise UsageError("--fail-on-regression goes with --against, in --mode benchmark or without --mode")
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
     if args.json and args.json != "-":
@@ -197,12 +209,15 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
 
 def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> None:
     """Raise UsageError for a variant that the problem in `folder` lacks, or options that its check does not take."""
-    from harness.problem import folders
+    from harness.problem import commits, folders
 
     if args.variant and not args.submission and not args.all:
         folders.variant_file(folder, args.variant)
     if args.against and not args.all and not args.against.endswith(".py"):
-        folders.variant_file(folder, args.against)
+        if other := commits.split(args.against):
+            commits.see_there(folder, *other)
+        else:
+            folders.variant_file(folder, args.against)
     if further and not (folder / "check.py").is_file():
         raise folders.UsageError(f"unrecognized arguments: {' '.join(further)}")
 

@@ -15,7 +15,7 @@ import pytest
 from harness import run
 from harness.judge import phases
 from harness.results import environment, gpu, record
-from leaderboard import code_table, report
+from leaderboard import code_table, compare, pack, report
 from problems.common import load
 from problems.dsv4_forward.generate import generate
 from tests.support import ROOT, pages
@@ -68,11 +68,19 @@ def exit_codes(words: list[str]) -> tuple[int, ...]:
         return (7, 2) if {"--mode", "--against", "--sanitize"} & {*words} else (0, 7)
     if any("/wrong/" in word for word in words):
         return (1,)
+    if "--fail-on-regression" in words:
+        return (0, 6, 8)
     return (0, 6) if "benchmark" in words else (0,)  # 6: the machine was too busy to time it
 
 
 def make_way(there: Path, words: list[str]) -> None:
-    """Leave of cpu_mine and my_op, which the pages make, what a command needs: it may come before or after others."""
+    """Leave of cpu_mine and my_op, which the pages make, what a command needs: it may come before or after others. For
+    a variant of another commit the copy gets two commits.
+    """
+    if any(word.startswith("HEAD~1:") for word in words) and not (there / ".git").is_dir():
+        git = ["git", "-c", "user.name=t", "-c", "user.email=t@t"]
+        for command in (["init", "-q"], ["add", "problems"], *[["commit", "-q", "--allow-empty", "-mx"]] * 2):
+            assert subprocess.run([*git, *command], cwd=there).returncode == 0
     shutil.rmtree(there / "problems" / "my_op", ignore_errors=True)
     for file in there.glob("problems/*/variants/cpu_mine.*"):
         file.unlink()
@@ -129,6 +137,10 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
             assert "this run is on cpu" in out + err or "needs a GPU" in err
     elif program == "leaderboard/report.py":
         assert report.main(words) == 0
+    elif program == "leaderboard/compare.py":
+        assert compare.main(words) == 0
+    elif program == "leaderboard/pack.py":
+        assert pack.main(words) == 0
     elif program == "leaderboard/code_table.py":
         (there / "none").mkdir(exist_ok=True)
         assert code_table.main([*words, "--results", str(there / "none")]) == 0

@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from harness import run
+from harness.judge import verdict
 from harness.problem import folders, scan
 from problems.common import build, load
 from tests.support import ROOT
@@ -383,14 +384,17 @@ def test_the_options_in_the_page_for_agents_are_those_of_the_commands():
 
 
 def test_the_readme_has_the_exit_codes_of_the_judge():
-    codes = {2: {"bad"}}
+    other = {2: "bad", verdict.REGRESSION_EXIT: "regression"}  # of no verdict
+    codes = {code: {word} for code, word in other.items()}
     for status, code in load.constants(ROOT / "harness/judge/verdict.py", "EXIT_CODES")["EXIT_CODES"].items():
         codes.setdefault(code, set()).add(status)
     for page, head in (("README.md", "| exit code | verdict |"), ("AGENTS.md", "| code | meaning |")):
         table = (ROOT / page).read_text().partition(head)[2].partition("\n\n")[0]
         rows = re.findall(r"^\| (\d) \| (.*?) \|", table, re.MULTILINE)
         assert len(rows) == len(codes)
-        assert {int(n): set(text.replace(",", "").split()) if n != "2" else {"bad"} for n, text in rows} == codes
+        said = {int(n): set(text.replace(",", "").split()) for n, text in rows}
+        assert all(word in said[code] for code, word in other.items())
+        assert said | {code: codes[code] for code in other} == codes
 
 
 def test_the_constants_in_measuring_are_those_of_the_code():

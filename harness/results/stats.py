@@ -61,6 +61,10 @@ class Ratio:
             return "FASTER" if self.ci99[1] < 1 else "SLOWER"
         return "SAME" if self.ci95[0] >= 1 - within and self.ci95[1] <= 1 + within else "UNDECIDED"
 
+    def regressed(self, percent: float) -> bool:
+        """Whether the 99 % interval is wholly over 1 + `percent` %: what --fail-on-regression calls a regression."""
+        return self.ci99[0] > 1 + percent / 100
+
     def needed(self, within: float = SAME_WITHIN) -> int:
         """Return about how many processes of each would decide, if the ratio stays where it is: an interval's width
         goes with the root of their number.
@@ -96,6 +100,28 @@ def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int 
         # Each draw of a process takes a resample of its own, at random.
         rows = rng.integers(RESAMPLES, size=chosen.shape)
         drawn += levels[rows, chosen].mean(axis=1) / len(cases)
+
+    return _ratio(center, drawn, count)
+
+
+def compare_unpaired(cases: Sequence[tuple[Groups, Groups]], seed: int = 0) -> Ratio:
+    """Geometric mean over cases of median(a) / median(b).  cases: of each (a, b), one list of samples per process, from
+    runs that were not interleaved.
+
+    The interval is that of the scatter of processes and samples within each run. What differs between the runs, a
+    clock, a driver or a machine, is in the ratio and not in the interval. ValueError as in geomean_interval.
+    """
+    if not len(cases):
+        raise ValueError("cases must not be empty")
+    sides = [[case[side] for case in cases] for side in (0, 1)]
+    drawn = np.log(_case_medians(sides[0], seed)) - np.log(_case_medians(sides[1], seed + 1))
+    medians = [[median([us for group in groups for us in group]) for groups in side] for side in sides]
+    center = float(np.mean(np.log(medians[0]) - np.log(medians[1])))
+    return _ratio(center, drawn.mean(axis=0), min(len(groups) for side in sides for groups in side))
+
+
+def _ratio(center: float, drawn: np.ndarray, count: int) -> Ratio:
+    """center, drawn: the logarithm of a ratio, and its resamples; count: of the processes behind it."""
 
     def interval(level: float) -> tuple[float, float]:
         lo, hi = np.percentile(drawn, [50 - level / 2, 50 + level / 2]) - center

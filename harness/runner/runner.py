@@ -9,6 +9,7 @@ harness/runner/wire.py.
 """
 
 import gc
+import importlib.util
 import socket
 import sys
 import time
@@ -65,6 +66,8 @@ class Runner:
                 self.task = load.from_file(self.folder, self.folder / "task.py")
             elif "task.py" in start["files"]:
                 self.task = load.bound("task")  # of whose classes the submission's own import is
+            if start.get("common"):
+                _replace_common(Path(start["common"]))
             self.module = load.from_file(self.folder, Path(start["file"]))
             if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
                 raise AttributeError("it defines no custom_kernel(data), which the judge calls")
@@ -335,6 +338,20 @@ class _Empty(NamedTuple):
 
     x: torch.Tensor
     y: torch.Tensor
+
+
+def _replace_common(folder: Path) -> None:
+    """From now on the modules of problems.common that are imported are those in `folder`, of another commit. What this
+    process and task.py hold already stays as it is.
+    """
+    for name in [name for name in sys.modules if name.startswith("problems.common.")]:
+        del sys.modules[name]
+    init = folder / "__init__.py"
+    spec = importlib.util.spec_from_file_location("problems.common", init, submodule_search_locations=[str(folder)])
+    if spec is None:
+        raise ImportError(f"{init} is no Python source")
+    package = sys.modules["problems.common"] = importlib.util.module_from_spec(spec)
+    vars(sys.modules["problems"])["common"] = package  # an import looks for names there too
 
 
 def _call(kernel: Callable[[], object]) -> object:

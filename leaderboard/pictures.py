@@ -106,14 +106,15 @@ def speed_up(points: Sequence[trend.Timing]) -> Lines | None:
     return Lines(labels, [("fastest so far", best)], "speed-up over the first correct version, by commit", steps=True)
 
 
-def samples(found: Iterable[tuple[str, dict]]) -> Strips | None:
-    """Every scored time of a variant, by case and process, relative to the case's median. found: (case, record)."""
-    found = [(case, one) for case, one in found if one.get("samples_us") and (one.get("median_us") or 0) > 0]
-    own, _ = _apart([one for _, one in found])
+def samples(records: Iterable[dict]) -> Strips | None:
+    """Every scored time of a variant, by case and process, relative to the case's median."""
+    found = [one for one in records if one.get("samples_us") and (one.get("median_us") or 0) > 0]
+    own, _ = _apart(found)
     lines = []
-    for case, one in found:
+    for one in found:
         groups = [[us / one["median_us"] for us in group if us > 0] for group in one["samples_us"]]
-        lines.append((own[case], [group for group in groups if group], f"median {tables.us(one['median_us'])} us"))
+        label, median = own[ranking.case_label(one["case"])], f"median {tables.us(one['median_us'])} us"
+        lines.append((label, [group for group in groups if group], median))
     axis = "time of a call / the case's median; a row of ticks is a process, in turns of two colours"
     return Strips(lines, axis) if any(groups for _, groups, _ in lines) else None
 

@@ -241,7 +241,7 @@ class _Scale:
         shown: list[float] = []
         for most in range(max(2, int((self.end - self.start) / 45)), 1, -1):
             shown = ticks(self.lo, self.hi, self.log, most)
-            halves = [wide(short(value), SMALL) / 2 for value in shown]
+            halves = [wide(said, SMALL) / 2 for said in labels(shown)]
             pairs = zip(shown, shown[1:], halves, halves[1:], strict=False)
             if all(self(b) - self(a) > half + other + 8 for a, b, half, other in pairs):
                 return shown
@@ -338,12 +338,22 @@ def _between(lo: float, hi: float, subs: tuple[float, ...]) -> list[float]:
     return [value for n in decades for sub in subs if lo <= (value := float(f"{sub:g}e{n}")) <= hi]
 
 
-def short(value: float) -> str:
-    """A tick's label: 20, 1.5k, 3M."""
+def short(value: float, digits: int = 6) -> str:
+    """A number in at most so many digits: 20, 1.5k, 3M."""
     for unit, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
-            return f"{value / unit:.6g}{letter}"
-    return f"{value:.6g}"
+            return f"{value / unit:.{digits}g}{letter}"
+    return f"{value:.{digits}g}"
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """The ticks' labels, with as many digits as tell them apart."""
+    said: list[str] = []
+    for digits in range(6, 17):
+        said = [short(value, digits) for value in values]
+        if len(set(said)) == len(said):
+            break
+    return said
 
 
 def _axis(name: str, x: _Scale, width: int) -> list[str]:
@@ -353,10 +363,10 @@ def _axis(name: str, x: _Scale, width: int) -> list[str]:
 def _x_axis(sheet: _Sheet, axis: Sequence[str], x: _Scale, bottom: float) -> list[float]:
     """Write the ticks' labels and the axis's name below. -> px of the ticks."""
     shown = x.ticks()
-    for value in shown:
-        half = wide(short(value), SMALL) / 2 + PAD
+    for value, said in zip(shown, labels(shown), strict=True):
+        half = wide(said, SMALL) / 2 + PAD
         at = min(max(x(value), half), sheet.width - half)
-        sheet.say(at, bottom + 12, short(value), "center", SMALL, "muted")
+        sheet.say(at, bottom + 12, said, "center", SMALL, "muted")
     for number, line in enumerate(axis):
         sheet.say(PAD, bottom + 30 + 16 * number, line, size=SMALL, colour="muted")
     return [x(value) for value in shown]
@@ -454,16 +464,16 @@ def _lines(plot: Lines, width: int) -> Figure:
     axis = _axis(plot.axis, y, width)
     y, title = _Scale(y.lo, y.hi, y.log, bottom + 16 * len(axis), top + 16 * len(axis) + 12), top + 8
     shown = ticks(y.lo, y.hi, y.log, 7)
-    left = PAD + max((wide(short(value), SMALL) for value in shown), default=0) + 10
+    left = PAD + max((wide(said, SMALL) for said in labels(shown)), default=0) + 10
     sheet = _Sheet(width, y.start + 46)
     _legend(sheet, placed, plot.baselines)
     for number, line in enumerate(axis):
         sheet.say(PAD, title + 16 * number, line, size=SMALL, colour="muted")
     room = max(1, len(plot.x) - 1)
     x = _Scale(-0.03 * room, 1.03 * room, False, left, width - 14)
-    for value in shown:
+    for value, said in zip(shown, labels(shown), strict=True):
         sheet.line([x.start, x.end], [y(value)] * 2, "grid")
-        sheet.say(left - 6, y(value), short(value), "right", SMALL, "muted")
+        sheet.say(left - 6, y(value), said, "right", SMALL, "muted")
     for series, (_, points) in enumerate(plot.series):
         at, us = [x(place) for place, _ in points], [y(value) for _, value in points]
         sheet.line(at, us, f"s{series % MOST_SERIES}", 1.6, drawstyle="steps-post" if plot.steps else "default")

@@ -25,7 +25,7 @@ import pandas as pd
 from markupsafe import Markup
 from pygments.formatters.html import HtmlFormatter
 
-from harness.results import output, ranking, stats, text
+from harness.results import output, stats, text
 from harness.results.screen import track
 from leaderboard import pictures, plot, quality, tables, trend
 from leaderboard.board import Board
@@ -206,7 +206,7 @@ class Site:
                 "title": f"{one.board.target} on {one.board.machine}", "facts": one.facts,
                 "back": f"{root}{problem_page(problem)}#{key}", "cases": grids.cases_of(one.judged, f"{key}-cases"),
                 "samples": self.picture(
-                    pictures.samples([(ranking.case_label(r["case"]), r) for r in one.timed]), f"{key}-samples",
+                    pictures.samples(one.timed), f"{key}-samples",
                     _thinned(one.timed), root,
                 ),
                 "resources": one.resources,

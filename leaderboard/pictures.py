@@ -12,6 +12,7 @@ import pandas as pd
 from harness.results import ranking, text
 from leaderboard import latency, plot, tables, trend
 from leaderboard.board import Board, rows_of
+from leaderboard.checks import Check
 from leaderboard.plot import DotPlot, Dots, Lines, Point, Strips
 
 MOST_LINES = 60  # variants in one picture; the table has all
@@ -131,6 +132,25 @@ def steps(records: Sequence[dict]) -> DotPlot | None:
         lines.append(Dots(own[ranking.case_label(one["case"])], points, [sol] if sol > 0 else [], said))
     axis = "time of a decode step, us, median by the host's clock; at the right: as a CUDA graph"
     return DotPlot(lines, ("CUDA graph", "eager"), axis, "speed of light") if any(x.points for x in lines) else None
+
+
+def op_times(check: Check) -> DotPlot | None:
+    """The time of each op in a decode step, the longest on top."""
+    longest = sorted(check.ops_us.items(), key=lambda item: -item[1])
+    lines = [Dots(name(op), [Point(us)], said=f"{tables.us(us)} us") for op, us in longest if us > 0]
+    return DotPlot(lines, ("time",), "time of an op's calls in one decode step, us") if lines else None
+
+
+def layer_errors(check: Check) -> DotPlot | None:
+    """The error of each layer by itself and of a free pass, with their budgets; a layer without an error has no dot."""
+    lines = []
+    for layer in check.layers:
+        found = [(n, x) for n, x in enumerate((layer.alone, layer.drift)) if x is not None and x > 0]
+        budgets = [x for x in (layer.alone_budget, layer.drift_budget) if x is not None and x > 0]
+        if found:
+            lines.append(Dots(f"after {name(layer.after)}", [Point(x, series=n) for n, x in found], budgets))
+    names = ("the layer by itself", "a free pass")
+    return DotPlot(lines, names, "relative error of the hc copies", "budgets of the two") if lines else None
 
 
 def _apart(records: Sequence[dict]) -> tuple[dict[str, str], str]:

@@ -27,7 +27,7 @@ from pygments.formatters.html import HtmlFormatter
 
 from harness.results import output, stats, text
 from harness.results.screen import track
-from leaderboard import pictures, plot, quality, tables, trend
+from leaderboard import checks, pictures, plot, quality, tables, trend
 from leaderboard.board import Board
 from leaderboard.pages import Shown
 from leaderboard.site import grids, variant
@@ -84,6 +84,8 @@ class Site:
     def __init__(self, shown: Shown, results: Path, folder: Path) -> None:
         self.shown, self.folder = shown, folder
         self.quality = quality.read(results, shown.records, shown.boards)
+        self.checks, said = checks.read()
+        self.quality.complaints += said
         loader = jinja2.FileSystemLoader(HERE / "templates")
         self.environment = jinja2.Environment(
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -238,7 +240,18 @@ class Site:
                 "history": self.picture(pictures.model_history(every), f"{key}-history", "Over the commits.", ""),
                 "ops": grids.ops(records, f"{key}-ops"),
             })  # fmt: skip
-        self.page("model.html", "model.html", "The composed model", sections=sections)
+        found = [self._check(one) for one in self.checks]
+        self.page("model.html", "model.html", "The composed model", sections=sections, checks=found)
+
+    def _check(self, one: checks.Check) -> dict[str, Any]:
+        key = grids.slug(f"{one.problem}-{one.config}-{one.format}")
+        said = "A short line is a budget: 1.5 times what the reference kernels are off."
+        return {
+            "check": one, "key": key, "ops": grids.op_times(one, f"{key}-op"),
+            "times": self.picture(pictures.op_times(one), f"{key}-ops", "The ops of one step.", ""),
+            "errors": self.picture(pictures.layer_errors(one), f"{key}-errors", said, ""),
+            "layers": grids.layers(one, f"{key}-layer"),
+        }  # fmt: skip
 
     def judge(self) -> None:
         found, outcomes = self.quality, collections.Counter(attack.outcome for attack in self.quality.attacks)

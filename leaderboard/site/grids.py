@@ -15,6 +15,7 @@ import pandas as pd
 from harness.results import ranking, text
 from leaderboard import latency, quality, tables, trend
 from leaderboard.board import Board, rows_of
+from leaderboard.checks import Check
 from leaderboard.provenance import Provenance
 
 LONGEST = 120  # characters of a slug; file systems take 255 bytes
@@ -251,6 +252,32 @@ def ops(records: Sequence[dict], key: str) -> Grid:
             filled.setdefault(op, {})[text.line(what or "", 80)] = None
     lines = [Line(f"{key}-{slug(op)}", [Cell(op, code=True), Cell(", ".join(found))]) for op, found in filled.items()]
     return Grid(key, "What fills each op", ("op", "filled by"), lines)
+
+
+def op_times(check: Check, key: str) -> Grid:
+    """The ops of a decode step, the longest first, and what is no op."""
+    longest = sorted(check.ops_us.items(), key=lambda item: -item[1])
+    found = [*longest, ("between the ops", check.step_us - sum(check.ops_us.values()))]
+    lines = [
+        Line(f"{key}-{slug(op)}", [
+            Cell(text.line(op), code=True), us(spent), percent(spent / check.step_us),
+            Cell(text.line(check.kernels.get(op, ""))),
+        ]) for op, spent in found
+    ]  # fmt: skip
+    columns = ("op", "time, us", "share of the step", "filled by")
+    return Grid(key, "Time of each op in a decode step", columns, lines, frozenset(columns[1:3]))
+
+
+def layers(check: Check, key: str) -> Grid:
+    """The error of each layer with its budget."""
+    columns = ("after", "by itself", "its budget", "free pass", "budget of the pass", "cosine")
+    lines = []
+    for place, one in enumerate(check.layers):
+        numbers = (one.alone, one.alone_budget, one.drift, one.drift_budget)
+        cells = [number(latency.number(x), "not finite" if x is None else f"{x:.2e}") for x in numbers]
+        cells.append(number(latency.number(one.cosine), "" if one.cosine is None else f"{one.cosine:.6f}"))
+        lines.append(Line(f"{key}-{place}", [Cell(text.line(one.after), code=True), *cells]))
+    return Grid(key, "Error by layer", columns, lines, frozenset(columns[1:]))
 
 
 def comparisons(found: Iterable[quality.Comparison], key: str) -> Grid:

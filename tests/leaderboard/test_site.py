@@ -1,6 +1,7 @@
 """The page: whole without a network, every link leads somewhere, and what a submission has written is text."""
 
 import collections
+import contextlib
 import html.parser
 import json
 import time
@@ -9,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from harness.tools import profiling
+from harness.tools import endtoend, profiling
 from leaderboard import report
 from leaderboard.site import build, grids
 from tests.leaderboard import test_many
@@ -50,6 +51,9 @@ def site(results: Path, folder: Path, *more: str) -> dict[str, Parsed]:
 def hostile(tmp_path_factory) -> tuple[Path, dict[str, Parsed]]:
     """Submissions that want to be markup, one that failed, one only compiled, and a line that is no record."""
     folder = tmp_path_factory.mktemp("hostile")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(profiling, "OUT", folder / "none")
+    patch.setattr(endtoend, "OUT", folder / "none")
     records = [one for n, name in enumerate(HOSTILE) for one in full(name, 1.1 + n)]
     records += full("peer_p", 2.0, baseline=True)
     said = "<b>mismatch</b> </script><script>alert(2)</script>"
@@ -59,7 +63,9 @@ def hostile(tmp_path_factory) -> tuple[Path, dict[str, Parsed]]:
     write(folder / "results", "box", records, tail="<script>alert(3)</script>\n")
     (folder / "results" / "<b>box").mkdir()
     (folder / "results" / "<b>box" / "nvfp4_gemv.jsonl").write_text(json.dumps(bench("only", 0, 20.0)) + "\n")
-    return folder, site(folder / "results", folder / "site")
+    with contextlib.ExitStack() as stack:
+        stack.callback(patch.undo)
+        return folder, site(folder / "results", folder / "site")
 
 
 def test_every_link_leads_somewhere_and_no_id_is_there_twice(hostile):
@@ -144,6 +150,27 @@ def test_the_page_of_a_variant_has_its_source_samples_and_profile(tmp_path, monk
     times = (folder / "sm90_plain.csv").read_text().splitlines()
     assert len(times) == 1 + 4 and all(",sm90_plain," in one for one in times[1:])
     assert len((folder / "sm90_plain.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_page_of_the_model_has_what_the_check_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(endtoend, "OUT", tmp_path / "checks")
+    (tmp_path / "checks" / "dsv4_forward").mkdir(parents=True)
+    layers = [{"after": f"layers.{n}", "alone": 0.01 * n, "alone_budget": 0.2, "drift": None, "drift_budget": 0.3}
+              for n in range(3)]  # fmt: skip
+    left = {
+        "problem": "dsv4_forward", "config": "tiny", "format": "<b>", "device": "cpu", "right": False, "context": 9,
+        "time": "2026-01-02T03:04:05+00:00", "kernels": {"fmha": "x/y"}, "step_us": 200.0, "layers": layers,
+        "ops_us": {"fmha": 150.0, "linear": 40.0},
+    }  # fmt: skip
+    folder = tmp_path / "checks" / "dsv4_forward"
+    (folder / "a.json").write_text(json.dumps(left))
+    (folder / "b.json").write_text(json.dumps(left | {"step_us": "x"}))
+    write(tmp_path / "r", "box", full("a", 1.0))
+    shown = site(tmp_path / "r", tmp_path / "s")
+    text = " ".join("".join(shown["model.html"].text).split())
+    assert "tiny in <b>, on cpu" in text and "the check failed" in text and "150.0 75 % x/y" in text
+    assert "between the ops 10.00 5.0 %" in text and "not finite" in text and "2.00e-02" in text
+    assert "dsv4_forward/b.json: not what a check leaves (step_us: " in "".join(shown["index.html"].text)
 
 
 def test_a_folder_without_records_has_a_page_that_says_so(tmp_path):

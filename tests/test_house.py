@@ -69,7 +69,7 @@ def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
     plan = setup.decide(gpu_facts(), GPU_NEEDS, PINS)
     assert (plan.stop, plan.torch) == ("", "python3")
     assert sorted(names(plan.requirements)) == [
-        "humming-kernels", "nvidia-cutlass-dsl", "pytest-xdist", "ruff", "safetensors", "shtab",
+        "humming-kernels", "jinja2", "nvidia-cutlass-dsl", "pygments", "pytest-xdist", "ruff", "safetensors", "shtab",
         "tokenizers", "tokenspeed-flashmla", "transformers", "ty",
     ]  # fmt: skip
     assert plan.pins["torch"] == "2.11.0+cu130" and plan.pins["numpy"] == "2.5.2"

@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
@@ -25,6 +26,7 @@ from harness.runner import claims, clock, failure, gate, integrity, matmul, nati
 from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, load
 
+TRACE_LIMIT = 2**20  # characters; the judge takes no more
 COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
 
 
@@ -206,7 +208,7 @@ class Runner:
             self.module.custom_kernel(data, *state)
             self._sync()
         order = "cuda_time_total" if self.device == "cuda" else "cpu_time_total"
-        return {"table": profiler.key_averages().table(sort_by=order, row_limit=20)}
+        return {"table": profiler.key_averages().table(sort_by=order, row_limit=20), "trace": _trace(profiler)}
 
     def repeat(self, message: dict, _: list[int]) -> dict:
         """Make calls on the first buffer for some seconds, for a look from outside. Nothing reads what they write."""
@@ -331,6 +333,14 @@ class Runner:
     def _sync(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _trace(profiler: torch.profiler.profile) -> str:
+    """Return what the profiler saw as JSON for a viewer of traces; "" where that is too long for a reply."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        said = Path(file.name).read_text(errors="replace")
+    return said if len(said) <= TRACE_LIMIT else ""
 
 
 class _Empty(NamedTuple):

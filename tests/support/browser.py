@@ -36,7 +36,6 @@ OVERLAPS = """(() => {
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const parent = node.parentElement;
     if (!node.data.trim() || parent.closest("svg") || !parent.checkVisibility({visibilityProperty: true})) continue;
-    if (parent.closest(".hidden, caption, .skip")) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
     for (const box of range.getClientRects()) add(node.data, box, node);

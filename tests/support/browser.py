@@ -13,6 +13,7 @@ import os
 import select
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ OVERLAPS = """(() => {
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const parent = node.parentElement;
     if (!node.data.trim() || parent.closest("svg") || !parent.checkVisibility({visibilityProperty: true})) continue;
-    if (parent.closest(".hidden, caption, .skip")) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
     for (const box of range.getClientRects()) add(node.data, box, node);
@@ -78,6 +78,20 @@ class Page:
         said = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in said, said["exceptionDetails"]
         return said["result"].get("value")
+
+    def until(self, script: str) -> None:
+        """Wait until a script returns what is true: events come some time after what caused them."""
+        end = time.monotonic() + LIMIT_S
+        while not self.run(script):
+            assert time.monotonic() < end, f"not within {LIMIT_S} s: {script}"
+            time.sleep(0.02)
+
+    def heard(self, words: str) -> None:
+        """Wait until a complaint has these words."""
+        end = time.monotonic() + LIMIT_S
+        while not any(words in one for one in self.complaints):
+            assert time.monotonic() < end, f"not within {LIMIT_S} s: {words} in {self.complaints}"
+            self.run("0")  # takes in what the browser has said so far
 
     def key(self, name: str) -> None:
         """Press a key, such as Tab or Enter."""

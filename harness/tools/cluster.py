@@ -76,13 +76,13 @@ def _connected(address: str) -> Any:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=True)
     except Exception as error:  # Ray has no common class for what may go wrong here
         said = text.line(error, 300)
-        raise UsageError(f"--ray: no cluster at {address!r}: {said} (`ray status` shows one; auto is this node's)") from None
+        raise UsageError(
+            f"--ray: no cluster at {address!r}: {said} (`ray status` shows one; auto is this node's)"
+        ) from None
     return ray
 
 
-def jobs_of(
-    args: argparse.Namespace, further: list[str], defaults: argparse.Namespace, device: str
-) -> Iterator[Job]:
+def jobs_of(args: argparse.Namespace, further: list[str], defaults: argparse.Namespace, device: str) -> Iterator[Job]:
     """Yield a job for each problem of args.problem (names with commas between) and each variant that is asked for.
 
     With --all these are all variants, but for those that are for no such device.

@@ -1,21 +1,21 @@
 """--devices: the cases of one run over several GPUs of one kind, at most one process group on each at a time.
 
 A part of the work is done by a process of harness/judge/part.py, which sees one GPU. All submissions are called on a
-case by the same GPU, since two GPUs of one kind differ by more than two variants do; with fewer timed cases than GPUs, the
-processes of a case are divided too. What a part does not deliver, because it was lost, the run itself does afterwards on
-the first device, as --resume would.
+case by the same GPU, since two GPUs of one kind differ by more than two variants do. With fewer timed cases than GPUs,
+the processes of a case are divided too. What a part does not deliver, because it was lost, the run itself does
+afterwards on the first device, as --resume would.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
@@ -92,8 +92,8 @@ class Work:
 
 
 def places(wanted: str) -> list[Place]:
-    """The GPUs that --devices names: "all" visible ones, or numbers as in "0,2" or "cuda:0,cuda:2". UsageError: there is
-    no such GPU, or they are of several kinds.
+    """The GPUs that --devices names: "all" visible ones, or numbers as in "0,2" or "cuda:0,cuda:2". UsageError: there
+    is no such GPU, or they are of several kinds.
     """
     visible = gpu.visible()
     names = [f"cuda:{number}" for number in range(len(visible))]
@@ -109,10 +109,10 @@ def places(wanted: str) -> list[Place]:
     return [Place(name, one.uuid, {gpu.VARIABLE: one.uuid}) for name, one in chosen]
 
 
-@contextmanager
+@contextlib.contextmanager
 def held(devices: Sequence[Place], say: Callable[[str], object]) -> Iterator[None]:
     """Within, no other judge of this user is on any of the devices. The order is the same for all who wait."""
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for one in sorted(devices, key=lambda place: place.lock):
             stack.enter_context(device_lock.hold(one.lock, say))
         yield
@@ -141,94 +141,99 @@ def run(
     """Do the shares, one at a time on a device. The caller holds the devices. say: receives a line for each part that
     was lost.
     """
-    found, todo, heard = Found(), queue.SimpleQueue(), queue.SimpleQueue()
-    for share in shares:
-        todo.put(share)
-    running: dict[str, subprocess.Popen] = {}
-    workers = [threading.Thread(target=_worker, args=(work, place, todo, heard, running)) for place in devices]
+    parts = _Parts(work, deque(shares), progress, say, devices[0].name)
+    workers = [threading.Thread(target=parts.work_on, args=(place,)) for place in devices]
     for worker in workers:
         worker.start()
-    steps: dict[str, Step] = {}
     try:
-        left = len(workers)
-        while left:
-            place, line = heard.get()
-            kind = line.pop("kind")
-            if kind == "idle":
-                left -= 1
-            elif kind == "lost":
-                say(f"warning: {place.name}: {line['why']}; what it had left is done on {devices[0].name} afterwards")
-            elif kind == "step":
-                steps[place.name] = Step(**line)
-                n, total = (sum(getattr(step, name) for step in steps.values()) for name in ("n", "total"))
-                progress(Step(line["phase"], n, total, f"{place.name}  {line['said']}"))
-            else:
-                _take(found, kind, line)
-    finally:
-        while not todo.empty():
-            todo.get()
-        for part in list(running.values()):
-            part.kill()  # and with it all that it started
         for worker in workers:
             worker.join()
-    return found
-
-
-def _take(found: Found, kind: str, line: dict) -> None:
-    if kind == "test":
-        found.tests[line["submission"], line["case"]] = _OUTCOME.validate_python(line["outcome"])
-    elif kind == "group":
-        group = _GROUP.validate_python(line)
-        found.groups[group.process, group.case, group.part] = group
-    elif kind == "done":
-        found.audits.append(line["audits"])
-        found.clock = found.clock or line["clock"]
-        found.notes += [note for note in line["notes"] if note not in found.notes]
-
-
-def _worker(
-    work: Work, place: Place, todo: queue.SimpleQueue, heard: queue.SimpleQueue, running: dict[str, subprocess.Popen]
-) -> None:
-    """Do shares on one device until none is left."""
-    try:
-        while True:
-            try:
-                share = todo.get_nowait()
-            except queue.Empty:
-                return
-            if why := _part(work, place, share, heard, running):
-                heard.put((place, {"kind": "lost", "why": why}))
-    except Exception as error:  # a thread's exception would be lost
-        heard.put((place, {"kind": "lost", "why": f"{type(error).__name__}: {error}"}))
     finally:
-        heard.put((place, {"kind": "idle"}))
+        parts.stop()
+        for worker in workers:
+            worker.join()
+    if parts.failure:
+        raise parts.failure
+    return parts.found
 
 
-def _part(
-    work: Work, place: Place, share: Share, heard: queue.SimpleQueue, running: dict[str, subprocess.Popen]
-) -> str:
-    """Do a share in a process on a device. Return why it was lost, or ""."""
-    with subprocess.Popen(
-        COMMAND, cwd=ROOT, env={**os.environ, **place.env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as part:  # fmt: skip
-        running[place.name] = part
-        assert part.stdin and part.stdout and part.stderr
+class _Parts:
+    """The parts of a phase, as they run. One thread for each device calls `work_on`."""
+
+    def __init__(
+        self, work: Work, todo: deque[Share], progress: Progress, say: Callable[[str], object], rest: str
+    ) -> None:
+        self.work, self.todo, self.progress, self.say, self.rest = work, todo, progress, say, rest
+        self.found = Found()
+        self.running: dict[str, subprocess.Popen] = {}
+        self.steps: dict[str, Step] = {}
+        self.lock = threading.Lock()  # of all of these
+        self.failure: Exception | None = None  # of what reads the parts; a thread's exception would be lost
+
+    def stop(self) -> None:
+        """Begin no further part, and end those that run, with all that they started."""
+        with self.lock:
+            self.todo.clear()
+            for part in self.running.values():
+                part.kill()
+
+    def work_on(self, place: Place) -> None:
+        """Do shares on one device until none is left."""
+        try:
+            while (part := self._begin(place)) is not None:
+                with part:
+                    self._hear(place, part)
+        except Exception as error:
+            self.failure = self.failure or error
+            self.stop()
+
+    def _begin(self, place: Place) -> subprocess.Popen | None:
+        with self.lock:
+            if not self.todo:
+                return None
+            pipe = subprocess.PIPE
+            part = subprocess.Popen(
+                COMMAND, cwd=ROOT, env={**os.environ, **place.env}, stdin=pipe, stdout=pipe, stderr=pipe, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+            self.running[place.name] = part
+            order = self.work.order(self.todo.popleft())
+        assert part.stdin
+        with contextlib.suppress(BrokenPipeError):  # its exit code says why
+            part.stdin.write(json.dumps(order))
+            part.stdin.close()
+        return part
+
+    def _hear(self, place: Place, part: subprocess.Popen) -> None:
+        """Take in what a part writes, until it ends."""
         complaint: list[str] = []
         reader = threading.Thread(target=lambda: complaint.extend(part.stderr or ()))
         reader.start()
-        try:
-            part.stdin.write(json.dumps(work.order(share)))
-            part.stdin.close()
-        except BrokenPipeError:
-            pass  # its exit code says why
-        ended = False
-        for said in part.stdout:
+        done = False
+        for said in part.stdout or ():
             line = json.loads(said)
-            ended = ended or line["kind"] == "done"
-            heard.put((place, line))
+            done = done or line["kind"] == "done"
+            with self.lock:
+                self._take(place, line.pop("kind"), line)
         reader.join()
-    if part.returncode or not ended:
-        last = text.line((complaint or [""])[-1], 300)
-        return f"a part ended with exit code {part.returncode}{f': {last}' if last else ''}"
-    return ""
+        if part.wait() or not done:
+            last = text.line((complaint or [""])[-1], 300)
+            why = f"a part ended with exit code {part.returncode}{f': {last}' if last else ''}"
+            with self.lock:
+                self.say(f"warning: {place.name}: {why}; what it had left is done on {self.rest} afterwards")
+
+    def _take(self, place: Place, kind: str, line: dict) -> None:
+        found = self.found
+        if kind == "step":
+            self.steps[place.name] = Step(**line)
+            n, total = (sum(getattr(step, name) for step in self.steps.values()) for name in ("n", "total"))
+            self.progress(Step(line["phase"], n, total, f"{place.name}  {line['said']}"))
+        elif kind == "test":
+            found.tests[line["submission"], line["case"]] = _OUTCOME.validate_python(line["outcome"])
+        elif kind == "group":
+            group = _GROUP.validate_python(line)
+            found.groups[group.process, group.case, group.part] = group
+        else:
+            found.audits.append(line["audits"])
+            found.clock = found.clock or line["clock"]
+            found.notes += [note for note in line["notes"] if note not in found.notes]

@@ -1,7 +1,7 @@
 """--ray ADDRESS: one job for each problem and variant on a Ray cluster, each with one GPU, or a node's processors.
 
-A job gets the files that git knows, and returns the records that it made; these are appended here as soon as it is done,
-each once. A job whose node is lost runs again elsewhere. docs/remote.md has the details.
+A job gets the files that git knows, and returns the records that it made; these are appended here as soon as it is
+done, each once. A job whose node is lost runs again elsewhere. docs/remote.md has the details.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -96,7 +96,7 @@ def jobs_of(args: argparse.Namespace, further: list[str], defaults: argparse.Nam
             yield Job(f"{problem} {said}", words, outside, targets)
 
 
-def _variants(args: argparse.Namespace, problem: str, device: str) -> list[tuple[str | None, tuple[str, ...]]]:
+def _variants(args: argparse.Namespace, problem: str, device: str) -> Sequence[tuple[str | None, tuple[str, ...]]]:
     """Return (name, targets) of each variant; None is what `args` names already."""
     if not args.all:
         return [(None, ())]

@@ -24,22 +24,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 NAME = "harness/tools/remote.py"
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from problems.common import load, venv  # noqa: I001
+from problems.common import load, venv  # noqa: E402
 
 if __name__ == "__main__":
     venv.enter(NAME)
 
-from harness.problem import folders, sources
-from harness.problem.folders import UsageError
-from harness.results import merge, output, record, text
-from harness.tools import on_host
+from harness.problem import folders, sources  # noqa: E402
+from harness.problem.folders import UsageError  # noqa: E402
+from harness.results import merge, output, record, text  # noqa: E402
+from harness.tools import on_host  # noqa: E402
 
 OUT = ROOT / "leaderboard" / "out" / "remote"  # /HOST/JOB/: what came back of a job, but for its records
 SSH_VARIABLE, FOLDER_VARIABLE = "KERNEL_SSH", "KERNEL_REMOTE_FOLDER"
@@ -98,7 +98,7 @@ class Host:
             pipe = subprocess.PIPE
             reader = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=errors)
             assert reader.stdin and reader.stdout
-            log = io.BufferedReader(reader.stdout)  # type: ignore[arg-type]
+            log = io.BufferedReader(cast(io.RawIOBase, reader.stdout))
             try:
                 with contextlib.suppress(BrokenPipeError):  # the exit code says why
                     reader.stdin.write(self._program("follow", {"job": job, "offset": offset}))

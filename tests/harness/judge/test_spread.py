@@ -1,6 +1,5 @@
 """--devices: which GPUs are meant, how work is divided, and that a device has one part at a time."""
 
-import json
 import sys
 from types import SimpleNamespace
 

@@ -39,7 +39,9 @@ def checkout(tmp_path_factory) -> Path:
     return here
 
 
-@pytest.mark.parametrize("lost", ["", "1"], ids=["whole", "a-part-is-lost"])
+@pytest.mark.parametrize(
+    "lost", [pytest.param("", id="whole", marks=pytest.mark.slow), pytest.param("1", id="a-part-is-lost")]
+)
 def test_a_run_over_two_devices_is_one_run(checkout, tmp_path, lost):
     env = {**os.environ, "LOSE_B": lost, "XDG_RUNTIME_DIR": str(tmp_path)}
     command = [sys.executable, "two.py", "tiny", "--device", "cpu", "--json", str(tmp_path / "out")]

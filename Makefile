@@ -42,7 +42,7 @@ test-slow: setup
 
 # With REQUIRE_SYSTEM=1 a test fails where a program is missing, and is not skipped.
 test-system: setup
-	$(VENV_PYTHON) -m pytest -q -m system tests/system
+	$(VENV_PYTHON) -m pytest -q -m "system and not slow" tests/system
 
 lint: setup
 	$(VENV_PYTHON) -m ruff check .

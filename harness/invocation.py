@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from harness.judge import console, device_lock, journal, next_command, plan, verdict
+from harness.judge import console, device_lock, journal, next_command, plan, spread, verdict
 from harness.judge.events import Events
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -55,11 +55,31 @@ class Run:
         return found
 
     @functools.cached_property
+    def devices(self) -> list[spread.Place]:
+        """The devices that --devices spreads cases over; [] without it, and on a CPU, which is one device."""
+        wanted, kind = self.args.devices, self.args.device or ("cuda" if gpu.visible() else "cpu")
+        if wanted is None:
+            return []
+        if kind == "cpu" and wanted == "all":
+            console.say("--devices all: the CPU is one device, so its cases are judged one after the other")
+            return []
+        if kind == "cpu":
+            raise UsageError(f"--devices {wanted} names GPUs, and this run is on the CPU")
+        if self.args.device not in (None, "cuda"):
+            raise UsageError(f"give one of --devices and --device {self.args.device}")
+        if self.args.sanitize or self.args.lint or self.args.mode in ("profile", "latency"):
+            raise UsageError("--devices goes with no --sanitize, --lint, --mode profile or --mode latency")
+        return spread.places(wanted)
+
+    @functools.cached_property
     def device(self) -> str:
         """The kind of device. Of several GPUs, the named one becomes the only visible one."""
+        devices = self.devices  # before all but one GPU are hidden
         wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
         if wanted == "cpu":
             return "cpu"
+        if devices:
+            wanted = devices[0].name
         if not gpu.present():
             raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
         try:
@@ -244,9 +264,9 @@ class Run:
         args, (tests, cases) = self.args, self.selection.cases()
         judging = Judging(
             self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter,
-            self.events,
+            self.events, self.devices,
         )  # fmt: skip
-        with self._held(args.mode != "test"):
+        with spread.held(self.devices, console.say) if self.devices else self._held(args.mode != "test"):
             judging.run(judged, tests, cases)
         self.opponents = judging.opponents
 

@@ -80,9 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="go on with a run that was killed, by default the newest unfinished one, with its options",
     )  # fmt: skip
     p.add_argument("--on", metavar="HOST", help="judge on another machine, over ssh and rsync (docs/remote.md)")
-    p.add_argument(
-        "--devices", metavar="LIST", help="spread the cases over several GPUs: all, or numbers such as 0,2"
-    )
+    p.add_argument("--devices", metavar="LIST", help="spread the cases over several GPUs: all, or numbers such as 0,2")
     p.add_argument(
         "--ray", metavar="ADDRESS", help="a job for each problem (commas between) and variant on a Ray cluster"
     )

@@ -1,7 +1,7 @@
 """--ray ADDRESS: one job for each problem and variant on a Ray cluster, each with one GPU, or a node's processors.
 
-A job gets the files that git knows, and returns the records that it made; these are appended here as soon as it is done,
-each once. A job whose node is lost runs again elsewhere. docs/remote.md has the details.
+A job gets the files that git knows, and returns the records that it made; these are appended here as soon as it is
+done, each once. A job whose node is lost runs again elsewhere. docs/remote.md has the details.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -76,13 +76,13 @@ def _connected(address: str) -> Any:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=True)
     except Exception as error:  # Ray has no common class for what may go wrong here
         said = text.line(error, 300)
-        raise UsageError(f"--ray: no cluster at {address!r}: {said} (`ray status` shows one; auto is this node's)") from None
+        raise UsageError(
+            f"--ray: no cluster at {address!r}: {said} (`ray status` shows one; auto is this node's)"
+        ) from None
     return ray
 
 
-def jobs_of(
-    args: argparse.Namespace, further: list[str], defaults: argparse.Namespace, device: str
-) -> Iterator[Job]:
+def jobs_of(args: argparse.Namespace, further: list[str], defaults: argparse.Namespace, device: str) -> Iterator[Job]:
     """Yield a job for each problem of args.problem (names with commas between) and each variant that is asked for.
 
     With --all these are all variants, but for those that are for no such device.
@@ -96,7 +96,7 @@ def jobs_of(
             yield Job(f"{problem} {said}", words, outside, targets)
 
 
-def _variants(args: argparse.Namespace, problem: str, device: str) -> list[tuple[str | None, tuple[str, ...]]]:
+def _variants(args: argparse.Namespace, problem: str, device: str) -> Sequence[tuple[str | None, tuple[str, ...]]]:
     """Return (name, targets) of each variant; None is what `args` names already."""
     if not args.all:
         return [(None, ())]

@@ -13,6 +13,7 @@ passes a shell. Nothing needs to be installed: the standard library only, Python
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -142,10 +143,8 @@ def stop(base: str, job: str) -> dict:
     while _alive(place):
         pid = _read(os.path.join(place, "state.json")).get("pid")
         if pid:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, signal.SIGTERM)
-            except ProcessLookupError:
-                pass  # it has just ended
         if time.monotonic() > deadline:
             raise Refused(f"process {pid} does not end {STOP_S} s after SIGTERM; look there with `ps`")
         time.sleep(POLL_S)
@@ -188,15 +187,17 @@ class _Supervisor:
 
     def __init__(self, place: str, tree: str) -> None:
         self.place, self.tree = place, tree
-        self.stopping = False
-        self.child = None
-        self.asked_s = 0.0  # when the child was asked to stop
+        self._asked = False
 
     def write(self, state: dict) -> None:
         _write(os.path.join(self.place, "state.json"), {"pid": os.getpid(), "ended": time.time(), **state})
 
+    def stopping(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._asked
+
     def stop(self, *_) -> None:
-        self.stopping = True
+        self._asked = True
 
     def run(self, base: str) -> dict:
         """Do the steps. Return the last state."""
@@ -204,18 +205,18 @@ class _Supervisor:
         self.write({"state": "set-up"})
         begin = os.path.getsize(os.path.join(self.place, "log"))
         code = self._step(["make", "setup"], {})
-        if code and not self.stopping:
+        if code and not self.stopping():
             with open(os.path.join(self.place, "log"), errors="replace") as log:
                 log.seek(begin)
                 tail = log.read().splitlines()[-TAIL:]
             return {"state": "set-up failed", "code": FAILED, "why": f"make setup: exit code {code}", "tail": tail}
         python = os.path.join(self.tree, ".venv", "bin", "python")
         incoming = os.path.join(base, "incoming")
-        if not code and not self.stopping and os.listdir(incoming):
+        if not code and not self.stopping() and os.listdir(incoming):
             code = self._step([python, "-m", "harness.results.merge", incoming], {}, quiet=True)
-            if code and not self.stopping:
+            if code and not self.stopping():
                 return {"state": "failed", "code": FAILED, "why": "the records that were sent could not be merged"}
-        if self.stopping:
+        if self.stopping():
             return {"state": "stopped", "code": 130}
         self.write({"state": "running"})
         profiles = _profiles(self.tree)
@@ -227,7 +228,7 @@ class _Supervisor:
             if profiles.get(name) != changed:
                 os.makedirs(os.path.join(self.place, "profile"), exist_ok=True)
                 shutil.copy2(name, os.path.join(self.place, "profile"))
-        return {"state": "stopped" if self.stopping else "ended", "code": 130 if self.stopping else code}
+        return {"state": "stopped" if self.stopping() else "ended", "code": 130 if self.stopping() else code}
 
     def _step(self, command: list, env: dict, quiet: bool = False) -> int:
         """Run a command in the tree, as a child that dies with this process. Return its exit code."""
@@ -244,7 +245,7 @@ class _Supervisor:
         )  # fmt: skip
         asked_s = None
         while child.poll() is None:
-            if self.stopping and asked_s is None:
+            if self.stopping() and asked_s is None:
                 asked_s = time.monotonic()
                 os.killpg(child.pid, signal.SIGINT)  # a recorded run then says how to go on with it
             if asked_s is not None and time.monotonic() - asked_s > GRACE_S:
@@ -262,10 +263,8 @@ def _end_all() -> list:
             return below
         for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none forks on
             for pid in below:
-                try:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
-                except (ProcessLookupError, PermissionError):
-                    pass
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

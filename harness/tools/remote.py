@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -23,22 +24,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 NAME = "harness/tools/remote.py"
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from problems.common import load, venv  # noqa: I001
+from problems.common import load, venv  # noqa: E402
 
 if __name__ == "__main__":
     venv.enter(NAME)
 
-from harness.problem import folders, sources
-from harness.problem.folders import UsageError
-from harness.results import merge, output, record, text
-from harness.tools import on_host
+from harness.problem import folders, sources  # noqa: E402
+from harness.problem.folders import UsageError  # noqa: E402
+from harness.results import merge, output, record, text  # noqa: E402
+from harness.tools import on_host  # noqa: E402
 
 OUT = ROOT / "leaderboard" / "out" / "remote"  # /HOST/JOB/: what came back of a job, but for its records
 SSH_VARIABLE, FOLDER_VARIABLE = "KERNEL_SSH", "KERNEL_REMOTE_FOLDER"
@@ -94,24 +95,26 @@ class Host:
         """Pass the log of a job from byte `offset` on to `show`, until the job has ended. Raise as `ask`."""
         command = [*self.ssh, self.name, LOGIN]
         with tempfile.TemporaryFile() as errors:
-            reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+            pipe = subprocess.PIPE
+            reader = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=errors)
+            assert reader.stdin and reader.stdout
+            log = io.BufferedReader(cast(io.RawIOBase, reader.stdout))
             try:
-                assert reader.stdin and reader.stdout
                 with contextlib.suppress(BrokenPipeError):  # the exit code says why
                     reader.stdin.write(self._program("follow", {"job": job, "offset": offset}))
                     reader.stdin.close()
-                while (line := reader.stdout.readline()) and on_host.REPLY.encode() not in line:
+                while (line := log.readline()) and on_host.REPLY.encode() not in line:
                     pass
                 if refused := line.decode(errors="replace").partition(on_host.REPLY)[2].strip():
                     self._answer(refused)
-                while part := reader.stdout.read1(65536):
+                while part := log.read1(65536):
                     show(part)
                 if reader.wait() or not line:
                     self._failed(reader.returncode or 1, errors, "")
             finally:
                 reader.kill()
                 reader.wait()
-                reader.stdout.close()
+                log.close()
 
     def send(self, source: Path, files: Iterable[str], part: str) -> None:
         """Copy files, named from the folder `source`, into a part of the folder there. Raise as `ask`."""
@@ -201,7 +204,8 @@ def known_files() -> list[str]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True)
     if done.returncode:
-        raise UsageError(f"{ROOT} must be a git checkout, since git says which files are sent: {_lines(done.stderr, 1)}")
+        said = _lines(done.stderr, 1)
+        raise UsageError(f"{ROOT} must be a git checkout, since git says which files are sent: {said}")
     names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
     kept = (name for name in names if not name.startswith((RESULTS, ".venv/")) and name != ".venv")
     return sorted({name for name in kept if (ROOT / name).is_file() or (ROOT / name).is_symlink()})
@@ -330,7 +334,8 @@ def _collect(host: Host, job: str) -> int:
     profiles = sorted((kept / "profile").glob("*"))
     for path in profiles:
         output.say(f"profile: {path.relative_to(ROOT)}")
-    output.say(f"{host.name}: job {job} {ended['state']}, {added} new records here; log: {(kept / 'log').relative_to(ROOT)}")
+    log = (kept / "log").relative_to(ROOT)
+    output.say(f"{host.name}: job {job} {ended['state']}, {added} new records here; log: {log}")
     if ended["why"]:
         output.complain(f"{NAME}: {host.name}: {ended['state']}: {ended['why']}")
     for line in ended.get("tail", ()):
@@ -371,7 +376,7 @@ def control(args: argparse.Namespace) -> int:
     if args.status:
         return _status(host)
     jobs = host.ask("status")
-    job = args.attach or args.stop or next((one["job"] for one in reversed(jobs)), None)
+    job = args.attach or args.stop or next((one["job"] for one in reversed(jobs)), "")
     if job not in [one["job"] for one in jobs]:
         known = ", ".join(one["job"] for one in jobs[-5:]) or "none"
         raise UsageError(f"{host.name} has no job {job or 'of this checkout'} (the last ones: {known})")

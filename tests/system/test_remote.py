@@ -14,7 +14,7 @@ import pytest
 
 from harness.results import record
 from harness.sandbox import reaper
-from tests.support import loopback
+from tests.support import loopback, small_checkout
 
 pytestmark = pytest.mark.system
 LIMIT_S = 240  # of anything that is waited for; a machine under load may take a while
@@ -53,7 +53,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    return loopback.checkout(tmp_path_factory.mktemp("client"))
+    return small_checkout.make(tmp_path_factory.mktemp("client"))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def lines_of(results: Path) -> list[str]:
 
 def test_a_run_survives_dropped_connections_and_a_killed_client(place, server, tmp_path):
     """Every record comes back once, in the form of records, with a submission in a folder of an awkward name."""
-    awkward = tmp_path / "it's \"$HOME\" `id` \\ *"
+    awkward = tmp_path / 'it\'s "$HOME" `id` \\ *'
     awkward.mkdir()
     for suffix in ("py", "cpp"):
         shutil.copy(place.checkout / f"problems/tiny/variants/cpu_plain.{suffix}", awkward / f"mine.{suffix}")
@@ -114,10 +114,10 @@ def test_a_run_survives_dropped_connections_and_a_killed_client(place, server, t
         out = line + out
         assert out.count("looking for packages") == 1 and out.count(" records of ") == 1, "each line of the log once"
     here, there = lines_of(results), lines_of(place.folder / "tree" / "leaderboard" / "results")
-    assert sorted(here) == sorted(there) and len(set(here)) == len(here) == 3
+    assert sorted(here) == sorted(there) and len(set(here)) == len(here) == 4
     (file,) = results.glob("*/tiny.jsonl")
     records, complaints = record.reading(file.parent.name, "tiny", results)
-    assert len(records) == 3 and not complaints and len({one["run_id"] for one in records}) == 1
+    assert len(records) == 4 and not complaints and len({one["run_id"] for one in records}) == 1
     assert {(one["variant"], one["status"]) for one in records} == {("mine", "PASSED")}
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=place.checkout, capture_output=True, text=True).stdout
     assert {(one["commit"], one["dirty"]) for one in records} == {(head.strip(), True)}  # "wait" is not committed

@@ -17,7 +17,11 @@ from tests.support import ROOT, SUPPORT
 
 DEFAULTS = run.parser().parse_args([])
 # What takes the place of ssh: without options and host, the command runs here.
-SSH = '#!/bin/sh\nwhile [ "$1" = -o ] || [ "$1" = -T ]; do [ "$1" = -T ] || shift; shift; done\nshift\nexec sh -c "$1"\n'
+SSH = """#!/bin/sh
+while [ "$1" = -o ] || [ "$1" = -T ]; do [ "$1" = -T ] || shift; shift; done
+shift
+exec sh -c "$1"
+"""
 
 
 @pytest.fixture

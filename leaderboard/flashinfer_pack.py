@@ -2,7 +2,7 @@
 
 That package has no uint8, no packed fp4 in safetensors and no strides. So bytes are int8, every tensor is contiguous
 with its axes in the order of memory, and a wrapper gives the variant its own dtypes and strides back. It has no texts
-among inputs either: a text, such as moe_gemm's activation, makes a definition of its own.
+among inputs either: a text, such as moe_gemm's activation, makes a separate definition.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from harness.problem import commits
 from harness.problem.folders import Case, Problem, Submission, has_words
 from harness.results import output, ranking, record
 from leaderboard import gpu_mode_pack, provenance_notes
@@ -267,7 +268,7 @@ def _reference(problem: Problem, leaves: list[Leaf], call: Call, axes: dict, fix
     task = problem.folder / "task.py"
     linked = Bundle(problem.folder / "reference.py", {"task": task})
     linked.module_of("task")
-    classes = list(gpu_mode_pack.data_classes(task))
+    classes = list(commits.data_classes(task))
     roots = [("task", name) for name in classes] + [(linked.main.key, "ref_kernel")]
     inputs = [leaf for leaf in leaves if not leaf.is_output and not _is_text(leaf, call)]
     first = next(leaf.name for leaf in inputs if leaf.dtype)
@@ -302,7 +303,7 @@ def _solution(
     problem: Problem, variant: Submission, target: str, name: str, leaves: list[Leaf], call: Call, packed: str,
     notes: list[str], author: str,
 ) -> dict:  # fmt: skip
-    spell = {kind: kind for kind in gpu_mode_pack.data_classes(problem.folder / "task.py")}
+    spell = {kind: kind for kind in commits.data_classes(problem.folder / "task.py")}
     arguments = [leaf.name for leaf in leaves if not _is_text(leaf, call)]
     ordered = [one for one in arguments if not _named(leaves, one).is_output]
     ordered += [one for one in arguments if _named(leaves, one).is_output]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from harness.problem import sources
+from harness.problem import commits, sources
 from harness.problem.folders import Case, Problem, Submission
 from leaderboard import bundle, inline
 from leaderboard.bundle import FOLDER, Bundle
@@ -134,7 +134,7 @@ def _docstring(file: Path) -> str:
 
 def _call(linked: Bundle, variant: Submission) -> tuple[list[str], list[bundle.Name]]:
     """-> (what follows the variant: custom_kernel for plain tuples; the names of task.py that it needs)."""
-    classes = data_classes(linked.files["task"])
+    classes = commits.data_classes(linked.files["task"])
     if not classes:
         return [], []
     top = next(iter(classes))
@@ -147,26 +147,6 @@ def _call(linked: Bundle, variant: Submission) -> tuple[list[str], list[bundle.N
     said = ". Its weights are prepared within the call where no service has done that" if prepares else ""
     call = CALL.format(data=f"({', '.join(classes[top])})", prepared=said, body=body)
     return [TYPED, call], [("task", name) for name in classes]
-
-
-def data_classes(task: Path) -> dict[str, dict[str, str]]:
-    """The NamedTuples of a call's data, input_t's first: {class: {field: its annotation}}. {} where it is none."""
-    tree = load.parse(task)
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    todo = [
-        node.value.id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
-        if ast.unparse(node.targets[0]) == "input_t"
-    ]
-    found: dict[str, dict[str, str]] = {}
-    while todo:
-        name = todo.pop(0)
-        if name in classes and name not in found and "NamedTuple" in map(ast.unparse, classes[name].bases):
-            parts = [node for node in classes[name].body if isinstance(node, ast.AnnAssign)]
-            found[name] = {ast.unparse(part.target): ast.unparse(part.annotation) for part in parts}
-            todo += found[name].values()
-    return found
 
 
 # ---------------------------------------------------------------- a folder for problems that have no board there
@@ -237,7 +217,7 @@ OURS = ("OUTPUTS", "INOUT", "OPAQUE", "TESTS", "BENCHMARKS", "BENCHMARKS_CPU", "
 def task_folder(problem: Problem) -> dict[str, str]:
     """The files of a folder in the service's format, by name. ValueError: the problem cannot be linked."""
     task_file, reference_file = problem.folder / "task.py", problem.folder / "reference.py"
-    classes = data_classes(task_file)
+    classes = commits.data_classes(task_file)
     if not classes:
         raise ValueError(f"{problem.name}/task.py: input_t must be a NamedTuple of the file to be packed")
     data = next(iter(classes))

@@ -74,13 +74,18 @@ class Attack(_Line):
     processes: int = 0
 
     @property
+    def broken(self) -> bool:
+        """Whether it passed with a time that may be false."""
+        return self.low is not None and self.low <= ALLOWED
+
+    @property
     def outcome(self) -> str:
         """What the judge made of it."""
         if self.verdict != "PASSED":
             return "refused"
         if self.low is None:
             return "not timed"
-        return "honest time" if self.low > ALLOWED else "BELOW THE BOUND"
+        return "BELOW THE BOUND" if self.broken else "honest time"
 
 
 @dataclass(frozen=True)

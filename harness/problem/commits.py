@@ -115,10 +115,10 @@ def _changes(now: Path, then: Path, variant: Path) -> list[str]:
     if not then.is_file():
         return ["that commit has no task.py"]
     found = []
-    data_now, data_then = (_tuples(load.parse(file)) for file in (now, then))
+    data_now, data_then = (data_classes(file) for file in (now, then))
     for name in data_now:
-        if data_now[name] != data_then.get(name, []):
-            before = ", ".join(data_then.get(name, [])) or "nothing"
+        if list(data_now[name]) != list(data_then.get(name, {})):
+            before = ", ".join(data_then.get(name, {})) or "nothing"
             found.append(f"{name} had {before}, now {', '.join(data_now[name])}")
     for literal in ("OUTPUTS", "INOUT", "OPAQUE"):
         was, is_ = (load.constants(file, literal).get(literal, ()) for file in (then, now))
@@ -133,8 +133,11 @@ def _changes(now: Path, then: Path, variant: Path) -> list[str]:
     return found
 
 
-def _tuples(parsed: ast.Module) -> dict[str, list[str]]:
-    """By name, the fields of the NamedTuples that a call's data is made of: input_t's, and those within it."""
+def data_classes(task: Path) -> dict[str, dict[str, str]]:
+    """Return the NamedTuples that a call's data is made of, input_t's first: {class: {field: its annotation}}. {}: it
+    is made of none.
+    """
+    parsed = load.parse(task)
     classes = {node.name: node for node in parsed.body if isinstance(node, ast.ClassDef)}
     todo = [
         node.value.id
@@ -142,12 +145,12 @@ def _tuples(parsed: ast.Module) -> dict[str, list[str]]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
         if ast.unparse(node.targets[0]) == "input_t"
     ]
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, str]] = {}
     while todo:
-        name = todo.pop()
-        if name in classes and name not in found:
+        name = todo.pop(0)
+        if name in classes and name not in found and "NamedTuple" in map(ast.unparse, classes[name].bases):
             fields = [node for node in classes[name].body if isinstance(node, ast.AnnAssign)]
-            found[name] = [ast.unparse(field.target) for field in fields]
+            found[name] = {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields}
             todo += [part.id for field in fields for part in ast.walk(field.annotation) if isinstance(part, ast.Name)]
     return found
 

@@ -252,8 +252,9 @@ class Judging:
         if self.device == "cpu":
             return
         found = []
-        for gpu in [place.lock for place in self.devices] or [environment.gpu_uuid()]:
+        for place in self.devices or [None]:
             try:
+                gpu = place.lock if place else environment.gpu_uuid()
                 found += [f"device shared with {user}" for user in device_lock.users(gpu)]
             except RuntimeError as error:
                 found.append(f"other users of the device unknown: {error}")

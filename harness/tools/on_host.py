@@ -204,7 +204,7 @@ class _Supervisor:
         job = _read(os.path.join(self.place, "job.json"))
         self.write({"state": "set-up"})
         begin = os.path.getsize(os.path.join(self.place, "log"))
-        code = self._step(["make", "setup"], {})
+        code = self._step(["make", "--no-print-directory", "setup"], {})
         if code and not self.stopping():
             with open(os.path.join(self.place, "log"), errors="replace") as log:
                 log.seek(begin)

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError, record.StorageError) as error:
         output.abandon()
         said = record.said_of(error) if isinstance(error, OSError) else error
-        output.complain(f"report.py: {text.line(said) or type(error).__name__}")
+        output.complain(f"leaderboard/report.py: {text.line(said) or type(error).__name__}")
         return 2
 
 

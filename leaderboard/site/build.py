@@ -36,6 +36,7 @@ from problems.common import load
 HERE = Path(__file__).resolve().parent
 THEMES = (("light", "default"), ("dark", "github-dark"))  # pygments' styles
 MOST_LINKS = 8  # problems in the bar at the top; more are reached from the first page
+MARK = ".page"  # a file of every folder that holds a page
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,13 @@ class Picture:
 
 
 def write(shown: Shown, results: Path, folder: Path) -> int:
-    """Write the page into `folder`. Return the number of HTML files. OSError: they cannot be written."""
+    """Write the page into `folder`. Return the number of HTML files. OSError: they cannot be written. ValueError: the
+    folder holds files that are not those of a page.
+    """
+    _see_free(folder)
     site = Site(shown, results, folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
     site.static()
     todo: list[Callable[[], None]] = [functools.partial(site.problem, name) for name in site.problems()]
     todo += [functools.partial(site.variant, *names) for names in site.variants()]
@@ -58,6 +63,14 @@ def write(shown: Shown, results: Path, folder: Path) -> int:
     for page in track(todo, "pages"):
         page()
     return len(todo)
+
+
+def _see_free(folder: Path) -> None:
+    """Raise ValueError for a folder whose files a page would replace."""
+    if folder.is_dir() and not (folder / MARK).is_file() and (found := sorted(folder.iterdir())):
+        raise ValueError(
+            f"--html must name a new or empty folder, or one with an earlier page: {folder} holds {found[0].name}"
+        )
 
 
 def serve(folder: Path) -> None:

@@ -436,7 +436,7 @@ def test_results_that_are_a_file_and_places_that_cannot_be_written(capsys, tmp_p
         [*readme[:2], "--machines", tmp_path / "none", *readme[4:]],
     ):  # fmt: skip
         code, _, err = said(capsys, *options)
-        assert code == 2 and err.startswith("report.py: ") and err.count("\n") == 1
+        assert code == 2 and err.startswith("leaderboard/report.py: ") and err.count("\n") == 1
 
 
 def test_a_problem_that_cannot_be_loaded_is_one_line(capsys, monkeypatch, tmp_path):

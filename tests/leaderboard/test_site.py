@@ -184,7 +184,18 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys, tmp_path):
     write(tmp_path / "r", "box", full("a", 1.0))
     (tmp_path / "file").write_text("")
     assert report.main(["--results", str(tmp_path / "r"), "--html", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err.startswith("report.py: File exists: ")
+    assert capsys.readouterr().err.startswith("leaderboard/report.py: File exists: ")
+
+
+def test_a_page_replaces_a_page_and_no_other_files(capsys, tmp_path):
+    write(tmp_path / "r", "box", full("a", 1.0))
+    words = ["--results", str(tmp_path / "r"), "--html", str(tmp_path / "s")]
+    assert report.main(words) == report.main(words) == 0
+    (tmp_path / "s" / build.MARK).unlink()
+    (tmp_path / "s" / "index.html").write_text("mine")
+    capsys.readouterr()
+    assert report.main(words) == 2 and (tmp_path / "s" / "index.html").read_text() == "mine"
+    assert "--html must name a new or empty folder, or one with an earlier page: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", ["--html", "--serve"])

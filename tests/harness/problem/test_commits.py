@@ -101,7 +101,8 @@ def test_what_became_slower_is_a_regression_against_the_commit_before(checkout, 
     assert {line["variant"] for line in ranking.timed(lines)} == {"adds"}, "that of the commit is on no board"
     assert {line["variant"]: line["commit"] == then for line in lines} == {"adds": False, f"adds#{then[:10]}": True}
     assert len({line["source_hash"] for line in lines}) == 2
-    assert code in (6, 8), out  # 6: the machine was too busy to time it
+    # On a busy machine there may be no times (6), or too few for a verdict.
+    assert code in (6, 8) or (code == 0 and "UNDECIDED" in out), out
     if code == 8:
         mine = next(line for line in lines if line.get("against"))
         assert mine["against"]["commit"] == then and mine["against"]["ratio"] > 1.1

@@ -254,6 +254,13 @@ class _Linked(Scoped):
         super().__init__()
         self.bundle, self.module = bundle, module
 
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        """Of an import below the top level: one of another file's is left to no service."""
+        for alias in node.names:
+            if self.bundle.module_of(alias.name) is not None or alias.name.partition(".")[0] == "problems":
+                raise self.module.fail(node, f"import {alias.name}: write `from ... import ...`, which can be linked")
+        return node
+
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
         """Of an import within a function."""
         if node.level:

@@ -117,6 +117,7 @@ def test_the_place_of_a_file_becomes_that_of_the_written_sources(folder):
         ("from problems.moe.weights import x\n", "main.py:1: problems.moe.weights cannot be linked"),
         ("def f():\n    from problems.common import a\n", "main.py:2: move this import to the top of the file"),
         ("from .task import x\n", "main.py:1: a relative import cannot be linked"),
+        ("import sys\nif sys:\n    import task as t\nX = t.unpack\n", "main.py:3: import task: write "),
     ],
 )
 def test_what_cannot_be_linked_is_named_with_its_line(folder, main, message):

@@ -114,9 +114,14 @@ class Pair:
         return times[0], times[1], _shown(self.ratio([label])) if label in self.common else ""
 
     def regressions(self, percent: float) -> list[str]:
-        """Where A is slower by more than `percent` %, in words: single cases, and all of them together."""
+        """Where A is slower by more than `percent` %, in words: single cases, and all of them together; and the cases
+        that only B was timed on.
+        """
         cases = [(label, [label]) for label in self.common]
-        found = []
+        found = [
+            f"{self.problem}, {self.a.variant}, {label}: B was timed on it, A was not"
+            for label in self.b.cases if _samples(self.b, label) and not _samples(self.a, label)
+        ]  # fmt: skip
         for what, labels in [*cases, *([("all cases together", self.common)] if cases else [])]:
             ratio = self.ratio(labels)
             if ratio.regressed(percent):

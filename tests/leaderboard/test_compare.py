@@ -72,6 +72,15 @@ def test_a_single_case_is_a_regression_too_and_a_failed_one_has_its_own_code(cap
     assert code == 1 and "INCORRECT" in out
 
 
+def test_cases_that_only_b_was_timed_on_are_named_and_fail(capsys, results):
+    write(results, "gpu-box", full("sm90_v1", 1.1, run="r6", minute=5)[:1])
+    words = ("run=r6", "run=r1 variant=sm90_v1")
+    code, out, _ = said(capsys, results, *words, "--fail-on-regression", "10")
+    assert code == 8 and out.count("B was timed on it, A was not") == 2
+    assert said(capsys, results, *words)[0] == 0
+    assert said(capsys, results, *reversed(words), "--fail-on-regression", "10")[0] == 0
+
+
 def test_a_file_with_and_without_words(capsys, results, tmp_path):
     file = tmp_path / "a file.jsonl"
     file.write_bytes((results / "gpu-box" / "nvfp4_gemv.jsonl").read_bytes() + b"no record\n")

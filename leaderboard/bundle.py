@@ -39,7 +39,7 @@ class Statement:
 
 @dataclass(eq=False)
 class Module:
-    """A file. globals: its top-level names, and what they mean; modules: names that stand for modules of ours."""
+    """A file. globals: its top-level names, and what they mean; modules: names of modules of this repository."""
 
     key: str
     path: Path
@@ -142,12 +142,16 @@ class Bundle:
             self._load(key, path)
         return key
 
+    def see_outside(self, module: Module, node: ast.Import, alias: ast.alias) -> None:
+        """Raise BundleError for the import of a whole module of this repository, at the top level or below."""
+        if self.module_of(alias.name) or alias.name.partition(".")[0] == "problems":
+            raise module.fail(node, f"import {alias.name}: write `from ... import ...`, which can be linked")
+
     def _import(self, module: Module, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
             name = alias.asname or alias.name
             if isinstance(node, ast.Import):
-                if self.module_of(alias.name) or alias.name.partition(".")[0] == "problems":
-                    raise module.fail(node, f"import {alias.name}: write `from ... import ...`, which can be linked")
+                self.see_outside(module, node, alias)
                 name = alias.asname or alias.name.partition(".")[0]
                 means = alias.name if alias.asname else name
                 self._outside(module, name, f"import {means}", f"import {alias.name}")
@@ -255,10 +259,9 @@ class _Linked(Scoped):
         self.bundle, self.module = bundle, module
 
     def visit_Import(self, node: ast.Import) -> ast.AST:
-        """Of an import below the top level: one of another file's is left to no service."""
+        """Of an import below the top level."""
         for alias in node.names:
-            if self.bundle.module_of(alias.name) is not None or alias.name.partition(".")[0] == "problems":
-                raise self.module.fail(node, f"import {alias.name}: write `from ... import ...`, which can be linked")
+            self.bundle.see_outside(self.module, node, alias)
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:

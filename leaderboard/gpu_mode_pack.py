@@ -210,7 +210,7 @@ def clear_l2_cache() -> None:
     torch.empty(2**28, dtype=torch.uint8, device="cuda").fill_(42)
 '''
 
-# Names of task.py that only this judge reads; with OUTPUTS a folder is taken for one of its own format.
+# Names of task.py that only this judge reads; with OUTPUTS it takes a folder for one of this project's format.
 OURS = ("OUTPUTS", "INOUT", "OPAQUE", "TESTS", "BENCHMARKS", "BENCHMARKS_CPU", "PRECISION")
 
 

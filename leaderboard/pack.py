@@ -77,7 +77,7 @@ def _chosen(problem: Problem, name: str | None, target: str | None) -> tuple[Sub
     """-> (the variant, the target). ValueError: the problem is none of ours, or the variant is not for the target."""
     if not problem.own or problem.composition:
         what = "a composition, made of the modules of its folder" if problem.own else "already in GPU MODE's format"
-        raise ValueError(f"PROBLEM must be one whose variants are files of their own, {problem.name} is {what}")
+        raise ValueError(f"PROBLEM must be one whose variants are single files, {problem.name} is {what}")
     variant = problem.variant(name) if name else problem.winner(target or "")
     if target and target not in variant.targets:
         raise ValueError(f"--target must be one of {variant.name}'s ({', '.join(variant.targets)}), got {target}")

@@ -111,7 +111,7 @@ def has_changed(problem: Problem, submission: Submission) -> bool:
 
 
 def _changes(now: Path, then: Path, variant: Path) -> list[str]:
-    """What of task.py stands in the way of a variant of then, in words."""
+    """Return what changed in task.py that a variant of that commit relies on, in words."""
     if not then.is_file():
         return ["that commit has no task.py"]
     found = []

@@ -57,7 +57,7 @@ def apart(labels: Sequence[str]) -> tuple[dict[str, str], str]:
 
 def is_repeat(variant: str) -> bool:
     """Whether this is "NAME#2", the second side of a variant paired with itself, or "NAME#1a2b3c4d5e", the variant as
-    it was at a commit: no variant of its own.
+    it was at a commit: no separate variant.
     """
     return re.fullmatch(r".+#[0-9a-f]+", variant) is not None
 

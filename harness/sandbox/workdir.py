@@ -50,7 +50,7 @@ class CacheError(RuntimeError):
 @dataclass
 class Workdir:
     """`jail`: for Child; `file`, `folder`, `files`: the submission, its problem's folder, GPU MODE's files by name, as
-    the runner is told; `common`: the problems/common that a submission of another commit imports. Remove it when the
+    the runner receives; `common`: the problems/common that a submission of another commit imports. Remove it when the
     runner has ended.
     """
 

@@ -106,7 +106,7 @@ def start(base: str, job: str, words: list, env: dict, files: list) -> dict:
 
 
 def follow(base: str, job: str, offset: int) -> None:
-    """Print the log of a job from byte `offset` on, until the job has ended. Ends too where nobody reads it."""
+    """Print the log of a job from byte `offset` on, until the job has ended or its reader is gone."""
     place = _place(base, job)
     sys.stdout.write(REPLY + "\n")
     sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 A and B are each a file of records (JSON lines, as harness/run.py --json writes them), a selection of the committed ones
 ("variant=sm90_dp4a machine=nvidia-h200"), or both in one argument. A is what is looked at, B what it is compared with.
-The runs are not interleaved, so the ratio holds what differs between them too; --against of harness/run.py is for pairs.
+The runs are not interleaved, so the ratio holds what differs between them too; for pairs use harness/run.py --against.
 """
 
 from __future__ import annotations  # until `venv.enter`, Python 3.8 must do

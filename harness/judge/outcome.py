@@ -35,10 +35,10 @@ class Outcome:
     """The outcome of one call. us and the fields after it are None unless the call returned.
 
     us: the clock's reading, with the cost of the clock. On a GPU, by the judge's clock, ready_us: until the runner was
-    ready to make the call; outside_us: from "go" to the reply, less the ordered spin. On a CPU, stop_us: from "done"
-    until all of the runner had the order to stop; late: that was too long for a score; busy: its threads waited for a
-    processor, which tasks of other processes wanted too. bytes: what a call on these contents must move, if the task
-    says that of contents.
+    ready to make the call; outside_us: from "go" to the reply, less the ordered spin; contradicted: that is too long
+    for a score of `us`. On a CPU, stop_us: from "done" until all of the runner had the order to stop; late: that was
+    too long for a score; busy: its threads waited for a processor, which tasks of other processes wanted too. bytes:
+    what a call on these contents must move, if the task says that of contents.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a journal
@@ -56,6 +56,7 @@ class Outcome:
     stop_us: float | None = None
     late: bool = False
     busy: bool = False
+    contradicted: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,14 @@ from harness.problem.folders import Case
 from harness.results import stats
 from harness.runner import matmul
 
-# The parent's clock against the claimed time: allowed is OUTSIDE_FACTOR times it and this many us more.
+# The judge's clock against claimed times. An accusation: every call is longer than OUTSIDE_FACTOR times its claim and
+# so many us more than the judge's empty call.
 OUTSIDE_FACTOR = 1.25
 OUTSIDE_SLACK_US = 300
+# No score: a call, or the middle of all, is late by this share of its claim, and by more than the judge's empty calls
+# are, which scatter by so many us at least.
+LATE_SHARE = 0.05
+LATE_US, MIDDLE_LATE_US = 60, 30
 # On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
 COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
 # Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
@@ -42,11 +47,15 @@ class Timing:
         return self.median_us < self.least_us
 
     @property
+    def scored(self) -> list[list[Outcome]]:
+        return [kept for group in self.outcomes if (kept := [o for o in group if not o.contradicted])]
+
+    @property
     def samples(self) -> list[list[float]]:
-        return [[known(o.us) for o in group] for group in self.outcomes if group]
+        return [[known(o.us) for o in group] for group in self.scored]
 
     def flat(self, name: str) -> list[float]:
-        return [getattr(o, name) for group in self.outcomes for o in group if getattr(o, name) is not None]
+        return [getattr(o, name) for group in self.scored for o in group if getattr(o, name) is not None]
 
     @property
     def median_us(self) -> float:
@@ -106,8 +115,10 @@ def reference(
     else:
         medians = {what: stats.median(times) for what, times in found.own.items() if what != matmul.NAME}
         empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
+        late = [seen - us for seen, us in zip(found.own[OUTSIDE], found.own["empty"], strict=True)]
         for timing in timings:
-            timing.failure = timing.failure or _contradicted(timing, outside, ready) or _undercut(timing)
+            timing.failure = timing.failure or _contradicted(timing, outside, ready)
+            timing.failure = timing.failure or _take_out_late(timing, late) or _undercut(timing)
     best = min(medians, key=lambda what: medians[what])
     counted = [o.bytes for timing in timings for group in timing.outcomes for o in group if o.bytes]
     nbytes = round(sum(counted) / len(counted)) if counted else found.bytes or 0
@@ -151,9 +162,43 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
     """Return pairs of times on equal contents, by process."""
     return [
-        [(known(a.us), known(b.us)) for a, b in zip(mine, theirs, strict=True)]
+        [(known(a.us), known(b.us)) for a, b in zip(mine, theirs, strict=True) if not a.contradicted | b.contradicted]
         for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
     ]
+
+
+def _take_out_late(timing: Timing, late: list[float]) -> Outcome | None:
+    """Mark the calls that the judge's clock contradicts one by one: they have no score. Return the fault of times of
+    which too few are left, or whose middle it contradicts. late: by how many us the clock saw the judge's empty calls
+    take longer than their event pairs did, in a runner without a submission.
+
+    A busy machine does that to honest calls too, and to the judge's: it is no proof of anything.
+    """
+    calls = [[(known(o.outside_us) - known(o.us), known(o.us)) for o in group] for group in timing.outcomes if group]
+    if not calls:
+        return None
+    middle = stats.median(late)
+    most = middle + max(max(late) - middle, LATE_US)
+    marks = [[excess > most + LATE_SHARE * us for excess, us in group] for group in calls]
+    pairs = [pair for of, group in zip(marks, calls, strict=True) for pair in zip(of, group, strict=True)]
+    if any(2 * sum(of) > len(of) for of in marks):
+        counted = f"{sum(mark for mark, _ in pairs)} of {len(pairs)} calls"
+        return Outcome(
+            "INVALID_MEASUREMENT",
+            f"the judge's clock saw {counted} take over {most:.0f} us longer than they claim, where its own empty ones "
+            f"take {middle:.0f} us longer: run again when the machine is idle",
+        )
+    typical = stats.median([excess for mark, (excess, _) in pairs if not mark])
+    allowed = middle + max(stats.spread(late), MIDDLE_LATE_US) + LATE_SHARE * timing.median_us
+    if typical > allowed:
+        return Outcome(
+            "INVALID_MEASUREMENT",
+            f"by the judge's clock calls take {typical:.0f} us longer than they claim, and its own empty ones "
+            f"{middle:.0f} us: over {allowed:.0f} us the times are no record; run again when the machine is idle",
+        )
+    for group, of in zip([group for group in timing.outcomes if group], marks, strict=True):
+        group[:] = [dataclasses.replace(o, contradicted=mark) for o, mark in zip(group, of, strict=True)]
+    return None
 
 
 def _undercut(timing: Timing) -> Outcome | None:

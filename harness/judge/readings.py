@@ -12,10 +12,11 @@ from harness.runner import matmul
 # so many us more than the judge's empty call.
 OUTSIDE_FACTOR = 1.25
 OUTSIDE_SLACK_US = 300
-# No score: a call, or the middle of all, is late by this share of its claim, and by more than the judge's empty calls
-# are, which scatter by so many us at least.
+# No score: a call is late by this share of its claim, and by so many us more than all of the judge's empty calls; or
+# the middle of all calls is, by so many us more than so many of a hundred of these.
 LATE_SHARE = 0.05
-LATE_US, MIDDLE_LATE_US = 60, 30
+LATE_US = 60
+MIDDLE_OF_HUNDRED = 95
 # On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
 COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
 # Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
@@ -177,24 +178,24 @@ def _take_out_late(timing: Timing, late: list[float]) -> Outcome | None:
     calls = [[(known(o.outside_us) - known(o.us), known(o.us)) for o in group] for group in timing.outcomes if group]
     if not calls:
         return None
-    middle = stats.median(late)
-    most = middle + max(max(late) - middle, LATE_US)
+    most, many = max(late) + LATE_US, stats.percentile(late, MIDDLE_OF_HUNDRED) + LATE_US
     marks = [[excess > most + LATE_SHARE * us for excess, us in group] for group in calls]
     pairs = [pair for of, group in zip(marks, calls, strict=True) for pair in zip(of, group, strict=True)]
     if any(2 * sum(of) > len(of) for of in marks):
         counted = f"{sum(mark for mark, _ in pairs)} of {len(pairs)} calls"
         return Outcome(
             "INVALID_MEASUREMENT",
-            f"the judge's clock saw {counted} take over {most:.0f} us longer than they claim, where its own empty ones "
-            f"take {middle:.0f} us longer: run again when the machine is idle",
+            f"the judge's clock saw {counted} take over {most:.0f} us longer than they claim, more than any of its own "
+            f"empty ones: run again when the machine is idle",
         )
     typical = stats.median([excess for mark, (excess, _) in pairs if not mark])
-    allowed = middle + max(stats.spread(late), MIDDLE_LATE_US) + LATE_SHARE * timing.median_us
+    allowed = many + LATE_SHARE * timing.median_us
     if typical > allowed:
         return Outcome(
             "INVALID_MEASUREMENT",
-            f"by the judge's clock calls take {typical:.0f} us longer than they claim, and its own empty ones "
-            f"{middle:.0f} us: over {allowed:.0f} us the times are no record; run again when the machine is idle",
+            f"by the judge's clock calls take {typical:.0f} us longer than they claim, and over {allowed:.0f} us, "
+            f"longer than {MIDDLE_OF_HUNDRED} of a hundred of its empty ones, the times are no record: run again when "
+            f"the machine is idle",
         )
     for group, of in zip([group for group in timing.outcomes if group], marks, strict=True):
         group[:] = [dataclasses.replace(o, contradicted=mark) for o, mark in zip(group, of, strict=True)]

@@ -31,6 +31,11 @@ def spread(xs: Sequence[float]) -> float:
     return float(high - low)
 
 
+def percentile(xs: Sequence[float], percent: float) -> float:
+    """The value that `percent` % of xs are at most, interpolated. ValueError if empty or not finite."""
+    return float(np.percentile(_values(xs, "xs"), percent))
+
+
 def geomean(xs: Sequence[float]) -> float:
     """Geometric mean, in log space. ValueError if empty, not finite, or not positive: no such time may be averaged."""
     return float(np.exp(np.log(_positive(xs, "xs")).mean()))

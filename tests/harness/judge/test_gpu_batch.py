@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 # name -> (body, whether each call has a separate batch; None: it depends on the driver's queue). All are right.
 SUBMISSIONS = {
-    "plain": ("def custom_kernel(data):\n    return right(data)\n", False),
+    "plain": ("def custom_kernel(data):\n    return right(data)\n", None),
     "waits": (
         "def custom_kernel(data):\n    out = right(data)\n    torch.cuda.synchronize()\n    return out\n", True,
     ),
@@ -65,12 +65,26 @@ def test_a_right_submission_has_a_reading(session, tmp_path, name):
     session.stop(mine, judge)
 
 
+def test_the_calls_of_a_winner_have_one_batch_and_take_there_what_they_claim(session):
+    winner = RunnerHandle("winner", session.problem.winner("sm90"), "sm90")
+    how = phases.Plan(processes=1, samples=6, warmups=2, buffers=2, audits=0)
+    for case in session.problem.benchmarks["cuda"][:2]:
+        times, _ = phases.run_benchmarks(session, [winner], [case], lambda _: None, how=how)
+        (timing,) = times[winner.name]
+        assert timing.failure is None, timing.failure
+        (found,) = timing.batches
+        assert not found.alone and found.calls == batch.CALLS
+        assert 0.5 * timing.median_us < found.least_us <= timing.median_us, (found, timing.median_us)
+    session.stop(winner)
+
+
 def test_a_benchmark_has_one_batch_of_a_submission_whose_times_it_does_not_contradict(session, tmp_path):
     mine = handle(tmp_path, "timed", SUBMISSIONS["plain"][0])
     how = phases.Plan(processes=2, samples=6, warmups=2, buffers=2, audits=0, together=2)
     times, _ = phases.run_benchmarks(session, [mine], [session.problem.tests[0]], lambda _: None, how=how)
     (timing,) = times[mine.name]
-    assert timing.failure is None and len(timing.batches) == 1 and timing.least_us <= timing.median_us
+    assert timing.failure is None, timing.failure
+    assert len(timing.batches) == 1 and timing.least_us <= timing.median_us
 
 
 def test_the_digest_depends_on_every_byte_and_on_its_place():
@@ -92,8 +106,15 @@ def test_the_digest_depends_on_every_byte_and_on_its_place():
 
 
 def test_a_gate_holds_the_queue_until_it_is_opened():
-    page = runner_batch.GatePage()
     value, found = torch.zeros(1, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    page = runner_batch.GatePage()
+    value.add_(0)  # a kernel is loaded in its first call, and that may wait for the queue
+    native.digest([(value.data_ptr(), 4)], found)
+    native.stamp(found, page.seen)
+    torch.cuda.synchronize()
+    page.close()
+    page = runner_batch.GatePage()
+    found.zero_()
     torch.cuda.synchronize()
     native.await_gate(page.seen)
     value.add_(1)

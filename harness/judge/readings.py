@@ -15,7 +15,7 @@ OUTSIDE_SLACK_US = 300
 # No score: a call is late by this share of its claim, and by so many us more than all of the judge's empty calls; or
 # the middle of all calls is, by so many us more than so many of a hundred of these.
 LATE_SHARE = 0.05
-LATE_US = 60
+LATE_US = 250
 MIDDLE_OF_HUNDRED = 95
 # On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
 COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20

@@ -78,10 +78,18 @@ __global__ void read_pieces(const uint4* __restrict__ data, size_t n, unsigned* 
 
 // One word of every 64 KiB from every SM: the translations of a slot are as warm as those of weights that stay in one
 // process, while its data stays cold (one sector in 2048). Without it a call pays for what other processes evicted.
-__global__ void touch(const char* data, size_t bytes, unsigned* sink) {
+struct Touched {
+    struct {
+        const char* data;
+        size_t bytes;
+    } part[16];  // native.TOUCHED
+    int count;
+};
+__global__ void touch(Touched touched, unsigned* sink) {
     unsigned sum = 0;
-    for (size_t i = size_t(threadIdx.x) << 16; i < bytes; i += size_t(blockDim.x) << 16)
-        sum ^= *(const volatile unsigned*)(data + i);
+    for (int k = 0; k < touched.count; ++k)
+        for (size_t i = size_t(threadIdx.x) << 16; i < touched.part[k].bytes; i += size_t(blockDim.x) << 16)
+            sum ^= *(const volatile unsigned*)(touched.part[k].data + i);
     if (sum == 0x9E3779B9u) atomicXor(sink, sum);
 }
 
@@ -322,8 +330,8 @@ int judge_open(const Masked* parts, int count, GatePage* page, GatePage* seen, i
 }
 int judge_memory(size_t* free_bytes, size_t* total_bytes) { return cudaMemGetInfo(free_bytes, total_bytes); }
 
-int judge_touch(const void* data, size_t bytes, int sms, unsigned* sink) {
-    touch<<<2 * sms, 256>>>((const char*)data, bytes, sink);
+int judge_touch(const Touched* touched, int sms, unsigned* sink) {
+    touch<<<2 * sms, 256>>>(*touched, sink);
     return cudaGetLastError();
 }
 

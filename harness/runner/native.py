@@ -13,6 +13,7 @@ from problems.common import build, load
 
 _HERE = Path(__file__).resolve().parent
 HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
+TOUCHED = 16  # buffers in one launch of `touch`, the calls of a batch at most
 DONE_OFFSET = 64  # of the word that ends a batch, in its page (judge.cu)
 
 
@@ -61,10 +62,14 @@ def forget(memory: torch.Tensor | None) -> bool:
     return memory is None or dropper(memory.data_ptr(), memory.numel()) == 0
 
 
-def touch(buffer: torch.Tensor) -> None:
-    """Warm the address translations of `buffer`, uint8 on the GPU, from every SM; its data stays out of L2."""
-    toucher = library("cuda").function("judge_touch", c_void_p, c_size_t, c_int, c_void_p)
-    _check("cuda", toucher(buffer.data_ptr(), buffer.numel(), _multiprocessors("cuda"), _sink("cuda").data_ptr()))
+def touch(*buffers: torch.Tensor) -> None:
+    """Warm the address translations of buffers, uint8 on the GPU, TOUCHED at most, from every SM, in one launch; their
+    data stays out of L2.
+    """
+    parts = (_Part * TOUCHED)(*(_Part(buffer.data_ptr(), buffer.numel()) for buffer in buffers))
+    toucher = library("cuda").function("judge_touch", c_void_p, c_int, c_void_p)
+    touched = ctypes.byref(_Touched(parts, len(buffers)))
+    _check("cuda", toucher(touched, _multiprocessors("cuda"), _sink("cuda").data_ptr()))
 
 
 def mask(buffer: torch.Tensor, key: bytes) -> None:
@@ -181,6 +186,14 @@ def open_gate(masked: list[tuple[torch.Tensor, bytes]], page: int, seen: int, li
     place = ctypes.addressof(us)
     _check("cuda", opener(parts, len(masked), page, seen, _multiprocessors("cuda"), limit_s, place))
     return us.value
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (("data", c_void_p), ("bytes", c_size_t))
+
+
+class _Touched(ctypes.Structure):
+    _fields_ = (("part", _Part * TOUCHED), ("count", c_int))
 
 
 class _Masked(ctypes.Structure):

@@ -13,6 +13,7 @@ from harness.judge import batch, outcome, readings, replies
 from harness.judge.handle import Content
 from harness.judge.outcome import Batch, Outcome
 from harness.problem.folders import Case
+from harness.runner import native
 from harness.sandbox.process import Died
 
 CASE = Case({"n": 1}, 1)
@@ -172,3 +173,7 @@ def test_a_claim_below_what_batches_allow_needs_two_of_them_to_be_a_cheat(us, ba
 def test_what_a_call_takes_at_least():
     assert HONEST.least_us == pytest.approx((outcome.BATCH_SHARE * 320 - 5) / 16)
     assert Batch(1, 100.0, 120.0, 1.0).least_us == 0
+
+
+def test_a_batch_has_no_more_buffers_than_one_launch_touches():
+    assert batch.CALLS <= native.TOUCHED

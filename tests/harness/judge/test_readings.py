@@ -69,7 +69,7 @@ def test_honest_calls_are_scored_on_a_quiet_and_on_a_busy_machine(us):
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_claim_that_is_too_short_by_more_than_the_clock_scatters_is_no_record(every):
-    for us, share in ((400.0, 0.5), (2000.0, 0.85), (20_000.0, 0.9)):
+    for us, share in ((1000.0, 0.5), (4000.0, 0.85), (20_000.0, 0.9)):
         failure = judged(*claimed(share, us, 5.0, every=every)).failure
         assert failure is not None and failure.status in ("INVALID_MEASUREMENT", "CHEAT_SUSPECTED"), (us, share)
 
@@ -77,7 +77,7 @@ def test_a_claim_that_is_too_short_by_more_than_the_clock_scatters_is_no_record(
 def test_a_call_that_the_clock_contradicts_has_no_score_and_takes_its_pair_along():
     timing, own = claimed(1.0, 100.0, 5.0)
     late = timing.outcomes[1][4]
-    late.us, late.outside_us = 20.0, 400.0
+    late.us, late.outside_us = 20.0, 900.0
     other, _ = claimed(1.0, 200.0, 5.0)
     judged(timing, own)
     assert timing.failure is None

@@ -13,7 +13,7 @@ from types import ModuleType
 from problems.common import load
 from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
 from problems.dsv4_forward.adapters import linear as moe_linear
-from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.adapters.common import Adapted, Fallback
 from problems.dsv4_forward.kernels import fused
 from problems.dsv4_forward.torch_ops import compressor, experts, fmha, indexer, linear, mhc, norm, rope, router
 from problems.dsv4_forward.weights import layout
@@ -21,9 +21,8 @@ from problems.dsv4_forward.weights.config import PLAIN, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
 Op = Callable[..., None]
-# (a variant of the problem, the weights, what computes the calls that it does not serve) -> functions by op, lines to
-# report.
-Adapter = Callable[[ModuleType, ModelWeights, Fallback], tuple[dict[str, Op], tuple[str, ...]]]
+# (a variant of the problem, the weights, what computes the calls that it does not serve) -> the variant's functions.
+Adapter = Callable[[ModuleType, ModelWeights, Fallback], Adapted]
 
 
 @dataclass(frozen=True)
@@ -284,10 +283,10 @@ def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str
     for name, adapt in dict.fromkeys((choice.module.__name__, choice.provider.adapt) for choice in filled):
         mine = [choice for choice in filled if (choice.module.__name__, choice.provider.adapt) == (name, adapt)]
         fallback, order, also = _fallback(_providers(mine[0].op)[1:], used, weights)
-        found, lines = adapt(mine[0].module, weights, fallback)
-        functions |= {choice.op: found[choice.op] for choice in mine}
+        found = adapt(mine[0].module, weights, fallback)
+        functions |= {choice.op: found.functions[choice.op] for choice in mine}
         fallbacks |= {choice.op: order for choice in mine}
-        report += (*lines, *also)
+        report += (*found.report, *also)
     return replace(REFERENCE, **functions), fallbacks, tuple(report)
 
 
@@ -300,8 +299,10 @@ def _fallback(
     fallback, order, report = Fallback(REFERENCE), (Fallback(REFERENCE).name,), ()
     for provider in reversed([provider for provider in providers if provider.problem in used]):
         choice = used[provider.problem]
-        found, lines = provider.adapt(choice.module, weights, fallback)
-        report = (*lines, *report)
-        if found:
-            fallback, order = Fallback(replace(fallback.ops, **found), choice.name), (choice.name, *order)
+        found = provider.adapt(choice.module, weights, fallback)
+        report = (*found.report, *report)
+        if found.functions:
+            filled = replace(fallback.ops, **found.functions)
+            fallback = Fallback(filled, choice.name, found.served | fallback.served)
+            order = (choice.name, *order)
     return fallback, order, report

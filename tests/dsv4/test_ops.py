@@ -9,6 +9,7 @@ import torch
 from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters import gemv, operators
+from problems.dsv4_forward.adapters.common import Adapted
 from problems.dsv4_forward.weights import tree
 from tests.dsv4.linears import REFERENCE, SMALL, inputs, product
 
@@ -95,7 +96,7 @@ def adapt_norm(module, model_weights, fallback):
         fallback.ops.rms_norm(x, weight, eps, out)
         module.custom_kernel(x.calls)
 
-    return {"rms_norm": rms_norm}, (f"norms for {model_weights.config.name} before {fallback.name}",)
+    return Adapted({"rms_norm": rms_norm}, (f"norms for {model_weights.config.name} before {fallback.name}",))
 
 
 def spec(name: str, *providers: ops.Provider) -> ops.OpSpec:
@@ -138,7 +139,7 @@ def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(
                 calls.append(name)
                 fallback.ops.rms_norm(x, weight, eps, out)
 
-            return {"rms_norm": rms_norm, "rotate": rms_norm}, (f"{name} before {fallback.name}",)
+            return Adapted({"rms_norm": rms_norm, "rotate": rms_norm}, (f"{name} before {fallback.name}",))
 
         return ops.Provider(name, "nothing", lambda cfg, fmt: "", adapt)
 

@@ -1,4 +1,4 @@
-"""Compute what surrounds an NVFP4 product in CUDA: activations to codes and scales, fp16 products to activations.
+"""Compute what surrounds an NVFP4 product in CUDA: activations to codes and scales, fp16 sums to activations.
 
 In torch the first is a chain of 33 small operations; here each is one launch. adapters/gemv.py calls them around the
 kernels of nvfp4_gemv.
@@ -42,11 +42,11 @@ class TorchVectors:
         rows.scales.copy_(scales)
         rows.permuted.copy_(scales.unflatten(-1, (-1, 4)))
 
-    def scale(self, products: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-        """Write out = products * factor, in fp32, rounded once. products: fp16 (N, l, m); factor: fp32 (l, 1); out:
+    def scale(self, raw: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+        """Write out = raw * factor, in fp32, rounded once. raw: fp16 (N, l, m); factor: fp32 (l, 1); out:
         fp32 or bf16 (N, l, m).
         """
-        torch.mul(products, factor, out=out)
+        torch.mul(raw, factor, out=out)
 
 
 class Vectors:
@@ -71,12 +71,12 @@ class Vectors:
         )  # fmt: skip
         build.check(code, "encode")
 
-    def scale(self, products: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute TorchVectors.scale; products contiguous. ValueError: out is neither bf16 nor fp32."""
+    def scale(self, raw: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute TorchVectors.scale; raw: contiguous. ValueError: out is neither bf16 nor fp32."""
         bf16 = _bf16("out", out)
         room = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        pointers = (tensor.data_ptr() for tensor in (products, factor, room))
-        build.check(self._scale(*pointers, *products.shape, bf16), "scale")
+        pointers = (tensor.data_ptr() for tensor in (raw, factor, room))
+        build.check(self._scale(*pointers, *raw.shape, bf16), "scale")
         if room is not out:
             out.copy_(room)
 

@@ -14,7 +14,7 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.batch import Batch, Planner
 from problems.dsv4_forward.cache.state_layout import LayerState, StateLayout
-from problems.dsv4_forward.kernels import cache_rows, fused, vectors
+from problems.dsv4_forward.kernels import cache_rows, fused, router, vectors
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import config, layout, tree
 
@@ -97,7 +97,7 @@ def plan(planner: Planner, inputs: NamedTuple) -> Batch:
 
 def compile_for(problems: tuple[str, ...], target: str) -> list:
     """Compile the winners of `problems`, and this folder's kernels, for `target`."""
-    kernels = [module for module in (cache_rows, fused, vectors) if target in module.TARGETS]
+    kernels = [module for module in (cache_rows, fused, router, vectors) if target in module.TARGETS]
     artefacts = [artefact for module in kernels for artefact in module.compile_for(target)]
     for name in problems:
         artefacts += load.variant(name, load.winner(load.PROBLEMS / name, target)).compile_for(target)

@@ -15,6 +15,7 @@ from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
 from problems.dsv4_forward.kernels import cache_rows, fused
+from problems.dsv4_forward.kernels import router as router_kernel
 from problems.dsv4_forward.torch_ops import (
     chains,
     compressor,
@@ -151,7 +152,7 @@ SPECS = (
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
-KERNELS = (fused, cache_rows)  # this folder's own
+KERNELS = (fused, cache_rows, router_kernel)  # this folder's own
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ __global__ void route_kernel(const float* logits, const float* bias, const long 
     float* keys = scores + experts;
     int* picked = reinterpret_cast<int*>(keys + experts);
     const int token = blockIdx.x, lane = threadIdx.x;
-    for (int e = lane; e < experts; e += LANES) {
+    for (int i = 0; i * LANES < experts; i++) {  // as often in every lane
+        const int e = i * LANES + lane;
+        if (e >= experts) continue;
         scores[e] = score(logits[static_cast<long long>(token) * experts + e]);
         const float key = bias ? scores[e] + bias[e] : 0.0f;
         keys[e] = key == key ? key : __int_as_float(0x7F800000);  // NaN first, as torch.topk: its weights say so
@@ -44,8 +46,11 @@ __global__ void route_kernel(const float* logits, const float* bias, const long 
         uint32_t taken = 0;  // of this lane's experts, lane + 32 i
         for (int k = 0; k < chosen; k++) {
             Best best = {0.0f, -1};
-            for (int e = lane, i = 0; e < experts; e += LANES, i++)
-                best = better(best, Best{keys[e], taken >> i & 1 ? -1 : e});
+            for (int i = 0; i * LANES < experts; i++) {
+                const int e = i * LANES + lane;
+                const bool free = e < experts && !(taken >> i & 1);
+                best = better(best, Best{keys[free ? e : 0], free ? e : -1});
+            }
             for (int step = LANES / 2; step; step /= 2)
                 best = better(best, Best{__shfl_xor_sync(ALL, best.key, step), __shfl_xor_sync(ALL, best.id, step)});
             if (best.id % LANES == lane) taken |= 1u << best.id / LANES;

@@ -25,7 +25,7 @@ __device__ Best better(Best a, Best b) {
 __device__ float score(float logit) { return sqrtf(logit > LINEAR_FROM ? logit : log1pf(expf(logit))); }
 
 // Block t: token t. logits (tokens, experts). bias, and the `chosen` best of score + bias; or null, and those of
-// table[tokens[t]].
+// table[tokens[t]]. chosen: at most LANES.
 __global__ void route_kernel(const float* logits, const float* bias, const long long* table, const long long* tokens,
                              int* ids, float* weights, int experts, int chosen, float factor) {
     extern __shared__ float scores[];
@@ -41,7 +41,7 @@ __global__ void route_kernel(const float* logits, const float* bias, const long 
     }
     __syncwarp();
     if (!bias) {
-        for (int k = lane; k < chosen; k += LANES) picked[k] = static_cast<int>(table[tokens[token] * chosen + k]);
+        if (lane < chosen) picked[lane] = static_cast<int>(table[tokens[token] * chosen + lane]);
     } else {
         uint32_t taken = 0;  // of this lane's experts, lane + 32 i
         for (int k = 0; k < chosen; k++) {
@@ -60,9 +60,9 @@ __global__ void route_kernel(const float* logits, const float* bias, const long 
     __syncwarp();
     float total = 0.0f;
     for (int k = 0; k < chosen; k++) total += scores[picked[k]];
-    for (int k = lane; k < chosen; k += LANES) {
-        ids[token * chosen + k] = picked[k];
-        weights[token * chosen + k] = scores[picked[k]] / total * factor;
+    if (lane < chosen) {
+        ids[token * chosen + lane] = picked[lane];
+        weights[token * chosen + lane] = scores[picked[lane]] / total * factor;
     }
 }
 

@@ -16,6 +16,7 @@ from problems.dsv4_forward.weights.config import Config
 TARGETS = ("sm90", "sm100")
 OPS = ("route",)
 SOURCE = Path(__file__).with_suffix(".cu")
+MOST_CHOSEN = 32  # one a lane
 MOST_EXPERTS = 1024  # 32 a lane, whose choices are the bits of a word
 
 
@@ -40,11 +41,14 @@ class Router:
         tokens: torch.Tensor, cfg: Config, out_ids: torch.Tensor, out_weights: torch.Tensor,
     ) -> None:  # fmt: skip
         """Compute torch_ops router.route; of equal scores the lower id wins. All contiguous. ValueError: a shape or
-        dtype, or more than MOST_EXPERTS experts.
+        dtype, or more than MOST_EXPERTS experts or MOST_CHOSEN a token.
         """
         experts, chosen = len(weight), cfg.num_experts_per_tok
-        if not chosen <= experts <= MOST_EXPERTS:
-            raise ValueError(f"weight must have {chosen} to {MOST_EXPERTS} experts, got {experts}")
+        if not chosen <= experts <= MOST_EXPERTS or chosen > MOST_CHOSEN:
+            raise ValueError(
+                f"weight must have {chosen} to {MOST_EXPERTS} experts, and a token at most {MOST_CHOSEN} of them, got "
+                f"{experts} and {chosen}"
+            )
         if (bias is None) == (table is None):
             raise ValueError("a router needs either bias or table, got " + ("neither" if bias is None else "both"))
         _expect("out_ids", out_ids, torch.int32, (len(u), chosen))

@@ -36,6 +36,8 @@ TAIL = 12  # lines of pip's that are shown if it fails
 ESSENTIAL = ("torch", "pytest", "pandas", "matplotlib", "rich", "pyyaml", "pydantic")  # nothing works without them
 WITHOUT = {  # what is lost without the others
     "nvidia-cutlass-dsl": "CuTe DSL variants neither compile nor run",
+    "jinja2": "leaderboard/report.py --html does not run",
+    "pygments": "leaderboard/report.py --html does not run",
     "pytest-xdist": "make test runs in one process and takes longer",
     "hypothesis": "the tests that draw their own cases do not run",
     "ruff": "make lint does not run",

@@ -23,7 +23,9 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     then the traceback from its first frame in the submission, or the compiler's report. module: the submission, if it
     was imported.
     """
-    compiler = isinstance(error, build.BuildError)
+    # By name too: a submission of another commit has that commit's class.
+    kind = type(error)
+    compiler = isinstance(error, build.BuildError) or (kind.__module__, kind.__name__) == (build.__name__, "BuildError")
     trace = error.__traceback__
     own = _from(trace, Path(file)) if file else None
     text = str(error) if compiler else "".join(traceback.format_exception(type(error), error, own or trace))

@@ -76,9 +76,9 @@ def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> d
     kernels: dict[str, dict] = {}
     for launch, us, op in zip(most, times, known, strict=True):
         for table, key in ((ops, op), (kernels, launch.name)):
-            entry = table.setdefault(key, {"us": 0.0, "launches": 0})
-            entry["us"] = round(entry["us"] + us, 3)
-            entry["launches"] += 1
+            part = table.setdefault(key, {"us": 0.0, "launches": 0})
+            part["us"] = round(part["us"] + us, 3)
+            part["launches"] += 1
     spans = [(one[-1].start_us + one[-1].us - one[0].start_us, _idle(one)) for one in whole if one]
     span, gaps = (statistics.median(values) for values in zip(*spans, strict=True)) if spans else (0.0, 0.0)
     return {"ops": _longest(ops), "kernels": _longest(kernels), "span_us": round(span, 3), "gaps_us": round(gaps, 3)}

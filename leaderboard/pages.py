@@ -139,10 +139,13 @@ def markdown(shown: Shown) -> str:
     """Boards, then the latencies of whole models."""
     words = {"config", "format", "source", "state"}
     parts = [
-        tables.section(
-            f"{title}: time per decode step", latency.table(records, shown.known), latency.notes(records), words
-        )
+        tables.section(f"{title}: {what}", table, notes, words)
         for title, records in shown.steps.items()
+        for what, table, notes in (
+            ("time per decode step", latency.table(records, shown.known), latency.notes(records)),
+            ("time of a layer", latency.layers(records), []),
+        )
+        if table[1]
     ]
     boards = [tables.markdown(shown.boards, shown.complaints)] if shown.boards or shown.complaints else []
     return "\n".join([*boards, *parts])
@@ -178,8 +181,13 @@ def terminal(shown: Shown, console: Console) -> None:
         console.print()
     for title, records in shown.steps.items():
         console.rule(_text(f"{title}: time per decode step", "bold"), align="left")
-        header, rows = latency.table(records, shown.known)
-        _print(console, header, rows, [""] * len(rows))
+        for what, (header, rows) in (
+            ("", latency.table(records, shown.known)), ("A layer:", latency.layers(records)),
+            ("Where the time of a step goes:", latency.breakdown(records)),
+        ):  # fmt: skip
+            if rows:
+                console.print(_text(what))
+                _print(console, header, rows, [""] * len(rows))
         for line in latency.notes(records):
             console.print(_text(line, "dim"))
         console.print()

@@ -5,7 +5,7 @@ and blocks, comes with the inputs on the CPU. Data, Weights and Inputs are task.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.batch import Batch, Planner
 from problems.dsv4_forward.cache.state_layout import LayerState, StateLayout
-from problems.dsv4_forward.kernels import fused
+from problems.dsv4_forward.kernels import cache_rows, fused, router, vectors
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import config, layout, tree
 
@@ -55,8 +55,8 @@ def prepare(weights: NamedTuple, text: str, **functions: Callable) -> Prepared:
     cfg = config.find(weights.config)
     tensors = layout.views(weights.bytes, layout.layout(cfg, weights.format))
     made = tree.assemble(cfg, weights.format, tensors)
-    chosen = ops.choose(text, load.device_target(weights.bytes.device), made)
-    return Prepared(Model(made, replace(chosen.ops, **functions)))
+    chosen = ops.choose(text, load.device_target(weights.bytes.device), made, functions)
+    return Prepared(Model(made, chosen.ops))
 
 
 @torch.inference_mode()
@@ -96,8 +96,9 @@ def plan(planner: Planner, inputs: NamedTuple) -> Batch:
 
 
 def compile_for(problems: tuple[str, ...], target: str) -> list:
-    """Compile the winners of `problems`, and this folder's fused kernels, for `target`."""
-    artefacts = fused.compile_for(target) if target in fused.TARGETS else []
+    """Compile the winners of `problems`, and this folder's kernels, for `target`."""
+    kernels = [module for module in (cache_rows, fused, router, vectors) if target in module.TARGETS]
+    artefacts = [artefact for module in kernels for artefact in module.compile_for(target)]
     for name in problems:
         artefacts += load.variant(name, load.winner(load.PROBLEMS / name, target)).compile_for(target)
     return artefacts

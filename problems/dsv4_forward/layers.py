@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.weights import formats
@@ -92,11 +93,11 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     cfg, ops, batch = ctx.config, ctx.ops, ctx.batch
     n_tokens, heads, width = len(u), cfg.num_attention_heads, cfg.head_dim
     latent = ctx.norm(ctx.linear(u, w.wq_a), w.q_norm)
-    query = ctx.norm(ctx.linear(latent, w.wq_b).view(n_tokens, heads, width), None)
-    ops.rotate(query, rope.cos, rope.sin, query)
-    key = ctx.norm(ctx.linear(u, w.wkv), w.kv_norm)
-    ops.rotate(key, rope.cos, rope.sin, key)
-    state.window.write(batch.window_target, key)
+    query = ctx.empty(n_tokens, heads, width)
+    raised = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
+    ops.norm_rotate(raised, None, cfg.rms_norm_eps, rope.cos, rope.sin, query)
+    key = ctx.linear(u, w.wkv)
+    ops.write_key(key, w.kv_norm, cfg.rms_norm_eps, rope.cos, rope.sin, state.window, batch.window_target)
     index = _compressed(u, latent, w, state, rope, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
@@ -124,12 +125,8 @@ def _compressed(
     if not ratio:
         return None
     if ratio == CSA:
-        keys = _compress(u, w.indexer.compressor, state.index_tail, ratio, ctx.config.index_head_dim, rope, ctx)
-        if len(keys):
-            state.index_keys.write(batch.target[ratio], formats.hadamard(keys) if ctx.quantised_index else keys)
-    entries = _compress(u, w.compressor, state.tail, ratio, ctx.config.head_dim, rope, ctx)
-    if len(entries):
-        state.cache.write(batch.target[ratio], entries)
+        _compress(u, w.indexer.compressor, state.index_tail, state.index_keys, ctx.quantised_index, ratio, rope, ctx)
+    _compress(u, w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
     if not batch.entries[ratio]:
         return None
     if ratio == HCA:
@@ -138,18 +135,17 @@ def _compressed(
 
 
 def _compress(
-    u: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, ratio: int, width: int, rope: Rope, ctx: Context
-) -> torch.Tensor:
-    """Write the tokens to the tail. -> the entries that they complete, (Em, width)."""
+    u: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, pages: Pages, hadamard: bool, ratio: int, rope: Rope,
+    ctx: Context,
+) -> None:  # fmt: skip
+    """Write the tokens to the tail, and the entries that they complete to the pages, through Hadamard if so."""
     batch, ops = ctx.batch, ctx.ops
     projected = ctx.empty(len(u), len(w.project), dtype=torch.float32)
     ops.matmul(u, w.project, projected)
-    out = ctx.empty(len(batch.emit[ratio]), width)
-    ops.compress(
+    ops.write_entry(
         projected, w.ape, w.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
-        rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, out,
+        rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
     )  # fmt: skip
-    return out
 
 
 def _select(

@@ -5,7 +5,7 @@ SPECS is the table of ops. An op that another problem's variants can compute nam
 
 import ast
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -13,17 +13,29 @@ from types import ModuleType
 from problems.common import load
 from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
 from problems.dsv4_forward.adapters import linear as moe_linear
-from problems.dsv4_forward.adapters.common import Fallback
-from problems.dsv4_forward.kernels import fused
-from problems.dsv4_forward.torch_ops import compressor, experts, fmha, indexer, linear, mhc, norm, rope, router
+from problems.dsv4_forward.adapters.common import Adapted, Fallback
+from problems.dsv4_forward.kernels import cache_rows, fused
+from problems.dsv4_forward.kernels import router as router_kernel
+from problems.dsv4_forward.torch_ops import (
+    chains,
+    compressor,
+    experts,
+    fmha,
+    indexer,
+    linear,
+    mhc,
+    norm,
+    rope,
+    router,
+    writes,
+)
 from problems.dsv4_forward.weights import layout
 from problems.dsv4_forward.weights.config import PLAIN, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
 Op = Callable[..., None]
-# (a variant of the problem, the weights, what computes the calls that it does not serve) -> functions by op, lines to
-# report.
-Adapter = Callable[[ModuleType, ModelWeights, Fallback], tuple[dict[str, Op], tuple[str, ...]]]
+# (a variant of the problem, the weights, what computes the calls that it does not serve) -> the variant's functions.
+Adapter = Callable[[ModuleType, ModelWeights, Fallback], Adapted]
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,11 @@ class Ops:
     linear: Op
     grouped_linear: Op
     rotate: Op
+    norm_rotate: Op
+    write: Op
+    write_key: Op
     compress: Op
+    write_entry: Op
     index_scores: Op
     select: Op
     fmha: Op
@@ -61,11 +77,29 @@ class Provider:
 class OpSpec:
     """One op. The first provider can fill it. Calls that this one does not serve are passed to the next one, if a
     variant of its problem fills another op, and in the end to the reference, which serves every call.
+
+    An op that spans others is their chain: `chain` makes it of what fills `parts`, and the reference is that of theirs.
     """
 
     name: str
     reference: Op
     providers: tuple[Provider, ...] = ()
+    chain: Callable[[chains.Parts], Op] | None = None
+    parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The references that chains are made of."""
+
+    rms_norm: Op = norm.rms_norm
+    rotate: Op = rope.rotate
+    compress: Op = compressor.compress
+    write: Op = writes.write
+
+
+def _spanning(chain: Callable[[chains.Parts], Op], *parts: str) -> OpSpec:
+    return OpSpec(chain.__name__, chain(_Steps()), chain=chain, parts=parts)
 
 
 def _nvfp4_linears(cfg: Config, fmt: str) -> str:
@@ -104,7 +138,11 @@ SPECS = (
     OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR)),
     OpSpec("grouped_linear", linear.grouped_linear, (GEMV, MOE_LINEAR)),
     OpSpec("rotate", rope.rotate),
+    _spanning(chains.norm_rotate, "rms_norm", "rotate"),
+    OpSpec("write", writes.write),
+    _spanning(chains.write_key, "rms_norm", "rotate", "write"),
     OpSpec("compress", compressor.compress),
+    _spanning(chains.write_entry, "compress", "write"),
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
@@ -114,11 +152,14 @@ SPECS = (
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
+KERNELS = (fused, cache_rows, router_kernel)  # this folder's own
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What fills an op: the reference, `module` (a variant of the provider's problem), or `function` itself."""
+    """What fills an op: the reference, `module` (a variant of the provider's problem), `function` itself, or the chain
+    of what fills the op's parts.
+    """
 
     op: str
     why: str
@@ -126,6 +167,7 @@ class Choice:
     provider: Provider | None = None
     module: ModuleType | None = None
     function: Op | None = None
+    chain: Callable[[chains.Parts], Op] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,20 +192,25 @@ class _Model:
     fmt: str
 
 
-def choose(text: str, target: str, weights: ModelWeights) -> Chosen:
+def choose(text: str, target: str, weights: ModelWeights, functions: Mapping[str, Op] | None = None) -> Chosen:
     """Fill every op as `text` says, for these weights on a machine of `target` ("cpu", "sm90" or "sm100").
+
+    functions: by op, what fills it whatever `text` says.
 
     text: "reference", "winners" or NAME=VARIANT, or several with commas, later ones over earlier ones; ops that are
     not named hold the reference. NAME is an op, or a problem for all ops that its variants fill. VARIANT is
     "reference", "winner", a file of the problem's variants/ or wrong/, or the path of a Python file that defines either
     custom_kernel, as the problem has it, or a function of the op's name with the op's interface. "winners" fills an op
-    where a problem can, else says why not. ValueError: a VARIANT that cannot be had. Reads the weights where an adapter
-    measures them.
+    where a problem or a kernel of this folder can, else says why not. An op that spans others, and is to hold the
+    reference, is the chain of what fills them. ValueError: a VARIANT that cannot be had. Reads the weights where an
+    adapter measures them.
     """
     model = _Model(target, weights.config, weights.format)
     choices = {name: Choice(name, "not asked for otherwise") for name in NAMES}
     for item in text.split(","):
         choices |= {choice.op: choice for choice in _item(item.strip(), model)}
+    choices |= {op: Choice(op, "given", "a function", function=function) for op, function in (functions or {}).items()}
+    choices |= {choice.op: choice for choice in _chained(choices)}
     filled, fallbacks, report = _fitted(list(choices.values()), weights)
     lines = [f"{choice.op}: {choice.name} ({choice.why})" for choice in choices.values()]
     names = {choice.op: choice.name for choice in choices.values()}
@@ -187,6 +234,16 @@ def _item(item: str, model: _Model) -> list[Choice]:
     return [_named(op, variant, model) for op in found]
 
 
+def _chained(choices: Mapping[str, Choice]) -> list[Choice]:
+    """The ops that span others, hold the reference, and have a part that does not: they are chains of their parts."""
+    return [
+        Choice(spec.name, f"the chain of {', '.join(spec.parts)}", "its parts", chain=spec.chain)
+        for spec in SPECS
+        if spec.chain and choices[spec.name].name == "reference"
+        and any(choices[part].name != "reference" for part in spec.parts)
+    ]  # fmt: skip
+
+
 def _providers(op: str) -> tuple[Provider, ...]:
     return next((spec.providers for spec in SPECS if spec.name == op), ())
 
@@ -207,8 +264,10 @@ def _unserved(provider: Provider, model: _Model) -> str:
 
 def _winner(op: str, model: _Model) -> Choice:
     provider = _first(op)
-    if provider is None and op in fused.OPS and model.target in fused.TARGETS:
-        return Choice(op, "a fused kernel of this folder", "dsv4_forward/fused", function=fused.ops(model.target)[op])
+    for kernels in KERNELS:
+        if provider is None and op in kernels.OPS and model.target in kernels.TARGETS:
+            name = f"dsv4_forward/{kernels.SOURCE.stem}"
+            return Choice(op, "a fused kernel of this folder", name, function=kernels.ops(model.target)[op])
     if provider is None:
         return Choice(op, "no problem for it")
     if reason := _unserved(provider, model):
@@ -284,11 +343,13 @@ def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str
     for name, adapt in dict.fromkeys((choice.module.__name__, choice.provider.adapt) for choice in filled):
         mine = [choice for choice in filled if (choice.module.__name__, choice.provider.adapt) == (name, adapt)]
         fallback, order, also = _fallback(_providers(mine[0].op)[1:], used, weights)
-        found, lines = adapt(mine[0].module, weights, fallback)
-        functions |= {choice.op: found[choice.op] for choice in mine}
+        found = adapt(mine[0].module, weights, fallback)
+        functions |= {choice.op: found.functions[choice.op] for choice in mine}
         fallbacks |= {choice.op: order for choice in mine}
-        report += (*lines, *also)
-    return replace(REFERENCE, **functions), fallbacks, tuple(report)
+        report += (*found.report, *also)
+    table = replace(REFERENCE, **functions)
+    spanning = {choice.op: choice.chain(table) for choice in choices if choice.chain}
+    return replace(table, **spanning), fallbacks, tuple(report)
 
 
 def _fallback(
@@ -300,8 +361,10 @@ def _fallback(
     fallback, order, report = Fallback(REFERENCE), (Fallback(REFERENCE).name,), ()
     for provider in reversed([provider for provider in providers if provider.problem in used]):
         choice = used[provider.problem]
-        found, lines = provider.adapt(choice.module, weights, fallback)
-        report = (*lines, *report)
-        if found:
-            fallback, order = Fallback(replace(fallback.ops, **found), choice.name), (choice.name, *order)
+        found = provider.adapt(choice.module, weights, fallback)
+        report = (*found.report, *report)
+        if found.functions:
+            filled = replace(fallback.ops, **found.functions)
+            fallback = Fallback(filled, choice.name, found.served | fallback.served)
+            order = (choice.name, *order)
     return fallback, order, report

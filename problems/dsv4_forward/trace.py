@@ -15,6 +15,7 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import ops
+from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.torch_ops import router
 
@@ -37,6 +38,8 @@ class OpCheck:
 
     def budgets(self, given: dict) -> tuple[float, float | None]:
         """Of a row of a call with these arguments, and of all as one where that has a separate budget."""
+        if "pages" in given and given["pages"].kind in STORED:
+            return STORED[given["pages"].kind]
         if self.quantised and given["w2"].kind == "nvfp4" and given["w2"].quantise_input:
             return self.quantised
         return self.budget, None
@@ -52,6 +55,9 @@ MOE = _moe.ROW_RTOL  # bf16 intermediate and output
 # Sums that differ in the last bits put a code of the intermediate on the other side of a rounding now and then: that
 # shows in a row, and not in the whole.
 MOE_QUANTISED = _moe.NVFP4_ROW_RTOL, _moe.NVFP4_RTOL
+# Of rows in pages that quantise: kernel and reference round to the model's dtype alike before, so that sums in another
+# order move few values across a rounding; then a code differs by a step, or all codes of a group with their scale.
+STORED = {"entry": (2.0**-5, 2.0**-6), "index": (0.15, 0.08)}
 CHECKS = {
     "rms_norm": OpCheck(("x",), ("out",), ("out",), ONE),
     "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
@@ -61,7 +67,11 @@ CHECKS = {
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
     "grouped_linear": OpCheck(("x",), ("out",), ("out",), ONE),
     "rotate": OpCheck(("x",), ("out",), ("out",), ONE),
+    "norm_rotate": OpCheck(("x",), ("out",), ("out",), 2 * ONE),  # rounds behind the norm as well
+    "write": OpCheck(("rows",), ("pages",), (), ONE),
+    "write_key": OpCheck(("x",), ("pages",), (), 2 * ONE),
     "compress": OpCheck((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
+    "write_entry": OpCheck((), ("pages",), (), 2 * ONE),
     "index_scores": OpCheck(("q",), ("out",), (), 1e-4),
     "select": OpCheck((), ("out",), (), 0.0),
     "fmha": OpCheck(("q",), ("out", "lse"), ("out",), ATTENTION),
@@ -128,16 +138,22 @@ class Recorder:
         self.copies.append((layer, copies.float().clone()))
 
     def ops(self) -> Ops:
-        return Ops(**{name: self._wrapped(name) for name in CHECKS})
+        table = Ops(**{name: self._wrapped(name, vars(ops.REFERENCE)[name]) for name in CHECKS})
+        # An op that spans others calls them, so that each of these is compared too, and named before it.
+        spanning = {spec.name: self._wrapped(spec.name, spec.chain(table), True) for spec in ops.SPECS if spec.chain}
+        return dataclasses.replace(table, **spanning)
 
-    def _wrapped(self, name: str) -> Callable:
-        reference, signature = vars(ops.REFERENCE)[name], inspect.signature(vars(ops.REFERENCE)[name])
+    def _wrapped(self, name: str, reference: Callable, spans: bool = False) -> Callable:
+        signature = inspect.signature(reference)
 
         def call(*args: object, **named: object) -> None:
             given = signature.bind(*args, **named).arguments
+            if spans:
+                reference(**given)
             if self.composed is not None:
                 self._compare(name, given)
-            reference(**given)
+            if not spans:
+                reference(**given)
             if name in ("route", "select"):
                 ids = given["out_ids"] if name == "route" else given["out"]
                 self.decisions.append(Decision(self.layer, name, ids.clone(), _decided_by(name, given)))
@@ -269,13 +285,32 @@ def _rerun(kernel: Callable, check: OpCheck, given: dict, dtype: torch.dtype, ou
     for name in check.activations:
         mine[name] = given[name].to(dtype)
     for name in check.outputs:
+        if name == "pages":
+            mine[name] = _unwritten(given[name])
+            continue
         kind = out_dtype if name in check.working else given[name].dtype
         mine[name] = torch.full_like(given[name], float("nan") if kind.is_floating_point else -7, dtype=kind)
     if "tail" in mine:
         mine["tail"] = given["tail"].clone()
-        mine["dtype"] = out_dtype
+        # What is quantised behind is compared as it is after equal roundings.
+        mine["dtype"] = dtype if "pages" in mine else out_dtype
     kernel(**mine)
-    return {name: mine[name] for name in check.outputs}
+    return {name: _written(mine) if name == "pages" else mine[name] for name in check.outputs}
+
+
+def _unwritten(pages: Pages) -> Pages:
+    """Pages of the same form, every value of which is NaN."""
+    data = torch.empty_like(pages.data)
+    data.view(torch.uint8).fill_(255)
+    return dataclasses.replace(pages, data=data)
+
+
+def _written(given: dict) -> torch.Tensor:
+    """The rows that a call with these arguments has written, fp32 (E, D): of entries those that end a window."""
+    index = given["index"]
+    if "emit" in given:
+        index = index[(given["position"][given["emit"]] + 1) % given["ratio"] == 0]
+    return given["pages"].read(index)
 
 
 def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import torch
 from problems.common import load, nvfp4
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters import gemv
+from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
 
@@ -41,7 +42,7 @@ def made(codes: torch.Tensor, scale: torch.Tensor, **fields: object) -> Linear:
 def adapted(*matrices: Linear, variant: str = "cpu_portable") -> gemv.Gemv:
     kernel = load.variant(gemv.PROBLEM, variant).custom_kernel
     prepared = [gemv.make_matrix(w, TASK.Data) for w in matrices]
-    return gemv.Gemv(kernel, {id(m.linear): m for m in prepared}, ops.REFERENCE)
+    return gemv.Gemv(kernel, {id(m.linear): m for m in prepared}, Fallback(ops.REFERENCE))
 
 
 def values64(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

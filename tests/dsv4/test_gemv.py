@@ -10,6 +10,7 @@ import torch
 from problems.common import load, nvfp4
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters import gemv
+from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.torch_ops import linear
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
@@ -101,7 +102,7 @@ def test_a_matrix_that_cannot_fit_goes_through_the_reference_and_is_named():
     assert (matrix.fit.weight_shift, matrix.fit.input_shift) == (0, gemv.MOST_INPUT_SHIFT)
     x = inputs(2, 640)
     assert torch.equal(product(x, w, run.linear), product(x, w, linear.linear))
-    first, second = gemv.report(list(run.matrices.values()))
+    first, second = gemv.report(list(run.matrices.values()), run.fallback)
     assert "1 of 2 NVFP4 matrices" in first
     assert second.startswith("odd: reference (6 standard deviations of an output reach ") and "65504" in second
 
@@ -255,7 +256,7 @@ def test_other_kinds_and_many_tokens_go_through_the_reference(model):
         grouped_linear=lambda x, w, out: seen.append((len(x), w.kind)),
     )
     run = adapted(published(8, 64))
-    run = dataclasses.replace(run, fallback=spy)
+    run = dataclasses.replace(run, fallback=Fallback(spy))
     for fmt in ("bf16", "released"):
         attn = model[fmt].layers[0].attn
         product(inputs(2, attn.wq_a.k), attn.wq_a, run.linear)

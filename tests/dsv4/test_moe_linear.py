@@ -10,6 +10,7 @@ import torch
 from problems.common import load
 from problems.dsv4_forward.adapters import common, gemv
 from problems.dsv4_forward.adapters import linear as moe_linear
+from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.torch_ops import linear
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
@@ -92,11 +93,38 @@ def test_behind_the_gemv_it_takes_more_tokens_and_matrices_that_overflow_fp16():
     data = load.module(load.PROBLEMS / gemv.PROBLEM, "task").Data
     few = load.variant(gemv.PROBLEM, "cpu_portable").custom_kernel
     matrices = [gemv.make_matrix(m, data) for m in (w, wide)]
-    both = gemv.Gemv(few, {id(m.linear): m for m in matrices}, behind)
+    both = gemv.Gemv(few, {id(m.linear): m for m in matrices}, Fallback(behind, "moe", frozenset(map(id, (w, wide)))))
     for m in (w, wide):
-        for tokens in (1, gemv.TOKENS, gemv.TOKENS + 1):
+        for tokens in (1, 2, gemv.TOKENS, gemv.TOKENS + 1):
             x = inputs(tokens, 640)
             want = product(x, m, linear.linear, torch.float32)
             assert float(apart(product(x, m, both.linear), want).max()) <= 1.3 * ROUNDED  # the gemv rounds to fp16 too
-    assert seen == [17, 1, 16, 17]
-    assert gemv.report(matrices, "moe")[1].startswith("layers.0.attn.wide: moe (6 standard deviations of")
+    assert seen == [2, 16, 17, 1, 2, 16, 17]
+    x = inputs(3, 640).float()  # the plain product takes bf16 only
+    product(x, w, both.linear, torch.float32)
+    assert seen == [2, 16, 17, 1, 2, 16, 17]
+    first, most, left = gemv.report(matrices, both.fallback)
+    assert first.startswith("nvfp4_gemv: 1 of 2 NVFP4 matrices")
+    assert most == "nvfp4_gemv: calls of at most 1 token of 1 matrix; moe has the others"
+    assert left.startswith("layers.0.attn.wide: moe (6 standard deviations of")
+
+
+def test_the_gemv_keeps_calls_of_a_grouped_matrix_that_have_fewer_tokens_than_groups():
+    w, seen = matrix(3, 64, 640, input_scale=torch.tensor([1.0, 2.0, 3.0]) * 6 / 2688), []
+    behind = linears(w)
+    data = load.module(load.PROBLEMS / gemv.PROBLEM, "task").Data
+    few = load.variant(gemv.PROBLEM, "cpu_portable").custom_kernel
+
+    def counted(given):
+        seen.append(given)
+        return few(given)
+
+    prepared = gemv.make_matrix(w, data)
+    both = gemv.Gemv(counted, {id(w): prepared}, Fallback(behind, "moe", frozenset({id(w)})))
+    for tokens, calls in ((1, 1), (2, 2), (3, 0), (5, 0)):
+        seen.clear()
+        x = inputs(tokens, 3, 640)
+        got, want = (torch.empty(tokens, 3, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+        both.grouped_linear(x, w, got)
+        linear.grouped_linear(x, w, want)
+        assert float(apart(got, want).max()) <= 1.3 * ROUNDED and len(seen) == calls

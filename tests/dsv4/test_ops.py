@@ -9,6 +9,7 @@ import torch
 from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters import gemv, operators
+from problems.dsv4_forward.adapters.common import Adapted
 from problems.dsv4_forward.weights import tree
 from tests.dsv4.linears import REFERENCE, SMALL, inputs, product
 
@@ -34,7 +35,7 @@ def lines(chosen: ops.Chosen) -> dict[str, str]:
 
 
 def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
-    assert len(ops.NAMES) == 15 and all(callable(value) for value in vars(ops.REFERENCE).values())
+    assert len(ops.NAMES) == 19 and all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
     assert tuple(spec.name for spec in ops.SPECS) == ops.NAMES
@@ -43,7 +44,7 @@ def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
 def test_reference_is_the_reference(model):
     chosen = ops.choose("reference", "cpu", model["nvfp4"])
     assert chosen.ops == ops.REFERENCE
-    assert set(chosen.names.values()) == {"reference"} and len(chosen.report) == 15
+    assert set(chosen.names.values()) == {"reference"} and len(chosen.report) == len(ops.NAMES)
 
 
 def test_winners_in_nvfp4(model):
@@ -54,14 +55,31 @@ def test_winners_in_nvfp4(model):
         assert lines(chosen)[op] == f"nvfp4_gemv/{winner} (NVFP4, at most 16 tokens)"
     assert chosen.ops.rms_norm is ops.REFERENCE.rms_norm
     assert lines(chosen)["rms_norm"] == "reference (no problem for it)"
-    assert "NVFP4 matrices" in chosen.report[15]
+    assert "NVFP4 matrices" in chosen.report[len(ops.NAMES)]
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "released", "nvfp4_experts"])
 def test_winners_say_what_a_format_has_nothing_for(model, fmt):
     chosen = ops.choose("winners", "cpu", model[fmt])
     assert lines(chosen)["linear"] == f"reference (no NVFP4 linears in {fmt})"
-    assert chosen.ops.linear is ops.REFERENCE.linear and len(chosen.report) == 15
+    assert chosen.ops.linear is ops.REFERENCE.linear and len(chosen.report) == len(ops.NAMES)
+
+
+def test_an_op_that_spans_others_is_the_chain_of_what_fills_them(model):
+    wrong = load.PROBLEMS / "dsv4_forward/wrong/rope_half_split.py"
+    chosen = ops.choose(f"rotate={wrong}", "cpu", model["bf16"])
+    assert chosen.names["norm_rotate"] == chosen.names["write_key"] == "its parts"
+    assert lines(chosen)["write_key"] == "its parts (the chain of rms_norm, rotate, write)"
+    assert chosen.names["write_entry"] == "reference" and chosen.ops.write_entry is ops.REFERENCE.write_entry
+    x, turn = inputs(2, 64), torch.linspace(0, 3, 8).view(2, 4)
+    got, want, other = (torch.empty(2, 64) for _ in range(3))
+    chosen.ops.norm_rotate(x, None, 1e-6, turn.cos(), turn.sin(), got)
+    ops.REFERENCE.rms_norm(x, None, 1e-6, want)
+    chosen.ops.rotate(want, turn.cos(), turn.sin(), want)
+    ops.REFERENCE.norm_rotate(x, None, 1e-6, turn.cos(), turn.sin(), other)
+    assert torch.equal(got, want) and not torch.equal(got, other)
+    given = ops.choose("reference", "cpu", model["bf16"], {"norm_rotate": print, "rms_norm": print})
+    assert given.ops.norm_rotate is print and given.names["write_key"] == "its parts"
 
 
 def test_providers_say_what_they_will_serve():
@@ -95,7 +113,7 @@ def adapt_norm(module, model_weights, fallback):
         fallback.ops.rms_norm(x, weight, eps, out)
         module.custom_kernel(x.calls)
 
-    return {"rms_norm": rms_norm}, (f"norms for {model_weights.config.name} before {fallback.name}",)
+    return Adapted({"rms_norm": rms_norm}, (f"norms for {model_weights.config.name} before {fallback.name}",))
 
 
 def spec(name: str, *providers: ops.Provider) -> ops.OpSpec:
@@ -120,7 +138,7 @@ def test_a_further_problem_is_a_further_provider(problems, monkeypatch, model):
         "select": "reference (no folder problems/half yet)",
         "fmha": "reference (no folder problems/absent yet)",
     }
-    assert chosen.report[15:] == ("norms for small before reference",)
+    assert chosen.report[len(ops.NAMES) :] == ("norms for small before reference",)
     x = torch.ones(2, 3).as_subclass(type("Told", (torch.Tensor,), {"calls": []}))
     chosen.ops.rms_norm(x, None, 1e-6, torch.empty(2, 3))
     assert x.calls == ["plain"]
@@ -138,7 +156,7 @@ def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(
                 calls.append(name)
                 fallback.ops.rms_norm(x, weight, eps, out)
 
-            return {"rms_norm": rms_norm, "rotate": rms_norm}, (f"{name} before {fallback.name}",)
+            return Adapted({"rms_norm": rms_norm, "rotate": rms_norm}, (f"{name} before {fallback.name}",))
 
         return ops.Provider(name, "nothing", lambda cfg, fmt: "", adapt)
 

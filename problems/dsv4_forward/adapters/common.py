@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,10 +33,21 @@ class AllOps(Linears, Protocol):
 
 @dataclass(frozen=True)
 class Fallback:
-    """What computes the calls that an adapter does not serve. name: of what computes the linears, for reports."""
+    """What computes the calls that an adapter does not serve. name: of what computes the linears, for reports; served:
+    id() of each Linear that a kernel multiplies by, and not the reference, for any number of tokens.
+    """
 
     ops: AllOps
     name: str = "reference"
+    served: frozenset[int] = frozenset()
+
+
+class Adapted(NamedTuple):
+    """A variant fitted to the weights: a function by op, lines to report, and id() of each Linear that it serves."""
+
+    functions: dict[str, Callable[..., None]]
+    report: tuple[str, ...]
+    served: frozenset[int] = frozenset()
 
 
 class Prepared(Protocol):

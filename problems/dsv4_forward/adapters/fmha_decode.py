@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from problems.common import load
-from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.adapters.common import Adapted, Fallback
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -48,7 +48,7 @@ class Attention:
         return window.kind == "entry" and window_index.numel() > 0
 
 
-def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> tuple[dict[str, Callable], tuple[str, ...]]:
+def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Put `module`, a variant of the problem, into the op. -> the op fmha, and no lines."""
     task = load.module(load.PROBLEMS / PROBLEM, "task")
-    return {"fmha": Attention(task, module.custom_kernel, fallback.ops.fmha)}, ()
+    return Adapted({"fmha": Attention(task, module.custom_kernel, fallback.ops.fmha)}, ())

@@ -4,19 +4,26 @@ The kernel's fp16 output has no second scale, and with scales as checkpoints hav
 So powers of two move out of the block scales into the two second scales, which are applied in fp32 behind the kernel:
 out = c * (scale_2 * 2^weight_shift) * (input_scale * 2^input_shift). The weights' scales move as far as is exact, bit
 for bit. The activations' scales move the rest of the way; their smallest blocks then keep fewer bits of their scales.
+
+A call is the encoding, the kernel once a token, and the product with the second scales: 3 launches for one token. The
+kernel reads the matrix once for each token, so that from two tokens on the fallback takes every matrix that it serves;
+of a grouped one, which it multiplies group by group, from as many tokens on as there are groups.
 """
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from problems.common import load, nvfp4
-from problems.dsv4_forward.adapters.common import Fallback, Linears
+from problems.dsv4_forward.adapters.common import Adapted, Fallback
+from problems.dsv4_forward.kernels import vectors
+from problems.dsv4_forward.kernels.vectors import Rows
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -45,14 +52,6 @@ class Fit:
     @property
     def fits(self) -> bool:
         return self.reach <= FP16_MAX
-
-
-class Rows(NamedTuple):
-    """Where the vectors of the first tokens go: uint8 (N, l, k // 2), e4m3 (N, l, k // 16) and (N, l, k // 64, 4)."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    permuted: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -84,39 +83,44 @@ class Matrix:
 @dataclass(frozen=True)
 class Gemv:
     """The two ops. kernel: a custom_kernel of the problem; matrices: by id() of the Linear, which they keep alive;
-    fallback: computes the calls that the kernel does not serve.
+    fallback: computes the calls that the kernel does not serve; edges: encodes before it and scales behind it.
     """
 
     kernel: Callable[[NamedTuple], torch.Tensor]
     matrices: dict[int, Matrix]
-    fallback: Linears
+    fallback: Fallback
+    edges: vectors.TorchVectors | vectors.Vectors = field(default_factory=vectors.TorchVectors)
 
     def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
         """out = x w^T, as linear.linear. x: (N, k), no NaN (the kernel's scales have none); out: (N, n).
 
         ValueError: a shape, or an NVFP4 matrix that was not prepared.
         """
-        matrix = self._matrix(w, len(x))
+        matrix = self._matrix(x, w, out)
         if matrix is None:
-            self.fallback.linear(x, w, out)
+            self.fallback.ops.linear(x, w, out)
         else:
             self._multiply(matrix, x.unsqueeze(1), out.unsqueeze(1))
 
     def grouped_linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
         """out[:, g] = x[:, g] w[g]^T, as linear.grouped_linear. x: (N, G, k); out: (N, G, n). Else as linear."""
-        matrix = self._matrix(w, len(x))
+        matrix = self._matrix(x, w, out)
         if matrix is None:
-            self.fallback.grouped_linear(x, w, out)
+            self.fallback.ops.grouped_linear(x, w, out)
         else:
             self._multiply(matrix, x, out)
 
-    def _matrix(self, w: Linear, tokens: int) -> Matrix | None:
-        if w.kind != "nvfp4" or tokens > TOKENS:
+    def _matrix(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> Matrix | None:
+        if w.kind != "nvfp4" or len(x) > TOKENS:
             return None
         if id(w) not in self.matrices:
             raise ValueError(f"w ({w.name}) must be one of the weights that the kernels were chosen for")
         matrix = self.matrices[id(w)]
-        return matrix if matrix.calls else None
+        if not matrix.calls:
+            return None
+        # The plain product takes bf16 only.
+        most = most_tokens(matrix, self.fallback) if {x.dtype, out.dtype} == {torch.bfloat16} else TOKENS
+        return matrix if len(x) <= most else None
 
     def _multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: (N, l, k); out: (N, l, m)."""
@@ -126,13 +130,15 @@ class Gemv:
             raise ValueError(f"x, out do not fit {matrix.linear.name}: got {tuple(x.shape)}, {tuple(out.shape)}")
         rows = matrix.vectors.rows[tokens]
         # Encoded as without a shift, and no further than `fit` reckons with: to fp32, saturating where the format does.
-        codes, scales = nvfp4.encode(torch.clamp(x, *matrix.limit), matrix.input_scale)
-        rows.codes.copy_(codes)
-        rows.scales.copy_(scales)
-        rows.permuted.copy_(scales.unflatten(-1, (-1, 4)))
+        self.edges.encode(x, matrix.input_scale, *matrix.limit, rows)
         for data in matrix.calls[:tokens]:
             self.kernel(data)
-        torch.mul(matrix.products[:tokens], matrix.factor, out=out)  # fp32 inside, one rounding to out's dtype
+        self.edges.scale(matrix.products[:tokens], matrix.factor, out)
+
+
+def most_tokens(matrix: Matrix, fallback: Fallback) -> int:
+    """Return how many tokens a call of the kernel has at most, the matrix being one that it can multiply by."""
+    return max(1, len(matrix.factor) - 1) if id(matrix.linear) in fallback.served else TOKENS
 
 
 def make_vectors(k: int, l: int, device: torch.device) -> Vectors:
@@ -172,20 +178,38 @@ def make_products(l: int, m: int, device: torch.device) -> torch.Tensor:
     return torch.empty(TOKENS, l, m, dtype=torch.float16, device=device)
 
 
-def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> tuple[dict[str, Callable], tuple[str, ...]]:
+def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Fit `module`, a variant of the problem, to the weights. -> the ops, and lines on the matrices that it leaves."""
     matrices = prepare(weights)
-    gemv = Gemv(module.custom_kernel, {id(matrix.linear): matrix for matrix in matrices}, fallback.ops)
-    return {"linear": gemv.linear, "grouped_linear": gemv.grouped_linear}, report(matrices, fallback.name)
+    by_id = {id(matrix.linear): matrix for matrix in matrices}
+    gemv = Gemv(module.custom_kernel, by_id, fallback, make_edges(weights))
+    served = frozenset(number for number, matrix in by_id.items() if matrix.calls)
+    return Adapted({"linear": gemv.linear, "grouped_linear": gemv.grouped_linear}, report(matrices, fallback), served)
 
 
-def report(matrices: list[Matrix], other: str = "reference") -> tuple[str, ...]:
-    """How many matrices the kernel multiplies, and each that `other` does, with the reason."""
-    served = [matrix.fit.input_shift for matrix in matrices if matrix.calls]
-    shifts = f", activations moved by up to 2^{max(served)}" if served else ""
+def make_edges(weights: ModelWeights) -> vectors.TorchVectors | vectors.Vectors:
+    """Return what encodes and scales where the weights are: CUDA kernels on a GPU that they are for, else torch."""
+    target = load.device_target(weights.embed.device)
+    return vectors.Vectors(target) if target in vectors.TARGETS else vectors.TorchVectors()
+
+
+def report(matrices: list[Matrix], fallback: Fallback) -> tuple[str, ...]:
+    """How many matrices the kernel multiplies and how many tokens at most, and each that the fallback does, with the
+    reason.
+    """
+    served = [matrix for matrix in matrices if matrix.calls]
+    shifts = f", activations moved by up to 2^{max(matrix.fit.input_shift for matrix in served)}" if served else ""
     lines = [f"{PROBLEM}: {len(served)} of {len(matrices)} NVFP4 matrices{shifts}"]
-    lines += [f"{matrix.linear.name}: {other} ({matrix.reason})" for matrix in matrices if not matrix.calls]
+    counts = Counter(most_tokens(matrix, fallback) for matrix in served if id(matrix.linear) in fallback.served)
+    for tokens, count in sorted(counts.items()):
+        calls = f"at most {_count(tokens, 'token', 'tokens')} of {_count(count, 'matrix', 'matrices')}"
+        lines.append(f"{PROBLEM}: calls of {calls}; {fallback.name} has the others")
+    lines += [f"{matrix.linear.name}: {fallback.name} ({matrix.reason})" for matrix in matrices if not matrix.calls]
     return tuple(lines)
+
+
+def _count(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
 
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 
 from problems.dsv4_forward.adapters import common, gemv
-from problems.dsv4_forward.adapters.common import Fallback, check_values, fits, placed, uneven, unplaced
+from problems.dsv4_forward.adapters.common import Adapted, Fallback, check_values, fits, placed, uneven, unplaced
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -94,19 +94,22 @@ class Linears:
         return None if matrix.reason else matrix
 
 
-def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> tuple[dict[str, Callable], tuple[str, ...]]:
+def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Fit `module`, a variant of moe_gemm. -> linear and grouped_linear, {} if it has no plain product; and lines.
 
     ValueError as make_matrix.
     """
     name = common.label(module)
     if not (hasattr(module, "prepare_linear") and hasattr(module, "linear")):
-        return {}, (f"{name} has no plain product: linears that {gemv.PROBLEM} does not take are the reference's",)
+        return Adapted(
+            {}, (f"{name} has no plain product: linears that {gemv.PROBLEM} does not take are the reference's",)
+        )
     matrices = [make_matrix(module, w) for w in weights.linears() if w.kind == "nvfp4"]
     made = Linears(module.linear, {id(matrix.linear): matrix for matrix in matrices}, fallback.ops)
     what = f"{name}, behind {gemv.PROBLEM}"
     lines = common.report(what, "NVFP4 matrices", matrices, weights, fallback.name)
-    return {"linear": made.linear, "grouped_linear": made.grouped_linear}, lines
+    served = frozenset(id(matrix.linear) for matrix in matrices if not matrix.reason)
+    return Adapted({"linear": made.linear, "grouped_linear": made.grouped_linear}, lines, served)
 
 
 @torch.inference_mode(False)

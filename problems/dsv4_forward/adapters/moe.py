@@ -15,6 +15,7 @@ import torch
 from problems.common import load
 from problems.dsv4_forward.adapters.common import (
     ALIGNMENT,
+    Adapted,
     AllOps,
     Fallback,
     check_values,
@@ -123,9 +124,7 @@ class Experts:
 # ---------------------------------------------------------------- adapters
 
 
-def adapt_experts(
-    module: ModuleType, weights: ModelWeights, fallback: Fallback
-) -> tuple[dict[str, Callable], tuple[str, ...]]:
+def adapt_experts(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Fit `module`, a variant of the problem. -> the op experts, and lines on what it keeps and does not serve.
 
     Reads the weights, waits for the device. ValueError, naming the layer: weights that the problem has not, or what the
@@ -136,19 +135,19 @@ def adapt_experts(
         for block in weights.blocks() if block.ffn.w13.kind == "nvfp4"
     ]  # fmt: skip
     made = _experts(module, weights, prepared, fallback)
-    return {"experts": made.experts}, report(f"{label(module)}, routed experts", "layers", prepared, weights)
+    lines = report(f"{label(module)}, routed experts", "layers", prepared, weights)
+    return Adapted({"experts": made.experts}, lines)
 
 
-def adapt_shared(
-    module: ModuleType, weights: ModelWeights, fallback: Fallback
-) -> tuple[dict[str, Callable], tuple[str, ...]]:
+def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Fit `module`, a variant of the problem. -> the op shared, and lines. Else as adapt_experts."""
     prepared = [
         prepare_experts(module, block.ffn.shared_w13, block.ffn.shared_w2)
         for block in weights.blocks() if block.ffn.shared_w13.kind == "nvfp4"
     ]  # fmt: skip
     made = _experts(module, weights, prepared, fallback)
-    return {"shared": made.shared}, report(f"{label(module)}, shared experts", "layers", prepared, weights)
+    lines = report(f"{label(module)}, shared experts", "layers", prepared, weights)
+    return Adapted({"shared": made.shared}, lines)
 
 
 def limit() -> float:

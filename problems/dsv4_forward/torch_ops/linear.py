@@ -64,7 +64,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     _check_axes(weight, 2, "weight")
     _check(x, (weight.shape[1],), out, (weight.shape[0],), "weight")
     if x.is_cuda and out.dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16:
-        out.copy_(torch.mm(x, weight.T, out_dtype=torch.float32))
+        torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
         return
     a, b = _operands(x, weight, out.dtype)
     _multiply(a, b, out)

@@ -1,0 +1,185 @@
+// What a token leaves in the cache: its key, and the compressed entries that it completes; and its queries, normed and
+// rotated. One launch each, a block a row.
+//
+// The formulas are those of torch_ops/norm.py, rope.py, compressor.py and cache/pages.py. All arithmetic is fp32; T,
+// bf16 or fp32, is the dtype of activations, to which values are rounded wherever the chain of ops would store them.
+// Every launcher returns the CUDA error of its launch.
+#include "rows.cuh"
+
+namespace {
+
+using rows::Pages;
+using rows::THREADS;
+
+constexpr int MOST_POOLED = 128;  // tokens that an entry pools
+
+// Block v: vector v of width d, `each` of them a token. weight may be null.
+template <typename T>
+__global__ void norm_rotate_kernel(const T* x, const T* weight, const float* cosine, const float* sine, T* out,
+                                   int each, int d, int half, float eps) {
+    extern __shared__ float row[];
+    const long long at = static_cast<long long>(blockIdx.x) * d, token = blockIdx.x / each;
+    rows::load_row(x + at, row, d);
+    rows::norm(row, weight, d, eps);
+    for (int i = threadIdx.x; i < half; i += THREADS)
+        rows::rotate_pair<T>(row, d, half, i, cosine[token * half + i], sine[token * half + i]);
+    __syncthreads();
+    rows::store_row(row, out + at, d);
+}
+
+// Block r: row r of x, normed and rotated (cosine null: neither), to row index[r] of the pages.
+template <typename T>
+__global__ void write_kernel(const T* x, const T* weight, const float* cosine, const float* sine, Pages pages,
+                             const long long* index, int half, int turned, float eps) {
+    extern __shared__ float row[];
+    const long long token = blockIdx.x;
+    rows::load_row(x + token * pages.width, row, pages.width);
+    if (cosine) {
+        rows::norm(row, weight, pages.width, eps);
+        for (int i = threadIdx.x; i < half; i += THREADS)
+            rows::rotate_pair<T>(row, pages.width, half, i, cosine[token * half + i], sine[token * half + i]);
+        __syncthreads();
+    }
+    if (turned) rows::hadamard<T>(row, pages.width);
+    rows::write(row, pages, index[token]);
+}
+
+// A compressor. projected: (tokens, 2, wide), kv then gate, wide = halves * width; tail: (sequences, size, 2, wide).
+struct Compressor {
+    const float *projected, *ape, *freqs;
+    const long long *position, *sequence, *emit;
+    float* tail;
+    int tokens, emitted, size, ratio, halves, width, half;
+    float eps;
+};
+
+// Where a token's row is: in this call's projections, with ape still to be added to its gate, or in the ring.
+struct Source {
+    const float *kv, *gate, *ape;
+};
+
+__device__ void store_token(const Compressor& c, int token) {
+    const int wide = c.halves * c.width;
+    const long long position = c.position[token];
+    const float* from = c.projected + static_cast<long long>(token) * 2 * wide;
+    const float* ape = c.ape + position % c.ratio * wide;
+    float* to = c.tail + (c.sequence[token] * c.size + position % c.size) * 2 * wide;
+    for (int i = threadIdx.x; i < wide; i += THREADS) {
+        to[i] = from[i];
+        to[wide + i] = from[wide + i] + ape[i];
+    }
+}
+
+// The row of token `last` - back, whose entry ends at token `at` of the call. No kv: it is before token 0.
+__device__ Source find(const Compressor& c, int at, long long last, int back) {
+    const int wide = c.halves * c.width;
+    const long long sequence = c.sequence[at], token = last - back, place = max(token, 0LL), row = at - back;
+    const bool here = row >= 0 && c.sequence[max(row, 0LL)] == sequence && c.position[max(row, 0LL)] == token;
+    const float* from = here ? c.projected + row * 2 * wide : c.tail + (sequence * c.size + place % c.size) * 2 * wide;
+    return {token < 0 ? nullptr : from, from + wide, here ? c.ape + place % c.ratio * wide : nullptr};
+}
+
+// One channel of an entry: the softmax over the tokens' gates, times their kv. The window before: the first half.
+__device__ float pool(const Compressor& c, const Source* sources, int channel) {
+    const int count = c.halves * c.ratio;
+    auto gate = [&](int i) {
+        const int at = i / c.ratio * c.width + channel;
+        return sources[i].ape ? sources[i].gate[at] + sources[i].ape[at] : sources[i].gate[at];
+    };
+    float largest = -__int_as_float(0x7F800000), total = 0.0f, sum = 0.0f;
+    for (int i = 0; i < count; i++)
+        if (sources[i].kv) largest = fmaxf(largest, gate(i));
+    for (int i = 0; i < count; i++) {
+        if (!sources[i].kv) continue;
+        const float weight = expf(gate(i) - largest);
+        total += weight;
+        sum += weight * sources[i].kv[i / c.ratio * c.width + channel];
+    }
+    return sum / total;
+}
+
+// Blocks 0 to emitted - 1: an entry each, to row `block` of out, or to row index[block] of the pages where out is null.
+// The others: a token each, to the ring. An entry reads this call's tokens from `projected`, so no block waits for
+// another; the ring's size keeps the tokens that it does read apart from those that are stored.
+template <typename T>
+__global__ void compress_kernel(Compressor c, const T* weight, T* out, Pages pages, const long long* index,
+                                int turned) {
+    extern __shared__ float row[];
+    __shared__ Source sources[MOST_POOLED];
+    if (blockIdx.x >= c.emitted) {
+        store_token(c, blockIdx.x - c.emitted);
+        return;
+    }
+    const int at = static_cast<int>(c.emit[blockIdx.x]), count = c.halves * c.ratio;
+    const long long last = c.position[at], first = last - (c.ratio - 1);
+    if (!out && (last + 1) % c.ratio) return;  // the token ends no window: what the pages would get is never read
+    for (int i = threadIdx.x; i < count; i += THREADS) sources[i] = find(c, at, last, count - 1 - i);
+    __syncthreads();
+    for (int i = threadIdx.x; i < c.width; i += THREADS) row[i] = rows::rounded<T>(pool(c, sources, i));
+    __syncthreads();
+    rows::norm(row, weight, c.width, c.eps);
+    for (int i = threadIdx.x; i < c.half; i += THREADS) {
+        const float angle = static_cast<float>(first) * c.freqs[i];
+        rows::rotate_pair<T>(row, c.width, c.half, i, cosf(angle), sinf(angle));
+    }
+    __syncthreads();
+    if (out) {
+        rows::store_row(row, out + static_cast<long long>(blockIdx.x) * c.width, c.width);
+        return;
+    }
+    if (turned) rows::hadamard<T>(row, c.width);
+    rows::write(row, pages, index[blockIdx.x]);
+}
+
+template <typename T>
+int norm_rotate(const void* x, const void* weight, const float* cosine, const float* sine, void* out, int vectors,
+                int each, int d, int half, float eps) {
+    norm_rotate_kernel<<<vectors, THREADS, d * sizeof(float)>>>(
+        static_cast<const T*>(x), static_cast<const T*>(weight), cosine, sine, static_cast<T*>(out), each, d, half, eps);
+    return cudaGetLastError();
+}
+
+template <typename T>
+int write(const void* x, const void* weight, const float* cosine, const float* sine, const Pages& pages,
+          const long long* index, int count, int half, int turned, float eps) {
+    write_kernel<<<count, THREADS, pages.width * sizeof(float)>>>(static_cast<const T*>(x),
+                                                                  static_cast<const T*>(weight), cosine, sine, pages,
+                                                                  index, half, turned, eps);
+    return cudaGetLastError();
+}
+
+template <typename T>
+int compress(const Compressor& c, const void* weight, void* out, const Pages& pages, const long long* index,
+             int turned) {
+    compress_kernel<<<c.emitted + c.tokens, THREADS, c.width * sizeof(float)>>>(
+        c, static_cast<const T*>(weight), static_cast<T*>(out), pages, index, turned);
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+// bf16 in the launchers: 1 for T = bf16, 0 for T = fp32. kind: of the pages, as rows::Kind. turned: through Hadamard.
+extern "C" int launch_norm_rotate(const void* x, const void* weight, const float* cosine, const float* sine, void* out,
+                                  int vectors, int each, int d, int half, float eps, int bf16) {
+    return (bf16 ? norm_rotate<__nv_bfloat16> : norm_rotate<float>)(x, weight, cosine, sine, out, vectors, each, d,
+                                                                    half, eps);
+}
+
+extern "C" int launch_write(const void* x, const void* weight, const float* cosine, const float* sine, uint8_t* data,
+                            long long page_bytes, int kind, int per_page, int width, int rope, const long long* index,
+                            int count, int half, int turned, float eps, int bf16) {
+    const Pages pages = {data, page_bytes, kind, per_page, width, rope};
+    return (bf16 ? write<__nv_bfloat16> : write<float>)(x, weight, cosine, sine, pages, index, count, half, turned,
+                                                        eps);
+}
+
+extern "C" int launch_compress(const float* projected, const float* ape, const float* freqs, const long long* position,
+                               const long long* sequence, const long long* emit, float* tail, int tokens, int emitted,
+                               int size, int ratio, int halves, int width, int half, float eps, const void* weight,
+                               void* out, uint8_t* data, long long page_bytes, int kind, int per_page, int rope,
+                               const long long* index, int turned, int bf16) {
+    const Compressor c = {projected, ape,     freqs, position, sequence, emit,  tail, tokens,
+                          emitted,   size,    ratio, halves,   width,    half,  eps};
+    const Pages pages = {data, page_bytes, kind, per_page, width, rope};
+    return (bf16 ? compress<__nv_bfloat16> : compress<float>)(c, weight, out, pages, index, turned);
+}

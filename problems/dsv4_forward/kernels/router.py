@@ -1,0 +1,74 @@
+"""Compute the op route with a matmul and one kernel: scores, the choice of experts and their weights.
+
+In torch these are 11 launches. The interface and formulas are those of torch_ops/router.py.
+"""
+
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+
+import torch
+
+from problems.common import build
+from problems.dsv4_forward.torch_ops import linear
+from problems.dsv4_forward.weights.config import Config
+
+TARGETS = ("sm90", "sm100")
+OPS = ("route",)
+SOURCE = Path(__file__).with_suffix(".cu")
+MOST_CHOSEN = 32  # one a lane
+MOST_EXPERTS = 1024  # 32 a lane, whose choices are the bits of a word
+
+
+def compile_for(target: str) -> list[build.Artefact]:
+    """Compile for `target`, without a GPU."""
+    return [build.cuda(SOURCE, target)]
+
+
+def ops(target: str) -> dict[str, Callable[..., None]]:
+    """Build and load the kernel, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
+    return {"route": Router(build.cuda(SOURCE, target)).route}
+
+
+class Router:
+    """The op on one build."""
+
+    def __init__(self, built: build.Artefact) -> None:
+        self._route = built.function("launch_route", *[c_void_p] * 6, c_int, c_int, c_int, c_float)
+
+    def route(
+        self, u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None,
+        tokens: torch.Tensor, cfg: Config, out_ids: torch.Tensor, out_weights: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Compute torch_ops router.route; of equal scores the lower id wins. All contiguous. ValueError: a shape or
+        dtype, or more than MOST_EXPERTS experts or MOST_CHOSEN a token.
+        """
+        experts, chosen = len(weight), cfg.num_experts_per_tok
+        if not chosen <= experts <= MOST_EXPERTS or chosen > MOST_CHOSEN:
+            raise ValueError(
+                f"weight must have {chosen} to {MOST_EXPERTS} experts, and a token at most {MOST_CHOSEN} of them, got "
+                f"{experts} and {chosen}"
+            )
+        if (bias is None) == (table is None):
+            raise ValueError("a router needs either bias or table, got " + ("neither" if bias is None else "both"))
+        _expect("out_ids", out_ids, torch.int32, (len(u), chosen))
+        _expect("out_weights", out_weights, torch.float32, (len(u), chosen))
+        _expect("tokens", tokens, torch.int64, (len(u),))
+        if bias is not None:
+            _expect("bias", bias, torch.float32, (experts,))
+        if table is not None:
+            _expect("table", table, torch.int64, (len(table), chosen))
+        logits = torch.empty(len(u), experts, dtype=torch.float32, device=u.device)
+        linear.matmul(u, weight, logits)
+        if not len(u):
+            return
+        given = (None if tensor is None else tensor.data_ptr() for tensor in (logits, bias, table))
+        written = (tensor.data_ptr() for tensor in (tokens, out_ids, out_weights))
+        code = self._route(*given, *written, len(u), experts, chosen, cfg.routed_scaling_factor)
+        build.check(code, "route")
+
+
+def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        came = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(f"{name} must be {dtype} {shape}, contiguous, got {came}")

@@ -1,0 +1,73 @@
+"""Ops that span others: each function returns the chain of the ops that it is given, one after the other.
+
+A kernel that computes several steps in one launch fills such an op. Without one the op is the chain of what fills its
+parts, and its reference is the chain of their references. Values between the steps have the dtype that they would have
+if each step were called by itself.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from problems.dsv4_forward.cache.pages import Pages
+
+
+class Parts(Protocol):
+    """The ops that chains are made of: ops.Ops has them, for one."""
+
+    rms_norm: Callable[..., None]
+    rotate: Callable[..., None]
+    compress: Callable[..., None]
+    write: Callable[..., None]
+
+
+def norm_rotate(parts: Parts) -> Callable[..., None]:
+    """Return the op that norms vectors and rotates them."""
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write x, normed and rotated, to out. x, out: (N, ..., D), of the dtypes that rms_norm and rotate take."""
+        parts.rms_norm(x, weight, eps, out)
+        parts.rotate(out, cos, sin, out)
+
+    return run
+
+
+def write_key(parts: Parts) -> Callable[..., None]:
+    """Return the op that norms keys, rotates them and writes them to the pages."""
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor, pages: Pages,
+        index: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write row i of x (N, D), normed and rotated, to row index[i] of the pages. index: int64 (N,)."""
+        key = torch.empty_like(x)
+        parts.rms_norm(x, weight, eps, key)
+        parts.rotate(key, cos, sin, key)
+        parts.write(key, pages, index)
+
+    return run
+
+
+def write_entry(parts: Parts) -> Callable[..., None]:
+    """Return the op that stores tokens in a compressor's ring, and writes the entries that they complete."""
+
+    def run(
+        projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
+        sequence: torch.Tensor, tail: torch.Tensor, emit: torch.Tensor, ratio: int, overlap: bool, freqs: torch.Tensor,
+        eps: float, dtype: torch.dtype, pages: Pages, index: torch.Tensor, hadamard: bool = False,
+    ) -> None:  # fmt: skip
+        """Write the entry that ends at token emit[i] to row index[i] of the pages. index: int64 (Em,); hadamard: as
+        write; the others as compress. A token of `emit` that ends no window may write to its row, or not.
+        """
+        pooled = torch.empty(len(emit), pages.width, dtype=dtype, device=projected.device)
+        parts.compress(
+            projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype, pooled
+        )
+        if len(emit):
+            parts.write(pooled, pages, index, hadamard)
+
+    return run

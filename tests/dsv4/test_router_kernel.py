@@ -1,0 +1,81 @@
+"""kernels/router.cu on a GPU against torch_ops/router.py, and that it compiles."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward.kernels import router as kernel
+from problems.dsv4_forward.torch_ops import router
+from problems.dsv4_forward.weights.config import TINY, Config
+
+DEVICE = "cuda"
+SHAPES = ((1, 256, 8), (3, 384, 6), (16, 33, 32), (5, 1024, 8), (2, 7, 1))  # tokens, experts, chosen
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return kernel.ops(load.device_target(DEVICE))
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def config(experts: int, chosen: int) -> Config:
+    return dataclasses.replace(TINY, n_routed_experts=experts, num_experts_per_tok=chosen)
+
+
+def outputs(tokens: int, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    kinds = ((-7, torch.int32), (float("nan"), torch.float32))
+    return tuple(torch.full((tokens, chosen), value, dtype=dtype, device=DEVICE) for value, dtype in kinds)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("target", kernel.TARGETS)
+def test_it_compiles_without_spills(target):
+    kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
+    assert len(kernels) == 1 and not any(one.spill_bytes for one in kernels)
+
+
+def test_wrong_arguments_are_named():
+    run = kernel.Router.route
+    u, weight, ids, gates = torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, 3).int(), torch.zeros(2, 3)
+    given = {"bias": torch.zeros(8), "table": None, "tokens": torch.zeros(2).long(), "cfg": config(8, 3)}
+    for change, wanted in (
+        ({"bias": None}, "got neither"), ({"table": torch.zeros(5, 3).long()}, "got both"),
+        ({"bias": torch.zeros(7)}, "bias must be torch.float32"), ({"cfg": config(9, 9)}, "got 8 and 9"),
+        ({"tokens": torch.zeros(2)}, "tokens must be torch.int64"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=wanted.replace(".", r"\.")):
+            run(None, u, weight, **(given | change), out_ids=ids, out_weights=gates)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), SHAPES)
+def test_route(ops, tokens, experts, chosen, dtype):
+    cfg, u, weight = config(experts, chosen), draw(tokens, 64, dtype=dtype), draw(experts, 64, seed=1, dtype=dtype)
+    numbers = torch.arange(tokens, device=DEVICE) * 3 % 11
+    table = torch.stack([torch.randperm(experts)[:chosen] for _ in range(11)]).to(DEVICE)
+    for bias, hashed in ((draw(experts, seed=2), None), (None, table)):
+        got, want = outputs(tokens, chosen), outputs(tokens, chosen)
+        ops["route"](u, weight, bias, hashed, numbers, cfg, *got)
+        router.route(u, weight, bias, hashed, numbers, cfg, *want)
+        assert torch.equal(got[0], want[0])  # best first; draws are not that near one another
+        assert torch.allclose(got[1], want[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_of_equal_scores_the_lower_expert_is_chosen(ops):
+    cfg, (ids, gates) = config(96, 4), outputs(2, 4)
+    u, weight = torch.ones(2, 8, device=DEVICE), torch.ones(96, 8, device=DEVICE)
+    weight[70] = 2
+    tokens = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    ops["route"](u, weight, torch.zeros(96, device=DEVICE), None, tokens, cfg, ids, gates)
+    assert ids.tolist() == [[70, 0, 1, 2]] * 2 and bool(gates.isfinite().all())
+    weight[5] = float("nan")  # ids stay experts, so that what reads them does not leave its memory
+    ops["route"](u, weight, torch.zeros(96, device=DEVICE), None, tokens, cfg, ids, gates)
+    assert ids.tolist() == [[5, 70, 0, 1]] * 2 and bool(gates.isnan().all())

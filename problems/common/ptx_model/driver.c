@@ -139,6 +139,9 @@ int _cudaLaunchKernelEx(const Config *config, const void *kernel, void **argumen
 int _cudaLaunchKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, void *order) {
     return cudaLaunchKernel(kernel, grid, block, arguments, shared, order);
 }
+int _cuKernelGetAttribute(int *value, int attribute, const void *kernel, int device) {
+    return *value = 0, 0;  // static shared memory: the model adds it up itself
+}
 int _cudaGetDevice(int *device) { return cudaGetDevice(device); }
 int _cudaSetDevice(int device) { return cudaSetDevice(device); }
 int _cudaGetDeviceCount(int *count) { return cudaGetDeviceCount(count); }

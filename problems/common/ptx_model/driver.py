@@ -56,6 +56,7 @@ class Driver:
 
     target: str
     policy: str = "eager"
+    poison: int | None = 0xFF  # see Launch
     faults: list[Exception] = field(default_factory=list)
     launches: int = 0
     executed: int = 0
@@ -155,7 +156,7 @@ class Driver:
         regions = [extent(tensor) for tensor in _tensors()]
         launch = Launch(
             code, tuple(grid[:3]), tuple(block[:3]), bytes(raw), GlobalMemory(regions), shared, cluster,
-            multiprocessors=MULTIPROCESSORS[self.target],
+            multiprocessors=MULTIPROCESSORS[self.target], poison=self.poison,
         )  # fmt: skip
         held = place_globals(launch, regions)
         self.launches += 1

@@ -22,7 +22,12 @@ RESIDENT_BLOCKS = 132  # at most; a grid whose blocks wait for each other must f
 
 @dataclass
 class Launch:
-    """One kernel launch. grid, block, cluster: x, y, z. shared_bytes: dynamic. parameters: the bytes of all of them."""
+    """One kernel launch. grid, block, cluster: x, y, z. shared_bytes: dynamic. parameters: the bytes of all of them.
+
+    poison: None, and a read of shared memory that nothing has written is a fault; or the byte that such a read gets.
+    Right kernels do read such bytes, of rows past the end, and drop what comes of them: runs with different bytes must
+    then agree.
+    """
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -34,6 +39,7 @@ class Launch:
     globals: dict[str, int] = field(default_factory=dict)  # variables in global memory -> address
     multiprocessors: int = 132
     races: bool = True
+    poison: int | None = None
 
     @property
     def threads(self) -> int:
@@ -80,7 +86,7 @@ class Block:
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         self._symbols, size, self.static_bytes = machine.layout
         self.name = f"block {index}"
-        self.shared = SharedMemory(size, cluster.clocks if self.launch.races else None, self.name)
+        self.shared = SharedMemory(size, cluster.clocks if self.launch.races else None, self.name, self.launch.poison)
         self.tensor = TensorMemory(cluster.clocks if self.launch.races else None, self.name)
         self.barriers: dict[int, object] = {}
         self.named: dict[int, object] = {}

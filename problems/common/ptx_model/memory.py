@@ -85,12 +85,13 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """One block's shared memory. size: bytes, the reserved ones at the start included."""
+    """One block's shared memory. size: bytes, the reserved ones at the start included. poison: see Launch."""
 
-    def __init__(self, size: int, clocks: Clocks | None, name: str) -> None:
+    def __init__(self, size: int, clocks: Clocks | None, name: str, poison: int | None = None) -> None:
         size = -(-size // 16) * 16
+        self._strict = poison is None
         self.size, self._what = size, f"shared memory of {name},"
-        self.data = np.full(size, POISON, np.uint8)
+        self.data = np.full(size, POISON if poison is None else poison, np.uint8)
         self.written = np.zeros(size, np.uint8)
         self._words = {unit: self.data.view(kind) for unit, kind in UNSIGNED.items()}
         self._marks = {unit: self.written.view(kind) for unit, kind in UNSIGNED.items()}
@@ -111,7 +112,7 @@ class SharedMemory:
         self.check(offset, unit * count)
         at = (offset // unit)[:, None] + np.arange(count)
         marks = self._marks[unit][at]
-        if (marks != np.iinfo(marks.dtype).max).any():
+        if self._strict and (marks != np.iinfo(marks.dtype).max).any():
             wrong = int(offset[np.argmax((marks != np.iinfo(marks.dtype).max).any(axis=1))])
             raise Fault("unwritten", f"a read of {unit * count} bytes at {self._what} byte {wrong:#x}: never written")
         if self.shadow:
@@ -149,7 +150,7 @@ class SharedMemory:
         flat = index.reshape(-1)
         if len(flat) and (int(flat.min()) < SHARED_START or int(flat.max()) >= self.size):
             raise Fault("bounds", f"bytes {int(flat.min()):#x} to {int(flat.max()):#x} of {self._what} {self.size:#x}")
-        if strict and not self.written[flat].all():
+        if strict and self._strict and not self.written[flat].all():
             wrong = int(flat[np.argmin(self.written[flat])])
             raise Fault("unwritten", f"asynchronous work reads {self._what} byte {wrong:#x}: never written")
         if self.shadow and past:

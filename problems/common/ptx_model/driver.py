@@ -10,6 +10,7 @@ import functools
 import gc
 import hashlib
 import os
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -36,6 +37,7 @@ INVALID_VALUE, LAUNCH_FAILURE, NOT_SUPPORTED = 1, 719, 801  # error codes of the
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo")
 _MAX_SHARED, _CLUSTER = 8, 4  # cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeClusterDimension
 _NON_PORTABLE = 14  # cudaFuncAttributeNonPortableClusterSizeAllowed
+_FATBIN = 0xBA55ED50  # how a container of machine code begins: magic, version, then the bytes behind these 16
 _BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 9: 16, 10: 32, 11: 32, 12: 32, 13: 4}
 _SWIZZLE = {0: 0, 1: 32, 2: 64, 3: 128}
 
@@ -91,8 +93,10 @@ class Driver:
         return 0
 
     def load_library(self, code: int, library: int) -> int:
+        magic, size = struct.unpack("<I4xQ", ctypes.string_at(code, 16))
+        binary = ctypes.string_at(code, 16 + size if magic == _FATBIN else 0)
         for cubin, ptx in reversed(self._compiled):
-            if ctypes.string_at(code, len(cubin)) == cubin:
+            if cubin in binary:
                 self._modules[library] = ptx
                 return 0
         raise Fault("not modelled", "CuTe DSL loads machine code whose PTX the model has not seen")

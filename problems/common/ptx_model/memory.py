@@ -21,7 +21,7 @@ class _Everything:
 
     def __init__(self, size: int) -> None:
         self.__array_interface__ = {
-            "data": (4096, False), "shape": (1 << 46,), "typestr": f"<u{size}", "version": 3,
+            "data": (4096, False), "shape": ((1 << 47) // size,), "typestr": f"<u{size}", "version": 3,
         }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from harness.problem import folders
 from harness.problem.folders import Problem, Submission, UsageError, reading
 from harness.results import environment, gpu, output, ranking, record
 from harness.sandbox import process
-from harness.tools import endtoend, latency, modes
+from harness.tools import endtoend, latency, model_check, modes
 from problems.common import load
 
 BASELINE = "torch_dequant"  # shown as a ratio where it takes part
@@ -57,7 +57,7 @@ class Run:
     def device(self) -> str:
         """The kind of device. Of several GPUs, the named one becomes the only visible one."""
         wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
-        if wanted == "cpu":
+        if wanted in ("cpu", "model"):  # the model executes on the CPU
             return "cpu"
         if not gpu.present():
             raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
@@ -115,6 +115,8 @@ class Run:
         checked = endtoend.wanted(self.problem, args, self.further)
         if args.lint:
             return self._lint()
+        if args.device == "model":
+            return self._model()
         if args.check_only:
             console.say(environment.block() + "\n")
             return self._check()
@@ -128,6 +130,16 @@ class Run:
                     console.say(f"warning: {complaint}")
                 plan.adopt(self.journal.plan, args, self.defaults)
             return self._run(stack, checked)
+
+    def _model(self) -> int:
+        """Check a GPU variant in the model of its GPU. Return the exit code. Nothing is timed or recorded."""
+        submission = self.selection.submissions()[0]
+        said, reason = model_check.run(
+            self.problem, submission, self.selection.tests(), console.say, self.args.timeout
+        )  # fmt: skip
+        with console.quiet(False):
+            console.say(f"{submission.name:20} {said}" + (f"  {reason}" if reason else ""))
+        return self._said(said, reason)
 
     def _check(self) -> int:
         """Run the problem's end-to-end check. Return the exit code."""

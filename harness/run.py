@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
     )
     p.add_argument(
-        "--device", metavar="{cpu,cuda,cuda:N}", help="default: cuda, the first visible GPU, where there is one"
+        "--device", metavar="{cpu,cuda,cuda:N,model}",
+        help="default: cuda, the first visible GPU, where there is one; model runs a GPU variant's PTX on the CPU",
     )
     p.add_argument(
         "--case", metavar="TEXT", help="only cases with all these words, such as k=64 or 'tokens=4096 router=uniform'"
@@ -169,8 +170,10 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         folders.variant_file(folder, args.against)
     if further and not (folder / "check.py").is_file():
         raise UsageError(f"unrecognized arguments: {' '.join(further)}")
-    if args.device and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", args.device):
-        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {args.device!r}")
+    if args.device and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|model", args.device):
+        raise UsageError(f"--device must be cpu, cuda, cuda:N or model, got {args.device!r}")
+    if args.device == "model" and (args.mode != "test" or args.all or args.against or args.sanitize or args.lint):
+        raise UsageError("--device model goes with --mode test only, and not with --all, --against, --lint, --sanitize")
     if args.timeout is not None and not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
     if args.processes is not None and not (args.against and 2 <= args.processes <= 1000):

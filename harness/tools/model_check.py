@@ -112,7 +112,7 @@ def _checked(model: Any, module: Any, reference: Any, pristine: Any, want: Any) 
 
     data = tree.clone(pristine)
     before = model.launches, model.executed
-    model.faults.clear()
+    model.clear()
     try:
         if hasattr(module, "prepare"):
             data = data._replace(weights=module.prepare(data.weights))

@@ -59,6 +59,7 @@ class Driver:
     target: str
     policy: str = "eager"
     poison: int | None = 0xFF  # see Launch
+    edit: Callable[[str, str], str] | None = None  # kernel's name, PTX -> PTX: for mutants
     faults: list[Exception] = field(default_factory=list)
     launches: int = 0
     executed: int = 0
@@ -67,11 +68,17 @@ class Driver:
     _compiled: list[tuple[bytes, str]] = field(default_factory=list)  # cubin of CuTe DSL, its PTX
     _ptx: str = ""  # of the CUDA source that is being loaded
     _callbacks: list[Any] = field(default_factory=list)
+    _library: Any = None
 
     def check(self) -> None:
         """Raise the first fault of the launches so far."""
         if self.faults:
             raise self.faults[0]
+
+    def clear(self) -> None:
+        """Forget the faults, and the error that the CUDA runtime would still report."""
+        self.faults.clear()
+        self._library.cudaGetLastError()
 
     def guarded(self, function: Callable[..., int]) -> Callable[..., int]:
         """`function` for C: an exception is kept for `check`, and becomes an error code."""
@@ -144,7 +151,8 @@ class Driver:
         self, kernel: int, grid: Any, block: Any, shared: int, arguments: Any, attributes: int, count: int
     ) -> int:  # fmt: skip
         host = self._kernels[kernel]
-        code = parse.kernels(host.ptx)[host.name].kernel
+        text = self.edit(host.name, host.ptx) if self.edit else host.ptx
+        code = parse.kernels(text)[host.name].kernel
         if shared > host.dynamic_limit:
             raise Fault(
                 "bounds",
@@ -280,6 +288,7 @@ def _connect(library: ctypes.CDLL, driver: Driver) -> None:
     driver._callbacks = [ctypes.CFUNCTYPE(i, *types)(driver.guarded(method)) for method, types in kinds]
     table = (p * len(kinds))(*(ctypes.cast(callback, p) for callback in driver._callbacks))
     library.ptx_model_install(table)
+    driver._library = library
 
 
 def _pretend(target: str) -> None:

@@ -123,14 +123,13 @@ def _peers(w: Warps, pair: bool) -> list:
 
 
 def _commit(d: Decoder) -> Execute:
-    pair = _pair(d)
+    _pair(d)
     d.drop("mbarrier::arrive::one", "shared::cluster", "b64")
     multicast = d.take("multicast::cluster")
     address = d.address(0, False)
     mask = d.lanes(1, "u16") if multicast else None
 
     def execute(w: Warps, m: Mask) -> None:
-        del pair
         for lane in lanes_of(w, m):
             at, past = int(address(w)[lane]), _start(w, lane)
             at = at - SHARED_WINDOW if at >= SHARED_WINDOW else at

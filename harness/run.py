@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
     )
     p.add_argument(
-        "--device", metavar="{cpu,cuda,cuda:N,model}",
+        "--device",
+        metavar="{cpu,cuda,cuda:N,model}",
         help="default: cuda, the first visible GPU, where there is one; model runs a GPU variant's PTX on the CPU",
     )
     p.add_argument(

@@ -156,7 +156,9 @@ def _inval(d: Decoder, what: str) -> Execute:
     return execute
 
 
-def _grouped(w: Warps, m: Mask, at: np.ndarray, amount: np.ndarray | None) -> list[tuple[MBarrier, int, int, np.ndarray]]:
+def _grouped(
+    w: Warps, m: Mask, at: np.ndarray, amount: np.ndarray | None
+) -> list[tuple[MBarrier, int, int, np.ndarray]]:
     """-> (barrier, threads, sum of their amounts, their warps' agents) for each barrier that the threads name."""
     lanes = lanes_of(w, m)
     found = []

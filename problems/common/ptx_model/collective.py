@@ -106,7 +106,8 @@ def match(d: Decoder) -> Execute:
 
 def _reduction(op: str, type_: str, nan: bool) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     function = {
-        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
     }[op]  # fmt: skip
     if type_ == "f32" and not nan:
         function = {"min": np.fmin, "max": np.fmax}[op]

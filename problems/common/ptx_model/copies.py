@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from problems.common.ptx_model.machine import Block, Work
 
 _OFFSET = (1 << RANK_SHIFT) - 1
+_TENSOR_ALIGN = 128  # bytes, of a box in shared memory
 
 
 class Groups:
@@ -137,7 +138,9 @@ def _small(d: Decoder) -> Execute:
             data = np.zeros((len(lanes), size), np.uint8)
             whole = taken == size
             if whole.any():
-                data[whole] = memory.load(start[whole], min(size, 8), max(1, size // 8)).view(np.uint8).reshape(-1, size)
+                data[whole] = (
+                    memory.load(start[whole], min(size, 8), max(1, size // 8)).view(np.uint8).reshape(-1, size)
+                )
             for i in np.flatnonzero(~whole & (taken > 0)):
                 data[i, : taken[i]] = memory.bytes_at(int(start[i]), int(taken[i]))
             for warp, past in pasts.items():
@@ -173,7 +176,9 @@ def _copies_arrive(d: Decoder) -> Execute:
             agents = w.block.first_agent + ids
             past = clocks.release(agents)
 
-            def run(barrier=barrier, before=before, past=past, count=len(those)) -> None:
+            count = len(those)
+
+            def run(barrier=barrier, before=before, past=past, count=count) -> None:
                 for work, own in before:
                     work.complete()
                     past = joined(past, clocks.finish(own))
@@ -209,7 +214,9 @@ def _targets(w: Warps, to: int, barrier: int, mask: int | None, pair: bool) -> l
     return found
 
 
-def _load(w: Warps, targets: list, data: Callable[[], np.ndarray], swizzle: int, size: int, lane: int, align: int) -> None:
+def _load(
+    w: Warps, targets: list, data: Callable[[], np.ndarray], swizzle: int, size: int, lane: int, align: int
+) -> None:
     """Issue a load of `size` bytes into each target."""
     block, clocks = w.block, w.block.cluster.clocks
     issuer = w.lane_agents[lane : lane + 1]
@@ -220,7 +227,9 @@ def _load(w: Warps, targets: list, data: Callable[[], np.ndarray], swizzle: int,
         if target.ended:
             raise Fault("bounds", f"a copy to {target.name}, which has ended")
         barrier = find(block, told)
-        agent = barrier.block.agent(("copies", barrier.offset), f"copies that the mbarrier at {barrier.offset:#x} counts")
+        agent = barrier.block.agent(
+            ("copies", barrier.offset), f"copies that the mbarrier at {barrier.offset:#x} counts"
+        )
         work.append((target, offset, barrier, clocks.start(agent, issuer)))
 
     def run() -> None:
@@ -288,9 +297,9 @@ def _bulk(d: Decoder, reduces: str) -> Execute:
 
     def execute(w: Warps, m: Mask) -> None:
         to_all, from_all, sizes = to(w), source(w), size(w)
+        memory = w.block.launch.memory
         for lane in _one_thread(w, m):
             n, start, at = int(sizes[lane]), int(from_all[lane]), int(to_all[lane])
-            memory = w.block.launch.memory
             if n % 16 or (start if loads else at) % 16:
                 raise Fault("bounds", f"a bulk copy of {n} bytes, from or to {start:#x}: both must be multiples of 16")
             if stores:
@@ -303,7 +312,15 @@ def _bulk(d: Decoder, reduces: str) -> Execute:
             else:
                 owner, offset = w.block, start & _OFFSET
                 index = offset + np.arange(n)
-                _load(w, targets, lambda owner=owner, index=index: owner.shared.read_bytes(index, None, True), 0, n, lane, 16)
+                _load(
+                    w,
+                    targets,
+                    lambda owner=owner, index=index: owner.shared.read_bytes(index, None, True),
+                    0,
+                    n,
+                    lane,
+                    16,
+                )
 
     return execute
 
@@ -325,7 +342,6 @@ def tensor_map_at(w: Warps, address: int) -> TensorMap:
 
 def _bulk_tensor(d: Decoder, reduces: str) -> Execute:
     """cp.async.bulk.tensor: a box of a tensor map."""
-    add = _reduction(d, reduces) if False else None
     if reduces:
         raise d.refuse("a reduction through a tensor map")
     rank = int(d.left.pop(0)[0])
@@ -356,12 +372,11 @@ def _bulk_tensor(d: Decoder, reduces: str) -> Execute:
             tensor = tensor_map_at(w, int(maps[lane]))
             corner = tuple(int(c[lane]) for c in at)
             to = int(places[lane])
-            align = 128 if not tensor.swizzle else 128
             if not loads:
                 tensor.rows(corner)
                 _store(
                     w, to, tensor.box_bytes(), tensor.swizzle,
-                    lambda data, t=tensor, c=corner: t.store(memory, c, data, add), lane,
+                    lambda data, t=tensor, c=corner: t.store(memory, c, data), lane,
                 )  # fmt: skip
                 continue
             rows = corner[1:] if gather else ()
@@ -370,8 +385,9 @@ def _bulk_tensor(d: Decoder, reduces: str) -> Execute:
                 raise Fault("descriptor", f"a copy of rank {rank} with a tensor map of rank {len(tensor.dims)}")
             targets = _targets(w, to, int(barrier(w)[lane]), int(mask(w)[lane]) if mask else None, pair)
             _load(
-                w, targets, lambda t=tensor, c=corner, r=rows: t.load(memory, c[:2] if r else c, r), tensor.swizzle, size,
-                lane, align,
+                w, targets, lambda t=tensor, c=corner, r=rows: t.load(memory, c[:2] if r else c, r), tensor.swizzle,
+                size,
+                lane, _TENSOR_ALIGN,
             )  # fmt: skip
 
     return execute

@@ -59,6 +59,7 @@ class Driver:
     target: str
     policy: str = "eager"
     poison: int | None = 0xFF  # see Launch
+    multiprocessors: int = 0  # that kernels are told of; set by install. With few, blocks that persist take more turns
     edit: Callable[[str, str], str] | None = None  # kernel's name, PTX -> PTX: for mutants
     faults: list[Exception] = field(default_factory=list)
     launches: int = 0
@@ -87,7 +88,7 @@ class Driver:
         def safe(*arguments: Any) -> int:
             try:
                 return function(*arguments)
-            except Exception as error:  # noqa: BLE001 (it must not cross C)
+            except Exception as error:
                 self.faults.append(error)
                 return LAUNCH_FAILURE
 
@@ -123,7 +124,7 @@ class Driver:
 
     def device(self, attribute: int, value: Any) -> int:
         major, minor = CAPABILITY[self.target]
-        known = {16: MULTIPROCESSORS[self.target], 75: major, 76: minor, 97: LARGEST_SHARED, 95: 1, 10: 32, 1: 1024}
+        known = {16: self.multiprocessors, 75: major, 76: minor, 97: LARGEST_SHARED, 95: 1, 10: 32, 1: 1024}
         if attribute not in known:
             return NOT_SUPPORTED
         value[0] = known[attribute]
@@ -131,7 +132,7 @@ class Driver:
 
     def clusters(self, count: Any, kernel: int, config: int) -> int:
         size = ctypes.cast(config, ctypes.POINTER(_Config)).contents.cluster()
-        count[0] = MULTIPROCESSORS[self.target] // (size[0] * size[1] * size[2])
+        count[0] = max(1, self.multiprocessors // (size[0] * size[1] * size[2]))
         return 0
 
     def tensor_map(
@@ -168,7 +169,7 @@ class Driver:
         regions = [extent(tensor) for tensor in _tensors()]
         launch = Launch(
             code, tuple(grid[:3]), tuple(block[:3]), bytes(raw), GlobalMemory(regions), shared, cluster,
-            multiprocessors=MULTIPROCESSORS[self.target], poison=self.poison,
+            multiprocessors=self.multiprocessors, poison=self.poison,
         )  # fmt: skip
         held = place_globals(launch, regions)
         self.launches += 1
@@ -259,14 +260,14 @@ def install(target: str) -> Driver:
             raise RuntimeError(f"the model is installed for {_installed[0].target}; start a new process for {target}")
         return _installed[0]
     path = _library()
-    driver = Driver(target)
+    driver = Driver(target, multiprocessors=MULTIPROCESSORS[target])
     _connect(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL), driver)
     os.environ.update({
         "CUTE_DSL_ARCH": build.ARCH[target], "CUTE_DSL_LIBS": str(path), "CUTE_DSL_KEEP": "ptx,cubin",
         "CUTE_DSL_DUMP_DIR": tempfile.mkdtemp(prefix="ptx-model-"), "CUTE_DSL_DISABLE_FILE_CACHING": "1",
     })  # fmt: skip
     build.cuda = driver.cuda
-    _pretend(target)
+    _pretend(driver)
     _watch_cute_dsl(driver)
     _installed.append(driver)
     return driver
@@ -291,14 +292,14 @@ def _connect(library: ctypes.CDLL, driver: Driver) -> None:
     driver._library = library
 
 
-def _pretend(target: str) -> None:
+def _pretend(driver: Driver) -> None:
     """CPU tensors say that they are on a GPU, and torch.cuda answers as one would."""
+    target = driver.target
     torch.Tensor.is_cuda = property(lambda self: True)
-    properties = SimpleNamespace(
-        multi_processor_count=MULTIPROCESSORS[target], name=f"a model of {target}", major=CAPABILITY[target][0],
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        multi_processor_count=driver.multiprocessors, name=f"a model of {target}", major=CAPABILITY[target][0],
         minor=CAPABILITY[target][1], shared_memory_per_block_optin=LARGEST_SHARED,
     )  # fmt: skip
-    torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY[target]
     torch.cuda.CudaError = lambda code: f"error {code} of the model's driver"
     load.device_target = lambda device: target

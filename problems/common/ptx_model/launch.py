@@ -5,16 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from problems.common.ptx_model import parse, policies
+from problems.common.ptx_model import (
+    barrier, collective, convert, copies, fragments, loads, parse, policies, scalar, tcgen05, wgmma,
+)  # fmt: skip
 from problems.common.ptx_model.machine import INSTRUCTIONS, Launch, Machine
 from problems.common.ptx_model.memory import GlobalMemory
 from problems.common.ptx_model.tensor_map import TensorMap
 
-# Each file registers the instructions that it decodes.
-from problems.common.ptx_model import (  # isort: skip
-    barrier as _barrier, collective as _collective, convert as _convert, copies as _copies, fragments as _fragments,
-    loads as _loads, scalar as _scalar, tcgen05 as _tcgen05, wgmma as _wgmma,
-)  # fmt: skip
+# Each of these files registers the instructions that it decodes when it is imported.
+INSTRUCTION_FILES = (barrier, collective, convert, copies, fragments, loads, scalar, tcgen05, wgmma)
 
 Axes = int | Sequence[int]
 

@@ -53,7 +53,9 @@ def shared_blocks(w: Warps, address: np.ndarray, own: bool) -> list[tuple[Any, n
             raise Fault("bounds", f"a shared address {int(address[0]):#x} of no block of the cluster")
         block = blocks[r]
         if own and block is not w.block:
-            raise Fault("bounds", f"{w.block.name} uses {int(address[0]):#x}, of {block.name}, as an address of its own")
+            raise Fault(
+                "bounds", f"{w.block.name} uses {int(address[0]):#x}, of {block.name}, as an address of its own"
+            )
         if block.ended:
             raise Fault("bounds", f"an access to the shared memory of {block.name}, which has ended")
         which = np.flatnonzero(rank == r)
@@ -61,7 +63,9 @@ def shared_blocks(w: Warps, address: np.ndarray, own: bool) -> list[tuple[Any, n
     return found
 
 
-def read(w: Warps, space: str, address: np.ndarray, agents: np.ndarray, unit: int, count: int, atomic: bool) -> np.ndarray:
+def read(
+    w: Warps, space: str, address: np.ndarray, agents: np.ndarray, unit: int, count: int, atomic: bool
+) -> np.ndarray:
     """uint (n, count) of `unit` bytes each."""
     space = _resolve(space, address)
     if space == "global":
@@ -178,7 +182,8 @@ def _operation(d: Decoder, op: str, type_: str):
         return add_halves if op == "add" else None
     return {
         "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-        "xor": np.bitwise_xor, "exch": lambda a, b: b, "inc": lambda a, b: np.where(a >= b, a * 0, a + 1).astype(a.dtype),
+        "xor": np.bitwise_xor, "exch": lambda a, b: b,
+        "inc": lambda a, b: np.where(a >= b, a * 0, a + 1).astype(a.dtype),
     }.get(op)  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from problems.common.ptx_model import decode, warps
+from problems.common.ptx_model import decode
 from problems.common.ptx_model.faults import Fault
 from problems.common.ptx_model.memory import LARGEST_SHARED, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
 from problems.common.ptx_model.parse import Address, Kernel, Symbol, Vector
@@ -77,7 +77,8 @@ class Block:
     """One CTA. index: in the grid; place: in the cluster."""
 
     def __init__(
-        self, machine: "Machine", cluster: "Cluster", index: tuple[int, int, int], place: tuple[int, int, int], rank: int
+        self, machine: "Machine", cluster: "Cluster", index: tuple[int, int, int], place: tuple[int, int, int],
+        rank: int,
     ) -> None:  # fmt: skip
         self.machine, self.cluster, self.launch = machine, cluster, machine.launch
         self.kernel = self.launch.kernel
@@ -237,15 +238,9 @@ class Machine:
         if state is None:
             return True
         if state[0] == "mbarrier":
-            if any(barrier.completed != seen for barrier, seen, *_ in state[1]):
-                group.state = None
-                return True
-            return False
-        if state[0] == "poll":
-            if state[1] != self.events or state[2] < IDLE_TURNS:
-                return True
-            return False
-        return False  # the barrier wakes it
+            return any(barrier.completed != seen for barrier, seen, *_ in state[1])
+        # Another barrier wakes its warps itself.
+        return state[0] == "poll" and (state[1] != self.events or state[2] < IDLE_TURNS)
 
     def _turn(self, cluster: Cluster, group: Warps) -> None:
         """Let one group execute until it waits, ends, splits, or has used its budget."""
@@ -299,7 +294,8 @@ class Machine:
             for offset, barrier in block.barriers.items():
                 if barrier.tx:
                     raise Fault(
-                        "barrier", f"the mbarrier at byte {offset:#x} of {block.name} ends with {barrier.tx} bytes expected"
+                        "barrier",
+                        f"the mbarrier at byte {offset:#x} of {block.name} ends with {barrier.tx} bytes expected",
                     )
 
     # ---- execution
@@ -482,4 +478,3 @@ def _symbols(operands: tuple) -> set[str]:
         elif isinstance(operand, Vector):
             found |= _symbols(operand.items)
     return found
-

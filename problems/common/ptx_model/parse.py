@@ -9,8 +9,8 @@ from typing import NamedTuple
 from problems.common.ptx_model.faults import Fault
 
 SIZE = {
-    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
-    "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16,
+    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4,
+    "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16,
 }  # fmt: skip
 PARAMETER_SPACE = 4096  # bytes, the least that the hardware guarantees; larger lists work as well
 
@@ -234,9 +234,14 @@ class _Reader:
             operands = tuple(self._operand(one, scope) for one in _split(rest))
             self.kernel.code.append(
                 Instruction(
-                    op, tuple(m.replace("\0", "::") for m in mods), operands, predicate, line, source,
+                    op,
+                    tuple(m.replace("\0", "::") for m in mods),
+                    operands,
+                    predicate,
+                    line,
+                    source,
                     " ".join(statement.split()),
-                )  # fmt: skip
+                )
             )
 
     def _find(self, name: str, scope: int) -> Register | Predicate | None:
@@ -318,7 +323,9 @@ def _number(text: str) -> Immediate | None:
 def _parameters(text: str) -> tuple[dict[str, tuple[int, int]], int]:
     found, at = {}, 0
     for part in filter(None, (p.strip() for p in text.split(","))):
-        words = re.search(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\b.*?\s)?([\w$]+)(?:\[(\d+)\])?$", part, re.S)
+        words = re.search(
+            r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\b.*?\s)?([\w$]+)(?:\[(\d+)\])?$", part, re.S
+        )
         if not words:
             raise Fault("not modelled", f"the parameter {part!r}")
         size = SIZE[words[2]] * int(words[4] or 1)
@@ -349,7 +356,9 @@ def _variable(statement: str, space: str) -> Variable:
 def _outside(text: str) -> tuple[tuple[str, Variable], ...]:
     """The variables that stand outside of all functions, each with its space."""
     found = []
-    for statement in re.finditer(r"^\s*(?:\.(?:extern|visible|weak)\s+)*\.(shared|global|const)\s+[^;{]*(?:\{[^}]*\})?\s*;", text, re.M):
+    for statement in re.finditer(
+        r"^\s*(?:\.(?:extern|visible|weak)\s+)*\.(shared|global|const)\s+[^;{]*(?:\{[^}]*\})?\s*;", text, re.M
+    ):
         before = text[: statement.start()]
         if before.count("{") == before.count("}"):
             found.append((statement[1], _variable(statement[0].strip().rstrip(";"), statement[1])))

@@ -317,7 +317,10 @@ def bit_counts(d: Decoder) -> Execute:
         if bits != 32:
             raise d.refuse(type_)
         return simple(
-            d, type_, lambda a: np.where(a == 0, 32, 31 - np.log2(np.maximum(a, 1).astype(np.float64)).astype(int)), "u32"
+            d,
+            type_,
+            lambda a: np.where(a == 0, 32, 31 - np.log2(np.maximum(a, 1).astype(np.float64)).astype(int)),
+            "u32",
         )
     if bits != 32:
         raise d.refuse(type_)

@@ -258,7 +258,9 @@ def _smem_operand(block, name: int, rows: int, k_major: bool, type_: str, past: 
     values = _values(raw, type_)
     unwritten = block.shared.written[index] == 0
     if unwritten.any():
-        values[np.repeat(unwritten, values.shape[1] // _BYTES, 1) if type_ == "e2m1" else _cells(unwritten, values)] = np.nan
+        values[np.repeat(unwritten, values.shape[1] // _BYTES, 1) if type_ == "e2m1" else _cells(unwritten, values)] = (
+            np.nan
+        )
     return values
 
 
@@ -337,7 +339,9 @@ def _mma(d: Decoder) -> Execute:
     return execute
 
 
-def _product(form: Form, members: list, at: list[int], adding: bool, from_tensor: bool, blocks: int, past: Past) -> None:
+def _product(
+    form: Form, members: list, at: list[int], adding: bool, from_tensor: bool, blocks: int, past: Past
+) -> None:
     """D (+)= A B^T. Of a pair each block has half of the rows, and gives half of the columns of B."""
     to, a_at, b_at = at[:3]
     rows = form.rows // len(members)
@@ -391,7 +395,8 @@ def _access(d: Decoder, registers: tuple) -> Callable[[int, int, int], list[tupl
         if lane not in (first, first + 16):
             raise Fault("tensor memory", f"a warp that may touch lanes {first} to {first + 31} names lane {lane}")
         return [
-            (lane + thread // 4 + 8 * (i // 2 % 2), column + 8 * (i // 4) + thread % 4 * 2 + i % 2) for i in range(4 * times)
+            (lane + thread // 4 + 8 * (i // 2 % 2), column + 8 * (i // 4) + thread % 4 * 2 + i % 2)
+            for i in range(4 * times)
         ]
 
     return places

@@ -100,16 +100,14 @@ class TensorMap:
             out[line, low:high] = memory.bytes_at(int(address[line]) + start + low, high - low)
         return out.reshape(-1)
 
-    def store(self, memory: GlobalMemory, coordinates: tuple[int, ...], data: np.ndarray, add=None) -> None:
-        """Write the part of a box that lies inside the tensor. add: old, new -> what to write."""
+    def store(self, memory: GlobalMemory, coordinates: tuple[int, ...], data: np.ndarray) -> None:
+        """Write the part of a box that lies inside the tensor."""
         address, inside = self._lines(coordinates, ())
         size, low, high = self.inner(coordinates[0])
         lines = data.reshape(len(address), size)
         start = coordinates[0] * self.bits // 8
         for line in np.flatnonzero(inside) if high > low else ():
-            there = memory.bytes_at(int(address[line]) + start + low, high - low)
-            new = lines[line, low:high]
-            there[:] = add(there, new) if add else new
+            memory.bytes_at(int(address[line]) + start + low, high - low)[:] = lines[line, low:high]
 
     def _lines(self, coordinates: tuple[int, ...], rows: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         if not rows:

@@ -47,12 +47,16 @@ class TensorMemory:
                 self._words[:, first : first + columns] = _POISON
                 self._written[:, first : first + columns] = False
                 return first
-        raise Fault("tensor memory", f"no {columns} columns are left: {self._allocated} are taken, so alloc waits for ever")
+        raise Fault(
+            "tensor memory", f"no {columns} columns are left: {self._allocated} are taken, so alloc waits for ever"
+        )
 
     def free(self, first: int, columns: int) -> None:
         """Fault("tensor memory"): these are not what was allocated."""
         if self._allocated.get(first) != columns:
-            raise Fault("tensor memory", f"dealloc of {columns} columns at {first}, but allocated are {self._allocated}")
+            raise Fault(
+                "tensor memory", f"dealloc of {columns} columns at {first}, but allocated are {self._allocated}"
+            )
         del self._allocated[first]
 
     def relinquish(self) -> None:
@@ -65,7 +69,9 @@ class TensorMemory:
 
     def _check(self, first: int, columns: int) -> None:
         if not any(f <= first and first + columns <= f + n for f, n in self._allocated.items()):
-            raise Fault("tensor memory", f"columns {first} to {first + columns - 1} are not all allocated: {self._allocated}")
+            raise Fault(
+                "tensor memory", f"columns {first} to {first + columns - 1} are not all allocated: {self._allocated}"
+            )
 
     # ---- access: lanes is a slice or int array, columns int array
 

@@ -5,11 +5,14 @@ HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 
 def entry(parameters: str, body: str, shared: int = 0, dynamic: bool = False) -> str:
     """A module with one kernel `k`. parameters: types, called p0, p1, ...; shared: bytes of `buf`, aligned to 1024."""
-    named = ", ".join(f".param .{'b8' if t[0] == '[' else t} p{i}{t if t[0] == '[' else ''}" for i, t in enumerate(parameters.split()))
+    named = ", ".join(
+        f".param .{'b8' if t[0] == '[' else t} p{i}{t if t[0] == '[' else ''}" for i, t in enumerate(parameters.split())
+    )
     named = named.replace(".param .b8", ".param .align 64 .b8")
     declared = f".shared .align 1024 .b8 buf[{shared}];" if shared else ""
     outside = ".extern .shared .align 1024 .b8 buf[];\n" if dynamic else ""
-    return f"{HEADER}{outside}.visible .entry k({named})\n{{\n{declared}\n.reg .pred %p<16>;\n.reg .b16 %h<8>;\n.reg .b32 %r<64>;\n.reg .f32 %f<64>;\n.reg .b64 %rd<32>;\n{body}\nret;\n}}\n"
+    registers = ".reg .pred %p<16>; .reg .b16 %h<8>; .reg .b32 %r<64>; .reg .f32 %f<64>; .reg .b64 %rd<32>;"
+    return f"{HEADER}{outside}.visible .entry k({named})\n{{\n{declared}\n{registers}\n{body}\nret;\n}}\n"
 
 
 def wait(barrier: str, parity: str, label: str) -> str:
@@ -17,7 +20,9 @@ def wait(barrier: str, parity: str, label: str) -> str:
     return f"{label}: mbarrier.try_wait.parity.shared::cta.b64 %p15, [{barrier}], {parity};\n@!%p15 bra {label};\n"
 
 
-def gemm(a: str, b: str, idesc: int, columns: int, *, kind: str = "f16", scales: bool = False, accumulate: int = 0) -> str:
+def gemm(
+    a: str, b: str, idesc: int, columns: int, *, kind: str = "f16", scales: bool = False, accumulate: int = 0
+) -> str:
     """One block, 128 threads: copy A, B (and scales) into shared memory with bulk copies, multiply once with
     tcgen05.mma, write D as fp32 (128, columns). a, b: the upper halves of the descriptors, as numbers. Parameters:
     A, B, scales of A, scales of B, D, bytes of A, bytes of B.
@@ -35,7 +40,9 @@ def gemm(a: str, b: str, idesc: int, columns: int, *, kind: str = "f16", scales:
                 "tcgen05.cp.cta_group::1.32x128b.warpx4 [%r4], %rd3;\n"
             )
     product = f"tcgen05.mma.cta_group::1.kind::{kind}" + (
-        ".block_scale.scale_vec::4X [%r20], %rd4, %rd5, %r7, [%r8], [%r9], %p3;" if scales else " [%r20], %rd4, %rd5, %r7, %p3;"
+        ".block_scale.scale_vec::4X [%r20], %rd4, %rd5, %r7, [%r8], [%r9], %p3;"
+        if scales
+        else " [%r20], %rd4, %rd5, %r7, %p3;"
     )
     total = "add.u32 %r5, %r10, %r11;" + (" add.u32 %r5, %r5, 1024;" if scales else "")
     stores = "".join(

@@ -21,24 +21,31 @@ def fault(text, arguments, threads=32, **options):
     return caught.value
 
 
-OUT = "ld.param.u64 %rd1, [p0]; cvta.to.global.u64 %rd1, %rd1; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd1, %rd1, %rd2;\n"
+OUT = "ld.param.u64 %rd1, [p0]; cvta.to.global.u64 %rd1, %rd1; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4;"
+OUT += " add.u64 %rd1, %rd1, %rd2;\n"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_threads_of_a_warp_part_and_meet(policy):
-    body = OUT + """
+    body = (
+        OUT
+        + """
     and.b32 %r2, %r1, 3; mov.u32 %r3, 0; mov.u32 %r4, 0;
     LOOP: setp.ge.u32 %p1, %r4, %r2; @%p1 bra OUT; add.u32 %r3, %r3, %r1; add.u32 %r4, %r4, 1; bra LOOP;
     OUT: shfl.sync.bfly.b32 %r5, %r3, 1, 31, -1; add.u32 %r3, %r3, %r5; st.global.u32 [%rd1], %r3;"""
+    )
     out = np.zeros(64, np.uint32)
     run(kernels.entry("u64", body), (out,), 64, policy=policy)
     own = np.arange(64) * (np.arange(64) & 3)
     assert np.array_equal(out, own + own.reshape(-1, 2)[:, ::-1].reshape(-1))
 
 
-EXCHANGE = OUT + """
+EXCHANGE = (
+    OUT
+    + """
     mov.u32 %r6, buf; shl.b32 %r2, %r1, 2; add.u32 %r3, %r6, %r2; st.shared.u32 [%r3], %r1; bar.sync 0;
     xor.b32 %r4, %r2, 128; add.u32 %r4, %r6, %r4; ld.shared.u32 %r5, [%r4]; st.global.u32 [%rd1], %r5;"""
+)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -67,7 +74,8 @@ def test_accesses_outside_of_an_array_are_refused():
     text = kernels.entry("u64", OUT + "st.global.u32 [%rd1+4], %r1;")
     found = fault(text, (np.zeros(32, np.uint32),))
     assert found.kind == "bounds" and "behind the end" in found.what
-    assert fault(kernels.entry("u64", OUT + "st.global.u32 [%rd1+2], %r1;"), (np.zeros(64, np.uint32),)).kind == "bounds"
+    odd = kernels.entry("u64", OUT + "st.global.u32 [%rd1+2], %r1;")
+    assert fault(odd, (np.zeros(64, np.uint32),)).kind == "bounds"
 
 
 def test_a_barrier_that_a_part_of_the_block_skips_is_a_deadlock_with_its_place():
@@ -149,7 +157,8 @@ def test_a_box_is_stored_without_what_lies_outside():
     body = """
 mov.u32 %r0, buf; mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 5; add.u32 %r2, %r0, %r2; add.u32 %r3, %r1, 1;
 mov.b32 %r4, 0; st.shared.v4.b32 [%r2], {%r3, %r4, %r3, %r4}; st.shared.v4.b32 [%r2+16], {%r3, %r4, %r4, %r3};
-fence.proxy.async.shared::cta; bar.sync 0; setp.ne.u32 %p1, %r1, 0; @%p1 bra END; mov.u64 %rd5, p0; cvta.param.u64 %rd5, %rd5;
+fence.proxy.async.shared::cta; bar.sync 0; setp.ne.u32 %p1, %r1, 0; @%p1 bra END; mov.u64 %rd5, p0;
+cvta.param.u64 %rd5, %rd5;
 cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd5, {4, 30}], [%r0];
 cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END: bar.sync 0;"""
     target = np.full((40, 8), 7, np.uint32)
@@ -170,12 +179,16 @@ cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END: bar.sync 0;"""
 # ---- clusters
 
 
-REMOTE = OUT + """
-mov.u32 %r0, buf; shl.b32 %r2, %r1, 2; add.u32 %r3, %r0, %r2; mov.u32 %r4, %cluster_ctarank; shl.b32 %r5, %r4, 8; add.u32 %r5, %r5, %r1;
+REMOTE = (
+    OUT
+    + """
+mov.u32 %r0, buf; shl.b32 %r2, %r1, 2; add.u32 %r3, %r0, %r2; mov.u32 %r4, %cluster_ctarank; shl.b32 %r5, %r4, 8;
+add.u32 %r5, %r5, %r1;
 st.shared.u32 [%r3], %r5; barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
 xor.b32 %r6, %r4, 1; mapa.shared::cluster.u32 %r7, %r3, %r6; ld.shared::cluster.u32 %r8, [%r7];
 mul.wide.u32 %rd4, %r4, 128; add.u64 %rd1, %rd1, %rd4; st.global.u32 [%rd1], %r8;
 barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"""
+)
 MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 
 
@@ -204,21 +217,30 @@ def test_blocks_that_do_not_meet_are_found():
 
 
 def test_mma_and_ldmatrix():
-    body = OUT + """
-mov.u32 %r0, buf; shl.b32 %r2, %r1, 5; ld.param.u64 %rd3, [p1]; cvta.to.global.u64 %rd3, %rd3; cvt.u64.u32 %rd4, %r2; add.u64 %rd3, %rd3, %rd4;
+    body = (
+        OUT
+        + """
+mov.u32 %r0, buf; shl.b32 %r2, %r1, 5; ld.param.u64 %rd3, [p1]; cvta.to.global.u64 %rd3, %rd3;
+cvt.u64.u32 %rd4, %r2; add.u64 %rd3, %rd3, %rd4;
 add.u32 %r3, %r0, %r2;
 ld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd3]; st.shared.v4.b32 [%r3], {%r10, %r11, %r12, %r13};
 ld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd3+16]; st.shared.v4.b32 [%r3+16], {%r10, %r11, %r12, %r13};
 bar.warp.sync -1;
-and.b32 %r4, %r1, 15; shl.b32 %r4, %r4, 5; shr.u32 %r5, %r1, 4; shl.b32 %r5, %r5, 4; add.u32 %r4, %r4, %r5; add.u32 %r4, %r0, %r4;
+and.b32 %r4, %r1, 15; shl.b32 %r4, %r4, 5; shr.u32 %r5, %r1, 4; shl.b32 %r5, %r5, 4; add.u32 %r4, %r4, %r5;
+add.u32 %r4, %r0, %r4;
 ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r20, %r21, %r22, %r23}, [%r4];
-and.b32 %r6, %r1, 7; shl.b32 %r6, %r6, 5; shr.u32 %r7, %r1, 3; and.b32 %r7, %r7, 1; shl.b32 %r7, %r7, 4; add.u32 %r6, %r6, %r7; add.u32 %r6, %r6, 512; add.u32 %r6, %r0, %r6;
+and.b32 %r6, %r1, 7; shl.b32 %r6, %r6, 5; shr.u32 %r7, %r1, 3; and.b32 %r7, %r7, 1; shl.b32 %r7, %r7, 4;
+add.u32 %r6, %r6, %r7; add.u32 %r6, %r6, 512; add.u32 %r6, %r0, %r6;
 ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r24, %r25}, [%r6];
 mov.f32 %f1, 0f3F800000;
-mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f2, %f3, %f4, %f5}, {%r20, %r21, %r22, %r23}, {%r24, %r25}, {%f1, %f1, %f1, %f1};
-shr.u32 %r8, %r1, 2; and.b32 %r9, %r1, 3; shl.b32 %r8, %r8, 5; shl.b32 %r9, %r9, 3; add.u32 %r8, %r8, %r9; sub.u32 %r8, %r8, %r2; shl.b32 %r9, %r1, 2;
-ld.param.u64 %rd6, [p0]; cvta.to.global.u64 %rd6, %rd6; add.u32 %r8, %r8, %r2; cvt.u64.u32 %rd7, %r8; add.u64 %rd6, %rd6, %rd7;
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f2, %f3, %f4, %f5},
+{%r20, %r21, %r22, %r23}, {%r24, %r25}, {%f1, %f1, %f1, %f1};
+shr.u32 %r8, %r1, 2; and.b32 %r9, %r1, 3; shl.b32 %r8, %r8, 5; shl.b32 %r9, %r9, 3; add.u32 %r8, %r8, %r9;
+sub.u32 %r8, %r8, %r2; shl.b32 %r9, %r1, 2;
+ld.param.u64 %rd6, [p0]; cvta.to.global.u64 %rd6, %rd6; add.u32 %r8, %r8, %r2; cvt.u64.u32 %rd7, %r8;
+add.u64 %rd6, %rd6, %rd7;
 st.global.v2.f32 [%rd6], {%f2, %f3}; st.global.v2.f32 [%rd6+256], {%f4, %f5};"""
+    )
     rng = np.random.default_rng(6)
     values = rng.integers(-8, 9, (32, 16)).astype(np.float32)
     out = np.zeros((16, 8), np.float32)
@@ -228,10 +250,14 @@ st.global.v2.f32 [%rd6], {%f2, %f3}; st.global.v2.f32 [%rd6+256], {%f4, %f5};"""
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_cp_async_is_waited_for(policy):
-    body = OUT + """
-mov.u32 %r0, buf; shl.b32 %r2, %r1, 2; add.u32 %r3, %r0, %r2; ld.param.u64 %rd3, [p1]; cvta.to.global.u64 %rd3, %rd3; add.u64 %rd3, %rd3, %rd2;
+    body = (
+        OUT
+        + """
+mov.u32 %r0, buf; shl.b32 %r2, %r1, 2; add.u32 %r3, %r0, %r2; ld.param.u64 %rd3, [p1];
+cvta.to.global.u64 %rd3, %rd3; add.u64 %rd3, %rd3, %rd2;
 cp.async.ca.shared.global [%r3], [%rd3], 4; cp.async.commit_group; cp.async.wait_group 0;
 ld.shared.u32 %r5, [%r3]; st.global.u32 [%rd1], %r5;"""
+    )
     source, out = np.arange(32, dtype=np.uint32) * 3, np.zeros(32, np.uint32)
     run(kernels.entry("u64 u64", body, 128), (out, source), policy=policy)
     assert np.array_equal(out, source)

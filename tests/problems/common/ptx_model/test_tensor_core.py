@@ -11,6 +11,7 @@ from tests.problems.common.ptx_model import kernels
 SHARED = 102_400
 N = 32
 VERSION = 1 << 46
+NO_SCALES = (np.zeros(512, np.uint8),) * 2
 
 
 def bf16(rng, rows, k):
@@ -50,11 +51,9 @@ def idesc(rows, columns, a_mn=0, b_mn=0):
     return 1 << 4 | 1 << 7 | 1 << 10 | a_mn << 15 | b_mn << 16 | columns // 8 << 17 | rows // 16 << 24
 
 
-def multiply(text, a, b, policy="lazy", scales=(np.zeros(512, np.uint8),) * 2):
+def multiply(text, a, b, policy="lazy", scales=NO_SCALES):
     out = np.full((128, N), np.nan, np.float32)
-    ptx_model.run(
-        text, "k", 1, 128, (a, b, *scales, out, a.nbytes, b.nbytes), SHARED, policy=policy, cluster=1
-    )
+    ptx_model.run(text, "k", 1, 128, (a, b, *scales, out, a.nbytes, b.nbytes), SHARED, policy=policy, cluster=1)
     return out
 
 
@@ -149,4 +148,5 @@ def test_a_descriptor_without_its_version_is_refused():
 
 
 def test_an_instruction_that_the_model_lacks_is_an_error():
-    assert faulty(lambda text: text.replace("tcgen05.wait::ld.sync.aligned;", "tcgen05.shift.cta_group::1.down [%r20];", 1)).kind == "not modelled"
+    shift = "tcgen05.shift.cta_group::1.down [%r20];"
+    assert faulty(lambda text: text.replace("tcgen05.wait::ld.sync.aligned;", shift, 1)).kind == "not modelled"

@@ -48,6 +48,7 @@ def run(
         child = subprocess.Popen(
             argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
         )
+        assert child.stdin and child.stdout  # they are pipes
         try:
             child.stdin.write(asked)
             child.stdin.close()

@@ -1,6 +1,6 @@
 """Barriers: mbarriers in shared memory, the numbered barriers of a block, the barrier of a cluster; and fences."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,8 +26,8 @@ class MBarrier:
     def __init__(self, block: "Block", offset: int, count: int, agent: int) -> None:
         self.block, self.offset, self.count = block, offset, count
         self.pending, self.tx, self.completed = count, 0, 0
-        self.past: tuple | None = None  # what its arrivals of this phase know
-        self.released: tuple | None = None  # what who has waited for the last phase knows
+        self.past: Any = None  # what its arrivals of this phase know
+        self.released: Any = None  # what who has waited for the last phase knows
         self.made = (agent, int(block.cluster.clocks.known[agent, agent]))
 
     def said(self) -> str:
@@ -264,7 +264,7 @@ class Named:
 
     def __init__(self) -> None:
         self.phase, self.arrived, self.expected = 0, 0, 0
-        self.past: tuple | None = None
+        self.past: Any = None
         self.waiting: list[Warps] = []
         self.all_threads = False
 

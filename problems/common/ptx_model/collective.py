@@ -1,6 +1,7 @@
 """Instructions in which the threads of a warp exchange values: shfl, vote, match, redux, elect, activemask."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ def _by_warp(values: np.ndarray) -> np.ndarray:
 
 def _see_members(w: Warps, m: Mask, members: np.ndarray, what: str) -> np.ndarray:
     """bool (warps, 32): who takes part. Fault("divergence"): a thread that is named does not execute it."""
-    active = _by_warp(w.active() if m is None else m)
+    active: Any = _by_warp(w.active() if m is None else m)
     wanted = (_by_warp(members)[..., None].astype(np.uint64) & _BITS) != 0  # (warps, 32 threads, 32 named)
     for warp, some in enumerate(active.any(axis=1)):
         if not some:

@@ -1,7 +1,7 @@
 """Asynchronous copies: cp.async, cp.async.bulk with and without tensor maps, st.async; their groups and barriers."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -292,7 +292,7 @@ def _bulk(d: Decoder, reduces: str) -> Execute:
     to = d.address(0, stores)
     source = d.address(1, loads)
     size = d.lanes(2, "u32")
-    barrier = None if stores else d.address(3, False)
+    barrier: Any = None if stores else d.address(3, False)
     mask = d.lanes(4, "u16") if multicast else None
 
     def execute(w: Warps, m: Mask) -> None:
@@ -361,7 +361,7 @@ def _bulk_tensor(d: Decoder, reduces: str) -> Execute:
     if len(coordinates) != (5 if gather else rank):
         raise d.refuse(f"{len(coordinates)} coordinates")
     smem = d.address(0 if loads else 1, False)
-    barrier = d.address(2, False) if loads else None
+    barrier: Any = d.address(2, False) if loads else None
     mask = d.lanes(3, "u16") if multicast else None
 
     def execute(w: Warps, m: Mask) -> None:

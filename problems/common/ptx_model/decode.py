@@ -47,7 +47,7 @@ class Decoder:
 
     def __init__(self, instruction: parse.Instruction, kernel: parse.Kernel) -> None:
         self.instruction, self.kernel = instruction, kernel
-        self.operands = instruction.operands
+        self.operands: tuple[Any, ...] = instruction.operands
         self.left = list(instruction.mods)
 
     def take(self, *names: str) -> str:
@@ -114,7 +114,7 @@ class Decoder:
             return lambda w: constant
         raise self.refuse(f"{operand} is no predicate")
 
-    def _symbol(self, operand: Symbol, kind: type) -> Get:
+    def _symbol(self, operand: Symbol, kind: Any) -> Get:
         name, offset = operand
         if name in self.kernel.parameters:
             at = self.kernel.parameters[name][0] + offset

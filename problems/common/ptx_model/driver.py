@@ -201,10 +201,10 @@ class _Config(ctypes.Structure):
     ]  # fmt: skip
 
     def cluster(self) -> tuple[int, int, int]:
-        return _cluster(self.attributes, self.count) or (1, 1, 1)
+        return _cluster(self.attributes or 0, self.count) or (1, 1, 1)
 
 
-def _cluster(attributes: int | None, count: int) -> tuple[int, int, int] | None:
+def _cluster(attributes: int, count: int) -> tuple[int, int, int] | None:
     """The cluster among a launch's attributes, 72 bytes each."""
     for i in range(count if attributes else 0):
         at = attributes + 72 * i
@@ -266,7 +266,7 @@ def install(target: str) -> Driver:
         "CUTE_DSL_ARCH": build.ARCH[target], "CUTE_DSL_LIBS": str(path), "CUTE_DSL_KEEP": "ptx,cubin",
         "CUTE_DSL_DUMP_DIR": tempfile.mkdtemp(prefix="ptx-model-"), "CUTE_DSL_DISABLE_FILE_CACHING": "1",
     })  # fmt: skip
-    build.cuda = driver.cuda
+    build.cuda = driver.cuda  # ty: ignore[invalid-assignment]
     _pretend(driver)
     _watch_cute_dsl(driver)
     _installed.append(driver)
@@ -295,20 +295,20 @@ def _connect(library: ctypes.CDLL, driver: Driver) -> None:
 def _pretend(driver: Driver) -> None:
     """CPU tensors say that they are on a GPU, and torch.cuda answers as one would."""
     target = driver.target
-    torch.Tensor.is_cuda = property(lambda self: True)
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
+    torch.Tensor.is_cuda = property(lambda self: True)  # ty: ignore[invalid-assignment]
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(  # ty: ignore[invalid-assignment]
         multi_processor_count=driver.multiprocessors, name=f"a model of {target}", major=CAPABILITY[target][0],
         minor=CAPABILITY[target][1], shared_memory_per_block_optin=LARGEST_SHARED,
     )  # fmt: skip
-    torch.cuda.get_device_capability = lambda device=None: CAPABILITY[target]
-    torch.cuda.CudaError = lambda code: f"error {code} of the model's driver"
-    load.device_target = lambda device: target
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY[target]  # ty: ignore[invalid-assignment]
+    torch.cuda.CudaError = lambda code: f"error {code} of the model's driver"  # ty: ignore[invalid-assignment]
+    load.device_target = lambda device: target  # ty: ignore[invalid-assignment]
 
 
 def _watch_cute_dsl(driver: Driver) -> None:
     """Note the PTX of all that CuTe DSL compiles, where it is installed."""
     try:
-        from cuda.bindings import runtime
+        from cuda.bindings import runtime  # ty: ignore[missing-module-member]
         from cutlass.base_dsl import jit_executor
     except ImportError:
         return

@@ -6,7 +6,17 @@ from typing import Any
 import numpy as np
 
 from problems.common.ptx_model import (
-    barrier, collective, convert, copies, fragments, loads, parse, policies, scalar, tcgen05, wgmma,
+    barrier,
+    collective,
+    convert,
+    copies,
+    fragments,
+    loads,
+    parse,
+    policies,
+    scalar,
+    tcgen05,
+    wgmma,
 )  # fmt: skip
 from problems.common.ptx_model.machine import INSTRUCTIONS, Launch, Machine
 from problems.common.ptx_model.memory import GlobalMemory
@@ -100,7 +110,8 @@ def _axes(name: str, value: Axes) -> tuple[int, int, int]:
     axes = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
     if not 1 <= len(axes) <= 3 or min(axes) < 1:
         raise ValueError(f"{name} must be x or (x, y, z), all of them positive, got {value}")
-    return (*axes, *(1,) * (3 - len(axes)))
+    x, y, z = (*axes, *(1,) * (3 - len(axes)))
+    return x, y, z
 
 
 def pack(kernel: parse.Kernel, arguments: Sequence[Any]) -> bytes:

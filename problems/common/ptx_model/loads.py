@@ -168,7 +168,7 @@ def store(d: Decoder) -> Execute:
     return execute
 
 
-def _operation(d: Decoder, op: str, type_: str):
+def _operation(d: Decoder, op: str, type_: str) -> Any:
     """A function (old, operand) -> new, of numpy arrays of one element of `type_`."""
     if type_ in ("f16x2", "bf16x2", "f16", "bf16"):
         d.drop("noftz")
@@ -198,20 +198,20 @@ def atomic(d: Decoder) -> Execute:
     op = d.take("add", "min", "max", "and", "or", "xor", "exch", "inc", "cas")
     returns = d.instruction.op == "atom"
     first = 1 if returns else 0
-    function = None if op == "cas" else _operation(d, op, type_)
+    function: Any = None if op == "cas" else _operation(d, op, type_)
     if op != "cas" and function is None:
         raise d.refuse(op)
     unit = SIZE[type_]
     kind, bits = NUMPY[type_], f"b{8 * unit}"
     address = d.address(first, space in ("global", ""))
     operands = [d.lanes(item, type_) for item in d.items(first + 1)]
-    other = d.lanes(first + 2, type_) if op == "cas" else None
+    other: Any = d.lanes(first + 2, type_) if op == "cas" else None
     puts = [d.put(item, bits) for item in d.items(0)] if returns else []
 
     def execute(w: Warps, m: Mask) -> None:
         at = address(w)
         values = np.stack([np.broadcast_to(o(w), (w.count,)) for o in operands], 1)
-        swapped = other(w) if other else None
+        swapped: Any = other(w) if other else None
         old = np.zeros((w.count, count), UNSIGNED[unit])
         for lane in lanes_of(w, m):
             agents = w.lane_agents[lane : lane + 1]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -89,12 +90,12 @@ class Block:
         self.name = f"block {index}"
         self.shared = SharedMemory(size, cluster.clocks if self.launch.races else None, self.name, self.launch.poison)
         self.tensor = TensorMemory(cluster.clocks if self.launch.races else None, self.name)
-        self.barriers: dict[int, object] = {}
-        self.named: dict[int, object] = {}
+        self.barriers: dict[int, Any] = {}
+        self.named: dict[int, Any] = {}
         self.first_agent = 0
         self.ended = False
         self.live_threads = self.launch.threads
-        self.groups: dict[tuple[str, int], object] = {}  # (kind, warp) -> its groups of asynchronous work
+        self.groups: dict[tuple[str, int], Any] = {}  # (kind, warp) -> its groups of asynchronous work
         self._agents: dict[object, int] = {}
 
     def symbol(self, name: str) -> int:
@@ -125,14 +126,15 @@ class Cluster:
         self.clocks = Clocks(x * y * z * (count + 16))
         self.arrivals: dict[int, int] = {}  # warp's agent -> phase of the cluster's barrier that it arrived for
         self.phase = 0  # of that barrier
-        self.past: tuple | None = None
-        self.released: tuple | None = None
+        self.past: Any = None
+        self.released: Any = None
         self.waiting: list[Warps] = []
         self.blocks: list[Block] = []
         self.groups: list[Warps] = []
         for rank in range(x * y * z):
             place = (rank % x, rank // x % y, rank // (x * y))
-            block = Block(machine, self, tuple(f + p for f, p in zip(first, place, strict=True)), place, rank)
+            index: Any = tuple(f + p for f, p in zip(first, place, strict=True))
+            block = Block(machine, self, index, place, rank)
             self.blocks.append(block)
             for warp in range(count):
                 agent = self.clocks.add(f"warp {warp} of {block.name}", True)
@@ -157,7 +159,7 @@ class Machine:
         self.events = 0  # grows with whatever another warp could have waited for
         self.executed = 0
         self._limit = limit
-        self._steps: list[tuple | None] = [None] * len(launch.kernel.code)
+        self._steps: list[Any] = [None] * len(launch.kernel.code)
         self._here: Warps | None = None
         self.after_turn: list[Callable[[], None]] = []  # what an instruction wants done when its group's turn is over
 
@@ -245,8 +247,7 @@ class Machine:
     def _turn(self, cluster: Cluster, group: Warps) -> None:
         """Let one group execute until it waits, ends, splits, or has used its budget."""
         before = group.state
-        group.state = None
-        group.stop_here = False
+        group.rest()
         self._here = group
         try:
             parts = self._execute(group, self.policy.budget())
@@ -338,7 +339,8 @@ class Machine:
                             taken = taken & m
                         chosen = taken if m is not None or not taken.all() else None
                     else:
-                        taken = chosen = m
+                        taken: Any = m
+                        chosen = m
                     count += 1
                     if steers:
                         parts = self._steer(w, run, chosen)
@@ -359,7 +361,7 @@ class Machine:
                 raise Fault("limit", f"more than {self._limit} instructions", self.where(w))
         return None
 
-    def _steer(self, w: Warps, run, chosen) -> list[Warps] | None:
+    def _steer(self, w: Warps, run: Any, chosen: Any) -> list[Warps] | None:
         """A branch, an end, or a barrier of the block."""
         if run in ("ret", "exit"):
             if chosen is None or chosen.any():
@@ -373,7 +375,7 @@ class Machine:
             return self._branch(w, target, chosen)
         return self._barrier(w, run, chosen)
 
-    def _branch(self, w: Warps, target: int, chosen) -> list[Warps] | None:
+    def _branch(self, w: Warps, target: int, chosen: Any) -> list[Warps] | None:
         if chosen is None or (w.mask is not None and (chosen == w.mask).all()):
             w.pc = target
             return None
@@ -394,7 +396,7 @@ class Machine:
         w.take_first()
         return None
 
-    def _barrier(self, w: Warps, run, chosen) -> list[Warps] | None:
+    def _barrier(self, w: Warps, run: Any, chosen: Any) -> list[Warps] | None:
         """bar and barrier need whole warps, all at this place."""
         if chosen is not None and not (w.mask is not None and (chosen == w.mask).all()):
             if not chosen.any():

@@ -1,6 +1,7 @@
 """Global and shared memory: addresses, bounds, and what has been written."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class GlobalMemory:
             raise Fault("bounds", f"an access of {size} bytes to global memory at {wrong:#x}{self._nearest(wrong)}")
 
     def _nearest(self, address: int) -> str:
-        near = int(np.argmin(np.minimum(abs(self._starts - address), abs(self._ends - address))))
+        near = int(np.argmin(np.minimum(np.abs(self._starts - address), np.abs(self._ends - address))))
         start, end = int(self._starts[near]), int(self._ends[near])
         if address >= end:
             return f" is {address - end} bytes behind the end of an array of {end - start} bytes"
@@ -95,7 +96,7 @@ class SharedMemory:
         self.written = np.zeros(size, np.uint8)
         self._words = {unit: self.data.view(kind) for unit, kind in UNSIGNED.items()}
         self._marks = {unit: self.written.view(kind) for unit, kind in UNSIGNED.items()}
-        self.shadow = Shadow(clocks, size // CELL, self._what) if clocks else None
+        self.shadow: Any = Shadow(clocks, size // CELL, self._what) if clocks else None
 
     def check(self, offset: np.ndarray, size: int) -> None:
         """Fault("bounds") unless the accesses of `size` bytes lie in the memory and are aligned to `size`."""

@@ -4,7 +4,7 @@ import functools
 import re
 import struct
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from problems.common.ptx_model.faults import Fault
 
@@ -70,7 +70,7 @@ Operand = Register | Predicate | Immediate | Address | Vector | Special | Symbol
 class Instruction:
     op: str  # "mbarrier"
     mods: tuple[str, ...]  # ("try_wait", "parity", "shared::cta", "b64")
-    operands: tuple[Operand, ...]
+    operands: tuple[Any, ...]  # of Operand
     predicate: Predicate | None
     line: int  # of the PTX text, from 1
     source: str  # "file.cu:12", or ""
@@ -130,7 +130,7 @@ class _Reader:
 
     def __init__(self, text: str, at: int, files: dict[str, str]) -> None:
         self._files = files
-        head = re.compile(r"\.entry\s+([\w$]+)\s*\(").match(text, at)
+        head: Any = re.compile(r"\.entry\s+([\w$]+)\s*\(").match(text, at)
         close = text.index(")", head.end())
         brace = text.index("{", close)
         parameters, size = _parameters(text[head.end() : close])
@@ -148,7 +148,8 @@ class _Reader:
 
     def _directives(self, text: str) -> None:
         if found := re.search(r"\.reqnctapercluster\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", text):
-            self.kernel.cluster = tuple(int(n or 1) for n in found.groups())
+            x, y, z = (int(n or 1) for n in found.groups())
+            self.kernel.cluster = x, y, z
         if found := re.search(r"\.(req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", text):
             self.kernel.exact_threads = found[1] == "req"
             self.kernel.threads = int(found[2]) * int(found[3] or 1) * int(found[4] or 1)
@@ -244,7 +245,7 @@ class _Reader:
                 )
             )
 
-    def _find(self, name: str, scope: int) -> Register | Predicate | None:
+    def _find(self, name: str, scope: int) -> Any:
         while scope >= 0:
             if name in self._scopes[scope]:
                 return self._scopes[scope][name]

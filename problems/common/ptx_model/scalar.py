@@ -212,7 +212,7 @@ def logic(d: Decoder) -> Execute:
     return simple(d, type_, _LOGIC[d.instruction.op])
 
 
-_LOGIC = {
+_LOGIC: dict[str, Any] = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "cnot": lambda a: (a == 0).astype(np.asarray(a).dtype),
 }  # fmt: skip
@@ -418,7 +418,7 @@ def compare(d: Decoder) -> Execute:
     left, right = d.get(1, type_), d.get(2, type_)
     further = d.get(3, "pred") if combine else None
     targets = [d.put(item, "pred") for item in d.items(0)]
-    join = _LOGIC.get(combine)
+    join: Any = _LOGIC.get(combine)
 
     def execute(w: Warps, m: Mask) -> None:
         result = function(left(w), right(w))

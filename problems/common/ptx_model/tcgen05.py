@@ -6,6 +6,7 @@ What is asynchronous is one line of work for each block that issues it, done in 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -264,7 +265,7 @@ def _smem_operand(block, name: int, rows: int, k_major: bool, type_: str, past: 
     return values
 
 
-def _cells(unwritten: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _cells(unwritten: np.ndarray, values: np.ndarray) -> Any:
     return unwritten.reshape(*values.shape, -1).any(axis=-1)
 
 
@@ -285,7 +286,7 @@ def _scales(block, address: int, rows: int, blocks: int, form: Form, which: int,
     return (formats.E4M3[chosen] if form.scale_type == "e4m3" else formats.UE8M0[chosen]).astype(np.float64)
 
 
-def _lanes(rows: int, first: int) -> np.ndarray:
+def _lanes(rows: int, first: int) -> Any:
     """The lanes of tensor memory that hold the rows of a product."""
     row = np.arange(rows)
     if rows == 64:

@@ -1,5 +1,7 @@
 """Tensor memory of a block: 128 lanes of 512 columns of 4 bytes, allocated in columns, poisoned."""
 
+from typing import Any
+
 import numpy as np
 
 from problems.common.ptx_model.faults import Fault
@@ -17,8 +19,8 @@ class TensorMemory:
         self._name, self._clocks = name, clocks
         self._allocated: dict[int, int] = {}  # first column -> columns
         self._relinquished = False
-        self._words: np.ndarray | None = None
-        self._written: np.ndarray | None = None
+        self._words: Any = None
+        self._written: Any = None
         self._shadow: Shadow | None = None
 
     def _make(self) -> None:

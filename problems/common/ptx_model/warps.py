@@ -41,9 +41,9 @@ class Warps:
         self.mask: Mask = None
         self.alive: Mask = None  # None: no thread has ended
         self.others: list[tuple[int, np.ndarray]] = []  # places where further threads stand
-        self.state: tuple | None = None  # what they wait for; None: nothing
+        self.state: Any = None  # what they wait for; None: nothing
         self.pending: list = []  # asynchronous work that will write their registers
-        self.stop_here = False  # set by an instruction after which another group should have its turn
+        self.stop_here: bool = False  # set by an instruction after which another group should have its turn
 
     @classmethod
     def fresh(cls, block: "Block", ids: np.ndarray, live: np.ndarray) -> "Warps":
@@ -56,12 +56,16 @@ class Warps:
             warps.alive = warps.mask = live
         return warps
 
-    def active(self) -> np.ndarray:
+    def active(self) -> Any:
         """bool (threads,): those that execute the present instruction."""
         return np.ones(self.count, bool) if self.mask is None else self.mask
 
     def ended(self) -> bool:
         return self.alive is not None and not self.alive.any()
+
+    def rest(self) -> None:
+        """They wait for nothing: what an instruction says next counts."""
+        self.state, self.stop_here = None, False
 
     # ---- where the threads stand
 
@@ -127,7 +131,7 @@ class Warps:
         while self.pending:
             self.pending[0].complete()
 
-    def whole(self, what: str) -> np.ndarray:
+    def whole(self, what: str) -> Any:
         """bool (warps,): which warps execute the present instruction. Fault("divergence"): only a part of a warp."""
         from problems.common.ptx_model.faults import Fault
 

@@ -60,8 +60,8 @@ class Mutant:
 
 KERNELS = {
     "ring": Kernel("nvfp4_gemv", "sm100_native", "sm100", {"m": 40, "k": 5184, "l": 1, "seed": 5}, "gemv"),
-    "tma": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 40, "k": 33856, "l": 1, "seed": 5}, "rank2"),
-    "cluster": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 72, "k": 33856, "l": 2, "seed": 5}, "rank3"),
+    "tma": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 40, "k": 17472, "l": 1, "seed": 5}, "rank2"),
+    "cluster": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 40, "k": 17472, "l": 2, "seed": 5}, "rank3"),
     "attention": Kernel(
         "fmha_decode", "sm90_wgmma", "sm90",
         {

@@ -68,6 +68,7 @@ class Clocks:
         self.fenced[agent] = np.maximum(self.fenced[agent], self.fenced[issuers].max(axis=0))
         self.known[agent, agent] += 1
         self.fenced[agent, agent] = self.known[agent, agent]
+        self.known[issuers, issuers] += 1  # what they do from now on is not ordered before the work
         return Past(agent, self.known[agent].copy(), self.fenced[agent].copy())
 
     def finish(self, past: "Past") -> tuple[np.ndarray, np.ndarray]:

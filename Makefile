@@ -1,6 +1,7 @@
 # Every job sets itself up: the first call makes .venv, later calls install nothing.
 #   make run          check and time every nvfp4_gemv variant that this machine can run, then the board
 #   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python -m pytest -m gpu)
+#   make test-system  the tests that need sshd, rsync, chromium or Ray; make setup-system installs these
 #   make lint         ruff, types               make board       compile what the records lack; render README's table
 #   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay
 PYTHON ?= python3
@@ -9,9 +10,12 @@ VENV_PYTHON := .venv/bin/python
 # Packages come uncompiled (tools/setup.py): what an import compiles is kept, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-slow lint bench board clean
+.PHONY: setup setup-system run test test-slow test-system lint bench board clean
 setup:
 	@$(PYTHON) tools/setup.py
+
+setup-system: setup
+	@$(PYTHON) tools/setup_system.py
 
 # First the winner on one case, a minute's work, so that a result is there soon; then everything.
 QUICK_nvfp4_gemv := m=7168 k=2048
@@ -35,6 +39,10 @@ test: setup
 
 test-slow: setup
 	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu"
+
+# With REQUIRE_SYSTEM=1 a test fails where a program is missing, and is not skipped.
+test-system: setup
+	$(VENV_PYTHON) -m pytest -q -m "system and not slow" tests/system
 
 lint: setup
 	$(VENV_PYTHON) -m ruff check .

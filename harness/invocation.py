@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from harness.judge import console, device_lock, journal, next_command, plan, verdict
+from harness.judge import console, device_lock, journal, next_command, plan, spread, verdict
 from harness.judge.events import Events
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -34,6 +34,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.args, self.further, self.defaults = arguments, further, defaults
         self.stdout, self.events = stdout, events
+        self.stack = contextlib.ExitStack()
         self.lines: list[dict] = []
         self.journal: Journal | None = None
         self.opponents: list[Result] = []  # leaders that took part in a confirmation only
@@ -54,11 +55,31 @@ class Run:
         return found
 
     @functools.cached_property
+    def devices(self) -> list[spread.Place]:
+        """The devices that --devices spreads cases over; [] without it, and on a CPU, which is one device."""
+        wanted, kind = self.args.devices, self.args.device or ("cuda" if gpu.visible() else "cpu")
+        if wanted is None:
+            return []
+        if kind == "cpu" and wanted == "all":
+            console.say("--devices all: the CPU is one device, so its cases are judged one after the other")
+            return []
+        if kind == "cpu":
+            raise UsageError(f"--devices {wanted} names GPUs, and this run is on the CPU")
+        if self.args.device not in (None, "cuda"):
+            raise UsageError(f"give one of --devices and --device {self.args.device}")
+        if self.args.sanitize or self.args.lint or self.args.mode in ("profile", "latency"):
+            raise UsageError("--devices goes with no --sanitize, --lint, --mode profile or --mode latency")
+        return spread.places(wanted)
+
+    @functools.cached_property
     def device(self) -> str:
         """The kind of device. Of several GPUs, the named one becomes the only visible one."""
+        devices = self.devices  # before all but one GPU are hidden
         wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
         if wanted in ("cpu", "model"):  # the model executes on the CPU
             return "cpu"
+        if devices:
+            wanted = devices[0].name
         if not gpu.present():
             raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
         try:
@@ -85,7 +106,7 @@ class Run:
 
     @functools.cached_property
     def selection(self) -> Selection:
-        return Selection(self.problem, self.args, self.device, self.target)
+        return Selection(self.problem, self.args, self.device, self.target, self.stack)
 
     @functools.cached_property
     def recorder(self) -> Recorder:
@@ -104,7 +125,7 @@ class Run:
 
     def main(self) -> int:
         """Make the run. Return the exit code."""
-        with console.quiet(self.args.quiet):
+        with console.quiet(self.args.quiet), self.stack:
             return self._main()
 
     def _main(self) -> int:
@@ -188,7 +209,7 @@ class Run:
         finally:
             self._print(judged)
         self._tell(judged)
-        return verdict.exit_code(judged, args.all)
+        return verdict.exit_code(judged, args.all) or self._regression(judged)
 
     def _settle(self) -> int | None:
         """Complete the records of killed runs, and say which are unfinished. Return the exit code if nothing else is
@@ -255,9 +276,9 @@ class Run:
         args, (tests, cases) = self.args, self.selection.cases()
         judging = Judging(
             self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter,
-            self.events,
+            self.events, self.devices,
         )  # fmt: skip
-        with self._held(args.mode != "test"):
+        with spread.held(self.devices, console.say) if self.devices else self._held(args.mode != "test"):
             judging.run(judged, tests, cases)
         self.opponents = judging.opponents
 
@@ -315,6 +336,19 @@ class Run:
                 console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
             elif args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
+
+    def _regression(self, judged: list[Result]) -> int:
+        """Say whether --fail-on-regression found one. Return the exit code."""
+        percent = self.args.fail_on_regression
+        if percent is None:
+            return 0
+        found = [said for j in judged for said in verdict.regressions(j, percent)]
+        with console.quiet(False):
+            for said in found:
+                console.say(f"regression of more than {percent:g} %: {said}")
+            if not found:
+                console.say(f"no regression of more than {percent:g} % is shown")
+        return verdict.REGRESSION_EXIT if found else 0
 
     def _tell(self, judged: list[Result]) -> None:
         """Write the verdicts and the next command to --events."""

@@ -45,11 +45,18 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
     p.add_argument("--submission", metavar="FILE", help="a file of your own")
-    p.add_argument("--against", metavar="VARIANT_OR_FILE", help="interleaved pairs; ratio with its 95 %% interval")
+    p.add_argument(
+        "--against", metavar="VARIANT_OR_FILE",
+        help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
+    )  # fmt: skip
     p.add_argument("--processes", type=int, metavar="N", help="of each, with --against: more of them decide more")
     p.add_argument(
         "--same-within", type=float, default=1.5, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)"
     )
+    p.add_argument(
+        "--fail-on-regression", type=float, metavar="PERCENT",
+        help="with --against: exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",
+    )  # fmt: skip
     p.add_argument(
         "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
     )
@@ -74,6 +81,11 @@ def parser() -> argparse.ArgumentParser:
         "--resume", nargs="?", const="", metavar="RUN_ID",
         help="go on with a run that was killed, by default the newest unfinished one, with its options",
     )  # fmt: skip
+    p.add_argument("--on", metavar="HOST", help="judge on another machine, over ssh and rsync (docs/remote.md)")
+    p.add_argument("--devices", metavar="LIST", help="spread the cases over several GPUs: all, or numbers such as 0,2")
+    p.add_argument(
+        "--ray", metavar="ADDRESS", help="a job for each problem (commas between) and variant on a Ray cluster"
+    )
     p.add_argument("--check-only", action="store_true", help="the problem's own end-to-end check (check.py), then stop")
     p.add_argument("--lint", action="store_true", help="check the problem itself: what must fail fails, then stop")
     p.add_argument("--sanitize", action="store_true", help="run small cases under compute-sanitizer, then stop")
@@ -112,8 +124,14 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
 
     code = None
     try:
-        events = _events(args.events)
-        if (code := _without_torch(args, further)) is None:
+        events = Events(None) if args.on else _events(args.events)
+        code = _without_torch(args, further)
+        if code is None and (args.on or args.ray):
+            from harness.tools import cluster, remote
+
+            elsewhere = cluster.run if args.ray else remote.start
+            code = elsewhere(args, further, parser().parse_args([]), stdout)
+        elif code is None:
             from harness.invocation import Run
 
             run = Run(args, further, parser().parse_args([]), stdout, events)
@@ -152,7 +170,7 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     from harness.problem import folders
     from harness.problem.folders import UsageError
 
-    for name in ("variant", "submission", "against", "case", "json", "device", "problem"):
+    for name in ("variant", "submission", "against", "case", "json", "device", "devices", "on", "ray", "problem"):
         if getattr(args, name) == "":
             raise UsageError(f"{'PROBLEM' if name == 'problem' else f'--{name}'} must not be empty, got ''")
     if args.print_completion:
@@ -164,13 +182,8 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     if args.list or not args.problem:
         _see_only_listed(args, further)
         return _list(args.problem)
-    folder = folders.place(args.problem)
-    if args.variant and not args.submission and not args.all:
-        folders.variant_file(folder, args.variant)
-    if args.against and not args.all and not args.against.endswith(".py"):
-        folders.variant_file(folder, args.against)
-    if further and not (folder / "check.py").is_file():
-        raise UsageError(f"unrecognized arguments: {' '.join(further)}")
+    for problem in args.problem.split(",") if args.ray else [args.problem]:
+        _see_problem(args, further, folders.place(problem))
     if args.device and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|model", args.device):
         raise UsageError(f"--device must be cpu, cuda, cuda:N or model, got {args.device!r}")
     if args.device == "model" and (args.mode != "test" or args.all or args.against or args.sanitize or args.lint):
@@ -181,6 +194,11 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError(f"--processes must be 2 to 1000 and goes with --against, got {args.processes}")
     if not 0 < args.same_within < 50:
         raise UsageError(f"--same-within must be over 0 and under 50, in percent, got {args.same_within}")
+    if args.fail_on_regression is not None:
+        if not 0 <= args.fail_on_regression < math.inf:
+            raise UsageError(f"--fail-on-regression must be 0 or more, in percent, got {args.fail_on_regression}")
+        if args.resume is None and (not args.against or args.mode not in ("benchmark", "leaderboard")):
+            raise UsageError("--fail-on-regression goes with --against, in --mode benchmark or without --mode")
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
     if args.json and args.json != "-":
@@ -189,6 +207,21 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         except (OSError, ValueError) as error:
             raise UsageError(f"--json: cannot write {args.json}: {_why(error)}") from None
     return None
+
+
+def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> None:
+    """Raise UsageError for a variant that the problem in `folder` lacks, or options that its check does not take."""
+    from harness.problem import commits, folders
+
+    if args.variant and not args.submission and not args.all:
+        folders.variant_file(folder, args.variant)
+    if args.against and not args.all and not args.against.endswith(".py"):
+        if other := commits.split(args.against):
+            commits.see_there(folder, *other)
+        else:
+            folders.variant_file(folder, args.against)
+    if further and not (folder / "check.py").is_file():
+        raise folders.UsageError(f"unrecognized arguments: {' '.join(further)}")
 
 
 def _events(path: str | None) -> Events:

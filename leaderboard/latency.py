@@ -34,7 +34,7 @@ def table(records: list[dict], known: Provenance) -> Table:
         row = [text.line(case.get(name, ""), tables.REASON) for name in names]
         row += [tables.us(number(one.get(name))) for name in ("eager_us", "median_us", "sol_us")]
         row += [tables.percent(share(one)), str((one.get("launches") or {}).get("graph", "")), known.state(one)]
-        rows.append([*row, _state(one, known)])
+        rows.append([*row, state(one, known)])
     return header, rows
 
 
@@ -75,7 +75,7 @@ def notes(records: list[dict]) -> list[str]:
     ]
 
 
-def _state(one: dict, known: Provenance) -> str:
+def state(one: dict, known: Provenance) -> str:
     said = (
         [] if one["status"] == "PASSED" else [f"{one['status']}: {text.line(one.get('reason') or '', tables.REASON)}"]
     )

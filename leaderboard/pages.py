@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -29,12 +30,15 @@ DIFF_LINES = 20  # of a stale table, shown by --check
 
 @dataclasses.dataclass
 class Shown:
-    """What the records give. steps: records of whole models' decode steps by title; complaints: lines left out."""
+    """What the records give. steps: records of whole models' decode steps by title; complaints: lines left out;
+    records: by machine.
+    """
 
     known: Provenance
     boards: list[board.Board] = dataclasses.field(default_factory=list)
     steps: latency.Steps = dataclasses.field(default_factory=dict)
     complaints: list[str] = dataclasses.field(default_factory=list)
+    records: dict[str, list[dict]] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.boards or self.steps)
@@ -48,7 +52,7 @@ def read(results: Path, machines: list[str], problems: list[str]) -> Shown:
     by_machine, complaints = records_of(results, machines, problems)
     lines, said = provenance.read(results)
     known = Provenance(lines, (one for records in by_machine.values() for one in records))
-    shown = Shown(known, complaints=complaints + said)
+    shown = Shown(known, complaints=complaints + said, records=by_machine)
     for machine, records in by_machine.items():
         kinds = {(one["problem"], one["target"]) for one in records}
         cases = {kind: found for kind in sorted(kinds) if (found := expected(*kind))}
@@ -216,6 +220,8 @@ def report(options: argparse.Namespace) -> int:
         where = "" if options.machine is None else f" on {options.machine}{_elsewhere(options, folders)}"
         out = sys.stdout if options.format == "terminal" else sys.stderr
         print(f"no records{of}{where}: run `.venv/bin/python harness/run.py PROBLEM` first", file=out)
+    if options.html or options.serve:
+        return _site(shown, options)
     if options.format == "csv":
         print(tables.csv(shown.boards), end="")
     elif options.format == "markdown" and shown:
@@ -240,15 +246,32 @@ def _list(names: list[str]) -> str:
 
 
 def _write(shown: Shown, folder: Path) -> None:
-    """Write board.md, board.csv and a picture of each board into `folder`."""
-    from leaderboard import plot  # matplotlib takes half a second to import
+    """Write board.md, board.csv and the pictures of each board, as SVG and PNG, into `folder`."""
+    from leaderboard import pictures, plot  # matplotlib takes half a second to import
 
     folder.mkdir(parents=True, exist_ok=True)
     output.write_whole(folder / "board.md", markdown(shown))
     output.write_whole(folder / "board.csv", tables.csv(shown.boards))
-    pictures = [plot.write(one, folder) for one in track(shown.boards, "pictures")]
-    names = ["board.md", "board.csv", *(path.name for path in pictures if path)]
+    names = ["board.md", "board.csv"]
+    for one in track(shown.boards, "pictures"):
+        stem = f"{one.machine}_{one.problem}_{one.target}"
+        for drawn, of in ((pictures.by_case(one), stem), (pictures.by_variant(one), f"{stem}_variants")):
+            names += [path.name for path in plot.write(drawn, folder, of)] if drawn else []
     output.complain(f"wrote {', '.join(names)} in {folder}")
+
+
+def _site(shown: Shown, options: argparse.Namespace) -> int:
+    """Write the page, and serve it if that is wanted."""
+    from leaderboard.site import build  # matplotlib, jinja2 and pygments take most of a second to import
+
+    with tempfile.TemporaryDirectory() as draft:
+        folder = options.html or Path(draft)
+        count = build.write(shown, options.results, folder)
+        if options.html:
+            output.complain(f"wrote {count} pages in {folder}: open {folder / 'index.html'}")
+        if options.serve:
+            build.serve(folder)
+    return 0
 
 
 def readme(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
     .venv/bin/python leaderboard/report.py                             every board, in the terminal
     .venv/bin/python leaderboard/report.py nvfp4_gemv --format markdown
     .venv/bin/python leaderboard/report.py --out leaderboard/out       board.md, board.csv and a picture of each board
+    .venv/bin/python leaderboard/report.py --html leaderboard/out/site   the same and more as pages for a browser
     .venv/bin/python leaderboard/report.py --readme README.md          fill in its winners, and leaderboard/README.md
     .venv/bin/python leaderboard/report.py --check                     exit 1 if one of these is stale
 
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError, record.StorageError) as error:
         output.abandon()
         said = record.said_of(error) if isinstance(error, OSError) else error
-        output.complain(f"report.py: {text.line(said) or type(error).__name__}")
+        output.complain(f"leaderboard/report.py: {text.line(said) or type(error).__name__}")
         return 2
 
 
@@ -53,6 +54,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--machine", metavar="SLUG", help="a folder of leaderboard/results; default: all")
     parser.add_argument("--format", choices=("terminal", "markdown", "csv"), default="terminal")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write board.md, board.csv and pictures there")
+    parser.add_argument("--html", type=Path, metavar="DIR", help="write the page there: boards, pictures, sources")
+    parser.add_argument("--serve", action="store_true", help="open the page in a browser; without --html from a draft")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="fill in FILE and leaderboard/README.md beside it")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is stale")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: leaderboard/results")
@@ -61,8 +64,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options.problems = [Path(name).resolve().name for name in options.problems]
     if options.check and not options.readme:
         options.readme = ROOT / "README.md"
-    if options.readme and (options.problems or options.machine or options.out or options.format != "terminal"):
-        parser.error("--readme and --check show all that machines.txt lists: no PROBLEM, --machine, --out or --format")
+    shown = options.out or options.html or options.serve or options.format != "terminal"
+    if options.readme and (options.problems or options.machine or shown):
+        parser.error("--readme and --check show all that machines.txt lists: no PROBLEM, --machine, --format, --out, "
+                     "--html or --serve")  # fmt: skip
     return options
 
 

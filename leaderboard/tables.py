@@ -72,7 +72,7 @@ def standing(board: Board) -> Table:
         line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roofline_share)]
         line += [f"{row.baseline_ratio:.2f}x" if row.baseline_ratio > 0 else ""] * with_baseline
         line += [_cell(cells.get((row.variant, case))) for case in shown]
-        line += [f"{row.done}/{row.wanted}", _error(board.times, row), str(row.attempts or "")]
+        line += [f"{row.done}/{row.wanted}", worst_error(board.times, row), str(row.attempts or "")]
         rows.append(line + ["" if row.base else row.run_id] * with_run + [row.source, _state(row)])
     of_base = board.times[board.times.base]
     for name, column in (("roofline", "roofline_us"), ("empty call", "empty_call_us")) if shown else ():
@@ -194,6 +194,12 @@ def frame(boards: list[Board]) -> pd.DataFrame:
 
 
 def csv(boards: list[Board]) -> str:
+    return as_csv(frame(boards))
+
+
+def as_csv(rows: pd.DataFrame) -> str:
+    """Rows of `frame` as CSV."""
+
     def cell(value: object) -> object:
         if isinstance(value, float) and math.isfinite(value):
             return f"{value:.6g}"
@@ -201,7 +207,7 @@ def csv(boards: list[Board]) -> str:
             return text.clean(value)
         return str(value) if isinstance(value, int) else value  # or a column with gaps would be one of floats
 
-    return frame(boards).map(cell).to_csv(index=False, lineterminator="\n")
+    return rows.map(cell).to_csv(index=False, lineterminator="\n")
 
 
 def us(value: float) -> str:
@@ -243,7 +249,7 @@ def _interval(row: Any) -> str:
     return f"{us(row.lo_us)} to {us(row.hi_us)}" if math.isfinite(row.lo_us) else ""
 
 
-def _error(times: pd.DataFrame, row: Any) -> str:
+def worst_error(times: pd.DataFrame, row: Any) -> str:
     """The error of the case that used most of its tolerance."""
     measure = "rel_error" if row.baseline else "max_error"
     its = times[(times.variant == row.variant) & times[measure].notna() & (times.tolerance > 0)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from harness.runner import flush
+from harness.tools import profiling
 from tests.support import warm
 
 try:
@@ -54,4 +55,13 @@ def small_caches() -> Iterator[None]:
     """Caches are made cold by reading 24 MB, not several times what the machine has: here nobody goes by the times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flush, "last_level_cache", lambda: 2**23)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_for_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests profile and check does not come to the page of this checkout."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHECK_REPORT", "")
+        patch.setattr(profiling, "OUT", tmp_path_factory.mktemp("profiles"))
         yield

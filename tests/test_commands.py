@@ -4,6 +4,7 @@ What needs a GPU is refused on a CPU, with exit code 7 or 2 and a line that says
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from harness import run
 from harness.judge import phases
 from harness.results import environment, gpu, record
-from leaderboard import code_table, report
+from leaderboard import code_table, compare, pack, report
 from problems.common import load
 from problems.dsv4_forward.generate import generate
 from tests.support import ROOT, pages
@@ -31,7 +32,11 @@ SMALL = {  # a problem's small case, and for the whole model a short end-to-end 
 CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]
 STOPS = {"--check-only", "--lint", "--sanitize"}
 # What this suite is part of, or takes hours.
-NOT_WITHIN = ("make test", "make test-slow", "make lint", "make clean", "make setup", ".ci/run")
+NOT_WITHIN = (
+    "make test", "make test-slow", "make test-system", "make lint", "make clean", "make setup", "make setup-system",
+    ".ci/run",
+)  # fmt: skip
+ELSEWHERE = re.compile(r"tools/remote\.py|--on |--ray ")  # tests/system runs these, with a host and a cluster
 HOURS = (f"{PYTHON}-m tests.exploits.exploit_table",)
 
 pytestmark = pytest.mark.skipif(gpu.visible(), reason="says what happens without a GPU")
@@ -65,11 +70,19 @@ def exit_codes(words: list[str]) -> tuple[int, ...]:
         return (7, 2) if {"--mode", "--against", "--sanitize"} & {*words} else (0, 7)
     if any("/wrong/" in word for word in words):
         return (1,)
+    if "--fail-on-regression" in words:
+        return (0, 6, 8)
     return (0, 6) if "benchmark" in words else (0,)  # 6: the machine was too busy to time it
 
 
 def make_way(there: Path, words: list[str]) -> None:
-    """Leave of cpu_mine and my_op, which the pages make, what a command needs: it may come before or after others."""
+    """Leave of cpu_mine and my_op, which the pages make, what a command needs: it may come before or after others. For
+    a variant of another commit the copy gets two commits.
+    """
+    if any(word.startswith("HEAD~1:") for word in words) and not (there / ".git").is_dir():
+        git = ["git", "-c", "user.name=t", "-c", "user.email=t@t"]
+        for command in (["init", "-q"], ["add", "problems"], *[["commit", "-q", "--allow-empty", "-mx"]] * 2):
+            assert subprocess.run([*git, *command], cwd=there).returncode == 0
     shutil.rmtree(there / "problems" / "my_op", ignore_errors=True)
     for file in there.glob("problems/*/variants/cpu_mine.*"):
         file.unlink()
@@ -115,6 +128,8 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
         return
     assert command.startswith(PYTHON), f"tests/test_commands.py has no short form of {command!r}: add one"
     program, *words = shlex.split(command.removeprefix(PYTHON))
+    if ELSEWHERE.search(command):
+        return
     if program == "harness/run.py":
         if words[0] == "dsv4_forward":  # its modules import each other by name, so it is that of this checkout
             monkeypatch.setattr(load, "PROBLEMS", ROOT / "problems")
@@ -126,6 +141,10 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
             assert "this run is on cpu" in out + err or "needs a GPU" in err
     elif program == "leaderboard/report.py":
         assert report.main(words) == 0
+    elif program == "leaderboard/compare.py":
+        assert compare.main(words) == 0
+    elif program == "leaderboard/pack.py":
+        assert pack.main(words) == 0
     elif program == "leaderboard/code_table.py":
         (there / "none").mkdir(exist_ok=True)
         assert code_table.main([*words, "--results", str(there / "none")]) == 0
@@ -166,7 +185,10 @@ def test_four_commands_lead_from_a_clone_to_a_row_on_the_board(there, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in (*NOT_WITHIN, *HOURS)])
+@pytest.mark.parametrize(
+    "command",
+    [command for command in COMMANDS if command not in (*NOT_WITHIN, *HOURS) and not ELSEWHERE.search(command)],
+)
 def test_every_command_runs_as_it_is_written(command, copy):
     words = shlex.split(command)
     make_way(copy, words)

@@ -16,10 +16,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from harness import run
+from harness.judge import verdict
 from harness.problem import folders, scan
 from problems.common import build, load
 from tests.support import ROOT
-from tools import setup
+from tools import setup, setup_system
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = setup.read_pins((ROOT / "constraints.txt").read_text())
@@ -68,8 +69,8 @@ def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
     plan = setup.decide(gpu_facts(), GPU_NEEDS, PINS)
     assert (plan.stop, plan.torch) == ("", "python3")
     assert sorted(names(plan.requirements)) == [
-        "humming-kernels", "nvidia-cutlass-dsl", "pytest-xdist", "ruff", "safetensors", "shtab",
-        "tokenspeed-flashmla", "transformers", "ty",
+        "humming-kernels", "jinja2", "nvidia-cutlass-dsl", "pygments", "pytest-xdist", "ruff", "safetensors", "shtab",
+        "tokenizers", "tokenspeed-flashmla", "transformers", "ty",
     ]  # fmt: skip
     assert plan.pins["torch"] == "2.11.0+cu130" and plan.pins["numpy"] == "2.5.2"
     assert plan.pins["nvidia-cutlass-dsl"] == PINS["nvidia-cutlass-dsl"]
@@ -305,13 +306,23 @@ def test_ci_runs_the_tests_and_lint_and_fails_with_either(tmp_path):
     shutil.copy(script, tmp_path / ".ci" / "run")
     make = tmp_path / "bin" / "make"
     make.parent.mkdir()
-    for failing, status in (("none", 0), ("test", 1), ("lint", 1)):
+    for failing, status in (("none", 0), ("test", 1), ("test-system", 1), ("lint", 1)):
         make.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/called\n[ "$1" != {failing} ]\n')
         make.chmod(0o755)
         (tmp_path / "called").write_text("")
         done = subprocess.run(["sh", str(tmp_path / ".ci" / "run")], env={"PATH": f"{make.parent}:/usr/bin:/bin"})
         assert done.returncode == status, failing
-        assert (tmp_path / "called").read_text().split() == ["test", "lint"]
+        assert (tmp_path / "called").read_text().split() == ["test", "setup-system", "test-system", "lint"]
+
+
+@pytest.mark.parametrize(
+    ("root", "apt", "said"),
+    [(True, True, ""), (False, True, "sudo apt-get install rsync"), (True, False, "install rsync with")],
+)
+def test_what_apt_cannot_install_is_said(root, apt, said):
+    found = setup_system.why_not(["rsync"], root, apt)
+    assert said in found and bool(found) == bool(said)
+    assert setup_system.missing(lambda name: name != "sshd") == ["openssh-server"]
 
 
 def test_every_file_named_on_the_pages_exists():
@@ -322,6 +333,8 @@ def test_every_file_named_on_the_pages_exists():
         "problems/NAME/",
         "problems/my_op/",
         "leaderboard/out/profile/",
+        "leaderboard/out/ray/",
+        "leaderboard/out/remote/",
         "leaderboard/results/<machine>/",
     }
     missing, seen = [], 0
@@ -373,14 +386,17 @@ def test_the_options_in_the_page_for_agents_are_those_of_the_commands():
 
 
 def test_the_readme_has_the_exit_codes_of_the_judge():
-    codes = {2: {"bad"}}
+    other = {2: "bad", verdict.REGRESSION_EXIT: "regression"}  # of no verdict
+    codes = {code: {word} for code, word in other.items()}
     for status, code in load.constants(ROOT / "harness/judge/verdict.py", "EXIT_CODES")["EXIT_CODES"].items():
         codes.setdefault(code, set()).add(status)
     for page, head in (("README.md", "| exit code | verdict |"), ("AGENTS.md", "| code | meaning |")):
         table = (ROOT / page).read_text().partition(head)[2].partition("\n\n")[0]
         rows = re.findall(r"^\| (\d) \| (.*?) \|", table, re.MULTILINE)
         assert len(rows) == len(codes)
-        assert {int(n): set(text.replace(",", "").split()) if n != "2" else {"bad"} for n, text in rows} == codes
+        said = {int(n): set(text.replace(",", "").split()) for n, text in rows}
+        assert all(word in said[code] for code, word in other.items())
+        assert said | {code: codes[code] for code in other} == codes
 
 
 def test_the_constants_in_measuring_are_those_of_the_code():

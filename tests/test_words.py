@@ -38,7 +38,6 @@ EXCEPTIONS = {
     },
     "private": {"harness/sandbox/process.py", "harness/sandbox/workdir.py"},  # memory, paths
     "figure": {"leaderboard/plot.py"},  # matplotlib's
-    "figures": {"leaderboard/plot.py"},
     "peer": {"problems/dsv4_forward/reference.py"},  # a problem's `compare(..., peer=)`
 }  # fmt: skip
 

@@ -36,12 +36,15 @@ TAIL = 12  # lines of pip's that are shown if it fails
 ESSENTIAL = ("torch", "pytest", "pandas", "matplotlib", "rich", "pyyaml", "pydantic")  # nothing works without them
 WITHOUT = {  # what is lost without the others
     "nvidia-cutlass-dsl": "CuTe DSL variants neither compile nor run",
+    "jinja2": "leaderboard/report.py --html does not run",
+    "pygments": "leaderboard/report.py --html does not run",
     "pytest-xdist": "make test runs in one process and takes longer",
     "hypothesis": "the tests that draw their own cases do not run",
     "ruff": "make lint does not run",
     "ty": "make lint does not check types",
     "shtab": "harness/run.py --print-completion does not run",
     "safetensors": "checkpoints of the DSV4 model are neither read nor written",
+    "tokenizers": "generate.py of the DSV4 model takes and prints token ids, no text",
     "transformers": "the tests that compare the DSV4 model with it do not run",
     "humming-kernels": "peer_humming is UNSUPPORTED",
     "tokenspeed-flashmla": "peer_flashmla is UNSUPPORTED",

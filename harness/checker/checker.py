@@ -9,7 +9,6 @@ import dataclasses
 import os
 import socket
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from harness.checker import foreign, forms, inputs, memory
-from harness.runner import flush, gate, native, tree, wire
+from harness.runner import failure, flush, gate, native, tree, wire
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
 from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
@@ -422,6 +421,7 @@ def main(kind: type[Checker] = Checker) -> None:
     process.harden()
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, _ = wire.receive(sock)
+    folder = Path(message["folder"])
     checker = None
     while True:
         fds: list[int] = []
@@ -432,7 +432,7 @@ def main(kind: type[Checker] = Checker) -> None:
             else:
                 reply = getattr(checker, message["op"])(message, fds)
         except Exception as error:
-            reply = {"failed": type(error).__name__, "text": "".join(traceback.format_exception(error))[-8000:]}
+            reply = {"failed": type(error).__name__, "text": failure.of_folder(error, folder)}
         wire.send(sock, reply, tuple(reply.pop("fds", ())))
         try:
             message, fds = wire.receive(sock)

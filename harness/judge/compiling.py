@@ -17,14 +17,15 @@ from problems.common import load
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
 
 
-def kind(file: Path, folder: Path | None = None) -> str:
+def kind(file: Path, folder: Path | None = None, commit: Path | None = None) -> str:
     """Return how the submission `file` to the problem `folder` is compiled beforehand: by "compile_for", which it
-    defines, by a "call", or "" if no file of it needs a compiler.
+    defines, by a "call", or "" if no file of it needs a compiler. commit: the tree of another commit that it lies in.
     """
     tree = load.parse(file)
     if any(isinstance(node, ast.FunctionDef) and node.name == "compile_for" for node in tree.body):
         return "compile_for"
-    trees = [load.parse(path) for path in scan.closure(file, folder) if path.suffix == ".py"]
+    with sources.rooted(commit):
+        trees = [load.parse(path) for path in scan.closure(file, folder) if path.suffix == ".py"]
     names = {name for tree in trees for _, name in sources.imports(tree)}
     compiles = any(name.startswith(COMPILING) for name in names) or any(map(_torch_compiles, trees))
     return "call" if compiles else ""
@@ -46,9 +47,9 @@ def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str,
         if handle.built or handle.submission is None:
             continue
         handle.built = True
-        file, target = handle.submission.file, handle.target
-        how = kind(file, problem.folder)
-        if how and workdir.build_folder(file, problem, target) is None:
+        one, target = handle.submission, handle.target
+        how = kind(one.file, one.folder or problem.folder, one.tree)
+        if how and workdir.build_folder(one.file, problem, target, one.tree) is None:
             found.append(
                 (how, handle, RunnerHandle(f"{handle.name} (compile step)", handle.submission, target, built=True))
             )
@@ -59,9 +60,9 @@ def keep(problem: Problem, handle: RunnerHandle, folder: Workdir | None) -> str:
     """Keep what a process of `handle`, which has ended, compiled in its folder. Return why it is not kept, or ""."""
     if handle.submission is None or folder is None:
         return ""
-    key = workdir.key(handle.submission.file, problem, handle.target)
+    key = workdir.key(handle.submission.file, problem, handle.target, handle.submission.tree)
     try:
-        folder.publish(key)
+        folder.publish(key, handle.submission.tree)
     except workdir.CacheError as error:  # its runners compile for themselves
         return f"what {handle.name} compiled is not kept: {error}"
     return ""

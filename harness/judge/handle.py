@@ -110,7 +110,7 @@ class CheckerHandle:
             raise Died("RUNTIME_ERROR", watch.excess)
         if "failed" in reply:
             failed = failing or f"{self.problem.name}'s own code failed"
-            raise ProblemError(f"{failed}:\n{reply['text']}")
+            raise ProblemError(f"{failed}: {reply['text']}")
         return reply, fds
 
     def computes(self) -> bool:
@@ -292,15 +292,16 @@ class RunnerHandle:
             child = Child("harness.runner.runner", arch, stoppable=checker.device == "cpu")
             file, folder, files = None, problem.folder, {}
         else:
-            built = workdir.build_folder(self.submission.file, problem, self.target)
-            box = Workdir.make(self.submission.file, problem, built, checker.device)
+            tree = self.submission.tree
+            built = workdir.build_folder(self.submission.file, problem, self.target, tree)
+            box = Workdir.make(self.submission.file, problem, built, checker.device, tree=tree)
             child = Child("harness.runner.runner", arch, box.jail, stoppable)
             file, folder, files = str(box.file), box.folder, None if problem.own else box.files
         self.process = RunnerProcess(self.name, child, box, checker, limit_s, switched)
         self.last_loss = None
         message = {
             "device": device, "folder": str(folder), "file": file, "files": files,
-            "compile": compile_only,
+            "compile": compile_only, "common": str(box.common) if box and box.common else None,
         }  # fmt: skip
         with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
             child.send(message)

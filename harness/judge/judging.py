@@ -5,14 +5,15 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from harness.judge import confirm, console, device_lock, journal, phases, verdict
+from harness.judge import confirm, console, device_lock, journal, phases, spread, verdict
 from harness.judge.events import Events, Progress
 from harness.judge.handle import RunnerHandle
-from harness.judge.journal import Journal
+from harness.judge.journal import Have, Journal
 from harness.judge.outcome import Audit, Outcome
 from harness.judge.session import Session
+from harness.judge.spread import Place, Share, Work
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import environment, ranking, record
@@ -22,13 +23,16 @@ class Judging:
     """Fills in the results of the submissions. The caller holds the device, and records.
 
     journal: of a recorded run, whose finished work is taken from it; None: the run is not recorded, and nothing is
-    confirmed. enter: makes a submission part of the run, or returns None if it cannot be.
+    confirmed. enter: makes a submission part of the run, or returns None if it cannot be. devices: those that cases are
+    spread over, the session's own first; fewer than two are none.
     """
 
     def __init__(
         self, problem: Problem, device: str, target: str, args: argparse.Namespace, recorder: Recorder,
         journal: Journal | None, enter: Callable[[Submission], Result | None], events: Events,
+        devices: Sequence[Place] = (),
     ) -> None:  # fmt: skip
+        self.devices = devices
         self.problem, self.device, self.target, self.args = problem, device, target, args
         self.recorder, self.journal, self.enter, self.events = recorder, journal, enter, events
         self.opponents: list[Result] = []  # leaders that took part in a confirmation only
@@ -42,6 +46,9 @@ class Judging:
         with contextlib.ExitStack() as stack:
             self._note_others()
             stack.callback(self._note_others)
+            if len(self.devices) > 1:
+                names = ", ".join(place.name for place in self.devices)
+                self.recorder.warnings.append(f"cases spread over {names}, which worked at the same time")
             session = stack.enter_context(Session(self.problem, self.device, self.args.timeout))
             session.say = console.say
             session.progress = progress = stack.enter_context(console.progress(self.events.step))
@@ -65,10 +72,15 @@ class Judging:
     def _test(self, session: Session, cases: list[Case], progress: Progress) -> None:
         by_name = {j.submission.name: j for j in self.judged}
         have = self.journal.have() if self.journal else journal.NOTHING
+        handles, limit_s = [self._handle(j) for j in self.judged], self.problem.timeouts_s.get("test")
+        if len(self.devices) > 1:
+            missing = [n for n in range(len(cases)) if any(have.test(name, n) is None for name in by_name)]
+            work = self._work(session, self.judged, cases, limit_s)
+            have = self._spread(session, work, spread.test_shares(missing, len(self.devices)), have, "", progress)
 
         def done(handle: RunnerHandle, case: Case, outcome: Outcome) -> None:
             tests = by_name[handle.name].tests
-            if self.journal and have.test(handle.name, len(tests)) is None:
+            if self.journal and self.journal.have().test(handle.name, len(tests)) is None:
                 self.journal.test(handle.name, len(tests), outcome)
             tests.append((case, outcome))
             first = len(tests) == 1  # of many submissions, only this case shows at once that each works
@@ -77,8 +89,7 @@ class Judging:
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
                 self.events.failed(handle.name, case.params, outcome.status, outcome.reason)
 
-        handles = [self._handle(j) for j in self.judged]
-        phases.run_tests(session, handles, cases, done, progress, have, self.problem.timeouts_s.get("test"))
+        phases.run_tests(session, handles, cases, done, progress, have, limit_s)
         self._note_audits()
         if len(self.judged) > 1:
             for j in self.judged:
@@ -100,6 +111,14 @@ class Judging:
 
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
+        how = self._how(paired and phase == "benchmark")
+        if len(self.devices) > 1 and phase == "benchmark":  # a confirmation is a measurement on one device
+            how = how or phases.plan(self.device, paired)
+            numbers = range(len(self.cases))
+            missing = [n for n in numbers if any(have.group(p, n) is None for p in range(how.processes))]
+            work = self._work(session, judged, self.cases, limit_s, how, paired)
+            shares = spread.timed_shares(missing, how.processes, len(self.devices))
+            have = self._spread(session, work, shares, have, phase, progress)
         timings, all_readings = phases.run_benchmarks(
             session,
             handles,
@@ -109,7 +128,7 @@ class Judging:
             group,
             have,
             limit_s,
-            self._how(paired and phase == "benchmark"),
+            how,
         )
         for j in judged:
             for timing in timings[j.submission.name]:
@@ -119,6 +138,42 @@ class Judging:
             j.times = [verdict.aggregate(t, g) for t, g in zip(timings[j.submission.name], all_readings, strict=True)]
         if paired:
             verdict.pair(*judged, self.args.same_within / 100)
+
+    def _work(
+        self, session: Session, judged: list[Result], cases: list[Case], limit_s: float | None,
+        how: phases.Plan | None = None, paired: bool = False,
+    ) -> Work:  # fmt: skip
+        """Return what the parts of a phase have in common, and compile the submissions once for all of them."""
+        session.build(*(self._handle(j) for j in judged))
+        plan = dataclasses.asdict(how) if how else None
+        return Work(
+            self.problem, self.device, self.target, [j.submission for j in judged], cases, self.args.timeout, limit_s,
+            plan, paired,
+        )  # fmt: skip
+
+    def _spread(
+        self, session: Session, work: Work, shares: list[Share], have: Have, phase: str, progress: Progress
+    ) -> Have:
+        """Do the shares on the devices, and note what they found. Return `have` with it; what was there before stays.
+        phase: "" for test cases.
+        """
+        found = spread.run(work, shares, self.devices, progress, console.say)
+        for audits in found.audits:
+            for name, audit in audits.items():
+                self.handles[name].audit.add(Audit(**audit))
+        session.clock_name = session.clock_name or found.clock
+        session.notes += [note for note in found.notes if note not in session.notes]
+        tests = {key: outcome for key, outcome in found.tests.items() if key not in have.tests}
+        groups = {key: group for key, group in found.groups.items() if key not in have.groups}
+        if self.journal:
+            if session.clock_name and not self.journal.noted("clock"):
+                self.journal.note("clock", name=session.clock_name)
+            self._note_audits()
+            for (name, number), outcome in tests.items():
+                self.journal.test(name, number, outcome)
+            for group in groups.values():
+                self.journal.group(phase)(group)
+        return Have({**tests, **have.tests}, {**groups, **have.groups})
 
     def _how(self, asked: bool) -> phases.Plan | None:
         """Return the counts of the comparison that was asked for; None: the judge's own."""
@@ -196,10 +251,13 @@ class Judging:
         """Report and record other users of the GPU, while no process of this run uses it."""
         if self.device == "cpu":
             return
-        try:
-            found = [f"device shared with {user}" for user in device_lock.users(environment.gpu_uuid())]
-        except RuntimeError as error:
-            found = [f"other users of the device unknown: {error}"]
+        found = []
+        for place in self.devices or [None]:
+            try:
+                gpu = place.lock if place else environment.gpu_uuid()
+                found += [f"device shared with {user}" for user in device_lock.users(gpu)]
+            except RuntimeError as error:
+                found.append(f"other users of the device unknown: {error}")
         for text in found:
             if text not in self.recorder.warnings:
                 console.say(f"warning: {text}")

@@ -75,6 +75,12 @@ class Audit:
     prepare_us: float | None = None
     kept_bytes: int | None = None
 
+    def add(self, other: "Audit") -> None:
+        """Take in what was looked at elsewhere: counts add up, of times and sizes the largest stays."""
+        self.calls, self.records = self.calls + other.calls, self.records + other.records
+        self.prepare_us = max((us for us in (self.prepare_us, other.prepare_us) if us is not None), default=None)
+        self.kept_bytes = max((n for n in (self.kept_bytes, other.kept_bytes) if n is not None), default=None)
+
 
 @dataclass
 class Findings:

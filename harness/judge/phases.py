@@ -123,12 +123,7 @@ def run_benchmarks(
     )  # fmt: skip
     for handle in handles:
         handle.lost = 0
-    parts, together = made.parts()
-    made.total = -(-how.processes // together) * len(parts) * len(cases) * made.rounds
-    for first in range(0, how.processes, together):
-        for part, members in enumerate(parts):
-            made.process_group(range(first, min(first + together, how.processes)), part, members)
-    progress(Step("benchmark", made.total, made.total, "done"))
+    made.run(range(how.processes))
     return made.timings, [made.reference(number) for number in range(len(cases))]
 
 
@@ -183,6 +178,15 @@ class Benchmark:
     def rounds(self) -> int:
         """Of a case in one group of processes, but for those that replace calls on a busy machine."""
         return self.how.warmups + self.how.samples
+
+    def run(self, processes: range) -> None:
+        """Time the processes of these numbers, as many at once as have room."""
+        parts, together = self.parts()
+        self.total = -(-len(processes) // together) * len(parts) * len(self.cases) * self.rounds
+        for first in range(processes.start, processes.stop, together):
+            for part, members in enumerate(parts):
+                self.process_group(range(first, min(first + together, processes.stop)), part, members)
+        self.progress(Step("benchmark", self.total, self.total, "done"))
 
     def parts(self) -> tuple[list[list[RunnerHandle]], int]:
         """Return the submissions in parts that are alive at once, and how many processes of each; set the buffers of

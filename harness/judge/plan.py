@@ -9,7 +9,10 @@ from harness.problem.folders import Case, Problem, UsageError, reading
 from harness.results import environment, record, schema
 
 # Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
-OPTIONS = ("mode", "variant", "submission", "against", "processes", "same_within", "all", "seed", "timeout")
+OPTIONS = (
+    "mode", "variant", "submission", "against", "processes", "same_within", "fail_on_regression", "all", "seed",
+    "timeout",
+)  # fmt: skip
 _WORDS = {
     "arguments": "its arguments", "submissions": "the submissions", "tests": "the test cases", "target": "the target",
     "benchmarks": "the benchmark cases", "problem_hash": "the problem's own files", "environment": "the environment",

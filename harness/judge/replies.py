@@ -181,9 +181,10 @@ class Repeated(Reply):
 
 
 class Profiled(Reply):
-    """A profiler's table, or a compiler's report."""
+    """A profiler's table, or a compiler's report. trace: for a viewer of traces; "" where there is none."""
 
     table: Annotated[str, _cleaned(text.clean, TABLE_LIMIT, TABLE_LIMIT)]
+    trace: Annotated[str, _cleaned(text.clean, TABLE_LIMIT, TABLE_LIMIT)] = ""
 
 
 class Sealed(Reply):

@@ -1,6 +1,7 @@
 """The choices that the arguments of a run make: submissions and cases; and whether a submission may run here."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import shutil
@@ -10,9 +11,10 @@ from pathlib import Path
 from harness.judge import console
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
-from harness.problem import folders, scan
+from harness.problem import commits, folders, scan, sources
 from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
 from harness.results import record
+from harness.sandbox import workdir
 from problems.common import load
 
 
@@ -24,6 +26,7 @@ class Selection:
     args: argparse.Namespace
     device: str
     target: str
+    stack: contextlib.ExitStack  # closed at the end of the run: copies of other commits' files go then
 
     def submissions(self) -> list[Submission]:
         """Return the submissions that this run judges. UsageError: options exclude each other, or a file is none."""
@@ -58,11 +61,31 @@ class Selection:
             first = self.problem.winner(self.target)
         if not args.against:
             return [first]
-        path = Path(args.against)
+        path, other = Path(args.against), commits.split(args.against)
+        if other:
+            return [first, self._of_commit(*other)]
         second = folders.submission(self.problem, path) if path.suffix == ".py" else self.problem.variant(args.against)
         if second.name == first.name:
             second = dataclasses.replace(second, name=f"{second.name}#2")
         return [first, second]
+
+    def _of_commit(self, rev: str, variant: str) -> Submission:
+        """Return the variant of another commit, and say what is compared."""
+
+        def place() -> Path:
+            folder = workdir.scratch()
+            self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            return folder
+
+        found = commits.opponent(self.problem, rev, variant, place)
+        console.say(
+            f"{found.name} is the variant of {rev} ({found.commit}), built with that commit's problems/common; judge, "
+            "task and reference are those of this checkout"
+        )
+        with reading(self.problem.name):
+            if commits.has_changed(self.problem, found):
+                console.say(f"note: {self.problem.name} has changed since; both are judged by what it is now")
+        return found
 
     def target_of(self, submission: Submission) -> str:
         """Return the run's target, or for a submission without it, the first target of the submission."""
@@ -119,7 +142,8 @@ def refusal(submission: Submission, device: str, target: str) -> Outcome | None:
     can run, since nvcc is missing.
     """
     with reading(submission.file.name):
-        files = scan.closure(submission.file, submission.folder)
+        with sources.rooted(submission.tree):
+            files = scan.closure(submission.file, submission.folder)
         findings = [f for f in scan.findings(files, submission.baseline, submission.own) if not f.warns]
         missing = [name for name in submission.requires if importlib.util.find_spec(name) is None]
         flags = load.missing_cpu_flags(submission.file)

@@ -18,6 +18,7 @@ EXIT_CODES = {
     "PASSED": 0, "COMPILED": 0, "MODEL_CHECKED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3,
     "COMPILE_ERROR": 4, "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
 }  # fmt: skip
+REGRESSION_EXIT = 8  # of --fail-on-regression, where no verdict has another code
 # Where a submission failed in several ways, the one that says most about it is its verdict.
 _GRAVEST = schema.STATUSES
 
@@ -90,7 +91,8 @@ class Result:
 
 def source_hash(submission: Submission) -> str:
     """Of the submission, what it is made of and what it uses of problems/common, as it is now."""
-    return scan.source_hash(submission.file, submission.folder)
+    with sources.rooted(submission.tree):
+        return scan.source_hash(submission.file, submission.folder)
 
 
 def exit_code(judged: list[Result], everything: bool) -> int:
@@ -130,12 +132,25 @@ def pair(first: Result, second: Result, within: float = stats.SAME_WITHIN) -> No
         first.against_all = _against(second, stats.compare(served), within)
 
 
+def regressions(j: Result, percent: float) -> list[str]:
+    """Return where `j` is slower than what it was paired with by more than `percent` %, in words: single cases, and
+    all of them together.
+    """
+    cases = [(str(t.case), pair) for t, pair in zip(j.times, j.against, strict=True)] if j.against else []
+    found = []
+    for what, pair in [*cases, ("all cases together", j.against_all)]:
+        if pair and stats.Ratio(pair["ratio"], pair["ci95"], pair["ci99"], pair["processes"]).regressed(percent):
+            lo, hi = pair["ci99"]
+            found.append(f"{what}: {pair['ratio']:.4f} of the time of {pair['variant']} (99 %: {lo:.4f}..{hi:.4f})")
+    return found
+
+
 def _against(other: Result, found: stats.Ratio, within: float) -> dict:
     word = found.word(within)
     said = {
         "variant": other.submission.name, "ratio": found.ratio, "ci95": list(found.ci95), "ci99": list(found.ci99),
         "word": word, "processes": found.processes, "same_within": within,
-    }  # fmt: skip
+    } | ({"commit": other.submission.commit} if other.submission.commit else {})  # fmt: skip
     return {**said, "needed": found.needed(within)} if word == "UNDECIDED" else said
 
 
@@ -162,7 +177,7 @@ class Recorder:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
         key = judged.source_hash, judged.target
         if judged.target in build.ARCH and key not in self._code_hashes:
-            built = workdir.build_folder(judged.submission.file, self.problem, judged.target)
+            built = workdir.build_folder(judged.submission.file, self.problem, judged.target, judged.submission.tree)
             self._code_hashes[key] = machine_code.hash_of(built) if built else None
         return self._code_hashes.get(key)
 
@@ -188,7 +203,7 @@ class Recorder:
 
     def base(self, judged: Result, kind: str, case: dict) -> dict:
         """The fields that every record has, but for the verdict."""
-        commit, dirty = environment.commit()
+        commit, dirty = (judged.submission.commit, False) if judged.submission.commit else environment.commit()
         return {
             "schema": schema.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
             "case": case, "kind": kind, "variant": judged.submission.name, "target": judged.target,

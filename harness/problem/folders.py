@@ -73,7 +73,8 @@ class Submission:
     """A submission file and its literals, read without running it. folder: its problem's.
 
     only: (field of the case, values that it serves), of a baseline that cannot serve every case; () serves all. own:
-    its problem's folder is ours.
+    its problem's folder is ours. tree, commit: of a variant of another commit, a copy of that commit's files, in which
+    `file` and `folder` lie, and its hash.
     """
 
     name: str
@@ -85,6 +86,8 @@ class Submission:
     folder: Path | None = None
     only: tuple[tuple[str, tuple], ...] = ()
     own: bool = True
+    tree: Path | None = None
+    commit: str = ""
 
     def serves(self, case: Case) -> bool:
         return all(case.params.get(field) in values for field, values in self.only)

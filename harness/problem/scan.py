@@ -138,7 +138,7 @@ def _ways_around(file: Path) -> list[Finding]:
             names = set()
         found += [Finding(file, line, f"imports {name}: code must be readable") for name in sorted(names & _MODULES)]
         if isinstance(node, ast.Attribute) and node.attr in ("CUDAGraph", "graph") and _rooted(node, "cuda"):
-            found.append(Finding(file, line, "captures a graph, which needs a stream of its own (rule 1)"))
+            found.append(Finding(file, line, "captures a graph, which needs a separate stream (rule 1)"))
     return found + _graph_modes(file, tree)
 
 
@@ -153,7 +153,7 @@ def _graph_modes(file: Path, tree: ast.Module) -> list[Finding]:
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in _GRAPH_MODES:
             said = (
-                f'torch.compile with "{node.value}" captures graphs, which run on a stream of their own (rule 1: '
+                f'torch.compile with "{node.value}" captures graphs, which run on a separate stream (rule 1: '
                 f"default stream only): {_GRAPH_MODES[node.value]}"
             )
             found += [Finding(file, node.lineno, said)] if node not in off else []

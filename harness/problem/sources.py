@@ -7,6 +7,7 @@ by reading, nothing is run.
 """
 
 import ast
+import contextlib
 import io
 import json
 import tokenize
@@ -21,6 +22,20 @@ from problems.common import build, load
 SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}  # of sources beside a Python file
 # Of a problem folder, what no runner gets to see. A winner's variant is loaded, not imported.
 HIDDEN = ("reference", "check", "wrong", "variants")
+
+
+@contextlib.contextmanager
+def rooted(tree: Path | None) -> Iterator[None]:
+    """Within: what is shared, and the problems that a composition names, are those of `tree`, a copy of another
+    commit's files; with None they are those of this checkout, as without.
+    """
+    before = build.COMMON, load.PROBLEMS
+    if tree:
+        build.COMMON, load.PROBLEMS = tree / "problems" / "common", tree / "problems"
+    try:
+        yield
+    finally:
+        build.COMMON, load.PROBLEMS = before
 
 
 def own(file: Path) -> list[Path]:

@@ -80,10 +80,10 @@ def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
 @functools.cache
 def commit() -> tuple[str | None, bool | None]:
     """(commit of the checkout, whether it has uncommitted changes). Where whoever copied the tree set $GIT_COMMIT that
-    one, and an unknown second; outside git without it (None, None).
+    one, and what $GIT_DIRTY says, 0 or 1, else an unknown second; outside git without it (None, None).
     """
     if os.environ.get("GIT_COMMIT"):
-        return os.environ["GIT_COMMIT"], None
+        return os.environ["GIT_COMMIT"], {"0": False, "1": True}.get(os.environ.get("GIT_DIRTY", ""))
     root = Path(__file__).resolve().parents[2]
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)

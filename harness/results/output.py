@@ -101,7 +101,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         _write_whole(_target(path), text)
     except OSError as error:
-        error.filename = error.filename or str(path)
+        error.filename = str(path)  # not of the file beside it that would have taken its place
         raise
 
 

@@ -56,8 +56,10 @@ def apart(labels: Sequence[str]) -> tuple[dict[str, str], str]:
 
 
 def is_repeat(variant: str) -> bool:
-    """Whether this is "NAME#2", the second side of a variant paired with itself, which is no variant of its own."""
-    return re.fullmatch(r".+#\d+", variant) is not None
+    """Whether this is "NAME#2", the second side of a variant paired with itself, or "NAME#1a2b3c4d5e", the variant as
+    it was at a commit: no separate variant.
+    """
+    return re.fullmatch(r".+#[0-9a-f]+", variant) is not None
 
 
 def name(ranking_by: str) -> str:

@@ -115,6 +115,7 @@ class Against(_Checked):
     processes: int | None = Field(None, description="of each of the two, that were compared")
     same_within: float | None = Field(None, description="how near to 1 the 95 % interval must be for SAME")
     needed: int | None = Field(None, description="where UNDECIDED: about how many processes would decide")
+    commit: str | None = Field(None, description="of the other variant, where it is that of another commit")
 
 
 class Confirms(_Checked):

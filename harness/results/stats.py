@@ -13,6 +13,7 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 2000
+MANY = 10  # processes, of whose ratios the outermost do not count
 LEVEL = (2.5, 97.5)  # percentiles: the bounds of a 95 % interval
 SAME_WITHIN = 0.015  # a ratio whose 95 % interval is nearer to 1 is called SAME
 
@@ -61,6 +62,10 @@ class Ratio:
             return "FASTER" if self.ci99[1] < 1 else "SLOWER"
         return "SAME" if self.ci95[0] >= 1 - within and self.ci95[1] <= 1 + within else "UNDECIDED"
 
+    def regressed(self, percent: float) -> bool:
+        """Whether the 99 % interval is wholly over 1 + `percent` %: what --fail-on-regression calls a regression."""
+        return self.ci99[0] > 1 + percent / 100
+
     def needed(self, within: float = SAME_WITHIN) -> int:
         """Return about how many processes of each would decide, if the ratio stays where it is: an interval's width
         goes with the root of their number.
@@ -76,26 +81,68 @@ def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int 
     """Geometric mean over cases and processes of the midmean of a / b in each.  cases: of each, one list of (a, b) per
     process, taken one right after the other, so that what drifts falls on both.
 
-    Each process has a different level (an H200: +-1 % of 13 us, the same for all its calls), so processes are averaged,
-    and the interval, a bootstrap in two levels, is as wide as Student's t asks for their number; from one process it
-    says what calls differ by alone. ValueError for no case, process or pair, and a time that is not positive.
+    Each process has a different level (an H200: +-1 % of 13 us, the same for all its calls), so processes are averaged.
+    From MANY on it is a trimmed mean with its interval by Yuen (Biometrika 61, 1974), since a busy machine spoils some
+    processes. Of fewer the interval, a bootstrap in two levels, is as wide as Student's t asks for their number; from
+    one process it says what calls differ by alone. ValueError for no case, process or pair, and a time that is not
+    positive.
     """
     if not len(cases) or not all(len(case) for case in cases):
         raise ValueError("cases must hold at least one process each")
     rng = np.random.default_rng(seed)
     count = max(map(len, cases))
     processes = rng.random((RESAMPLES, count))
-    center, drawn = 0.0, np.zeros(RESAMPLES)
+    center, drawn, mids = 0.0, np.zeros(RESAMPLES), []
     for case in cases:
         logs = [np.log([a / b for a, b in (_positive(pair, "pair") for pair in group)]) for group in case]
         if not all(map(len, logs)):
             raise ValueError("every process must hold at least one pair")
-        center += float(np.mean([_midmean(group) for group in logs])) / len(cases)
+        mids.append([_midmean(group) for group in logs])
+        center += float(np.mean(mids[-1])) / len(cases)
         levels = np.stack([_resampled(group, rng) for group in logs], axis=1)  # (RESAMPLES, processes)
         chosen = (processes[:, : len(case)] * len(case)).astype(int)
         # Each draw of a process takes a resample of its own, at random.
         rows = rng.integers(RESAMPLES, size=chosen.shape)
         drawn += levels[rows, chosen].mean(axis=1) / len(cases)
+
+    if count >= MANY and all(len(case) == count for case in cases):
+        return _trimmed(np.mean(mids, axis=0))
+    return _ratio(center, drawn, count)
+
+
+def _trimmed(levels: np.ndarray) -> Ratio:
+    """Return the ratio of levels, the logarithm of one for each process, without the fifth of them at each end."""
+    count, cut = len(levels), len(levels) // 5
+    inner = np.sort(levels)[cut : count - cut]
+    winsorised = np.clip(levels, inner[0], inner[-1])
+    error = winsorised.std(ddof=1) * ((count - 1) / len(inner) / (len(inner) - 1)) ** 0.5
+    center = inner.mean()
+
+    def interval(level: float) -> tuple[float, float]:
+        half = _students_t(len(inner) - 1, level) * error
+        return float(np.exp(center - half)), float(np.exp(center + half))
+
+    return Ratio(float(np.exp(center)), interval(95), interval(99), count)
+
+
+def compare_unpaired(cases: Sequence[tuple[Groups, Groups]], seed: int = 0) -> Ratio:
+    """Geometric mean over cases of median(a) / median(b).  cases: of each (a, b), one list of samples per process, from
+    runs that were not interleaved.
+
+    The interval is that of the scatter of processes and samples within each run. What differs between the runs, a
+    clock, a driver or a machine, is in the ratio and not in the interval. ValueError as in geomean_interval.
+    """
+    if not len(cases):
+        raise ValueError("cases must not be empty")
+    sides = [[case[side] for case in cases] for side in (0, 1)]
+    drawn = np.log(_case_medians(sides[0], seed)) - np.log(_case_medians(sides[1], seed + 1))
+    medians = [[median([us for group in groups for us in group]) for groups in side] for side in sides]
+    center = float(np.mean(np.log(medians[0]) - np.log(medians[1])))
+    return _ratio(center, drawn.mean(axis=0), min(len(groups) for side in sides for groups in side))
+
+
+def _ratio(center: float, drawn: np.ndarray, count: int) -> Ratio:
+    """center, drawn: the logarithm of a ratio, and its resamples; count: of the processes behind it."""
 
     def interval(level: float) -> tuple[float, float]:
         lo, hi = np.percentile(drawn, [50 - level / 2, 50 + level / 2]) - center
@@ -106,10 +153,10 @@ def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int 
 
 
 def _midmean(values: np.ndarray) -> np.ndarray:
-    """Mean of the middle half along the last axis: as deaf to outliers as a ratio needs, and of less scatter than the
-    median.
+    """Mean of the middle half along the last axis, of three values the middle one: as deaf to outliers as a ratio
+    needs, and of less scatter than the median.
     """
-    cut = values.shape[-1] // 4
+    cut = max(values.shape[-1] // 4, values.shape[-1] > 2)
     return np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut].mean(axis=-1)
 
 

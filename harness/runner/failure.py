@@ -1,4 +1,4 @@
-"""The reply that reports an exception of a submission. It begins with the submission's own line."""
+"""The report of an exception of a submission or of a problem's folder. It begins with their own line."""
 
 import re
 import traceback
@@ -23,7 +23,9 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     then the traceback from its first frame in the submission, or the compiler's report. module: the submission, if it
     was imported.
     """
-    compiler = isinstance(error, build.BuildError)
+    # By name too: a submission of another commit has that commit's class.
+    kind = type(error)
+    compiler = isinstance(error, build.BuildError) or (kind.__module__, kind.__name__) == (build.__name__, "BuildError")
     trace = error.__traceback__
     own = _from(trace, Path(file)) if file else None
     text = str(error) if compiler else "".join(traceback.format_exception(type(error), error, own or trace))
@@ -34,6 +36,17 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
         "failed": "compile" if compiler else where, "type": type(error).__name__, "memory": out_of_memory,
         "text": _clip(f"{first}\n{text}"),
     }  # fmt: skip
+
+
+def of_folder(error: BaseException, folder: Path) -> str:
+    """Return a report of what the code of a problem's folder raised: its own line, "reference.py:12: KeyError: 'x'",
+    and then the traceback from its first frame in the folder. Without a frame there it is the judge's: all frames.
+    """
+    file = folder / "reference.py"
+    own = _from(error.__traceback__, file)
+    place = _place("", error, file, None) + ": " if own or isinstance(error, SyntaxError) else ""
+    trace = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
+    return _clip(f"{place}{_what(error)}\n{trace}")
 
 
 def _from(trace: TracebackType | None, file: Path) -> TracebackType | None:

@@ -9,8 +9,10 @@ harness/runner/wire.py.
 """
 
 import gc
+import importlib.util
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
@@ -24,6 +26,7 @@ from harness.runner import claims, clock, failure, gate, integrity, matmul, nati
 from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, load
 
+TRACE_LIMIT = 2**20  # characters; the judge takes no more
 COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
 
 
@@ -65,6 +68,8 @@ class Runner:
                 self.task = load.from_file(self.folder, self.folder / "task.py")
             elif "task.py" in start["files"]:
                 self.task = load.bound("task")  # of whose classes the submission's own import is
+            if start.get("common"):
+                _replace_common(Path(start["common"]))
             self.module = load.from_file(self.folder, Path(start["file"]))
             if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
                 raise AttributeError("it defines no custom_kernel(data), which the judge calls")
@@ -203,7 +208,7 @@ class Runner:
             self.module.custom_kernel(data, *state)
             self._sync()
         order = "cuda_time_total" if self.device == "cuda" else "cpu_time_total"
-        return {"table": profiler.key_averages().table(sort_by=order, row_limit=20)}
+        return {"table": profiler.key_averages().table(sort_by=order, row_limit=20), "trace": _trace(profiler)}
 
     def repeat(self, message: dict, _: list[int]) -> dict:
         """Make calls on the first buffer for some seconds, for a look from outside. Nothing reads what they write."""
@@ -330,11 +335,33 @@ class Runner:
             torch.cuda.synchronize()
 
 
+def _trace(profiler: torch.profiler.profile) -> str:
+    """Return what the profiler saw as JSON for a viewer of traces; "" where that is too long for a reply."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        said = Path(file.name).read_text(errors="replace")
+    return said if len(said) <= TRACE_LIMIT else ""
+
+
 class _Empty(NamedTuple):
     """What the empty call is given: bytes of the first and the last tensor, uint8 (n,)."""
 
     x: torch.Tensor
     y: torch.Tensor
+
+
+def _replace_common(folder: Path) -> None:
+    """From now on the modules of problems.common that are imported are those in `folder`, of another commit. What this
+    process and task.py hold already stays as it is.
+    """
+    for name in [name for name in sys.modules if name.startswith("problems.common.")]:
+        del sys.modules[name]
+    init = folder / "__init__.py"
+    spec = importlib.util.spec_from_file_location("problems.common", init, submodule_search_locations=[str(folder)])
+    if spec is None:
+        raise ImportError(f"{init} is no Python source")
+    package = sys.modules["problems.common"] = importlib.util.module_from_spec(spec)
+    vars(sys.modules["problems"])["common"] = package  # an import looks for names there too
 
 
 def _call(kernel: Callable[[], object]) -> object:

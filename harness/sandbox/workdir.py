@@ -39,6 +39,7 @@ CACHE_DEPTH = 40  # folders within folders
 COMPILERS = {"cpu": ("g++",), "sm90": ("nvcc", "g++"), "sm100": ("nvcc", "g++")}
 # Whose caches are kept, or against which code is built.
 OUTSIDE = "submission"  # folder of a submission that does not lie in its problem's
+THEN = "common_of_its_commit"  # folder of the problems/common of a submission of another commit
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
 
 
@@ -49,7 +50,8 @@ class CacheError(RuntimeError):
 @dataclass
 class Workdir:
     """`jail`: for Child; `file`, `folder`, `files`: the submission, its problem's folder, GPU MODE's files by name, as
-    the runner is told. Remove it when the runner has ended.
+    the runner receives; `common`: the problems/common that a submission of another commit imports. Remove it when the
+    runner has ended.
     """
 
     jail: policy.Jail
@@ -59,13 +61,15 @@ class Workdir:
     _place: Path
     _real: list[tuple[str, str]]  # private path, what it stands for; the longest first
     _stack: contextlib.ExitStack
+    common: Path | None = None
 
     @classmethod
     def make(cls, file: Path, problem: Problem, built: Path | None = None, device: str = "cpu",
-             base: Path | None = None, without: frozenset[str] = frozenset()) -> "Workdir":  # fmt: skip
+             base: Path | None = None, without: frozenset[str] = frozenset(),
+             tree: Path | None = None) -> "Workdir":  # fmt: skip
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
-        is made; without: see sandbox.Jail. BuildError: the judge's own code does not compile here. ValueError: its
-        closure cannot be read, or laid out.
+        is made; without: see sandbox.Jail; tree: a copy of another commit's files, in which `file` lies. BuildError:
+        the judge's own code does not compile here. ValueError: its closure cannot be read, or laid out.
         """
         with contextlib.ExitStack() as stack:
             uid = stack.enter_context(policy.user(without))
@@ -76,7 +80,11 @@ class Workdir:
                 folder.mkdir()
             copied = _copy_code(code)
             folder = code / "problems" / problem.folder.name
-            copied |= _copy_submission(file, problem, folder)
+            common = code / THEN if tree else None
+            if tree and common:
+                copied |= _copy_common(tree / "problems" / "common", common)
+            with sources.rooted(tree):
+                copied |= _copy_submission(file, problem, _home(problem, tree), folder)
             for name, path in problem.files.items():
                 copied |= _copy(path, folder / name)
             files = {name: str(folder / name) for name in problem.files}
@@ -97,7 +105,7 @@ class Workdir:
             real += [(str(folder), str(problem.folder)), (str(code), str(ROOT)), (str(place), "<private>")]
             real.sort(key=lambda pair: -len(pair[0]))
             entry = next(private for private, path in copied.items() if path == file.resolve())
-            return cls(jail, entry, folder, files, place, real, stack.pop_all())
+            return cls(jail, entry, folder, files, place, real, stack.pop_all(), common)
 
     def restore(self, text: str) -> str:
         """`text` with the files that the runner saw named by where they really are."""
@@ -115,18 +123,19 @@ class Workdir:
                         total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
         return total
 
-    def publish(self, key: str) -> Path:
+    def publish(self, key: str, tree: Path | None = None) -> Path:
         """Keep cache/, less the judge's own code, for the next runners of this closure. -> the folder that holds it.
 
         Only once the runner has ended. What has this key already stays as it is. CacheError: see CACHE_LIMIT,
-        CACHE_FILES, CACHE_DEPTH. Links and special files are left out.
+        CACHE_FILES, CACHE_DEPTH. Links and special files are left out. tree: as for make.
         """
-        target = _closures() / key
+        closures = _closures(tree)
+        target = closures / key
         if target.is_dir():
             return target
-        _closures().mkdir(parents=True, exist_ok=True)
-        _sweep()
-        scratch = _closures() / f"tmp-{os.urandom(8).hex()}"
+        closures.mkdir(parents=True, exist_ok=True)
+        _sweep(closures)
+        scratch = closures / f"tmp-{os.urandom(8).hex()}"
         with _locked(scratch):  # says that somebody is at it: _sweep removes what nobody holds
             try:
                 scratch.mkdir()
@@ -143,21 +152,27 @@ class Workdir:
         self._stack.close()
 
 
-def build_folder(file: Path, problem: Problem, target: str) -> Path | None:
-    """What an earlier compile step of exactly this closure left, if there was one."""
-    folder = _closures() / key(file, problem, target)
+def build_folder(file: Path, problem: Problem, target: str, tree: Path | None = None) -> Path | None:
+    """What an earlier compile step of exactly this closure left, if there was one. tree: as for make."""
+    folder = _closures(tree) / key(file, problem, target, tree)
     return folder if folder.is_dir() else None
 
 
-def key(file: Path, problem: Problem, target: str) -> str:
+def key(file: Path, problem: Problem, target: str, tree: Path | None = None) -> str:
     """Of everything that a compile step of the submission `file` for `target` depends on. ValueError: as for make."""
     digest = hashlib.sha256(repr((target, _versions(target))).encode())
-    common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
+    with sources.rooted(tree):
+        common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
+        files = [(path, build.read(path)) for path in scan.closure(file, _home(problem, tree))]
     ours = [*_task(problem), *problem.files.values(), *common]
-    files = [(path, build.read(path)) for path in scan.closure(file, problem.folder)]
     for path, content in files + [(path, path.read_bytes()) for path in ours]:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()[:32]
+
+
+def _home(problem: Problem, tree: Path | None) -> Path:
+    """The problem's folder, or that in the copy of another commit's files."""
+    return tree / "problems" / problem.folder.name if tree else problem.folder
 
 
 def _task(problem: Problem) -> list[Path]:
@@ -212,14 +227,21 @@ def _copy(source: Path, target: Path) -> dict[Path, Path]:
 def _copy_code(code: Path) -> dict[Path, Path]:
     copied: dict[Path, Path] = {}
     files = [*runner_modules(), ROOT / "problems" / "__init__.py"]
-    files += [path for path in build.COMMON.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     for path in files:
         copied |= _copy(path, code / path.relative_to(ROOT))
+    return copied | _copy_common(build.COMMON, code / "problems" / "common")
+
+
+def _copy_common(common: Path, target: Path) -> dict[Path, Path]:
+    copied: dict[Path, Path] = {}
+    for path in common.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            copied |= _copy(path, target / path.relative_to(common))
     return copied
 
 
-def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, Path]:
-    """task.py and the closure, which keeps its places: from the problem's folder, or else from the submission's.
+def _copy_submission(file: Path, problem: Problem, home: Path, folder: Path) -> dict[Path, Path]:
+    """task.py and the closure, which keeps its places: from `home`, the problem's folder, or from the submission's.
 
     What a composition brings along lies as in problems/, where `folder` is.
     """
@@ -227,14 +249,12 @@ def _copy_submission(file: Path, problem: Problem, folder: Path) -> dict[Path, P
     for task in _task(problem):
         copied |= _copy(task, folder / "task.py")
     files = sources.own(file)
-    if all(problem.folder in path.parents for path in files):
-        top, place = problem.folder, folder
+    if all(home in path.parents for path in files):
+        top, place = home, folder
     else:
         top, place = file.resolve().parent, folder / OUTSIDE
     targets = [(path, place / path.relative_to(top)) for path in files]
-    targets += [
-        (path, folder.parent / path.relative_to(load.PROBLEMS)) for path in sources.brought(file, problem.folder)
-    ]
+    targets += [(path, folder.parent / path.relative_to(load.PROBLEMS)) for path in sources.brought(file, home)]
     for path, target in targets:
         if target in copied and copied[target] != path:
             raise ValueError(f"{path} would take the place of {copied[target]} in the runner's folder")
@@ -273,8 +293,9 @@ def _versions(target: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _closures() -> Path:
-    return build.directory() / "closures"
+def _closures(tree: Path | None) -> Path:
+    """Where builds are kept: of another commit beside its files, with which they go."""
+    return (tree / ".build" if tree else build.directory()) / "closures"
 
 
 @contextlib.contextmanager
@@ -291,11 +312,16 @@ def _locked(scratch: Path) -> Iterator[None]:
             lock.unlink()
 
 
-def _sweep() -> None:
+def _sweep(closures: Path) -> None:
     """Remove what killed processes left half filled."""
-    for name in {path.name.removesuffix(".lock") for path in _closures().glob("tmp-*")}:
-        with contextlib.suppress(BlockingIOError), _locked(_closures() / name):
-            reaper.remove_tree(str(_closures() / name))
+    for name in {path.name.removesuffix(".lock") for path in closures.glob("tmp-*")}:
+        with contextlib.suppress(BlockingIOError), _locked(closures / name):
+            reaper.remove_tree(str(closures / name))
+
+
+def scratch() -> Path:
+    """A new folder that is gone with this process, also where it is killed."""
+    return Path(tempfile.mkdtemp(dir=_folder(os.getpid())))
 
 
 _keepers: dict[int, "_Keeper"] = {}  # by the process that started it: a fork must not share its parent's

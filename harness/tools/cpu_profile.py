@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.judge import console, replies
+from harness.judge import replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.limits import COMPILE_LIMIT_S
 from harness.judge.outcome import Outcome
@@ -33,8 +33,8 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _LOOP = re.compile(r"^(?!/usr/)(\S+?):(\d+):\d+: optimized: (.+)$", re.MULTILINE)
 
 
-def say_calls(session: Session, handle: RunnerHandle) -> Outcome | None:
-    """Print the time of each thread, and of each function, over calls on the present content. Return the failure."""
+def calls(session: Session, handle: RunnerHandle) -> list[str] | Outcome:
+    """Return the time of each thread, and of each function, over calls on the present content; or the failure."""
     pid = handle.running.child.pid
     message = {"op": "repeat", "seconds": SECONDS, "baseline": handle.baseline}
     with tempfile.TemporaryDirectory() as folder:
@@ -45,20 +45,16 @@ def say_calls(session: Session, handle: RunnerHandle) -> Outcome | None:
             after = {} if isinstance(reply, Outcome) else threads(pid)
         if isinstance(reply, Outcome):
             return reply
-        for line in (*by_thread(before, after, wall_s, reply.calls), *by_function(Path(folder, "perf.data"), unseen)):
-            console.say(line)
-    return None
+        return [*by_thread(before, after, wall_s, reply.calls), *by_function(Path(folder, "perf.data"), unseen)]
 
 
-def say_loops(session: Session, handle: RunnerHandle) -> None:
-    """Print which loops of the submission's C++ g++ vectorised."""
+def loops(session: Session, handle: RunnerHandle) -> list[str]:
+    """Return which loops of the submission's C++ g++ vectorised."""
     message = {"op": "report", "target": "cpu"}
     reply = session.ask_runner(handle, replies.Profiled, message, 2 * COMPILE_LIMIT_S)
     if isinstance(reply, Outcome):
-        console.say(f"no compiler's report: {reply.reason}")
-        return
-    for line in by_loop(reply.table):
-        console.say(line)
+        return [f"no compiler's report: {reply.reason}"]
+    return by_loop(reply.table)
 
 
 def threads(pid: int) -> dict[int, tuple[str, float]]:

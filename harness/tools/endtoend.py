@@ -2,7 +2,9 @@
 
 check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds and 2 where it refuses its arguments. It
 runs as `python -m problems.<name>.check` with the arguments that harness/run.py does not know, and with --device cpu or
-cuda. It is the problem's own code, like its reference: no submission of others runs in it.
+cuda. CHECK_REPORT in its environment is "" or a folder, which need not exist, for JSON files of what it found: the page
+of the leaderboard shows them (leaderboard/checks.py has their fields). It is the problem's own code, like its
+reference: no submission of others runs in it.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from harness.sandbox import process
 from problems.common import load
 
 FILE = "check.py"
+OUT = process.ROOT / "leaderboard" / "out" / "check"
 MODES = ("test", "leaderboard")  # of harness/run.py: these say that a result is right, or rank it
 
 
@@ -41,6 +44,7 @@ def run(problem: Problem, device: str, words: list[str]) -> int:
     argv = [sys.executable, "-m", f"problems.{problem.name}.check", *words, "--device", device]
     paths = [str(process.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("CHECK_REPORT", str(OUT / problem.name))
     sys.stdout.flush()
     stdout = subprocess.DEVNULL if console.console.quiet else sys.stderr.fileno() if sys.stdout is sys.stderr else None
     guarded = process.Guarded(argv, environment, (), None, stdout)

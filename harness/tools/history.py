@@ -3,18 +3,16 @@
 import contextlib
 import importlib.metadata
 import importlib.util
-import io
 import os
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.problem import scan, sources
+from harness.problem import commits, scan, sources
 from harness.results import machine_code, record
 from problems.common import build, load
 
@@ -63,7 +61,7 @@ def commit_of(source: Source) -> str:
         with exported(commit) as root:
             file, folder = root / source.file, root / "problems" / source.problem
             if file.is_file():
-                with rooted(root):
+                with sources.rooted(root):
                     files = scan.closure(file, folder)
                     files += sources.shared(files) if source.whole else []
                 if record.source_hash(files) == source.hash:
@@ -75,20 +73,12 @@ def commit_of(source: Source) -> str:
 def exported(commit: str) -> Iterator[Path]:
     """A temporary folder with the problems of a commit."""
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(_git("archive", commit, "problems"))) as archive:
-            archive.extractall(folder, filter="data")
-        yield Path(folder).resolve()
-
-
-@contextlib.contextmanager
-def rooted(root: Path) -> Iterator[None]:
-    """Within: what is shared, and the problems that a composition names, are those of the tree `root`."""
-    before = build.COMMON, load.PROBLEMS
-    build.COMMON, load.PROBLEMS = root / "problems" / "common", root / "problems"
-    try:
-        yield
-    finally:
-        build.COMMON, load.PROBLEMS = before
+        root = Path(folder).resolve()
+        try:
+            commits.export(ROOT, commit, root, "problems")
+        except commits.GitError as error:
+            raise CodeError(str(error)) from None
+        yield root
 
 
 def compiled(source: Source, root: Path) -> tuple[str | None, str | None]:
@@ -117,15 +107,15 @@ def compiled(source: Source, root: Path) -> tuple[str | None, str | None]:
 def hashes(source: Source, root: Path) -> tuple[str, str]:
     """(source_hash, problem_hash) of a variant in the tree `root`, as they are defined today."""
     folder = root / "problems" / source.problem
-    with rooted(root):
+    with sources.rooted(root):
         return scan.source_hash(root / source.file, folder), sources.problem_hash(folder)
 
 
 def _git(*arguments: str) -> bytes:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
-    if done.returncode:
-        raise CodeError(f"git {' '.join(arguments)}: {done.stderr.decode(errors='replace').strip()}")
-    return done.stdout
+    try:
+        return commits.git(ROOT, *arguments)
+    except commits.GitError as error:
+        raise CodeError(str(error)) from None
 
 
 def _nvcc() -> str:

@@ -59,31 +59,48 @@ def profile(
     problem: Problem, device: str, target: str, submission: Submission, cases: list[Case], timeout_s: float | None
 ) -> str:
     """Print torch's profile of one call on each case, on a GPU a digest of ncu's report, and on a CPU what
-    harness/tools/cpu_profile.py finds. Return the verdict.
+    harness/tools/cpu_profile.py finds; keep it in files, with torch's trace. Return the verdict.
     """
     with Session(problem, device, timeout_s) as session:
-        handle = RunnerHandle(submission.name, submission, target)
+        handle, kept = RunnerHandle(submission.name, submission, target), []
         for case in cases:
             session.weights(case)
             session.content(case)
             message = {"op": "profile", "baseline": submission.baseline}
             reply = session.ask_runner(handle, replies.Profiled, message, 2 * COMPILE_LIMIT_S, buffers=1)
             if isinstance(reply, Outcome):
-                console.say(f"{submission.name}: {reply.status}: {reply.reason}")
-                return reply.status
-            console.say(f"{case}\n{reply.table}")
-            if device == "cpu" and (failed := cpu_profile.say_calls(session, handle)):
-                console.say(f"{submission.name}: {failed.status}: {failed.reason}")
-                return failed.status
-        if device == "cpu":
-            cpu_profile.say_loops(session, handle)
-    for case in cases if device == "cuda" else ():
+                return _failed(submission, reply)
+            found = cpu_profile.calls(session, handle) if device == "cpu" else []
+            if isinstance(found, Outcome):
+                return _failed(submission, found)
+            said = [reply.table, *found]
+            console.say("\n".join([str(case), *said]))
+            kept.append((case, said, reply.trace))
+        loops = cpu_profile.loops(session, handle) if device == "cpu" else []
+        for line in loops:
+            console.say(line)
+    digests = _digests(problem, submission, target, cases) if device == "cuda" else {}
+    for case, said, trace in kept:
+        console.say(profiling.keep(problem, submission, case, [*said, *digests.get(str(case), ()), *loops], trace))
+    return "PASSED"
+
+
+def _failed(submission: Submission, outcome: Outcome) -> str:
+    console.say(f"{submission.name}: {outcome.status}: {outcome.reason}")
+    return outcome.status
+
+
+def _digests(problem: Problem, submission: Submission, target: str, cases: list[Case]) -> dict[str, list[str]]:
+    """Print and return what ncu says of one call of each case, by the case, as far as it runs here."""
+    found: dict[str, list[str]] = {}
+    for case in cases:
         try:
-            console.say(f"{case}\n{profiling.ncu(problem, submission, case, target)}")
+            found[str(case)] = [profiling.ncu(problem, submission, case, target)]
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             console.say(f"no ncu report: {error}")
             break
-    return "PASSED"
+        console.say(f"{case}\n{found[str(case)][0]}")
+    return found
 
 
 def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> bool:

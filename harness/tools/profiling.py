@@ -4,6 +4,7 @@ Each tool runs in a separate pass. RuntimeError names a missing tool.
 """
 
 import csv
+import datetime
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 from harness.problem.folders import Case, Problem, Submission
+from harness.results import environment, output
 from harness.sandbox.process import ROOT
 from problems.common import build
 
@@ -40,10 +42,41 @@ _DIGEST = (
 )  # fmt: skip
 
 
+def place(problem: Problem, submission: Submission, case: Case, suffix: str) -> Path:
+    """Return the file of this suffix that a profile of the case leaves: in OUT, PROBLEM-VARIANT-CASE. Its folder is
+    there.
+    """
+    OUT.mkdir(parents=True, exist_ok=True)
+    name = f"{problem.name}-{submission.name}-{'-'.join(map(str, case.params.values()))}"
+    return OUT / f"{name.replace('/', '_')[:200]}{suffix}"
+
+
+def keep(problem: Problem, submission: Submission, case: Case, said: list[str], trace: str) -> str:
+    """Write what a profile of the case said as .txt and its trace as .trace.json, for the page. Return what to say."""
+    commit, dirty = environment.commit()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    head = f"{problem.name} {submission.name}, {case}, {now}, commit {commit}{' with changes' if dirty else ''}"
+    kept = [place(problem, submission, case, ".txt")]
+    output.write_whole(kept[0], "\n".join([head, *said]) + "\n")
+    if _is_trace(trace):
+        kept.append(place(problem, submission, case, ".trace.json"))
+        output.write_whole(kept[1], trace)
+    names = ", ".join(str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file) for file in kept)
+    return f"kept: {names}" + ("" if len(kept) == 2 else " (no trace: it was too long, or is no JSON)")
+
+
+def _is_trace(said: str) -> bool:
+    """Whether a text from a runner is what a viewer of traces reads: a JSON object with events."""
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and isinstance(found.get("traceEvents"), list)
+
+
 def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> str:
     """Run one call of `case` under ncu, and keep the report. Return the digest. RuntimeError: ncu missing or failed."""
-    OUT.mkdir(parents=True, exist_ok=True)
-    report = OUT / f"{problem.name}-{submission.name}-{'-'.join(map(str, case.params.values()))}.ncu-rep"
+    report = place(problem, submission, case, ".ncu-rep")
     sections = [argument for section in NCU_SECTIONS for argument in ("--section", section)]
     command = [
         _tool("ncu"), "--clock-control", "none", "--profile-from-start", "off",
@@ -53,7 +86,8 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
     ]  # fmt: skip
     _run(command, "ncu", _dsl(target))
     page = _run([_tool("ncu"), "--import", str(report), "--page", "raw", "--csv"], "ncu --import", {})
-    return f"{digest(page)}\nfull report: {report.relative_to(ROOT)}"
+    shown = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
+    return f"{digest(page)}\nfull report: {shown}"
 
 
 def digest(page: str) -> str:

@@ -17,16 +17,22 @@ kernels, activations in fp32), the reference kernels in the model's dtype, and t
 * decisions (experts of a token, entries of the indexer) follow the oracle's; each that would have been another is
   listed with the oracle's margin.
 
-Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments.
+Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments. Where the environment names a folder in CHECK_REPORT,
+the error of each layer and the time of each op in a decode step are written there, CONFIG-FORMAT.json.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import datetime
+import json
+import math
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from problems.common import venv
 
@@ -54,6 +60,8 @@ STEPS = 8  # greedy tokens of each sequence
 FACTOR = 1.5
 TIE = 6.0  # a difference of two logits is off by sqrt(2) of one, and the worst of hundreds by four times that
 FLOOR = 1e-5  # relative: fp32 sums in another order
+REPORT = "CHECK_REPORT"  # of the environment: the folder for what the leaderboard's page shows
+TIMED_STEPS = 3
 
 
 @dataclass
@@ -199,7 +207,8 @@ def check(case: Case, text: str, target: str, attribute: bool = False, count: Co
         free.append(_follow(case, follower, forced))
         count.done(f"a whole pass with {name}")
     faults = _say_kernels(recorder)
-    faults += _say_layers(oracle, alone, free)
+    layers = _layers(oracle, alone, free)
+    faults += _say_layers(layers)
     faults += _say_logits(oracle, *free)
     _say_decisions(composed)
     if case.device != "cpu":
@@ -211,6 +220,8 @@ def check(case: Case, text: str, target: str, attribute: bool = False, count: Co
     for fault in faults:
         print(f"  FAULT: {fault}")
     print(f"  {'right' if not faults else 'WRONG'}")
+    if folder := os.environ.get(REPORT):
+        _write(Path(folder), case, chosen, layers, not faults)
     return not faults
 
 
@@ -231,28 +242,100 @@ def _say_kernels(recorder: Recorder) -> list[str]:
     ]  # fmt: skip
 
 
-def _say_layers(oracle: Pass, alone: Sequence[Pass], free: Sequence[Pass]) -> list[str]:
-    """Print a line for each layer: what it alone does to the oracle's copies, and how far a free pass has drifted
-    behind it; both of (reference ops, composition). -> the first layer past either budget.
+@dataclass(frozen=True)
+class Layer:
+    """Of the hc copies after a layer, in the oracle's pass: norm of a token's, growth. Relative errors: alone, of what
+    the layer by itself does to the oracle's copies; drift, of a free pass; each with its budget. cosine: of that pass.
     """
-    columns = ("norm", "growth", "alone", "budget", "drift", "budget", "cosine")
-    print(f"  {'after':<12}" + "".join(f"{name:>11}" for name in columns))
-    found, before = [], None
+
+    after: str
+    norm: float
+    growth: float
+    alone: float
+    alone_budget: float
+    drift: float
+    drift_budget: float
+    cosine: float
+
+
+def _layers(oracle: Pass, alone: Sequence[Pass], free: Sequence[Pass]) -> list[Layer]:
+    """What each layer does; alone, free: passes of (reference ops, composition)."""
+    found: list[Layer] = []
     names = list(dict.fromkeys(name for name, _ in oracle.copies))
     for layer, reached in zip(["embedding", *names], names, strict=False):
         want = _copies(oracle, reached)
         size = float(want.norm() / want.shape[0] ** 0.5)
-        line = f"  {layer:<12}{size:>11.3g}{size / (before or size):>11.2f}"
-        for kind, (base, got) in (("alone", alone), ("drift", free)):
+        errors = []
+        for base, got in (alone, free):
             error, honest = (_relative(_copies(one, reached), want) for one in (got, base))
-            budget = FACTOR * honest + FLOOR
+            errors += [error, FACTOR * honest + FLOOR]
+        drifted = _copies(free[1], reached).flatten()
+        cosine = float(torch.nn.functional.cosine_similarity(drifted, want.flatten(), dim=0))
+        found.append(Layer(layer, size, size / ((found[-1].norm if found else size) or size), *errors, cosine))
+    return found
+
+
+def _say_layers(layers: Sequence[Layer]) -> list[str]:
+    """Print a line for each layer. -> the first layer past either budget."""
+    columns = ("norm", "growth", "alone", "budget", "drift", "budget", "cosine")
+    print(f"  {'after':<12}" + "".join(f"{name:>11}" for name in columns))
+    found = []
+    for one in layers:
+        line = f"  {one.after:<12}{one.norm:>11.3g}{one.growth:>11.2f}"
+        pairs = (("alone", one.alone, one.alone_budget), ("drift", one.drift, one.drift_budget))
+        for kind, error, budget in pairs:
             line += f"{error:>11.2e}{budget:>11.2e}"
             if not error <= budget:
-                found.append(f"{kind}: copies after {layer} are off by {error:.3g}, budget {budget:.3g}")
-        drifted = _copies(free[1], reached).flatten()
-        print(f"{line}{float(torch.nn.functional.cosine_similarity(drifted, want.flatten(), dim=0)):>11.6f}")
-        before = size
+                found.append(f"{kind}: copies after {one.after} are off by {error:.3g}, budget {budget:.3g}")
+        print(f"{line}{one.cosine:>11.6f}")
     return found[:1]
+
+
+def _write(folder: Path, case: Case, chosen: ops.Chosen, layers: Sequence[Layer], right: bool) -> None:
+    """Write CONFIG-FORMAT.json; numbers that are not finite are null there."""
+    step_us, ops_us = _op_times(case, chosen.ops)
+    found = {
+        "problem": "dsv4_forward", "config": case.cfg.name, "format": case.fmt, "device": case.device, "right": right,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "kernels": chosen.names,
+        "context": PROMPTS[0], "step_us": step_us, "ops_us": ops_us,
+        "layers": [{name: _finite(value) for name, value in vars(one).items()} for one in layers],
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{case.cfg.name}-{case.fmt}.json").write_text(json.dumps(found) + "\n")
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _op_times(case: Case, table: Ops) -> tuple[float, dict[str, float]]:
+    """-> (us of one decode step of one sequence, by op the us of its calls), with a wait for the device after each op:
+    of TIMED_STEPS steps the fastest.
+    """
+    spent: dict[str, float] = {}
+
+    def timed(name: str) -> ops.Op:
+        def call(*args: object, **named: object) -> None:
+            case._wait()
+            start = time.perf_counter()
+            vars(table)[name](*args, **named)
+            case._wait()
+            spent[name] = spent.get(name, 0.0) + 1e6 * (time.perf_counter() - start)
+
+        return call
+
+    state = State(case.cfg, case.fmt, sequences=1, blocks=2 + PROMPTS[0] // config.BLOCK_TOKENS, device=case.device)
+    model = Model(case.weights, Ops(**{name: timed(name) for name in CHECKS}))
+    sequence, _ = state.open()
+    feed(model, state, {sequence: case.prompts[0]})
+    steps = []
+    for _ in range(1 + TIMED_STEPS):  # the first may compile
+        spent.clear()
+        start = time.perf_counter()
+        feed(model, state, {sequence: [1]})
+        case._wait()
+        steps.append((1e6 * (time.perf_counter() - start), dict(spent)))
+    return min(steps[1:], key=lambda step: step[0])
 
 
 def _copies(one: Pass, layer: str) -> torch.Tensor:

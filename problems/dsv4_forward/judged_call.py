@@ -25,6 +25,8 @@ Regions = dict[str, torch.Tensor]
 class Layers:
     """The part of a state that a forward pass reads and writes."""
 
+    layout: StateLayout
+    planner: Planner
     layers: tuple[LayerState, ...]
 
 
@@ -66,8 +68,10 @@ def run(data: NamedTuple) -> tuple[torch.Tensor, torch.Tensor]:
     prepared, inputs, outputs = data
     sizes = state_sizes(prepared, inputs)
     regions = sizes.views(inputs.state)
-    batch = plan(prepared.planner(sizes, regions), inputs)
-    logits = prepared.model.forward(batch, Layers(sizes.layers(regions)[: sizes.config.num_hidden_layers])).logits
+    planner = prepared.planner(sizes, regions)
+    batch = plan(planner, inputs)
+    layers = Layers(sizes, planner, sizes.layers(regions)[: sizes.config.num_hidden_layers])
+    logits = prepared.model.forward(batch, layers).logits
     regions["length"].index_add_(0, batch.sequence_ids, batch.advance)
     outputs.logits.copy_(logits)
     torch.argmax(logits, dim=1, out=outputs.next)

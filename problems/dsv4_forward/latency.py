@@ -1,7 +1,8 @@
 """Decode steps whose latency `harness/run.py dsv4_forward --mode latency` measures: CASES, and a Decode for each.
 
 A step can be recorded in a CUDA graph: it does not wait for the device, and it reads and writes the same memory each
-time. harness/tools/latency.py records, replays and times it.
+time. harness/tools/latency.py records, replays and times it. Weights and caches are random and made at memory speed,
+without a prefill; the experts that a step goes to are counted.
 """
 
 import dataclasses
@@ -13,8 +14,9 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import ops, traffic
+from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
-from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.ops import Chosen
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import BLOCK_TOKENS
@@ -51,18 +53,34 @@ class Decode:
     def __init__(self, case: dict, steps: int, device: str = "cuda") -> None:
         self.made = _weights(case["config"], case["format"], device)
         batch, context = case["batch"], case["context"]
-        # Least memory traffic of a step, in bytes; traffic.py says what counts.
-        self.bytes = traffic.Step(self.made.config, self.made.format, (context,) * batch, 1).bytes_moved()
         room = -(-(context + 8 * steps) // BLOCK_TOKENS)
         self.state = State(self.made.config, self.made.format, sequences=batch, blocks=batch * room, device=device)
-        self.sequences = tuple(self.state.open()[0] for _ in range(batch))
+        self.sequences = random_state.fill(self.state, [context] * batch, seed=7)
         self.bound = context + 4 * steps
-        source = torch.Generator().manual_seed(7)
-        prompts = torch.randint(self.made.config.vocab_size, (batch, context), generator=source)
-        prefilled = feed(Model(self.made), self.state, dict(zip(self.sequences, prompts.tolist(), strict=True)))
         self.state.reserve(dict.fromkeys(self.sequences, 6 * steps))
-        self.tokens = prefilled.argmax(-1)
+        self.tokens = torch.randint(
+            self.made.config.vocab_size, (batch,), generator=torch.Generator().manual_seed(7)
+        ).to(self.state.length.device)
         self._before = self.state.buffer.clone(), self.tokens.clone()
+        # Distinct experts of each layer in the first step, and with them its least memory traffic, in bytes.
+        self.hits = self._hits()
+        self.bytes = traffic.Step(self.made.config, self.made.format, (context,) * batch, 1, self.hits).bytes_moved()
+
+    def _hits(self) -> tuple[int, ...]:
+        """How many experts of each layer the first step goes to, by the reference."""
+        found: list[int] = []
+
+        def route(*args: object) -> None:
+            ops.REFERENCE.route(*args)
+            found.append(len(args[6].unique()))
+
+        step = Step(
+            Model(self.made, dataclasses.replace(ops.REFERENCE, route=route)), self.state, self.sequences, self.tokens,
+            self.bound,
+        )  # fmt: skip
+        step()
+        self.reset()
+        return tuple(found)
 
     def choose(self) -> Chosen:
         """What fills each op: the winners of the problems, built as build.capturable() says now."""
@@ -82,4 +100,4 @@ class Decode:
 
 @functools.lru_cache(maxsize=1)  # of one model at a time: they fill the GPU
 def _weights(name: str, fmt: str, device: str) -> ModelWeights:
-    return tree.random(config.find(name), fmt, seed=1, device=device)
+    return tree.quick(config.find(name), fmt, seed=1, device=device)

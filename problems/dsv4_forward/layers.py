@@ -207,16 +207,16 @@ def _write_copies(
 
 
 def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> torch.Tensor:
-    """Add up the routed experts and the shared one. u: normed (N, d) -> (N, d)."""
+    """Add up the routed experts and the shared one, in fp32, and round the sum once. u: normed (N, d) -> (N, d)."""
     cfg, ops = ctx.config, ctx.ops
     ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
     gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
     router = w.router
     ops.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
-    routed, shared = torch.empty_like(u), torch.empty_like(u)
+    routed, shared = (ctx.empty(*u.shape, dtype=torch.float32) for _ in range(2))
     ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
     ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
-    return routed.add_(shared)
+    return torch.add(routed, shared, out=torch.empty_like(u))
 
 
 def head(copies: torch.Tensor, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context) -> torch.Tensor:

@@ -15,7 +15,7 @@ from problems.dsv4_forward.cache.state import Batch, LayerState, State
 from problems.dsv4_forward.layers import Context, Rope
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.torch_ops import rope
-from problems.dsv4_forward.weights.config import PLAIN, SWA
+from problems.dsv4_forward.weights.config import PLAIN, SWA, Config
 from problems.dsv4_forward.weights.tree import BlockWeights, ModelWeights, Site
 
 
@@ -55,8 +55,10 @@ class Model:
         """Run one pass over the batch that `state` planned: write the tokens' state, return logits.
 
         state.commit(batch) makes the tokens part of their sequences; until then the same batch may be planned again.
-        every: logits of all tokens, not only of each sequence's last.
+        every: logits of all tokens, not only of each sequence's last. ValueError: the state or the batch is not this
+        model's (check).
         """
+        self.check(batch, state)
         ctx, tables = self.context(batch)
         copies = self._embed(batch.tokens)
         for number, (w, layer) in enumerate(zip(self.weights.layers, state.layers, strict=True)):
@@ -64,6 +66,18 @@ class Model:
         self._enter("head", copies)
         final = copies if every else copies[batch.last]
         return Output(self.logits(final, self.weights.hc_head, self.weights.norm, ctx), copies)
+
+    def check(self, batch: Batch, state: State) -> None:
+        """Raise ValueError unless the state is of this model, in its format, on its device, and planned the batch."""
+        layout, weights = state.layout, self.weights
+        if layout.format != weights.format:
+            raise ValueError(f"state must be in the weights' format, {weights.format}, got one in {layout.format}")
+        if other := _difference(weights.config, layout.config):
+            raise ValueError(f"state must be of the weights' configuration, got one with another {other}")
+        if batch.planner is not state.planner:
+            raise ValueError(f"batch of sequences {batch.sequences} must be planned by the given state, got another's")
+        if batch.tokens.device != weights.embed.device:
+            raise ValueError(f"state must be on the weights' device, {weights.embed.device}, got {batch.tokens.device}")
 
     def context(self, batch: Batch) -> tuple[Context, dict[int, Rope]]:
         """Return what a pass over `batch` shares, and the rotations at its positions by layer kind."""
@@ -97,6 +111,14 @@ class Model:
             self.probe.enter(layer, copies)
 
 
+def _difference(mine: Config, other: Config) -> str:
+    """The first field, but for the name, in which two configurations differ, with both values; "" if none does."""
+    if mine is other:
+        return ""
+    pairs = ((name, value, vars(other)[name]) for name, value in vars(mine).items() if name != "name")
+    return next((f"{name}: {got!r} instead of {want!r}" for name, want, got in pairs if want != got), "")
+
+
 def forward(
     tokens: Mapping[int, Sequence[int] | torch.Tensor], weights: ModelWeights, state: State,
     table: Ops | None = None, dtype: torch.dtype | None = None,
@@ -112,7 +134,13 @@ def forward(
 def feed(
     model: Model, state: State, tokens: Mapping[int, Sequence[int] | torch.Tensor], after: object = None
 ) -> torch.Tensor:
-    """Do as `forward`, in as many calls as the state's chunk needs. after(batch, output): called after each."""
+    """Do as `forward`, in as many calls as the state's chunk needs. after(batch, output): called after each.
+
+    ValueError: no sequence, or one without a token, or what State.checked refuses; then nothing is written.
+    """
+    tokens = state.checked(tokens)
+    if empty := [sequence for sequence, part in tokens.items() if not len(part)]:
+        raise ValueError(f"tokens of each sequence must be one or more, got none for {empty[0]}")
     state.reserve({sequence: len(part) for sequence, part in tokens.items()})
     done = dict.fromkeys(tokens, 0)
     logits: dict[int, torch.Tensor] = {}

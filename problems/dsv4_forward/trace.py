@@ -66,8 +66,8 @@ CHECKS = {
     "select": OpCheck((), ("out",), (), 0.0),
     "fmha": OpCheck(("q",), ("out", "lse"), ("out",), ATTENTION),
     "route": OpCheck(("u",), ("out_ids", "out_weights"), (), 1e-4),
-    "experts": OpCheck(("x",), ("out",), ("out",), MOE, MOE_QUANTISED),
-    "shared": OpCheck(("x",), ("out",), ("out",), MOE, MOE_QUANTISED),
+    "experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
+    "shared": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
 }
 WHOLE = ", as one"  # behind an op's name: of all rows
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order

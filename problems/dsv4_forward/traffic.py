@@ -20,12 +20,15 @@ from problems.dsv4_forward.weights.layout import LinearSpec, Spec
 
 @dataclass(frozen=True)
 class Step:
-    """lengths: tokens that each sequence has before the call; new: tokens that each gets in it."""
+    """lengths: tokens that each sequence has before the call; new: tokens that each gets in it. hits: the experts of
+    each layer that some token goes to, where they were counted; None: as many as uniform routing is expected to hit.
+    """
 
     config: Config
     format: str
     lengths: tuple[int, ...]
     new: int
+    hits: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -67,7 +70,11 @@ class Step:
         """How much of a tensor of the weights a call reads."""
         if name == "embed.weight" or name.endswith("tid2eid"):
             return min(self.tokens / spec.shape[0], 1.0)
-        return self.hit_share if ".ffn.experts." in name else 1.0
+        if ".ffn.experts." not in name:
+            return 1.0
+        if self.hits is None:
+            return self.hit_share
+        return self.hits[int(name.split(".")[1])] / self.config.n_routed_experts
 
     def _rows(self, name: str) -> float:
         """Vectors that the matrix `name` multiplies; each of a layer's experts gets its share."""

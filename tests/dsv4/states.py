@@ -13,7 +13,7 @@ from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 MOST = 1000  # tokens of a sequence; not a multiple of 128
 SMALL = dataclasses.replace(
     TINY, name="small", compress_ratios=(CSA, SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
-    max_position_embeddings=MOST,
+    max_position_embeddings=MOST, vocab_size=2**24,
 )  # fmt: skip
 
 

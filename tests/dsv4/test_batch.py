@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from problems.dsv4_forward.cache.batch import Planner
-from tests.dsv4.states import MOST, check_counts, check_indices, grow, make, opened
+from tests.dsv4.states import MOST, check_counts, check_indices, grow, make, opened, unchanged
 
 EDGES = (0, 1, 2, 3, 4, 5, 126, 127, 128, 129, 131, 191, 192, 193, 255, 256, 257, 319, 320, 321, 383, 384, 500)
 
@@ -82,6 +82,7 @@ def test_a_replay_sees_what_changed_since_it_was_recorded():
     """The recorded operations read the device alone: the same tensors, other lengths."""
     state = make(64)
     sequences = opened(state, 126, 126)
+    state.reserve(dict.fromkeys(sequences, 1))
     first = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
     assert first.bound == 300 and first.hca_index.tolist() == [[-1, -1], [-1, -1]]
     for _ in range(3):
@@ -96,6 +97,7 @@ def test_a_replay_sees_what_changed_since_it_was_recorded():
 def test_closed_sequences_in_a_replay_stay_empty():
     state = make(64)
     a, b, c = opened(state, 200, 130, 131)
+    state.reserve({a: 2, b: 1, c: 2})
     batch = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
     state.close(b)
     state.commit(batch)
@@ -111,14 +113,37 @@ def test_closed_sequences_in_a_replay_stay_empty():
 
 
 def test_what_a_replay_may_not_write_goes_to_the_unread_page():
-    """Without reserve() a block is missing: nobody else's is written."""
-    state = make(64, blocks=4)
+    """More replays than were reserved: a block is missing, and nobody else's is written."""
+    state = make(64, blocks=6)
     a, b = opened(state, 126, 255)
+    state.reserve({a: 3, b: 3})
     for _ in range(2):
         state.commit(state.step((a, b), torch.tensor([1, 2]), static=True))
-    state.length[a] = 131
+    state.length[a] = 259
     batch = state.step((a, b), torch.tensor([1, 2]), static=True, bound=300)
-    assert batch.target[4].tolist()[0] == 4 * 32
+    assert batch.target[4].tolist()[0] == 6 * 32
+
+
+def test_a_static_step_is_reserved_first_and_committed_once():
+    state = make(64, blocks=4)
+    a, b = opened(state, 128, 5)
+    tokens = torch.tensor([1, 2])
+    message = f"sequence {a} has 128 tokens reserved and would have 129: call reserve\\(\\) before each static step"
+    unchanged(state, ValueError, message, lambda: state.step((a, b), tokens, static=True))
+    state.reserve({a: 1, b: 1})
+    for bound in (0, 128, MOST):
+        with pytest.raises(ValueError, match=f"bound must be 129 to 512 tokens, got {bound}"):
+            state.step((a, b), tokens, static=True, bound=bound)
+    batch = state.step((a, b), tokens, static=True, bound=129)
+    state.commit(batch)
+    unchanged(state, ValueError, "has 129 tokens reserved and would have 130", lambda: state.commit(batch))
+    state.reserve({a: 1, b: 1})
+    with pytest.raises(ValueError, match="bound must be 130 to 512 tokens, got 129"):
+        state.commit(batch)
+    state.rewind(a, 100)
+    with pytest.raises(ValueError, match=f"sequence {a} has 100 tokens reserved and would have 101"):
+        state.step((a, b), tokens, static=True)
+    check_counts(state)
 
 
 def test_forms_of_batches_are_kept_but_not_without_end():
@@ -126,5 +151,5 @@ def test_forms_of_batches_are_kept_but_not_without_end():
     sequences = opened(state, 1, 2, 3, 4, 5)
     for order in itertools.permutations(sequences, 3):
         state.step(order, torch.tensor([1, 2, 3]))
-    assert len(state._planner._kept) == Planner.KEPT
+    assert len(state.planner._kept) == Planner.KEPT
     assert state.step(sequences, torch.arange(5)).sequence.tolist() == sequences

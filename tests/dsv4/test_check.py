@@ -2,10 +2,12 @@
 
 import ast
 import dataclasses
+import json
 
 import pytest
 import torch
 
+from leaderboard.checks import Check
 from problems.common import load
 from problems.dsv4_forward import check, ops, trace
 from problems.dsv4_forward.trace import CHECKS, Follower, Recorder, margins
@@ -95,8 +97,9 @@ def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [[], pytest.param(["--attribute"], marks=pytest.mark.slow)])
-def test_the_command_passes_the_winners(more, capsys, monkeypatch):
+def test_the_command_passes_the_winners(more, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
+    monkeypatch.setenv(check.REPORT, str(tmp_path / "report"))
     options = ["--device", "cpu", "--config", "tiny", "--format", "nvfp4", "--steps", "1", "--kernels", "winners"]
     assert check.main([*options, *more]) == 0
     said = capsys.readouterr().out
@@ -104,6 +107,16 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch):
     count = 5 + len(more)
     assert [line.split(":")[0] for line in said.splitlines() if " checks: " in line] == [
         f"  {n} of {count} checks" for n in range(1, count + 1)
+    ]
+    found = Check.model_validate(json.loads((tmp_path / "report" / "tiny-nvfp4.json").read_text()))
+    assert (
+        found.right
+        and {"linear", "fmha"} < set(found.ops_us) <= set(CHECKS)
+        and 0 < sum(found.ops_us.values()) <= found.step_us
+    )
+    shown = [line.split() for line in said.partition("  after ")[2].splitlines()]
+    assert [(one.after, f"{one.alone:.2e}", f"{one.drift_budget:.2e}") for one in found.layers] == [
+        (words[0], words[3], words[6]) for words in shown[1 : 1 + len(found.layers)]
     ]
 
 
@@ -142,7 +155,7 @@ def test_drift_is_named_where_it_begins(case, capsys):
         tables = (ops.REFERENCE, table)
         free = [check._follow(case, Follower(t, recorder.decisions), forced) for t in tables]
         alone = [check._follow(case, Follower(t, recorder.decisions, recorder.copies), forced) for t in tables]
-    faults = check._say_layers(oracle, alone, free)
+    faults = check._say_layers(check._layers(oracle, alone, free))
     assert faults and faults[0].startswith("alone: copies after layers.0 are off")
     assert check._say_logits(oracle, *free)
 

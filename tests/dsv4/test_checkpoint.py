@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, convert
+from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, convert, values
 from problems.dsv4_forward.checkpoint.checkpoint import CheckpointError, load, save
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY
@@ -391,6 +392,112 @@ def test_several_faults_are_all_named(saved, tmp_path):
         f"{expert}.w3.input_scale must be {expert}.w1.input_scale's {scale}, got {2 * scale}",
         "layers.0.ffn.gate.tid2eid must be of 0..2, got 0..3",
     ])  # fmt: skip
+
+
+def put(value: float | int, *place: int) -> Callable[[torch.Tensor], object]:
+    """Write one value; for a type of one byte, one byte."""
+
+    def edit(tensor: torch.Tensor) -> None:
+        (tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor)[place] = value
+
+    return edit
+
+
+NAN, INF = math.nan, math.inf
+WRONG_VALUES = [
+    ("released", "layers.1.attn.wkv.weight", put(0x7F, 5, 319), "no NaN (bytes 127 and 255), got 127 at (5, 319)"),
+    ("released", "layers.2.attn.wo_a.weight", put(0xFF, 383, 0), "no NaN (bytes 127 and 255), got 255 at (383, 0)"),
+    ("released", "mtp.0.h_proj.weight", put(0xFF, 0, 0), "got 255 at (0, 0)"),
+    ("released", "layers.2.attn.indexer.wq_b.scale", put(255, 1, 1), "scale bytes from 0 to 246, above which"),
+    ("released", "layers.0.ffn.shared_experts.w2.scale", put(247, 2, 0), "got 247 at (2, 0)"),
+    ("released", "layers.1.ffn.experts.2.w3.scale", put(255, 127, 9), "scale bytes from 0 to 252"),
+    ("released", "mtp.0.ffn.experts.0.w2.scale", put(253, 0, 3), "got 253 at (0, 3)"),
+    ("nvfp4_experts", "layers.1.ffn.experts.1.w1.weight_scale", put(0x7F, 3, 19), "from 0 to 126, not negative or NaN"),
+    ("nvfp4_experts", "layers.1.ffn.experts.0.w2.weight_scale", put(0x80, 0, 0), "got 128 at (0, 0)"),
+    ("nvfp4_experts", "layers.1.ffn.experts.1.w2.weight_scale_2", put(0.0), "positive and at most 1.27e+35, got 0.0"),
+    ("nvfp4_experts", "layers.2.ffn.experts.1.w2.weight_scale_2", put(-1.0), "got -1.0"),
+    ("nvfp4_experts", "layers.2.ffn.experts.1.w2.weight_scale_2", put(1e36), "got 9.99999"),
+    ("nvfp4_experts", "layers.0.ffn.experts.0.w2.input_scale", put(0.0), "must be positive"),
+    ("nvfp4_experts", "layers.0.ffn.experts.0.w2.input_scale", put(-1e-3), "must be positive"),
+    ("nvfp4_experts", "layers.0.ffn.experts.0.w2.input_scale", put(INF), "got inf"),
+    ("nvfp4", "layers.0.attn.wq_a.input_scale", put(NAN), "got nan"),
+    ("nvfp4", "layers.2.attn.wo_b.weight_scale_2", put(INF), "got inf"),
+    ("bf16", "embed.weight", put(NAN, 65, 319), "must be finite, got nan at (65, 319)"),
+    ("bf16", "head.weight", put(-INF, 0, 0), "must be finite, got -inf at (0, 0)"),
+    ("bf16", "norm.weight", put(INF, 319), "got inf at (319,)"),
+    ("bf16", "layers.1.ffn.experts.2.w1.weight", put(NAN, 7, 8), "got nan at (7, 8)"),
+    ("bf16", "layers.2.attn.indexer.weights_proj.weight", put(NAN, 7, 8), "got nan"),
+    ("released", "layers.0.attn_norm.weight", put(NAN, 0), "got nan at (0,)"),
+    ("released", "layers.1.ffn.gate.bias", put(NAN, 2), "got nan at (2,)"),
+    ("released", "layers.1.attn.attn_sink", put(INF, 5), "got inf at (5,)"),
+    ("released", "layers.1.attn.compressor.ape", put(-INF, 127, 0), "got -inf at (127, 0)"),
+    ("released", "layers.2.attn.compressor.norm.weight", put(NAN, 3), "got nan"),
+    ("fp32", "layers.2.hc_ffn_fn", put(NAN, 23, 1279), "got nan at (23, 1279)"),
+    ("fp32", "hc_head_scale", put(INF, 0), "got inf at (0,)"),
+    ("fp32", "mtp.0.enorm.weight", put(NAN, 1), "got nan at (1,)"),
+]
+
+
+@pytest.mark.parametrize("fmt", ["released", "nvfp4_experts", "nvfp4", "bf16", "fp32"])
+def test_wrong_values_are_all_named(saved, tmp_path, fmt):
+    wrong = [case for case in WRONG_VALUES if case[0] == fmt]
+    for turn in range(3):  # of several of one tensor, one after the other
+        names = list(dict.fromkeys(name for _, name, _, _ in wrong))
+        cases = [[case for case in wrong if case[1] == name] for name in names]
+        cases = [each[min(turn, len(each) - 1)] for each in cases]
+
+        def spoil(tensors: dict[str, torch.Tensor], cases=cases) -> None:
+            for _, name, edit, _ in cases:
+                edit(tensors[name])
+
+        path = edited(saved(fmt), tmp_path / f"bad{turn}", spoil)
+        found = faults(path)
+        assert len(found) == len(cases)
+        for _, name, _, said in cases:
+            assert any(fault.startswith(f"{name} must") and said in fault for fault in found), (name, found)
+        if fmt == "released":  # whether or not they are converted
+            assert faults(path, fmt="nvfp4_experts") == faults(path, fmt="bf16") == found
+
+
+def test_values_at_the_bounds_are_right():
+    for value, kind, field in (
+        (torch.tensor([0x7E, 0x80, 0xFE], dtype=torch.uint8).view(torch.float8_e4m3fn), "fp8", "weight"),
+        (torch.tensor([0, 0x7E], dtype=torch.uint8).view(torch.float8_e4m3fn), "nvfp4", "scale"),
+        (torch.tensor([0, 246], dtype=torch.uint8).view(torch.float8_e8m0fnu), "fp8", "scale"),
+        (torch.tensor([0, 252], dtype=torch.uint8).view(torch.float8_e8m0fnu), "mxfp4", "scale"),
+        (torch.tensor(1.2e35), "nvfp4", "scale_2"), (torch.tensor(1e-38), "nvfp4", "input_scale"),
+        (torch.full((9,), 3e38), "", ""), (torch.full((9,), -3e38).bfloat16(), "plain", "weight"),
+        (torch.arange(256, dtype=torch.uint8), "nvfp4", "weight"), (torch.tensor([-5]), "", ""),
+    ):  # fmt: skip
+        assert values.fault("x", value, kind, field) == ""
+    assert torch.isfinite(torch.tensor(6 * 448 * 1.26e35)), "the largest code under the largest scale"
+
+
+def test_an_index_names_files_of_its_folder_only(tmp_path):
+    folder, index = tmp_path / "sharded", tmp_path / "sharded" / checkpoint.INDEX
+    save(made("released"), folder, "released", shard_bytes=300_000)
+    text = index.read_text()
+    first = json.loads(text)["weight_map"]["embed.weight"]
+    shutil.copy(folder / first, tmp_path / first)
+    for to in (f"../{first}", str(tmp_path / first), f"sub/../../{first}", f"..\\\\{first}", "", None, 3):
+        shown = json.dumps(to)
+        index.write_text(text.replace(f'"embed.weight": "{first}"', f'"embed.weight": {shown}'))
+        (fault,) = faults(folder)
+        assert fault.startswith("embed.weight must be in a file of the index's folder, got "), to
+    twice = text.replace("{", '{"weight_map": {},', 1)
+    for written in ('{"weight_map": {}}', '{"weight_map": ["a"]}', "{}", "[]", twice):
+        index.write_text(written)
+        assert "weight_map" in faults(folder)[0] or "must hold an object" in faults(folder)[0]
+    where = json.loads(text)["weight_map"]["norm.weight"]
+    index.write_text(text.replace(f'"norm.weight": "{where}"', f'"norm.weight": "{first}"'))
+    assert faults(folder) == (f"{first} lacks norm.weight, which {checkpoint.INDEX} puts there",)
+    index.write_text(text)
+    (folder / "blobs").mkdir()
+    (folder / first).rename(folder / "blobs" / "abc")
+    (folder / first).symlink_to("blobs/abc")
+    assert load(folder, progress=False).format == "released", "as the caches of model hubs are"
+    (fault,) = faults(tmp_path / "nowhere")
+    assert fault.startswith("is not there")
 
 
 def test_one_tensor_under_two_names_is_a_fault(saved, tmp_path):

@@ -56,3 +56,101 @@ def test_every_fault_of_a_config_is_named(tmp_path):
         config_from_json(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         config_from_json(tmp_path / "nowhere" / "config.json")
+
+
+def read(tmp_path, **changes):
+    """The Config of FLASH's file with other values; "a.b" is key b of the object a."""
+    fields = json.loads(json.dumps(config_json.to_json(FLASH, "released")))
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        where = fields
+        for key in path:
+            where = where.setdefault(key, {})
+        where[last] = value
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return config_from_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_scaling.type", "linear"), ("rope_scaling.rope_type", "longrope"), ("rope_scaling.attention_factor", 1.2),
+        ("rope_scaling.mscale", 0.7), ("rope_scaling.truncate", False), ("rope_scaling.factor", "16"),
+        ("rope_scaling.beta_fast", float("nan")), ("rope_scaling.original_max_position_embeddings", 65536.5),
+        ("rope_scaling", "yarn"), ("rope_interleave", False), ("topk_method", "group_limited_greedy"), ("n_group", 8),
+        ("topk_group", 4), ("first_k_dense_replace", 1), ("moe_layer_freq", 2), ("num_key_value_heads", 64),
+        ("scoring_func", "sigmoid"), ("norm_topk_prob", False), ("hidden_act", "gelu"), ("attention_bias", True),
+        ("mlp_bias", True), ("tie_word_embeddings", True), ("model_type", "deepseek_v3"), ("sliding_window", 64),
+        ("architectures", ["DeepseekV3ForCausalLM"]), ("expert_dtype", "fp8"), ("compress_rate_csa", 8),
+        ("compress_rates", {"compressed_sparse_attention": 8, "heavily_compressed_attention": 128}),
+        ("quantization_config.weight_block_size", [64, 64]), ("quantization_config.weight_block_size", [128]),
+        ("quantization_config.quant_method", "awq"), ("quantization_config.fmt", "e5m2"),
+        ("quantization_config.scale_fmt", "float"), ("quantization_config.activation_scheme", "static"),
+        ("quantization_config.group_size", 32), ("quantization_config", "fp8"), ("qk_nope_head_dim", 512),
+        ("v_head_dim", 128), ("num_local_experts", 8), ("partial_rotary_factor", 0.5), ("engram_layer_ids", [1]),
+        ("kv_source_layer_ids", [1]), ("hidden_size", "4096"), ("hidden_size", 4096.5), ("hidden_size", 0),
+        ("hidden_size", -1), ("hidden_size", True), ("vocab_size", [129280]), ("num_hidden_layers", "43"),
+        ("num_hidden_layers", -1), ("num_nextn_predict_layers", "1"), ("num_hash_layers", -1), ("num_hash_layers", 3.5),
+        ("routed_scaling_factor", "1.5"), ("routed_scaling_factor", float("inf")), ("swiglu_limit", 0),
+        ("swiglu_limit", -10.0), ("rms_norm_eps", "1e-6"), ("rope_theta", "10000"), ("rope_theta", 0),
+        ("compress_rope_theta", {}), ("compress_ratios", "all"), ("compress_ratios", ["4"] * 44),
+        ("compress_ratios", [4.0] * 44), ("compress_ratios", [8] * 44), ("compress_ratios", {"0": 4}),
+        ("layer_types", ["full_attention"] * 43), ("mlp_layer_types", ["dense"] * 43), ("mlp_layer_types", ["moe"]),
+        ("n_shared_experts", 2), ("num_experts_per_tok", 257), ("num_hash_layers", 44), ("index_head_dim", 96),
+        ("o_groups", 7), ("qk_rope_head_dim", 63),
+    ],
+)  # fmt: skip
+def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, key, value):
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, **{key: value})
+    name = key.rpartition(".")[2]
+    assert any(name in fault for fault in caught.value.faults), caught.value.faults
+    assert len(caught.value.faults) <= 5, caught.value.faults
+
+
+def test_keys_that_change_nothing_are_ignored(tmp_path):
+    free = {
+        "attention_dropout": 0.1, "use_cache": False, "initializer_range": 1.0, "router_jitter_noise": 0.5,
+        "transformers_version": "9", "pad_token_id": 7, "eos_token_id": [1, 2], "auto_map": {}, "something": ["else"],
+        "norm_topk_prob": None, "topk_group": None, "n_group": 1, "mlp_bias": False, "qk_nope_head_dim": 448,
+        "rope_scaling.mscale": 1.0, "quantization_config.ignored_layers": ["head"], "partial_rotary_factor": 0.125,
+        "quantization_config.modules_to_not_convert": None, "dspark_block_size": 5,
+    }  # fmt: skip
+    assert read(tmp_path, **free) == FLASH
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"main": {"rope_type": "linear"}}, "rope_parameters.main.rope_type must be 'default', got 'linear'"),
+        ({"compress": {"rope_type": "linear"}}, "rope_parameters.compress.rope_type must be 'yarn', got 'linear'"),
+        ({"compress": {"rope_theta": 1e6}}, "rope_parameters.compress.rope_theta must be 160000.0, got 1000000.0"),
+        ({"compress": {"attention_factor": 1.277}}, "rope_parameters.compress.attention_factor must be 1.0"),
+        ({"main": {"partial_rotary_factor": 1.0}}, "rope_parameters.main.partial_rotary_factor must be 0.125, got 1.0"),
+        ({"main": 10000.0}, "main must be an object, got 10000.0"),
+    ],
+)
+def test_the_rotations_that_transformers_writes_are_checked(tmp_path, change, match):
+    fields = config_json.to_json(FLASH, "released")
+    yarn = {**fields.pop("rope_scaling"), "rope_theta": 160000.0, "attention_factor": 1.0}
+    parts = {"main": {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}, "compress": yarn}
+    for given, refused in ((parts, False), (parts | change, True)):
+        whole = {k: {**parts[k], **v} if isinstance(v, dict) else v for k, v in given.items()}
+        (tmp_path / "config.json").write_text(json.dumps({**fields, "rope_parameters": whole}))
+        if not refused:
+            assert config_from_json(tmp_path) == FLASH
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            config_from_json(tmp_path)
+        assert any(match in fault for fault in caught.value.faults), caught.value.faults
+
+
+def test_a_file_that_is_no_object_or_names_a_key_twice_is_refused(tmp_path):
+    text = json.dumps(config_json.to_json(FLASH, "released"))
+    for written, match in (
+        ("[1]", "must hold an object, got list"), (text + "}", "cannot be read"), ("", "cannot be read"),
+        (text.replace("{", '{"head_dim": 8, ', 1), "'head_dim' is there twice"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(written)
+        with pytest.raises(CheckpointError, match=match):
+            config_from_json(tmp_path)

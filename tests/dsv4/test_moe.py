@@ -87,19 +87,26 @@ def test_the_clamp_acts():
 
 
 def test_what_it_does_not_serve_goes_to_the_reference():
-    """fp32 activations or outputs, other kinds of weights; on the last call, who was called."""
+    """fp32 activations, other kinds of weights; on the last call, who was called."""
     x, ids, gates, w13, w2, limit = call(5, 8, 2, 64, 64, "bf16")
     adapted = adapted_experts((w13, w2), module=Raises)
     plain = [Linear("plain", w.dequantise(), name=w.name) for w in (w13, w2)]
     for arguments, dtype in (
         ((x.float(), ids, gates, w13, w2, limit), torch.bfloat16),
-        ((x, ids, gates, w13, w2, limit), torch.float32),
+        ((x.float(), ids, gates, w13, w2, limit), torch.float32),
         ((x, ids, gates, *plain, limit), torch.bfloat16),
     ):
         assert torch.equal(run(adapted.experts, arguments, dtype), run(experts.experts, arguments, dtype))
     with pytest.raises(AssertionError, match="called"):
         run(adapted.experts, (x, ids, gates, w13, w2, limit))
     assert run(adapted.experts, (x[:0], ids[:0], gates[:0], w13, w2, limit)).shape == (0, 64)
+
+
+def test_an_fp32_output_gets_what_the_kernel_rounds():
+    """The layer adds the routed experts and the shared one in fp32; the problem's outputs are bf16."""
+    arguments = call(5, 8, 2, 64, 64, "nvfp4")
+    op = adapted_experts(arguments[3:5]).experts
+    assert torch.equal(run(op, arguments, torch.float32), run(op, arguments, torch.bfloat16).float())
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def state_for(name: str, sequences: int = 1, chunk: int = 128) -> State:
 def run(name: str, chunks: tuple[int, ...], model: Model | None = None, chunk: int = 128) -> torch.Tensor:
     """Logits of every token when they are fed in these chunks."""
     model = model or Model(oracle.weights_of(name))
-    state = state_for(name, chunk=chunk)
+    state = State(model.config, "fp32", sequences=1, blocks=4, chunk=chunk)
     sequence, _ = state.open()
     found, done = [], 0
     for count in chunks:

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from problems.dsv4_forward import layers
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.torch_ops import experts, linear, router
+from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
 
@@ -267,6 +271,23 @@ def test_bf16_rounds_the_inner_value_and_the_sum():
     assert error(got, want) < 2e-3 < error(got, unrounded)
     short = ours(x, ids, weights, w13, w2, 10.0, dtype=torch.bfloat16)
     assert torch.equal(short, got.bfloat16())
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+def test_a_layer_rounds_the_sum_of_routed_and_shared_experts_once(fmt):
+    model, state = Model(tree.random(TINY, fmt, seed=3)), State(TINY, fmt, sequences=1, blocks=1)
+    batch = state.plan({state.open()[0]: list(range(50))})
+    ctx, ffn = model.context(batch)[0], model.weights.layers[3].ffn
+    u = rand(50, TINY.hidden_size).bfloat16()
+    ids, gates = torch.empty(50, 2, dtype=torch.int32), torch.empty(50, 2)
+    router.route(u, ffn.router.weight, ffn.router.bias, ffn.router.table, batch.tokens, TINY, ids, gates)
+    one, other = torch.empty(2, *u.shape)
+    experts.experts(u, ids, gates, ffn.w13, ffn.w2, TINY.swiglu_limit, one)
+    experts.shared(u, ffn.shared_w13, ffn.shared_w2, TINY.swiglu_limit, other)
+    got = layers.moe(u, ffn, ctx)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, (one + other).bfloat16())
+    thrice = one.bfloat16() + other.bfloat16()
+    assert 0.1 < float((got != thrice).float().mean()) < 0.9, "rounding each of them first gives other sums"
 
 
 def test_an_expert_that_a_token_has_twice_counts_twice():

@@ -9,7 +9,7 @@ import torch
 
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model
-from problems.dsv4_forward.weights import layout, random_weights, tree
+from problems.dsv4_forward.weights import layout, quick_weights, random_weights, tree
 from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY, TINY_K, Config
 
 # No two sizes alike, k not in whole FP8 blocks, with a prediction layer.
@@ -34,6 +34,11 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Names whose bits are equal in both."""
     return [name for name in one if torch.equal(raw(one[name]), raw(other[name]))]
+
+
+@functools.cache
+def quick(fmt: str, seed: int = 3, cfg: Config = SMALL) -> tree.ModelWeights:
+    return tree.quick(cfg, fmt, seed)
 
 
 # Layout.
@@ -166,8 +171,9 @@ def test_a_layer_without_weights_raises_and_every_fault_is_named():
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_nothing_is_constant(fmt):
-    for name, tensor in made(fmt).tensors.items():
+@pytest.mark.parametrize("form", [made, quick])
+def test_nothing_is_constant(form, fmt):
+    for name, tensor in form(fmt).tensors.items():
         if tensor.numel() == 1:
             continue
         width = tensor.element_size()
@@ -179,20 +185,22 @@ def test_nothing_is_constant(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_every_value_is_written_and_finite(fmt):
+@pytest.mark.parametrize("form", [made, quick])
+def test_every_value_is_written_and_finite(form, fmt):
     specs = layout.layout(SMALL, fmt)
     buffer = torch.full((layout.nbytes(specs),), 0xFF, dtype=torch.uint8)  # NaN in every float, -1 in int64
     tensors = layout.views(buffer, specs)
-    written = tree.random(SMALL, fmt, 3, tensors=tensors)
+    written = (tree.random if form is made else tree.quick)(SMALL, fmt, 3, tensors=tensors)
     assert all(written.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             assert bool(tensor.float().isfinite().all()), name
-    assert len(same(tensors, made(fmt).tensors)) == len(tensors), "same seed, same bits"
+    assert len(same(tensors, form(fmt).tensors)) == len(tensors), "same seed, same bits"
 
 
-def test_another_seed_gives_another_model():
-    one, other = made("nvfp4").tensors, made("nvfp4", seed=4).tensors
+@pytest.mark.parametrize("form", [made, quick])
+def test_another_seed_gives_another_model(form):
+    one, other = form("nvfp4").tensors, form("nvfp4", seed=4).tensors
     assert same(one, other) == []
 
 
@@ -215,10 +223,14 @@ def test_formats_hold_the_same_matrices(fmt):
         assert error < RELATIVE.get(got.kind, 2**-8), got.name
 
 
-def test_matrices_have_the_size_that_keeps_activations_near_one():
-    tree = made("fp32")
-    for unit in (tree.layers[1].attn.wo_a, tree.layers[1].ffn.w13, tree.layers[2].attn.indexer.wq_b, tree.mtp.e_proj):
-        rms = float(unit.weight.square().mean().sqrt()) * math.sqrt(unit.k)
+@pytest.mark.parametrize(("form", "fmt"), [(made, "fp32"), *((quick, fmt) for fmt in FORMATS)])
+def test_matrices_have_the_size_that_keeps_activations_near_one(form, fmt):
+    tree = form(fmt)
+    for unit in (
+        tree.layers[1].attn.wo_a, tree.layers[1].ffn.w13, tree.layers[2].attn.indexer.wq_b, tree.mtp.e_proj,
+        tree.layers[2].ffn.w2, tree.mtp.block.ffn.shared_w2,
+    ):  # fmt: skip
+        rms = float(unit.dequantise().square().mean().sqrt()) * math.sqrt(unit.k)
         assert rms == pytest.approx(random_weights.gain(SMALL, unit.name), rel=0.1), unit.name
 
 
@@ -236,8 +248,9 @@ def test_a_gated_products_rms_is_what_w2_is_scaled_by(limit):
     assert float(added) == pytest.approx(math.sqrt(4 / sublayers), rel=0.02)
 
 
-def test_tables_name_distinct_experts():
-    table = made("released").layers[0].ffn.router.table
+@pytest.mark.parametrize("form", [made, quick])
+def test_tables_name_distinct_experts(form):
+    table = form("released").layers[0].ffn.router.table
     assert table.min() == 0 and table.max() == SMALL.n_routed_experts - 1
     assert all(len(set(row)) == SMALL.num_experts_per_tok for row in table.tolist())
 
@@ -269,10 +282,10 @@ class Copies:
         self.rms.append(float(copies.float().square().mean().sqrt()))
 
 
-@pytest.mark.parametrize("fmt", ["fp32", "nvfp4"])
-def test_a_random_model_has_logits_and_activations_near_one(fmt):
+@pytest.mark.parametrize(("form", "fmt"), [(made, "fp32"), (made, "nvfp4"), *((quick, fmt) for fmt in FORMATS)])
+def test_a_random_model_has_logits_and_activations_near_one(form, fmt):
     probe = Copies()
-    model, state = Model(made(fmt, cfg=TINY), probe=probe), State(TINY, fmt, sequences=1, blocks=2)
+    model, state = Model(form(fmt, cfg=TINY), probe=probe), State(TINY, fmt, sequences=1, blocks=2)
     sequence, _ = state.open()
     tokens = torch.randint(TINY.vocab_size, (120,), generator=torch.Generator().manual_seed(2))
     logits = model.forward(state.plan({sequence: tokens}), state, every=True).logits
@@ -280,6 +293,43 @@ def test_a_random_model_has_logits_and_activations_near_one(fmt):
     assert len(logits.argmax(-1).unique()) > 40, "a model that says the same everywhere shows nothing"
     assert probe.rms[0] == pytest.approx(1, abs=0.05) and max(probe.rms) < 3
     assert all(1 < later / earlier < 1.6 for earlier, later in zip(probe.rms, probe.rms[1:], strict=False))
+
+
+# Quick weights.
+
+
+def test_quick_nvfp4_scales_are_near_one_and_the_second_scale_makes_the_size():
+    w13, gain = quick("nvfp4", cfg=TINY_K).layers[1].ffn.w13, random_weights.gain(TINY_K, "layers.1.ffn.experts.w13")
+    assert (
+        len(w13.scale.float().unique()) == 16
+        and 0.4 < float(w13.scale.float().min()) < float(w13.scale.float().max()) < 2
+    )
+    assert len(w13.weight.unique()) == 256, "codes are random bytes"
+    middle = gain / (math.sqrt(w13.k) * 2.93)
+    assert (
+        bool(((w13.scale_2 / middle - 1).abs() < 0.08).all()) and len(w13.scale_2.unique()) == TINY_K.n_routed_experts
+    )
+    normed = w13.input_scale * 6 * 448
+    assert bool(((normed >= 8) & (normed <= 9.6)).all()) and len(normed.unique()) == TINY_K.n_routed_experts
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4_experts"])
+def test_a_table_that_is_shorter_than_the_model_is_repeated_at_other_places(monkeypatch, fmt):
+    monkeypatch.setattr(quick_weights, "BYTES", 100_003)
+    monkeypatch.setattr(quick_weights, "NORMALS", 50_021)
+    again = tree.quick(SMALL, fmt, 3).layers[2]
+    for unit in (again.ffn.w13, again.ffn.w2):
+        rows = raw(unit.weight).view(-1, unit.weight.shape[-1] * unit.weight.element_size()).numpy()
+        assert len({row.tobytes() for row in rows}) == len(rows), "no two rows alike"
+        rms = float(unit.dequantise().square().mean().sqrt()) * math.sqrt(unit.k)
+        assert rms == pytest.approx(random_weights.gain(SMALL, unit.name), rel=0.1), unit.name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_quick_weights_are_the_same_bits_on_a_gpu(fmt):
+    there = {name: tensor.cpu() for name, tensor in tree.quick(SMALL, fmt, 3, "cuda").tensors.items()}
+    assert len(same(there, quick(fmt).tensors)) == len(there)
 
 
 def test_tiny_k_has_a_layout_in_every_format():

@@ -11,29 +11,16 @@ from harness.lint import linter
 from harness.problem import folders, task_yml
 from harness.results import output, record
 from problems.common import load
+from tests.support import pages
 
 SMALL = "m=16 k=64"
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-RIGHT = '''"""right: plain torch."""
-from task import unpack
-from problems.common import nvfp4
-
-TARGETS = ("cpu",)
-
-
-def custom_kernel(data):
-    m, k, l = unpack(data)
-    for i in range(l):
-        w = nvfp4.dequantise(data.a[:, :, i], data.sfa[:, :, i])
-        data.c[:, 0, i] = (w @ nvfp4.dequantise(data.b[0, :, i], data.sfb[0, :, i])).half()
-    return data.c
-'''
 
 
 @pytest.fixture
 def right(tmp_path):
     file = tmp_path / "right.py"
-    file.write_text(RIGHT)
+    file.write_text(pages.MINE)
     return str(file)
 
 
@@ -115,9 +102,9 @@ def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, sourc
 
 def test_a_forbidden_word_is_rule_broken(tmp_path, results, capsys):
     file = tmp_path / "side.py"
-    file.write_text(RIGHT + "\n# on a side str" + "eam\n")
+    file.write_text(pages.MINE + "\n# on a side str" + "eam\n")
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 3
-    where = f"side.py:{RIGHT.count(chr(10)) + 2}: "
+    where = f"side.py:{pages.MINE.count(chr(10)) + 2}: "
     assert where in capsys.readouterr().out
     (line,) = lines_of(results)
     assert line["status"] == "RULE_BROKEN" and line["kind"] == "test" and where in line["reason"]
@@ -125,7 +112,7 @@ def test_a_forbidden_word_is_rule_broken(tmp_path, results, capsys):
 
 def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
     file = tmp_path / "needy.py"
-    file.write_text(RIGHT + '\nREQUIRES = ("no_such_package",)\n')
+    file.write_text(pages.MINE + '\nREQUIRES = ("no_such_package",)\n')
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 7
     assert "no_such_package" in capsys.readouterr().out
     assert [line["status"] for line in lines_of(results)] == ["UNSUPPORTED"]
@@ -134,7 +121,7 @@ def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
 @pytest.mark.parametrize("mode", ["test", "benchmark", "leaderboard"])
 @pytest.mark.parametrize("other", ["sm90_plain", "blackwell.py"])
 def test_a_pair_that_cannot_be_compared_here_is_refused(tmp_path, results, capsys, mode, other):
-    (tmp_path / "blackwell.py").write_text(RIGHT.replace("cpu", "sm100"))
+    (tmp_path / "blackwell.py").write_text(pages.MINE.replace("cpu", "sm100"))
     other = str(tmp_path / other) if other.endswith(".py") else other
     assert run.main(["nvfp4_gemv", "--against", other, "--mode", mode, "--device", "cpu"]) == 7
     said = capsys.readouterr().err

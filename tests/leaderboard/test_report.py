@@ -197,7 +197,10 @@ def test_markup_in_a_reason_stays_text():
 def test_out_writes_tables_and_readable_pictures(capsys, results, tmp_path):
     out = tmp_path / "new" / "out"
     code, _, _ = said(capsys, "--results", results, "--out", out)
-    names = {"board.md", "board.csv", "gpu-box_nvfp4_gemv_sm90.png", "cpu-box_nvfp4_gemv_cpu.png"}
+    stems = [
+        f"{board}{of}" for board in ("gpu-box_nvfp4_gemv_sm90", "cpu-box_nvfp4_gemv_cpu") for of in ("", "_variants")
+    ]
+    names = {"board.md", "board.csv"} | {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     assert code == 0 and {path.name for path in out.iterdir()} == names  # nothing to draw of sm100
     pixels = image.imread(out / "gpu-box_nvfp4_gemv_sm90.png")
     assert min(pixels.shape[:2]) > 300 and pixels[..., :3].std() > 0.05
@@ -433,7 +436,7 @@ def test_results_that_are_a_file_and_places_that_cannot_be_written(capsys, tmp_p
         [*readme[:2], "--machines", tmp_path / "none", *readme[4:]],
     ):  # fmt: skip
         code, _, err = said(capsys, *options)
-        assert code == 2 and err.startswith("report.py: ") and err.count("\n") == 1
+        assert code == 2 and err.startswith("leaderboard/report.py: ") and err.count("\n") == 1
 
 
 def test_a_problem_that_cannot_be_loaded_is_one_line(capsys, monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from tests.support.records import full, line, write
 @pytest.mark.parametrize("more", [[], ["--check"], ["--machine", "box"]])
 def test_results_that_are_not_there_are_one_line(capsys, tmp_path, more):
     none = tmp_path / "none"
-    assert said(capsys, "--results", none, *more) == (2, "", f"report.py: --results: no folder {none}\n")
+    assert said(capsys, "--results", none, *more) == (2, "", f"leaderboard/report.py: --results: no folder {none}\n")
 
 
 @pytest.mark.parametrize("tail", ["", "[\n", "17\n{}\n"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.problem import folders
 from harness.tools import scaffold
-from tests.support import ROOT, SUPPORT
+from tests.support import ROOT, SUPPORT, tiny_checkpoint
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md")),
@@ -62,7 +62,7 @@ def of_text(text: str) -> list[str]:
 
 def checkout(folder: Path) -> Path:
     """A copy of this checkout without its history, with the environment of this one, and with what the examples of the
-    pages name: a submission, a folder in GPU MODE's format, and the variants sm90_mine and sm90_naive.
+    pages name: a submission, a folder in GPU MODE's format, a checkpoint, and the variants sm90_mine and sm90_naive.
     """
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
@@ -79,6 +79,7 @@ def checkout(folder: Path) -> Path:
     shutil.copytree(SUPPORT / "gpu_mode" / "vectoradd", folder / "path" / "to" / "gpu_mode_problem")
     for helper in ("utils.py", "eval.py"):
         shutil.copy2(SUPPORT / "gpu_mode" / helper, folder / "path" / "to" / helper)
+    tiny_checkpoint.write(folder / "path" / "to" / "checkpoint")
     variants = folder / "problems" / "nvfp4_gemv" / "variants"
     page = (ROOT / "docs" / "adding_a_kernel.md").read_text()
     for language, suffix in (("python", "py"), ("cuda", "cu")):

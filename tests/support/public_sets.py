@@ -12,6 +12,7 @@ rendered from docs/public_sets.jsonl. --time: time one right submission of each 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from harness.judge.verdict import Result, aggregate
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import environment
-from harness.results.text import line
+from harness.results.text import first_line, line
 from tests.support import ROOT
 
 DOC = ROOT / "docs" / "gpu_mode.md"
@@ -183,9 +184,8 @@ def tried(folder: Path, top: str, device: str, timed: bool, known: dict[str, str
 
 
 def _short(reason: str) -> str:
-    """Return a reason on one line: of a traceback what was raised."""
-    lines = [text for text in reason.splitlines() if text.strip()]
-    return line(lines[-1] if "Traceback" in reason else reason, 300)
+    """Return the first line of a reason, without the folders of this machine."""
+    return re.sub(r"(?:/[\w.-]+)+/(?=[\w.-]+\.\w)", "", first_line(reason, 300))
 
 
 def run(args: argparse.Namespace) -> None:

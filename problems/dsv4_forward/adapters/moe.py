@@ -66,8 +66,8 @@ class Experts:
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, limit: float,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """As experts.experts, for bf16 x and out; the fallback computes others, and other kinds of weights. No
-        expert may be twice in a row of ids.
+        """As experts.experts, for bf16 x; the fallback computes others, and other kinds of weights. An fp32 out gets
+        what the kernel rounds to bf16, the only outputs that the problem has. No expert may be twice in a row of ids.
 
         ValueError: NVFP4 weights that were not prepared, another limit than the problem's, task.unpack_call; on the
         CPU only, ids as task.validate says.
@@ -92,7 +92,7 @@ class Experts:
         return self.ids.new_zeros(tokens, 1), self.weights.new_ones(tokens, 1)
 
     def _weights_of(self, x: torch.Tensor, w13: Linear, w2: Linear, out: torch.Tensor) -> PreparedExperts | None:
-        if w13.kind != "nvfp4" or {x.dtype, out.dtype} != {torch.bfloat16}:
+        if w13.kind != "nvfp4" or x.dtype != torch.bfloat16:
             return None
         held = self.prepared.get(id(w13))
         if held is None or held.w2 is not w2:
@@ -109,7 +109,8 @@ class Experts:
             return
         alignment = ALIGNMENT[x.device.type]
         inputs = self.task.Inputs(*(placed(tensor, alignment) for tensor in (x, ids, weights)))
-        room = out if fits(out, alignment) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        mine = out.dtype == torch.bfloat16 and fits(out, alignment)
+        room = out if mine else torch.empty(out.shape, dtype=torch.bfloat16, device=out.device)
         outputs = self.task.Outputs(room)
         if x.device.type == "cpu":  # elsewhere to look at ids would wait for the device
             self.task.unpack_call(inputs, outputs, held.w13.k)

@@ -27,7 +27,8 @@ class Batch:
     By sequence: sequences, their numbers in the state, and sequence_ids, the same as int64 (B,); segments: (first of
     the N, count, number in the state); last: int64 (B,), the last of the N; rows: int32 (B, blocks), the rows of the
     table, as far as `bound`; advance: int64 (B,), what commit adds to the lengths; stamps: the sequences' when this was
-    planned, None if it may be replayed. bound: the host's upper bound of position + 1.
+    planned, None if it may be replayed. bound: the host's upper bound of position + 1. planner: what planned it, one a
+    state.
     By ratio: emit: int64 (Em,), those of the N that may end an entry; target: int64 (Em,), the row of the cache that
     the entry is written to (of the last page, which is never read, if the token ends none); visible: int64 (N,),
     entries that the token sees; entries: int, the host's bound of that. hca_index: int32 (N, entries[HCA]), -1 beyond
@@ -53,6 +54,7 @@ class Batch:
     sequence_ids: torch.Tensor
     advance: torch.Tensor
     stamps: tuple[int, ...] | None
+    planner: object
 
     def locate(self, ids: torch.Tensor) -> torch.Tensor:
         """CSA entries by number within their sequence, int32 (N, k), -> by place in the cache; -1 stays."""
@@ -170,7 +172,7 @@ class Planner:
             last=who.last, sequences=who.sequences, bound=bound, window_target=window[:, -1].to(torch.int64),
             window_index=window, emit=emit, target=target, visible=visible,
             entries={ratio: bound // ratio for ratio in self.ratios}, hca_index=hca, rows=rows,
-            sequence_ids=who.sequence_ids, advance=who.advance, stamps=stamps,
+            sequence_ids=who.sequence_ids, advance=who.advance, stamps=stamps, planner=self,
         )  # fmt: skip
 
     def _rows(self, who: Members, bound: int) -> torch.Tensor:

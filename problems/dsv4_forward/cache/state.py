@@ -21,10 +21,10 @@ from problems.dsv4_forward.cache.state_layout import (
     LayerState,
     StateLayout,
 )
+from problems.dsv4_forward.cache.token_ids import Tokens, check_tensor, checked
 from problems.dsv4_forward.weights.config import BLOCK_TOKENS, CSA, HCA, Config
 
 __all__ = ["Batch", "LayerState", "OutOfBlocks", "State"]
-Tokens = Sequence[int] | torch.Tensor
 
 
 class State:
@@ -34,7 +34,7 @@ class State:
     writes `layers` (and `mtp`).
     chunk: most new tokens of a sequence in a plan, and how far one may go back at least. snapshots: how many published
     prefixes are kept at once. length: int64 (S,), table: int32 (S, blocks a sequence), both on the device; lengths: the
-    host's; ring: tokens in a window; capacity: tokens that a sequence may have.
+    host's; ring: tokens in a window; capacity: tokens that a sequence may have; planner: of its batches.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class State:
         layers = layout.layers(self._regions)
         self.layers = layers[: cfg.num_hidden_layers]
         self.mtp = layers[-1] if cfg.num_nextn_predict_layers else None
-        self._planner = Planner(self.length, self.table, self.ring, cfg.ratios, unread=blocks)
+        self.planner = Planner(self.length, self.table, self.ring, cfg.ratios, unread=blocks)
         self._blank()
         self.length.zero_()
         self._active.zero_()
@@ -66,7 +66,7 @@ class State:
     # Sequences.
 
     def open(self, tokens: Tokens | None = None) -> tuple[int, int]:
-        """Open a sequence. -> (its number, matched). RuntimeError: all are open.
+        """Open a sequence. -> (its number, matched). RuntimeError: all are open; ValueError: no token ids.
 
         With tokens, the sequence begins as the longest published prefix of them that is shorter than they are: it holds
         the first `matched` of them (a multiple of BLOCK_TOKENS) already.
@@ -74,7 +74,7 @@ class State:
         if all(self._open):
             raise RuntimeError(f"all {len(self._open)} sequences are open: close one first")
         sequence = self._open.index(False)
-        prefix = None if tokens is None else self.pool.find(_host(tokens)[:-1])
+        prefix = None if tokens is None else self.pool.find(self._host("tokens", tokens)[:-1])
         self._open[sequence] = True
         self._active[sequence].fill_(1)
         self._set_length(sequence, 0)
@@ -117,7 +117,7 @@ class State:
     def publish(self, sequence: int, tokens: Tokens) -> int:
         """Offer the sequence's whole blocks for reuse; tokens: the sequence's. -> how many tokens are on offer.
 
-        ValueError: tokens are too few, or the end of the last whole block is no longer in the rings.
+        ValueError: tokens are too few or no token ids, or the end of the last whole block is no longer in the rings.
         """
         self._require(sequence)
         count = self.lengths[sequence] // BLOCK_TOKENS
@@ -129,7 +129,7 @@ class State:
         if not self._holds(sequence, end):
             least = self.floor(sequence)
             raise ValueError(f"sequence {sequence} no longer holds what {end} tokens need, only {least} or more")
-        if prefix := self.pool.publish(_host(tokens[:end]), self.owned[sequence][:count]):
+        if prefix := self.pool.publish(self._host("tokens", tokens[:end]), self.owned[sequence][:count]):
             for live, saved in self._saved(sequence, prefix):
                 saved.copy_(live)
         return end
@@ -141,13 +141,24 @@ class State:
 
         Reserves their blocks; lengths stay until commit(). OutOfBlocks, ValueError: nothing was changed.
         """
+        tokens = self.checked(tokens)
         counts = {sequence: len(part) for sequence, part in tokens.items()}
-        if not counts:
-            raise ValueError("tokens must name a sequence or more, got none")
         for sequence, count in counts.items():
             if not 1 <= count <= self.chunk:
                 raise ValueError(f"a plan takes 1 to {self.chunk} tokens of a sequence, got {count} for {sequence}")
         return self._plan(tuple(counts), list(counts.values()), self._join(list(tokens.values())))
+
+    def checked(self, tokens: Mapping[int, Tokens]) -> dict[int, torch.Tensor | list[int]]:
+        """Return the tokens of some sequences (sequence -> tokens) as plan() takes them, lists as Python integers.
+
+        ValueError: no sequence or a closed one; ids that are not of the vocabulary (token_ids.checked).
+        """
+        if not tokens:
+            raise ValueError("tokens must name a sequence or more, got none")
+        for sequence in tokens:
+            self._require(sequence)
+        vocab = self.layout.config.vocab_size
+        return {sequence: checked(f"tokens of sequence {sequence}", part, vocab) for sequence, part in tokens.items()}
 
     def step(
         self, sequences: Sequence[int], tokens: torch.Tensor, static: bool = False, bound: int | None = None
@@ -157,54 +168,71 @@ class State:
         tokens: int64 (B,) on the device. static: nothing depends on the host's lengths. A graph that records the call
         can then be replayed, each time after reserve() and before commit(); closed sequences may be among them, and
         stay empty. bound: of the replays' positions + 1, capacity if None. Keep the batch as long as its graph.
+        OutOfBlocks; ValueError: sequences or tokens are not that, or static, and nothing is reserved for the token.
         """
         sequences = tuple(sequences)
         if len(set(sequences)) != len(sequences) or not sequences or not set(sequences) <= set(range(len(self._open))):
             raise ValueError(f"sequences must be distinct, from 0 to {len(self._open) - 1}, got {sequences}")
-        if tokens.shape != (len(sequences),) or tokens.dtype != torch.int64:
-            raise ValueError(f"tokens must be int64 ({len(sequences)},), got {tokens.dtype} {tuple(tokens.shape)}")
+        check_tensor("tokens", tokens, self.layout.config.vocab_size, len(sequences))
+        if tokens.device != self.length.device:
+            raise ValueError(f"tokens must be on the state's device, {self.length.device}, got {tokens.device}")
         if static:
-            return self._planner.recorded(sequences, tokens, bound or self.capacity)
+            bound = self.capacity if bound is None else bound
+            self._require_reserved({sequence: 1 for sequence in sequences if self._open[sequence]}, bound)
+            return self.planner.recorded(sequences, tokens, bound)
         return self._plan(sequences, [1] * len(sequences), tokens)
 
     def reserve(self, counts: Mapping[int, int]) -> None:
         """Reserve blocks for that many more tokens of each sequence; copy a shared block that would be written.
 
-        OutOfBlocks: too few are free; ValueError: a sequence is closed, or would outgrow the model. Nothing was
-        changed.
+        OutOfBlocks: too few are free; ValueError: a sequence is closed, or would outgrow the model, or a count is
+        negative. Nothing was changed.
         """
         wanted, copied = 0, []
         for sequence, count in counts.items():
             self._require(sequence)
+            if count < 0:
+                raise ValueError(f"counts must be 0 or more, got {count} for sequence {sequence}")
             if (after := self.lengths[sequence] + count) > (most := self.layout.config.max_position_embeddings):
                 raise ValueError(f"sequence {sequence} would have {after} tokens, more than the model's {most}")
             wanted += max(0, -(-after // BLOCK_TOKENS) - len(self.owned[sequence]))
             if self._shared_end(sequence):
                 copied.append(sequence)
-        if not wanted and not copied:
-            return
-        self._make_room(wanted, copied)
-        for sequence in copied:
-            if self._shared_end(sequence):
-                self._copy_end(sequence)
+        if wanted or copied:
+            self._make_room(wanted, copied)
+            for sequence in copied:
+                if self._shared_end(sequence):
+                    self._copy_end(sequence)
+            for sequence, count in counts.items():
+                self._extend(sequence, -(-(self.lengths[sequence] + count) // BLOCK_TOKENS))
         for sequence, count in counts.items():
-            self._extend(sequence, -(-(self.lengths[sequence] + count) // BLOCK_TOKENS))
+            self._reserved[sequence] = max(self._reserved[sequence], self.lengths[sequence] + count)
 
     def commit(self, batch: Batch, sequences: Sequence[int] | None = None) -> None:
         """Make the batch's tokens part of their sequences: of those in `sequences` only, of all open ones if None.
 
-        ValueError: a sequence has changed since the plan, or is closed.
+        ValueError: the batch is of another state, or was committed already; a sequence has changed since the plan, is
+        closed or not in the batch; a replayed step was not reserved.
         """
+        if batch.planner is not self.planner:
+            raise ValueError(f"batch of sequences {batch.sequences} must be planned by this state, got another's")
         if batch.stamps is not None and batch.stamps != self._stamped(batch.sequences):
-            raise ValueError(f"batch of sequences {batch.sequences} is stale: they were changed after it was planned")
+            raise ValueError(
+                f"batch of sequences {batch.sequences} is stale: it was committed, or they were changed, after it was "
+                "planned; plan it again"
+            )
         for sequence in sequences or ():
             self._require(sequence)
+            if sequence not in batch.sequences:
+                raise ValueError(f"sequences must be of the batch, {batch.sequences}, got {sequence}")
         chosen = {number for number, is_open in enumerate(self._open) if is_open} if sequences is None else sequences
         kept = {sequence: count for _, count, sequence in batch.segments if sequence in chosen}
+        if batch.stamps is None:
+            self._require_reserved(kept, batch.bound)
         if len(kept) == len(batch.sequences):
             self.length.index_add_(0, batch.sequence_ids, batch.advance)
         elif kept:
-            self.length.index_add_(0, *self._planner.counted(tuple(kept), tuple(kept.values())))
+            self.length.index_add_(0, *self.planner.counted(tuple(kept), tuple(kept.values())))
         for sequence, count in kept.items():
             self.lengths[sequence] += count
             self.written[sequence] = max(self.written[sequence], self.lengths[sequence])
@@ -223,6 +251,7 @@ class State:
             self._open[sequence] = bool(is_open)
             self.owned[sequence] = [block for block in table[sequence] if block != self.blocks]
             self.lengths[sequence] = self.written[sequence] = self.anchor[sequence] = lengths[sequence]
+            self._reserved[sequence] = lengths[sequence]
         self.pool.adopt(self.owned)
 
     # The host's side.
@@ -236,16 +265,36 @@ class State:
         self.anchor = [0] * sequences  # the length at which they were restored
         self._open = [False] * sequences
         self._stamps = [0] * sequences  # counts changes
+        self._reserved = [0] * sequences  # tokens that the blocks are reserved for
 
     def _require(self, sequence: int) -> None:
-        if not (0 <= sequence < len(self._open) and self._open[sequence]):
+        if not (isinstance(sequence, int) and 0 <= sequence < len(self._open) and self._open[sequence]):
             raise ValueError(f"sequence must be the number of an open sequence, got {sequence}")
+
+    def _require_reserved(self, counts: Mapping[int, int], bound: int) -> None:
+        """ValueError unless that many more tokens of each sequence are reserved, and end before `bound`."""
+        for sequence, count in counts.items():
+            after = self.lengths[sequence] + count
+            if after > self._reserved[sequence]:
+                raise ValueError(
+                    f"sequence {sequence} has {self._reserved[sequence]} tokens reserved and would have {after}: call "
+                    "reserve() before each static step or replay, and commit() once after it"
+                )
+        after = max((self.lengths[sequence] + count for sequence, count in counts.items()), default=1)
+        if not after <= bound <= self.capacity:
+            raise ValueError(f"bound must be {after} to {self.capacity} tokens, got {bound}")
+
+    def _host(self, what: str, tokens: Tokens) -> array:
+        """The token ids as a host array; waits for the device if they are there. ValueError: they are none."""
+        listed = tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens
+        found = checked(what, listed, self.layout.config.vocab_size)
+        return array("q", found.tolist() if isinstance(found, torch.Tensor) else found)
 
     def _stamped(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self._stamps[sequence] for sequence in sequences)
 
     def _set_length(self, sequence: int, length: int) -> None:
-        self.lengths[sequence] = length
+        self.lengths[sequence] = self._reserved[sequence] = length
         self.length[sequence].fill_(length)
         self._stamps[sequence] += 1
 
@@ -270,16 +319,13 @@ class State:
         for sequence, count in wanted.items():
             self.written[sequence] = max(self.written[sequence], self.lengths[sequence] + count)
         blocks = [self.owned[sequence] for sequence in sequences]
-        return self._planner.planned(sequences, tokens, counts, lengths, blocks, self._stamped(sequences))
+        return self.planner.planned(sequences, tokens, counts, lengths, blocks, self._stamped(sequences))
 
     def _join(self, parts: list[Tokens]) -> torch.Tensor | list[int]:
         """A list if all are of the host, else int64 (N,) on the device."""
         if not any(isinstance(part, torch.Tensor) for part in parts):
             return [token for part in parts for token in part]
         tensors = [part if isinstance(part, torch.Tensor) else torch.tensor(part) for part in parts]
-        for part in tensors:
-            if part.dtype != torch.int64 or part.dim() != 1:
-                raise ValueError(f"tokens must be int64 and 1-D, got {part.dtype} {tuple(part.shape)}")
         return torch.cat([part.to(self.length.device, non_blocking=True) for part in tensors])
 
     # Blocks.
@@ -336,7 +382,7 @@ class State:
         if len(blocks) == 1:
             self.table[sequence, start].fill_(blocks[0])
         else:
-            self.table[sequence, start : start + len(blocks)].copy_(self._planner.put(blocks))
+            self.table[sequence, start : start + len(blocks)].copy_(self.planner.put(blocks))
 
     # Published prefixes.
 
@@ -361,8 +407,3 @@ class State:
             for row in range(SAVED_ROWS):
                 token = (end - SAVED_ROWS + row) % self.layout.tail_rows[CSA]
                 yield regions[name][:, sequence, token], regions[f"saved_{name}"][:, number, row]
-
-
-def _host(tokens: Tokens) -> array:
-    """The tokens as a host array; waits for the device if they are there."""
-    return array("q", tokens.tolist() if isinstance(tokens, torch.Tensor) else tokens)

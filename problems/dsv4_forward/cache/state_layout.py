@@ -66,8 +66,8 @@ class StateLayout:
             raise ValueError(f"sliding_window must be {WINDOW} tokens, got {self.config.sliding_window}")
         least = {"sequences": 1, "blocks": 1, "chunk": 1, "snapshots": 0}
         for name, value in zip(least, (self.sequences, self.blocks, self.chunk, self.snapshots), strict=True):
-            if value < least[name]:
-                raise ValueError(f"{name} must be {least[name]} or more, got {value}")
+            if not isinstance(value, int) or value < least[name]:
+                raise ValueError(f"{name} must be {least[name]} or more, got {value!r}")
 
     @property
     def ring(self) -> int:

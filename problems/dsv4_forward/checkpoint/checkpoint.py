@@ -6,13 +6,13 @@ Files are safetensors, memory-mapped, and go to the device tensor by tensor. Nam
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from problems.dsv4_forward.checkpoint import checkpoint_names, config_json, convert
+from problems.dsv4_forward.checkpoint import checkpoint_names, config_json, convert, values
 from problems.dsv4_forward.checkpoint.checkpoint_names import CheckpointError, Piece, Stored
 from problems.dsv4_forward.checkpoint.config_json import config_from_json
 from problems.dsv4_forward.weights import layout, tree
@@ -33,7 +33,7 @@ Advance = Callable[[int], None]  # receives the bytes that were done
 
 class _Files:
     """The open files of a checkpoint. stored: their tensors by DeepSeek's name; faults: what is wrong with the files;
-    lost: names that the index puts into files which cannot be read.
+    lost: names that the index puts into files which cannot be read, or lack them.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -49,7 +49,7 @@ class _Files:
                 self.faults.append(f"{Path(file).name} cannot be read (truncated or damaged?): {error}")
                 self.lost |= {checkpoint_names.canonical(name) for name in names}
                 continue
-            self._read_header(file)
+            self._read_header(file, names)
 
     def _expected(self, path: Path) -> dict[str, list[str]]:
         """File -> names that the index puts there (none if there is no index)."""
@@ -57,19 +57,21 @@ class _Files:
             return {str(path): []}
         if (path / INDEX).is_file():
             files: dict[str, list[str]] = {}
-            try:
-                for name, file in json.loads((path / INDEX).read_text())["weight_map"].items():
-                    files.setdefault(str(path / file), []).append(name)
-            except (OSError, ValueError, KeyError) as error:
-                raise CheckpointError(path / INDEX, [f"cannot be read: {error!r}"]) from error
+            for name, file in _index(path / INDEX).items():
+                files.setdefault(str(path / file), []).append(name)
             return files
         found = sorted(path.glob("*.safetensors"))
         if len(found) != 1:
             self.faults.append(f"must hold {INDEX} or one .safetensors file, got {[file.name for file in found]}")
         return {str(file): [] for file in found[:1]}
 
-    def _read_header(self, file: str) -> None:
-        for name in self._handles[file].keys():  # noqa: SIM118 (a safe_open handle is no dict)
+    def _read_header(self, file: str, promised: list[str]) -> None:
+        """promised: names that the index puts into the file."""
+        held_here = self._handles[file].keys()
+        lacking = sorted(set(promised).difference(held_here))
+        self.lost |= {checkpoint_names.canonical(name) for name in lacking}
+        self.faults += [f"{Path(file).name} lacks {name}, which {INDEX} puts there" for name in lacking]
+        for name in held_here:
             held = self._handles[file].get_slice(name)
             known = checkpoint_names.canonical(name)
             if known in self.stored:
@@ -82,6 +84,24 @@ class _Files:
         return self._handles[held.file].get_tensor(held.name)
 
 
+def _index(file: Path) -> dict[str, str]:
+    """Name -> file, as the index says. CheckpointError: it cannot be read, or a file is not one within its folder."""
+    found = config_json.read_json(file).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(file, [f"weight_map must name a file for each tensor, got {found!r}"])
+    outside = {name: to for name, to in found.items() if not isinstance(to, str) or not _within(to)}
+    if outside:
+        faults = [f"{name} must be in a file of the index's folder, got {to!r}" for name, to in outside.items()]
+        raise CheckpointError(file, faults)
+    return found
+
+
+def _within(name: str) -> bool:
+    """Whether it names a file within a folder. (What is there may be a link, as in the caches of model hubs.)"""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not {"\\", "\0"} & {*name}
+
+
 def load(
     path: str | Path, cfg: Config | None = None, fmt: str | None = None, device: str | torch.device = "cpu",
     progress: bool = True,
@@ -91,9 +111,12 @@ def load(
     cfg: config.json's if None; one without prediction layers leaves those of the checkpoint out. fmt: the format to
     hold the weights in, the checkpoint's if None; convert.convert says what can become what. progress: show a bar.
     CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor and every file that cannot be
-    read, before any weight is loaded; ValueError: the checkpoint cannot become `fmt`.
+    read, before any weight is loaded, or in the end every tensor with wrong values (values.fault); ValueError: the
+    checkpoint cannot become `fmt`.
     """
     path = Path(path)
+    if not path.exists():
+        raise CheckpointError(path, ["is not there: name a folder of safetensors with a config.json, or a file"])
     cfg = cfg or config_from_json(path if path.is_dir() else path.parent)
     with ExitStack() as stack:
         files = _Files(path, stack)
@@ -108,7 +131,9 @@ def load(
         convert.check(source, fmt or source)
         tensors = tree.empty(cfg, fmt or source, device)
         with _bar(progress, layout.nbytes(layout.layout(cfg, source))) as advance:
-            _fill(cfg, source, fmt or source, pieces, files, tensors, advance)
+            wrong = _fill(cfg, source, fmt or source, pieces, files, tensors, advance)
+        if wrong:
+            raise CheckpointError(f"{path} as {cfg.name} in {source}", wrong)
     return tree.assemble(cfg, fmt or source, tensors)
 
 
@@ -148,30 +173,44 @@ def _wrong_values(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[
 def _fill(
     cfg: Config, source: str, fmt: str, pieces: dict[str, Piece], files: _Files, tensors: dict[str, torch.Tensor],
     advance: Advance,
-) -> None:  # fmt: skip
-    """Read every tensor or linear layer, as it is or, where the format differs, by way of temporary memory."""
+) -> list[str]:  # fmt: skip
+    """Read every tensor or linear layer, as it is or, where the format differs, by way of temporary memory.
+
+    -> what is wrong with their values.
+    """
+    faults: list[str] = []
     before, after = layout.units(cfg, source), layout.units(cfg, fmt)
     parts: dict[str, dict[str, Piece]] = {name: {} for name in before}
     for name, piece in pieces.items():
         parts[piece.unit][name] = piece
     for name, unit in before.items():
         if isinstance(unit, layout.Spec) or unit.kind == after[name].kind:
-            _read(parts[name], files, tensors)
+            faults += _read(parts[name], unit, files, tensors)
         else:
             specs = {f"{name}.{field}": spec for field, spec in unit.tensors().items()}
             buffer = torch.empty(layout.nbytes(specs), dtype=torch.uint8, device=tensors["embed.weight"].device)
             held = layout.views(buffer, specs)
-            _read(parts[name], files, held)
+            faults += (wrong := _read(parts[name], unit, files, held))
             fields = {field: held[f"{name}.{field}"] for field in unit.tensors()}
-            convert.transfer(cfg, name, unit, after[name], fields, tensors)
+            if not wrong:
+                convert.transfer(cfg, name, unit, after[name], fields, tensors)
         advance(sum(spec.nbytes for spec in ([unit] if isinstance(unit, layout.Spec) else unit.tensors().values())))
+    return faults
 
 
-def _read(parts: dict[str, Piece], files: _Files, tensors: dict[str, torch.Tensor]) -> None:
+def _read(
+    parts: dict[str, Piece], unit: layout.Spec | layout.LinearSpec, files: _Files, tensors: dict[str, torch.Tensor]
+) -> list[str]:  # fmt: skip
+    """Copy the pieces of a unit. -> what is wrong with their values."""
+    faults = []
     for name, piece in parts.items():
         target, value = piece.view(tensors[piece.target]), files.read(name)
+        kind, field = ("", "") if isinstance(unit, layout.Spec) else (unit.kind, piece.target.rpartition(".")[2])
+        if said := values.fault(files.stored[name].name, value, kind, field):
+            faults.append(said)
         # Bytes for which PyTorch has a separate type (ue8m0, packed codes) are uint8 here.
         target.copy_(value.view(torch.uint8) if target.dtype == torch.uint8 else value)
+    return faults
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from problems.dsv4_forward.checkpoint.checkpoint_names import CheckpointError
-from problems.dsv4_forward.weights.config import CSA, HCA, PLAIN, SWA, Config, check_format
+from problems.dsv4_forward.weights.config import CSA, HCA, PLAIN, SWA, Config, check_format, wrong_numbers
 
 _SAME = (  # fields of Config that the file calls the same
     "vocab_size", "hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank",
@@ -18,11 +18,31 @@ _YARN = {  # field of Config -> key of the YaRN entry
     "rope_factor": "factor", "rope_original": "original_max_position_embeddings", "rope_beta_fast": "beta_fast",
     "rope_beta_slow": "beta_slow",
 }  # fmt: skip
-_FIXED = {  # what every model of this family has, and the code relies on; may be left out
+_FIXED = {  # what every model of this family has, and the code relies on
     "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "tie_word_embeddings": False,
-    "hidden_act": "silu", "attention_bias": False,
+    "hidden_act": "silu", "attention_bias": False, "topk_method": "noaux_tc",
 }  # fmt: skip
+# Keys that change the computation in DeepSeek's or transformers' code -> the values that are computed here. Each may be
+# left out, or null. All keys that are named nowhere in this file are ignored.
+_COMPUTED = {
+    **{key: (value,) for key, value in _FIXED.items()}, "sliding_window": (128,), "model_type": ("deepseek_v4",),
+    "architectures": (["DeepseekV4ForCausalLM"], ["DeepseekV4Model"]), "mlp_bias": (False,), "n_group": (1,),
+    "topk_group": (1,), "first_k_dense_replace": (0,), "moe_layer_freq": (1,), "rope_interleave": (True,),
+    "compress_rate_csa": (CSA,), "compress_rate_hca": (HCA,), "expert_dtype": ("fp4",),
+}  # fmt: skip
+_COMPUTED_YARN = {
+    "type": ("yarn",), "rope_type": ("yarn",), "attention_factor": (1.0, 1), "mscale": (1.0, 1),
+    "mscale_all_dim": (1.0, 1), "truncate": (True,),
+}  # fmt: skip
+_COMPUTED_PLAIN_ROPE = {"type": ("default",), "rope_type": ("default",)}
+_COMPUTED_QUANTISATION = {
+    "quant_method": ("fp8", "modelopt"), "fmt": ("e4m3",), "scale_fmt": ("ue8m0",), "activation_scheme": ("dynamic",),
+    "weight_block_size": ([128, 128],), "expert_dtype": ("fp4",), "quant_algo": ("MIXED_PRECISION", "NVFP4"),
+    "moe_quant_algo": ("NVFP4",), "group_size": (16,), "kv_cache_quant_algo": ("FP8",),
+}  # fmt: skip
+_OTHER_MODEL = ("engram_", "candidate_", "kv_source_layer_ids", "index_source_layer_ids")  # how V4.1's keys begin
 _RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA}
+_ROUTERS = ("hash_moe", "moe")
 _FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
@@ -35,7 +55,7 @@ def to_json(cfg: Config, fmt: str) -> dict:
     known = dataclasses.asdict(cfg)
     fields = {
         "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "_name_or_path": cfg.name,
-        **{name: known[name] for name in _SAME}, **_FIXED, "topk_method": "noaux_tc",
+        **{name: known[name] for name in _SAME}, **_FIXED,
         "num_hidden_layers": cfg.num_hidden_layers, "num_hash_layers": cfg.num_hash_layers,
         "num_nextn_predict_layers": cfg.num_nextn_predict_layers, "compress_ratios": list(cfg.compress_ratios),
         "rope_theta": cfg.rope_theta,
@@ -51,53 +71,154 @@ def config_from_json(path: str | Path) -> Config:
     """path: a config.json, or the folder of one -> the Config that it describes, named as the file or its folder is.
 
     A file of transformers describes no prediction layer, whatever it says: such a checkpoint holds none.
-    CheckpointError, naming every field that is missing or is not as this family of models has it.
+    CheckpointError, naming every field that is missing, is no number, or would have another computation than this
+    family's.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
-    try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(file, [f"cannot be read: {error}"]) from error
-    faults = [
-        f"{key} must be {want!r}, got {data[key]!r}" for key, want in _FIXED.items() if data.get(key, want) != want
-    ]
-    fields = {name: data.get(name) for name in _SAME} | _layers(data, faults) | _rope(data)
+    data = read_json(file)
+    faults = _others(data, _COMPUTED)
+    faults += _others(_part(data, "quantization_config", faults), _COMPUTED_QUANTISATION, "quantization_config.")
+    faults += [f"{key}: keys of DeepSeek-V4.1, another model, must not be there" for key in data if _of_another(key)]
+    fields = {name: data.get(name) for name in _SAME} | _layers(data, faults) | _rope(data, faults)
     faults += [f"missing {name}" for name, value in fields.items() if value is None]
+    faults += [_in_the_file(fault) for fault in wrong_numbers(fields)] + _contradictions(data)
     if faults:
-        raise CheckpointError(file, faults)
+        raise CheckpointError(file, list(dict.fromkeys(faults)))
+    name = data.get("_name_or_path")
     try:
-        return Config(name=data.get("_name_or_path") or file.resolve().parent.name, **fields)
+        return Config(name=name if name and isinstance(name, str) else file.resolve().parent.name, **fields)
     except ValueError as error:
         raise CheckpointError(file, [str(error)]) from error
 
 
+def _in_the_file(fault: str) -> str:
+    """A fault of a field of Config under the file's name for it."""
+    name, *rest = fault.partition(" ")
+    return "".join([f"YaRN's {_YARN[name]}" if name in _YARN else name, *rest])
+
+
+def read_json(file: Path) -> dict:
+    """The object that a JSON file holds. CheckpointError: it cannot be read, is no object, or names a key twice."""
+    try:
+        data = json.loads(file.read_text(), object_pairs_hook=_distinct)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(file, [f"cannot be read: {error}"]) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(file, [f"cannot be read: must hold an object, got {type(data).__name__}"])
+    return data
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _others(data: dict, computed: dict[str, tuple], prefix: str = "") -> list[str]:
+    """A fault for each value that is not among those of `computed`; true and 1.0 are not 1."""
+    return [
+        f"{prefix}{key} must be {' or '.join(map(repr, values))}, got {data[key]!r}"
+        for key, values in computed.items()
+        if data.get(key) is not None
+        and not any(data[key] == value and type(data[key]) is type(value) for value in values)
+    ]
+
+
+def _of_another(key: str) -> bool:
+    return key.startswith(_OTHER_MODEL)
+
+
+def _part(data: dict, key: str, faults: list[str]) -> dict:
+    """An object within the file; empty if it is left out, or no object."""
+    value = data.get(key)
+    if value is not None and not isinstance(value, dict):
+        faults.append(f"{key} must be an object, got {value!r}")
+    return value if isinstance(value, dict) else {}
+
+
+def _texts(data: dict, key: str, known: tuple[str, ...], faults: list[str]) -> list[str]:
+    """A list of some of the `known` texts; empty, with a fault, if it is another."""
+    value = data[key]
+    if isinstance(value, list) and all(isinstance(text, str) and text in known for text in value):
+        return value
+    faults.append(f"{key} must be a list of {' or '.join(map(repr, known))}, got {value!r}")
+    return []
+
+
 def _layers(data: dict, faults: list[str]) -> dict[str, object]:
     """The fields of Config that say what each layer is; None for one that cannot be told."""
-    layers, extra = data.get("num_hidden_layers"), data.get("num_nextn_predict_layers", 0)
-    if "layer_types" in data:
-        ratios, extra = tuple(_RATIOS.get(kind, kind) for kind in data["layer_types"]), 0
+    layers, extra = data.get("num_hidden_layers"), data.get("num_nextn_predict_layers") or 0
+    if data.get("layer_types") is not None:
+        kinds, extra = _texts(data, "layer_types", tuple(_RATIOS), faults), 0
+        ratios = tuple(_RATIOS[kind] for kind in kinds)
     else:
-        ratios = tuple(data.get("compress_ratios") or ())
-    if layers is not None and ratios and len(ratios) not in (layers, layers + extra):
+        ratios = data.get("compress_ratios") or ()
+        if not isinstance(ratios, list | tuple):
+            faults.append(f"compress_ratios must be a list, got {ratios!r}")
+        ratios = tuple(ratios) if isinstance(ratios, list | tuple) else ()
+    counts = {"num_hidden_layers": layers, "num_nextn_predict_layers": extra}
+    if wrong := [f"{name} must be an integer, got {n!r}" for name, n in counts.items() if type(n) is not int or n < 0]:
+        faults += ["missing num_hidden_layers" if layers is None else wrong[0]]
+        ratios = ()
+    elif ratios and len(ratios) not in (layers, layers + extra):
         faults.append(f"compress_ratios must have {layers} + {extra} entries, got {len(ratios)}")
-    if layers is not None and ratios:
+    elif ratios:
         ratios = ratios[:layers] + (ratios[layers:] or (SWA,) * extra)
-    kinds = data.get("mlp_layer_types")
-    hashed = data.get("num_hash_layers") if kinds is None else kinds.count("hash_moe")
-    if kinds is not None and "hash_moe" in kinds[hashed:]:
-        faults.append(f"mlp_layer_types must have its hash_moe layers first, got {kinds}")
     return {
-        "num_hash_layers": hashed,
-        "num_nextn_predict_layers": extra,
-        "compress_ratios": ratios if layers is not None and ratios else None,
-    }
+        "num_hash_layers": _hashed(data, layers, faults), "num_nextn_predict_layers": 0 if wrong else extra,
+        "compress_ratios": ratios or (() if faults else None),
+    }  # fmt: skip
 
 
-def _rope(data: dict) -> dict[str, object]:
-    """transformers has an entry a kind of layer, DeepSeek one for the layers that compress."""
-    if "rope_parameters" in data:
-        yarn, theta = data["rope_parameters"].get("compress", {}), data["rope_parameters"].get("main", {})
-    else:
-        yarn, theta = data.get("rope_scaling") or {}, data
-    return {"rope_theta": theta.get("rope_theta")} | {name: yarn.get(key) for name, key in _YARN.items()}
+def _hashed(data: dict, layers: object, faults: list[str]) -> object:
+    """How many layers, the first ones, route by token."""
+    if data.get("mlp_layer_types") is None:
+        hashed = data.get("num_hash_layers")
+        if type(hashed) is int and type(layers) is int and hashed > layers:
+            faults.append(f"num_hash_layers must be at most num_hidden_layers, {layers}, got {hashed}")
+        return hashed
+    kinds = _texts(data, "mlp_layer_types", _ROUTERS, faults)
+    hashed = kinds.count("hash_moe")
+    if "hash_moe" in kinds[hashed:]:
+        faults.append(f"mlp_layer_types must have its hash_moe layers first, got {kinds}")
+    if kinds and len(kinds) != layers:
+        faults.append(f"mlp_layer_types must have {layers} entries, got {len(kinds)}")
+    return hashed
+
+
+def _rope(data: dict, faults: list[str]) -> dict[str, object]:
+    """transformers has an entry a kind of layer, or one of YaRN; DeepSeek one for the layers that compress."""
+    key = "rope_scaling" if data.get("rope_parameters") is None else "rope_parameters"
+    yarn, theta = _part(data, key, faults), data
+    if "main" in yarn or "compress" in yarn:
+        theta, yarn = (_part(yarn, kind, faults) for kind in ("main", "compress"))
+        faults += _others(theta, _COMPUTED_PLAIN_ROPE | _share(data), f"{key}.main.")
+        key = f"{key}.compress"
+        faults += _others(yarn, {"rope_theta": (data.get("compress_rope_theta"),)}, f"{key}.")
+    faults += _others(yarn, _COMPUTED_YARN | _share(data), f"{key}.")
+    if yarn and yarn.get("type") is None and yarn.get("rope_type") is None:
+        faults.append(f"missing {key}.type: it must be 'yarn'")
+    base = theta.get("rope_theta", yarn.get("rope_theta") if theta is data else None)
+    return {"rope_theta": base} | {name: yarn.get(key) for name, key in _YARN.items()}
+
+
+def _share(data: dict) -> dict[str, tuple]:
+    """What transformers' share of a head that is rotated must be, if it can be told."""
+    rope, width = data.get("qk_rope_head_dim"), data.get("head_dim")
+    known = type(rope) is int and type(width) is int and width > 0
+    return {"partial_rotary_factor": (rope / width,)} if known else {}
+
+
+def _contradictions(data: dict) -> list[str]:
+    """Keys that say once more what others say, and something else."""
+    width, rope = (data[key] if type(data.get(key)) is int else 0 for key in ("head_dim", "qk_rope_head_dim"))
+    rates = {name: ratio for name, ratio in _RATIOS.items() if ratio}
+    again = {
+        "qk_nope_head_dim": width - rope, "v_head_dim": width, "qk_head_dim": width, "compress_rates": rates,
+        "num_local_experts": data.get("n_routed_experts"),
+    }  # fmt: skip
+    return _others(data, {key: (value,) for key, value in again.items()} | _share(data))

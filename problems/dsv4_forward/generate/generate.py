@@ -1,14 +1,19 @@
-"""Generate tokens: token ids (or text, with a tokenizer) in, token ids out, with progress, tokens/s and memory.
+"""Continue texts, or token ids, with a model: tokens are printed as they come, then tokens a second and memory.
 
+    .venv/bin/python problems/dsv4_forward/generate/generate.py --checkpoint FOLDER --text "Once" --text "Twice"
     .venv/bin/python problems/dsv4_forward/generate/generate.py --config tiny --prompt 1,2,3 --tokens 50
-    .venv/bin/python problems/dsv4_forward/generate/generate.py --checkpoint FOLDER --tokenizer FILE --text "Once"
 
-Weights are random unless --checkpoint names a folder. Tokens go to standard output, everything else to standard error.
+A checkpoint's folder holds safetensors, config.json and tokenizer.json. A text is continued as it is, without a chat
+template, until --tokens, an end token of generation_config.json or config.json, or the end of the context. Without a
+checkpoint, weights are random. What is generated goes to standard output, everything else to standard error. Several
+prompts are decoded together; each is printed behind a line that numbers it.
 """
 
 import argparse
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -20,145 +25,161 @@ if __name__ == "__main__":
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.cache.token_ids import checked
 from problems.dsv4_forward.checkpoint import checkpoint
+from problems.dsv4_forward.generate import text
+from problems.dsv4_forward.generate.decoding import CONTEXT, END, LENGTH, Limits, Told, decode
 from problems.dsv4_forward.generate.mtp import Speculative
+from problems.dsv4_forward.generate.printing import Printer
 from problems.dsv4_forward.generate.sampler import Sampler
-from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.weights.config import Config
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", default="tiny", help="tiny, tiny-k, flash, pro, or a part such as flash-4l32e")
-    p.add_argument("--format", choices=config.FORMATS, help="number format (default: bf16, or the checkpoint's)")
-    p.add_argument("--checkpoint", metavar="FOLDER", help="safetensors with their config.json, in place of --config")
-    p.add_argument("--kernels", default="reference", help="reference, winners, or NAME=VARIANT,...")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--prompt", metavar="IDS", help="token ids with commas (default: 1)")
-    p.add_argument("--text", help="a prompt for --tokenizer")
-    p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; its text is printed as well")
-    p.add_argument("--tokens", type=int, default=64, help="how many to generate")
+    p.add_argument("--checkpoint", metavar="FOLDER", type=Path, help="safetensors with config.json and tokenizer.json")
+    p.add_argument("--text", action="append", help="a text to continue; may be given several times")
+    p.add_argument(
+        "--prompt", metavar="IDS", action="append", help="token ids with commas in place of --text; likewise"
+    )
+    p.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json other than the checkpoint's")
+    p.add_argument("--tokens", type=int, default=64, help="how many to generate for each prompt")
+    p.add_argument("--ignore-end", action="store_true", help="go on after an end token")
     p.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token")
     p.add_argument("--top-k", type=int, default=0, help="0: all")
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--seed", type=int, default=0, help="of the sampler and of random weights")
     p.add_argument("--draft", action="store_true", help="guess a token ahead with the prediction layer (greedy only)")
-    p.add_argument("--chunk", type=int, default=128, help="tokens of the prompt in a pass")
+    p.add_argument("--config", default="tiny", help="without a checkpoint: tiny, tiny-k, flash, pro, or as flash-4l32e")
+    p.add_argument("--format", choices=config.FORMATS, help="number format (default: bf16, or the checkpoint's)")
+    p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,...")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--chunk", type=int, default=128, help="tokens of a prompt in a pass")
     args = p.parse_args(argv)
-    if args.tokens < 1:
-        p.error(f"--tokens must be 1 or more, got {args.tokens}")
-    if args.text is not None and not args.tokenizer:
-        p.error("--text needs a --tokenizer")
-    if args.draft and args.temperature:
-        p.error("--draft decodes greedily: it needs --temperature 0")
+    least = {"tokens": 1, "chunk": 2 if args.draft else 1}
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            p.error(f"--{name} must be {value} or more, got {getattr(args, name)}")
+    if args.text and args.prompt:
+        p.error("--text and --prompt cannot be mixed: give all prompts as texts, or all as ids")
+    if args.text and not (args.checkpoint or args.tokenizer):
+        p.error("--text needs a --checkpoint with a tokenizer.json, or a --tokenizer")
+    if args.draft and (args.temperature or len(args.text or args.prompt or [1]) > 1):
+        p.error("--draft decodes one prompt greedily: it needs --temperature 0 and one --text or --prompt")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     say = Console(stderr=True)
-    tokenizer = _tokenizer(args.tokenizer)
     try:
-        loaded = _weights(args)
-        cfg = loaded.config
-        ids = _prompt(args, tokenizer, cfg.vocab_size)
-        chosen = ops.choose(args.kernels, load.device_target(args.device), loaded)
-    except (ValueError, OSError) as error:
-        say.print(f"generate: {error}")
+        cfg = checkpoint.config_from_json(args.checkpoint) if args.checkpoint else config.find(args.config)
+        tokenizer = None
+        if args.text or args.tokenizer:
+            tokenizer = text.tokenizer(args.checkpoint, args.tokenizer)
+        prompts = _prompts(args, tokenizer, cfg)
+        ends = frozenset()
+        if args.checkpoint and not args.ignore_end:
+            ends = text.end_tokens(args.checkpoint, cfg.vocab_size)
+        limits, sampler = Limits(args.tokens, ends), Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+        model, blocks = _model(args, cfg, say), _blocks(cfg, prompts, args.tokens)
+        state = State(cfg, model.weights.format, len(prompts), blocks, args.chunk, args.device, snapshots=0)
+        with torch.inference_mode():
+            if args.draft:
+                found = _drafted(model, state, prompts[0], limits, say)
+            else:
+                found = decode(model, state, prompts, limits, sampler)
+            _run(found, prompts, tokenizer, args.device, say)
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        say.print(f"generate: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
-    for line in chosen.report:
-        say.print(line)
-    blocks = -(-(len(ids) + args.tokens + 1) // config.BLOCK_TOKENS)
-    state = State(cfg, loaded.format, sequences=1, blocks=blocks, chunk=args.chunk, device=args.device)
-    model = Model(loaded, chosen.ops)
-    sequence, _ = state.open()
-    with torch.inference_mode(), _progress(say) as progress:
-        tokens, seconds = (_drafted if args.draft else _sampled)(args, model, state, sequence, ids, progress)
-    print(",".join(map(str, tokens)))
-    if tokenizer:
-        print(tokenizer.decode(tokens))
-    for line in seconds:
-        say.print(line)
     say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB")
     return 0
 
 
-def _sampled(
-    args: argparse.Namespace, model: Model, state: State, sequence: int, ids: list[int], progress: Progress
-) -> tuple[list[int], list[str]]:
-    """-> the tokens, and lines about the time that they took."""
-    sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-    row = torch.tensor([sequence], device=args.device)
-    bar, start = progress.add_task("prompt", total=len(ids)), time.perf_counter()
-    logits = feed(model, state, {sequence: ids}, after=lambda batch, _: progress.advance(bar, len(batch.tokens)))
-    found: list[int] = []
-    bar = progress.add_task("tokens", total=args.tokens)
-    first = 0.0
-    while len(found) < args.tokens:
-        position = torch.tensor([state.lengths[sequence]], device=args.device)
-        found.append(int(sampler.sample(logits, row, position)))
-        first = first or time.perf_counter()
-        progress.advance(bar)
-        if len(found) < args.tokens:
-            logits = feed(model, state, {sequence: found[-1:]})
-    return found, _rates(len(ids), first - start, len(found) - 1, time.perf_counter() - first)
-
-
-def _drafted(
-    args: argparse.Namespace, model: Model, state: State, sequence: int, ids: list[int], progress: Progress
-) -> tuple[list[int], list[str]]:
-    speculative, start = Speculative(model, state, sequence), time.perf_counter()
-    found = [speculative.prefill(ids)]
-    first = time.perf_counter()
-    bar = progress.add_task("tokens", total=args.tokens, completed=1)
-    passes = hits = 0
-    for step in speculative.steps():
-        if len(found) >= args.tokens:
-            break
-        found += step.tokens
-        passes, hits = passes + 1, hits + step.accepted
-        progress.update(bar, completed=min(len(found), args.tokens))
-    lines = _rates(len(ids), first - start, len(found) - 1, time.perf_counter() - first)
-    found = found[: args.tokens]
-    return found, lines + [f"guesses: {hits} of {passes} right"]
-
-
-def _rates(prompt: int, prompt_s: float, tokens: int, tokens_s: float) -> list[str]:
-    lines = [f"prompt: {prompt} tokens in {prompt_s:.2f} s, {prompt / prompt_s:.1f} tokens/s"]
-    if tokens:
-        lines.append(f"decode: {tokens} tokens in {tokens_s:.2f} s, {tokens / tokens_s:.1f} tokens/s")
-    return lines
-
-
-def _weights(args: argparse.Namespace) -> tree.ModelWeights:
+def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
     if args.checkpoint:
-        return checkpoint.load(Path(args.checkpoint), fmt=args.format, device=args.device)
-    cfg, fmt = config.find(args.config), args.format or "bf16"
-    return tree.random(cfg, fmt, seed=args.seed, device=args.device)
-
-
-def _prompt(args: argparse.Namespace, tokenizer: object, vocab: int) -> list[int]:
-    """ValueError: no ids, or one outside the vocabulary."""
-    if args.text is not None:
-        ids = tokenizer.encode(args.text).ids
+        weights = checkpoint.load(args.checkpoint, cfg, fmt=args.format, device=args.device)
     else:
-        ids = [int(part) for part in (args.prompt or "1").split(",")]
-    if not ids or not all(0 <= i < vocab for i in ids):
-        raise ValueError(f"--prompt must be ids from 0 to {vocab - 1} with commas, got {args.prompt or args.text!r}")
-    return ids
+        weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, device=args.device)
+    chosen = ops.choose(args.kernels, load.device_target(args.device), weights)
+    for line in chosen.report:
+        say.print(line, markup=False, highlight=False)
+    return Model(weights, chosen.ops)
 
 
-def _tokenizer(path: str | None) -> object:
-    if path is None:
-        return None
-    from tokenizers import Tokenizer  # only who names a file needs the package
+def _prompts(args: argparse.Namespace, tokenizer: text.Tokenizer | None, cfg: Config) -> list[list[int]]:
+    """ValueError: no ids, one outside the vocabulary, or more than the context takes."""
+    named = [("--text", tokenizer.encode(one)) for one in args.text or ()]
+    named = named or [("--prompt", _ids(one)) for one in args.prompt or ["1"]]
+    most = cfg.max_position_embeddings
+    for number, (name, ids) in enumerate(named, 1):
+        checked(f"tokens of {name} {number}", ids, cfg.vocab_size)
+        if len(ids) > most:
+            raise ValueError(f"{name} {number} must be within the context of {most} tokens, got {len(ids)}: shorten it")
+    return [ids for _, ids in named]
 
-    return Tokenizer.from_file(path)
+
+def _ids(given: str) -> list[int]:
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--prompt must be token ids with commas between, got {given!r}") from error
+
+
+def _blocks(cfg: Config, prompts: list[list[int]], tokens: int) -> int:
+    """What the state needs for all prompts and as many tokens for each, as far as the context reaches."""
+    lengths = (min(len(ids) + tokens, cfg.max_position_embeddings) for ids in prompts)
+    return sum(-(-length // config.BLOCK_TOKENS) for length in lengths)
+
+
+def _drafted(model: Model, state: State, prompt: list[int], limits: Limits, say: Console) -> Iterator[Told]:
+    """As decode(), for one prompt: greedily, a guess ahead."""
+    speculative = Speculative(model, state, state.open()[0])
+    count, passes, hits, reason = 0, 0, 0, ""
+    found, steps = [speculative.prefill(prompt)], speculative.steps()
+    while not reason:
+        for token in found:
+            count += 1
+            full = LENGTH if count == limits.most else CONTEXT if len(prompt) + count > state.capacity else ""
+            reason = END if token in limits.end else full
+            yield Told(0, None if reason == END else token, reason)
+            if reason:
+                break
+        if not reason:
+            step = next(steps)
+            found, passes, hits = step.tokens, passes + 1, hits + step.accepted
+    say.print(f"guesses: {hits} of {passes} right")
+
+
+def _run(
+    found: Iterator[Told], prompts: list[list[int]], tokenizer: text.Tokenizer | None, device: str, say: Console
+) -> None:  # fmt: skip
+    """Print the tokens as they come, then how fast they came and why each prompt got no more."""
+    start = first = time.perf_counter()
+    printer, reasons, count = Printer(len(prompts), tokenizer), [""] * len(prompts), 0
+    for told in found:
+        count += told.token is not None
+        if told.reason:
+            reasons[told.prompt] = told.reason
+        if count <= 1:
+            first = time.perf_counter()
+        printer.take(told)
+    # Only the passes count: the first one of each prompt fed all of it.
+    decoded, seconds, fed = max(count - len(prompts), 0), time.perf_counter() - first, sum(map(len, prompts))
+    say.print(f"prompt: {fed} tokens in {first - start:.2f} s, {fed / (first - start):.1f} tokens/s")
+    if decoded:
+        say.print(f"decode: {decoded} tokens in {seconds:.2f} s, {decoded / seconds:.1f} tokens/s")
+    for number, reason in enumerate(reasons, 1):
+        say.print(f"{f'prompt {number} ' if len(prompts) > 1 else ''}ended: {reason}")
 
 
 def _memory(device: str) -> int:
@@ -169,12 +190,11 @@ def _memory(device: str) -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True,
-    )  # fmt: skip
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of the output closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -10,20 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
-from problems.dsv4_forward.cache.state import Batch, State
+from problems.dsv4_forward.cache.state import Batch, OutOfBlocks, State
+from problems.dsv4_forward.cache.token_ids import check_tensor
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights.config import SWA
+from problems.dsv4_forward.weights.tree import MtpWeights
 
 
 def draft(model: Model, batch: Batch, state: State, copies: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     """Guess the token after the next. -> logits fp32 (N, vocab). Writes the window of the prediction layer's block.
 
     copies (N, n, d): the main model's at the batch's tokens; following int64 (N,): the token after each. ValueError:
-    the model has no prediction layer.
+    the model has no prediction layer; copies or following are not that; what Model.check refuses.
     """
-    w = model.weights.mtp
-    if w is None:
-        raise ValueError(f"{model.config.name} has no prediction layer (num_nextn_predict_layers is 0)")
+    w, cfg = _prediction(model), model.config
+    model.check(batch, state)
+    wanted = (len(batch.tokens), cfg.hc_mult, cfg.hidden_size)
+    if tuple(copies.shape) != wanted:
+        raise ValueError(f"copies must be {wanted}, got {tuple(copies.shape)}")
+    check_tensor("following", following, cfg.vocab_size, wanted[0])
     ctx, tables = model.context(batch)
     # Position 0 gets no embedding, as where the model was trained to.
     embedding = model.weights.embed[following].to(model.dtype)
@@ -33,6 +38,13 @@ def draft(model: Model, batch: Batch, state: State, copies: torch.Tensor, follow
     before = ctx.linear(ctx.norm(copies, w.hnorm).view(count * n, d), w.h_proj).view(count, n, d)
     mixed = model.block("mtp.0", before + token.unsqueeze(1), w.block, state.mtp, tables[SWA], ctx)
     return model.logits(mixed, w.hc_head, w.norm, ctx)
+
+
+def _prediction(model: Model) -> MtpWeights:
+    """The prediction layer. ValueError: there is none."""
+    if model.weights.mtp is None:
+        raise ValueError(f"{model.config.name} has no prediction layer (num_nextn_predict_layers is 0)")
+    return model.weights.mtp
 
 
 @dataclass(frozen=True)
@@ -47,13 +59,21 @@ class Speculative:
     """Greedy decoding of one sequence, a guess ahead. Host synchronisation: once a pass, to compare the guess."""
 
     def __init__(self, model: Model, state: State, sequence: int) -> None:
+        """ValueError: the model has no prediction layer, or the state takes only one token of a sequence in a pass."""
+        _prediction(model)
+        if state.chunk < 2:
+            raise ValueError(f"chunk must be 2 or more, for a token and the guess of the next, got {state.chunk}")
         self.model, self.state, self.sequence = model, state, sequence
-        self._token = self._guess = 0
+        self._token = self._guess = -1  # none yet
 
     def prefill(self, tokens: Sequence[int]) -> int:
-        """Feed the prompt. -> the first token. ValueError if it is empty."""
+        """Feed the prompt. -> the first token. ValueError: it is empty, or State.checked or State.reserve refuses it;
+        OutOfBlocks. Then nothing is written.
+        """
+        tokens = self.state.checked({self.sequence: tokens})[self.sequence]
         if not len(tokens):
             raise ValueError("tokens must hold a token or more, got none")
+        self.state.reserve({self.sequence: len(tokens)})
         step = self.state.chunk
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
@@ -67,17 +87,28 @@ class Speculative:
         return self._token
 
     def steps(self) -> Iterator[Step]:
-        """Passes without end. Each feeds the last token and the guess of the next."""
-        while True:
+        """Passes until the sequence has as many tokens as it may have (State.capacity). Each feeds the last token and
+        the guess of the next, the last one only the token if there is room for no more.
+
+        ValueError: no prompt yet; OutOfBlocks.
+        """
+        if self._token < 0:
+            raise ValueError("prefill() must come before steps(): there is no token to begin with")
+        while room := self.state.capacity - self.state.lengths[self.sequence]:
             length = self.state.lengths[self.sequence]
-            batch = self.state.plan({self.sequence: [self._token, self._guess]})
+            fed = [self._token, self._guess][:room]
+            try:
+                batch = self.state.plan({self.sequence: fed})
+            except OutOfBlocks:  # if it is the guess that has no block
+                fed = fed[:1]
+                batch = self.state.plan({self.sequence: fed})
             out = self.model.forward(batch, self.state, every=True)
-            first, second = out.logits.argmax(-1).tolist()
-            accepted = first == self._guess
-            tokens = (first, second) if accepted else (first,)
-            self._draft(batch, out.copies, [first, second], int(accepted))
+            found = out.logits.argmax(-1).tolist()
+            accepted = len(fed) == 2 and found[0] == self._guess
+            tokens = tuple(found if accepted else found[:1])
+            self._draft(batch, out.copies, found, int(accepted))
             self.state.commit(batch)
-            if not accepted:  # what was written for the wrong guess is written again before it is read
+            if len(fed) == 2 and not accepted:  # what the wrong guess wrote is written again before it is read
                 self.state.rewind(self.sequence, length + 1)
             self._token = tokens[-1]
             yield Step(tokens, accepted)

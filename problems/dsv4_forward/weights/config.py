@@ -4,6 +4,8 @@ TINY is small enough for a CPU and moves every branch within 300 tokens; TINY_K 
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 SWA, CSA, HCA = 0, 4, 128  # compression ratio of a layer: window only, selected entries, all entries
@@ -51,7 +53,9 @@ class Config:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        """ValueError, naming the field, where one does not fit the others."""
+        """ValueError, naming the field, where one is not of its type and range, or does not fit the others."""
+        if wrong := wrong_numbers(vars(self)):
+            raise ValueError("; ".join(wrong))
         if len(self.compress_ratios) < self.num_nextn_predict_layers + 1:
             raise ValueError(f"compress_ratios must name a layer or more, got {self.compress_ratios}")
         if bad := set(self.compress_ratios) - {SWA, CSA, HCA}:
@@ -66,7 +70,17 @@ class Config:
         if nope <= 0 or nope % 64:
             raise ValueError(f"head_dim - qk_rope_head_dim must be a multiple of 64 (one FP8 group), got {nope}")
         if self.num_experts_per_tok > self.n_routed_experts:
-            raise ValueError(f"num_experts_per_tok must be at most {self.n_routed_experts}")
+            raise ValueError(
+                f"num_experts_per_tok must be at most n_routed_experts, {self.n_routed_experts}, got "
+                f"{self.num_experts_per_tok}"
+            )
+        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
+            raise ValueError(
+                f"qk_rope_head_dim must be even and at most index_head_dim, {self.index_head_dim}, got "
+                f"{self.qk_rope_head_dim}"
+            )
+        if self.index_head_dim < 32 or self.index_head_dim & self.index_head_dim - 1:
+            raise ValueError(f"index_head_dim must be a power of two from 32 on, got {self.index_head_dim}")
 
     @property
     def num_hidden_layers(self) -> int:
@@ -91,8 +105,36 @@ class Config:
             raise ValueError(f"{self.name} has {self.num_hidden_layers} layers, {self.n_routed_experts} experts")
         return dataclasses.replace(
             self, name=f"{self.name}-{layers}l{experts}e", n_routed_experts=experts, num_nextn_predict_layers=0,
-            compress_ratios=self.ratios[:layers],
+            compress_ratios=self.ratios[:layers], num_hash_layers=min(self.num_hash_layers, layers),
         )  # fmt: skip
+
+
+_MAY_BE_0 = ("num_hash_layers", "num_nextn_predict_layers", "hc_eps", "rms_norm_eps")
+
+
+def wrong_numbers(fields: Mapping[str, object]) -> list[str]:
+    """What is wrong with fields of Config that are not None, each by itself: no number, or out of its range."""
+    found = []
+    for field in dataclasses.fields(Config):
+        name, value = field.name, fields.get(field.name)
+        if value is None or name == "name":
+            continue
+        kind, least = ("an integer", 0 if name in _MAY_BE_0 else 1) if field.type is int else ("a number", 0)
+        if name == "compress_ratios":
+            if not isinstance(value, tuple) or not all(_is_number(ratio, int) for ratio in value):
+                found.append(f"{name} must be integers, got {value!r}")
+        elif not _is_number(value, field.type):
+            found.append(f"{name} must be {kind}, got {value!r}")
+        elif value < least or (not value and name not in _MAY_BE_0):
+            found.append(f"{name} must be {kind}, {'0 or more' if name in _MAY_BE_0 else 'positive'}, got {value!r}")
+    return found
+
+
+def _is_number(value: object, kind: object) -> bool:
+    """Whether it is an int, or for float a finite one or an int."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (kind is float and isinstance(value, float) and math.isfinite(value))
 
 
 FLASH = Config(

@@ -25,7 +25,7 @@ _RESIDUAL = 4.0  # variance that all sublayers together add to the embedding's 1
 _BLOCK_SPREAD = 1.0
 # Largest magnitude an NVFP4 layer's input is calibrated for: about six deviations, and heads that copy one key.
 _NORMED_AMAX, _HEAD_AMAX, _LOW_AMAX = 8.0, 12.0, 16.0
-_AMAX_SPREAD = 0.2  # relative, so that no two layers or experts share an input scale
+AMAX_SPREAD = 0.2  # relative, so that no two layers or experts share an input scale
 
 
 def fill(cfg: Config, fmt: str, seed: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -34,12 +34,12 @@ def fill(cfg: Config, fmt: str, seed: int, tensors: dict[str, torch.Tensor]) -> 
     source, scales = (torch.Generator(device).manual_seed(seed + part) for part in (0, 2**32))
     for name, unit in layout.units(cfg, fmt).items():
         if isinstance(unit, layout.Spec):
-            tensors[name].copy_(_tensor(cfg, name, unit.shape, source))
+            tensors[name].copy_(tensor(cfg, name, unit.shape, source))
             continue
         fields = {part: tensors[f"{name}.{part}"] for part in unit.tensors()}
         _linear(unit, gain(cfg, name), fields, source)
         if "input_scale" in fields:
-            jitter = 1 + _AMAX_SPREAD * torch.rand(unit.lead, generator=scales, device=device)
+            jitter = 1 + AMAX_SPREAD * torch.rand(unit.lead, generator=scales, device=device)
             fields["input_scale"].copy_(jitter.mul_(input_amax(cfg, name) / packing.NVFP4_LARGEST))
 
 
@@ -65,18 +65,18 @@ def _normal(shape: tuple[int, ...], source: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=source, device=source.device)
 
 
-def _tensor(cfg: Config, name: str, shape: tuple[int, ...], source: torch.Generator) -> torch.Tensor:
+def tensor(cfg: Config, name: str, shape: tuple[int, ...], source: torch.Generator) -> torch.Tensor:
     """What is not a linear layer: fp32 or int64, `shape`."""
     if name.endswith("tid2eid"):  # distinct experts a token
         chance = torch.rand(shape[0], cfg.n_routed_experts, generator=source, device=source.device)
         return chance.topk(shape[1]).indices
     if name.endswith("scale"):
         return torch.rand(shape, generator=source, device=source.device).mul_(0.5).add_(0.3)
-    mean, spread = _moments(name, shape)
+    mean, spread = moments(name, shape)
     return _normal(shape, source).mul_(spread).add_(mean)
 
 
-def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+def moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a tensor's entries."""
     if name.endswith(("kv_norm.weight", "compressor.norm.weight")):
         return _KEY_NORM, _NORM_SPREAD

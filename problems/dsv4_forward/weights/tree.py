@@ -1,6 +1,6 @@
 """`ModelWeights`: the weights of a model as a tree over the tensors of layout.py; `assemble` builds it.
 
-`random` and `empty` make new tensors. The name of a Linear is the layer's in the checkpoint, such as
+`random`, `quick` and `empty` make new tensors. The name of a Linear is the layer's in the checkpoint, such as
 "layers.2.attn.wq_b". Tensors that are not fp32 or int64 below are bf16, fp32 in the format fp32.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from problems.dsv4_forward.weights import layout, random_weights
+from problems.dsv4_forward.weights import layout, quick_weights, random_weights
 from problems.dsv4_forward.weights.config import CSA, SWA, Config
 from problems.dsv4_forward.weights.linear import Linear
 
@@ -226,6 +226,19 @@ def random(
     """
     made = assemble(cfg, fmt, empty(cfg, fmt, device) if tensors is None else tensors)
     random_weights.fill(cfg, fmt, seed, made.tensors)
+    return made
+
+
+def quick(
+    cfg: Config, fmt: str, seed: int, device: str | torch.device = "cpu",
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> ModelWeights:  # fmt: skip
+    """Make random weights at memory speed (quick_weights.py says which), in `tensors` if given, else in new memory.
+
+    A seed gives the same bits on every device, and another model in every format.
+    """
+    made = assemble(cfg, fmt, empty(cfg, fmt, device) if tensors is None else tensors)
+    quick_weights.fill(cfg, fmt, seed, made.tensors)
     return made
 
 

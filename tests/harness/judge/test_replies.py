@@ -45,13 +45,14 @@ RIGHT = {
     replies.Artefact: {"bytes": 5, "kernels": [KERNEL]},
     replies.Compiled: {"artefacts": [{"bytes": 5, "kernels": [KERNEL]}]},
     replies.Repeated: {"calls": 3},
-    replies.Profiled: {"table": "Name  CPU total\nadd   3 us"},
+    replies.Profiled: {"table": "Name  CPU total\nadd   3 us", "trace": '{"traceEvents": []}'},
     replies.Sealed: {"replaced": ["time.sleep"], "switches": []},
 }  # fmt: skip
 KINDS = sorted(RIGHT, key=lambda kind: kind.__name__)
 OPTIONAL = {"clock", "setup_us", "activity"}  # may be null
 # May be missing, in one kind at least.
 DEFAULTED = {
+    "trace",
     "dtype",
     "shape",
     "stride",

@@ -103,6 +103,16 @@ def test_ratio_interval_covers_the_truth_for_any_number_of_processes(processes):
     assert all(one.ci99[0] <= one.ci95[0] <= one.ratio <= one.ci95[1] <= one.ci99[1] for one in found)
 
 
+def test_a_few_processes_that_load_has_spoilt_do_not_hide_five_percent():
+    """Two of 20 are off by a factor of 2 and 4, to one side."""
+    rng = np.random.default_rng(5)
+    levels = np.log(1.05) + rng.normal(0, 0.01, (20, 1))
+    levels[:2] -= np.log([[2.0], [4.0]])
+    pairs = [[(float(x), 1.0) for x in group] for group in np.exp(levels + rng.normal(0, 0.005, (20, 3)))]
+    found = stats.compare([pairs])
+    assert found.word() == "SLOWER" and found.regressed(1) and abs(found.ratio - 1.05) < 0.01
+
+
 TABLES = {  # Student's t: 95 %, 99 %, by degrees of freedom
     1: (12.7062, 63.6567), 2: (4.30265, 9.92484), 5: (2.57058, 4.03214), 39: (2.02269, 2.70791),
 }  # fmt: skip

@@ -111,3 +111,28 @@ def test_an_exception_that_cannot_be_shown_is_still_reported(tmp_path):
     odd = "class Odd(Exception):\n    def __str__(self):\n        raise KeyError\n"
     said = replied(tmp_path, f"{odd}\n\ndef custom_kernel(data):\n    raise Odd\n")
     assert said["text"].startswith("my.py:7: ") and "Odd" in said["text"]
+
+
+@pytest.mark.parametrize(
+    ("source", "first"),
+    [
+        ("import no_such_module\n", "reference.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f():\n    raise KeyError('x')\n\n\nf()\n", "reference.py:2: KeyError: 'x'"),
+        ("x = (\n", "reference.py:1: SyntaxError: "),
+    ],
+)
+def test_an_exception_of_a_folder_begins_with_the_folders_line(tmp_path, source, first):
+    (tmp_path / "reference.py").write_text(source)
+    (tmp_path / "task.py").touch()
+    with pytest.raises((ImportError, KeyError, SyntaxError)) as raised:
+        load.from_file(tmp_path, tmp_path / "reference.py")
+    lines = failure.of_folder(raised.value, tmp_path).splitlines()
+    assert lines[0].startswith(first) and lines[1].startswith("Traceback")
+    assert str(tmp_path) in lines[2] or "SyntaxError" in first
+
+
+def test_an_exception_of_the_judge_about_a_folder_has_no_place_in_it(tmp_path):
+    with pytest.raises(ZeroDivisionError) as raised:
+        divmod(1, 0)
+    lines = failure.of_folder(raised.value, tmp_path).splitlines()
+    assert lines[0] == "ZeroDivisionError: integer division or modulo by zero" and "test_failure.py" in "".join(lines)

@@ -1,14 +1,17 @@
 """harness/tools/cpu_profile.py: where the time of a submission on a CPU is spent."""
 
+import json
 import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from harness import run
-from harness.tools import cpu_profile
+from harness.problem import folders
+from harness.tools import cpu_profile, profiling
 
 LOG = """/work/x/cpu_a.cpp:7:19: optimized: loop vectorized using 16 byte vectors
 /work/x/cpu_a.cpp:7:19: optimized: loop vectorized using 16 byte vectors
@@ -18,9 +21,10 @@ LOG = """/work/x/cpu_a.cpp:7:19: optimized: loop vectorized using 16 byte vector
 
 
 @pytest.fixture
-def profiled(monkeypatch, capsys):
-    """Profile a variant of nvfp4_gemv in its smallest benchmark. Return what is printed."""
+def profiled(monkeypatch, capsys, tmp_path):
+    """Profile a variant of nvfp4_gemv in its smallest benchmark. Return what is printed; files are in tmp_path/kept."""
     monkeypatch.setattr(cpu_profile, "SECONDS", 0.05)
+    monkeypatch.setattr(profiling, "OUT", tmp_path / "kept")
 
     def profile(variant: str) -> str:
         arguments = ["--variant", variant, "--mode", "profile", "--device", "cpu", "--case", "m=7168 k=2048"]
@@ -30,12 +34,19 @@ def profiled(monkeypatch, capsys):
     return profile
 
 
-def test_a_cpp_variant_shows_its_threads_and_the_vectorised_loops(profiled, monkeypatch):
+def test_a_cpp_variant_shows_its_threads_and_the_vectorised_loops(profiled, monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_profile, "shutil", SimpleNamespace(which=lambda _: None))
     said = profiled("cpu_portable")
     assert " calls in " in said and " s of processor time, " in said and "\n  thread " in said
     assert "no time by function: perf is not on PATH" in said
     assert "vectorised by g++:\n  cpu_" in said
+    stem = tmp_path / "kept" / "nvfp4_gemv-cpu_portable-7168-2048-4"
+    assert f"kept: {stem}.txt, {stem}.trace.json" in said
+    digest = stem.with_suffix(".txt").read_text()
+    assert (
+        digest.startswith("nvfp4_gemv cpu_portable, m=7168 k=2048 l=4, 20") and "vectorised by g++:\n  cpu_" in digest
+    )
+    assert " calls in " in digest and json.loads(Path(f"{stem}.trace.json").read_text())["traceEvents"]
 
 
 def test_perf_is_used_where_it_is_there_and_its_failure_is_said(profiled, monkeypatch, tmp_path):
@@ -96,3 +107,12 @@ def test_loops_are_named_once_and_without_the_toolchains():
         "vectorised by g++:", "  cpu_a.cpp:7: loop vectorized using 16 byte vectors (2 times)",
     ]  # fmt: skip
     assert "no C++ source" in cpu_profile.by_loop("")[0]
+
+
+@pytest.mark.parametrize("trace", ["", "{", "[]", "[" * 100_000, '{"traceEvents": 3}'])
+def test_a_trace_that_is_none_is_not_kept(monkeypatch, tmp_path, trace):
+    monkeypatch.setattr(profiling, "OUT", tmp_path)
+    problem = folders.find("nvfp4_gemv")
+    said = profiling.keep(problem, problem.variant("cpu_portable"), problem.tests[0], ["x"], trace)
+    (kept,) = tmp_path.iterdir()
+    assert kept.suffix == ".txt" and said.endswith("(no trace: it was too long, or is no JSON)")

@@ -1,0 +1,56 @@
+"""What the records say of a variant, for the head of a packed file: where it ran, and whether with these sources."""
+
+from pathlib import Path
+
+from harness.problem import scan
+from harness.problem.folders import Submission
+from harness.results import environment, ranking, record
+from leaderboard import provenance
+from leaderboard.provenance import Provenance
+
+SOURCE = {
+    provenance.MATCH: "with these sources", provenance.SAME_CODE: "with sources that compile to the same GPU code",
+    provenance.STALE: "with other sources than these",
+}  # fmt: skip
+
+
+def of(problem: str, variant: Submission, target: str, results: Path) -> list[str]:
+    """Lines of text: what was packed, then one for each machine where the variant ran for that target, or one that says
+    that it never did.
+    """
+    commit, dirty = environment.commit()
+    source = scan.source_hash(variant.file, variant.folder)
+    said = [
+        f"{variant.name} of {problem}, for {target}; source hash {source}, commit {(commit or 'unknown')[:12]}"
+        f"{' with changes' if dirty else ''}"
+    ]
+    records = {
+        file.parent.name: _passed(file, variant.name, target) for file in sorted(results.glob(f"*/{problem}.jsonl"))
+    }
+    known = Provenance(provenance.read(results)[0], [one for found in records.values() for one in found])
+    for machine, found in records.items():
+        if found:
+            said.append(_ran(machine, found, known))
+    if len(said) == 1:
+        said.append(f"IT NEVER RAN ON ITS TARGET, {target}: no record says that it passed there.")
+    return said
+
+
+def _passed(file: Path, variant: str, target: str) -> list[dict]:
+    records = record.parse(file.read_bytes(), file.name)[0]
+    return [
+        one for one in records
+        if (one["variant"], one["target"], one["status"]) == (variant, target, "PASSED") and one["kind"] != "compile"
+    ]  # fmt: skip
+
+
+def _ran(machine: str, found: list[dict], known: Provenance) -> str:
+    timed = ranking.timed(found)
+    last = [one for one in (timed or found) if one["run_id"] == (timed or found)[-1]["run_id"]]
+    how = SOURCE[known.state(last[-1])]
+    day = last[-1]["time"][:10]
+    if not timed:
+        return f"It passed its test cases on {machine} ({day}), {how}; it was not timed there."
+    us = ranking.metric("geom", [one["median_us"] for one in last])
+    cases = f"{len(last)} case{'s' if len(last) > 1 else ''}"
+    return f"It ran on {machine} ({day}), {how}: geomean {us:.2f} us over {cases}, run {last[-1]['run_id']}."

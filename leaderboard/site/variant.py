@@ -1,0 +1,180 @@
+"""What a variant's page shows: its records on each board, its source in this checkout, its profiles, its downloads."""
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+from pygments import highlight
+from pygments.formatters.html import HtmlFormatter
+from pygments.lexers.c_cpp import CppLexer
+from pygments.lexers.c_like import CudaLexer
+from pygments.lexers.python import PythonLexer
+
+from harness.problem import sources
+from harness.results import output, ranking, text
+from harness.tools import profiling
+from leaderboard import tables
+from leaderboard.board import Board, rows_of
+from leaderboard.provenance import ERRORS
+from problems.common import load
+
+LEXERS = {".py": PythonLexer, ".cu": CudaLexer, ".cuh": CudaLexer}  # others: C++
+DIGEST = ".txt"  # of a profile, to read; the other files are for a tool
+NO_RECORD = "no record"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A variant on a board. judged: the test and benchmark records of the run that its row shows; timed: of these the
+    passed benchmarks; facts: (name, text) of the environment; resources: lines about its kernels.
+    """
+
+    board: Board
+    row: Any
+    judged: list[dict]
+    timed: list[dict]
+    facts: list[tuple[str, str]]
+    resources: list[str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """summary: the first line of the docstring; files: (name, lines, highlighted)."""
+
+    summary: str
+    files: list[tuple[str, int, Markup]]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A file that a run with --mode profile left. digest: what is to be read, "" of a file for a tool."""
+
+    name: str
+    href: str
+    digest: str
+
+
+def section(board: Board, name: str, records: Iterable[dict]) -> Section:
+    row = next(one for one in rows_of(board.standing) if one.variant == name)
+    mine = [one for one in records if (one["problem"], one["variant"]) == (board.problem, name)]
+    run = [one for one in mine if one["run_id"] == row.run_id and not one.get("superseded")]
+    of_target = [one for one in run if one["target"] == board.target]
+    last = {(one["kind"], ranking.case_label(one["case"])): one for one in of_target if one["kind"] in ranking.JUDGED}
+    judged = sorted(last.values(), key=lambda one: one["kind"] != "benchmark")
+    timed = [one for one in judged if one["kind"] == "benchmark" and one["status"] == "PASSED"]
+    compiled = [one for one in mine if one["kind"] == "compile" and one.get("resources")]
+    kernels = [one for one in (compiled[-1]["resources"] if compiled else ()) if _of(one, compiled[-1], board.target)]
+    facts = _facts((timed or judged or run or mine)[-1], timed)
+    return Section(board, row, judged, timed, facts, list(map(_resource, kernels)))
+
+
+def _of(resource: dict, one: dict, target: str) -> bool:
+    return (resource.get("target") or one["target"]) == target
+
+
+def _resource(one: dict) -> str:
+    said = [f"{one[key]} {what}" for key, what in (
+        ("registers", "registers a thread"), ("spill_bytes", "B spilled"), ("stack_bytes", "B of stack"),
+        ("shared_bytes", "B of static shared memory"), ("bytes", "B of machine code"),
+    ) if one.get(key) is not None]  # fmt: skip
+    return f"{text.line(one.get('name') or 'kernel', 200)}: {', '.join(said) or NO_RECORD}"
+
+
+def _facts(one: dict, timed: Sequence[dict]) -> list[tuple[str, str]]:
+    """What a record says of where and how it ran, as (name, text); what it lacks says so."""
+    environment, clock = one.get("environment") or {}, one.get("clock") or {}
+    commit = (one.get("commit") or NO_RECORD) + (" with uncommitted changes" if one.get("dirty") else "")
+    found = [("run", one["run_id"]), ("time", one["time"]), ("commit", commit)]
+    found += [(key, _words(environment.get(key))) for key in environment]
+    found += [(f"clock, {key}", _words(clock[key])) for key in clock]
+    found += [(key.replace("_", " "), _words(one.get(key))) for key in (
+        "source_hash", "code_hash", "problem_hash", "harness_hash", "clocks_mhz", "throttle", "sandbox", "audit",
+    )]  # fmt: skip
+    calls = [len(one.get("seeds") or ()) for one in timed]
+    return [*found, ("secret seeds", f"{sum(calls)} in {len(calls)} cases" if any(calls) else NO_RECORD)]
+
+
+def _words(value: object) -> str:
+    if value is None or value == "":
+        return NO_RECORD
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_words(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_words, value)) or "none"
+    return text.line(value, 400)
+
+
+def source(problem: str, name: str) -> Source | None:
+    """The variant's files as they are in this checkout; None where it has none of this name."""
+    file = load.PROBLEMS / problem / "variants" / f"{name}.py"
+    if not file.is_file():
+        return None
+    try:
+        files = sources.own(file)
+    except ERRORS:
+        files = [file]
+    try:
+        summary = load.summary(file)
+    except ERRORS:
+        summary = ""
+    return Source(text.line(summary), [_highlighted(one) for one in files])
+
+
+def _highlighted(file: Path) -> tuple[str, int, Markup]:
+    said = file.read_text(encoding="utf-8", errors="replace")
+    form = HtmlFormatter(nowrap=True)
+    return file.name, said.count("\n"), Markup(highlight(said, LEXERS.get(file.suffix, CppLexer)(), form))
+
+
+def profiles(variants: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[Path]]:
+    """By variant the files that its profiles left in leaderboard/out/profile: PROBLEM-VARIANT-CASE.SUFFIX."""
+    found: dict[tuple[str, str], list[Path]] = {}
+    files = sorted(path for path in profiling.OUT.glob("*") if path.is_file())
+    longest = sorted(variants, key=lambda names: -len("-".join(names)))  # "a-b" before "a", whose files begin alike
+    for file in files:
+        mine = next((names for names in longest if file.name.startswith(f"{'-'.join(names)}-")), None)
+        if mine:
+            found.setdefault(mine, []).append(file)
+    return found
+
+
+def profile(file: Path, folder: Path, stem: str) -> Profile:
+    """Copy a profile's file beside the page."""
+    place = folder / f"{stem}.files"
+    place.mkdir(exist_ok=True)
+    shutil.copyfile(file, place / file.name)
+    digest = text.clean(file.read_text(encoding="utf-8", errors="replace")) if file.suffix == DIGEST else ""
+    return Profile(file.name, f"{place.name}/{file.name}", digest)
+
+
+def downloads(folder: Path, stem: str, rows: pd.DataFrame, found: Sequence[Section]) -> list[tuple[str, str]]:
+    """Write the variant's `rows` of tables.frame, its samples and its records beside the page. -> (name, address)."""
+    output.write_whole(folder / f"{stem}.csv", tables.as_csv(rows))
+    written = [("times by case, CSV", f"{stem}.csv")]
+    if any(one.timed for one in found):
+        output.write_whole(folder / f"{stem}.samples.csv", _samples(found))
+        written.append(("samples, CSV", f"{stem}.samples.csv"))
+    records = [one for section in found for one in section.judged]
+    if records:
+        output.write_whole(folder / f"{stem}.jsonl", "".join(json.dumps(one) + "\n" for one in records))
+        written.append(("records, JSON lines", f"{stem}.jsonl"))
+    return written
+
+
+def _samples(found: Sequence[Section]) -> str:
+    out = io.StringIO()
+    lines = csv.writer(out, lineterminator="\n")
+    lines.writerow(["machine", "target", "run_id", "case", "process", "call", "us"])
+    for section in found:
+        for one in section.timed:
+            where = (section.board.machine, one["target"], one["run_id"], ranking.case_label(one["case"]))
+            for process, group in enumerate(one.get("samples_us") or []):
+                lines.writerows([*where, process, call, us] for call, us in enumerate(group))
+    return out.getvalue()

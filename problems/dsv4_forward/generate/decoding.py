@@ -1,0 +1,123 @@
+"""`decode`: tokens for several prompts, one of each in a pass.
+
+Tokens stay on the device: a pass takes those that the pass before chose there. The host reads them while the next pass
+is computed, so no pass waits for the host. It sees an end token one pass late; what that pass made of it is dropped.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.generate.sampler import Sampler
+from problems.dsv4_forward.model import Model, feed
+
+END, LENGTH, CONTEXT = "end token", "length", "context full"  # why a prompt gets no more tokens
+
+
+@dataclass(frozen=True)
+class Limits:
+    """most: tokens for a prompt; end: tokens after which there are no more, and which are not told."""
+
+    most: int
+    end: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Told:
+    """A token for the prompt of this number, None for an end token; reason: why it is the last one, or ""."""
+
+    prompt: int
+    token: int | None
+    reason: str = ""
+
+
+class Late:
+    """Tokens, int64 (B,) of a device, on their way to the host; read() waits for them and for nothing after them."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._tokens, self._event = tokens, None
+        if tokens.is_cuda:
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[int]:
+        if self._event:
+            self._event.synchronize()
+        return self._tokens.tolist()
+
+
+def decode(
+    model: Model, state: State, prompts: Sequence[Sequence[int]], limits: Limits, sampler: Sampler
+) -> Iterator[Told]:  # fmt: skip
+    """Yield the tokens of each prompt as they come, the first ones after all prompts were fed.
+
+    A sequence of `state` is opened for each prompt, and closed in the end. A prompt's number is its identity for the
+    sampler. ValueError: no prompts, or one that is empty, no token ids, or longer than the context; RuntimeError:
+    sequences or blocks are too few. Nothing was computed then.
+    """
+    if limits.most < 1 or not prompts:
+        raise ValueError(f"prompts and tokens must be one or more, got {len(prompts)} and {limits.most}")
+    opened = []
+    try:
+        for _ in prompts:
+            opened.append(state.open()[0])
+        given = state.checked(dict(zip(opened, prompts, strict=True)))
+        allowed = [min(limits.most, state.capacity + 1 - len(given[sequence])) for sequence in opened]
+        # The last token of a prompt is told and not fed.
+        state.reserve({s: len(given[s]) + max(count - 1, 0) for s, count in zip(opened, allowed, strict=True)})
+        yield from _passes(_Run(model, state, limits, sampler, opened, allowed), feed(model, state, given))
+    finally:
+        for sequence in opened:
+            state.close(sequence)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """By prompt: sequences, and how many tokens it may get."""
+
+    model: Model
+    state: State
+    limits: Limits
+    sampler: Sampler
+    sequences: list[int]
+    allowed: list[int]
+
+    def told(self, prompt: int, token: int, count: int) -> Told:
+        """The count-th token of a prompt."""
+        if token in self.limits.end:
+            return Told(prompt, None, END)
+        full = LENGTH if count == self.limits.most else CONTEXT
+        return Told(prompt, token, full if count == self.allowed[prompt] else "")
+
+
+def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
+    """logits: fp32 (B, vocab) after each prompt."""
+    put, live = run.state.planner.put, list(range(len(run.sequences)))
+    numbers, lengths = put(live), put([run.state.lengths[sequence] for sequence in run.sequences])
+    tokens = run.sampler.sample(logits, numbers, lengths)
+    ended: set[int] = set()
+    count = 1
+    waiting: tuple[list[int], Late] | None = (live, Late(tokens))
+    while waiting:
+        before, late = waiting
+        live = [prompt for prompt in before if prompt not in ended and count < run.allowed[prompt]]
+        if live and live != before:
+            kept = put([before.index(prompt) for prompt in live])
+            tokens, numbers = tokens.index_select(0, kept), numbers.index_select(0, kept)
+        waiting = None
+        if live:
+            batch = run.state.step([run.sequences[prompt] for prompt in live], tokens)
+            logits = run.model.forward(batch, run.state).logits
+            run.state.commit(batch)
+            tokens = run.sampler.sample(logits, numbers, batch.position + 1)
+            waiting = live, Late(tokens)
+        for prompt, token in zip(before, late.read(), strict=True):
+            if prompt not in ended:
+                told = run.told(prompt, token, count)
+                ended |= {prompt} if told.reason else set()
+                yield told
+        count += 1

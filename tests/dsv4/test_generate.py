@@ -1,0 +1,331 @@
+"""generate.py: a checkpoint's user gets the model's own tokens, as text, as they come, and one line where it cannot."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.checkpoint import checkpoint
+from problems.dsv4_forward.generate import decoding, generate
+from problems.dsv4_forward.generate.decoding import CONTEXT, END, LENGTH, Limits, Told, decode
+from problems.dsv4_forward.generate.printing import Printer
+from problems.dsv4_forward.generate.sampler import Sampler
+from problems.dsv4_forward.generate.text import Tokenizer, end_tokens
+from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.weights import tree
+from tests.support import tiny_checkpoint
+from tests.support.tiny_checkpoint import CFG
+
+TEXTS = ("Once upon a time", "Grüße 🙂", "x")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint with a tokenizer; not to be changed."""
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("generate") / "small")
+
+
+@pytest.fixture
+def copy(folder, tmp_path) -> Callable[..., Path]:
+    """A copy of the checkpoint with other contents of JSON files: copy(config={...}) changes keys of config.json."""
+
+    def make(**changes: dict) -> Path:
+        path = shutil.copytree(folder, tmp_path / "copy")
+        for name, fields in changes.items():
+            file = path / f"{name}.json"
+            known = json.loads(file.read_text()) if file.is_file() else {}
+            file.write_text(json.dumps(known | fields))
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> Model:
+    return Model(checkpoint.load(folder, progress=False))
+
+
+@pytest.fixture(scope="module")
+def known(folder) -> Tokenizer:
+    return Tokenizer(folder / "tokenizer.json")
+
+
+def greedy(model: Model, ids: list[int], count: int) -> list[int]:
+    """A sequence by itself, a token in a call."""
+    state = State(model.config, "fp32", sequences=1, blocks=1)
+    sequence, found = state.open()[0], []
+    while len(found) < count and state.lengths[sequence] < state.capacity:
+        found.append(int(feed(model, state, {sequence: found[-1:] or ids})[0].argmax()))
+    return found
+
+
+def run(capsys, *words: object) -> tuple[str, str]:
+    """Standard output and error of a call that ends well."""
+    code = generate.main([*map(str, words), "--device", "cpu", "--kernels", "reference"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out, err
+
+
+def texts(*given: str) -> list[str]:
+    return [word for text in given for word in ("--text", text)]
+
+
+# Tokens.
+
+
+def test_a_text_is_continued_by_greedy_tokens(folder, model, known, capsys):
+    for text in TEXTS:
+        want = greedy(model, known.encode(text), 12)
+        out, err = run(capsys, "--checkpoint", folder, "--text", text, "--tokens", 12)
+        assert out == known.decode(want) + "\n"
+        assert "tokens/s" in err and "ended: length" in err
+
+
+def test_a_batch_gives_what_each_text_gives_by_itself(folder, model, known, capsys):
+    want = [known.decode(greedy(model, known.encode(text), 9)) for text in TEXTS]
+    out, err = run(capsys, "--checkpoint", folder, *texts(*TEXTS), "--tokens", 9)
+    assert out == "".join(f"[{n} of 3]\n{text}\n" for n, text in enumerate(want, 1))
+    assert "prompt 3 ended: length" in err and f"prompt: {sum(len(known.encode(t)) for t in TEXTS)} tokens" in err
+
+
+@pytest.mark.parametrize("form", ["one", "list", "config"])
+def test_an_end_token_ends_its_prompt_only(copy, model, known, capsys, form):
+    want = [greedy(model, known.encode(text), 10) for text in TEXTS]
+    last = next(token for token in want[0][3:] if all(token not in row for row in want[1:]))
+    fields = {"eos_token_id": [last, 511] if form == "list" else last}
+    path = copy(**({"config": fields} if form == "config" else {"generation_config": fields}))
+    out, err = run(capsys, "--checkpoint", path, *texts(*TEXTS), "--tokens", 10)
+    cut = [want[0][: want[0].index(last)], *want[1:]]
+    assert out == "".join(f"[{n} of 3]\n{known.decode(ids)}\n" for n, ids in enumerate(cut, 1))
+    assert "prompt 1 ended: end token" in err and "prompt 2 ended: length" in err
+    out, err = run(capsys, "--checkpoint", path, *texts(TEXTS[0]), "--tokens", 10, "--ignore-end")
+    assert out == known.decode(want[0]) + "\n" and "ended: length" in err
+
+
+def test_the_context_ends_a_prompt(folder, model, capsys):
+    ids = list(range(40, 82))
+    want = greedy(model, ids, 64)
+    assert len(want) == 48 - len(ids) + 1
+    out, err = run(capsys, "--checkpoint", folder, "--prompt", ",".join(map(str, ids)), "--prompt", "7")
+    first, second = out.split("[2 of 2]\n")
+    assert first == f"[1 of 2]\n{','.join(map(str, want))}\n" and second.count(",") == 47
+    assert "prompt 1 ended: context full" in err and "prompt 2 ended: context full" in err
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64])
+def test_drafting_gives_the_same(folder, model, known, capsys, tokens):
+    out, err = run(capsys, "--checkpoint", folder, "--text", TEXTS[1], "--tokens", tokens, "--draft")
+    want = greedy(model, known.encode(TEXTS[1]), tokens)
+    assert out == known.decode(want) + "\n"
+    assert "right" in err and f"ended: {'length' if len(want) == tokens else 'context full'}" in err
+
+
+def test_what_is_drawn_depends_on_the_seed_and_not_on_the_others(folder, capsys):
+    words = ("--checkpoint", folder, "--temperature", "1", "--tokens", "8")
+    alone, _ = run(capsys, *words, "--prompt", "5,6")
+    both, _ = run(capsys, *words, "--prompt", "5,6", "--prompt", "9")
+    assert both.splitlines()[1] == alone.strip()
+    assert run(capsys, *words, "--prompt", "5,6", "--seed", "1")[0] != alone
+
+
+def test_a_text_begins_as_the_tokenizer_says(copy, model, known, capsys):
+    path = copy(tokenizer_config={"add_bos_token": True}, config={"bos_token_id": 0})
+    out, _ = run(capsys, "--checkpoint", path, "--text", "x", "--tokens", 5)
+    assert out == known.decode(greedy(model, [0, *known.encode("x")], 5)) + "\n"
+
+
+# Passes.
+
+
+def test_tokens_are_read_while_the_next_pass_is_computed(model, monkeypatch):
+    happened = []
+
+    class Logged(decoding.Late):
+        def read(self) -> list[int]:
+            happened.append("read")
+            return super().read()
+
+    forward = Model.forward
+    monkeypatch.setattr(decoding, "Late", Logged)
+    monkeypatch.setattr(Model, "forward", lambda *args: happened.append("pass") or forward(*args))
+    state = State(CFG, "fp32", sequences=2, blocks=2, chunk=2)
+    told = list(decode(model, state, [[1, 2, 3], [4]], Limits(4), Sampler()))
+    assert happened == ["pass"] * 3 + ["read", "pass", "read", "pass", "read", "read"]
+    assert [one.reason for one in told] == [""] * 6 + [LENGTH] * 2
+    assert [[one.token for one in told if one.prompt == p] for p in (0, 1)] == [
+        greedy(model, ids, 4) for ids in ([1, 2, 3], [4])
+    ]
+    assert state.pool.free == 2 and state.lengths == [0, 0]
+
+
+def test_a_prompt_that_ends_leaves_the_batch(model, monkeypatch):
+    ids, sizes = [[1, 2, 3], [4], [5, 6]], []
+    want = [greedy(model, one, 9) for one in ids]
+    last = next(token for token in want[1] if token not in want[0] + want[2])
+    place = want[1].index(last)
+    step = State.step
+    monkeypatch.setattr(State, "step", lambda self, who, *args: sizes.append(len(who)) or step(self, who, *args))
+    state = State(CFG, "fp32", sequences=3, blocks=3)
+    told = list(decode(model, state, ids, Limits(9, frozenset({last})), Sampler()))
+    assert sizes == [3] * (place + 1) + [2] * (8 - place - 1), "it is one pass late, and no more"
+    assert Told(1, None, END) in told
+    found = [[one.token for one in told if one.prompt == p and one.token is not None] for p in range(3)]
+    assert found == [want[0], want[1][:place], want[2]]
+
+
+def test_what_cannot_run_is_refused_before_anything_does(model):
+    state = State(CFG, "fp32", sequences=1, blocks=1)
+    for prompts, limits, error in (
+        ([], Limits(1), ValueError), ([[]], Limits(1), ValueError), ([[1]], Limits(0), ValueError),
+        ([[512]], Limits(1), ValueError), ([[1] * 49], Limits(1), ValueError), ([[1], [2]], Limits(1), RuntimeError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            list(decode(Model(model.weights, object()), state, prompts, limits, Sampler()))
+        assert state.pool.free == 1 and state.lengths == [0]
+
+
+@pytest.mark.gpu
+def test_no_pass_on_a_gpu_waits_for_the_host():
+    weights = tree.random(CFG, "nvfp4", seed=2, device="cuda")
+    model, state = Model(weights), State(CFG, "nvfp4", sequences=2, blocks=2, device="cuda")
+    with torch.inference_mode():
+        found = decode(model, state, [[1, 2, 3], [4]], Limits(20), Sampler(0.7, 5))
+        told = [next(found) for _ in range(4)]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            told += list(found)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(told) == 40
+
+
+# Text.
+
+
+def shown(capsys, printer: Printer, told: list[Told]) -> list[str]:
+    """What each token prints."""
+    found = []
+    for one in told:
+        printer.take(one)
+        found.append(capsys.readouterr().out)
+    return found
+
+
+def test_a_character_is_printed_when_its_last_byte_is_there(known, capsys):
+    ids = known.encode("é🙂z")
+    assert len(ids) == 7, "a token a byte"
+    printer = Printer(1, known)
+    told = [Told(0, token, LENGTH if n == 6 else "") for n, token in enumerate(ids)]
+    assert shown(capsys, printer, told) == ["", "é", "", "", "", "🙂", "z\n"]
+
+
+def test_bytes_that_no_character_comes_of_are_shown_in_the_end(known, capsys):
+    ids = known.encode("é🙂z")
+    told = [*(Told(0, token) for token in ids[:4]), Told(0, None, END)]
+    assert shown(capsys, Printer(1, known), told) == ["", "é", "", "", "\ufffd\n"]
+    lone = [Told(0, ids[3]), Told(0, ids[6]), Told(0, None, CONTEXT)]
+    assert "".join(shown(capsys, Printer(1, known), lone)) == "\ufffdz\n"
+
+
+def test_any_tokens_print_what_they_decode_to(known, capsys):
+    gen = torch.Generator().manual_seed(5)
+    for _ in range(50):
+        ids = torch.randint(2, 300, (30,), generator=gen).tolist()
+        told = [Told(0, token, LENGTH if n == 29 else "") for n, token in enumerate(ids)]
+        assert "".join(shown(capsys, Printer(1, known), told)) == known.decode(ids) + "\n"
+    assert shown(capsys, Printer(1, known), [Told(0, 500), Told(0, None, END)]) == ["", "\n"], "no token of its own"
+
+
+def test_prompts_are_printed_one_after_the_other(known, capsys):
+    printer = Printer(3, None)
+    assert capsys.readouterr().out == "[1 of 3]\n"
+    told = [Told(0, 7), Told(1, 8), Told(2, None, END), Told(1, 9), Told(0, 6, LENGTH), Told(1, 5), Told(1, 4, CONTEXT)]
+    found = shown(capsys, printer, told)
+    assert found == ["7", "", "", "", ",6\n[2 of 3]\n8,9", ",5", ",4\n[3 of 3]\n\n"]
+
+
+# Errors.
+
+
+def refused(capsys, *words: object) -> str:
+    """The one line that says what is wrong."""
+    try:
+        code = generate.main([*map(str, words), "--device", "cpu"])
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert code == 2 and not out and "Traceback" not in err
+    return err.strip().splitlines()[-1]
+
+
+def test_what_is_wrong_with_a_text_is_said(folder, copy, tmp_path, capsys):
+    path = copy()
+    words = ("--checkpoint", path, "--text", "x")
+    assert "must hold a token or more, got ''" in refused(capsys, "--checkpoint", path, "--text", "")
+    assert "must be Unicode text" in refused(capsys, "--checkpoint", path, "--text", "\udcff")
+    long = refused(capsys, "--checkpoint", path, "--text", "x", "--text", "z" * 49)
+    assert "--text 2 must be within the context of 48 tokens, got 49" in long
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 512]}')
+    assert "eos_token_id must be tokens below 512, one or a list, got [1, 512]" in refused(capsys, *words)
+    (path / "generation_config.json").unlink()
+    (path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    assert "bos_token_id must be a token, got None" in refused(capsys, *words)
+    (path / "tokenizer_config.json").unlink()
+    (path / "tokenizer.json").write_text("{")
+    assert "tokenizer.json cannot be read as a tokenizer" in refused(capsys, *words)
+    (path / "tokenizer.json").unlink()
+    assert "tokenizer.json is not there: name a tokenizer.json with --tokenizer" in refused(capsys, *words)
+    assert "is not there" in refused(capsys, *words, "--tokenizer", tmp_path / "none.json")
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
+    cfg = dataclasses.replace(CFG, vocab_size=80, num_nextn_predict_layers=0, compress_ratios=(0,))
+    path = copy()
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    checkpoint.save(tree.random(cfg, "fp32", seed=2), path, "plain")
+    assert "tokens of --text 1 must be integers from 0 to 79, got " in refused(
+        capsys, "--checkpoint", path, "--text", "🙂"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--text", "x"], "--text needs a --checkpoint"), (["--prompt", "1,x"], "--prompt must be token ids"),
+        (["--prompt", "1.5"], "--prompt must be token ids"), (["--prompt", ""], "--prompt must be token ids"),
+        (["--prompt", "-1"], "must be integers from 0 to 511, got -1"), (["--prompt", "512"], "got 512"),
+        (["--prompt", "1", "--text", "x"], "cannot be mixed"), (["--tokens", "0"], "--tokens must be 1 or more"),
+        (["--tokens", "-3"], "--tokens must be 1 or more"), (["--chunk", "0"], "--chunk must be 1 or more"),
+        (["--draft", "--prompt", "1", "--prompt", "2"], "--draft decodes one prompt greedily"),
+        (["--draft", "--temperature", "1"], "--draft decodes one prompt greedily"),
+        (["--draft"], "tiny has no prediction layer"), (["--config", "huge"], "config must be one of"),
+        (["--temperature", "-1"], "temperature must be"), (["--top-p", "0"], "top_p must be"),
+        (["--checkpoint", "nowhere"], "cannot be read"), (["--kernels", "fast"], "kernels must be"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_get_one_line(words, match, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert match in refused(capsys, *words)
+
+
+def test_without_the_package_ids_still_work(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    said = refused(capsys, "--checkpoint", folder, "--text", "x")
+    assert "needs the package tokenizers, which `make setup` installs" in said
+    assert run(capsys, "--checkpoint", folder, "--prompt", "1,2", "--tokens", "2")[0].count(",") == 1
+
+
+def test_end_tokens_are_those_of_the_generation(copy):
+    path = copy(generation_config={"eos_token_id": None}, config={"eos_token_id": [3, 4]})
+    assert end_tokens(path, 512) == {3, 4}
+    (path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    assert end_tokens(path, 512) == {1}

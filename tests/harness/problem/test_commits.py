@@ -1,0 +1,248 @@
+"""Variants of other commits: REV:VARIANT, its errors, and that a copy has that commit's files and no others."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness import run
+from harness.judge import verdict
+from harness.problem import commits, folders, sources
+from harness.problem.folders import UsageError
+from harness.results import ranking, record
+from harness.sandbox import workdir
+from problems.common import build, load
+from tests.support import ROOT, SUPPORT
+
+# Adds, and takes as long as it is told by a module of problems/common that only its own commit has.
+THEN = '''"""adds: a helper of this commit adds."""
+from task import input_t, output_t
+from problems.common import adding
+
+TARGETS = ("cpu",)
+
+
+def custom_kernel(data: input_t) -> output_t:
+    from problems.common.adding import add  # a late import is of that commit too
+    assert add is adding.add
+    return add(data, US)
+
+
+US = 2000
+'''
+HELPER = """import time
+import torch
+
+
+def add(data, us):
+    until = time.perf_counter() + us / 1e6
+    torch.add(data.x, data.y, out=data.z)
+    while time.perf_counter() < until:
+        pass
+    return data.z
+"""
+NOW = '"""adds: alone."""\nimport time\nimport torch\nTARGETS = ("cpu",)\n' + HELPER.partition("\n\n\n")[2].replace(
+    "def add(data, us)", "def custom_kernel(data, us=8000)"
+)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout of two commits: `adds` takes four times as long, and needs nothing of problems/common any more."""
+    top = tmp_path / "checkout"
+    folder = top / "problems" / "vector_add"
+    shutil.copytree(SUPPORT / "problems" / "vector_add", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "variants").mkdir()
+    shutil.copytree(build.COMMON, top / "problems" / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(load, "PROBLEMS", top / "problems")
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    git(top, "init", "-q")
+    (folder / "variants" / "adds.py").write_text(THEN)
+    (top / "problems" / "common" / "adding.py").write_text(HELPER)
+    commit(top)
+    (folder / "variants" / "adds.py").write_text(NOW)
+    (top / "problems" / "common" / "adding.py").unlink()
+    commit(top)
+    return top
+
+
+def git(top: Path, *words: str) -> str:
+    command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(top), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(top: Path) -> str:
+    git(top, "add", "-A")
+    git(top, "commit", "-qm", "a version")
+    return git(top, "rev-parse", "HEAD")
+
+
+def arguments(*words: str) -> list[str]:
+    return ["vector_add", "--variant", "adds", "--device", "cpu", *words]
+
+
+def copies() -> list[Path]:
+    return [path for path in workdir.scratch().parent.iterdir() if (path / "problems").is_dir()]
+
+
+def test_what_became_slower_is_a_regression_against_the_commit_before(checkout, tmp_path, capsys):
+    json_file = tmp_path / "records.jsonl"
+    words = ["--against", "HEAD~1:adds", "--processes", "5", "--fail-on-regression", "2", "--json", str(json_file)]
+    code = run.main(arguments(*words))
+    out = capsys.readouterr().out
+    then = git(checkout, "rev-parse", "HEAD~1")
+    assert f"adds#{then[:10]} is the variant of HEAD~1 ({then}), built with that commit's problems/common" in out
+    assert not copies(), "the copy of the commit is gone"
+    lines = [json.loads(line) for line in json_file.read_text().splitlines()]
+    assert {line["variant"] for line in lines} == {"adds", f"adds#{then[:10]}"}
+    assert {line["variant"] for line in ranking.timed(lines)} == {"adds"}, "that of the commit is on no board"
+    assert {line["variant"]: line["commit"] == then for line in lines} == {"adds": False, f"adds#{then[:10]}": True}
+    assert len({line["source_hash"] for line in lines}) == 2
+    # On a busy machine there may be no times (6), or too few for a verdict.
+    assert code in (6, 8) or (code == 0 and "UNDECIDED" in out), out
+    if code == 8:
+        mine = next(line for line in lines if line.get("against"))
+        assert mine["against"]["commit"] == then and mine["against"]["ratio"] > 1.1
+        assert "regression of more than 2 %: all cases together: " in out and "SLOWER" in out
+
+
+def paired(*ratios: tuple[float, float, float]) -> SimpleNamespace:
+    """What a comparison leaves: (ratio, and its 99 % interval) of each case, and of all together."""
+    found = [{"variant": "w", "ratio": r, "ci95": [lo, hi], "ci99": [lo, hi], "processes": 3} for r, lo, hi in ratios]
+    times = [SimpleNamespace(case=f"m={i}") for i in range(len(ratios) - 1)]
+    return SimpleNamespace(times=times, against=found[:-1], against_all=found[-1])
+
+
+def test_a_regression_is_an_interval_wholly_over_the_share():
+    slow, maybe, fast = (1.06, 1.04, 1.08), (1.06, 0.99, 1.2), (0.9, 0.8, 0.95)
+    assert verdict.regressions(paired(fast, maybe, fast), 0) == []
+    (said,) = verdict.regressions(paired(fast, slow, maybe), 3)
+    assert said == "m=1: 1.0600 of the time of w (99 %: 1.0400..1.0800)", "a single case is enough"
+    (said,) = verdict.regressions(paired(maybe, slow), 3)
+    assert said.startswith("all cases together: ")
+    assert verdict.regressions(paired(slow, slow), 4) == []
+    assert verdict.regressions(SimpleNamespace(times=[], against=[], against_all=None), 0) == []
+    assert verdict.REGRESSION_EXIT not in verdict.EXIT_CODES.values()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nowhere:adds", "REV must be a commit of this clone, got 'nowhere'; `git log` lists them"),
+        ("--help:adds", "REV must be a commit of this clone, got '--help'"),
+        ("HEAD:lost", r"VARIANT must be one of that commit's, got 'lost'; [0-9a-f]{10} has adds"),
+        ("HEAD:../adds", "VARIANT must be one of that commit's"),
+    ],
+)
+def test_what_is_missing_is_named(checkout, words, message):
+    with pytest.raises(UsageError, match=message):
+        commits.see_there(load.PROBLEMS / "vector_add", *commits.split(words))
+
+
+def test_what_is_missing_is_said_before_torch_is_loaded(checkout, capsys):
+    assert run.main(arguments("--against", "HEAD:lost")) == 2
+    assert "got 'lost'" in capsys.readouterr().err
+
+
+def test_a_problem_that_the_commit_did_not_have_is_named(checkout):
+    shutil.copytree(load.PROBLEMS / "vector_add", load.PROBLEMS / "newer")
+    with pytest.raises(UsageError, match="has no problems/newer/variants/"):
+        commits.see_there(load.PROBLEMS / "newer", "HEAD", "adds")
+
+
+def test_without_git_history_the_message_says_what_to_do(tmp_path, monkeypatch):
+    shutil.copytree(SUPPORT / "problems" / "vector_add", tmp_path / "problems" / "vector_add")
+    monkeypatch.setattr(load, "PROBLEMS", tmp_path / "problems")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(UsageError, match=r"must be a git checkout.*clone it with git, or name a variant or a file"):
+        commits.see_there(tmp_path / "problems" / "vector_add", "HEAD", "adds")
+    with pytest.raises(UsageError, match="REV:VARIANT is for the problems in"):
+        commits.see_there(SUPPORT / "problems" / "vector_add", "HEAD", "adds")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("    y: torch.Tensor\n", "    y: torch.Tensor\n    w: torch.Tensor\n", "Data had x, y, z, now x, y, w, z"),
+        ('OUTPUTS = ("z",)', 'OUTPUTS = ("y",)', r"OUTPUTS was \('z',\), now \('y',\)"),
+        ("input_t = Data", "Call = input_t = Data", "the variant imports input_t from task, which has none"),
+    ],
+)
+def test_a_problem_that_became_another_one_is_refused(checkout, tmp_path, old, new, message):
+    task = load.PROBLEMS / "vector_add" / "task.py"
+    text = task.read_text().replace(old, new)
+    task.write_text(text if "Call" not in new else text.replace("Call = input_t", "Call"))
+    problem = folders.Problem("vector_add", load.PROBLEMS / "vector_add", True, (), {})
+    with pytest.raises(UsageError, match=f"has changed since.*{message}"):
+        commits.opponent(problem, "HEAD~1", "adds", lambda: _made(tmp_path / "tree"))
+
+
+def test_a_change_of_the_cases_is_told_and_not_refused(checkout, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "COMMON", checkout / "problems" / "common")
+    problem = folders.find("vector_add")
+    found = commits.opponent(problem, "HEAD~1", "adds", lambda: _made(tmp_path / "tree"))
+    assert not commits.has_changed(problem, found) and found.file.read_text() == THEN
+    with sources.rooted(found.tree):
+        (shared,) = sources.shared([found.file])
+    assert shared == found.tree / "problems" / "common" / "adding.py"
+    task = problem.folder / "task.py"
+    task.write_text(f"{task.read_text()}\nLATER = 1\n")
+    assert commits.has_changed(problem, found)
+
+
+def test_a_composition_is_refused_with_what_to_do_instead(tmp_path):
+    found = folders.find("dsv4_forward")
+    with pytest.raises(UsageError, match=r"is a composition.*leaderboard/compare\.py"):
+        commits.opponent(found, "HEAD", "composed", lambda: tmp_path)
+
+
+def test_names_and_files_are_no_commits():
+    assert commits.split("HEAD~1:adds") == ("HEAD~1", "adds") and commits.split(":/words: more:v") == (
+        ":/words: more",
+        "v",
+    )
+    assert commits.split("adds") is None and commits.split("a:b/adds.py") is None
+
+
+@pytest.mark.parametrize("words", [["--fail-on-regression", "3"], ["--against", "adds", "--fail-on-regression", "-1"]])
+def test_a_regression_needs_an_opponent_and_a_share(checkout, words, capsys):
+    assert run.main(arguments(*words)) == 2
+    assert "--fail-on-regression" in capsys.readouterr().err
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.slow
+def test_a_planted_5_percent_of_a_kernel_of_2_ms_is_a_regression(checkout, capsys):
+    variant = load.PROBLEMS / "vector_add" / "variants" / "adds.py"
+    variant.write_text(NOW.replace("us=8000", "us=2100"))
+    words = ["--against", "HEAD~1:adds", "--mode", "benchmark", "--processes", "20", "--fail-on-regression", "1"]
+    assert run.main(arguments(*words)) == verdict.REGRESSION_EXIT, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_of_20_pairs_of_equals_at_most_one_differs(checkout, capsys):
+    words = []
+    for _ in range(20):
+        assert run.main(arguments("--against", "HEAD:adds", "--mode", "benchmark", "--processes", "8")) in (0, 6)
+        words += [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("geomean")]
+    assert sum(word in ("FASTER", "SLOWER") for word in words) <= 1, words
+
+
+@pytest.mark.slow
+def test_a_clean_clone_compares_with_the_commit_before(tmp_path):
+    git(tmp_path, "clone", "-q", str(ROOT), "clone")
+    clone = tmp_path / "clone"
+    script = clone / "harness" / "run.py"
+    words = ["nvfp4_gemv", "--device", "cpu", "--variant", "cpu_portable", "--against", "HEAD~1:cpu_portable"]
+    words += ["--mode", "benchmark", "--case", "k=2048", "--processes", "2"]
+    done = subprocess.run([ROOT / ".venv/bin/python", script, *words], cwd=clone, capture_output=True, text=True)
+    assert done.returncode in (0, 6), done.stdout + done.stderr
+    assert f"cpu_portable / cpu_portable#{git(clone, 'rev-parse', 'HEAD~1')[:10]} = " in done.stdout
+    assert git(clone, "status", "--porcelain") == "" and git(clone, "worktree", "list").count("\n") == 0

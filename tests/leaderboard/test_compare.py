@@ -1,0 +1,154 @@
+"""leaderboard/compare.py: unpaired ratios of records, what differs between the runs, and the exit code for CI; and the
+workflows that call it.
+"""
+
+import re
+import shlex
+
+import pytest
+import yaml
+
+from harness import run
+from harness.results import stats
+from leaderboard import compare
+from tests.support import ROOT
+from tests.support.records import CASES, bench, full, samples, write
+
+WORKFLOWS = sorted((ROOT / "docs" / "ci").glob("*.yml"))
+
+
+@pytest.fixture
+def results(tmp_path):
+    folder = tmp_path / "results"
+    write(folder, "gpu-box", [*full("sm90_v1", 1.1), *full("sm90_v2", 1.5, run="r2", minute=1)])
+    other = {"environment": {"gpu": "Another GPU", "driver": "9"}, "commit": "fedcba9876543210", "harness_hash": "h2"}
+    write(folder, "other-box", full("sm90_v1", 1.32, run="r3", minute=2, **other))
+    return folder
+
+
+def said(capsys, results, *words) -> tuple[int, str, str]:
+    code = compare.main([*words, "--results", str(results)])
+    return code, *capsys.readouterr()
+
+
+def test_two_variants_are_compared_case_by_case_and_in_the_geomean(capsys, results):
+    code, out, _ = said(capsys, results, "variant=sm90_v2", "variant=sm90_v1 machine=gpu-box")
+    assert code == 0 and "nvfp4_gemv, sm90: time of A / time of B; below 1 A is faster" in out
+    rows = re.findall(r"^  (m=\S+ k=\S+ l=\S+|geomean) .*?(\d\.\d+) \((\d\.\d+)\.\.(\d\.\d+)\)$", out, re.MULTILINE)
+    assert [row[0] for row in rows] == [" ".join(f"{k}={v}" for k, v in case.items()) for case in CASES] + ["geomean"]
+    for _, ratio, lo, hi in rows:
+        assert float(lo) < float(ratio) < float(hi) and float(ratio) == pytest.approx(1.5 / 1.1, rel=1e-3)
+
+
+def test_it_says_that_it_is_unpaired_and_what_differs(capsys, results):
+    _, out, _ = said(capsys, results, "variant=sm90_v1 machine=other-box", "variant=sm90_v1 machine=gpu-box")
+    assert "on Another GPU, commit fedcba987654" in out and "on Imaginary GPU, commit 0123456789ab" in out
+    (line,) = [line for line in out.splitlines() if "UNPAIRED" in line]
+    for words in ("runs at other times", "other machines", "other commits", "other versions of driver or packages"):
+        assert words in line
+    assert "another problem" not in line and "other sources" not in line
+    _, out, _ = said(capsys, results, "run=r1", "run=r1")
+    assert "UNPAIRED: one run, but not its pairs" in out
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "percent", "code"),
+    [("r3", "r1", "5", 8), ("r3", "r1", "25", 0), ("r1", "r3", "0", 0), ("r1", "r1", "0", 0), ("r3", "r1", None, 0)],
+)
+def test_the_exit_code_of_a_regression(capsys, results, a, b, percent, code):
+    words = [] if percent is None else ["--fail-on-regression", percent]
+    found, out, _ = said(capsys, results, f"run={a}", f"run={b}", *words)
+    assert found == code and (f"regression of more than {percent} %: nvfp4_gemv" in out) == (code == 8)
+
+
+def test_a_single_case_is_a_regression_too_and_a_failed_one_has_its_own_code(capsys, results):
+    slow = full("sm90_v1", 1.1, run="r4", minute=3)
+    slow[1] = bench("sm90_v1", 1, 1.1 * 32.0 * 1.2, run="r4", minute=3)
+    write(results, "gpu-box", slow)
+    code, out, _ = said(capsys, results, "run=r4", "run=r1 variant=sm90_v1", "--fail-on-regression", "10")
+    assert code == 8 and out.count("regression of more than") == 1 and "m=4096" in out.splitlines()[-1]
+    write(results, "gpu-box", [bench("sm90_v1", i, 9.0, run="r5", minute=4, status="INCORRECT") for i in range(3)])
+    code, out, _ = said(capsys, results, "run=r5", "run=r1", "--fail-on-regression", "10")
+    assert code == 1 and "INCORRECT" in out
+
+
+def test_cases_that_only_b_was_timed_on_are_named_and_fail(capsys, results):
+    write(results, "gpu-box", full("sm90_v1", 1.1, run="r6", minute=5)[:1])
+    words = ("run=r6", "run=r1 variant=sm90_v1")
+    code, out, _ = said(capsys, results, *words, "--fail-on-regression", "10")
+    assert code == 8 and out.count("B was timed on it, A was not") == 2
+    assert said(capsys, results, *words)[0] == 0
+    assert said(capsys, results, *reversed(words), "--fail-on-regression", "10")[0] == 0
+
+
+def test_a_file_with_and_without_words(capsys, results, tmp_path):
+    file = tmp_path / "a file.jsonl"
+    file.write_bytes((results / "gpu-box" / "nvfp4_gemv.jsonl").read_bytes() + b"no record\n")
+    code, out, err = said(capsys, results, str(file), "machine=gpu-box")
+    assert code == 0 and out.count("UNPAIRED") == 2 and "a file.jsonl:7: not a record" in err
+    plain = file.rename(tmp_path / "file.jsonl")
+    code, out, _ = said(capsys, results, f"{plain} variant=sm90_v1", f"variant=sm90_v2 {plain}")
+    assert code == 0 and out.count("UNPAIRED") == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ("nothing.jsonl", "run=r1", "A and B must be a file of records, or words problem=, .*, got 'nothing.jsonl'"),
+        ("run=r1", "variants=x", "got 'variants=x'"),
+        ("run=r1", "", "got ''"),
+        ("run=r1", "run=r9", "no timed benchmark record matches 'run=r9' in "),
+        ("run=r1", "variant=sm90_v1 problem=moe_gemm", "no timed benchmark record matches"),
+    ],
+)
+def test_bad_use_is_one_line(capsys, results, a, b, message):
+    code, out, err = said(capsys, results, a, b)
+    assert code == 2 and re.search(message, err) and err.count("\n") == 1 and not out
+
+
+def test_nothing_in_common_names_what_each_has(capsys, results):
+    write(results, "gpu-box", [record | {"problem": "moe_gemm"} for record in full("sm90_x", 1.0, run="r6", minute=5)])
+    code, _, err = said(capsys, results, "problem=moe_gemm", "problem=nvfp4_gemv")
+    assert code == 2 and "A has moe_gemm sm90 sm90_x; B has nvfp4_gemv sm90 sm90_v1" in err
+
+
+@pytest.mark.parametrize("percent", ["-1", "nan", "inf"])
+def test_the_share_is_a_number(capsys, results, percent):
+    with pytest.raises(SystemExit):
+        compare.main(["run=r1", "run=r1", "--fail-on-regression", percent])
+    assert "--fail-on-regression must be 0 or more" in capsys.readouterr().err
+
+
+def test_equal_samples_give_1_and_an_interval_as_wide_as_their_scatter():
+    near, wide = (stats.compare_unpaired([(samples(10.0, s), samples(10.0, s))]) for s in (0.004, 0.04))
+    assert near.ratio == wide.ratio == 1.0 and near.ci99[0] < near.ci95[0] < 1 < near.ci95[1] < near.ci99[1]
+    assert wide.ci95[1] - wide.ci95[0] > 5 * (near.ci95[1] - near.ci95[0])
+    with pytest.raises(ValueError, match="cases must not be empty"):
+        stats.compare_unpaired([])
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_the_example_workflows_are_workflows_whose_commands_exist(file):
+    flow = yaml.safe_load(file.read_text())
+    assert {"name", "permissions", "jobs"} < set(flow) and True in flow, "YAML reads the key `on` as true"
+    assert flow["permissions"] == {"contents": "read"}
+    steps = [step for job in flow["jobs"].values() for step in job["steps"]]
+    assert all(("uses" in step) != ("run" in step) for step in steps)
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
+    (checkout,) = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
+    assert checkout["with"]["fetch-depth"] == 0
+    commands = [shlex.split(step["run"]) for step in steps if "run" in step]
+    assert ["make", "setup"] in commands and len(commands) >= 3
+    for words in commands:
+        assert not any("${{" in word for word in words), "what a pull request says does not reach a shell"
+        if "harness/run.py" in words:
+            args, further = run.parser().parse_known_args(words[2:])
+            assert not further and (ROOT / "problems" / args.problem).is_dir()
+        elif "leaderboard/compare.py" in words:
+            assert compare._options(words[2:]).b
+
+
+def test_there_is_a_workflow_for_each_kind_of_runner():
+    assert [file.stem for file in WORKFLOWS] == ["cpu", "gpu"]
+    jobs = [job for file in WORKFLOWS for job in yaml.safe_load(file.read_text())["jobs"].values()]
+    assert {str(job["runs-on"]) for job in jobs} == {"ubuntu-24.04", "['self-hosted', 'linux', 'gpu']"}

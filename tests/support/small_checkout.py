@@ -1,0 +1,54 @@
+"""A small checkout: the judge, and one problem, "tiny", whose runs on a CPU take seconds."""
+
+import subprocess
+from pathlib import Path
+
+from tests.support import ROOT
+
+# A set-up that finds all packages: those of this checkout's .venv. With "fail" in the checkout it fails; with "wait" it
+# starts a process that leaves it, and waits for a file "go" beside the tree.
+SETUP = f"""import os, subprocess, sys, time
+print("looking for packages", flush=True)
+if os.path.exists("fail"):
+    sys.exit("ERROR: no matching distribution for a package")
+if os.path.exists("wait"):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    while not os.path.exists("../go"):
+        time.sleep(0.1)
+if not os.path.lexists(".venv"):
+    os.symlink({str(ROOT / ".venv")!r}, ".venv")
+"""
+SMALL = {"PROCESSES": 1, "SAMPLES": 1}  # of harness/judge/phases.py, on a CPU
+
+
+def make(folder: Path) -> Path:
+    """Make a git checkout in `folder`. Return its root."""
+    here = folder / "a checkout"
+    command = ["git", "ls-files", "-coz", "--exclude-standard", "harness", "leaderboard/*.py", "problems/__init__.py",
+               "problems/common", "tools", "pyproject.toml", "constraints.txt", "Makefile", ".gitignore"]  # fmt: skip
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_bytes((ROOT / name).read_bytes())
+        (here / name).chmod((ROOT / name).stat().st_mode)
+    (here / ".venv").symlink_to(ROOT / ".venv", target_is_directory=True)
+    (here / "tools" / "setup.py").write_text(SETUP)
+    phases = here / "harness" / "judge" / "phases.py"
+    lines = phases.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        name = line.partition(" = ")[0]
+        if name in SMALL:
+            lines[number] = f'{name} = {{"cuda": {SMALL[name]}, "cpu": {SMALL[name]}}}\n'
+    phases.write_text("".join(lines))
+    subprocess.run([here / ".venv/bin/python", "harness/run.py", "--new", "tiny"], cwd=here, check=True)
+    task = here / "problems" / "tiny" / "task.py"
+    text = task.read_text()
+    before, _, rest = text.partition("TESTS = [")
+    after = rest.partition("BENCHMARKS_CPU = ")[2].partition("\n")[2]
+    timed = "BENCHMARKS = BENCHMARKS_CPU = [Case(512, 512, seed=1), Case(640, 512, seed=1)]"
+    cases = f"TESTS = [Case(16, 64, seed=100), Case(33, 7, seed=101)]\n{timed}\n"
+    task.write_text(before + cases + after)
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "tiny"]):
+        subprocess.run([*git, *words], cwd=here, check=True)
+    return here

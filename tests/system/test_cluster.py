@@ -1,0 +1,92 @@
+"""Jobs on a Ray cluster of this machine, one of whose nodes is killed while it judges: no record is lost or doubled."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.results import record
+from harness.sandbox import reaper
+from tests.support import small_checkout, system
+
+pytestmark = pytest.mark.system
+LIMIT_S = 240
+VARIANTS = ("cpu_a", "cpu_b", "cpu_plain")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    system.need_package("ray")
+    here = small_checkout.make(tmp_path_factory.mktemp("driver"))
+    plain = here / "problems" / "tiny" / "variants" / "cpu_plain.py"
+    for name in VARIANTS[:2]:
+        for suffix in (".py", ".cpp"):
+            shutil.copy(plain.with_suffix(suffix), plain.with_name(name + suffix))
+    return here
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A head without processors, and two nodes with one each."""
+    system.need_package("ray")
+    from ray.cluster_utils import Cluster
+
+    # Runs here wait for no other run on this machine.
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "build"))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick, **small})
+    try:
+        nodes = [made.add_node(num_cpus=1, object_store_memory=80 * 2**20) for _ in range(2)]
+        yield made, nodes
+    finally:
+        made.shutdown()
+
+
+def judges_of(node) -> list[int]:
+    """The processes of harness/run.py that a node has started."""
+    (raylet,) = node.all_processes["raylet"]
+    found = []
+    for pid in reaper.descendants(raylet.process.pid):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            found += [pid] if b"harness/run.py" in words else []
+    return found
+
+
+def test_a_node_that_is_killed_loses_and_doubles_nothing(checkout, cluster):
+    made, (_, lost) = cluster
+    command = [checkout / ".venv/bin/python", "harness/run.py", "tiny", "--all", "--ray", made.address]
+    out = checkout / "out.jsonl"
+    driver = subprocess.Popen(
+        [*command, "--device", "cpu", "--json", str(out)], cwd=checkout, env=os.environ, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + LIMIT_S
+    while not (judging := judges_of(lost)):
+        assert time.monotonic() < deadline and driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.05)
+    made.remove_node(lost, allow_graceful=False)
+    said = driver.communicate(timeout=LIMIT_S)[0]
+    assert driver.returncode == 0, said
+    for pid in judging:
+        while reaper._state(pid) not in ("Z", "X", ""):
+            assert time.monotonic() < deadline, "a lost node's run goes on"
+            time.sleep(0.05)
+    results = checkout / "leaderboard" / "results"
+    (file,) = results.glob("*/tiny.jsonl")
+    records, complaints = record.reading(file.parent.name, "tiny", results)
+    assert not complaints and len({one["run_id"] for one in records}) == len(VARIANTS), said
+    found = sorted((one["variant"], one["kind"], one["case"].get("m")) for one in records)
+    assert found == sorted((v, kind, m) for v in VARIANTS for kind, m in
+                           (("test", 16), ("test", 33), ("benchmark", 512), ("benchmark", 640))), said  # fmt: skip
+    assert sorted(map(json.loads, out.read_text().splitlines()), key=repr) == sorted(records, key=repr)
+    assert "3 jobs on 3 nodes" in said and said.count("4 new records") == 3

@@ -52,7 +52,8 @@ def run(
     size of its parameter, and a plain int or float takes it. shared_bytes: of dynamic shared memory.
     policy: one of POLICIES, "random:SEED" too. memory: further arrays that the kernel may touch, such as those whose
     addresses lie in tensor maps. poison: None, and a read of shared memory that was never written is a fault, or the
-    byte that it gets. multiprocessors: on which blocks that wait for each other must fit. limit: instructions of groups of warps, then the run counts as endless.
+    byte that it gets. multiprocessors: on which blocks that wait for each other must fit. limit: instructions of groups
+    of warps, then the run counts as endless.
 
     ValueError: an argument does not fit. Fault: the kernel broke a rule, or uses what is not modelled.
     """

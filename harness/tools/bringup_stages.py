@@ -99,8 +99,8 @@ def _pair() -> Stage:
     return Stage("launch_pair", {"a": a, "b": b}, _words(left @ right.T), (("a", M), ("b", N // 2)))
 
 
-# In this order, each with one piece more: tensor memory; a copy with a tensor map; a copy to tensor memory; a product; a
-# tile of products; a ring of tiles; products with scales; a pair of blocks.
+# In this order, each with one piece more: tensor memory; a copy with a tensor map; a copy to tensor memory; a product;
+# a tile of products; a ring of tiles; products with scales; a pair of blocks.
 STAGES: dict[str, Callable[[], Stage]] = {
     "echo": _echo, "copy": _copy, "scales": _scales, "product": lambda: _product(1, 1),
     "tile": lambda: _product(1, 4), "ring": lambda: _product(RING_TILES, 4), "nvfp4": _nvfp4, "pair": _pair,

@@ -31,10 +31,9 @@ def test_without_a_b200_every_stage_is_right_in_the_model_and_the_file_says_what
 
 def stage(name, flags, tmp_path, policy="lazy"):
     """The result of a stage in the model, in another process."""
-    code = (
-        f"from harness.tools import bringup_stages; bringup_stages.run([{name!r}], 'model', {str(tmp_path / 'r')!r}, "
-    )
-    subprocess.run([sys.executable, "-c", code + f"{flags!r}, {policy!r})"], cwd=ROOT, check=True, capture_output=True)
+    arguments = f"[{name!r}], 'model', {str(tmp_path / 'r')!r}, {flags!r}, {policy!r}"
+    code = f"from harness.tools import bringup_stages; bringup_stages.run({arguments})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     return json.loads((tmp_path / "r").read_text())[name]
 
 

@@ -1,0 +1,236 @@
+"""Calibrate the model: plant one error in the PTX of a right kernel, and see whether the model finds it.
+
+    .venv/bin/python -m harness.tools.model_mutants
+
+runs every mutant under the orders of asynchronous work until one finds it, writes docs/model_mutants.json, and the
+table of docs/blackwell.md from that file. `--table` only renders the table.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.tools.model_check import ORDERS, _checked, _inputs
+from problems.common import load
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "docs" / "model_mutants.json", ROOT / "docs" / "blackwell.md"
+_MARKS = ("<!-- mutants:begin -->", "<!-- mutants:end -->")
+MULTIPROCESSORS = 4  # so few that blocks which persist take several turns in a small case
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A right kernel: problem, variant, target, the case, a part of the name of the kernel that is edited."""
+
+    problem: str
+    variant: str
+    target: str
+    case: dict
+    part: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """what: the error. pattern: of the instruction, of which the n-th gets `to`; \\1 and so on are its groups."""
+
+    kernel: str
+    what: str
+    pattern: str
+    to: str
+    n: int = 0
+
+    def edited(self, name: str, ptx: str) -> str:
+        """The PTX with the error. LookupError: there is no such instruction."""
+        if KERNELS[self.kernel].part not in name:
+            return ptx
+        start = ptx.index(f".entry {name}")
+        end = ptx.find(".entry ", start + 7)
+        end = len(ptx) if end < 0 else end
+        found = list(re.finditer(self.pattern, ptx[start:end]))
+        if len(found) <= self.n:
+            raise LookupError(f"{self.what}: {name} has {len(found)} of {self.pattern!r}")
+        hit = found[self.n]
+        return ptx[: start + hit.start()] + hit.expand(self.to) + ptx[start + hit.end() :]
+
+
+KERNELS = {
+    "ring": Kernel("nvfp4_gemv", "sm100_native", "sm100", {"m": 40, "k": 5184, "l": 1, "seed": 5}, "gemv"),
+    "tma": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 300, "k": 17472, "l": 1, "seed": 5}, "rank2"),
+    "cluster": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 300, "k": 17472, "l": 2, "seed": 5}, "rank3"),
+    "attention": Kernel(
+        "fmha_decode", "sm90_wgmma", "sm90",
+        {
+            "batch": 1, "queries": 2, "heads": 64, "window": 64, "compressed": 63, "page_window": 64,
+            "page_compressed": 64, "pool": 8, "order": "random", "content": "plain", "seed": 5,
+        },
+        "attend",
+    ),
+}  # fmt: skip
+_WAIT = r"mbarrier\.try_wait\S+ p, \[[^\]]*\], [^;]*;"
+_WAIT_PARITY = r"(mbarrier\.try_wait\S+ p, \[[^\]]*\]), [^;]*;"
+_EXPECT = r"(mbarrier\.arrive\.expect_tx\S+ _, \[[^\]]*\], )(%r\d+);"
+_ARRIVE = r"mbarrier\.arrive\.shared\S+ _, \[[^\]]*\];"
+_INIT = r"(mbarrier\.init\S+ \[[^\]]*\]), [^;]*;"
+_TENSOR = r"(cp\.async\.bulk\.tensor\S+ )\[(%r\d+)\], \[(%rd\d+), \{(%r\d+), (%r\d+)(, %r\d+)?\}\]"
+_MEET = r"barrier\.cluster\.arrive\.release\.aligned;\s*barrier\.cluster\.wait\.acquire\.aligned;"
+_REMOTE = r"mbarrier\.arrive\.release\.cluster\S+ _, \[remote\];"
+_FENCE = r"fence\.proxy\.async\S*;"
+_WGMMA = r"(wgmma\.mma_async\S+ \{[^}]*\}, )(%rd\d+)"
+_STRIDE = rf"xor.b64 \2, \2, {(1024 ^ 512) // 16 << 32}; \1\2"  # that of a descriptor becomes 512 bytes
+_NONE = "mov.b32 %r1, %r1;"
+
+
+def _tma(kernel: str, waits: int) -> list[Mutant]:
+    names = ("consumer of the weights", "consumer of x", "producer of x", "producer of the weights")[:waits]
+    found = []
+    for n, name in enumerate(names):
+        found.append(Mutant(kernel, f"{name} does not wait", _WAIT, "setp.eq.u32 p, 0, 0;", n))
+        found.append(Mutant(kernel, f"{name}: parity pinned to 0", _WAIT_PARITY, r"\1, 0;", n))
+        found.append(Mutant(kernel, f"{name}: parity pinned to 1", _WAIT_PARITY, r"\1, 1;", n))
+    for n in (0, 1):
+        found += [
+            Mutant(kernel, f"transaction {n} expects 16 bytes too many", _EXPECT, r"add.u32 \2, \2, 16; \1\2;", n),
+            Mutant(kernel, f"transaction {n} expects 16 bytes too few", _EXPECT, r"sub.u32 \2, \2, 16; \1\2;", n),
+        ]
+    found += [
+        Mutant(kernel, "first arrival is missing", _ARRIVE, _NONE, 0),
+        Mutant(kernel, "barrier 9 counts 257 arrivals", _INIT, r"\1, 257;", 9),
+        Mutant(kernel, "barrier 8 counts 3 arrivals", _INIT, r"\1, 3;", 8),
+        Mutant(kernel, "load 12 has its coordinates swapped", _TENSOR, r"\1[\2], [\3, {\5, \4\6}]", 12),
+        Mutant(kernel, "load 13 has its coordinates swapped", _TENSOR, r"\1[\2], [\3, {\5, \4\6}]", 13),
+        Mutant(kernel, "load 0 lands 128 bytes on", _TENSOR, r"\1[\2+128], [\3, {\4, \5\6}]", 0),
+        Mutant(kernel, "load 1 lands 16 bytes on", _TENSOR, r"\1[\2+16], [\3, {\4, \5\6}]", 1),
+        Mutant(kernel, "first barrier of the block is missing", r"bar\.sync\s+1, 256;", _NONE, 0),
+        Mutant(kernel, "second barrier of the block is missing", r"bar\.sync\s+1, 256;", _NONE, 1),
+        Mutant(kernel, "a barrier of the block for 128 threads", r"bar\.sync\s+1, 256;", "bar.sync 1, 128;", 0),
+        Mutant(
+            kernel,
+            "sum over the warp by 8 lanes only",
+            r"(shfl\.sync\.bfly\S+\s+%r\d+\|%p\d+, %r\d+), %r\d+,",
+            r"\1, 8,",
+            0,
+        ),
+    ]
+    return found
+
+
+def mutants() -> list[Mutant]:
+    """All of them."""
+    ring = [
+        Mutant("ring", "ring waits for one group too few", r"cp\.async\.wait_group (\d);", "cp.async.wait_group 3;", 0),
+        Mutant("ring", "ring does not wait at all", r"cp\.async\.wait_group (\d);", _NONE, 0),
+        Mutant("ring", "groups are not committed", r"cp\.async\.commit_group;", _NONE, 0),
+        Mutant("ring", "scales are read 2 bytes on", r"(ld\.shared\.u16\s+%rs\d+, \[%r\d+)(\+\d+)?\];", r"\1+2];", 0),
+        Mutant("ring", "codes are read 16 bytes on", r"(ld\.shared\.v4\.u32\s+\{[^}]*\}, \[%r\d+)\];", r"\1+16];", 0),
+        *(Mutant("ring", f"copy {n} lands 16 bytes on", r"(cp\.async\.cg\S+ \[%r\d+)\]", r"\1+16]", n) for n in (2, 3)),
+        *(
+            Mutant(
+                "ring", f"copy {n} comes from 16 bytes on", r"(cp\.async\.cg\S+ \[%r\d+\], \[%rd\d+)\]", r"\1+16]", n
+            )
+            for n in (2, 3)
+        ),
+        Mutant(
+            "ring",
+            "4 of 16 bytes are copied",
+            r"cp\.async\.cg(\S+ \[%r\d+\], \[%rd\d+\]), 16;",
+            r"cp.async.ca\1, 4;",
+            2,
+        ),
+        Mutant("ring", "copy to an odd place", r"(cp\.async\.cg\S+ \[%r\d+)\]", r"\1+8]", 2),
+        Mutant(
+            "ring",
+            "sum over the warp misses a step",
+            r"(shfl\.sync\.bfly\S+\s+[^;]*), 16, 31, -1;",
+            r"\1, 8, 31, -1;",
+            0,
+        ),
+        Mutant("ring", "halves of a pair of scales swapped", r"mov\.b32 \{low,high\}", "mov.b32 {high,low}", 0),
+    ]
+    cluster = [
+        Mutant("cluster", "blocks do not meet before copies", _MEET, _NONE, 0),
+        Mutant("cluster", "remote arrival is missing", _REMOTE, _NONE, 0),
+        Mutant("cluster", "multicast to this block only", r"(multicast::cluster [^;]*), %rs\d+;", r"\1, 1;", 0),
+    ]  # fmt: skip
+    attention = [
+        *(Mutant("attention", f"wait {n} is missing", _WAIT, "setp.eq.u32 p, 0, 0;", n) for n in range(4)),
+        *(Mutant("attention", f"fence {n} ahead of wgmma is missing", _FENCE, _NONE, n) for n in range(2)),
+        Mutant("attention", "wgmma: groups of 8 rows 512 bytes apart", _WGMMA, _STRIDE, 0),
+        Mutant("attention", "products are not waited for", r"wgmma\.wait_group\S*\s+0;", _NONE, 0),
+    ]  # fmt: skip
+    return [*ring, *_tma("tma", 4), *_tma("cluster", 4), *cluster, *attention]
+
+
+def _short(text: str) -> str:
+    """The first line, of a deadlock the second too, which names a barrier."""
+    lines = text.splitlines()
+    return " ".join(line.strip() for line in lines[: 2 if "deadlock" in lines[0] else 1])[:200]
+
+
+def _run(target: str) -> int:
+    """In a separate process: run the mutants of one target, one line of JSON each."""
+    from problems.common.ptx_model import driver
+
+    model = driver.install(target)
+    model.multiprocessors = MULTIPROCESSORS
+    for key, kernel in KERNELS.items():
+        if kernel.target != target:
+            continue
+        folder = ROOT / "problems" / kernel.problem
+        task, reference = load.module(folder, "task"), load.module(folder, "reference")
+        module = load.module(folder, f"variants/{kernel.variant}")
+        pristine = _inputs(task, reference, kernel.case)
+        want = reference.ref_kernel(pristine)
+        right = Mutant(key, "none: the kernel as it is", "", "")
+        for mutant in (right, *(m for m in mutants() if m.kernel == key)):
+            model.edit = mutant.edited if mutant.pattern else None
+            found: dict[str, Any] = {"kernel": f"{kernel.problem}/{kernel.variant}, {key}", "mutant": mutant.what}
+            found["said"] = {}
+            for order in ORDERS:
+                model.policy, model.poison = order.policy, order.poison
+                status, said = _checked(model, module, reference, pristine, want)
+                found["said"][order.policy] = "right" if status == "MODEL_CHECKED" else _short(f"{status}: {said}")
+                if "LookupError" in said:
+                    raise SystemExit(f"{mutant.what}: {said}")
+                if status != "MODEL_CHECKED" and mutant is not right:
+                    break
+            print(json.dumps(found), flush=True)
+    return 0
+
+
+def table(results: list[dict]) -> str:
+    """The table of docs/blackwell.md."""
+    lines = ["| kernel | mutant | found under | what the model said |", "|---|---|---|---|"]
+    for one in results:
+        said = {order: text for order, text in one["said"].items() if text != "right"}
+        order, text = next(iter(said.items()), ("no order", "right under all of them"))
+        text = text.replace("|", "\\|").removeprefix("RUNTIME_ERROR: Fault: ")
+        lines.append(f"| {one['kernel']} | {one['mutant']} | {order} | {text} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """See the top of this file."""
+    if argv[:1] == ["--target"]:
+        return _run(argv[1])
+    if argv != ["--table"]:
+        results = []
+        for target in dict.fromkeys(kernel.target for kernel in KERNELS.values()):
+            command = [sys.executable, "-m", "harness.tools.model_mutants", "--target", target]
+            ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+            results += [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+        RESULTS.write_text("".join(json.dumps(one) + "\n" for one in results))
+    results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    page = PAGE.read_text()
+    before, _, rest = page.partition(_MARKS[0])
+    after = rest.partition(_MARKS[1])[2]
+    PAGE.write_text(f"{before}{_MARKS[0]}\n\n{table(results)}\n{_MARKS[1]}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

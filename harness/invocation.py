@@ -155,9 +155,10 @@ class Run:
     def _model(self) -> int:
         """Check a GPU variant in the model of its GPU. Return the exit code. Nothing is timed or recorded."""
         submission = self.selection.submissions()[0]
-        said, reason = model_check.run(
-            self.problem, submission, self.selection.tests(), console.say, self.args.timeout
-        )  # fmt: skip
+        cases = [case for case in self.selection.tests() if submission.serves(case)]
+        if not cases:
+            raise UsageError(f"--case must match a test case of {submission.name}, which {submission.limits}")
+        said, reason = model_check.run(self.problem, submission, cases, console.say, self.args.timeout)
         with console.quiet(False):
             console.say(f"{submission.name:20} {said}" + (f"  {reason}" if reason else ""))
         return self._said(said, reason)
@@ -237,7 +238,7 @@ class Run:
 
     def _plan(self, judged: list[Result]) -> Journal:
         """Begin the journal, or see that what the resumed run depends on is unchanged. Return the journal."""
-        tests, benchmarks = self.selection.tests(), list(self.problem.benchmarks[self.device])
+        tests, benchmarks = self.selection.tests(), list(self.problem.timed(self.target))
         now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
         if self.journal is None:
             self.journal = Journal.create(self.machine, self.problem.name, now)

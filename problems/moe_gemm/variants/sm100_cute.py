@@ -18,6 +18,7 @@ from problems.common.cute_dsl import bits_to_float, check_target, cubin, e4m3_pa
 
 TARGETS = ("sm100",)
 REQUIRES = ("cutlass",)
+ONLY = {"activation": "nvfp4"}  # the instruction multiplies FP4 with FP4
 
 # A unit: 128 rows of weights, or up to 128 tokens, by 64 values along K, which is K of one instruction.
 #   byte 256 (r / 8) + 128 (k / 32) + 16 (r % 8) + (k % 32) / 2    the code of row r, value k, low nibble first
@@ -692,6 +693,7 @@ def multiply_experts(
     if warp == MMA_WARP:
         with cute.arch.elect_one():
             multiply_all(shared, work, plan)
+    cute.arch.sync_warp()  # the lanes that had nothing to do are ahead of the elected ones
     if warp < EPILOGUE_WARPS:
         finish_tiles(shared, work, order, factors, in_scales, routing, sums_out, v.toint(), plan, first)
     before_others()

@@ -238,7 +238,8 @@ def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) 
     if any(allowed.get(target) != said for target in targets):
         known = "".join(f", and for {target} {value}" for target, value in allowed.items())
         raise UsageError(
-            f"{file.name}: ONLY is for peer_* files of variants/{known}: a submission must serve every case, got {said!r}"
+            f"{file.name}: ONLY is for peer_* files of variants/{known}, a submission must serve every case, "
+            f"got {said!r}"
         )
     if not isinstance(said, dict) or not said or any(isinstance(v, list | set | dict) for v in said.values()):
         raise UsageError(f"{file.name}: ONLY must map fields of the case to a value or a tuple of values, got {said!r}")

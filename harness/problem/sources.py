@@ -22,8 +22,8 @@ from problems.common import build, load
 SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}  # of sources beside a Python file
 # Of a problem folder, what no runner gets to see. A winner's variant is loaded, not imported.
 HIDDEN = ("reference", "check", "wrong", "variants")
-# What task.py says of sm100 only. It is not part of problem_hash, or records of other targets would seem to be of another
-# problem; a record names its case.
+# What task.py says of sm100 only. It is no part of problem_hash, or records of other targets would seem to be of
+# another problem; a record names its case.
 _LATER = {"BENCHMARKS_SM100", "ONLY_BY_TARGET"}
 
 
@@ -121,7 +121,8 @@ def _code(path: Path) -> bytes:
     if path.suffix == ".yml":
         return json.dumps(yaml.safe_load(build.read(path.resolve())), sort_keys=True, default=str).encode()
     text, tree = load.text(path), load.parse(path)
-    later = [node for node in tree.body if isinstance(node, ast.Assign) and _LATER & set(map(ast.unparse, node.targets))]
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    later = [node for node in assigned if _LATER & {ast.unparse(target) for target in node.targets}]
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)
         for node in ast.walk(tree)

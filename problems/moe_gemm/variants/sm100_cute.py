@@ -1,4 +1,4 @@
-"""sm100_cute: CuTe DSL; block-scaled tcgen05 products of FP4 with FP4, weights as rows, SwiGLU and FP4 in the epilogue."""
+"""sm100_cute: CuTe DSL; tcgen05 products of FP4 with FP4, SwiGLU and FP4 in the epilogue; never run on a GPU."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ import torch
 from cutlass import BFloat16, Float32, Int16, Int32, Int64, Uint8, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
-from task import BENCHMARKS, LIMIT, Weights, input_t, output_t, unpack_call, unpack_weights
+from task import LIMIT, Weights, input_t, output_t, unpack_call, unpack_weights
 
 from problems.common import build
 from problems.common.cute_dsl import bits_to_float, check_target, cubin, e4m3_pair, pack_bf16x2, pointers
@@ -23,9 +23,9 @@ ONLY = {"activation": "nvfp4"}  # the instruction multiplies FP4 with FP4
 # A unit: 128 rows of weights, or up to 128 tokens, by 64 values along K, which is K of one instruction.
 #   byte 256 (r / 8) + 128 (k / 32) + 16 (r % 8) + (k % 32) / 2    the code of row r, value k, low nibble first
 #   byte 32 rows + 16 (r % 32) + 4 (r / 32) + k / 16                its scale, e4m3; always room for 128 rows
-# The codes are core matrices of 8 rows by 16 bytes without a swizzle, the scales are what tcgen05.cp spreads over tensor
-# memory. Units lie in the order in which a block reads them, so a step of the ring is one bulk copy of weights and one of
-# tokens, and nothing has to be padded along K.
+# The codes are core matrices of 8 rows by 16 bytes without a swizzle, the scales are what tcgen05.cp spreads over
+# tensor memory. Units lie in the order in which a block reads them: a step of the ring is one bulk copy of weights and
+# one of tokens, without tensor maps, and nothing is padded along K.
 UNIT_K, UNIT_ROWS = 64, 128
 BLOCK = 16  # values that share a scale
 SCALE_BYTES = 512
@@ -236,9 +236,7 @@ def after_others() -> None:
 def accumulated(column: Int32, *, loc=None, ip=None) -> tuple[Float32, ...]:
     """CHUNK columns of this thread's lane of tensor memory. The wait is in the same statement, ahead of any use."""
     names = ", ".join(f"${i}" for i in range(CHUNK))
-    text = (
-        f"tcgen05.ld.sync.aligned.32x32b.x{CHUNK}.b32 {{{names}}}, [${CHUNK}];\n\ttcgen05.wait::ld.sync.aligned;"
-    )
+    text = f"tcgen05.ld.sync.aligned.32x32b.x{CHUNK}.b32 {{{names}}}, [${CHUNK}];\n\ttcgen05.wait::ld.sync.aligned;"
     result = llvm.StructType.get_literal([T.f32()] * CHUNK)
     constraints = ",".join(["=f"] * CHUNK) + ",r,~{memory}"
     values = [Int32(column).ir_value(loc=loc, ip=ip)]
@@ -334,9 +332,7 @@ def units_at(words: cute.Pointer, bytes_: cute.Pointer, units: Int32, blocks: In
         stride=(1, 2, 4, 32, 64, plan.token_unit // 4, cute.assume(size // 4 * units, divby=32)),
     )
     scales = cute.make_layout((4, 4, 32, units, blocks), stride=(1, 4, 16, plan.token_unit, size * units))
-    return Units(
-        cute.make_tensor(words, codes), cute.make_tensor(bytes_ + (plan.token_unit - SCALE_BYTES), scales)
-    )
+    return Units(cute.make_tensor(words, codes), cute.make_tensor(bytes_ + (plan.token_unit - SCALE_BYTES), scales))
 
 
 # ---------------------------------------------------------------- routing
@@ -524,12 +520,12 @@ def multiply_all(shared: Shared, work: Work, plan: cutlass.Constexpr):
     the scales' columns are used again by the next step without a wait.
     """
     stage, parity = Int32(0), Int32(0)
-    sums, sums_parity = Int32(0), Int32(0)
+    turn, turn_parity = Int32(0), Int32(0)
     steps = steps_of(work.units)
     for _ in cutlass.range(work.first, work.tiles, work.step, unroll=1):
-        cute.arch.mbarrier_wait(shared.taken + sums, sums_parity ^ 1)
+        cute.arch.mbarrier_wait(shared.taken + turn, turn_parity ^ 1)
         after_others()
-        to = shared.tensor + sums * plan.tokens
+        to = shared.tensor + turn * plan.tokens
         for step in cutlass.range(steps, unroll=1):
             count = work.units - step * STEP_UNITS
             cute.arch.mbarrier_wait(shared.full + stage, parity)
@@ -546,8 +542,8 @@ def multiply_all(shared: Shared, work: Work, plan: cutlass.Constexpr):
                     multiply(to, a, b, scales_a, scales_b, plan.instruction, step + u)
             commit(address(shared.empty + stage))
             stage, parity = after(stage, parity, plan.stages)
-        commit(address(shared.ready + sums))
-        sums, sums_parity = after(sums, sums_parity, ACCUMULATORS)
+        commit(address(shared.ready + turn))
+        turn, turn_parity = after(turn, turn_parity, ACCUMULATORS)
 
 
 @cute.jit
@@ -556,8 +552,8 @@ def make_v(
 ):  # fmt: skip
     """SwiGLU and FP4 of CHUNK columns from n on; lanes 0 to 15 of a warp have gate, the others up, of 16 inner values.
 
-    Of each two columns they exchange one, so that lanes 0 to 15 make the block of the first token and the others that of
-    the second. place: the unit of v that this tile makes.
+    Of each two columns they exchange one, so that lanes 0 to 15 make the first token's block and the others the
+    second's. place: the unit of v that this tile makes.
     """
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
@@ -584,6 +580,13 @@ def make_v(
 
 
 @cute.jit
+def wait_for_stores(thread: Int32, read: cutlass.Constexpr):
+    """The thread that stores waits until all it has stored is written, or at least has been read."""
+    if thread == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=read)
+
+
+@cute.jit
 def finish_tiles(
     shared: Shared, work: Work, order: cute.Tensor, factors: cute.Tensor, in_scales: cute.Tensor,
     routing: cute.Tensor, sums_out: cute.Tensor, v: Int64, plan: cutlass.Constexpr, first: cutlass.Constexpr,
@@ -603,7 +606,7 @@ def finish_tiles(
         for i in cutlass.range(thread, plan.token_unit // 4, EPILOGUE_THREADS, unroll=1):
             unit[i] = Int32(0)  # scales past the tokens are stored too
     lanes = shared.tensor + (warp << 21)  # 32 lanes a warp
-    sums, sums_parity = Int32(0), Int32(0)
+    turn, turn_parity = Int32(0), Int32(0)
     for tile in cutlass.range(work.first, work.tiles, work.step, unroll=1):
         block = divided(tile, work.row_blocks)
         row_block = tile - block * work.row_blocks
@@ -611,39 +614,35 @@ def finish_tiles(
         # Of two tiles in turn: who writes these has met all who read those before the last.
         if thread < plan.tokens:
             slot = order[start + cutlass.min(thread, count - 1)]
-            slots[thread, sums] = slot
+            slots[thread, turn] = slot
             if cutlass.const_expr(first):
-                weights[thread, sums] = routing[slot]
-        if cutlass.const_expr(first):
-            if thread == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last unit has been read
+                weights[thread, turn] = routing[slot]
+        wait_for_stores(thread, True)
         cute.arch.barrier(barrier_id=1, number_of_threads=EPILOGUE_THREADS)
         factor, in_scale = factors[expert], in_scales[expert]
-        cute.arch.mbarrier_wait(shared.ready + sums, sums_parity)
+        cute.arch.mbarrier_wait(shared.ready + turn, turn_parity)
         after_others()
         for n in cutlass.range(0, plan.tokens, CHUNK, unroll=1):
             if n < count:
-                columns = accumulated(lanes + (sums * plan.tokens + n))
+                columns = accumulated(lanes + (turn * plan.tokens + n))
                 if cutlass.const_expr(first):
-                    make_v(columns, n, factor, in_scale, weights[None, sums], place)
+                    make_v(columns, n, factor, in_scale, weights[None, turn], place)
                 else:
                     row = row_block * UNIT_ROWS + thread
                     if row < sums_out.shape[0]:
                         for i in cutlass.range_constexpr(CHUNK):
                             if n + i < count:
-                                sums_out[row, slots[n + i, sums]] = columns[i] * factor
+                                sums_out[row, slots[n + i, turn]] = columns[i] * factor
         before_others()
-        cute.arch.mbarrier_arrive(shared.taken + sums)
+        cute.arch.mbarrier_arrive(shared.taken + turn)
         if cutlass.const_expr(first):
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1, number_of_threads=EPILOGUE_THREADS)
             if thread == 0:
                 to = v + tile * Int64(plan.token_unit)
                 store_bulk(to, address(unit.iterator), Int32(plan.token_unit))
-        sums, sums_parity = after(sums, sums_parity, ACCUMULATORS)
-    if cutlass.const_expr(first):
-        if thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
+        turn, turn_parity = after(turn, turn_parity, ACCUMULATORS)
+    wait_for_stores(thread, False)
 
 
 @cute.kernel
@@ -665,9 +664,7 @@ def multiply_experts(
     warp = cute.arch.make_warp_uniform(thread // 32)
     cute.arch.griddepcontrol_launch_dependents()
     memory = cutlass.memory.SmemAllocator()
-    ring = memory.allocate_tensor(
-        Int32, cute.make_layout(plan.stages * plan.stage_bytes // 4), byte_alignment=128
-    )
+    ring = memory.allocate_tensor(Int32, cute.make_layout(plan.stages * plan.stage_bytes // 4), byte_alignment=128)
     barriers = memory.allocate_tensor(Int64, cute.make_layout(2 * plan.stages + 2 * ACCUMULATORS), byte_alignment=8)
     column = memory.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
     full, ready = barriers.iterator, barriers.iterator + 2 * plan.stages
@@ -684,7 +681,7 @@ def multiply_experts(
     before_others()
     cute.arch.sync_threads()
     after_others()
-    cute.arch.griddepcontrol_wait()  # by all CTAs, also those without work: the next kernel's wait means every one before
+    cute.arch.griddepcontrol_wait()  # by all, also those without work: the next kernel's wait must mean this one's, too
     shared = Shared(address(ring.iterator), full, empty, ready, taken, column[0])
     work = Work(blocks, units, row_blocks, blocks[3, 0] * row_blocks, cta, ctas)
     if warp == COPY_WARP:
@@ -794,17 +791,22 @@ def launch(
     multiply_experts(
         units13, taken_words, block_list, sorted_slots, factors13, in_scales2, routing_list, sums, v,
         hidden // UNIT_K, inner_blocks, plan, True,
-    ).launch(grid=(cutlass.min(ctas, most_blocks * inner_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)  # fmt: skip
+    ).launch(
+        grid=(cutlass.min(ctas, most_blocks * inner_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True
+    )  # fmt: skip
     multiply_experts(
         units2, v, block_list, sorted_slots, factors2, in_scales2, routing_list, sums, v,
         inner // UNIT_K, row_blocks, plan, False,
-    ).launch(grid=(cutlass.min(ctas, most_blocks * row_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)  # fmt: skip
+    ).launch(
+        grid=(cutlass.min(ctas, most_blocks * row_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True
+    )  # fmt: skip
     combine(rows_of(parts, 4, hidden // 4, slots), rows_of(out, 2, hidden // 4, tokens), topk).launch(
         grid=(tokens, cute.ceil_div(hidden, 4 * COMBINE_THREADS), 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True
     )
 
 
-# units13, units2, factor13, factor2, in_scale13, in_scale2, x, ids, routing, out, order, blocks, taken (twice), v, parts
+# units13, units2, factor13, factor2, in_scale13, in_scale2, x, ids, routing, out, order, blocks, taken (twice), v,
+# parts: dtype, alignment in bytes.
 VIEWS = (
     (Int32, 16), (Int32, 16), (Float32, 4), (Float32, 4), (Float32, 4), (Float32, 4), (Int32, 16), (Int32, 4),
     (Float32, 4), (Int32, 8), (Int32, 4), (Int32, 16), (Int32, 16), (Uint8, 16), (Int32, 16), (Float32, 16),

@@ -1,0 +1,143 @@
+"""moe_gemm's tcgen05 variant without a B200: its layouts byte by byte, its limits, and its kernels in the model."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.common.load import PROBLEMS
+from tests.support import ROOT
+
+pytest.importorskip("cutlass")
+
+FOLDER = PROBLEMS / "moe_gemm"
+# In a process of its own, since the model takes CUDA's place in the whole process. Few multiprocessors let a block go
+# through several tiles, and its ring of stages turn more than once.
+SCRIPT = """
+import json, sys
+from problems.common.ptx_model import driver
+
+model = driver.install("sm100")
+from harness.tools.model_check import ORDERS, _checked, _inputs
+from problems.common import load
+
+task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
+for multiprocessors, orders, case in json.loads(sys.stdin.read()):
+    pristine = _inputs(task, reference, case)
+    want = reference.ref_kernel(pristine)
+    for order in orders or ORDERS:
+        model.multiprocessors, model.policy, model.poison = multiprocessors, order, ORDERS[order]
+        print(json.dumps([order, *_checked(model, variant, reference, pristine, want)]), flush=True)
+"""
+FIELDS = ("tokens", "experts", "topk", "hidden", "inner", "router", "content")
+# A few tokens of 12 experts, of which some have none; 3 units along K are no whole step, and 192 rows no whole tile.
+SMALL = (1, (3, 12, 2, 192, 256, "uniform", "plain"))
+LONG = (
+    (4, (7, 17, 6, 448, 576, "uniform", "magnitudes")),
+    (148, (1, 8, 6, 512, 320, "uniform", "plain")),
+    (2, (60, 2, 1, 192, 512, "uniform", "clamped")),  # 64 tokens a tile, nearly full
+    (2, (129, 8, 2, 64, 256, "one", "zeros")),  # 32 a tile: 4 whole ones and one token, of 2 experts; 6 have none
+    (3, (70, 1, 1, 320, 448, "uniform", "extreme")),  # 128 a tile
+)
+
+
+@functools.cache
+def variant():
+    return load.module(FOLDER, "variants/sm100_cute")
+
+
+def found(cases, orders: tuple[str, ...]) -> list[list[str]]:
+    """(order, status, what was said) of each case under each order; () are all."""
+    asked = [
+        (count, orders, {**dict(zip(FIELDS, case, strict=True)), "activation": "nvfp4", "seed": 7})
+        for count, case in cases
+    ]
+    command = [sys.executable, "-c", SCRIPT, "task", "reference", "variants/sm100_cute"]
+    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+
+
+def test_in_the_model_it_is_right():
+    ran = found([SMALL], ("lazy", "random:1"))
+    assert [(order, status) for order, status, _ in ran] == [
+        ("lazy", "MODEL_CHECKED"),
+        ("random:1", "MODEL_CHECKED"),
+    ], ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [SMALL, *LONG], ids=str)
+def test_in_the_model_it_is_right_under_every_order(case):
+    ran = found([case], ())
+    assert len(ran) == 6 and all(status == "MODEL_CHECKED" for _, status, _ in ran), ran
+
+
+def weights(hidden: int, inner: int, activation: str = "nvfp4"):
+    task, gen = load.module(FOLDER, "task"), torch.Generator().manual_seed(3)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 127, shape, dtype=torch.uint8, generator=gen)
+
+    fp32 = [torch.rand(2, generator=gen) for _ in range(4)]
+    s13, s2 = (
+        some(2, *shape).view(torch.float8_e4m3fn) for shape in ((2 * inner, hidden // 16), (hidden, inner // 16))
+    )
+    w13, w2 = some(2, 2 * inner, hidden // 2), some(2, hidden, inner // 2)
+    return task.Weights(w13, s13, fp32[0], w2, s2, fp32[1], *fp32[2:], activation)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(192, 64), (64, 192), (320, 128)])
+def test_units_hold_every_code_and_scale_where_the_comment_says(hidden, inner):
+    given = weights(hidden, inner)
+    state = variant().prepare(given)
+
+    def row13(tile: int, row: int) -> int:
+        return row % 32 // 16 * inner + 64 * tile + 16 * (row // 32) + row % 16
+
+    def row2(tile: int, row: int) -> int:
+        return 128 * tile + row
+
+    kinds = ((state.units13, given.w13, given.s13, row13), (state.units2, given.w2, given.s2, row2))
+    for units, codes, scales, row_of in kinds:
+        experts, tiles, steps, size = units.shape
+        assert size == 4608 and (experts, steps) == (2, codes.shape[2] // 32)
+        for tile, step, row in ((t, s, r) for t in range(tiles) for s in range(steps) for r in range(128)):
+            at, unit = row_of(tile, row), units[:, tile, step]
+            for half in range(2):
+                first = 256 * (row // 8) + 128 * half + 16 * (row % 8)
+                here = unit[:, first : first + 16]
+                first = 32 * step + 16 * half
+                there = codes[:, at, first : first + 16] if at < codes.shape[1] else torch.zeros_like(here)
+                assert torch.equal(here, there)
+            first = 4096 + 16 * (row % 32) + 4 * (row // 32)
+            here = unit[:, first : first + 4]
+            there = scales.view(torch.uint8)[:, at, 4 * step : 4 * step + 4] if at < scales.shape[1] else here * 0
+            assert torch.equal(here, there)
+
+
+def test_prepared_weights_are_hardly_larger_and_only_for_fp4_tokens():
+    given = weights(448, 64)
+    state = variant().prepare(given)
+    before, after = (sum(t.numel() * t.element_size() for t in some[:-1]) for some in (given, (*state, None)))
+    assert after <= 1.05 * before + 64 * 2**20
+    with pytest.raises(ValueError, match="activation must be 'nvfp4' for products of FP4 with FP4, got 'bf16'"):
+        variant().prepare(weights(64, 64, "bf16"))
+
+
+@pytest.mark.parametrize("tokens", [0, 8, 24, 144, 256])
+def test_a_tile_that_the_hardware_does_not_have_is_refused(tokens):
+    with pytest.raises(ValueError, match=f"tokens must be a multiple of 16 from 16 to 128, got {tokens}"):
+        variant().Plan(tokens)
+
+
+def test_plans_fill_shared_and_tensor_memory_and_follow_the_load():
+    plans = variant().PLANS
+    assert [plan.columns for plan in plans] == [64, 128, 256, 512]
+    assert all(plan.stages >= 2 and plan.stages * plan.stage_bytes <= 232_448 - 8_192 for plan in plans)
+    chosen = [variant().plan_for(6 * t, 256).tokens for t in (1, 8, 64, 256, 1024, 4096)]
+    assert chosen == [16, 16, 16, 16, 64, 128] and variant().plan_for(64, 1).tokens == 64

@@ -190,10 +190,10 @@ def _run(target: str) -> int:
             model.edit = mutant.edited if mutant.pattern else None
             found: dict[str, Any] = {"kernel": f"{kernel.problem}/{kernel.variant}, {key}", "mutant": mutant.what}
             found["said"] = {}
-            for order, poison in ORDERS.items():
-                model.policy, model.poison = order, poison
+            for order in ORDERS:
+                model.policy, model.poison = order.policy, order.poison
                 status, said = _checked(model, module, reference, pristine, want)
-                found["said"][order] = "right" if status == "MODEL_CHECKED" else _short(f"{status}: {said}")
+                found["said"][order.policy] = "right" if status == "MODEL_CHECKED" else _short(f"{status}: {said}")
                 if "LookupError" in said:
                     raise SystemExit(f"{mutant.what}: {said}")
                 if status != "MODEL_CHECKED" and mutant is not right:

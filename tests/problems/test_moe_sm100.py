@@ -29,9 +29,9 @@ task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for na
 for multiprocessors, orders, case in json.loads(sys.stdin.read()):
     pristine = _inputs(task, reference, case)
     want = reference.ref_kernel(pristine)
-    for order in orders or ORDERS:
-        model.multiprocessors, model.policy, model.poison = multiprocessors, order, ORDERS[order]
-        print(json.dumps([order, *_checked(model, variant, reference, pristine, want)]), flush=True)
+    for order in (one for one in ORDERS if one.policy in orders or not orders):
+        model.multiprocessors, model.policy, model.poison = multiprocessors, order.policy, order.poison
+        print(json.dumps([order.policy, *_checked(model, variant, reference, pristine, want)]), flush=True)
 """
 FIELDS = ("tokens", "experts", "topk", "hidden", "inner", "router", "content")
 # A few tokens of 12 experts, of which some have none; 3 units along K are no whole step, and 192 rows no whole tile.

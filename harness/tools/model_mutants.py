@@ -60,7 +60,7 @@ class Mutant:
 
 
 EXPERTS = {
-    "tokens": 3, "experts": 12, "topk": 2, "hidden": 576, "inner": 320, "activation": "nvfp4", "router": "uniform",
+    "tokens": 11, "experts": 6, "topk": 3, "hidden": 704, "inner": 320, "activation": "nvfp4", "router": "one",
     "content": "plain", "seed": 5,
 }  # fmt: skip
 KERNELS = {
@@ -83,7 +83,7 @@ _WAIT = r"mbarrier\.try_wait\S+ p, \[[^\]]*\], [^;]*;"
 _WAIT_PARITY = r"(mbarrier\.try_wait\S+ p, \[[^\]]*\]), [^;]*;"
 _EXPECT = r"(mbarrier\.arrive\.expect_tx\S+ _, \[[^\]]*\], )(%r\d+);"
 _ARRIVE = r"mbarrier\.arrive\.shared\S+ _, \[[^\]]*\];"
-_INIT = r"(mbarrier\.init\S+ \[[^\]]*\]), [^;]*;"
+_INIT = r"(mbarrier\.init\S+\s+\[[^\]]*\]), [^;]*;"
 _TENSOR = r"(cp\.async\.bulk\.tensor\S+ )\[(%r\d+)\], \[(%rd\d+), \{(%r\d+), (%r\d+)(, %r\d+)?\}\]"
 _MEET = r"barrier\.cluster\.arrive\.release\.aligned;\s*barrier\.cluster\.wait\.acquire\.aligned;"
 _REMOTE = r"mbarrier\.arrive\.release\.cluster\S+ _, \[remote\];"
@@ -153,7 +153,7 @@ def _experts() -> list[Mutant]:
         Mutant(key, "a stage is never given back", _COMMIT, _NONE, 0),
         Mutant(key, "sums are never said to be complete", _COMMIT, _NONE, 1),
         Mutant(key, "sums are never given back", r"mbarrier\.arrive\.shared\S+ %rd\d+, [^;]*;", _NONE, 0),
-        Mutant(key, "sums are given back by 127 threads", _INIT, r"\1, 127;", 20),
+        Mutant(key, "sums are given back by 3 of 4 warps", _INIT, r"\1, 96;", 20),
         Mutant(key, "sums are given back by 129 threads", _INIT, r"\1, 129;", 20),
         Mutant(key, "a stage's barrier counts 2 arrivals", _INIT, r"\1, 2;", 3),
         Mutant(key, "64 columns become 32", r"(tcgen05\.alloc\S+\s+\[%r\d+\]), %r\d+;", r"\1, 32;"),
@@ -194,7 +194,7 @@ def _experts() -> list[Mutant]:
         Mutant(first, "the largest of a block misses a step", _SHUFFLE.format(8), r"\1, 4, 31, -1;"),
         Mutant(first, "halves of a pair of codes exchanged", _CODES.format(0), r"\1, \3, \2;"),
         Mutant("tokens", "halves of a pair of codes exchanged", _CODES.format(2), r"\1, \3, \2;"),
-        Mutant("tokens", "a token of the next slot", r"(st\.global\.v2\S+ \[%rd\d+)\]", r"\1+16]"),
+        Mutant("tokens", "a token of the next slot", r"(st\.global\.v2\S+\s+\[%rd\d+)\]", r"\1+16]"),
     ]  # fmt: skip
     return found
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import subprocess
 import sys
 
@@ -75,6 +76,58 @@ def test_in_the_model_it_is_right():
 def test_in_the_model_it_is_right_under_every_order(case):
     ran = found([case], ())
     assert len(ran) == 6 and all(status == "MODEL_CHECKED" for _, status, _ in ran), ran
+
+
+# A product of core matrices without a swizzle, 8 rows 256 bytes apart and halves of K 128, as CuTe DSL makes it.
+DESCRIPTOR = """
+import json, re, sys
+import cutlass
+from cutlass import Float16, Float32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+
+
+@cute.kernel
+def multiply():
+    k = OperandMajorMode.K
+    op = tcgen05.MmaF16BF16Op(
+        Float16, Float32, (128, 64, 16), tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM, k, k
+    )
+    mma = cute.make_tiled_mma(op)
+    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_INTER, Float16)
+    memory = cutlass.memory.SmemAllocator()
+    parts = []
+    for shape, make in (
+        (mma.partition_shape_A((128, 16)), mma.make_fragment_A), (mma.partition_shape_B((64, 16)), mma.make_fragment_B)
+    ):
+        layout = tcgen05.tile_to_mma_shape(atom, cute.append(shape, 1), order=(2, 1, 3))
+        tile = memory.allocate_tensor(Float16, layout.outer, byte_alignment=128, swizzle=layout.inner)
+        parts.append(make(tile)[None, None, 0, 0])
+    at = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
+    sums = cute.make_tensor(at, mma.make_fragment_C(mma.partition_shape_C((128, 64))).layout)
+    cute.gemm(mma, sums, *parts, sums)
+
+
+@cute.jit
+def launch():
+    multiply().launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+
+text = cute.compile(launch, options=f"--keep-ptx --dump-dir {sys.argv[1]}").artifacts.PTX
+text = text if isinstance(text, str) else text.decode()
+print(json.dumps(sorted({int(n) for n in re.findall("or.b64 .*, ([0-9]{12,});", text)})))
+"""
+
+
+@pytest.mark.slow
+def test_descriptors_are_those_of_cute_dsl(tmp_path):
+    script = tmp_path / "descriptor.py"
+    script.write_text(DESCRIPTOR)
+    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_100a", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == [variant().descriptor(256)]
 
 
 def weights(hidden: int, inner: int, activation: str = "nvfp4"):

@@ -194,12 +194,16 @@ def store_bulk(to: Int64, source: Int32, size: Int32) -> None:
     ptx(text, "l,r,r", to, source, size)
 
 
-def matrix(address: Int32, rows_on: int) -> Int64:
-    """The descriptor of a K-major operand without a swizzle. rows_on: bytes from 8 rows to the next 8; 128 bytes on are
-    the next 16 along K.
+def descriptor(rows_on: int) -> int:
+    """That of a K-major operand without a swizzle at address 0. rows_on: bytes from 8 rows to the next 8; 128 bytes on
+    are the next 16 bytes along K. Bit 46 is there in every one.
     """
-    high = rows_on >> 4 | 1 << 14
-    return Int64(high) << 32 | Int64(address >> 4 | 128 >> 4 << 16)
+    return 1 << 46 | rows_on >> 4 << 32 | 128 >> 4 << 16
+
+
+def matrix(address: Int32, rows_on: int) -> Int64:
+    """The same at `address` in shared memory."""
+    return Int64(descriptor(rows_on)) | Int64(address >> 4)
 
 
 def spread_scales(column: Int32, address: Int32) -> None:

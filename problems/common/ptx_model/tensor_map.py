@@ -61,7 +61,7 @@ class TensorMap:
     def decode(raw: bytes) -> "TensorMap":
         """The map in these 128 bytes. Fault("descriptor"): there is none."""
         if not raw.startswith(_MAGIC):
-            raise Fault("descriptor", "a copy names a tensor map where there is none")
+            return _encoded_by_the_dsl(raw)
         address, rank, bits, swizzle, fill = struct.unpack_from("<QBBBB", raw, 12)
         dims = struct.unpack_from(f"<{rank}I", raw, _DIMS)
         strides = struct.unpack_from(f"<{rank - 1}Q", raw, _STRIDES)
@@ -116,6 +116,28 @@ class TensorMap:
             raise Fault("descriptor", f"a gather of rows needs a map of rank 2 with boxes of one row, got {self.box}")
         place = np.array(rows, np.int64)
         return self.address + place * self.strides[0], (place >= 0) & (place < self.dims[1])
+
+
+# How CuTe DSL writes a tensor map itself, without the driver. Found by compiling maps of every type, rank, swizzle, box
+# and stride with version 4.8.1; 64 bytes: address, flags, strides / 16 (low words, then a nibble each), dims - 1,
+# element strides - 1, box - 1. A flag that no such map had is refused.
+_DSL = struct.Struct("<QI4II5I3x5B4x")
+_DSL_ALWAYS = 0x40002  # bits that every one of them has
+_DSL_HINTS = 0x210000  # how much L2 fetches at once; that fp32 is rounded to TF32, which products do by themselves
+_DSL_BITS = {0: 8, 1: 16, 2: 32, 4: 64, 6: 16, 7: 32, 9: 64, 10: 16, 11: 4}
+
+
+def _encoded_by_the_dsl(raw: bytes) -> TensorMap:
+    """Fault("descriptor"): these bytes are none."""
+    address, flags, *rest = _DSL.unpack_from(raw)
+    low, high, sizes, boxes = rest[:4], rest[4], rest[5:10], rest[10:]
+    rank, kind, swizzle = (flags >> 4 & 7) + 1, flags >> 7 & 15, flags >> 13 & 3
+    known = _DSL_ALWAYS | _DSL_HINTS | 7 << 4 | 15 << 7 | 3 << 13
+    if flags & _DSL_ALWAYS != _DSL_ALWAYS or flags & ~known or kind not in _DSL_BITS or rank > 5 or any(raw[52:55]):
+        raise Fault("descriptor", f"a copy names a tensor map where there is none that the model reads ({flags:#x})")
+    strides = tuple((n | (high >> 4 * i & 15) << 32) * 16 for i, n in enumerate(low[: rank - 1]))
+    dims, box = (tuple(n + 1 for n in numbers[:rank]) for numbers in (sizes, boxes))
+    return TensorMap(address, _DSL_BITS[kind], dims, strides, box, (0, 32, 64, 128)[swizzle])
 
 
 def swizzled(offset: np.ndarray, span: int) -> np.ndarray:

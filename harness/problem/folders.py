@@ -247,7 +247,13 @@ def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) 
     known = list(dict.fromkeys(field for case in cases for field in case.params))
     if unknown := [field for field in said if field not in known]:
         raise UsageError(f"{file.name}: ONLY must name fields of the case ({', '.join(known)}), got {unknown[0]!r}")
-    return tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
+    only = tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
+    for case in (case for target in targets for case in problem.timed(target)):
+        if not all(case.params.get(field) in values for field, values in only):
+            raise UsageError(
+                f"{problem.name}/task.py: ONLY_BY_TARGET must admit every timed case, it leaves out {case}"
+            )
+    return only
 
 
 def is_own(folder: Path) -> bool:

@@ -99,6 +99,13 @@ def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
     (made,) = board.build(lines, "box", {("vector_add", "cpu"): CASES})
     standing = made.standing.set_index("variant")
     assert standing["rank"][["whole", "cpu_confined"]].notna().all() and standing["rank"].isna()["peer_part"]
+    (folder / "variants" / "cpu_confined.py").write_text(KERNEL.format(name="", only='ONLY = {"n": 1024}', refuses="1"))
+    task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {{'n': 1024}}}}\n")
+    with pytest.raises(
+        UsageError, match=r"task\.py: ONLY_BY_TARGET must admit every timed case, it leaves out n=524288"
+    ):
+        folders.find(str(folder)).variant("cpu_confined")
+    task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {allowed}}}\n")
     (folder / "variants" / "cpu_confined.py").write_text(confined.replace("1024, ", "", 1))
     with pytest.raises(UsageError, match=r"peer_\* files of variants/, and for cpu .* got \{'n': \(524288, 1048576"):
         folders.find(str(folder)).variant("cpu_confined")

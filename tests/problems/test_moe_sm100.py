@@ -34,6 +34,24 @@ for multiprocessors, orders, case in json.loads(sys.stdin.read()):
         model.multiprocessors, model.policy, model.poison = multiprocessors, order.policy, order.poison
         print(json.dumps([order.policy, *_checked(model, variant, reference, pristine, want)]), flush=True)
 """
+# Ids that are no experts: what their tokens get is free; nothing is written out of bounds, and the others are right.
+BAD_IDS = """
+import json, sys, torch
+from problems.common.ptx_model import driver
+
+model = driver.install("sm100")
+from harness.tools.model_check import _inputs
+from problems.common import load
+
+task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
+data = _inputs(task, reference, json.loads(sys.stdin.read()))
+want = reference.ref_kernel(data)
+model.multiprocessors = 2
+data.inputs.topk_ids[0, 0], data.inputs.topk_ids[1, 1] = -1, len(data.weights.w13)
+out = variant.custom_kernel(data._replace(weights=variant.prepare(data.weights)))
+model.check()
+print(json.dumps(float((out[2:].double() - want[2:]).norm() / want[2:].norm())))
+"""
 FIELDS = ("tokens", "experts", "topk", "hidden", "inner", "router", "content")
 # A few tokens of 12 experts, of which some have none; 3 units along K are no whole step, and 192 rows no whole tile.
 SMALL = (1, (3, 12, 2, 192, 256, "uniform", "plain"))
@@ -51,16 +69,22 @@ def variant():
     return load.module(FOLDER, "variants/sm100_cute")
 
 
+def script(text: str, given: object) -> list[str]:
+    """What it prints."""
+    command = [sys.executable, "-c", text, "task", "reference", "variants/sm100_cute"]
+    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(given), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def made(case: tuple) -> dict:
+    return {**dict(zip(FIELDS, case, strict=True)), "activation": "nvfp4", "seed": 7}
+
+
 def found(cases, orders: tuple[str, ...]) -> list[list[str]]:
     """(order, status, what was said) of each case under each order; () are all."""
-    asked = [
-        (count, orders, {**dict(zip(FIELDS, case, strict=True)), "activation": "nvfp4", "seed": 7})
-        for count, case in cases
-    ]
-    command = [sys.executable, "-c", SCRIPT, "task", "reference", "variants/sm100_cute"]
-    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+    lines = script(SCRIPT, [(count, orders, made(case)) for count, case in cases])
+    return [json.loads(line) for line in lines if line.startswith("[")]
 
 
 def test_in_the_model_it_is_right():
@@ -116,6 +140,11 @@ text = cute.compile(launch, options=f"--keep-ptx --dump-dir {sys.argv[1]}").arti
 text = text if isinstance(text, str) else text.decode()
 print(json.dumps(sorted({int(n) for n in re.findall("or.b64 .*, ([0-9]{12,});", text)})))
 """
+
+
+@pytest.mark.slow
+def test_ids_that_are_no_experts_spoil_no_other_token():
+    assert float(script(BAD_IDS, made((5, 6, 2, 128, 256, "uniform", "plain")))[-1]) < 2e-2
 
 
 @pytest.mark.slow

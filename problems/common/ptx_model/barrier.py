@@ -438,7 +438,7 @@ def _publish(w: Warps, m: Mask) -> None:
     cluster = w.block.cluster
     for barrier in w.block.barriers.values():
         maker = barrier.made[0]
-        if maker in w.agents:
+        if maker in w.agents and barrier.published is None:
             barrier.published = cluster.phase + (cluster.arrivals.get(maker, -1) >= cluster.phase)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from problems.common import ptx_model
-from problems.common.ptx_model import formats
+from problems.common.ptx_model import formats, races
 from problems.common.ptx_model.tensor_map import TensorMap, swizzled
 from tests.problems.common.ptx_model import kernels
 
@@ -248,6 +248,21 @@ add.u64 %rd1, %rd1, %rd3; shl.b32 %r9, %r1, 2; add.u32 %r9, %r9, %r0; mov.u32 %r
 COPY: ld.shared.u32 %r11, [%r9]; st.global.u32 [%rd1], %r11; add.u32 %r9, %r9, 128; add.u64 %rd1, %rd1, 128;
 add.u32 %r10, %r10, 1; setp.lt.u32 %p2, %r10, 8; @%p2 bra COPY;
 barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"""
+
+
+def test_work_issued_before_there_were_more_agents_is_still_checked():
+    clocks = races.Clocks(2)
+    warp = clocks.add("a warp", True)
+    past = clocks.start(clocks.add("copies", False), np.array([warp]))
+    shadow = races.Shadow(clocks, 4, "memory,")
+    late = [clocks.add(f"warp {n}", True) for n in range(100)][-1]
+    shadow.asynchronous(np.array([0]), past, True)
+    shadow.access(np.array([1]), 15, np.array([late]), False)
+    with pytest.raises(ptx_model.Fault, match="after a read by warp 99"):
+        shadow.asynchronous(np.array([1]), past, True)
+    shadow.access(np.array([2]), 15, np.array([late]), True)
+    with pytest.raises(ptx_model.Fault, match="after a write by warp 99"):
+        shadow.asynchronous(np.array([2]), past, False)
 
 
 @pytest.mark.parametrize("arrival", ["release", "relaxed"])

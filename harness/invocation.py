@@ -158,6 +158,9 @@ class Run:
         """
         submission, args = self.selection.submissions()[0], self.args
         target = model_check.target_of(submission)
+        cases = [case for case in self.selection.tests() if submission.serves(case)]
+        if not cases:
+            raise UsageError(f"--case must match a test case of {submission.name}, which {submission.limits}")
         judged, compiled = Result(submission, target), Result(submission, target)
         if args.mode == "leaderboard":
             record.see_writable(self.machine)
@@ -165,9 +168,7 @@ class Run:
         if compiled.status == "COMPILE_ERROR":
             judged = compiled
         else:
-            judged.tests = model_check.run(
-                self.problem, submission, self.selection.tests(), console.say, args.timeout
-            )  # fmt: skip
+            judged.tests = model_check.run(self.problem, submission, cases, console.say, args.timeout)
         self._see_unchanged([judged])
         built = self.recorder.lines(compiled) if compiled.artefacts or compiled.status else []
         lines = built + model_check.records(self.recorder, judged)
@@ -257,7 +258,7 @@ class Run:
 
     def _plan(self, judged: list[Result]) -> Journal:
         """Begin the journal, or see that what the resumed run depends on is unchanged. Return the journal."""
-        tests, benchmarks = self.selection.tests(), list(self.problem.benchmarks[self.device])
+        tests, benchmarks = self.selection.tests(), list(self.problem.timed(self.target))
         now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
         if self.journal is None:
             self.journal = Journal.create(self.machine, self.problem.name, now)

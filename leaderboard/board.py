@@ -202,8 +202,8 @@ def _row(
             row["status"], row["reason"], note = modelled.said(last.record)
             row["notes"] = [note] * bool(note)
         return row, [], [last.record]
-    # Of a baseline, single cases that it does not serve are gaps, no failures.
-    gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & row["baseline"]
+    # Single cases that a submission does not serve (ONLY) are gaps, no failures. Of the benchmarks only a baseline may.
+    gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & (row["baseline"] | (ran.kind == "test"))
     ran, gaps = ran[~gaps], ran[gaps]
     run_id = _shown_run(ran, lead.run_id if lead else base)
     run = ran[ran.run_id == run_id].drop_duplicates(["kind", "case"], keep="last")  # an attempt replaces the one before

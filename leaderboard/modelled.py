@@ -6,7 +6,7 @@ records would need at least, by its datasheet.
 from collections.abc import Iterable
 
 from harness.results import stats
-from harness.results.datasheet import RATES
+from harness.results.datasheet import FP4, RATES, flops_rate
 from harness.results.ranking import case_label
 from leaderboard import provenance
 from leaderboard.provenance import Provenance
@@ -65,11 +65,16 @@ def predicted_us(problem: str, target: str) -> float | None:
     folder = load.PROBLEMS / problem
     if target not in GPU or not (folder / "task.py").is_file():
         return None
-    bandwidth, rate = RATES[GPU[target]]
+    gpu = GPU[target]
     try:
-        cases = load.module(folder, "task").BENCHMARKS
-        flops = [case.flops() if hasattr(case, "flops") else 0 for case in cases]
-        both = [(case.bytes_moved() / bandwidth, f / rate) for case, f in zip(cases, flops, strict=True)]
+        task = load.module(folder, "task")
+        both = [
+            (
+                case.bytes_moved() / RATES[gpu][0],
+                (case.flops() if hasattr(case, "flops") else 0) / flops_rate(gpu, getattr(case, "activation", None)),
+            )
+            for case in vars(task).get(f"BENCHMARKS_{target.upper()}", task.BENCHMARKS)
+        ]
     except AttributeError:
         return None
     except Exception as error:
@@ -83,7 +88,8 @@ def prediction(problem: str, target: str) -> str:
     if least is None:
         return ""
     bandwidth, rate = RATES[GPU[target]]
+    fp4 = f"; {FP4[GPU[target]] / 1e12:g} with FP4 on both sides" if GPU[target] in FP4 else ""
     return (
         f"Predicted, not measured: the roofline of a {GPU[target]} is {least:.2f} us (geomean over the cases), by its "
-        f"datasheet: {bandwidth / 1e12:g} TB/s, {rate / 1e12:g} TFLOP/s (bf16)."
+        f"datasheet: {bandwidth / 1e12:g} TB/s, {rate / 1e12:g} TFLOP/s (bf16{fp4})."
     )

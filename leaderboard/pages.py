@@ -114,7 +114,7 @@ def expected(problem: str, target: str) -> list[dict] | None:
         return None
     try:
         task = load.module(folder, "task")
-        cases = vars(task).get("BENCHMARKS_CPU") if target == "cpu" else None
+        cases = vars(task).get(f"BENCHMARKS_{target.upper()}")
         return [dataclasses.asdict(case) for case in cases or task.BENCHMARKS]
     except Exception as error:
         raise ValueError(f"{problem}/task.py cannot be loaded: {error!r}") from error

@@ -128,11 +128,12 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
     call. Return 0 for a device without a datasheet here: a rate that was measured is no bound, and the judge's clock
     runs outside.
     """
-    known = next((rates for name, rates in datasheet.RATES.items() if gpu and name in gpu), None)
+    known = next((name for name in datasheet.RATES if gpu and name in gpu), None)
     if known is None:
         return 0.0
-    flops_us = (case.flops or 0) / known[1] * 1e6
-    return SOL_SHARE * max(readings.stated * readings.bytes / known[0] * 1e6, flops_us, readings.empty_us)
+    flops_us = (case.flops or 0) / datasheet.flops_rate(known, case.params.get("activation")) * 1e6
+    bytes_us = readings.stated * readings.bytes / datasheet.RATES[known][0] * 1e6
+    return SOL_SHARE * max(bytes_us, flops_us, readings.empty_us)
 
 
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:

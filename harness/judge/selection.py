@@ -113,7 +113,7 @@ class Selection:
 
     def cases(self) -> tuple[list[Case], list[Case]]:
         """Return the test cases and the benchmark cases of this run, without those that the mode leaves out."""
-        mode, timed = self.args.mode, self.problem.benchmarks[self.device]
+        mode, timed = self.args.mode, self.problem.timed(self.target)
         if self.args.sanitize:
             return self._matching(self.problem.tests, "test"), []
         tests = self.tests() if mode in ("test", "leaderboard") else []

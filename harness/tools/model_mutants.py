@@ -3,7 +3,8 @@
     .venv/bin/python -m harness.tools.model_mutants
 
 runs every mutant under the orders of asynchronous work until one finds it, writes docs/model_mutants.json, and the
-table of docs/blackwell.md from that file. `--table` only renders the table.
+table of docs/blackwell.md from that file. `--table` only renders the table. With keys of KERNELS behind it, it runs
+these and keeps the other results.
 """
 
 import json
@@ -58,6 +59,10 @@ class Mutant:
         return ptx[: start + hit.start()] + hit.expand(self.to) + ptx[start + hit.end() :]
 
 
+EXPERTS = {
+    "tokens": 11, "experts": 6, "topk": 3, "hidden": 704, "inner": 320, "activation": "nvfp4", "router": "one",
+    "content": "plain", "seed": 5,
+}  # fmt: skip
 KERNELS = {
     "ring": Kernel("nvfp4_gemv", "sm100_native", "sm100", {"m": 40, "k": 5184, "l": 1, "seed": 5}, "gemv"),
     "tma": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 300, "k": 17472, "l": 1, "seed": 5}, "rank2"),
@@ -70,12 +75,15 @@ KERNELS = {
         },
         "attend",
     ),
+    "experts": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "multiply_experts"),
+    "first product": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "gme_2"),
+    "tokens": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "quantise"),
 }  # fmt: skip
 _WAIT = r"mbarrier\.try_wait\S+ p, \[[^\]]*\], [^;]*;"
 _WAIT_PARITY = r"(mbarrier\.try_wait\S+ p, \[[^\]]*\]), [^;]*;"
 _EXPECT = r"(mbarrier\.arrive\.expect_tx\S+ _, \[[^\]]*\], )(%r\d+);"
 _ARRIVE = r"mbarrier\.arrive\.shared\S+ _, \[[^\]]*\];"
-_INIT = r"(mbarrier\.init\S+ \[[^\]]*\]), [^;]*;"
+_INIT = r"(mbarrier\.init\S+\s+\[[^\]]*\]), [^;]*;"
 _TENSOR = r"(cp\.async\.bulk\.tensor\S+ )\[(%r\d+)\], \[(%rd\d+), \{(%r\d+), (%r\d+)(, %r\d+)?\}\]"
 _MEET = r"barrier\.cluster\.arrive\.release\.aligned;\s*barrier\.cluster\.wait\.acquire\.aligned;"
 _REMOTE = r"mbarrier\.arrive\.release\.cluster\S+ _, \[remote\];"
@@ -116,6 +124,78 @@ def _tma(kernel: str, waits: int) -> list[Mutant]:
             0,
         ),
     ]
+    return found
+
+
+_WAIT_LOOP = r"(mbarrier\.try_wait\S+ P1, \[[^\]]*\]), [^;]*;"
+_EXPECT_STATE = r"(mbarrier\.arrive\.expect_tx\S+ %rd\d+, \[[^\]]*\], )(%r\d+);"
+_COMMIT = r"tcgen05\.commit\S+ \[%r\d+\];"
+_PRODUCT = r"(tcgen05\.mma\S+ \[%r\d+\], )(%rd\d+), (%rd\d+), (%r\d+), (\[%r\d+\]), (\[%r\d+\]), p;"
+_SPREAD = r"(tcgen05\.cp\S+ )\[(%r\d+)\], (%rd\d+);"
+_LOADED = r"(tcgen05\.ld\.\S+ \{[^}]*\}, )\[(%r\d+)\];"
+_BULK = r"(cp\.async\.bulk\.shared\S+ )\[(%r\d+)\], \[(%rd\d+)\], (%r\d+),"
+_SHUFFLE = r"(shfl\.sync\.bfly\S+\s+[^;]*), {}, 31, -1;"
+_CODES = r"(cvt\.rn\.satfinite\.e2m1x2\.f32 byte{}), ([^,]*), ([^;]*);"
+_SET_BIT = r"xor.b32 \4, \4, {0:#x}; \1\2, \3, \4, \5, \6, p; xor.b32 \4, \4, {0:#x};"
+
+
+def _experts() -> list[Mutant]:
+    """Of both products of moe_gemm/sm100_cute, and of what only the first one has."""
+    key = "experts"
+    waits = {0: "copies", 1: "products, for sums to be taken", 2: "products, for copies", 4: "epilogue"}
+    found = []
+    for n, name in waits.items():
+        found.append(Mutant(key, f"wait of {name} is missing", _WAIT_LOOP, "setp.eq.u32 P1, 0, 0;", n))
+        found += [Mutant(key, f"wait of {name}: parity pinned to {p}", _WAIT_LOOP, rf"\1, {p};", n) for p in (0, 1)]
+    found += [
+        Mutant(key, "a step expects 16 bytes too many", _EXPECT_STATE, r"add.u32 \2, \2, 16; \1\2;"),
+        Mutant(key, "a step expects 16 bytes too few", _EXPECT_STATE, r"sub.u32 \2, \2, 16; \1\2;"),
+        Mutant(key, "a stage is never given back", _COMMIT, _NONE, 0),
+        Mutant(key, "sums are never said to be complete", _COMMIT, _NONE, 1),
+        Mutant(key, "sums are never given back", r"mbarrier\.arrive\.shared\S+ %rd\d+, [^;]*;", _NONE, 0),
+        Mutant(key, "sums are given back by 3 of 4 warps", _INIT, r"\1, 96;", 20),
+        Mutant(key, "sums are given back by 129 threads", _INIT, r"\1, 129;", 20),
+        Mutant(key, "a stage's barrier counts 2 arrivals", _INIT, r"\1, 2;", 3),
+        Mutant(key, "64 columns become 32", r"(tcgen05\.alloc\S+\s+\[%r\d+\]), %r\d+;", r"\1, 32;"),
+        Mutant(key, "tensor memory is never freed", r"tcgen05\.dealloc[^;]*;", _NONE),
+        Mutant(key, "weights: 8 rows 512 bytes apart", _PRODUCT, rf"xor.b64 \2, \2, {(256 ^ 512) >> 4 << 32}; \g<0>"),
+        Mutant(key, "tokens: 8 rows 512 bytes apart", _PRODUCT, rf"xor.b64 \3, \3, {(256 ^ 512) >> 4 << 32}; \g<0>"),
+        Mutant(
+            key, "weights: next 16 bytes of K 256 on", _PRODUCT, rf"xor.b64 \2, \2, {(128 ^ 256) >> 4 << 16}; \g<0>"
+        ),
+        Mutant(key, "tokens: 16 bytes on", _PRODUCT, r"add.s64 \3, \3, 1; \g<0>", 1),
+        Mutant(key, "weights: a swizzle of 128 bytes", _PRODUCT, rf"xor.b64 \2, \2, {2 << 61}; \g<0>"),
+        Mutant(key, "the first product of a tile adds", _PRODUCT, r"setp.eq.u32 p, 0, 0; \g<0>"),
+        Mutant(key, "no product adds", _PRODUCT, r"setp.ne.u32 p, 0, 0; \g<0>", 1),
+        Mutant(key, "scales as powers of two", _PRODUCT, _SET_BIT.format(1 << 23)),
+        Mutant(key, "32 tokens instead of 16", _PRODUCT, _SET_BIT.format(6 << 17)),
+        Mutant(key, "64 rows instead of 128", _PRODUCT, _SET_BIT.format(12 << 24)),
+        Mutant(key, "scales of weights and of tokens exchanged", _PRODUCT, r"\1\2, \3, \4, \6, \5, p;"),
+        Mutant(key, "scales of weights are not copied", _SPREAD, _NONE, 0),
+        Mutant(key, "scales of tokens are not copied", _SPREAD, _NONE, 3),
+        Mutant(key, "scales of tokens land 4 columns on", _SPREAD, r"add.u32 \2, \2, 4; \g<0> sub.u32 \2, \2, 4;", 1),
+        Mutant(key, "scales come from 16 bytes on", _SPREAD, r"add.s64 \3, \3, 1; \g<0>", 2),
+        Mutant(key, "sums are read a column on", _LOADED, r"\1[\2+1];"),
+        Mutant(key, "every warp reads the lanes of the first", _LOADED, r"and.b32 \2, \2, 65535; \g<0>"),
+        Mutant(key, "weights of a step land 128 bytes on", _BULK, r"\1[\2+128], [\3], \4,", 0),
+        Mutant(key, "weights of a step come from 16 bytes on", _BULK, r"\1[\2], [\3+16], \4,", 0),
+        Mutant(key, "tokens of a step come from 16 bytes on", _BULK, r"\1[\2], [\3+16], \4,", 1),
+        Mutant(key, "tokens of a step: 16 bytes fewer", _BULK, r"sub.u32 \4, \4, 16; \g<0>", 1),
+        Mutant(key, "barriers are used before all have met", r"bar\.sync\s+0;", _NONE, 0),
+        Mutant(key, "the epilogue's warps do not meet", r"bar\.sync\s+1, 128;", _NONE, 0),
+        Mutant(key, "a fence ahead of products is missing", r"tcgen05\.fence::after_thread_sync;", _NONE, 2),
+    ]
+    first = "first product"
+    found += [
+        Mutant(first, "a unit of v is stored before all have written it", r"bar\.sync\s+1, 128;", _NONE, 1),
+        Mutant(first, "a unit of v is stored without a fence", _FENCE, _NONE),
+        Mutant(first, "a unit of v is written while it is stored", r"cp\.async\.bulk\.wait_group\.read\s+0;", _NONE),
+        Mutant(first, "gate and up meet those of 8 lanes on", _SHUFFLE.format(16), r"\1, 8, 31, -1;"),
+        Mutant(first, "the largest of a block misses a step", _SHUFFLE.format(8), r"\1, 4, 31, -1;"),
+        Mutant(first, "halves of a pair of codes exchanged", _CODES.format(0), r"\1, \3, \2;"),
+        Mutant("tokens", "halves of a pair of codes exchanged", _CODES.format(2), r"\1, \3, \2;"),
+        Mutant("tokens", "a token of the next slot", r"(st\.global\.v2\S+\s+\[%rd\d+)\]", r"\1+16]"),
+    ]  # fmt: skip
     return found
 
 
@@ -162,7 +242,7 @@ def mutants() -> list[Mutant]:
         Mutant("attention", "wgmma: groups of 8 rows 512 bytes apart", _WGMMA, _STRIDE, 0),
         Mutant("attention", "products are not waited for", r"wgmma\.wait_group\S*\s+0;", _NONE, 0),
     ]  # fmt: skip
-    return [*ring, *_tma("tma", 4), *_tma("cluster", 4), *cluster, *attention]
+    return [*ring, *_tma("tma", 4), *_tma("cluster", 4), *cluster, *attention, *_experts()]
 
 
 def _short(text: str) -> str:
@@ -171,14 +251,14 @@ def _short(text: str) -> str:
     return " ".join(line.strip() for line in lines[: 2 if "deadlock" in lines[0] else 1])[:200]
 
 
-def _run(target: str) -> int:
-    """In a separate process: run the mutants of one target, one line of JSON each."""
+def _run(target: str, keys: list[str]) -> int:
+    """In a separate process: run the mutants of one target, one line of JSON each. keys: of KERNELS."""
     from problems.common.ptx_model import driver
 
     model = driver.install(target)
     model.multiprocessors = MULTIPROCESSORS
     for key, kernel in KERNELS.items():
-        if kernel.target != target:
+        if kernel.target != target or key not in keys:
             continue
         folder = ROOT / "problems" / kernel.problem
         task, reference = load.module(folder, "task"), load.module(folder, "reference")
@@ -216,13 +296,20 @@ def table(results: list[dict]) -> str:
 def main(argv: list[str]) -> int:
     """See the top of this file."""
     if argv[:1] == ["--target"]:
-        return _run(argv[1])
+        return _run(argv[1], argv[2:])
+    keys = argv or list(KERNELS)
     if argv != ["--table"]:
+        if unknown := sorted({*keys} - {*KERNELS}):
+            print(f"keys must be of {', '.join(KERNELS)}, got {', '.join(unknown)}", file=sys.stderr)
+            return 2
         results = []
-        for target in dict.fromkeys(kernel.target for kernel in KERNELS.values()):
-            command = [sys.executable, "-m", "harness.tools.model_mutants", "--target", target]
+        for target in dict.fromkeys(KERNELS[key].target for key in keys):
+            command = [sys.executable, "-m", "harness.tools.model_mutants", "--target", target, *keys]
             ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
             results += [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+        done = tuple(f", {key}" for key in keys)
+        kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if argv else []
+        results = [one for one in kept if not one["kernel"].endswith(done)] + results
         RESULTS.write_text("".join(json.dumps(one) + "\n" for one in results))
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     page = PAGE.read_text()

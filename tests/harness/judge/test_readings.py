@@ -34,3 +34,10 @@ def test_operations_that_nobody_states_bound_nothing(gpu):
 def test_without_a_datasheet_there_is_no_bound(gpu):
     found = ReferenceReadings(1.0, "read 0", "read", 100.0, 10**12, [], None, None)
     assert readings.sol_us(Case({"n": 1}, 1, flops=10**15), found, gpu) == 0.0
+
+
+def test_fp4_on_both_sides_is_bound_by_its_own_rate():
+    found = ReferenceReadings(1.0, "read 0", "read", 0.0, 0, [], None, None)
+    for activation, us in (("nvfp4", 95.0), ("bf16", 380.0)):
+        case = Case({"activation": activation}, 1, flops=9 * 10**11)
+        assert readings.sol_us(case, found, "NVIDIA B200") == pytest.approx(us)

@@ -562,7 +562,7 @@ def write_out(
     o = cute.make_rmem_tensor((COLUMNS,), Float32)
     four = cute.make_rmem_tensor((4,), Float32)
     odd = thread % 2
-    heads = out.shape[2]
+    heads = out.shape[1]
     for part in cutlass.range(4, unroll=1):
         chunk, half = thread // 128 * 2 + part // 2, part % 2
         dim = chunk * CHUNK_DIMS + thread % 128

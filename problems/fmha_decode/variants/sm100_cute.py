@@ -34,7 +34,8 @@ PAYLOAD = NOPE + 2 * (HEAD_DIM - NOPE)  # bytes of an entry without its scales
 SOFTMAX_THREADS = 128  # a thread has an entry of S^T
 GATHER_THREADS = 256
 MMA_WARP = (SOFTMAX_THREADS + GATHER_THREADS) // 32
-NUM_THREADS = 32 * (MMA_WARP + 1)
+NUM_THREADS = 512  # warps come in groups of four, which share out registers: three behind MMA_WARP have no work
+SOFTMAX_REGISTERS, GATHER_REGISTERS, MMA_REGISTERS = 160, 144, 64  # of a thread; at launch 128
 COMBINE_THREADS = HEAD_DIM // 4
 
 # mbarriers of a CTA: (name, how many, arrivals). Waits for the n-th use of one have parity n % 2.
@@ -48,31 +49,32 @@ BARRIERS = (
 )
 PASSED, OUT_READY = 1, 2  # numbered barriers: of the threads of softmax; of these and those that gather
 
-# Columns of tensor memory: (name, first, how many).
-TMEM = (("o", 0, CHUNKS * HEADS), ("s", CHUNKS * HEADS, HEADS))
-TMEM_COLUMNS = 512
-SMEM_LIMIT = 227 * 1024  # bytes of a CTA
+# Columns of tensor memory: O^T of each chunk, then S^T.
+O_COLUMN, S_COLUMN = 0, CHUNKS * HEADS
+TMEM_COLUMNS = 512  # a power of two
 
-MULTIPROCESSORS = 148  # of a B200
 LOG2_E = 1.4426950408889634
 EXPONENT = SCALE * LOG2_E  # exp(SCALE s) = 2^(EXPONENT s)
 LOWEST = -1.0e37  # reference where there is no score yet: finite, so that no difference is NaN
 SLACK = 8.0  # powers of two by which a score may pass the reference: weights stay below 2^8
+CODES = 0x3120  # the order of a word's bytes in which codes are decoded
 SIGNS, MAGNITUDES = -0x7F7F7F80, 0x07F007F0  # bit 7 of each byte; where a bf16 pair takes the bits 6:0 of two codes
 
 # ---- device helpers
 
 
 @dsl_user_op
-def load_if(wanted: cutlass.Boolean, address: Int64, words: int, other: int, *, loc=None, ip=None) -> tuple[Int32, ...]:
-    """`words` words (1, 2 or 4) at `address` in global memory if `wanted`, else `other` in each; no branch."""
+def load_if(
+    wanted: cutlass.Boolean, address: Int64, words: int, other: int, offset: int = 0, *, loc=None, ip=None
+) -> tuple[Int32, ...]:
+    """`words` words (1, 2 or 4) in global memory, `offset` bytes behind `address`, if `wanted`; else `other`."""
     names = [f"${i}" for i in range(words)]
     vector, target = ("", names[0]) if words == 1 else (f".v{words}", "{" + ", ".join(names) + "}")
     text = (
         "{ .reg .pred wanted; "
         f"setp.ne.b32 wanted, ${words + 1}, 0; "
         + "".join(f"mov.b32 {name}, {other}; " for name in names)
-        + f"@wanted ld.global.L1::no_allocate{vector}.b32 {target}, [${words}]; }}"
+        + f"@wanted ld.global.L1::no_allocate{vector}.b32 {target}, [${words} + {offset}]; }}"
     )
     values = [Int64(address).ir_value(loc=loc, ip=ip), Int32(wanted).ir_value(loc=loc, ip=ip)]
     result = T.i32() if words == 1 else llvm.StructType.get_literal([T.i32()] * words)
@@ -126,24 +128,24 @@ def final_factor(reference: Float32, total: Float32, sink: Float32) -> Float32:
     return select(total > 0.0, cute.arch.rcp_approx(whole), Float32(0.0))
 
 
-def decode(word: Int32, factor: Int32) -> tuple[Int32, Int32]:
+def decode(word: Int32, factor: Int32, codes: Int32) -> tuple[Int32, Int32]:
     """4 e4m3 values, in order, as bf16 times a power of two: exact, subnormals too.
 
     Bits 6:0 of a code go to bits 10:4 of a bf16, where they are exponent and mantissa, of the value times 2^-120;
-    `factor` holds 2^(120 + the scale's exponent) twice.
+    `factor` holds 2^(120 + the scale's exponent) twice. codes: CODES.
     """
-    order = prmt(word, word, 0x3120)  # codes 0 2 1 3
+    order = prmt(word, word, codes)
     signs = order & SIGNS
     first = ((order << 4) & MAGNITUDES) | ((signs << 8) & ~MAGNITUDES)
     second = ((order >> 4) & MAGNITUDES) | (signs & ~MAGNITUDES)
     return mul_bf16x2(first, factor), mul_bf16x2(second, factor)
 
 
-def piece_at(row, piece):
-    """Where piece `piece` (8 values of 2 bytes) of row `row` lies in 128 rows, in pieces: the 128-byte swizzle, 64
-    values after 64 values.
+def piece_at(group, row, piece):
+    """Where piece `piece` (8 values of 2 bytes) of row `row` of a group lies, in pieces: groups are BLOCK_N rows of 64
+    values, in which pieces are swizzled.
     """
-    return (piece // 8 * BLOCK_N + row) * 8 + ((piece % 8) ^ (row % 8))
+    return (group * BLOCK_N + row) * 8 + (piece ^ (row % 8))
 
 
 # ---- products
@@ -200,27 +202,35 @@ def tmem_view(tmem: cute.Pointer, first, columns: int) -> cute.Tensor:
     return cute.make_tensor(tmem + first, cute.make_layout((128, columns), stride=(65536, 1)))
 
 
-def _tmem_copy(op, view: cute.Tensor, thread: Int32):
+def _copy_of(op, view: cute.Tensor, thread: Int32):
     return tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), view).get_slice(thread % 128)
+
+
+def _parts(view: cute.Tensor, values: cute.Tensor, thread: Int32) -> tuple:
+    """-> (load, store, the part of `view` that both move, `values` in its shape).
+
+    ValueError, while tracing, unless a load and a store give value i of a thread the same place.
+    """
+    load = _copy_of(tcgen05.Ld32x32bOp(tcgen05.Repetition(COLUMNS)), view, thread)
+    store = _copy_of(tcgen05.St32x32bOp(tcgen05.Repetition(COLUMNS)), view, thread)
+    there, back = load.partition_S(view), store.partition_D(view)
+    shape = load.partition_D(cute.make_identity_tensor(view.shape)).shape
+    if str(there.layout) != str(back.layout) or cute.size(shape) != COLUMNS:
+        raise ValueError(f"a load of {there.layout} for {shape} must be undone by the store, got {back.layout}")
+    return load, store, there, cute.make_tensor(values.iterator, cute.make_layout(shape))
 
 
 def load_columns(tmem: cute.Pointer, first, values: cute.Tensor, thread: Int32) -> None:
     """COLUMNS columns from `first` on of this thread's lane into `values`, fp32 (COLUMNS,), and wait for them."""
-    view = tmem_view(tmem, first, COLUMNS)
-    copy = _tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(COLUMNS)), view, thread)
-    source = copy.partition_S(view)
-    target = cute.make_tensor(values.iterator, copy.partition_D(cute.make_identity_tensor(view.shape)).shape)
-    cute.copy(copy, source, target)
+    load, _, there, target = _parts(tmem_view(tmem, first, COLUMNS), values, thread)
+    cute.copy(load, there, target)
     cute.arch.fence_view_async_tmem_load()
 
 
 def store_columns(tmem: cute.Pointer, first, values: cute.Tensor, thread: Int32) -> None:
-    """`values`, fp32 (COLUMNS,), into COLUMNS columns from `first` on of this thread's lane."""
-    view = tmem_view(tmem, first, COLUMNS)
-    copy = _tmem_copy(tcgen05.St32x32bOp(tcgen05.Repetition(COLUMNS)), view, thread)
-    target = copy.partition_D(view)
-    source = cute.make_tensor(values.iterator, copy.partition_S(cute.make_identity_tensor(view.shape)).shape)
-    cute.copy(copy, source, target)
+    """`values`, fp32 (COLUMNS,), into COLUMNS columns from `first` on of this thread's lane, and wait for them."""
+    _, store, there, source = _parts(tmem_view(tmem, first, COLUMNS), values, thread)
+    cute.copy(store, source, there)
     cute.arch.fence_view_async_tmem_store()
 
 
@@ -259,6 +269,7 @@ class Shared:
     factor: cute.Tensor
     partial: cute.Tensor  # fp32 (HEADS, 4 warps)
     moved: cute.Tensor  # int32 (4 warps, 2): whether a score is too large, of even and odd tiles
+    codes: cute.Tensor  # int32 (1,): CODES
     barriers: cute.Pointer
 
     def barrier(self, name: str, i: int = 0) -> cute.Pointer:
@@ -287,14 +298,12 @@ class Gatherer:
     row: Int32
     quarter: Int32
 
-    def place_of(self, i: int) -> Int32:
-        """Where load i lies in the payload, in 16-byte units."""
-        if i < 7:
-            return 4 * i + self.quarter
-        return 28 + self.quarter + 4 * ((i - 7) ^ (self.row % 2))
+    def position_piece(self, i: int) -> Int32:
+        """Which 16 bytes of an entry's position part load i brings, 7 or 8."""
+        return self.quarter + 4 * ((i - 7) ^ (self.row % 2))
 
     def locate(self, span: Span, index: cute.Tensor, tile: Int32, at: cute.Tensor) -> None:
-        """at, int64 (2 of payload and scales, 2 entries): the addresses of entries number `index` of a tile."""
+        """at, int64 (2, 2 entries): of entries number `index` of a tile, this thread's first bytes, and the scales."""
         for e in range(2):
             near = tile * BLOCK_N + self.row + 64 * e < span.in_window
             both = zip(self.window_pages, self.compressed_pages, strict=True)
@@ -303,14 +312,18 @@ class Gatherer:
             page = number >> shift
             slot = Int64(number - (page << shift))
             start = base + Int64(page) * Int64(stride)
-            at[0, e] = start + slot * PAYLOAD
+            at[0, e] = start + slot * PAYLOAD + Int64(16 * self.quarter)
             at[1, e] = start + (Int64(PAYLOAD) << Int64(shift)) + 8 * slot
 
     def fetch(self, chunk: int, index: cute.Tensor, at: cute.Tensor, raw: cute.Tensor) -> None:
         """Ask for this thread's part of a chunk, as stored, in raw, int32 (4 words, LOADS, 2 entries); zeros for -1."""
         for e in range(2):
             for i in LOADS_OF_CHUNK[chunk]:
-                words = load_if(index[e] >= 0, at[0, e] + Int64(16 * self.place_of(i)), 4, 0)
+                if i < 7:
+                    words = load_if(index[e] >= 0, at[0, e], 4, 0, 64 * i)
+                else:
+                    behind = Int64(16 * (self.position_piece(i) - self.quarter))
+                    words = load_if(index[e] >= 0, at[0, e] + behind, 4, 0, NOPE)
                 for j in range(4):
                     raw[j, i, e] = words[j]
 
@@ -319,20 +332,25 @@ class Gatherer:
         for e in range(2):
             scales[0, e], scales[1, e] = load_if(index[e] >= 0, at[1, e], 2, 0)
 
-    def store(self, chunk: int, raw: cute.Tensor, scales: cute.Tensor, tile: cute.Tensor) -> None:
-        """Decode this thread's part of a chunk into the tile."""
+    def store(self, chunk: int, raw: cute.Tensor, scales: cute.Tensor, shared: Shared) -> None:
+        """Decode this thread's part of a chunk into the tile.
+
+        CODES comes from shared memory because ptxas cannot move that ahead of the wait for the chunk. Else it decodes
+        all chunks first, which waits for all of their loads and takes twice the registers.
+        """
+        codes, tile = shared.codes[0], shared.tile
         piece = cute.make_rmem_tensor((4,), Int32)
         for e in range(2):
             row = self.row + 64 * e
             for i in LOADS_OF_CHUNK[chunk]:
                 if i >= 7:  # bf16: a piece stays one
-                    cute.autovec_copy(raw[None, i, e], tile[None, piece_at(row, self.place_of(i) + 28)])
+                    cute.autovec_copy(raw[None, i, e], tile[None, piece_at(7, row, self.position_piece(i))])
                     continue
                 factor = (((scales[i // 4, e] >> (8 * (i % 4))) & 255) + 120) * 0x00800080
                 for half in range(2):
                     for j in range(2):
-                        piece[2 * j], piece[2 * j + 1] = decode(raw[2 * half + j, i, e], factor)
-                    cute.autovec_copy(piece, tile[None, piece_at(row, 8 * i + 2 * self.quarter + half)])
+                        piece[2 * j], piece[2 * j + 1] = decode(raw[2 * half + j, i, e], factor, codes)
+                    cute.autovec_copy(piece, tile[None, piece_at(i, row, 2 * self.quarter + half)])
 
 
 @cute.jit
@@ -360,7 +378,7 @@ def gather(gatherer: Gatherer, span: Span, shared: Shared) -> None:
         gatherer.fetch_scales(index, at, next_scales)
         for c in cutlass.range_constexpr(CHUNKS):
             cute.arch.mbarrier_wait(shared.barrier("k_free", c), parity ^ 1)
-            gatherer.store(c, raw, scales, shared.tile)
+            gatherer.store(c, raw, scales, shared)
             # No proxy fence here, which would wait for what this thread has asked for: the MMA warp has one.
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
@@ -382,28 +400,27 @@ def multiply(span: Span, shared: Shared, queries: cute.Tensor, tmem: cute.Pointe
     q_part = scores.make_fragment_B(viewed(queries, "q"))
     v_part = values.make_fragment_A(viewed(shared.tile, "v"))
     p_part = values.make_fragment_B(viewed(shared.probabilities, "p"))
-    columns = {name: first for name, first, _ in TMEM}
-    s = cute.make_tensor(tmem + columns["s"], scores.make_fragment_C(scores.partition_shape_C((128, HEADS))).layout)
+    s = cute.make_tensor(tmem + S_COLUMN, scores.make_fragment_C(scores.partition_shape_C((128, HEADS))).layout)
     o_layout = values.make_fragment_C(values.partition_shape_C((128, HEADS))).layout
     cute.arch.mbarrier_wait(shared.barrier("q_full"), 0)
     for tile in cutlass.range(span.first, span.last, unroll=1):
         parity = (tile - span.first) & 1
-        for c in cutlass.range_constexpr(CHUNKS):
+        for c in cutlass.range(CHUNKS, unroll=1):
             cute.arch.mbarrier_wait(shared.barrier("k_full", c), parity)
             cute.arch.fence_proxy("async.shared", space="cta")
             fence_after_sync()
             for k in cutlass.range_constexpr(STEPS):
-                scores.set(tcgen05.Field.ACCUMULATE, c + k > 0)
+                scores.set(tcgen05.Field.ACCUMULATE, c > 0 if k == 0 else True)
                 cute.gemm(scores, s, k_part[None, None, k, c], q_part[None, None, k, c], s)
         with cute.arch.elect_one():
             tcgen05.commit(shared.barrier("s_full"))
         cute.arch.mbarrier_wait(shared.barrier("p_full"), parity)
         cute.arch.fence_proxy("async.shared", space="cta")
         fence_after_sync()
-        for c in cutlass.range_constexpr(CHUNKS):
-            o = cute.make_tensor(tmem + columns["o"] + HEADS * c, o_layout)
+        for c in cutlass.range(CHUNKS, unroll=1):
+            o = cute.make_tensor(tmem + O_COLUMN + HEADS * c, o_layout)
             for k in cutlass.range_constexpr(STEPS):
-                values.set(tcgen05.Field.ACCUMULATE, (tile > span.first) | (k > 0))
+                values.set(tcgen05.Field.ACCUMULATE, tile > span.first if k == 0 else True)
                 cute.gemm(values, o, v_part[None, None, k, c], p_part[None, None, k, 0], o)
             with cute.arch.elect_one():
                 tcgen05.commit(shared.barrier("k_free", c))
@@ -423,7 +440,7 @@ def rescale(shared: Shared, tmem: cute.Pointer, s: cute.Tensor, counts, sums: cu
     four = cute.make_rmem_tensor((4,), Float32)
     lane = thread % 32
     for half in cutlass.range_constexpr(HEADS // COLUMNS):
-        load_columns(tmem, TMEM[1][1] + COLUMNS * half, s, thread)
+        load_columns(tmem, S_COLUMN + COLUMNS * half, s, thread)
         mine = Float32(LOWEST)
         for h in cutlass.range_constexpr(COLUMNS):
             top = cute.arch.warp_redux_sync(select(counts, s[h] * EXPONENT, Float32(LOWEST)), "fmax")
@@ -445,12 +462,12 @@ def rescale(shared: Shared, tmem: cute.Pointer, s: cute.Tensor, counts, sums: cu
             sums[h + i] *= four[i]
     if summed:
         for part in cutlass.range(CHUNKS * HEADS // COLUMNS, unroll=1):
-            load_columns(tmem, COLUMNS * part, s, thread)
+            load_columns(tmem, O_COLUMN + COLUMNS * part, s, thread)
             for h in cutlass.range_constexpr(0, COLUMNS, 4):
                 cute.autovec_copy(quad(shared.factor, part % (HEADS // COLUMNS) * COLUMNS + h), four)
                 for i in cutlass.range_constexpr(4):
                     s[h + i] *= four[i]
-            store_columns(tmem, COLUMNS * part, s, thread)
+            store_columns(tmem, O_COLUMN + COLUMNS * part, s, thread)
 
 
 def quad(values: cute.Tensor, first) -> cute.Tensor:
@@ -459,7 +476,7 @@ def quad(values: cute.Tensor, first) -> cute.Tensor:
 
 
 def reduce_heads(values: list, lane: Int32) -> list:
-    """From 64 values a lane, the sums over the warp of values 2 lane and 2 lane + 1: each step halves what a lane has."""
+    """The sums over the warp of values 2 lane and 2 lane + 1, of 64 that each lane has. A step halves what it has."""
     for step in (16, 8, 4, 2, 1):
         half = len(values) // 2
         upper = (lane & step) != 0
@@ -487,7 +504,7 @@ def softmax(span: Span, shared: Shared, tmem: cute.Pointer, thread: Int32) -> No
         fence_after_sync()
         large = Float32(LOWEST)  # by how much a score passes its reference, at most
         for half in cutlass.range_constexpr(HEADS // COLUMNS):
-            load_columns(tmem, TMEM[1][1] + COLUMNS * half, s, thread)
+            load_columns(tmem, S_COLUMN + COLUMNS * half, s, thread)
             for h in cutlass.range_constexpr(0, COLUMNS, 4):
                 cute.autovec_copy(quad(shared.reference, COLUMNS * half + h), four)
                 for i in cutlass.range_constexpr(4):
@@ -502,7 +519,7 @@ def softmax(span: Span, shared: Shared, tmem: cute.Pointer, thread: Int32) -> No
         if any_moved != 0:
             rescale(shared, tmem, s, counts, sums, tile > span.first, thread)
         for half in cutlass.range_constexpr(HEADS // COLUMNS):
-            load_columns(tmem, TMEM[1][1] + COLUMNS * half, s, thread)
+            load_columns(tmem, S_COLUMN + COLUMNS * half, s, thread)
             for h in cutlass.range_constexpr(0, COLUMNS, 4):
                 cute.autovec_copy(quad(shared.reference, COLUMNS * half + h), four)
                 for i in cutlass.range_constexpr(4):
@@ -512,7 +529,7 @@ def softmax(span: Span, shared: Shared, tmem: cute.Pointer, thread: Int32) -> No
             for j in cutlass.range_constexpr(COLUMNS // 8):
                 for i in cutlass.range_constexpr(4):
                     piece[i] = pack_bf16x2(s[8 * j + 2 * i], s[8 * j + 2 * i + 1])
-                cute.autovec_copy(piece, shared.probabilities[None, piece_at(thread, COLUMNS // 8 * half + j)])
+                cute.autovec_copy(piece, shared.probabilities[None, piece_at(0, thread, COLUMNS // 8 * half + j)])
         fence_before_sync()
         cute.arch.sync_warp()
         if lane == 0:
@@ -567,7 +584,7 @@ def write_out(
         chunk, half = thread // 128 * 2 + part // 2, part % 2
         dim = chunk * CHUNK_DIMS + thread % 128
         if any_tile:
-            load_columns(tmem, HEADS * chunk + COLUMNS * half, o, thread)
+            load_columns(tmem, O_COLUMN + HEADS * chunk + COLUMNS * half, o, thread)
         else:
             o.fill(0.0)
         for h in cutlass.range_constexpr(0, COLUMNS, 4):
@@ -641,6 +658,7 @@ def attend(
         memory.allocate_tensor(Float32, cute.make_layout(HEADS), byte_alignment=16),
         memory.allocate_tensor(Float32, cute.make_layout((HEADS, 4)), byte_alignment=16),
         memory.allocate_tensor(Int32, cute.make_layout((4, 2)), byte_alignment=16),
+        memory.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16),
         barriers,
     )  # fmt: skip
 
@@ -664,19 +682,25 @@ def attend(
         cute.arch.relinquish_tmem_alloc_permit()
     if thread < HEADS:
         shared.reference[thread] = Float32(LOWEST)
+    if thread == 0:
+        shared.codes[0] = Int32(CODES)
     fence_before_sync()
     cute.arch.sync_threads()
     fence_after_sync()
     tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_at)
 
-    if warp == MMA_WARP:
-        load_queries(tma_q, q, smem_q, shared.barrier("q_full"), head_tile, query)
-        multiply(span, shared, smem_q, tmem)
+    if warp >= MMA_WARP:
+        cute.arch.setmaxregister_decrease(MMA_REGISTERS)
+        if warp == MMA_WARP:
+            load_queries(tma_q, q, smem_q, shared.barrier("q_full"), head_tile, query)
+            multiply(span, shared, smem_q, tmem)
     elif thread < SOFTMAX_THREADS:
+        cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
         softmax(span, shared, tmem, thread)
         finish(shared, sink, lse, stats, head, query, share, thread, split)
         cute.arch.barrier_arrive(barrier_id=OUT_READY, number_of_threads=SOFTMAX_THREADS + GATHER_THREADS)
     else:
+        cute.arch.setmaxregister_increase(GATHER_REGISTERS)
         gatherer = Gatherer(
             (window.toint(), window_shift, window_stride), (compressed.toint(), compressed_shift, compressed_stride),
             (thread - SOFTMAX_THREADS) // 4, thread % 4,
@@ -702,10 +726,11 @@ def load_queries(
     to, of = cpasync.tma_partition(
         tma_q, 0, cute.make_layout(1), cute.group_modes(viewed(smem_q, "q"), 0, 3), cute.group_modes(source, 0, 3)
     )
-    if cute.size(to, mode=[1]) != CHUNKS or cute.size(of, mode=[1]) != CHUNKS:
-        raise ValueError(f"queries must come in {CHUNKS} chunks, got {to.layout} from {of.layout}")
+    size = cute.size_in_bytes(BFloat16, layout_of("q"))
+    if cute.size(to, mode=[1]) != CHUNKS or cute.size(of, mode=[1]) != CHUNKS or size != HEADS * HEAD_DIM * 2:
+        raise ValueError(f"queries must come in {CHUNKS} chunks, got {to.layout} from {of.layout}, {size} bytes")
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, HEADS * HEAD_DIM * 2)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
     for c in range(CHUNKS):
         cute.copy(tma_q, of[None, c], to[None, c], tma_bar_ptr=barrier)
 
@@ -736,7 +761,7 @@ def combine(partial: cute.Tensor, stats: cute.Tensor, sink: cute.Tensor, out: cu
             if share_total > 0.0:
                 factor = exp2(stats[0, start + lane, head, query] - reference)
             total += share_total * factor
-        for i in cutlass.range(cutlass.min(shares - start, 32), unroll=4):
+        for i in cutlass.range(cutlass.min(shares - start, 32), unroll=8):
             part = cute.arch.shuffle_sync(factor, i)
             source = partial[None, thread, head, start + i, query].iterator.toint()
             words = load_if(part > 0.0, source, 4, 0)  # a share without weight adds nothing
@@ -813,7 +838,9 @@ def launch(
         tma_q, tma_rows, window, window_list, window_lengths, compressed, compressed_list, compressed_lengths, sinks,
         rows_of(out, HEAD_DIM // 2, heads, rows), sums, rows_of(partial, HEAD_DIM, heads, shares, rows), share_stats,
         window_shift, window_stride, compressed_shift, compressed_stride, queries, split,
-    ).launch(grid=(cute.ceil_div(heads, HEADS), shares, rows), block=(NUM_THREADS, 1, 1))  # fmt: skip
+    ).launch(  # setmaxnreg counts only if a multiprocessor is known to have one CTA
+        grid=(cute.ceil_div(heads, HEADS), shares, rows), block=(NUM_THREADS, 1, 1), min_blocks_per_mp=1
+    )  # fmt: skip
     if cutlass.const_expr(split):
         combine(
             rows_of(partial, 4, HEAD_DIM // 4, heads, shares, rows), share_stats, sinks,
@@ -835,17 +862,18 @@ def compiled(split: bool, options: str = ""):
 
 
 @functools.cache
-def shares_for(ctas: int, listed: int) -> int:
+def shares_for(ctas: int, listed: int, multiprocessors: int) -> int:
     """Into how many shares `listed` entries are cut, for `ctas` CTAs a share: what is least in the time of a tile.
 
-    A CTA costs about 2 tiles beside its tiles; shares cost a second kernel, and their sums' way through L2. Nothing of
-    it was measured on a B200.
+    A CTA costs about 2 tiles beside its tiles. Shares cost a second kernel, which reads them 8 at a time, and their
+    sums' way through L2. Nothing of it was measured on a B200.
     """
     tiles = -(-listed // BLOCK_N)
 
     def cost(shares: int) -> float:
-        waves = -(-ctas * shares // MULTIPROCESSORS)
-        return waves * (-(-tiles // shares) + 2) + (0.8 + 0.015 * ctas * shares if shares > 1 else 0)
+        turns = -(-ctas * shares // multiprocessors)
+        join = 0.8 + 0.04 * shares + 0.015 * ctas * shares if shares > 1 else 0
+        return turns * (-(-tiles // shares) + 2) + join
 
     return min(range(1, max(tiles, 1) + 1), key=cost)
 
@@ -873,7 +901,8 @@ def custom_kernel(data: input_t) -> output_t:
         raise ValueError(f"data must be on a GPU, got {data.q.device}")
     batch, queries, heads, window, compressed, window_page, compressed_page = sizes
     rows = batch * queries
-    shares = shares_for(rows * -(-heads // HEADS), window + compressed)
+    multiprocessors = torch.cuda.get_device_properties(data.q.device).multi_processor_count
+    shares = shares_for(rows * -(-heads // HEADS), window + compressed, multiprocessors)
     summed = rows * shares * heads if shares > 1 else 0
     workspace = torch.empty(summed * (HEAD_DIM + 2), dtype=torch.float32, device=data.q.device)
     tensors = (

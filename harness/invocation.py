@@ -90,7 +90,7 @@ class Run:
 
     @functools.cached_property
     def machine(self) -> str:
-        return environment.machine(self.device)
+        return model_check.MACHINE if self.args.device == "model" else environment.machine(self.device)
 
     @functools.cached_property
     def target(self) -> str:
@@ -153,14 +153,34 @@ class Run:
             return self._run(stack, checked)
 
     def _model(self) -> int:
-        """Check a GPU variant in the model of its GPU. Return the exit code. Nothing is timed or recorded."""
-        submission = self.selection.submissions()[0]
-        said, reason = model_check.run(
-            self.problem, submission, self.selection.tests(), console.say, self.args.timeout
-        )  # fmt: skip
+        """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Return
+        the exit code. Nothing is timed.
+        """
+        submission, args = self.selection.submissions()[0], self.args
+        target = model_check.target_of(submission)
+        judged, compiled = Result(submission, target), Result(submission, target)
+        if args.mode == "leaderboard":
+            record.see_writable(self.machine)
+            self._compile([compiled])
+        if compiled.status == "COMPILE_ERROR":
+            judged = compiled
+        else:
+            judged.tests = model_check.run(
+                self.problem, submission, self.selection.tests(), console.say, args.timeout
+            )  # fmt: skip
+        self._see_unchanged([judged])
+        built = self.recorder.lines(compiled) if compiled.artefacts or compiled.status else []
+        lines = built + model_check.records(self.recorder, judged)
         with console.quiet(False):
-            console.say(f"{submission.name:20} {said}" + (f"  {reason}" if reason else ""))
-        return self._said(said, reason)
+            right = judged.verdict == "MODEL_CHECKED"
+            console.say(f"{submission.name:20} {judged.verdict}  " + ("" if right else console.why(judged)))
+        if args.mode == "leaderboard":
+            record.append(self.machine, self.problem.name, lines)
+            console.say(f"run {self.recorder.run_id}: {len(lines)} records of {self.machine}")
+        self.lines = lines
+        self._write_json([judged])
+        self._tell([judged])
+        return verdict.exit_code([judged], False)
 
     def _check(self) -> int:
         """Run the problem's end-to-end check. Return the exit code."""
@@ -354,7 +374,7 @@ class Run:
         """Write the verdicts and the next command to --events."""
         for j in (*judged, *self.opponents):
             us, lo, hi = j.metric or (None, None, None)
-            reason = "" if j.verdict == "PASSED" else console.why(j)
+            reason = "" if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
             self.events.write(
                 "verdict", variant=j.submission.name, status=j.verdict, reason=reason, time_us=us,
                 ci95_us=[lo, hi] if us else None, against=j.against_all,

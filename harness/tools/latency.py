@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from harness.judge.readings import DATASHEET
+from harness.results.datasheet import RATES
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Problem, ProblemError, UsageError, has_words, label
 from harness.results import environment, record, schema
@@ -76,7 +76,7 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
     """The record of what `measure` found."""
     gpu = environment.describe()["gpu"] or ""
-    rate = next((rates[0] for name, rates in DATASHEET.items() if name in gpu), None)
+    rate = next((rates[0] for name, rates in RATES.items() if name in gpu), None)
     line = recorder.base(judged, "latency", measured["case"]) | measured
     line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": rate and measured["bytes"] / rate * 1e6}
     schema.see_known(line)

@@ -12,17 +12,38 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from harness.judge.outcome import Outcome
+from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
+from harness.results import record, schema
 from harness.sandbox import process
 
+MACHINE = "model"  # whose records these are: no machine has a part in them
 TARGETS = ("sm100", "sm90")  # a variant for both is checked as the first
-# order of asynchronous work -> the byte that shared memory holds where nothing has written
-ORDERS = {"eager": 0xFF, "lazy": 0x5A, "late-tma": 0x00, "late-tensor-core": 0xFF, "random:1": 0x5A, "random:2": 0xFF}
-_VERDICTS = ("RUNTIME_ERROR", "COMPILE_ERROR", "INCORRECT", "MODEL_CHECKED")  # gravest first
+FEW = 8  # multiprocessors: so few that blocks which persist take several turns in a small case
+
+
+@dataclass(frozen=True)
+class Order:
+    """policy: the order of asynchronous work. poison: the byte that shared memory holds where nothing has written.
+    multiprocessors: that the host side is told of; 0: as many as the GPU has.
+    """
+
+    policy: str
+    poison: int
+    multiprocessors: int = FEW
+
+
+ORDERS = (
+    Order("eager", 0xFF, 0), Order("lazy", 0x5A), Order("late-tma", 0x00), Order("late-tensor-core", 0xFF),
+    Order("random:1", 0x5A), Order("random:2", 0xFF),
+)  # fmt: skip
 
 
 def target_of(submission: Submission) -> str:
@@ -37,13 +58,16 @@ def target_of(submission: Submission) -> str:
 
 def run(
     problem: Problem, submission: Submission, cases: list[Case], say: Callable[[str], None], timeout_s: float | None
-) -> tuple[str, str]:
-    """Check `submission` on `cases`. Return its verdict, MODEL_CHECKED if nothing is wrong, and the first reason."""
+) -> list[tuple[Case, Outcome]]:
+    """Check `submission` on `cases`. Return the outcome of each case that was reached: MODEL_CHECKED if it was right
+    under all orders. timeout_s: of one case under one order, None for no limit.
+    """
     target = target_of(submission)
     argv = [sys.executable, "-m", "harness.tools.model_check", str(problem.folder), str(submission.file), target]
     asked = json.dumps([{**case.params, "seed": case.seed} for case in cases])
     environment = {**os.environ, "PYTHONPATH": str(process.ROOT), "PYTHONUNBUFFERED": "1"}
-    verdict, reason = "MODEL_CHECKED", ""
+    found: dict[int, Outcome] = {}
+    reached = 0
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -52,21 +76,58 @@ def run(
         try:
             child.stdin.write(asked)
             child.stdin.close()
-            for line in child.stdout:
-                found = json.loads(line)
-                case = cases[found["case"]]
-                say(f"{submission.name:20} model  {case}  {found['order']:16}  {found['status']}  {found['said']}")
-                if _VERDICTS.index(found["status"]) < _VERDICTS.index(verdict):
-                    verdict, reason = found["status"], f"{case}, {found['order']}: {found['said']}"
-            status = child.wait(timeout_s)
+            for line in _lines(child, child.stdout, timeout_s):
+                reached = line["case"]
+                now, case = Outcome(line["status"], f"{line['order']}: {line['said']}"), cases[reached]
+                say(f"{submission.name:20} model  {case}  {line['order']:16}  {line['status']}  {line['said']}")
+                found[reached] = min((found.get(reached, now), now), key=lambda o: schema.STATUSES.index(o.status))
+                reached += line["order"] == ORDERS[-1].policy
+            status = child.wait()
+        except TimeoutError:
+            words = f"not over after {timeout_s:g} s under one order; give it longer: --timeout {2 * (timeout_s or 0):g}"
+            found[reached] = Outcome("TIMEOUT", words)
+            status = 0
         finally:
             child.kill()
             child.wait()
         if status:
             errors.seek(0)
             last = errors.read().strip().splitlines()[-1:] or [f"exit status {status}"]
-            return "RUNTIME_ERROR", reason or last[0]
-    return verdict, reason
+            found[min(reached, len(cases) - 1)] = Outcome("RUNTIME_ERROR", last[0])
+    return [
+        (cases[n], Outcome(one.status, "" if one.status == "MODEL_CHECKED" else one.reason))
+        for n, one in sorted(found.items())
+    ]
+
+
+def _lines(child: subprocess.Popen, out: TextIO, timeout_s: float | None) -> Iterator[dict]:
+    """What the child says, line by line. TimeoutError: a line took longer than the limit."""
+    while True:
+        late = threading.Event()
+        timer = threading.Timer(timeout_s or 0, lambda: (late.set(), child.kill()))
+        if timeout_s:
+            timer.start()
+        line = out.readline()
+        timer.cancel()
+        if late.is_set():
+            raise TimeoutError
+        if not line:
+            return
+        yield json.loads(line)
+
+
+def records(recorder: Recorder, judged: Result) -> list[dict]:
+    """The records of a checked submission: one for each case."""
+    lines = [
+        {
+            **recorder.base(judged, "model", case.params), "status": outcome.status, "reason": outcome.reason,
+            "seeds": [str(case.seed)], "orders": [order.policy for order in ORDERS], "sandbox": None,
+        }
+        for case, outcome in judged.tests
+    ]  # fmt: skip
+    for line in lines:
+        schema.see_known(line)
+    return [record.plain(line) for line in lines]
 
 
 def main(argv: list[str]) -> int:
@@ -85,12 +146,20 @@ def main(argv: list[str]) -> int:
     for number, case in enumerate(cases):
         pristine = _inputs(task, reference, case)
         want = reference.ref_kernel(pristine)
-        for order, poison in ORDERS.items():
-            model.policy, model.poison = order, poison
+        for order in ORDERS:
+            set_order(model, order)
             status, said = _checked(model, module, reference, pristine, want)
-            out.write(json.dumps({"case": number, "order": order, "status": status, "said": said}) + "\n")
+            out.write(json.dumps({"case": number, "order": order.policy, "status": status, "said": said}) + "\n")
             out.flush()
     return 0
+
+
+def set_order(model: Any, order: Order) -> None:
+    """Let the driver's next launches run in this order."""
+    from problems.common.ptx_model import driver
+
+    model.policy, model.poison = order.policy, order.poison
+    model.multiprocessors = order.multiprocessors or driver.MULTIPROCESSORS[model.target]
 
 
 def _inputs(task: Any, reference: Any, case: dict) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 
 from problems.common.ptx_model import formats
 from problems.common.ptx_model.decode import Decoder, Execute, opcode
-from problems.common.ptx_model.memory import PARAMETER_WINDOW, SHARED_WINDOW
+from problems.common.ptx_model.memory import LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW
 from problems.common.ptx_model.parse import SIZE
 from problems.common.ptx_model.scalar import simple
 from problems.common.ptx_model.warps import NUMPY, Mask, Warps
@@ -144,10 +144,10 @@ def _packed(d: Decoder, target: str, source: str) -> Execute:
 def convert_address(d: Decoder) -> Execute:
     type_ = d.type()
     to = d.take("to")
-    space = d.take("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry")
+    space = d.take("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry", "local")
     if SIZE[type_] != 8 or not space:
-        raise d.refuse("only 64-bit addresses of global, shared and parameter memory")
-    window = SHARED_WINDOW if space.startswith("shared") else 0
+        raise d.refuse("only 64-bit addresses of global, shared, local and parameter memory")
+    window = {"s": SHARED_WINDOW, "l": LOCAL_WINDOW}.get(space[0], 0)
     offset = np.uint64(window)
     if space.startswith("param"):
         # A parameter's address is generic from the start here, so that tensor maps in it can be named.

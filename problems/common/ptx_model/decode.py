@@ -120,6 +120,9 @@ class Decoder:
             at = self.kernel.parameters[name][0] + offset
             window = PARAMETER_WINDOW if kind().itemsize == 8 else 0
             return lambda w: kind(window + at)
+        if name in self.kernel.local:
+            place = kind(self.kernel.local[name] + offset)
+            return lambda w: place
         return lambda w: kind(w.block.symbol(name) + offset)
 
     def lanes(self, operand: int | parse.Operand, type_: str) -> Get:

@@ -59,7 +59,8 @@ class Driver:
     target: str
     policy: str = "eager"
     poison: int | None = 0xFF  # see Launch
-    multiprocessors: int = 0  # that kernels are told of; set by install. With few, blocks that persist take more turns
+    # That the host side is told of; set by install. With few, blocks that persist take more turns.
+    multiprocessors: int = 0
     edit: Callable[[str, str], str] | None = None  # kernel's name, PTX -> PTX: for mutants
     faults: list[Exception] = field(default_factory=list)
     launches: int = 0
@@ -169,7 +170,7 @@ class Driver:
         regions = [extent(tensor) for tensor in _tensors()]
         launch = Launch(
             code, tuple(grid[:3]), tuple(block[:3]), bytes(raw), GlobalMemory(regions), shared, cluster,
-            multiprocessors=self.multiprocessors, poison=self.poison,
+            multiprocessors=MULTIPROCESSORS[self.target], poison=self.poison,
         )  # fmt: skip
         held = place_globals(launch, regions)
         self.launches += 1

@@ -40,6 +40,7 @@ def run(
     cluster: Axes | None = None,
     memory: Iterable[Any] = (),
     poison: int | None = None,
+    multiprocessors: int = 132,
     limit: int = INSTRUCTIONS,
 ) -> Machine:
     """Execute one kernel launch; arrays among the arguments are read and written in place. Return the machine, whose
@@ -51,7 +52,8 @@ def run(
     size of its parameter, and a plain int or float takes it. shared_bytes: of dynamic shared memory.
     policy: one of POLICIES, "random:SEED" too. memory: further arrays that the kernel may touch, such as those whose
     addresses lie in tensor maps. poison: None, and a read of shared memory that was never written is a fault, or the
-    byte that it gets. limit: instructions of groups of warps, then the run counts as endless.
+    byte that it gets. multiprocessors: on which blocks that wait for each other must fit. limit: instructions of groups
+    of warps, then the run counts as endless.
 
     ValueError: an argument does not fit. Fault: the kernel broke a rule, or uses what is not modelled.
     """
@@ -64,7 +66,8 @@ def run(
     wanted = cluster or code.cluster or 1
     launch = Launch(
         code, _axes("grid", grid), _axes("block", block), pack(code, arguments),
-        GlobalMemory([extent(a) for a in arrays if np.ndim(a)]), shared_bytes, _axes("cluster", wanted), poison=poison,
+        GlobalMemory([extent(a) for a in arrays if np.ndim(a)]), shared_bytes, _axes("cluster", wanted),
+        multiprocessors=multiprocessors, poison=poison,
     )  # fmt: skip
     keep = place_globals(launch, [extent(a) for a in arrays if np.ndim(a)])
     machine = run_launch(launch, policy, limit)

@@ -1,4 +1,4 @@
-"""ld, st, atom, red of global, shared and parameter memory; prefetches and hints."""
+"""ld, st, atom, red of global, shared, local and parameter memory; prefetches and hints."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from problems.common.ptx_model import formats
 from problems.common.ptx_model.barrier import lanes_of
 from problems.common.ptx_model.decode import Decoder, Execute, opcode
 from problems.common.ptx_model.faults import Fault
-from problems.common.ptx_model.memory import PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW, UNSIGNED
-from problems.common.ptx_model.parse import PARAMETER_SPACE, SIZE, Address, Symbol
-from problems.common.ptx_model.warps import NUMPY, Mask, Warps
+from problems.common.ptx_model.memory import LOCAL_WINDOW, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW, UNSIGNED
+from problems.common.ptx_model.parse import LOCAL_START, PARAMETER_SPACE, SIZE, Address, Symbol
+from problems.common.ptx_model.warps import LOCAL, NUMPY, Mask, Warps
 
-_SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry", "const")
+_SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry", "const", "local")
 _HINTS = (
     "nc", "ca", "cg", "cs", "lu", "wb", "wt", "weak", "L1::no_allocate", "L1::evict_first", "L1::evict_last",
     "L1::evict_normal", "L1::evict_unchanged", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "L2::evict_first",
@@ -32,8 +32,8 @@ def _resolve(space: str, address: np.ndarray) -> str:
     if space:
         return "global" if space == "const" else space
     shared = (address >= SHARED_WINDOW) & (address < PARAMETER_WINDOW)
-    parameters = address >= PARAMETER_WINDOW
-    for name, those in (("shared::cluster", shared), ("param", parameters)):
+    parameters = (address >= PARAMETER_WINDOW) & (address < LOCAL_WINDOW)
+    for name, those in (("shared::cluster", shared), ("param", parameters), ("local", address >= LOCAL_WINDOW)):
         if those.all():
             return name
         if those.any():
@@ -63,11 +63,22 @@ def shared_blocks(w: Warps, address: np.ndarray, own: bool) -> list[tuple[Any, n
     return found
 
 
+def _local(w: Warps, address: np.ndarray, lanes: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """-> (bytes, threads) that index local memory. address: of `size` bytes, one of each of the threads `lanes`."""
+    offset = address & (LOCAL_WINDOW - 1)
+    if (offset & size - 1).any() or (offset < LOCAL_START).any() or (offset + size > len(w.files[LOCAL])).any():
+        worst = int(offset[np.argmax((offset & size - 1 != 0) | (offset + size > len(w.files[LOCAL])))])
+        raise Fault("bounds", f"an access of {size} bytes to local memory, byte {worst} of {len(w.files[LOCAL])}")
+    return offset[:, None] + np.arange(size), lanes[:, None]
+
+
 def read(
-    w: Warps, space: str, address: np.ndarray, agents: np.ndarray, unit: int, count: int, atomic: bool
+    w: Warps, space: str, address: np.ndarray, lanes: np.ndarray, unit: int, count: int, atomic: bool
 ) -> np.ndarray:
-    """uint (n, count) of `unit` bytes each."""
-    space = _resolve(space, address)
+    """uint (n, count) of `unit` bytes each. lanes: int (n,), the threads that read."""
+    space, agents = _resolve(space, address), w.lane_agents[lanes]
+    if space == "local":
+        return np.ascontiguousarray(w.files[LOCAL][_local(w, address, lanes, unit * count)]).view(UNSIGNED[unit])
     if space == "global":
         return w.block.launch.memory.load(address, unit, count)
     if space == "param":
@@ -84,9 +95,13 @@ def read(
     return out
 
 
-def write(w: Warps, space: str, address: np.ndarray, agents: np.ndarray, values: np.ndarray, atomic: bool) -> None:
-    """values: uint (n, count)."""
-    space = _resolve(space, address)
+def write(w: Warps, space: str, address: np.ndarray, lanes: np.ndarray, values: np.ndarray, atomic: bool) -> None:
+    """values: uint (n, count). lanes: int (n,), the threads that write."""
+    space, agents = _resolve(space, address), w.lane_agents[lanes]
+    if space == "local":
+        raw = np.ascontiguousarray(values).view(np.uint8)
+        w.files[LOCAL][_local(w, address, lanes, raw.shape[1])] = raw
+        return
     w.block.machine.events += 1
     if space == "global":
         w.block.launch.memory.store(address, values)
@@ -123,16 +138,16 @@ def load(d: Decoder) -> Execute:
                 put(w, value, m)
 
         return load_parameter
-    address = d.address(1, space in ("global", "", "const"))
+    address = d.address(1, space in ("global", "", "const", "local"))
     polls = strong and space in ("global", "")
 
     def execute(w: Warps, m: Mask) -> None:
-        at, agents = address(w), w.lane_agents
+        at = address(w)
         if m is None:
-            values = read(w, space, at, agents, unit, count, strong)
+            values = read(w, space, at, np.arange(w.count), unit, count, strong)
         else:
             values = np.zeros((w.count, count), UNSIGNED[unit])
-            values[m] = read(w, space, at[m], agents[m], unit, count, strong)
+            values[m] = read(w, space, at[m], lanes_of(w, m), unit, count, strong)
         for i, put in enumerate(puts):
             put(w, np.ascontiguousarray(values[:, i]).view(kind), m)
         w.stop_here = w.stop_here or polls
@@ -153,17 +168,17 @@ def store(d: Decoder) -> Execute:
     d.drop(*_HINTS, *_SCOPES)
     bits = f"b{8 * SIZE[type_]}"
     reads = [d.get(item, bits) for item in d.items(1)]
-    address = d.address(0, space in ("global", ""))
+    address = d.address(0, space in ("global", "", "local"))
     kind = NUMPY[bits]
 
     def execute(w: Warps, m: Mask) -> None:
         values = np.empty((w.count, count), kind)
         for i, get in enumerate(reads):
             values[:, i] = get(w)
-        at, agents = address(w), w.lane_agents
+        at, lanes = address(w), lanes_of(w, m)
         if m is not None:
-            at, agents, values = at[m], agents[m], values[m]
-        write(w, space, at, agents, values, strong)
+            at, values = at[m], values[m]
+        write(w, space, at, lanes, values, strong)
 
     return execute
 
@@ -214,15 +229,15 @@ def atomic(d: Decoder) -> Execute:
         swapped: Any = other(w) if other else None
         old = np.zeros((w.count, count), UNSIGNED[unit])
         for lane in lanes_of(w, m):
-            agents = w.lane_agents[lane : lane + 1]
-            present = read(w, space, at[lane : lane + 1], agents, unit, count, True)
+            one = np.array([lane])
+            present = read(w, space, at[one], one, unit, count, True)
             old[lane] = present[0]
             before = present[0].view(kind)
             if op == "cas":
                 after = np.where(before == values[lane], swapped[lane], before).astype(kind)
             else:
                 after = np.asarray(function(before, values[lane].astype(kind)), kind)
-            write(w, space, at[lane : lane + 1], agents, after.view(UNSIGNED[unit])[None], True)
+            write(w, space, at[one], one, after.view(UNSIGNED[unit])[None], True)
         for i, put in enumerate(puts):
             put(w, np.ascontiguousarray(old[:, i]), m)
         w.stop_here = w.stop_here or op == "cas"

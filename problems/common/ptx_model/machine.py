@@ -18,7 +18,9 @@ from problems.common.ptx_model.warps import LANES, NEVER, Warps
 
 INSTRUCTIONS = 200_000_000  # executed by groups of warps, after which a run is taken to be endless
 IDLE_TURNS = 3  # of a group that polls memory which nobody changes, until it counts as blocked
-RESIDENT_BLOCKS = 132  # at most; a grid whose blocks wait for each other must fit
+# Of one multiprocessor; a grid whose blocks wait for each other must fit on all of them. Registers, which may allow
+# fewer, are chosen by ptxas, whose choice the model does not see.
+MOST_BLOCKS, MOST_THREADS, SHARED_OF_BLOCKS, SHARED_RESERVED = 32, 2048, 228 * 1024, 1024
 
 
 @dataclass
@@ -45,6 +47,11 @@ class Launch:
     @property
     def threads(self) -> int:
         return math.prod(self.block)
+
+    def resident(self, shared: int) -> int:
+        """Return how many clusters may be under way together, at least one. shared: bytes of a block, all in all."""
+        each = min(MOST_BLOCKS, MOST_THREADS // self.threads, SHARED_OF_BLOCKS // (shared + SHARED_RESERVED))
+        return max(1, self.multiprocessors * max(each, 1) // math.prod(self.cluster))
 
     def check(self) -> None:
         """Fault("bounds"): a launch that the driver would refuse."""
@@ -206,7 +213,7 @@ class Machine:
         ]
         waiting.reverse()
         resident: list[Cluster] = []
-        most = max(1, RESIDENT_BLOCKS // math.prod(cluster))
+        most = self.launch.resident(self.layout[1] - SHARED_START)
         while waiting or resident:
             if not resident:
                 resident.append(Cluster(self, waiting.pop()))
@@ -215,9 +222,12 @@ class Machine:
             if self.pending:
                 self.complete(self.policy.choose(self.pending))
             elif waiting and len(resident) < most and any(_polls(g) for c in resident for g in c.groups):
-                resident.append(Cluster(self, waiting.pop()))
+                # Twice as many, as those that poll wait for all of them as a rule.
+                for _ in range(min(len(resident), most - len(resident), len(waiting))):
+                    resident.append(Cluster(self, waiting.pop()))
             else:
-                raise Fault("deadlock", "every warp waits", self._state(resident))
+                left = f", and {len(waiting)} clusters of blocks have not begun, as no more fit" if waiting else ""
+                raise Fault("deadlock", f"every warp waits{left}", self._state(resident))
 
     def _round(self, resident: list[Cluster]) -> bool:
         """Give every group that can go on a turn. Return whether one could."""

@@ -11,6 +11,7 @@ from problems.common.ptx_model.races import ATOMIC, CELL, Clocks, Past, Shadow
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SHARED_WINDOW = 1 << 52  # generic addresses of shared memory begin here, far from any address of the host
 PARAMETER_WINDOW = 1 << 53
+LOCAL_WINDOW = 1 << 54  # of a thread's local memory
 SHARED_START = 1024  # the hardware keeps the first bytes of a block's shared memory for itself
 RANK_SHIFT = 24  # of a shared address: the bits above are the rank of the block in its cluster
 POISON = 0xFF  # a byte of it is NaN or part of one in every float format of 8 bits and more

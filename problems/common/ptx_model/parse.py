@@ -12,6 +12,7 @@ SIZE = {
     "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4,
     "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16,
 }  # fmt: skip
+LOCAL_START = 16  # the first address in local memory: none is 0
 PARAMETER_SPACE = 4096  # bytes, the least that the hardware guarantees; larger lists work as well
 
 
@@ -99,6 +100,8 @@ class Kernel:
     code: list[Instruction] = field(default_factory=list)
     registers: dict[int, int] = field(default_factory=lambda: {1: 0, 2: 0, 4: 0, 8: 0, 16: 0})  # bytes -> how many
     predicates: int = 0
+    local: dict[str, int] = field(default_factory=dict)  # variables in a thread's own memory -> byte offset
+    local_bytes: int = 0
     cluster: tuple[int, int, int] | None = None  # .reqnctapercluster
     threads: int = 0  # .reqntid or .maxntid, 0 without one
     exact_threads: bool = False
@@ -161,7 +164,7 @@ class _Reader:
         stack = [0]
         for raw in _lines(text, at):
             left = raw.partition("//")[0].strip()
-            if left.startswith(".loc") and not statement:
+            if re.match(r"\.loc\s", left) and not statement:
                 words = left.split()
                 self._source = f"{self._files.get(words[1], words[1])}:{words[2]}"
                 left = ""
@@ -210,6 +213,12 @@ class _Reader:
             return
         if statement.startswith(".shared"):
             self.kernel.shared.append(_variable(statement, "shared"))
+            return
+        if statement.startswith(".local"):
+            variable = _variable(statement, "local")
+            at = -(-max(self.kernel.local_bytes, LOCAL_START) // variable.align) * variable.align
+            self.kernel.local[variable.name] = at
+            self.kernel.local_bytes = at + variable.size
             return
         raise Fault("not modelled", f"{statement.split()[0]} in {self.kernel.name}: {statement[:80]}")
 

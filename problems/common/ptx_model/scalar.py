@@ -1,5 +1,7 @@
 """Integer and float arithmetic, logic, comparisons, selections and moves: one thread's registers only."""
 
+import ctypes
+import ctypes.util
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 
 from problems.common.ptx_model import formats
 from problems.common.ptx_model.decode import Decoder, Execute, opcode
+from problems.common.ptx_model.faults import Fault
 from problems.common.ptx_model.parse import SIZE, Immediate, Predicate, Vector
 from problems.common.ptx_model.warps import NUMPY, Mask, Warps
 
@@ -30,7 +33,7 @@ def simple(d: Decoder, type_: str, function: Callable, result: str = "", first: 
 def _halves(function: Callable, type_: str) -> Callable:
     """Apply a function of float64 arrays to both halves of packed pairs, rounding each once."""
     if type_.startswith("bf16"):
-        wide, narrow = formats.from_bf16, lambda v: formats.to_bf16(v.astype(np.float32))
+        wide, narrow = formats.from_bf16, formats.to_bf16
     else:
         wide, narrow = lambda b: b.view(np.float16), formats.to_f16
 
@@ -67,7 +70,9 @@ def _is_float(type_: str) -> bool:
     return type_.startswith(("f", "bf"))
 
 
-def _packed_f32(function: Callable) -> Callable:
+def _packed_f32(d: Decoder, function: Callable) -> Callable:
+    function = _float(d, "f32", function)
+
     def apply(*packed: Any) -> np.ndarray:
         parts = [np.atleast_1d(np.asarray(p)).view(np.float32) for p in packed]
         size = max(len(p) for p in parts)
@@ -77,15 +82,30 @@ def _packed_f32(function: Callable) -> Callable:
     return apply
 
 
+def _rounded(op: str, type_: str, mode: str) -> Callable | None:
+    """An arithmetic function with a rounding that numpy does not have; None: numpy's is right."""
+    if mode == "rn":
+        # numpy rounds to fp32 and fp64; sums of halves are exact in fp64 but for their last bit.
+        return None if type_[:2] in ("f3", "f6") or op == "mul" else {
+            "add": formats.sum_to_odd, "sub": lambda a, b: formats.sum_to_odd(a, -b),
+        }[op]  # fmt: skip
+    if type_ not in ("f32", "f32x2"):
+        raise Fault("not modelled", f"{op}.{mode} of {type_}")
+    return {
+        "add": lambda a, b: formats.added(a, b, mode), "sub": lambda a, b: formats.added(a, -b, mode),
+        "mul": lambda a, b: formats.to_f32(np.multiply(a, b, dtype=np.float64), mode),
+    }[op]  # fmt: skip
+
+
 @opcode("add", "sub", "min", "max", "mul")
 def arithmetic(d: Decoder) -> Execute:
     type_, op = d.type(), d.instruction.op
     if _is_float(type_):
-        d.drop("rn")
         function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax}[op]
+        if op in ("add", "sub", "mul"):
+            function = _rounded(op, type_, d.take("rn", "rz", "rm", "rp") or "rn") or function
         if type_ == "f32x2":
-            d.drop("ftz")
-            return simple(d, "b64", _packed_f32(function))
+            return simple(d, "b64", _packed_f32(d, function))
         if d.take("NaN"):
             function = {"min": np.minimum, "max": np.maximum}[op]
         if len(d.operands) == 4 and op in ("min", "max"):
@@ -151,21 +171,35 @@ def short_product(d: Decoder) -> Execute:
     raise d.refuse("24-bit products")
 
 
+def _fused(d: Decoder, type_: str, mode: str) -> Execute:
+    """fma of floats: rounded once."""
+    if type_ in ("f32", "f32x2"):
+        function = (lambda a, b, c: formats.fused(a, b, c, mode)) if mode != "rn" else formats.fused
+        if type_ == "f32x2":
+            return simple(d, "b64", _packed_f32(d, function))
+        return simple(d, type_, _float(d, type_, function))
+    if mode != "rn":
+        raise d.refuse(f"{mode} of {type_}")
+    if type_ == "f64":
+        return simple(d, type_, np.vectorize(_FMA, otypes=[np.float64]))
+    relu = d.take("relu")
+
+    def halves(a: Any, b: Any, c: Any) -> Any:
+        total = formats.sum_to_odd(a * b, c)
+        return np.fmax(total, 0.0) if relu else total
+
+    return simple(d, type_, _float(d, type_, halves))
+
+
+_FMA = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6").fma  # rounds once; Python has it from 3.13 on
+_FMA.restype, _FMA.argtypes = ctypes.c_double, [ctypes.c_double] * 3
+
+
 @opcode("mad", "fma")
 def multiply_add(d: Decoder) -> Execute:
     type_ = d.type()
-    d.drop("rn")
-    if type_ == "f32":
-        return simple(d, type_, _float(d, type_, formats.fused))
-    if type_ == "f32x2":
-        d.drop("ftz")
-        return simple(d, "b64", _packed_f32(formats.fused))
     if _is_float(type_):
-        if type_ == "f64":
-            raise d.refuse("fp64")
-        relu = d.take("relu")
-        function = (lambda a, b, c: np.fmax(a * b + c, 0.0)) if relu else (lambda a, b, c: a * b + c)
-        return simple(d, type_, _float(d, type_, function))
+        return _fused(d, type_, d.take("rn", "rz", "rm", "rp") or "rn")
     if d.take("wide"):
         wide = _WIDER[type_]
         a, b, c, put = d.get(1, type_), d.get(2, type_), d.get(3, wide), d.put(0, wide)
@@ -500,7 +534,9 @@ def _pack(d: Decoder, type_: str) -> Execute:
 
 
 def _approximate(function: Callable) -> Callable:
-    """An approximate instruction, taken as the exact function, rounded once to fp32."""
+    """An approximate instruction, taken as the exact function, rounded once to fp32: within its documented error, which
+    is at least half of the last bit, but not the hardware's bits.
+    """
     return lambda a: function(np.asarray(a, np.float64)).astype(np.float32)
 
 
@@ -512,11 +548,18 @@ _FUNCTIONS = {
 
 @opcode(*_FUNCTIONS)
 def functions(d: Decoder) -> Execute:
-    type_ = d.type()
-    d.drop("approx", "rn")
-    if type_ != "f32":
+    op, type_ = d.instruction.op, d.type()
+    approximate = d.take("approx")
+    if not approximate and (not d.take("rn") or op not in ("rcp", "sqrt")):
+        raise d.refuse("neither approx nor rn")
+    halves = type_ in ("f16", "bf16", "f16x2", "bf16x2") and op in ("ex2", "tanh")
+    if type_ == "f64" and not approximate:
+        return simple(d, type_, _FUNCTIONS[op])  # IEEE says how these two are rounded
+    if type_ != "f32" and not halves:
         raise d.refuse(type_)
-    return simple(d, type_, _float(d, type_, _approximate(_FUNCTIONS[d.instruction.op])))
+    if halves and type_.startswith("bf16") and op == "ex2" and d.take("ftz"):
+        return simple(d, type_, _float(d, type_, lambda a: formats.flushed(np.exp2(a))))
+    return simple(d, type_, _float(d, type_, _FUNCTIONS[op] if halves else _approximate(_FUNCTIONS[op])))
 
 
 @opcode("copysign")

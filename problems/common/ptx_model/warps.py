@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from problems.common.ptx_model.memory import POISON
+
 if TYPE_CHECKING:
     from problems.common.ptx_model.machine import Block
 
@@ -19,13 +21,14 @@ NUMPY = {
     "s64": np.int64, "f64": np.float64, "f16": np.uint16, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32,
     "f32x2": np.uint64,
 }  # fmt: skip
+LOCAL = 0  # among the register files: local memory
 NEVER = 1 << 60  # an instruction behind all others
 Mask = np.ndarray | None  # bool (threads,); None: all of them
 
 
 class Warps:
     """ids: int (warps,), in their block. Registers are arrays (registers, threads) by size in bytes; `by_type` views
-    them by PTX type.
+    them by PTX type. Under LOCAL there is local memory, uint8 (bytes, threads).
     """
 
     def __init__(self, block: "Block", ids: np.ndarray, files: dict[int, np.ndarray], predicates: np.ndarray) -> None:
@@ -51,6 +54,8 @@ class Warps:
         kernel = block.kernel
         count = len(ids) * LANES
         files = {size: np.zeros((max(n, 1), count), f"u{size}") for size, n in kernel.registers.items() if size < 16}
+        poison = POISON if block.launch.poison is None else block.launch.poison
+        files[LOCAL] = np.full((kernel.local_bytes, count), poison, np.uint8)
         warps = cls(block, ids, files, np.zeros((max(kernel.predicates, 1), count), bool))
         if not live.all():
             warps.alive = warps.mask = live

@@ -84,6 +84,26 @@ def test_a_barrier_that_a_part_of_the_block_skips_is_a_deadlock_with_its_place()
     assert found.kind == "deadlock" and "barrier 0" in found.where and "barrier 1" in found.where
 
 
+# Each block adds 1 to a counter and waits until all have.
+MEET_IN_MEMORY = """
+ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; @%p1 bra END; mov.u32 %r2, %nctaid.x;
+red.release.gpu.global.add.u32 [%rd1], 1;
+AGAIN: ld.acquire.gpu.global.u32 %r3, [%rd1]; setp.lt.u32 %p2, %r3, %r2; @%p2 bra AGAIN;
+END: bar.sync 0;"""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_that_wait_for_each_other_run_together_as_far_as_they_fit(policy):
+    text = kernels.entry("u64", MEET_IN_MEMORY)
+    counter = np.zeros(1, np.uint32)
+    run(text, (counter,), grid=150, policy=policy, multiprocessors=148)
+    assert counter[0] == 150
+    half = {"shared_bytes": 113 * 1024, "multiprocessors": 4}  # two blocks fit on one multiprocessor
+    run(text, (np.zeros(1, np.uint32),), grid=8, policy=policy, **half)
+    found = fault(text, (np.zeros(1, np.uint32),), grid=9, policy=policy, **half)
+    assert found.kind == "deadlock" and "1 clusters of blocks have not begun" in found.what
+
+
 @pytest.mark.parametrize("line", ["foo.u32 %r1, %r1;", "add.sat.s32 %r1, %r1, 1;", "ld.global.b999 %r1, [%rd1];"])
 def test_what_is_not_modelled_is_an_error(line):
     assert fault(kernels.entry("u64", OUT + line), (np.zeros(32, np.uint32),)).kind == "not modelled"

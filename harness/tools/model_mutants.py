@@ -3,7 +3,8 @@
     .venv/bin/python -m harness.tools.model_mutants
 
 runs every mutant under the orders of asynchronous work until one finds it, writes docs/model_mutants.json, and the
-table of docs/blackwell.md from that file. `--table` only renders the table.
+table of docs/blackwell.md from that file. With names of KERNELS it runs only their mutants and replaces their lines of
+the file. `--table` only renders the table.
 """
 
 import json
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.tools.model_check import ORDERS, _checked, _inputs
+from harness.tools.model_check import ORDERS, _checked, _inputs, set_order
 from problems.common import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,21 +166,23 @@ def mutants() -> list[Mutant]:
     return [*ring, *_tma("tma", 4), *_tma("cluster", 4), *cluster, *attention]
 
 
+def _title(key: str) -> str:
+    return f"{KERNELS[key].problem}/{KERNELS[key].variant}, {key}"
+
+
 def _short(text: str) -> str:
     """The first line, of a deadlock the second too, which names a barrier."""
     lines = text.splitlines()
     return " ".join(line.strip() for line in lines[: 2 if "deadlock" in lines[0] else 1])[:200]
 
 
-def _run(target: str) -> int:
-    """In a separate process: run the mutants of one target, one line of JSON each."""
+def _run(target: str, keys: list[str]) -> int:
+    """In a separate process: run the mutants of these kernels of one target, one line of JSON each."""
     from problems.common.ptx_model import driver
 
     model = driver.install(target)
-    model.multiprocessors = MULTIPROCESSORS
-    for key, kernel in KERNELS.items():
-        if kernel.target != target:
-            continue
+    for key in keys:
+        kernel = KERNELS[key]
         folder = ROOT / "problems" / kernel.problem
         task, reference = load.module(folder, "task"), load.module(folder, "reference")
         module = load.module(folder, f"variants/{kernel.variant}")
@@ -188,12 +191,13 @@ def _run(target: str) -> int:
         right = Mutant(key, "none: the kernel as it is", "", "")
         for mutant in (right, *(m for m in mutants() if m.kernel == key)):
             model.edit = mutant.edited if mutant.pattern else None
-            found: dict[str, Any] = {"kernel": f"{kernel.problem}/{kernel.variant}, {key}", "mutant": mutant.what}
+            found: dict[str, Any] = {"kernel": _title(key), "mutant": mutant.what}
             found["said"] = {}
-            for order, poison in ORDERS.items():
-                model.policy, model.poison = order, poison
+            for order in ORDERS:
+                set_order(model, order)
+                model.multiprocessors = MULTIPROCESSORS
                 status, said = _checked(model, module, reference, pristine, want)
-                found["said"][order] = "right" if status == "MODEL_CHECKED" else _short(f"{status}: {said}")
+                found["said"][order.policy] = "right" if status == "MODEL_CHECKED" else _short(f"{status}: {said}")
                 if "LookupError" in said:
                     raise SystemExit(f"{mutant.what}: {said}")
                 if status != "MODEL_CHECKED" and mutant is not right:
@@ -216,13 +220,21 @@ def table(results: list[dict]) -> str:
 def main(argv: list[str]) -> int:
     """See the top of this file."""
     if argv[:1] == ["--target"]:
-        return _run(argv[1])
+        return _run(argv[1], argv[2:])
     if argv != ["--table"]:
+        if unknown := set(argv) - set(KERNELS):
+            print(f"model_mutants: wanted names of {list(KERNELS)}, got {sorted(unknown)}", file=sys.stderr)
+            return 2
+        keys = argv or list(KERNELS)
         results = []
-        for target in dict.fromkeys(kernel.target for kernel in KERNELS.values()):
-            command = [sys.executable, "-m", "harness.tools.model_mutants", "--target", target]
+        for target in dict.fromkeys(KERNELS[key].target for key in keys):
+            chosen = [key for key in keys if KERNELS[key].target == target]
+            command = [sys.executable, "-m", "harness.tools.model_mutants", "--target", target, *chosen]
             ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
             results += [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+        before = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+        kept = {_title(key) for key in KERNELS if key not in keys}
+        results = [one for one in before if one["kernel"] in kept] + results
         RESULTS.write_text("".join(json.dumps(one) + "\n" for one in results))
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     page = PAGE.read_text()

@@ -37,6 +37,7 @@ MMA_WARP = (SOFTMAX_THREADS + GATHER_THREADS) // 32
 NUM_THREADS = 512  # warps come in groups of four, which share out registers: three behind MMA_WARP have no work
 SOFTMAX_REGISTERS, GATHER_REGISTERS, MMA_REGISTERS = 160, 144, 64  # of a thread; at launch 128
 COMBINE_THREADS = HEAD_DIM // 4
+COMBINE_BATCH = 8  # shares of which a thread has loads under way
 
 # mbarriers of a CTA: (name, how many, arrivals). Waits for the n-th use of one have parity n % 2.
 BARRIERS = (
@@ -464,7 +465,7 @@ def rescale(shared: Shared, tmem: cute.Pointer, s: cute.Tensor, counts, sums: cu
         for part in cutlass.range(CHUNKS * HEADS // COLUMNS, unroll=1):
             load_columns(tmem, O_COLUMN + COLUMNS * part, s, thread)
             for h in cutlass.range_constexpr(0, COLUMNS, 4):
-                cute.autovec_copy(quad(shared.factor, part % (HEADS // COLUMNS) * COLUMNS + h), four)
+                cute.autovec_copy(quad(shared.factor, (part & (HEADS // COLUMNS - 1)) * COLUMNS + h), four)
                 for i in cutlass.range_constexpr(4):
                     s[h + i] *= four[i]
             store_columns(tmem, O_COLUMN + COLUMNS * part, s, thread)
@@ -472,7 +473,7 @@ def rescale(shared: Shared, tmem: cute.Pointer, s: cute.Tensor, counts, sums: cu
 
 def quad(values: cute.Tensor, first) -> cute.Tensor:
     """4 neighbouring floats of shared memory, from a multiple of 4 on."""
-    return cute.local_tile(values, (4,), (first // 4,))
+    return cute.local_tile(values, (4,), (first >> 2,))
 
 
 def reduce_heads(values: list, lane: Int32) -> list:
@@ -581,7 +582,7 @@ def write_out(
     odd = thread % 2
     heads = out.shape[1]
     for part in cutlass.range(4, unroll=1):
-        chunk, half = thread // 128 * 2 + part // 2, part % 2
+        chunk, half = (thread >> 7 << 1) + (part >> 1), part & 1
         dim = chunk * CHUNK_DIMS + thread % 128
         if any_tile:
             load_columns(tmem, O_COLUMN + HEADS * chunk + COLUMNS * half, o, thread)
@@ -603,7 +604,7 @@ def write_out(
                 other = cute.arch.shuffle_sync_bfly(select(odd == 0, o[h + 1], o[h]), 1)
                 if row + odd < heads:
                     low, high = select(odd == 0, own, other), select(odd == 0, other, own)
-                    out[dim // 2, row + odd, query] = pack_bf16x2(low, high)
+                    out[dim >> 1, row + odd, query] = pack_bf16x2(low, high)
 
 
 # ---- kernels
@@ -753,6 +754,8 @@ def combine(partial: cute.Tensor, stats: cute.Tensor, sink: cute.Tensor, out: cu
     reference = cute.arch.warp_reduction_max(reference)
     total = Float32(0.0)
     sums = cute.make_rmem_tensor((4,), Float32)
+    parts = cute.make_rmem_tensor((COMBINE_BATCH,), Float32)
+    raw = cute.make_rmem_tensor((4, COMBINE_BATCH), Int32)
     sums.fill(0.0)
     for start in cutlass.range(0, shares, 32, unroll=1):
         factor = Float32(0.0)  # of share start + lane
@@ -761,12 +764,16 @@ def combine(partial: cute.Tensor, stats: cute.Tensor, sink: cute.Tensor, out: cu
             if share_total > 0.0:
                 factor = exp2(stats[0, start + lane, head, query] - reference)
             total += share_total * factor
-        for i in cutlass.range(cutlass.min(shares - start, 32), unroll=8):
-            part = cute.arch.shuffle_sync(factor, i)
-            source = partial[None, thread, head, start + i, query].iterator.toint()
-            words = load_if(part > 0.0, source, 4, 0)  # a share without weight adds nothing
-            for j in cutlass.range_constexpr(4):
-                sums[j] += part * bits_to_float(words[j])
+        for batch in cutlass.range(0, cutlass.min(shares - start, 32), COMBINE_BATCH, unroll=1):
+            for i in cutlass.range_constexpr(COMBINE_BATCH):
+                parts[i] = cute.arch.shuffle_sync(factor, batch + i)
+                source = partial[None, thread, head, start + batch + i, query].iterator.toint()
+                words = load_if(parts[i] > 0.0, source, 4, 0)  # a share without weight adds nothing, nor does none
+                for j in cutlass.range_constexpr(4):
+                    raw[j, i] = words[j]
+            for i in cutlass.range_constexpr(COMBINE_BATCH):
+                for j in cutlass.range_constexpr(4):
+                    sums[j] += parts[i] * bits_to_float(raw[j, i])
     total = cute.arch.warp_reduction_sum(total)
     whole = final_factor(reference, total, sink[head])
     result = cute.make_rmem_tensor((2,), Int32)

@@ -8,7 +8,7 @@ import cutlass
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.utils import blackwell_helpers
 from task import HEAD_DIM, NOPE, SCALE, input_t, output_t, unpack
@@ -46,7 +46,7 @@ BARRIERS = (
     ("k_free", CHUNKS, 1),  # the tensor core: values of the chunk are added
     ("s_full", 1, 1),  # the tensor core: scores of a tile; O^T and P^T of the tile before are done as well
     ("p_full", 1, SOFTMAX_THREADS // 32),  # a warp that has read its scores and stored its P^T
-    ("o_done", 1, 1),  # the tensor core: everything
+    ("o_done", 1, 1),  # the tensor core: everything, where there is a tile
 )
 PASSED, OUT_READY = 1, 2  # numbered barriers: of the threads of softmax; of these and those that gather
 
@@ -60,6 +60,23 @@ LOWEST = -1.0e37  # reference where there is no score yet: finite, so that no di
 SLACK = 8.0  # powers of two by which a score may pass the reference: weights stay below 2^8
 CODES = 0x3120  # the order of a word's bytes in which codes are decoded
 SIGNS, MAGNITUDES = -0x7F7F7F80, 0x07F007F0  # bit 7 of each byte; where a bf16 pair takes the bits 6:0 of two codes
+
+
+def check_budgets() -> None:
+    """ValueError, while tracing, unless the constants above fit a multiprocessor and the instructions."""
+    registers = SOFTMAX_THREADS * SOFTMAX_REGISTERS + GATHER_THREADS * GATHER_REGISTERS + 128 * MMA_REGISTERS
+    smem = 16 * (BLOCK_N * PIECES + HEADS * PIECES + BLOCK_N * 8) + 4 * HEADS * 6 + 1024
+    for what, used, most in (
+        ("registers", registers, 65536), ("bytes of shared memory", smem, 227 * 1024),
+        ("columns of tensor memory", S_COLUMN + HEADS, TMEM_COLUMNS), ("rows of a product", BLOCK_N, 128),
+    ):  # fmt: skip
+        if used > most:
+            raise ValueError(f"a CTA may have {most} {what}, got {used}")
+    if HEADS % 16 or HEADS % COLUMNS or TMEM_COLUMNS & (TMEM_COLUMNS - 1):
+        raise ValueError(
+            f"wanted whole columns of 16 and {COLUMNS} heads and a power of two, got {HEADS} {TMEM_COLUMNS}"
+        )
+
 
 # ---- device helpers
 
@@ -151,7 +168,7 @@ def piece_at(group, row, piece):
 
 # ---- products
 
-_K, _MN = tcgen05.OperandMajorMode.K, tcgen05.OperandMajorMode.MN
+_K, _MN = OperandMajorMode.K, OperandMajorMode.MN
 SCORE_TILE = VALUE_TILE = (BLOCK_N, HEADS, CHUNK_DIMS)  # entries, heads, dims; dims, heads, entries
 
 
@@ -425,8 +442,9 @@ def multiply(span: Span, shared: Shared, queries: cute.Tensor, tmem: cute.Pointe
                 cute.gemm(values, o, v_part[None, None, k, c], p_part[None, None, k, 0], o)
             with cute.arch.elect_one():
                 tcgen05.commit(shared.barrier("k_free", c))
-    with cute.arch.elect_one():
-        tcgen05.commit(shared.barrier("o_done"))
+    if span.last > span.first:
+        with cute.arch.elect_one():
+            tcgen05.commit(shared.barrier("o_done"))
 
 
 # ---- softmax: one warpgroup, a thread an entry
@@ -708,7 +726,8 @@ def attend(
         )  # fmt: skip
         gather(gatherer, span, shared)
         cute.arch.barrier(barrier_id=OUT_READY, number_of_threads=SOFTMAX_THREADS + GATHER_THREADS)
-        cute.arch.mbarrier_wait(shared.barrier("o_done"), 0)
+        if last > first:
+            cute.arch.mbarrier_wait(shared.barrier("o_done"), 0)
         fence_after_sync()
         write_out(shared, tmem, out, partial, head, query, share, last > first, thread - SOFTMAX_THREADS, split)
         fence_before_sync()
@@ -823,6 +842,7 @@ def launch(
     split: cutlass.Constexpr,
 ):
     """Views of the tensors of task.Data and of the workspace, and the launches."""
+    check_budgets()
     rows = batch * queries
     window_list = cute.make_tensor(window_index, cute.make_layout((listed_window, rows)))
     compressed_list = cute.make_tensor(compressed_index, cute.make_layout((listed_compressed, rows)))
@@ -852,7 +872,9 @@ def launch(
         combine(
             rows_of(partial, 4, HEAD_DIM // 4, heads, shares, rows), share_stats, sinks,
             rows_of(out, 2, COMBINE_THREADS, heads, rows), sums,
-        ).launch(grid=(heads, rows, 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True)  # fmt: skip
+        ).launch(  # without the last argument ptxas spares registers and has two loads under way, not COMBINE_BATCH
+            grid=(heads, rows, 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True, min_blocks_per_mp=1
+        )  # fmt: skip
 
 
 # Of the pointer arguments of `launch`: dtype, alignment in bytes.

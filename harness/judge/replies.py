@@ -162,6 +162,8 @@ class Kernel(Reply):
     stack_bytes: Count
     spill_bytes: Count
     shared_bytes: Count
+    sass: Annotated[dict[Name, Count], Field(max_length=256)] | None = None
+    tmem_columns: Count | None = None
 
 
 class Artefact(Reply):

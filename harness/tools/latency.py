@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from harness.results.datasheet import RATES
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Problem, ProblemError, UsageError, has_words, label
 from harness.results import environment, record, schema
+from harness.results.datasheet import RATES
 from harness.sandbox import process
 from problems.common import build, load
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Recorder, Result
@@ -84,7 +84,9 @@ def run(
                 reached += line["order"] == ORDERS[-1].policy
             status = child.wait()
         except TimeoutError:
-            words = f"not over after {timeout_s:g} s under one order; give it longer: --timeout {2 * (timeout_s or 0):g}"
+            words = (
+                f"not over after {timeout_s:g} s under one order; give it longer: --timeout {2 * (timeout_s or 0):g}"
+            )
             found[reached] = Outcome("TIMEOUT", words)
             status = 0
         finally:
@@ -100,11 +102,16 @@ def run(
     ]
 
 
-def _lines(child: subprocess.Popen, out: TextIO, timeout_s: float | None) -> Iterator[dict]:
+def _lines(child: subprocess.Popen, out: IO[str], timeout_s: float | None) -> Iterator[dict]:
     """What the child says, line by line. TimeoutError: a line took longer than the limit."""
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        child.kill()
+
     while True:
-        late = threading.Event()
-        timer = threading.Timer(timeout_s or 0, lambda: (late.set(), child.kill()))
+        timer = threading.Timer(timeout_s or 0, stop)
         if timeout_s:
             timer.start()
         line = out.readline()

@@ -1,9 +1,10 @@
 """Write the outputs of a variant in the model, and compare them later with those of a GPU, bit by bit.
 
     .venv/bin/python -m harness.tools.model_outputs write nvfp4_gemv sm90_dp4a "m=33" outputs.pt
+    .venv/bin/python -m harness.tools.model_outputs write moe_gemm sm90_grouped "tokens=1" outputs.pt sm90
     .venv/bin/python -m harness.tools.model_outputs compare outputs.pt          # on a machine with the GPU
 
-`write` runs the test cases with those words in the model; `compare` makes the same inputs on the CPU, runs the variant
+`write` runs the test cases with those words in the model, for the target at the end if there is one; `compare` makes the same inputs on the CPU, runs the variant
 on the GPU, and prints for each case how many elements have equal bits. It exits with 1 unless all have.
 """
 
@@ -17,7 +18,7 @@ from problems.common import load
 
 def main(argv: list[str]) -> int:
     """See the top of this file. Return the exit code: 2 for a wrong command."""
-    if len(argv) == 5 and argv[0] == "write":
+    if len(argv) in (5, 6) and argv[0] == "write":
         return _write(*argv[1:])
     if len(argv) == 2 and argv[0] == "compare":
         return _compare(argv[1])
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     return 2
 
 
-def _write(problem_name: str, variant: str, words: str, path: str) -> int:
+def _write(problem_name: str, variant: str, words: str, path: str, target: str = "") -> int:
     import torch
 
     from problems.common.ptx_model import driver
@@ -35,7 +36,11 @@ def _write(problem_name: str, variant: str, words: str, path: str) -> int:
     if not cases:
         print(f"no test case of {problem_name} has the words {words!r}", file=sys.stderr)
         return 2
-    model = driver.install(model_check.target_of(problem.variant(variant)))
+    chosen = problem.variant(variant)
+    if target and target not in chosen.targets:
+        print(f"target must be one of {chosen.targets}, got {target!r}", file=sys.stderr)
+        return 2
+    model = driver.install(target or model_check.target_of(chosen))
     outputs = []
     for case in cases:
         outputs.append(_run(problem_name, variant, case, "cpu"))

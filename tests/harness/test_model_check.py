@@ -12,6 +12,7 @@ from harness import run as harness_run
 from harness.results import record
 from harness.tools import model_check
 from leaderboard import pages
+from problems.common import cubins
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = "m=1 k=64"
@@ -33,7 +34,12 @@ def test_a_right_variant_is_recorded_as_model_checked_and_never_timed(tmp_path, 
     assert said.count("MODEL_CHECKED") == 7 and " us " not in said and "2 records of model" in said
     compiled, checked = record.read("model", "nvfp4_gemv", tmp_path)
     assert (compiled["kind"], compiled["status"], compiled["target"]) == ("compile", "COMPILED", "sm100")
-    assert (checked["kind"], checked["status"], checked["case"]) == ("model", "MODEL_CHECKED", {"m": 1, "k": 64, "l": 1})
+    assert (checked["kind"], checked["status"], checked["case"]) == (
+        "model",
+        "MODEL_CHECKED",
+        {"m": 1, "k": 64, "l": 1},
+    )
+    assert all(("sass" in kernel) == bool(cubins.disassembler()) for kernel in compiled["resources"])
     assert checked["orders"] == [order.policy for order in model_check.ORDERS]
     assert not [name for name in checked if name.endswith("_us")]
     last = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]

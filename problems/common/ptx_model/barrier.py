@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST_TX = 2**20 - 1  # bytes that one phase may expect
 MOST_ARRIVALS = 2**20 - 1
+NO_RANK = 255  # of a block that no cluster has
 _SCOPES = ("relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys")
 
 
@@ -29,6 +30,7 @@ class MBarrier:
         self.past: Any = None  # what its arrivals of this phase know
         self.released: Any = None  # what who has waited for the last phase knows
         self.made = (agent, int(block.cluster.clocks.known[agent, agent]))
+        self.published: int | None = None  # by a fence: to who has passed this phase of the cluster's barrier
 
     def said(self) -> str:
         missing = [f"{self.pending} of {self.count} arrivals"] if self.pending else []
@@ -89,7 +91,12 @@ def find(block: "Block", address: int) -> MBarrier:
 def used_by(w: Warps, barrier: MBarrier) -> None:
     """Fault("race") where a warp uses a barrier whose initialisation nothing has made known to it."""
     agent, clock = barrier.made
-    if barrier.block.shared.shadow and (w.block.cluster.clocks.known[w.agents, agent] < clock).any():
+    cluster = w.block.cluster
+    unknown = cluster.clocks.known[w.agents, agent] < clock
+    if barrier.block.shared.shadow and unknown.any():
+        passed = [cluster.passed.get(int(a), 0) for a in w.agents[unknown]]
+        if barrier.published is not None and min(passed) > barrier.published:
+            return
         raise Fault("race", f"the mbarrier at byte {barrier.offset:#x} is used, but its init is not ordered before")
 
 
@@ -364,6 +371,9 @@ def _cluster_barrier(d: Decoder) -> Execute:
         past = cluster.clocks.release(w.agents)
         if not relaxed:
             cluster.past = joined(cluster.past, past)
+        for agent in map(int, w.agents):  # what a fence has put ahead of a relaxed arrival
+            if agent in cluster.fenced:
+                cluster.past = joined(cluster.past, cluster.fenced.pop(agent))
         _settle_cluster(w)
 
     def wait(w: Warps, m: Mask) -> None:
@@ -383,6 +393,7 @@ def _cluster_barrier(d: Decoder) -> Execute:
 
 
 def _acquire_cluster(w: Warps) -> None:
+    w.block.cluster.passed.update(dict.fromkeys(map(int, w.agents), w.block.cluster.phase))
     if w.block.cluster.released is not None:
         w.block.cluster.clocks.acquire(w.agents, w.block.cluster.released)
 
@@ -414,9 +425,26 @@ def fence(d: Decoder) -> Execute:
     d.drop("proxy", "async", "async::generic", "async.global", "global", "shared::cta", "shared::cluster", "alias")
     d.drop("mbarrier_init", "acq_rel", "sc", "cta", "cluster", "gpu", "sys", "gl", "release", "acquire", "relaxed")
     d.drop("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
-    if not asynchronous:
-        return lambda w, m: None
-    return lambda w, m: w.block.cluster.clocks.fence(w.agents)
+    if asynchronous:
+        return lambda w, m: w.block.cluster.clocks.fence(w.agents)
+    return _publish if "mbarrier_init" in d.instruction.mods else _fence_all
+
+
+def _publish(w: Warps, m: Mask) -> None:
+    """fence.mbarrier_init: the next arrival at the cluster's barrier, a relaxed one too, makes the inits known."""
+    cluster = w.block.cluster
+    for barrier in w.block.barriers.values():
+        maker = barrier.made[0]
+        if maker in w.agents:
+            barrier.published = cluster.phase + (cluster.arrivals.get(maker, -1) >= cluster.phase)
+
+
+def _fence_all(w: Warps, m: Mask) -> None:
+    """A fence of memory: what comes before it is known to who sees a relaxed arrival behind it."""
+    cluster = w.block.cluster
+    if len(cluster.blocks) > 1:
+        past = cluster.clocks.release(w.agents)
+        cluster.fenced.update(dict.fromkeys(map(int, w.agents), past))
 
 
 @opcode("mapa")
@@ -427,9 +455,7 @@ def map_address(d: Decoder) -> Execute:
     window = 0 if shared else SHARED_WINDOW
 
     def execute(w: Warps, m: Mask) -> None:
-        ranks = np.asarray(rank(w)).astype(np.int64)
-        if np.any((ranks if m is None or ranks.ndim == 0 else ranks[m]) >= len(w.block.cluster.blocks)):
-            raise Fault("bounds", f"a rank above the {len(w.block.cluster.blocks)} blocks of the cluster")
+        ranks = np.minimum(np.asarray(rank(w)).astype(np.int64), NO_RANK)  # what uses the address of none is refused
         offset = np.asarray(address(w)).astype(np.int64) & (1 << RANK_SHIFT) - 1
         put(w, ((ranks << RANK_SHIFT) + offset + window).astype(f"u{8 if type_ == 'u64' else 4}"), m)
 

@@ -133,6 +133,8 @@ class Cluster:
         self.clocks = Clocks(x * y * z * (count + 16))
         self.arrivals: dict[int, int] = {}  # warp's agent -> phase of the cluster's barrier that it arrived for
         self.phase = 0  # of that barrier
+        self.passed: dict[int, int] = {}  # warp's agent -> phases that it has waited for
+        self.fenced: dict[int, Any] = {}  # warp's agent -> what it knew at its last fence
         self.past: Any = None
         self.released: Any = None
         self.waiting: list[Warps] = []

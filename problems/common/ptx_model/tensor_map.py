@@ -12,12 +12,6 @@ BYTES = 128  # of an encoded map, which the kernel sees as an opaque block
 _MAGIC = b"ptxmodelmap1"
 _DIMS, _STRIDES, _BOX = 24, 44, 76  # where they begin; ahead of them address, rank, bits, swizzle, fill
 SWIZZLES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
-# The 16 words in which CuTe DSL's host code writes a map itself, found by comparing what it writes for many tensors:
-# 0 and 1 address; 2 flags (below); 3 to 6 strides of dims[1:] / 16 without their bits from 32 on, which are nibbles of
-# 7; 8 to 12 dims - 1; 13 bits 0 to 14 element strides - 1, bits 24 to 31 box[0] - 1; 14 bytes box[1:] - 1; 15 is 0.
-_NATIVE_WORDS = 16
-_NATIVE_TILED, _NATIVE_HINTS = 2, 1 << 17 | 1 << 18 | 1 << 21  # of flags: bits 0 to 3; those that change no value
-_NATIVE_BITS = (8, 16, 32, 32, 64, 64, 16, 32, 32, 64, 16, 4)  # of an element, by bits 7 to 10 of flags
 
 
 @dataclass(frozen=True)
@@ -65,9 +59,9 @@ class TensorMap:
 
     @staticmethod
     def decode(raw: bytes) -> "TensorMap":
-        """The map in these 128 bytes, as `encode` or CuTe DSL writes it. Fault("descriptor"): there is none."""
+        """The map in these 128 bytes. Fault("descriptor"): there is none."""
         if not raw.startswith(_MAGIC):
-            return _native(struct.unpack_from(f"<{_NATIVE_WORDS}I", raw))
+            return _encoded_by_the_dsl(raw)
         address, rank, bits, swizzle, fill = struct.unpack_from("<QBBBB", raw, 12)
         dims = struct.unpack_from(f"<{rank}I", raw, _DIMS)
         strides = struct.unpack_from(f"<{rank - 1}Q", raw, _STRIDES)
@@ -124,21 +118,26 @@ class TensorMap:
         return self.address + place * self.strides[0], (place >= 0) & (place < self.dims[1])
 
 
-def _native(words: tuple[int, ...]) -> TensorMap:
-    """The map in the hardware's own form. Fault("descriptor"): it is none; Fault("not modelled"): a flag is set."""
-    flags, rank = words[2], (words[2] >> 4 & 7) + 1
-    kind, swizzle = flags >> 7 & 15, (0, 32, 64, 128)[flags >> 13 & 3]
-    if flags & 15 != _NATIVE_TILED or rank > 5 or words[15] or kind >= len(_NATIVE_BITS):
-        raise Fault("descriptor", "a copy names a tensor map where there is none")
-    steps = words[13] & 0xFFFFFF
-    if flags >> 15 & ~(_NATIVE_HINTS >> 15) or flags >> 11 & 3 or steps:
-        raise Fault("not modelled", f"a tensor map with the flags {flags:#x} and element strides {steps:#x}")
-    strides = ((words[3 + i] | (words[7] >> 4 * i & 15) << 32) * 16 for i in range(rank - 1))
-    box = (words[13] >> 24, *(words[14] >> 8 * i & 255 for i in range(rank - 1)))
-    return TensorMap(
-        words[1] << 32 | words[0], _NATIVE_BITS[kind], tuple(words[8 + i] + 1 for i in range(rank)), tuple(strides),
-        tuple(size + 1 for size in box), swizzle,
-    )  # fmt: skip
+# How CuTe DSL writes a tensor map itself, without the driver. Found by compiling maps of every type, rank, swizzle, box
+# and stride with version 4.8.1; 64 bytes: address, flags, strides / 16 (low words, then a nibble each), dims - 1,
+# element strides - 1, box - 1. A flag that no such map had is refused.
+_DSL = struct.Struct("<QI4II5I3x5B4x")
+_DSL_ALWAYS = 0x40002  # bits that every one of them has
+_DSL_HINTS = 0x210000  # how much L2 fetches at once; that fp32 is rounded to TF32, which products do by themselves
+_DSL_BITS = {0: 8, 1: 16, 2: 32, 4: 64, 6: 16, 7: 32, 9: 64, 10: 16, 11: 4}
+
+
+def _encoded_by_the_dsl(raw: bytes) -> TensorMap:
+    """Fault("descriptor"): these bytes are none."""
+    address, flags, *rest = _DSL.unpack_from(raw)
+    low, high, sizes, boxes = rest[:4], rest[4], rest[5:10], rest[10:]
+    rank, kind, swizzle = (flags >> 4 & 7) + 1, flags >> 7 & 15, flags >> 13 & 3
+    known = _DSL_ALWAYS | _DSL_HINTS | 7 << 4 | 15 << 7 | 3 << 13
+    if flags & _DSL_ALWAYS != _DSL_ALWAYS or flags & ~known or kind not in _DSL_BITS or rank > 5 or any(raw[52:55]):
+        raise Fault("descriptor", f"a copy names a tensor map where there is none that the model reads ({flags:#x})")
+    strides = tuple((n | (high >> 4 * i & 15) << 32) * 16 for i, n in enumerate(low[: rank - 1]))
+    dims, box = (tuple(n + 1 for n in numbers[:rank]) for numbers in (sizes, boxes))
+    return TensorMap(address, _DSL_BITS[kind], dims, strides, box, (0, 32, 64, 128)[swizzle])
 
 
 def swizzled(offset: np.ndarray, span: int) -> np.ndarray:

@@ -15,9 +15,9 @@ import torch
 from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.phases import run_tests
-from harness.results.datasheet import RATES
 from harness.judge.session import Session
 from harness.problem import folders
+from harness.results.datasheet import RATES
 from harness.runner import buffers, clock, matmul, native, wire
 from harness.sandbox.process import ROOT
 

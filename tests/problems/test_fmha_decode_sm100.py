@@ -22,8 +22,10 @@ SMALL = {
 LONG = [
     # Two blocks of heads, the second of 8; a last tile of 94 entries; lengths of each sequence, holes.
     {"batch": 3, "heads": 72, "window": 100, "compressed": 250, "page_compressed": 2, "pool": 300, "content": "ragged"},
-    # Tiles that rescale what others have summed; shares that are joined; 128 heads.
-    {"queries": 2, "heads": 128, "window": 128, "compressed": 450, "pool": 450, "content": "maxima"},
+    # Scores rise along the list, so that tiles rescale what others have added; 128 heads.
+    {"batch": 4, "heads": 128, "compressed": 511, "pool": 511, "order": "sequential", "content": "maxima"},
+    # Shares that are joined; two queries.
+    {"queries": 2, "heads": 24, "window": 128, "compressed": 450, "pool": 450, "content": "duplicates"},
     # Lists without an entry, and shares without one.
     {"batch": 2, "queries": 2, "heads": 20, "window": 64, "compressed": 300, "pool": 300, "content": "empty"},
     {"batch": 1, "heads": 64, "window": 128, "compressed": 512, "pool": 600, "order": "sequential", "content": "sinks"},

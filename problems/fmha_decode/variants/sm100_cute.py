@@ -279,7 +279,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory, but for the factors. reference, factor: fp32 (HEADS,), of softmax in powers of two, of O^T."""
+    """Shared memory, but for the queries. reference, factor: fp32 (HEADS,), of softmax in powers of two, of O^T."""
 
     tile: cute.Tensor  # int32 (4 words, BLOCK_N x PIECES): K
     probabilities: cute.Tensor  # int32 (4 words, BLOCK_N x 8): P^T, a row of 64 heads an entry
@@ -553,7 +553,7 @@ def softmax(span: Span, shared: Shared, tmem: cute.Pointer, thread: Int32) -> No
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(shared.barrier("p_full"))
-    cute.arch.barrier(barrier_id=PASSED, number_of_threads=SOFTMAX_THREADS)  # `partial` has been read
+    # Whoever read `partial` in `rescale` has passed a barrier since.
     pair = reduce_heads([sums[h] for h in range(HEADS)], lane)
     for i in cutlass.range_constexpr(2):
         shared.partial[2 * lane + i, thread // 32] = pair[i]

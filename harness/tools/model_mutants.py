@@ -61,8 +61,8 @@ class Mutant:
 
 KERNELS = {
     "ring": Kernel("nvfp4_gemv", "sm100_native", "sm100", {"m": 40, "k": 5184, "l": 1, "seed": 5}, "gemv"),
-    "tma": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 40, "k": 17472, "l": 1, "seed": 5}, "rank2"),
-    "cluster": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 40, "k": 17472, "l": 2, "seed": 5}, "rank3"),
+    "tma": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 300, "k": 17472, "l": 1, "seed": 5}, "rank2"),
+    "cluster": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 300, "k": 17472, "l": 2, "seed": 5}, "rank3"),
     "attention": Kernel(
         "fmha_decode", "sm90_wgmma", "sm90",
         {
@@ -126,7 +126,7 @@ def _tma(kernel: str, waits: int) -> list[Mutant]:
         ]
     found += [
         Mutant(kernel, "first arrival is missing", _ARRIVE, _NONE, 0),
-        Mutant(kernel, "barrier 0 counts 257 arrivals", _INIT, r"\1, 257;", 0),
+        Mutant(kernel, "barrier 9 counts 257 arrivals", _INIT, r"\1, 257;", 9),
         Mutant(kernel, "barrier 8 counts 3 arrivals", _INIT, r"\1, 3;", 8),
         Mutant(kernel, "load 12 has its coordinates swapped", _TENSOR, r"\1[\2], [\3, {\5, \4\6}]", 12),
         Mutant(kernel, "load 13 has its coordinates swapped", _TENSOR, r"\1[\2], [\3, {\5, \4\6}]", 13),

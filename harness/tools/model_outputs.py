@@ -4,8 +4,9 @@
     .venv/bin/python -m harness.tools.model_outputs write moe_gemm sm90_grouped "tokens=1" outputs.pt sm90
     .venv/bin/python -m harness.tools.model_outputs compare outputs.pt          # on a machine with the GPU
 
-`write` runs the test cases with those words in the model, for the target at the end if there is one; `compare` makes the same inputs on the CPU, runs the variant
-on the GPU, and prints for each case how many elements have equal bits. It exits with 1 unless all have.
+`write` runs the test cases with those words in the model, for the target at the end if there is one; `compare` makes
+the same inputs on the CPU, runs the variant on the GPU, and prints for each case how many elements have equal bits. It
+exits with 1 unless all have.
 """
 
 import sys

@@ -88,13 +88,16 @@ def find(block: "Block", address: int) -> MBarrier:
     return owner.barriers[offset]
 
 
-def used_by(w: Warps, barrier: MBarrier) -> None:
-    """Fault("race") where a warp uses a barrier whose initialisation nothing has made known to it."""
+def used_by(w: Warps, barrier: MBarrier, agents: np.ndarray | None = None) -> None:
+    """Fault("race") where a warp uses a barrier whose initialisation nothing has made known to it. agents: of the
+    warps that use it, by default all.
+    """
+    users = w.agents if agents is None else agents
     agent, clock = barrier.made
     cluster = w.block.cluster
-    unknown = cluster.clocks.known[w.agents, agent] < clock
+    unknown = cluster.clocks.known[users, agent] < clock
     if barrier.block.shared.shadow and unknown.any():
-        passed = [cluster.passed.get(int(a), 0) for a in w.agents[unknown]]
+        passed = [cluster.passed.get(int(a), 0) for a in users[unknown]]
         if barrier.published is not None and min(passed) > barrier.published:
             return
         raise Fault("race", f"the mbarrier at byte {barrier.offset:#x} is used, but its init is not ordered before")
@@ -435,7 +438,7 @@ def _publish(w: Warps, m: Mask) -> None:
     cluster = w.block.cluster
     for barrier in w.block.barriers.values():
         maker = barrier.made[0]
-        if maker in w.agents:
+        if maker in w.agents and barrier.published is None:
             barrier.published = cluster.phase + (cluster.arrivals.get(maker, -1) >= cluster.phase)
 
 

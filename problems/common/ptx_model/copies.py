@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from problems.common.ptx_model import formats
-from problems.common.ptx_model.barrier import find, lanes_of
+from problems.common.ptx_model.barrier import find, lanes_of, used_by
 from problems.common.ptx_model.decode import Decoder, Execute, opcode
 from problems.common.ptx_model.faults import Fault
 from problems.common.ptx_model.loads import shared_blocks
@@ -227,6 +227,7 @@ def _load(
         if target.ended:
             raise Fault("bounds", f"a copy to {target.name}, which has ended")
         barrier = find(block, told)
+        used_by(w, barrier, issuer)
         agent = barrier.block.agent(
             ("copies", barrier.offset), f"copies that the mbarrier at {barrier.offset:#x} counts"
         )
@@ -419,6 +420,7 @@ def store_async(d: Decoder) -> Execute:
             those = barriers == where
             block, _, offsets = shared_blocks(w, at[those], False)[0]
             barrier = find(w.block, int(where))
+            used_by(w, barrier, np.unique(w.lane_agents[lanes[those]]))
             if barrier.block is not block or len(offsets) != int(those.sum()):
                 raise Fault("barrier", "st.async to a block that tells a barrier of another block")
             block.shared.check(offsets, size)

@@ -100,6 +100,11 @@ class Past:
     def __init__(self, agent: int, known: np.ndarray, fenced: np.ndarray) -> None:
         self.agent, self.known, self.fenced = agent, known, fenced
 
+    def of(self, agents: int) -> "Past":
+        """The same with so many agents: of those that came later it knows nothing."""
+        more = agents - len(self.known)
+        return Past(self.agent, np.pad(self.known, (0, more)), np.pad(self.fenced, (0, more))) if more else self
+
 
 class Shadow:
     """Who wrote and read each cell of a memory last. what: its name in faults; byte: cell -> the address to name."""
@@ -148,7 +153,8 @@ class Shadow:
         """An access of whole cells by asynchronous work."""
         writer = self._writer[cells]
         clock = self._write_clock[cells]
-        seen = past.known if write else np.where(self._clocks.generic[: len(past.known)], past.fenced, past.known)
+        past = past.of(len(self._clocks.generic))
+        seen = past.known if write else np.where(self._clocks.generic, past.fenced, past.known)
         agents = np.full(len(cells), past.agent)
         bad = (clock > seen[writer]) & (writer >= 0) & (writer != past.agent)
         if bad.any():

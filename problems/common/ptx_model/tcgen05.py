@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from problems.common.ptx_model import descriptors, formats
-from problems.common.ptx_model.barrier import find, lanes_of
+from problems.common.ptx_model.barrier import find, lanes_of, used_by
 from problems.common.ptx_model.decode import Decoder, Execute, opcode
 from problems.common.ptx_model.faults import Fault
 from problems.common.ptx_model.memory import RANK_SHIFT, SHARED_WINDOW
@@ -140,7 +140,7 @@ def _commit(d: Decoder) -> Execute:
                 ranks = [r for r in range(16) if bits >> r & 1]
             places = [r << RANK_SHIFT | at & (1 << RANK_SHIFT) - 1 for r in ranks]
             for place in places:
-                find(w.block, place)
+                used_by(w, find(w.block, place), w.lane_agents[lane : lane + 1])
 
             def run(places=places, past=past) -> None:
                 for place in places:
@@ -154,11 +154,9 @@ def _commit(d: Decoder) -> Execute:
 def _copy(d: Decoder) -> Execute:
     """tcgen05.cp: from shared to tensor memory, in core matrices of 8 rows of 16 bytes."""
     pair = _pair(d)
-    shape = d.take("32x128b", "128x128b", "128x256b", "4x256b", "64x128b")
-    spread = d.take("warpx4")
-    if (shape, spread) not in (("32x128b", "warpx4"), ("128x128b", ""), ("128x256b", "")):
-        raise d.refuse(f"{shape} {spread}")
-    rows, bits = (int(n) for n in shape[:-1].split("x"))
+    if not d.take("32x128b") or not d.take("warpx4"):
+        raise d.refuse("a shape other than 32x128b.warpx4")  # of which no kernel has shown where the rows go
+    rows, bits = 32, 128
     to, source = d.address(0, False), d.lanes(1, "b64")
 
     def execute(w: Warps, m: Mask) -> None:
@@ -178,8 +176,7 @@ def _copy(d: Decoder) -> Execute:
                     raise Fault("tensor memory", f"tcgen05.cp to lane {target >> 16}")
                 for block in blocks:
                     words = np.ascontiguousarray(block.shared.read_bytes(index, past, True)).view(np.uint32)
-                    words = np.tile(words, (4, 1)) if spread else words
-                    block.tensor.write(np.arange(128), columns, words, past)
+                    block.tensor.write(np.arange(128), columns, np.tile(words, (4, 1)), past)
 
             _issue(w, run)
 
@@ -302,10 +299,12 @@ def _mma(d: Decoder) -> Execute:
     d.drop(kind, "collector::a::discard", "collector::a::lastuse", "collector::a::fill", "collector::a::use")
     kind = kind[6:]
     scaled = bool(d.take("block_scale"))
-    vector = d.take("scale_vec::4X", "scale_vec::2X", "block16", "block32")
+    vector = d.take("scale_vec::4X", "block16")
     if kind not in ("f16", "f8f6f4", "mxf4nvf4") or scaled != (kind == "mxf4nvf4"):
         raise d.refuse(kind)
-    blocks = 4 if vector in ("scale_vec::4X", "block16") else 2
+    if scaled and not vector:
+        raise d.refuse("scales of 32 values")
+    blocks = 4
     operands = d.operands
     from_tensor = isinstance(operands[1], Address)
     to = d.address(0, False)
@@ -379,10 +378,10 @@ def _product(
 def _access(d: Decoder, registers: tuple) -> Callable[[int, int, int], list[tuple[np.ndarray, np.ndarray]]]:
     """Return a function (first lane, first column, quarter) -> for each register the lane and column of each thread."""
     d.drop("sync", "aligned", "b32")
-    shape = d.take("32x32b", "16x256b")
+    shape = d.take("32x32b", "16x128b", "16x256b")
     times = next((int(mod[1:]) for mod in d.left if re.fullmatch(r"x\d+", mod)), 0)
     d.left = [mod for mod in d.left if not re.fullmatch(r"x\d+", mod)]
-    each = {"32x32b": 1, "16x256b": 4}.get(shape)
+    each = {"32x32b": 1, "16x128b": 2, "16x256b": 4}.get(shape)
     if not each or not times or len(registers) != each * times:
         raise d.refuse(f"{' '.join(d.left)} with {len(registers)} registers")
     thread = np.arange(LANES)
@@ -395,6 +394,8 @@ def _access(d: Decoder, registers: tuple) -> Callable[[int, int, int], list[tupl
             return [(lane + thread, np.full(LANES, column + i)) for i in range(times)]
         if lane not in (first, first + 16):
             raise Fault("tensor memory", f"a warp that may touch lanes {first} to {first + 31} names lane {lane}")
+        if shape == "16x128b":
+            return [(lane + thread // 4 + 8 * (i % 2), column + 4 * (i // 2) + thread % 4) for i in range(2 * times)]
         return [
             (lane + thread // 4 + 8 * (i // 2 % 2), column + 8 * (i // 4) + thread % 4 * 2 + i % 2)
             for i in range(4 * times)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from problems.common import ptx_model
-from problems.common.ptx_model import formats
-from problems.common.ptx_model.tensor_map import swizzled
+from problems.common.ptx_model import formats, races
+from problems.common.ptx_model.tensor_map import TensorMap, swizzled
 from tests.problems.common.ptx_model import kernels
 
 POLICIES = ptx_model.POLICIES
@@ -155,6 +155,20 @@ def test_a_box_is_loaded_swizzled_and_filled_with_zeros(policy, swizzle):
     assert np.array_equal(out[swizzled(np.arange(len(out)), swizzle)], want.reshape(-1))
 
 
+def test_a_tensor_map_as_cute_dsl_writes_it():
+    """The 64 bytes that version 4.8.1 makes of fp16 (5, 96, 192) with boxes of (2, 8, 64), swizzled by 128 bytes."""
+    raw = bytes.fromhex(
+        "0000345612700000" "22632400" "18000000000900000000000000000000" "00000000"
+        "bf0000005f000000040000000000000000000000" "0000003f0701000000000000"
+    )  # fmt: skip
+    found = TensorMap.decode(raw + bytes(64))
+    assert (found.address, found.bits, found.swizzle) == (0x7012_5634_0000, 16, 128)
+    assert (found.dims, found.strides, found.box) == ((192, 96, 5), (384, 36864), (64, 8, 2))
+    for at, value in ((10, 0x2C), (52, 1), (8, 0xA2)):  # an unknown flag, a step between elements, an unknown type
+        with pytest.raises(ptx_model.Fault, match="descriptor"):
+            TensorMap.decode(raw[:at] + bytes([value]) + raw[at + 1 :] + bytes(64))
+
+
 def test_rows_are_gathered():
     tensor = np.arange(64 * 64, dtype=np.uint8).reshape(64, 64) ^ np.arange(64, dtype=np.uint8)[:, None]
     box = ptx_model.TensorMap(tensor.ctypes.data, 8, (64, 64), (64,), (64, 1))
@@ -217,6 +231,59 @@ def test_blocks_of_a_cluster_read_each_other(policy):
     out = np.zeros(64, np.uint32)
     run(kernels.entry("u64", REMOTE, 128), (out,), 32, 2, policy, cluster=2)
     assert np.array_equal(out.reshape(2, 32), np.arange(32) + np.array([[256], [0]]))
+
+
+MULTICAST = """
+mov.u32 %r0, buf; add.u32 %r2, %r0, 4096; mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; mov.u64 %rd5, p0;
+cvta.param.u64 %rd5, %rd5; mov.u32 %r4, %cluster_ctarank; mov.b16 %h1, 3; shl.b32 %r6, %r4, 3; shl.b32 %r7, %r4, 9;
+@%p1 bra READY; mbarrier.init.shared::cta.b64 [%r2], 1; fence.mbarrier_init.release.cluster;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 1024;
+READY: barrier.cluster.arrive.RELAXED.aligned; barrier.cluster.wait.acquire.aligned;
+@%p1 bra WAIT; add.u32 %r8, %r0, %r7;
+cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster
+[%r8], [%rd5, {0, %r6}], [%r2], %h1;
+WAIT: W: mbarrier.try_wait.parity.shared::cta.b64 %p15, [%r2], 0; @!%p15 bra W;
+ld.param.u64 %rd1, [p1]; mul.wide.u32 %rd2, %r4, 1024; add.u64 %rd1, %rd1, %rd2; mul.wide.u32 %rd3, %r1, 4;
+add.u64 %rd1, %rd1, %rd3; shl.b32 %r9, %r1, 2; add.u32 %r9, %r9, %r0; mov.u32 %r10, 0;
+COPY: ld.shared.u32 %r11, [%r9]; st.global.u32 [%rd1], %r11; add.u32 %r9, %r9, 128; add.u64 %rd1, %rd1, 128;
+add.u32 %r10, %r10, 1; setp.lt.u32 %p2, %r10, 8; @%p2 bra COPY;
+barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"""
+
+
+def test_work_issued_before_there_were_more_agents_is_still_checked():
+    clocks = races.Clocks(2)
+    warp = clocks.add("a warp", True)
+    past = clocks.start(clocks.add("copies", False), np.array([warp]))
+    shadow = races.Shadow(clocks, 4, "memory,")
+    late = [clocks.add(f"warp {n}", True) for n in range(100)][-1]
+    shadow.asynchronous(np.array([0]), past, True)
+    shadow.access(np.array([1]), 15, np.array([late]), False)
+    with pytest.raises(ptx_model.Fault, match="after a read by warp 99"):
+        shadow.asynchronous(np.array([1]), past, True)
+    shadow.access(np.array([2]), 15, np.array([late]), True)
+    with pytest.raises(ptx_model.Fault, match="after a write by warp 99"):
+        shadow.asynchronous(np.array([2]), past, False)
+
+
+@pytest.mark.parametrize("arrival", ["release", "relaxed"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_block_of_a_cluster_sends_half_of_a_tile_to_both(policy, arrival):
+    """With a relaxed arrival it is the fence that makes the barriers known."""
+    tensor = np.random.default_rng(9).integers(0, 2**32, (16, 16), np.uint32)
+    box = ptx_model.TensorMap(tensor.ctypes.data, 32, (16, 16), (64,), (16, 8))
+    out = np.zeros((2, 16, 16), np.uint32)
+    text = kernels.entry("[128] u64", MULTICAST.replace("RELAXED", arrival), 4224)
+    run(text, (box, out), 32, 2, policy, cluster=2, memory=(tensor,))
+    assert np.array_equal(out[0], tensor) and np.array_equal(out[1], tensor)
+    if arrival == "relaxed":
+        unfenced = text.replace("fence.mbarrier_init.release.cluster;", "")
+        assert fault(unfenced, (box, out), 32, grid=2, policy=policy, cluster=2, memory=(tensor,)).kind == "race"
+
+
+def test_an_address_in_no_block_is_refused_where_it_is_used():
+    text = kernels.entry("u64", REMOTE.replace("xor.b32 %r6, %r4, 1", "add.u32 %r6, %r4, 30"), 128)
+    found = fault(text, (np.zeros(64, np.uint32),), 32, grid=2, cluster=2)
+    assert found.kind == "bounds" and "no block" in found.what
 
 
 def test_blocks_that_do_not_meet_are_found():

@@ -102,6 +102,63 @@ def test_a_product_with_block_scales():
     assert np.array_equal(out, (left @ right.T).astype(np.float32))
 
 
+# Each thread puts a row of A, 8 words, into tensor memory, 384 columns on, ahead of the product.
+ROW_TO_TENSOR = """
+ld.param.u64 %rd8, [p0]; cvta.to.global.u64 %rd8, %rd8; mul.wide.u32 %rd9, %r60, 32; add.u64 %rd8, %rd8, %rd9;
+ld.global.v4.b32 {%r42, %r43, %r44, %r45}, [%rd8]; ld.global.v4.b32 {%r46, %r47, %r48, %r49}, [%rd8+16];
+shl.b32 %r41, %r61, 21; add.u32 %r50, %r20, %r41; add.u32 %r50, %r50, 384;
+tcgen05.st.sync.aligned.32x32b.x8.b32 [%r50], {%r42, %r43, %r44, %r45, %r46, %r47, %r48, %r49};
+tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;
+add.u32 %r51, %r20, 384;
+"""
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy", "random"])
+def test_a_product_with_a_from_tensor_memory(policy):
+    rng = np.random.default_rng(6)
+    (a, left), (b, right) = bf16(rng, 128, 16), bf16(rng, N, 16)
+    text = kernels.gemm(str(SW128), str(SW128), idesc(128, N), N)
+    text = text.replace("@!%p1 bra DONE;", ROW_TO_TENSOR + "@!%p1 bra DONE;")
+    text = text.replace("[%r20], %rd4, %rd5", "[%r20], [%r51], %rd5")
+    out = multiply(text, np.ascontiguousarray(a), k_major(b, 128), policy)
+    assert np.array_equal(out, left @ right.T)
+
+
+@pytest.mark.parametrize(("shape", "each"), [("16x128b", 2), ("16x256b", 4)])
+def test_fragments_of_16_lanes_are_those_of_mma(shape, each):
+    """Word 512 * lane + column at each place; a warp reads both halves of its lanes, 16 columns from column 8 on."""
+    times = 16 * 16 // 32 // each
+    registers = [f"%r{i}" for i in range(30, 30 + each * times)]
+    stores = "".join(
+        f"mov.b32 %r25, {c}; add.u32 %r25, %r25, %r24; add.u32 %r26, %r23, {c};\n"
+        "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r26], {%r25};\n"
+        for c in range(32)
+    )
+    reads = "".join(
+        f"add.u32 %r26, %r23, {(half << 20) + 8};\n"
+        f"tcgen05.ld.sync.aligned.{shape}.x{times}.b32 {{{', '.join(registers)}}}, [%r26];\n"
+        "tcgen05.wait::ld.sync.aligned;\n"
+        + "".join(f"st.global.b32 [%rd1+{4 * (half * 8 + i)}], {r};\n" for i, r in enumerate(registers))
+        for half in (0, 1)
+    )
+    body = f"""
+mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; setp.eq.u32 %p0, %r2, 0; mov.u32 %r0, buf;
+@%p0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], 32;
+bar.sync 0; ld.shared.u32 %r20, [%r0]; shl.b32 %r22, %r2, 21; add.u32 %r23, %r20, %r22; mul.lo.u32 %r24, %r1, 512;
+ld.param.u64 %rd1, [p0]; mul.wide.u32 %rd2, %r1, 64; add.u64 %rd1, %rd1, %rd2;
+{stores} tcgen05.wait::st.sync.aligned;
+{reads} bar.sync 0;
+@%p0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;"""
+    out = np.zeros((128, 2, 8), np.uint32)
+    ptx_model.run(kernels.entry("u64", body, 64), "k", 1, 128, (out,))
+    thread, half, i = np.indices(out.shape)
+    if each == 2:  # of 8 rows of 4 words, the lower 8 rows next
+        row, column = thread % 32 // 4 + 8 * (i % 2), 4 * (i // 2) + thread % 4
+    else:  # of 8 rows of 8 words, two a thread, the lower 8 rows next
+        row, column = thread % 32 // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + thread % 4 * 2 + i % 2
+    assert np.array_equal(out, 512 * (thread // 32 * 32 + 16 * half + row) + 8 + column)
+
+
 def faulty(change, **options):
     """The fault of a product whose PTX is changed."""
     rng = np.random.default_rng(5)
@@ -147,6 +204,20 @@ def test_a_descriptor_without_its_version_is_refused():
     assert faulty(lambda text: text.replace(str(SW128), str(SW128 & ~VERSION))).kind == "descriptor"
 
 
-def test_an_instruction_that_the_model_lacks_is_an_error():
-    shift = "tcgen05.shift.cta_group::1.down [%r20];"
-    assert faulty(lambda text: text.replace("tcgen05.wait::ld.sync.aligned;", shift, 1)).kind == "not modelled"
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tcgen05.shift.cta_group::1.down [%r20];",
+        "tcgen05.cp.cta_group::1.128x256b [%r20], %rd5;",
+        "tcgen05.cp.cta_group::1.32x128b [%r20], %rd5;",
+        "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::2X [%r20], %rd4, %rd5, %r7, [%r8], [%r9], %p3;",
+        "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%r20], %rd4, %rd5, %r7, [%r8], [%r9], %p3;",
+        "tcgen05.mma.cta_group::1.kind::tf32 [%r20], %rd4, %rd5, %r7, %p3;",
+        "tcgen05.mma.cta_group::1.kind::i8 [%r20], %rd4, %rd5, %r7, %p3;",
+        "tcgen05.mma.sp.cta_group::1.kind::f16 [%r20], %rd4, %rd5, [%r8], %r7, %p3;",
+        "tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r30}, [%r20];",
+        "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r0], [%r2];",
+    ],
+)
+def test_an_instruction_that_the_model_lacks_is_an_error(line):
+    assert faulty(lambda text: text.replace("tcgen05.wait::ld.sync.aligned;", line, 1)).kind == "not modelled"

@@ -68,8 +68,8 @@ def _copy() -> Stage:
 def _scales() -> Stage:
     """Two blocks of 512 bytes: row r has its 4 bytes at 16 (r % 32) + 4 (r // 32); a lane gets those of 4 rows."""
     raw = np.random.default_rng(3).integers(0, 256, 1024, np.uint8)
-    lanes = raw.view(np.uint32).reshape(2, 32, 4).transpose(1, 0, 2).reshape(32, 8)
-    return Stage("launch_scales", {"from": raw}, np.tile(lanes, (4, 1)), pointers=("from",))
+    by_lane = raw.view(np.uint32).reshape(2, 32, 4).transpose(1, 0, 2).reshape(32, 8)
+    return Stage("launch_scales", {"from": raw}, np.tile(by_lane, (4, 1)), pointers=("from",))
 
 
 def _product(tiles: int, steps: int) -> Stage:
@@ -152,8 +152,8 @@ def _run(stage: Stage, model: Any, flags: tuple[str, ...]) -> dict:
 def read_report(words: list[int]) -> list[str]:
     """The entries of a stage's report in words. words: as the kernel wrote them."""
     lines = []
-    for entry in range(min(words[0], len(words) // ENTRY - 1)):
-        role, name, stage, phase, tile, block, warp, _ = words[ENTRY * (entry + 1) : ENTRY * (entry + 2)]
+    for n in range(min(words[0], len(words) // ENTRY - 1)):
+        role, name, stage, phase, tile, block, warp, _ = words[ENTRY * (n + 1) : ENTRY * (n + 2)]
         lines.append(
             f"{ROLES.get(role, role)} (block {block}, warp {warp}) at barrier {BARRIERS.get(name, name)}[{stage}], "
             f"phase {phase}, tile {tile}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.tools.model_check import ORDERS, _checked, _inputs
+from harness.tools.model_check import ORDERS, _checked, _inputs, set_order
 from problems.common import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +78,32 @@ KERNELS = {
     "experts": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "multiply_experts"),
     "first product": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "gme_2"),
     "tokens": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "quantise"),
+    # Three tiles a block: a chunk of shared memory is filled three times.
+    "transposed": Kernel(
+        "fmha_decode", "sm100_cute", "sm100",
+        {
+            "batch": 2, "queries": 1, "heads": 72, "window": 100, "compressed": 250, "page_window": 64,
+            "page_compressed": 2, "pool": 300, "order": "random", "content": "ragged", "seed": 5,
+        },
+        "attend",
+    ),
+    # Scores rise along the list, so that tiles rescale what others have added.
+    "rescaled": Kernel(
+        "fmha_decode", "sm100_cute", "sm100",
+        {
+            "batch": 2, "queries": 1, "heads": 128, "window": 1, "compressed": 511, "page_window": 64,
+            "page_compressed": 64, "pool": 511, "order": "sequential", "content": "maxima", "seed": 5,
+        },
+        "attend",
+    ),
+    "joined": Kernel(
+        "fmha_decode", "sm100_cute", "sm100",
+        {
+            "batch": 1, "queries": 1, "heads": 20, "window": 64, "compressed": 450, "page_window": 64,
+            "page_compressed": 64, "pool": 450, "order": "random", "content": "maxima", "seed": 5,
+        },
+        "combine",
+    ),
 }  # fmt: skip
 _WAIT = r"mbarrier\.try_wait\S+ p, \[[^\]]*\], [^;]*;"
 _WAIT_PARITY = r"(mbarrier\.try_wait\S+ p, \[[^\]]*\]), [^;]*;"
@@ -199,6 +225,105 @@ def _experts() -> list[Mutant]:
     return found
 
 
+# Of PTX that CuTe DSL writes.
+_DSL_WAIT = r"(mbarrier\.try_wait\S+ P1, \[[^\]]*\]), [^;]*(, \d+);"
+_DSL_COMMIT = r"tcgen05\.commit\S+\s+\[[^\]]*\];"
+_DSL_INIT = r"(mbarrier\.init\.shared\.b64\s+\[[^\]]*\]), [^;]*;"
+_DSL_ARRIVE = r"mbarrier\.arrive\.shared\.b64\s+%rd\d+, \[[^\]]*\], [^;]*;"
+_DSL_EXPECT = r"(mbarrier\.arrive\.expect_tx\S+\s+%rd\d+, \[[^\]]*\], )(%r\d+);"
+_DSL_TENSOR = r"(cp\.async\.bulk\.tensor\.3d\S+\s+)\[([^\]]*)\], \[(%rd\d+), \{(%r\d+), (%r\d+), (%r\d+)\}\]"
+_UMMA = r"(tcgen05\.mma\S+\s+)\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), (\{[^}]*\}), (%p\d+);"
+_SAME_UMMA = r"\1[\2], \3, \4, \5, \6, \7;"
+_TMEM_LOAD = r"(tcgen05\.ld\S+\s+\{[^}]*\}, \[%r\d+)\];"
+_TMEM_STORE = r"tcgen05\.st\S+\s+\[%r\d+\], \{[^}]*\};"
+_STORE16 = r"st\.shared\.v4\.b32\s+\[(%r\d+)(\+\d+)?\], (\{[^}]*\});"
+_LOAD = r"(ld\.global\.L1::no_allocate{}\S*\s+{}, \[%rd\d+) \+ {}\]"
+_RESCALES = r"bar\.sync\s+1, 128;"
+
+
+def _moved(register: int, by: int) -> str:
+    """Instruction text: group `register`, an address, is `by` bytes or columns more."""
+    return rf"add.s32 \{register}, \{register}, {by}; "
+
+
+def _transposed() -> list[Mutant]:
+    """Of fmha_decode/sm100_cute. In its text products come first, then softmax, then gathering and output."""
+    waits = (
+        (0, "queries", ""), (1, "a chunk of K", "both"), (2, "P^T", "both"), (3, "scores", "both"),
+        (4, "a free chunk", "both"), (8, "O^T", ""),
+    )  # fmt: skip
+    edits = []
+    for n, what, parities in waits:
+        edits.append((f"{what}: no wait", _DSL_WAIT, "setp.eq.u32 P1, 0, 0;", n))
+        if parities:
+            edits += [(f"{what}: parity pinned to {p}", _DSL_WAIT, rf"\1, {p}\2;", n) for p in (0, 1)]
+    edits += [
+        *((f"commit for {w} is missing", _DSL_COMMIT, _NONE, n) for n, w in enumerate(("scores", "a chunk", "O^T"))),
+        *((f"proxy fence ahead of {w} is missing", _FENCE, _NONE, n) for n, w in enumerate(("scores", "values"))),
+        ("first scores are added to what is there", _UMMA, rf"setp.eq.u32 \7, 0, 0; {_SAME_UMMA}", 0),
+        ("second scores are not added", _UMMA, rf"setp.ne.u32 \7, 0, 0; {_SAME_UMMA}", 1),
+        ("first values are added to what is there", _UMMA, rf"setp.eq.u32 \7, 0, 0; {_SAME_UMMA}", 8),
+        ("second values are not added", _UMMA, rf"setp.ne.u32 \7, 0, 0; {_SAME_UMMA}", 9),
+        ("K of step 2 is that of step 3", _UMMA, rf"add.s64 \3, \3, 2; {_SAME_UMMA}", 2),
+        ("Q of step 2 is that of step 3", _UMMA, rf"add.s64 \4, \4, 2; {_SAME_UMMA}", 2),
+        ("V of step 2 is that of step 3", _UMMA, rf"add.s64 \3, \3, 128; {_SAME_UMMA}", 10),
+        ("V is 64 dims on", _UMMA, rf"add.s64 \3, \3, 1024; {_SAME_UMMA}", 8),
+        ("K: groups of 8 entries 512 bytes apart", _UMMA, rf"xor.b64 \3, \3, {96 << 32}; {_SAME_UMMA}", 0),
+        ("V: 64 dims half as far apart", _UMMA, rf"xor.b64 \3, \3, {1536 << 16}; {_SAME_UMMA}", 8),
+        ("Q: swizzle of 64 bytes", _UMMA, rf"xor.b64 \4, \4, {-(1 << 62)}; {_SAME_UMMA}", 0),
+        ("V is read as K is", _UMMA, rf"xor.b32 \5, \5, {1 << 15}; {_SAME_UMMA}", 8),
+        ("P^T is read as Q is", _UMMA, rf"xor.b32 \5, \5, {1 << 16}; {_SAME_UMMA}", 8),
+        ("scores of 32 heads only", _UMMA, rf"xor.b32 \5, \5, {12 << 17}; {_SAME_UMMA}", 3),
+        ("scores land 16 columns on", _UMMA, rf"{_moved(2, 16)}{_SAME_UMMA}{_moved(2, -16)}", 7),
+        ("values of a chunk land in the next", _UMMA, rf"{_moved(2, 64)}{_SAME_UMMA}{_moved(2, -64)}", 15),
+        ("queries: 16 bytes too many expected", _DSL_EXPECT, r"add.u32 \2, \2, 16; \1\2;", 0),
+        ("queries: 16 bytes too few expected", _DSL_EXPECT, r"sub.u32 \2, \2, 16; \1\2;", 0),
+        ("queries: dims and heads swapped", _DSL_TENSOR, r"\1[\2], [\3, {\5, \4, \6}]", 2),
+        ("queries of another row", _DSL_TENSOR, r"\1[\2], [\3, {\4, \5, \5}]", 1),
+        ("queries land 1024 bytes on", _DSL_TENSOR, r"\1[\2+1024], [\3, {\4, \5, \6}]", 0),
+        ("a chunk counts 7 warps", _DSL_INIT, r"\1, 7;", 1),
+        ("a chunk counts 9 warps", _DSL_INIT, r"\1, 9;", 2),
+        ("P^T counts 3 warps", _DSL_INIT, r"\1, 3;", 10),
+        ("arrival for P^T is missing", _DSL_ARRIVE, _NONE, 0),
+        ("arrival for a chunk is missing", _DSL_ARRIVE, _NONE, 2),
+        ("256 columns of tensor memory", r"(tcgen05\.alloc\S+\s+\[%r\d+\]), %r\d+;", r"\1, 256;", 0),
+        ("tensor memory is not freed", r"tcgen05\.dealloc\S+\s+%r\d+, %r\d+;", _NONE, 0),
+        ("scores of all warps from lanes 0 to 31", _TMEM_LOAD, r"\1+2097152];", 5),
+        ("P^T: scores of heads 32 on for heads 0 on", _TMEM_LOAD, r"\1+32];", 5),
+        ("output from 32 columns on", _TMEM_LOAD, r"\1+32];", 7),
+        ("P^T is stored 16 bytes on", _STORE16, rf"{_moved(1, 16)}st.shared.v4.b32 [\1\2], \3;{_moved(1, -16)}", 1),
+        ("16 bytes of P^T are not stored", _STORE16, _NONE, 3),
+        ("K is stored 16 bytes on", _STORE16, rf"{_moved(1, 16)}st.shared.v4.b32 [\1\2], \3;{_moved(1, -16)}", 8),
+        ("K is stored a row on", _STORE16, rf"{_moved(1, 128)}st.shared.v4.b32 [\1\2], \3;{_moved(1, -128)}", 14),
+        ("16 bytes of K are not stored", _STORE16, _NONE, 20),
+        ("warps do not meet after the vote", _RESCALES, _NONE, 0),
+        ("warps do not meet after the last sums", _RESCALES, _NONE, 3),
+        ("output does not wait for factors", r"bar\.sync\s+2, 384;", _NONE, 0),
+        ("the block does not meet at the start", r"bar\.sync\s+0;", _NONE, 0),
+        ("the block does not meet at the end", r"bar\.sync\s+0;", _NONE, 1),
+        ("codes in another order", r"(st\.shared\.b32\s+\[%r\d+\+\d+\]), 12576;", r"\1, 12816;", 0),
+        ("entries 64 bytes on", _LOAD.format(r"\.v4", r"\{[^}]*\}", 64), r"\1 + 128]", 2),
+        ("scales of the next entry", _LOAD.format(r"\.v2", r"\{[^}]*\}", 0), r"\1 + 8]", 2),
+        ("softmax looks at the next index", _LOAD.format("", r"%r\d+", 0), r"\1 + 4]", 1),
+        ("gathering looks at the next index", _LOAD.format("", r"%r\d+", 0), r"\1 + 4]", 4),
+        ("what is no entry counts", r"mov\.b32 (%r\d+), -1; @wanted", r"mov.b32 \1, 0; @wanted", 0),
+        ("sums over 16 lanes", r"(shfl\.sync\.bfly\S+\s+[^;]*), 16, 31, -1;", r"\1, 8, 31, -1;", 0),
+        ("pairs of dims from the wrong lane", r"(shfl\.sync\.bfly\S+\s+[^;]*), 1, 31, -1;", r"\1, 2, 31, -1;", 3),
+    ]  # fmt: skip
+    rescaled = [
+        ("O^T is not scaled", _TMEM_STORE, _NONE, 0),
+        ("warps do not meet ahead of the maxima", _RESCALES, _NONE, 1),
+        ("warps do not meet ahead of the factors", _RESCALES, _NONE, 2),
+    ]
+    joined = [
+        ("least reference of the shares", r"max(\.ftz)?\.f32", r"min\1.f32", 0),
+        ("weight of another share", r"(shfl\.sync\.idx\S+\s+%r\d+, %r\d+, )%r\d+, 31", r"\g<1>1, 31", 0),
+        ("sums of the next head", _LOAD.format(r"\.v4", r"\{[^}]*\}", 0), r"\1 + 2048]", 0),
+    ]  # fmt: skip
+    named = (("transposed", edits), ("rescaled", rescaled), ("joined", joined))
+    return [Mutant(kernel, *edit) for kernel, found in named for edit in found]
+
+
 def mutants() -> list[Mutant]:
     """All of them."""
     ring = [
@@ -242,7 +367,7 @@ def mutants() -> list[Mutant]:
         Mutant("attention", "wgmma: groups of 8 rows 512 bytes apart", _WGMMA, _STRIDE, 0),
         Mutant("attention", "products are not waited for", r"wgmma\.wait_group\S*\s+0;", _NONE, 0),
     ]  # fmt: skip
-    return [*ring, *_tma("tma", 4), *_tma("cluster", 4), *cluster, *attention, *_experts()]
+    return [*ring, *_tma("tma", 4), *_tma("cluster", 4), *cluster, *attention, *_experts(), *_transposed()]
 
 
 def _short(text: str) -> str:
@@ -271,7 +396,8 @@ def _run(target: str, keys: list[str]) -> int:
             found: dict[str, Any] = {"kernel": f"{kernel.problem}/{kernel.variant}, {key}", "mutant": mutant.what}
             found["said"] = {}
             for order in ORDERS:
-                model.policy, model.poison = order.policy, order.poison
+                set_order(model, order)
+                model.multiprocessors = MULTIPROCESSORS
                 status, said = _checked(model, module, reference, pristine, want)
                 found["said"][order.policy] = "right" if status == "MODEL_CHECKED" else _short(f"{status}: {said}")
                 if "LookupError" in said:

@@ -38,6 +38,18 @@ QUICK = [
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3), gemv(5, 5184, 1)]),
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3), gemv(5, 1088, 2)]),
     ("moe_gemm", "sm90_cute", "sm100", [moe(2, 5, 2, 192, 64)]),
+    ("fmha_decode", "sm100_cute", "sm100", [{**fmha(1, 8, 1, 0), "batch": 1}]),
+]
+# Under most orders the host side is told of few multiprocessors, so that a block has several tiles of 128.
+TILED = [
+    # Two blocks of heads, the second of 8; a last tile of 94 entries; lengths of each sequence, holes.
+    {**fmha(1, 72, 100, 250, "ragged"), "batch": 3, "pool": 300},
+    # Scores rise along the list, so that tiles rescale what others have added.
+    {**fmha(1, 128, 1, 511, "maxima"), "batch": 4, "pool": 511, "order": "sequential"},
+    # Shares that are joined; two queries.
+    {**fmha(2, 24, 128, 450, "duplicates"), "batch": 1, "pool": 450},
+    # Lists without an entry, and shares without one.
+    {**fmha(2, 20, 64, 300, "empty"), "pool": 300},
 ]
 LONG = [
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(40, 17472, 1), gemv(130, 1088, 2)]),
@@ -48,6 +60,7 @@ LONG = [
     ("moe_gemm", "sm90_grouped", "sm100", [moe(3, 8, 2, 192, 320), moe(2, 3, 2, 64, 192, "nvfp4")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, 64, 37, 91)]),
     ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),
+    ("fmha_decode", "sm100_cute", "sm100", TILED),
 ]
 
 

@@ -172,7 +172,7 @@ class Artefact(Reply):
 
 
 class Compiled(Reply):
-    most_values: ClassVar[int] = 30_000
+    most_values: ClassVar[int] = 100_000
     artefacts: Annotated[list[Artefact], Field(max_length=256)]
 
 

@@ -8,6 +8,7 @@ The instructions need nvdisasm: of a CUDA toolkit, or of the package nvidia-cuda
 
 import collections
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -84,11 +85,9 @@ def disassembler() -> str | None:
     """The path of nvdisasm; None where there is none. MISSING says what to do."""
     if found := shutil.which("nvdisasm"):
         return found
-    try:
-        import nvidia
-    except ImportError:
-        return None
-    files = (file for folder in nvidia.__path__ for file in sorted(Path(folder).glob("*/bin/nvdisasm")))
+    package = importlib.util.find_spec("nvidia")  # of all of NVIDIA's wheels
+    folders = (package and package.submodule_search_locations) or ()
+    files = (file for folder in folders for file in sorted(Path(folder).glob("*/bin/nvdisasm")))
     return next((str(file) for file in files if os.access(file, os.X_OK)), None)
 
 

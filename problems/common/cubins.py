@@ -86,7 +86,7 @@ def disassembler() -> str | None:
     if found := shutil.which("nvdisasm"):
         return found
     package = importlib.util.find_spec("nvidia")  # of all of NVIDIA's wheels
-    folders = (package and package.submodule_search_locations) or ()
+    folders = (package.submodule_search_locations or ()) if package else ()
     files = (file for folder in folders for file in sorted(Path(folder).glob("*/bin/nvdisasm")))
     return next((str(file) for file in files if os.access(file, os.X_OK)), None)
 

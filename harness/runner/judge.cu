@@ -330,8 +330,9 @@ int judge_open(const Masked* parts, int count, GatePage* page, GatePage* seen, i
 }
 int judge_memory(size_t* free_bytes, size_t* total_bytes) { return cudaMemGetInfo(free_bytes, total_bytes); }
 
-int judge_touch(const Touched* touched, int sms, unsigned* sink) {
-    touch<<<2 * sms, 256>>>(*touched, sink);
+// touched: a Touched. That type is of this file alone, and a function with such a parameter would be too.
+int judge_touch(const void* touched, int sms, unsigned* sink) {
+    touch<<<2 * sms, 256>>>(*(const Touched*)touched, sink);
     return cudaGetLastError();
 }
 

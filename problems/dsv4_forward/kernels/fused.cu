@@ -5,31 +5,15 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include "rows.cuh"
+
 namespace {
+
+using namespace rows;
 
 constexpr int HC_MULT = 4;                     // n: copies of the residual
 constexpr int ROWS = (2 + HC_MULT) * HC_MULT;  // of a mixing matrix: pre, post, combination
-constexpr int THREADS = 256;
-constexpr unsigned ALL = 0xffffffffu;
-
-__device__ float load(const float* p) { return *p; }
-__device__ float load(const __nv_bfloat16* p) { return __bfloat162float(*p); }
-__device__ void store(float* p, float value) { *p = value; }
-__device__ void store(__nv_bfloat16* p, float value) { *p = __float2bfloat16_rn(value); }
-
 __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// The sum over a block of THREADS, in every thread; the same order each time.
-__device__ float block_sum(float value) {
-    __shared__ float part[THREADS / 32];
-    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(ALL, value, step);
-    __syncthreads();  // an earlier sum may still be read
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = value;
-    __syncthreads();
-    float total = 0.0f;
-    for (int i = 0; i < THREADS / 32; i++) total += part[i];
-    return total;
-}
 
 // A block a row of d values. weight may be null.
 template <typename T>

@@ -71,8 +71,10 @@ def block(copies: torch.Tensor, w: BlockWeights, state: LayerState, rope: Rope, 
     y = attention(ctx.norm(u, w.attn_norm), w.attn, state, rope, ctx)
     copies = _write_copies(y, copies, post, comb, ctx)
     u, post, comb = _read_copies(copies, w.hc_ffn, ctx)
-    y = moe(ctx.norm(u, w.ffn_norm), w.ffn, ctx)
-    return _write_copies(y, copies, post, comb, ctx)
+    routed, shared = moe(ctx.norm(u, w.ffn_norm), w.ffn, ctx)
+    out = torch.empty_like(copies)
+    ctx.ops.mhc_post_sum(routed, shared, copies, post, comb, out)
+    return out
 
 
 def _read_copies(copies: torch.Tensor, site: Site, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,6 +133,8 @@ def _compressed(
         return None
     if ratio == HCA:
         return batch.hca_index
+    if batch.csa_index is not None:  # every visible entry is selected: nothing to score
+        return batch.csa_index
     return batch.locate(_select(u, latent, w.indexer, state, rope, ctx))
 
 
@@ -154,9 +158,6 @@ def _select(
     """Run the indexer. -> int32 (N, k) entries by number within their sequence, -1 where fewer are visible."""
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
     n_tokens, entries, visible = len(u), batch.entries[CSA], batch.visible[CSA]
-    if entries <= cfg.index_topk:  # every visible entry is selected: nothing to score
-        every = torch.arange(entries, device=u.device, dtype=torch.int32)
-        return torch.where(every < visible.unsqueeze(1), every, -1)
     heads, width = cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
     ops.rotate(query, rope.cos, rope.sin, query)
@@ -202,8 +203,8 @@ def _write_copies(
     return out
 
 
-def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> torch.Tensor:
-    """Add up the routed experts and the shared one, in fp32, and round the sum once. u: normed (N, d) -> (N, d)."""
+def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the routed experts' sum and the shared expert, to be added up. u: normed (N, d) -> fp32 (N, d) each."""
     cfg, ops = ctx.config, ctx.ops
     ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
     gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
@@ -212,7 +213,7 @@ def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> torch.Tensor:
     routed, shared = (ctx.empty(*u.shape, dtype=torch.float32) for _ in range(2))
     ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
     ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
-    return torch.add(routed, shared, out=torch.empty_like(u))
+    return routed, shared
 
 
 def head(copies: torch.Tensor, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context) -> torch.Tensor:

@@ -59,9 +59,13 @@ MOE_QUANTISED = _moe.NVFP4_ROW_RTOL, _moe.NVFP4_RTOL
 # order move few values across a rounding; then a code differs by a step, or all codes of a group with their scale.
 STORED = {"entry": (2.0**-5, 2.0**-6), "index": (0.15, 0.08)}
 CHECKS = {
+    "plan": OpCheck((), ("numbers", "lists"), (), 0.0),
+    "embed": OpCheck((), ("copies", "cos", "sin"), ("copies",), SUM),
+    "start": OpCheck((), ("numbers", "lists", "copies", "cos", "sin"), ("copies",), SUM),
     "rms_norm": OpCheck(("x",), ("out",), ("out",), ONE),
     "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
+    "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
     "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
@@ -79,6 +83,7 @@ CHECKS = {
     "experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
     "shared": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
 }
+STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
 
@@ -163,7 +168,8 @@ class Recorder:
     def _compare(self, name: str, given: dict) -> None:
         check = CHECKS[name]
         budget, budget_of_all = check.budgets(given)
-        worst = self.worst.setdefault((self.layer, name), Worst(self.layer, name, budget))
+        layer = "embedding" if name in STARTING else self.layer
+        worst = self.worst.setdefault((layer, name), Worst(layer, name, budget))
         want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
         got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
         if name in ("route", "select"):
@@ -175,7 +181,7 @@ class Recorder:
         for output, value in want.items():
             worst.take(*_apart(got[output], value), output)
             if budget_of_all is not None:
-                key = self.layer, name + WHOLE
+                key = layer, name + WHOLE
                 whole = self.worst.setdefault(key, Worst(*key, budget_of_all, of="all rows"))
                 whole.take(*_apart(got[output].reshape(1, -1), value.reshape(1, -1)), output)
 
@@ -314,9 +320,13 @@ def _written(given: dict) -> torch.Tensor:
 
 
 def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """(relative error, cosine) of the worst row. NaN and infinities that are not in both are errors of inf."""
+    """(relative error, cosine) of the worst row. NaN and infinities that are not in both are errors of inf, and so is
+    a difference between integers.
+    """
     if not want.numel():
         return 0.0, 1.0
+    if not want.is_floating_point():
+        return (0.0, 1.0) if torch.equal(got, want) else (float("inf"), 0.0)
     got, want = got.float(), want.float()
     got, want = (x.reshape(-1, x.shape[-1]) for x in (got, want))
     same = (got == want) | (got.isnan() & want.isnan())

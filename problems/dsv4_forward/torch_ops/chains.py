@@ -11,15 +11,50 @@ from typing import Protocol
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.cache.plan import Plan
 
 
 class Parts(Protocol):
     """The ops that chains are made of: ops.Ops has them, for one."""
 
+    plan: Callable[..., None]
+    embed: Callable[..., None]
+    mhc_post: Callable[..., None]
     rms_norm: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+
+
+def start(parts: Parts) -> Callable[..., None]:
+    """Return the op that begins a pass: the index lists, then embeddings and angles."""
+
+    def run(
+        given: Plan, numbers: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor,
+        freqs: torch.Tensor, copies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write all outputs of plan(given, numbers, lists) and of embed, at the positions that the first writes."""
+        parts.plan(given, numbers, lists)
+        parts.embed(tokens, weight, given.views(numbers, lists).position, freqs, copies, cos, sin)
+
+    return run
+
+
+def mhc_post_sum(parts: Parts) -> Callable[..., None]:
+    """Return the op that writes a sublayer's output which comes as two addends."""
+
+    def run(
+        first: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Do as mhc_post with y = first + second, an fp32 sum that is rounded once, to the dtype of copies.
+
+        first, second: fp32 or bf16 (N, d). ValueError as mhc_post.
+        """
+        y = torch.empty(first.shape, dtype=copies.dtype, device=copies.device)
+        parts.mhc_post(torch.add(first.float(), second.float(), out=y), copies, post, comb, out)
+
+    return run
 
 
 def norm_rotate(parts: Parts) -> Callable[..., None]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from problems.dsv4_forward.adapters.common import sum_dtype
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
@@ -204,13 +205,16 @@ def _write_copies(
 
 
 def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the routed experts' sum and the shared expert, to be added up. u: normed (N, d) -> fp32 (N, d) each."""
+    """Compute the routed experts' sum and the shared expert, to be added up. u: normed (N, d) -> (N, d) each, fp32 but
+    where a kernel has rounded it to bf16.
+    """
     cfg, ops = ctx.config, ctx.ops
     ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
     gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
     router = w.router
     ops.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
-    routed, shared = (ctx.empty(*u.shape, dtype=torch.float32) for _ in range(2))
+    routed = ctx.empty(*u.shape, dtype=sum_dtype(ops.experts, w.w13, u))
+    shared = ctx.empty(*u.shape, dtype=sum_dtype(ops.shared, w.shared_w13, u))
     ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
     ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
     return routed, shared

@@ -30,7 +30,7 @@ def draw(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("target", kernel.TARGETS)
 def test_it_compiles_without_spills(target):
     kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
-    assert len(kernels) == 4 and not any(one.spill_bytes for one in kernels)
+    assert len(kernels) == 2 and not any(one.spill_bytes for one in kernels)
 
 
 def test_wrong_arguments_are_named():
@@ -39,7 +39,7 @@ def test_wrong_arguments_are_named():
     shapes = ((2, 8), (2, 8), (2, 4, 8), (2, 4), (2, 4, 4), (2, 4, 8))
     given = {name: torch.zeros(shape) for name, shape in zip(names, shapes, strict=True)}
     for change, wanted in (
-        ({"second": torch.zeros(2, 8, dtype=BF16)}, r"second must be torch.float32 \(2, 8\)"),
+        ({"second": torch.zeros(2, 9)}, r"second must be torch.float32 \(2, 8\)"),
         ({"first": torch.zeros(2, 8).half()}, "first must be fp32 or bf16"),
         ({"copies": torch.zeros(2, 3, 8)}, r"copies must be \(N, 4, d\), got \(2, 3, 8\)"),
         ({"post": torch.zeros(2, 5)}, "post must be"), ({"out": given["out"].to(BF16)}, "out must be torch.float32"),
@@ -50,11 +50,13 @@ def test_wrong_arguments_are_named():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("addends", "dtype"), [(FP32, FP32), (FP32, BF16), (BF16, BF16), (BF16, FP32)])
+@pytest.mark.parametrize(
+    ("addends", "dtype"), [((FP32, FP32), FP32), ((FP32, FP32), BF16), ((BF16, BF16), BF16), ((BF16, FP32), BF16)]
+)
 @pytest.mark.parametrize(("tokens", "d"), [(1, 256), (3, 192), (5, 250), (2, 7168)])
 def test_mhc_post_sum(ops, tokens, d, addends, dtype):
     """The sum is rounded once, to the dtype of the copies: by element, of the terms' sizes."""
-    first, second = draw(tokens, d, dtype=addends), draw(tokens, d, dtype=addends, seed=1)
+    first, second = draw(tokens, d, dtype=addends[0]), draw(tokens, d, dtype=addends[1], seed=1)
     copies, post = draw(tokens, 4, d, dtype=dtype, seed=2), draw(tokens, 4, seed=3).abs()
     comb = torch.rand(tokens, 4, 4, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     got, one = torch.full_like(copies, float("nan")), torch.full_like(copies[-1:], float("nan"))

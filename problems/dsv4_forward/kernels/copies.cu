@@ -24,9 +24,20 @@ __device__ float rounded<float>(float value) { return value; }
 template <>
 __device__ float rounded<__nv_bfloat16>(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
+// fp32 or bf16 values.
+struct Addend {
+    const void* data;
+    int bf16;
+};
+
+__device__ float load(const Addend& from, long long i) {
+    if (from.bf16) return load(static_cast<const __nv_bfloat16*>(from.data) + i);
+    return load(static_cast<const float*>(from.data) + i);
+}
+
 // Block (token, part), a thread a value: y = first + second, rounded to T; out_k = post_k y + sum_j comb_jk copies_j.
-template <typename A, typename T>
-__global__ void spread_sum_kernel(const A* first, const A* second, const T* copies, const float* post,
+template <typename T>
+__global__ void spread_sum_kernel(const Addend first, const Addend second, const T* copies, const float* post,
                                   const float* comb, T* out, int d) {
     programmatic::wait();
     programmatic::trigger();
@@ -34,7 +45,7 @@ __global__ void spread_sum_kernel(const A* first, const A* second, const T* copi
     const int i = blockIdx.y * THREADS + threadIdx.x;
     if (i >= d) return;
     const T* x = copies + token * HC_MULT * d + i;
-    const float value = rounded<T>(load(first + token * d + i) + load(second + token * d + i));
+    const float value = rounded<T>(load(first, token * d + i) + load(second, token * d + i));
     float copy[HC_MULT];
     for (int j = 0; j < HC_MULT; j++) copy[j] = load(x + static_cast<long long>(j) * d);
     for (int k = 0; k < HC_MULT; k++) {
@@ -44,22 +55,19 @@ __global__ void spread_sum_kernel(const A* first, const A* second, const T* copi
     }
 }
 
-template <typename A, typename T>
-int spread_sum(const void* first, const void* second, const void* copies, const float* post, const float* comb,
+template <typename T>
+int spread_sum(const Addend& first, const Addend& second, const void* copies, const float* post, const float* comb,
                void* out, int tokens, int d) {
-    return programmatic::launch(spread_sum_kernel<A, T>, dim3(tokens, (d + THREADS - 1) / THREADS), dim3(THREADS), 0,
-                                static_cast<const A*>(first), static_cast<const A*>(second),
-                                static_cast<const T*>(copies), post, comb, static_cast<T*>(out), d);
+    return programmatic::launch(spread_sum_kernel<T>, dim3(tokens, (d + THREADS - 1) / THREADS), dim3(THREADS), 0, first,
+                                second, static_cast<const T*>(copies), post, comb, static_cast<T*>(out), d);
 }
 
 }  // namespace
 
-// addends_bf16, copies_bf16: 1 for bf16, 0 for fp32.
+// *_bf16: 1 for bf16, 0 for fp32.
 extern "C" int launch_spread_sum(const void* first, const void* second, const void* copies, const float* post,
-                                 const float* comb, void* out, int tokens, int d, int addends_bf16, int copies_bf16) {
-    using B = __nv_bfloat16;
-    if (addends_bf16)
-        return (copies_bf16 ? spread_sum<B, B> : spread_sum<B, float>)(first, second, copies, post, comb, out, tokens, d);
-    return (copies_bf16 ? spread_sum<float, B> : spread_sum<float, float>)(first, second, copies, post, comb, out,
-                                                                           tokens, d);
+                                 const float* comb, void* out, int tokens, int d, int first_bf16, int second_bf16,
+                                 int copies_bf16) {
+    return (copies_bf16 ? spread_sum<__nv_bfloat16> : spread_sum<float>)(
+        Addend{first, first_bf16}, Addend{second, second_bf16}, copies, post, comb, out, tokens, d);
 }

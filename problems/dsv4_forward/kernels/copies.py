@@ -33,28 +33,28 @@ class Copies:
     """The ops on one build. ValueError, in each: a tensor that is not contiguous, or of another dtype or shape."""
 
     def __init__(self, built: build.Artefact) -> None:
-        self._spread_sum = built.function("launch_spread_sum", *[c_void_p] * 6, *[c_int] * 4)
+        self._spread_sum = built.function("launch_spread_sum", *[c_void_p] * 6, *[c_int] * 5)
 
     def mhc_post_sum(
         self, first: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Compute chains.mhc_post_sum; 4 copies, both addends of one dtype."""
+        """Compute chains.mhc_post_sum; 4 copies."""
         if copies.dim() != 3 or copies.shape[1] != HC_MULT:
             raise ValueError(f"copies must be (N, {HC_MULT}, d), got {tuple(copies.shape)}")
         (tokens, n, d), fp32 = copies.shape, torch.float32
-        for name, tensor in (("first", first), ("copies", copies)):
+        for name, tensor in (("first", first), ("second", second), ("copies", copies)):
             if tensor.dtype not in KINDS:
                 raise ValueError(f"{name} must be fp32 or bf16, got {tensor.dtype}")
         for name, tensor, dtype, shape in (
-            ("first", first, first.dtype, (tokens, d)), ("second", second, first.dtype, (tokens, d)),
+            ("first", first, first.dtype, (tokens, d)), ("second", second, second.dtype, (tokens, d)),
             ("copies", copies, copies.dtype, (tokens, n, d)), ("out", out, copies.dtype, (tokens, n, d)),
             ("post", post, fp32, (tokens, n)), ("comb", comb, fp32, (tokens, n, n)),
         ):  # fmt: skip
             _expect(name, tensor, dtype, shape)
         if tokens:
             pointers = (tensor.data_ptr() for tensor in (first, second, copies, post, comb, out))
-            kinds = (KINDS.index(tensor.dtype) for tensor in (first, copies))
+            kinds = (KINDS.index(tensor.dtype) for tensor in (first, second, copies))
             build.check(self._spread_sum(*pointers, tokens, d, *kinds), "mhc_post_sum")
 
 

@@ -33,7 +33,8 @@ EXCEPTIONS = {
     },
     "entries": {
         "harness/sandbox/policy.py", "harness/sandbox/workdir.py", "problems/dsv4_forward/cache/batch.py",
-        "problems/dsv4_forward/cache/plan.py", "problems/dsv4_forward/kernels/start.py",
+        "problems/dsv4_forward/cache/plan.py", "problems/dsv4_forward/kernels/indexer.py",
+        "problems/dsv4_forward/kernels/start.py",
         "problems/dsv4_forward/layers.py", "problems/dsv4_forward/torch_ops/fmha.py",
         "problems/dsv4_forward/torch_ops/indexer.py", "problems/dsv4_forward/traffic.py",
         "problems/dsv4_forward/wrong/index_without_relu.py",

@@ -17,7 +17,6 @@ from problems.dsv4_forward.adapters.common import sum_dtype
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.weights import formats
 from problems.dsv4_forward.weights.config import CSA, HCA, Config
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import (
@@ -136,7 +135,7 @@ def _compressed(
         return batch.hca_index
     if batch.csa_index is not None:  # every visible entry is selected: nothing to score
         return batch.csa_index
-    return batch.locate(_select(u, latent, w.indexer, state, rope, ctx))
+    return _select(u, latent, w.indexer, state, rope, ctx)
 
 
 def _compress(
@@ -156,29 +155,28 @@ def _compress(
 def _select(
     u: torch.Tensor, latent: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
 ) -> torch.Tensor:
-    """Run the indexer. -> int32 (N, k) entries by number within their sequence, -1 where fewer are visible."""
+    """Run the indexer. -> int32 (N, index_topk) rows of the cache, -1 where fewer entries are visible."""
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
-    n_tokens, entries, visible = len(u), batch.entries[CSA], batch.visible[CSA]
+    n_tokens, entries, k = len(u), batch.entries[CSA], cfg.index_topk
     heads, width = cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    ops.rotate(query, rope.cos, rope.sin, query)
-    if ctx.quantised_index:
-        query = formats.round_trip_fp4(formats.hadamard(query), 32)
+    ops.index_query(query, rope.cos, rope.sin, ctx.quantised_index, query)
     weights = ctx.empty(n_tokens, heads)
     ops.matmul(u, w.weights_proj, weights)
-    weights = weights.float().mul_((width * heads) ** -0.5)
-    chosen = ctx.empty(n_tokens, cfg.index_topk, dtype=torch.int32)
     scores = ctx.empty(n_tokens, entries, dtype=torch.float32)
+    chosen, places = (ctx.empty(n_tokens, k, dtype=torch.int32) for _ in range(2))
     for start, stop, row, rows, count in _groups(batch):
-        part = slice(start, stop)
-        shape = (rows, count)
+        part, shape, table = slice(start, stop), (rows, count), batch.rows[row : row + rows]
         scored = scores[part].view(*shape, entries)
         ops.index_scores(
-            query[part].view(*shape, heads, width), weights[part].view(*shape, heads), state.index_keys,
-            batch.rows[row : row + rows], entries, scored,
+            query[part].view(*shape, heads, width), weights[part].view(*shape, heads), (width * heads) ** -0.5,
+            state.index_keys, table, entries, scored,
         )  # fmt: skip
-        ops.select(scored, visible[part].view(shape), chosen[part].view(*shape, cfg.index_topk))
-    return chosen
+        ops.select_places(
+            scored, batch.visible[CSA][part].view(shape), table, state.cache.per_page, chosen[part].view(*shape, k),
+            places[part].view(*shape, k),
+        )  # fmt: skip
+    return places
 
 
 def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:

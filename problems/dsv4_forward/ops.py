@@ -15,6 +15,7 @@ from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
 from problems.dsv4_forward.kernels import cache_rows, copies, fused
+from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
 from problems.dsv4_forward.kernels import start as start_kernel
 from problems.dsv4_forward.torch_ops import (
@@ -61,8 +62,11 @@ class Ops:
     write_key: Op
     compress: Op
     write_entry: Op
+    index_query: Op
     index_scores: Op
     select: Op
+    locate: Op
+    select_places: Op
     fmha: Op
     route: Op
     experts: Op
@@ -105,6 +109,8 @@ class _Steps:
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
+    select: Op = indexer.select
+    locate: Op = indexer.locate
 
 
 def _spanning(chain: Callable[[chains.Parts], Op], *parts: str) -> OpSpec:
@@ -156,8 +162,11 @@ SPECS = (
     _spanning(chains.write_key, "rms_norm", "rotate", "write"),
     OpSpec("compress", compressor.compress),
     _spanning(chains.write_entry, "compress", "write"),
+    _spanning(chains.index_query, "rotate"),
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
+    OpSpec("locate", indexer.locate),
+    _spanning(chains.select_places, "select", "locate"),
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
@@ -165,7 +174,8 @@ SPECS = (
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
-KERNELS = (start_kernel, copies, fused, cache_rows, router_kernel)  # this folder's own; the first that has the op
+# This folder's own; the first that has an op fills it.
+KERNELS = (start_kernel, copies, fused, cache_rows, indexer_kernel, router_kernel)
 
 
 @dataclass(frozen=True)

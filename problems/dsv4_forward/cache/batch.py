@@ -12,8 +12,8 @@ from itertools import accumulate, chain
 
 import torch
 
-from problems.dsv4_forward.cache.plan import WINDOW, Lists, Plan, locate
-from problems.dsv4_forward.weights.config import BLOCK_TOKENS, CSA, HCA
+from problems.dsv4_forward.cache.plan import WINDOW, Lists, Plan
+from problems.dsv4_forward.weights.config import CSA, HCA
 
 __all__ = ["WINDOW", "Batch", "Planner"]
 
@@ -107,10 +107,6 @@ class Batch:
     @property
     def hca_index(self) -> torch.Tensor | None:
         return self.lists.hca_index
-
-    def locate(self, ids: torch.Tensor) -> torch.Tensor:
-        """CSA entries by number within their sequence, int32 (N, k), -> by place in the cache; -1 stays."""
-        return locate(self.rows, self.owner, ids, BLOCK_TOKENS // CSA)
 
 
 @dataclass(frozen=True)

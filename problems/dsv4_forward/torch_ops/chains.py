@@ -12,6 +12,7 @@ import torch
 
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.plan import Plan
+from problems.dsv4_forward.weights import formats
 
 
 class Parts(Protocol):
@@ -24,6 +25,8 @@ class Parts(Protocol):
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+    select: Callable[..., None]
+    locate: Callable[..., None]
 
 
 def start(parts: Parts) -> Callable[..., None]:
@@ -104,5 +107,34 @@ def write_entry(parts: Parts) -> Callable[..., None]:
         )
         if len(emit):
             parts.write(pooled, pages, index, hadamard)
+
+    return run
+
+
+def index_query(parts: Parts) -> Callable[..., None]:
+    """Return the op that makes the indexer's queries: rotated, and through Hadamard and FP4."""
+
+    def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, quantise: bool, out: torch.Tensor) -> None:
+        """Write x, rotated, to out; quantise: through Hadamard and as MXFP4 holds it, rounded to the dtype of x before.
+
+        x, out: (N, heads, width), as rotate has them; out may be x.
+        """
+        turned = torch.empty_like(x)
+        parts.rotate(x, cos, sin, turned)
+        out.copy_(formats.round_trip_fp4(formats.hadamard(turned)) if quantise else turned)
+
+    return run
+
+
+def select_places(parts: Parts) -> Callable[..., None]:
+    """Return the op that selects the best entries and finds their places."""
+
+    def run(
+        scores: torch.Tensor, visible: torch.Tensor, table: torch.Tensor, per_page: int, out: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write what select(scores, visible, out) and locate(out, table, per_page, places) write."""
+        parts.select(scores, visible, out)
+        parts.locate(out, table, per_page, places)
 
     return run

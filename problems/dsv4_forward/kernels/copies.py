@@ -1,7 +1,7 @@
 """Mix the hc copies in CUDA, in two launches, and write to them what a sublayer returned as two addends, in one.
 
-The mixing matrix is read once for a block of tokens. The interfaces and formulas are those of torch_ops/chains.py and
-mhc.py.
+The mixing matrix is read once for a block of tokens, and before the kernel ahead has ended: no launch just ahead may
+write it. The interfaces and formulas are those of torch_ops/chains.py and mhc.py.
 """
 
 from collections.abc import Callable

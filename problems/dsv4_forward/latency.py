@@ -43,7 +43,7 @@ class Step:
     def __call__(self) -> None:
         batch = self.state.step(self.sequences, self.tokens, static=True, bound=self.bound)
         self.logits = self.model.forward(batch, self.state).logits
-        torch.argmax(self.logits, dim=-1, out=self.tokens)
+        self.tokens.copy_(self.logits.argmax(-1))
         self.state.length.index_add_(0, batch.sequence_ids, batch.advance)
 
 

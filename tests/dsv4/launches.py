@@ -31,7 +31,10 @@ FREE = {
 
 
 # Kernels that a launcher launches, where it is not one. Attention splits its lists among blocks and joins the parts.
-SEVERAL = {"copies.launch_mix_copies": 2, "sm90_wgmma.launch": 2}
+SEVERAL = {
+    "copies.launch_mix_copies": 2, "sm90_wgmma.launch": 2, "sm90_grouped.decode_experts": 2,
+    "sm90_grouped.decode_linear": 2,
+}  # fmt: skip
 LIBRARY = ("mm", "bmm", "addmm", "baddbmm")  # products that torch leaves to cuBLAS
 CONTEXT, BOUND = 300, 310  # tokens of each sequence before the step, and as far as its lists reach
 PLACES = {SWA: "a layer of the window only", HCA: "an HCA layer", CSA: "a CSA layer that scores"}

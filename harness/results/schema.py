@@ -21,10 +21,10 @@ SCHEMA = 3
 # Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
 Status = Literal[
     "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
-    "UNSUPPORTED", "COMPILED", "PASSED",
+    "UNSUPPORTED", "COMPILED", "MODEL_CHECKED", "PASSED",
 ]  # fmt: skip
 STATUSES: tuple[str, ...] = get_args(Status)
-Kind = Literal["test", "benchmark", "compile", "latency"]
+Kind = Literal["test", "benchmark", "compile", "latency", "model"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Target = Literal["cpu", "sm90", "sm100"]
 TIMED = ("benchmark", "latency")
@@ -136,6 +136,14 @@ class Resource(_Checked):
     spill_bytes: int | None = Field(None, description="bytes of registers that are spilled, stores and loads together")
     stack_bytes: int | None = Field(None, description="bytes of a thread's stack frame")
     shared_bytes: int | None = Field(None, description="bytes of static shared memory")
+    sass: dict[str, int] | None = Field(
+        None,
+        description="instructions of tensor cores, copies, barriers and local memory in its machine code, by name how "
+        "many; absent where nvdisasm was not installed or could not read it",
+    )
+    tmem_columns: int | None = Field(
+        None, description="columns of its largest allocation of tensor memory, where the machine code says that"
+    )
     bytes: int | None = Field(None, description="size of the file that has the kernel")
 
 
@@ -167,7 +175,9 @@ class Record(_Checked):
     )
     run_id: Name = _field("the run: all its records have the same one", required=True)
     time: Time = _field("when the record was made, ISO 8601, in the years 1970 to 2199", required=True)
-    kind: Kind = _field("what was done: test, benchmark, compile or latency", required=True)
+    kind: Kind = _field(
+        "what was done: test, benchmark, compile, latency, or model (executed in a model)", required=True
+    )
     problem: Name = _field("the problem's folder", required=True)
     variant: Name = _field("the submission's name", required=True)
     target: Target = _field("cpu, sm90 or sm100", required=True)
@@ -189,7 +199,10 @@ class Record(_Checked):
     environment: dict[str, str | None] | None = _field("versions and names of what ran: gpu, cpu, driver, torch, ...")
     sandbox: Any = _field("what held the submission in its place")
     device: str | None = _field("cpu or cuda", ("test", *TIMED))
-    seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark"))
+    seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark", "model"))
+    orders: list[str] | None = _field(
+        "the orders of asynchronous work that the case was executed in; status and reason are of the worst", ("model",)
+    )
     error: Numbers | None = _field(
         "the worst error: rel (Frobenius, a share), max (of an element), tol (what was admitted there)",
         ("test", "benchmark"),

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from harness.judge.readings import DATASHEET
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Problem, ProblemError, UsageError, has_words, label
 from harness.results import environment, record, schema
+from harness.results.datasheet import RATES
 from harness.sandbox import process
 from harness.tools import device_trace
 from harness.tools.device_trace import Launch
@@ -80,7 +80,7 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
     """The record of what `measure` found."""
     gpu = environment.describe()["gpu"] or ""
-    rates = next((rates for name, rates in DATASHEET.items() if name in gpu), None)
+    rates = next((rates for name, rates in RATES.items() if name in gpu), None)
     least = rates and 1e6 * max(measured["bytes"] / rates[0], measured["flops"] / rates[1])
     line = recorder.base(judged, "latency", measured["case"]) | measured
     line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": least}

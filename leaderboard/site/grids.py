@@ -14,7 +14,7 @@ import pandas as pd
 
 from harness.results import ranking, text
 from leaderboard import latency, quality, tables, trend
-from leaderboard.board import Board, rows_of
+from leaderboard.board import UNRUN, Board, rows_of
 from leaderboard.checks import Check
 from leaderboard.provenance import Provenance
 
@@ -118,13 +118,13 @@ def _rank(one: Any, ties: pd.Series, place: int) -> Cell:
 def _kind(one: Any) -> str:
     if one.baseline:
         return "baseline"
-    if one.status not in ("PASSED", "COMPILED"):
+    if one.status not in ("PASSED", *UNRUN):
         return "failed"
     return "first" if not pd.isna(one.rank) and one.rank == 1 else ""
 
 
 def _state(one: Any) -> str:
-    quiet = one.status in ("PASSED", "COMPILED")
+    quiet = one.status in ("PASSED", *UNRUN)
     reason = " ".join(text.line(one.reason, REASON).split())
     said = [] if quiet else [": ".join(filter(None, [one.status, reason]))]
     return "; ".join([*said, *map(text.line, one.notes)]) or "ok"
@@ -208,7 +208,7 @@ def cases_of(found: Iterable[dict], key: str) -> Grid:
             number(latency.number(one.get("n")), str(one.get("n") or "")),
             Cell(_error(error, bool(one.get("baseline")))), Cell(text.line(one.get("reason") or "", REASON)),
         ]  # fmt: skip
-        lines.append(Line(f"{key}-{place}", cells, "" if one["status"] in ("PASSED", "COMPILED") else "failed"))
+        lines.append(Line(f"{key}-{place}", cells, "" if one["status"] in ("PASSED", *UNRUN) else "failed"))
     return Grid(key, "All cases of the run", columns, lines, frozenset({"time, us", "% of roofline", "samples"}))
 
 

@@ -14,8 +14,10 @@ from problems.common import load
 from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
-from problems.dsv4_forward.kernels import cache_rows, fused
+from problems.dsv4_forward.kernels import cache_rows, copies, fused
+from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
+from problems.dsv4_forward.kernels import start as start_kernel
 from problems.dsv4_forward.torch_ops import (
     chains,
     compressor,
@@ -27,6 +29,7 @@ from problems.dsv4_forward.torch_ops import (
     norm,
     rope,
     router,
+    start,
     writes,
 )
 from problems.dsv4_forward.weights import layout
@@ -42,9 +45,13 @@ Adapter = Callable[[ModuleType, ModelWeights, Fallback], Adapted]
 class Ops:
     """A function for each op, with the interface of the function that REFERENCE has there; all write in place."""
 
+    plan: Op
+    embed: Op
+    start: Op
     rms_norm: Op
     mhc_pre: Op
     mhc_post: Op
+    mhc_post_sum: Op
     mhc_head: Op
     matmul: Op
     linear: Op
@@ -55,8 +62,11 @@ class Ops:
     write_key: Op
     compress: Op
     write_entry: Op
+    index_query: Op
     index_scores: Op
     select: Op
+    locate: Op
+    select_places: Op
     fmha: Op
     route: Op
     experts: Op
@@ -92,10 +102,15 @@ class OpSpec:
 class _Steps:
     """The references that chains are made of."""
 
+    plan: Op = start.plan
+    embed: Op = start.embed
+    mhc_post: Op = mhc.post
     rms_norm: Op = norm.rms_norm
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
+    select: Op = indexer.select
+    locate: Op = indexer.locate
 
 
 def _spanning(chain: Callable[[chains.Parts], Op], *parts: str) -> OpSpec:
@@ -130,9 +145,13 @@ FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512,
 MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
 SPECS = (
+    OpSpec("plan", start.plan),
+    OpSpec("embed", start.embed),
+    _spanning(chains.start, "plan", "embed"),
     OpSpec("rms_norm", norm.rms_norm),
     OpSpec("mhc_pre", mhc.pre),
     OpSpec("mhc_post", mhc.post),
+    _spanning(chains.mhc_post_sum, "mhc_post"),
     OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
     OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR)),
@@ -143,8 +162,11 @@ SPECS = (
     _spanning(chains.write_key, "rms_norm", "rotate", "write"),
     OpSpec("compress", compressor.compress),
     _spanning(chains.write_entry, "compress", "write"),
+    _spanning(chains.index_query, "rotate"),
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
+    OpSpec("locate", indexer.locate),
+    _spanning(chains.select_places, "select", "locate"),
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
@@ -152,7 +174,8 @@ SPECS = (
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
-KERNELS = (fused, cache_rows, router_kernel)  # this folder's own
+# This folder's own; the first that has an op fills it.
+KERNELS = (start_kernel, copies, fused, cache_rows, indexer_kernel, router_kernel)
 
 
 @dataclass(frozen=True)

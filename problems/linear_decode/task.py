@@ -18,14 +18,13 @@ UNIT = 64  # n and k are multiples of it
 class Matrix(NamedTuple):
     """G groups of n x k weights; contiguous, each tensor based at a multiple of 256 bytes.
 
-    format | codes                                      | scales                                  | factor    | a weight
-    fp8    | e4m3 (G, n, k)                             | uint8 (G, ceil(n / 128), ceil(k / 128)) | None      | code * scale
-    nvfp4  | uint8 (G, n, k / 2), e2m1, low nibble first | e4m3 (G, n, k / 16), bytes 0 to 0x7E    | fp32 (G,) | code * scale * factor
-    bf16   | bf16 (G, n, k)                             | None                                    | None      | code
+    format | codes                         | scales                                  | factor    | a weight is
+    fp8    | e4m3 (G, n, k)                | uint8 (G, ceil(n / 128), ceil(k / 128)) | None      | code * scale
+    nvfp4  | uint8 (G, n, k / 2), two e2m1 | e4m3 (G, n, k / 16), bytes 0 to 0x7E    | fp32 (G,) | code * scale * factor
+    bf16   | bf16 (G, n, k)                | None                                    | None      | code
 
-    A scale byte s of fp8 is 2^(s - 127), a block of 128 x 128 each; s is 1 to 254. quantise: in fp8, whether the
-    matrix's input is quantised, see Data; False in the other formats.
-    """  # fmt: skip
+    Of two e2m1 in a byte the low nibble is the first along k. A scale byte s of fp8 is 2^(s - 127), a block of 128 x 128 each; s is 1 to 254. quantise: in fp8, whether the matrix's input is quantised, see Data; False in the other formats.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor | None
@@ -49,7 +48,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """out: bf16, flat: for each matrix in order its (T, G n), contiguous (`parts`); based at a multiple of 256 bytes."""
+    """out: bf16, flat, each matrix' (T, G n) behind the one before (`parts`); based at a multiple of 256 bytes."""
 
     out: torch.Tensor
 

@@ -23,7 +23,8 @@ class Matrix(NamedTuple):
     nvfp4  | uint8 (G, n, k / 2), two e2m1 | e4m3 (G, n, k / 16), bytes 0 to 0x7E    | fp32 (G,) | code * scale * factor
     bf16   | bf16 (G, n, k)                | None                                    | None      | code
 
-    Of two e2m1 in a byte the low nibble is the first along k. A scale byte s of fp8 is 2^(s - 127), a block of 128 x 128 each; s is 1 to 254. quantise: in fp8, whether the matrix's input is quantised, see Data; False in the other formats.
+    Of two e2m1 in a byte the low nibble is the first along k. A scale byte s of fp8, 1 to 254, is 2^(s - 127) for a
+    block of 128 x 128. quantise: in fp8, whether the matrix's input is quantised, see Data; False in other formats.
     """
 
     codes: torch.Tensor

@@ -32,6 +32,7 @@ constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int TILE = 32, COLUMNS = 64;  // rows and columns of a unit
 constexpr int BLOCK = 128;              // values that share a scale in fp8
 constexpr int MOST_PARTS = 4;           // matrices of a link
+constexpr int AT_ONCE = 5;              // sums that a thread loads together: 16 chunks are 1 and three times 5
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
 constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
@@ -51,9 +52,16 @@ struct Link {
     const __nv_bfloat16* x;  // (tokens, groups * k)
     int tokens, quantise;
     int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
-    int chunks, cluster, stages;      // chunks: of k, a power of two; cluster: blocks that share them
+    int chunks, cluster, deep;        // chunks: of k, a power of two; cluster: blocks that share them; deep: rings
+    int ahead;                        // lines of 128 bytes that each warp asks for to L2, of the link behind
     int parts;
     Part part[MOST_PARTS];
+};
+
+// What a kernel knows of the link behind; units: null if there is none.
+struct Next {
+    const uint8_t* units;
+    int tiles, k_units, chunks;
 };
 
 // ---- the formats
@@ -270,9 +278,27 @@ __device__ __forceinline__ void multiply_bf16(float (&sum)[2][NT][4], uint32_t f
 
 // ---- kernel
 
+// The bytes of the link behind that come after those which its own blocks copy before they wait: of each chunk of a tile
+// the first p.ahead lines behind STAGES stages. A warp does it for one of them, which then is read from L2.
+template <int FORMAT, int STAGES>
+__device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int warp, int lane) {
+    using Ring = Stage<FORMAT>;
+    constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT;
+    const int chunk = warp % next.chunks, tile = warp / next.chunks;
+    const Cut cut = {next.k_units, next.chunks, Ring::UNITS};
+    const int begin = cut.begin(chunk), length = (cut.begin(chunk + 1) - begin) * UNIT_BYTES;
+    if (tile >= next.tiles) return;
+    const uint8_t* from = next.units + (static_cast<int64_t>(tile) * next.k_units + begin) * UNIT_BYTES;
+    for (int line = lane; line < ahead; line += 32) {
+        const int at = STAGES * Ring::BYTES + 128 * line;
+        if (at < length) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    }
+}
+
 // NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks.
 template <int FORMAT, int NT, int STAGES>
-__global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1) link_kernel(const __grid_constant__ Link p) {
+__global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
+    link_kernel(const __grid_constant__ Link p, const __grid_constant__ Next next) {
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT>;
     constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT;
@@ -395,6 +421,9 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1) link_kernel(const __
             }
         }
 
+        if (next.units && pass + clusters >= passes)
+            fetch_ahead<FORMAT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
+
         // ---- the chunks' sums, in the order of k
 #pragma unroll 1
         for (int t = 0; t < NT; ++t) {
@@ -417,15 +446,20 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1) link_kernel(const __
                 const int row = o % TILE, token = o / TILE % 8, which = o / (TILE * 8);
                 const int of_group = pass % group_passes * together + which;
                 if (8 * t + token >= p.tokens || of_group >= p.group_tiles) continue;
-                float total = 0;
-                for (int i = 0; i < p.chunks; ++i) {
-                    float* const there = sums + (which * local + i % local) * SUMS + token * PAD + row;
-                    float add;
-                    if (p.cluster > 1)
-                        add = __uint_as_float(ptx::load_cluster(ptx::in_block(i / local, ptx::smem_address(there))));
-                    else
-                        add = *there;
-                    total = i ? total + add : add;
+                const auto load = [&](int i) {  // the sum of chunk i
+                    const float* there = sums + (which * local + i % local) * SUMS + token * PAD + row;
+                    if (p.cluster == 1) return *there;
+                    return __uint_as_float(ptx::load_cluster(ptx::in_block(i / local, ptx::smem_address(there))));
+                };
+                float total = load(0);
+#pragma unroll 1
+                for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
+                    float add[AT_ONCE];
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; ++j)
+                        if (i + j < p.chunks) total += add[j];
                 }
                 const int of_link = group * p.group_tiles + of_group;
                 if constexpr (FORMAT == NVFP4) total *= p.factors[of_link];
@@ -443,7 +477,7 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1) link_kernel(const __
 // ---- launcher
 
 template <int FORMAT, int NT, int STAGES>
-cudaError_t run(const Link& p, bool behind) {
+cudaError_t run(const Link& p, const Next& next, bool behind) {
     int sms = 0;
     if (cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0)) return error;
     const int local = p.chunks / p.cluster, together = WARPS / local;
@@ -468,15 +502,15 @@ cudaError_t run(const Link& p, bool behind) {
     config.gridDim = dim3(min(passes, sms / p.cluster) * p.cluster), config.blockDim = dim3(THREADS);
     config.dynamicSmemBytes = at.bytes;
     config.attrs = attributes, config.numAttrs = count;
-    return cudaLaunchKernelEx(&config, kernel, p);
+    return cudaLaunchKernelEx(&config, kernel, p, next);
 }
 
 // Rings of two depths for up to 8 tokens: the deeper one leaves no room for the next link's blocks.
 template <int FORMAT, int FEW, int MANY>
-cudaError_t choose(const Link& p, bool behind) {
-    if (p.tokens > 16) return run<FORMAT, 4, FEW>(p, behind);
-    if (p.tokens > 8) return run<FORMAT, 2, FEW>(p, behind);
-    return p.stages > FEW ? run<FORMAT, 1, MANY>(p, behind) : run<FORMAT, 1, FEW>(p, behind);
+cudaError_t choose(const Link& p, const Next& next, bool behind) {
+    if (p.tokens > 16) return run<FORMAT, 4, FEW>(p, next, behind);
+    if (p.tokens > 8) return run<FORMAT, 2, FEW>(p, next, behind);
+    return p.deep ? run<FORMAT, 1, MANY>(p, next, behind) : run<FORMAT, 1, FEW>(p, next, behind);
 }
 
 }  // namespace
@@ -487,9 +521,11 @@ extern "C" {
 int launch(const void* given, int count, int format) {
     const Link* links = static_cast<const Link*>(given);  // a type of this file, which would hide the function
     for (int i = 0; i < count; ++i) {
-        const cudaError_t error = format == FP8     ? choose<FP8, 2, 4>(links[i], i > 0)
-                                  : format == NVFP4 ? choose<NVFP4, 3, 7>(links[i], i > 0)
-                                                    : choose<BF16, 2, 4>(links[i], i > 0);
+        Next next = {};
+        if (i + 1 < count) next = {links[i + 1].units, links[i + 1].tiles, links[i + 1].k_units, links[i + 1].chunks};
+        const cudaError_t error = format == FP8     ? choose<FP8, 2, 4>(links[i], next, i > 0)
+                                  : format == NVFP4 ? choose<NVFP4, 3, 7>(links[i], next, i > 0)
+                                                    : choose<BF16, 2, 4>(links[i], next, i > 0);
         if (error) return error;
     }
     return cudaSuccess;

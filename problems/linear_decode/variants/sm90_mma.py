@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from task import BLOCK, FORMATS, Matrix, Weights, input_t, output_t, parts, unpack_call, unpack_weights
+from task import BLOCK, FORMATS, MOST_TOKENS, Matrix, Weights, input_t, output_t, parts, unpack_call, unpack_weights
 
 from problems.common import build, load
 
@@ -16,9 +16,11 @@ TILE, COLUMNS = 32, 64  # rows and columns of a unit
 WARPS = 16  # of a block
 NVFP4_UNIT, REST = 1152, 256.0  # bytes; what a product of units lacks, see nvfp4_units.cuh
 MOST_PARTS = 4  # matrices of a link
-MOST_CHUNKS, MOST_CLUSTER = 16, 8
+MOST_CHUNKS, MOST_CLUSTER = 32, 8
 SLICE = 2048  # columns that a block can hold of 32 tokens
-EASY = 2**15  # values that a block takes without a delay: 16 tokens of 2048 columns
+EASY = 2**15  # values that a block takes without much delay: 16 tokens of 2048 columns
+EASY_CLUSTER = 4  # blocks; of 8 not all that a GPU has multiprocessors for fit at once
+PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
 
 
@@ -52,10 +54,13 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """cluster: blocks that share a tile; stages: of a warp's ring."""
+    """cluster: blocks that share a tile; deep: rings of about 8 KB a warp, not 4; ahead: lines of 128 bytes of the link
+    behind that each warp asks for to L2.
+    """
 
     cluster: int
-    stages: int
+    deep: bool
+    ahead: int
 
 
 class _Part(Structure):
@@ -66,7 +71,7 @@ class _Link(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("units", "scales", "factors", "x")),
         *((name, c_int) for name in ("tokens", "quantise", "tiles", "group_tiles", "k_units", "chunks", "cluster")),
-        ("stages", c_int), ("parts", c_int), ("part", _Part * MOST_PARTS),
+        *((name, c_int) for name in ("deep", "ahead", "parts")), ("part", _Part * MOST_PARTS),
     )  # fmt: skip
 
 
@@ -77,7 +82,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 def prepare(weights: Weights) -> State:
     """Units of all matrices, in as many bytes. ValueError as unpack_weights says, more than 4 matrices of one input, or
-    k over 32768; RuntimeError: the launch.
+    k over 16384; RuntimeError: the launch.
     """
     fmt, links = unpack_weights(weights)
     return State(fmt, tuple(_link(fmt, *pair) for pair in zip(weights.links, links, strict=True)))
@@ -101,23 +106,25 @@ def custom_kernel(data: input_t) -> output_t:
 
 def plan(link: Link, tokens: int) -> Plan:
     """How a link is launched for so many tokens: chunks are shared by blocks where the input is much."""
-    k, cluster = link.sizes[0][2], 1
-    while cluster < min(link.chunks, MOST_CLUSTER) and tokens * k > EASY * cluster:
+    k, cluster = link.sizes[0][2], max(1, link.chunks // WARPS)
+    while cluster < link.chunks and (
+        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > EASY * cluster)
+    ):
         cluster *= 2
-    return Plan(cluster, 2)
+    return Plan(cluster, deep=False, ahead=32)
 
 
 def chunks_of(tiles: int, k: int) -> int:
     """Into how many chunks k is cut, by shapes alone: as many as keep all warps of a GPU busy, and no more."""
     granules = -(-k // BLOCK)
     least = min(MOST_CHUNKS, 2 ** max(0, -(-k // SLICE) - 1).bit_length())
-    found = [chunks for chunks in (1, 2, 4, 8, 16) if least <= chunks <= max(least, min(granules, MOST_CHUNKS))]
+    found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= max(least, min(granules, MOST_CHUNKS))]
 
-    def rounds(chunks: int) -> int:
+    def cost(chunks: int) -> float:
         passes = -(-tiles * chunks // WARPS)
-        return -(-passes // MULTIPROCESSORS) * -(-granules // chunks)
+        return -(-passes // MULTIPROCESSORS) * (-(-granules // chunks) + PASS)
 
-    return min(found, key=lambda chunks: (rounds(chunks), chunks))
+    return min(found, key=lambda chunks: (cost(chunks), chunks))
 
 
 def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor]) -> None:
@@ -128,7 +135,8 @@ def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor]) -> 
     to.scales = None if link.scales is None else link.scales.data_ptr()
     to.factors = None if link.factors is None else link.factors.data_ptr()
     to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // groups
-    to.k_units, to.chunks, to.cluster, to.stages = k // COLUMNS, link.chunks, chosen.cluster, chosen.stages
+    to.k_units, to.chunks, to.cluster = k // COLUMNS, link.chunks, chosen.cluster
+    to.deep, to.ahead = chosen.deep, chosen.ahead
     to.parts, tile = len(given), 0
     for part, out in zip(to.part, given, strict=False):
         part.out, part.columns, part.tile = out.data_ptr(), out.shape[1], tile
@@ -139,8 +147,8 @@ def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, i
     if len(matrices) > MOST_PARTS:
         raise ValueError(f"links must have at most {MOST_PARTS} matrices, got {len(matrices)}")
     k = sizes[0][2]
-    if k > MOST_CHUNKS * SLICE:
-        raise ValueError(f"k must be at most {MOST_CHUNKS * SLICE}, got {k}")
+    if k > MOST_CLUSTER * SLICE:
+        raise ValueError(f"k must be at most {MOST_CLUSTER * SLICE}, got {k}")
     tiles = sum(g * n for g, n, _ in sizes) // TILE
     units = torch.cat([_units(fmt, matrix, *size) for matrix, size in zip(matrices, sizes, strict=True)])
     scales = torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]) if (

@@ -22,7 +22,8 @@ from problems.common import check, fp8, nvfp4
 
 CODE_RMS = (sum(code * code for code in nvfp4.E2M1) / 16) ** 0.5  # of random e2m1 codes, 2.93
 HUGE = 2.0**40  # factor of x in "extreme", beyond fp16
-TINY = 2.0**-20  # factor of the first token in "subnormal": below the floor of the quantiser's scales
+HALF = 12  # binades between the halves of a group of x in "magnitudes"
+TINY = 2.0**-28  # factor of the first token in "subnormal": below the floor of the quantiser's scales
 
 
 # ---------------------------------------------------------------- weights and inputs
@@ -35,9 +36,10 @@ def generate_weights(
 
     plain       e4m3 codes of all bytes but NaN, block scales 2^-1 to 2^1; e2m1 codes of all kinds, scales 2^U(-4, 2);
                 bf16 Gaussian
-    magnitudes  blocks of 128 columns (nvfp4: of 16) over 17 binades, which x undoes, and block rows over 9
-    subnormal   e4m3 codes below 2^-6, and every other block row 2^-100 times as large; nvfp4: scales below 2^-6; bf16:
-                weights around 2^-130. In fp8 and nvfp4 the first token is 2^-20 times as large
+    magnitudes  blocks of 128 columns (nvfp4: of 16) over 17 binades (9), which x undoes; in fp8 rows of blocks over 9,
+                and x in the second half of each group of 128 is 2^-12 of the first, so that its codes are subnormal
+    subnormal   e4m3 codes below 2^-6, and every other block row 2^-60 times as large; nvfp4: scales below 2^-6; bf16:
+                weights around 2^-130. In fp8 and nvfp4 the first token is 2^-28 times as large
     extreme     the largest codes and scales of the format in an eighth of the places; x is 2^40 times as large; in fp8
                 every other block row is 2^60 times as large
     zeros       an eighth of the weights' blocks of 16, a quarter of x's blocks of 16, two tokens
@@ -55,14 +57,14 @@ def generate_weights(
 def generate_input(
     format: str, tokens: int, shape: str, content: str, seed: int, device: str
 ) -> tuple[Inputs, Outputs]:  # fmt: skip
-    """x Gaussian, in blocks as generate_weights says; in "magnitudes" tokens 2^U(-8, 2) of it; out NaN."""
+    """x Gaussian, in blocks as generate_weights says; in "magnitudes" tokens 2^U(-10, 20) times that; out NaN."""
     gen = torch.Generator(device).manual_seed(seed)
     links = links_of(shape)
     groups, _, k = links[0][0]
     x = torch.randn(tokens, groups, k, generator=gen, device=device)
     if content == "magnitudes":
         x *= _profile(k, format, device).exp2()
-        x *= torch.rand(tokens, 1, 1, generator=gen, device=device).mul_(10).sub_(8).exp2_()
+        x *= torch.rand(tokens, 1, 1, generator=gen, device=device).mul_(30).sub_(10).exp2_()
     elif content == "extreme":
         x *= HUGE
     elif content == "subnormal" and format == "bf16":
@@ -83,7 +85,13 @@ def _profile(k: int, format: str, device: str | torch.device) -> torch.Tensor:
     width = 16 if format == "nvfp4" else BLOCK
     block = torch.arange(-(-k // width), device=device)
     span = 9 if format == "nvfp4" else 17
-    return (block * 5 % span - span // 2).float().repeat_interleave(width)[:k]
+    profile = (block * 5 % span - span // 2).float().repeat_interleave(width)[:k]
+    return profile - HALF * _second_half(k, device) if format == "fp8" else profile
+
+
+def _second_half(k: int, device: str | torch.device) -> torch.Tensor:
+    """bool (k,): the columns in the second half of a block of 128."""
+    return torch.arange(k, device=device) % BLOCK >= BLOCK // 2
 
 
 def _fp8(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> Matrix:
@@ -95,13 +103,16 @@ def _fp8(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> Mat
     odd = torch.arange(blocks[1], device=device).remainder(2).view(-1, 1)  # block rows
     if content == "subnormal":
         byte &= 0x87
-        step -= 100 * odd
+        step -= 60 * odd
     elif content == "extreme":
         step += 60 * odd
         large = torch.rand(shape, generator=gen, device=device) < 1 / 8
         byte = torch.where(large, byte & 0x80 | 0x7E, byte)
     elif content == "zeros":
         byte *= _kept(groups, n, k, 7 / 8, gen)
+    if content == "magnitudes":  # exponents 1 to 4 of 15, in the second halves HALF - 1 higher
+        byte = byte & 0x9F | _second_half(k, device).to(torch.uint8) * 0x60
+        byte = torch.where(byte & 0x7F == 0x7F, byte - 1, byte)  # no NaN
     codes = byte.view(torch.float8_e4m3fn)
     if content == "magnitudes":
         step = torch.randint(0, 9, (groups, blocks[1], 1), generator=gen, device=device) - 4

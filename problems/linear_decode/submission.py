@@ -9,8 +9,9 @@ from problems.common import load
 
 # Variants by target, the first that the machine can run.
 WINNERS = {
-    "cpu": ("torch_dequant",),
+    "cpu": ("cpu_avx512", "cpu_avx2", "cpu_portable"),
     "sm90": ("sm90_mma",),
+    "sm100": ("sm90_mma",),
 }
 
 

@@ -487,22 +487,8 @@ cudaError_t run(const Link& p, const Next& next, bool behind) {
     const auto kernel = link_kernel<FORMAT, NT, STAGES>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.bytes))
         return error;
-    cudaLaunchAttribute attributes[2] = {};
-    int count = 0;
-    if (behind) {
-        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (p.cluster > 1) {
-        attributes[count].id = cudaLaunchAttributeClusterDimension;
-        attributes[count].val.clusterDim.x = p.cluster, attributes[count].val.clusterDim.y = 1;
-        attributes[count++].val.clusterDim.z = 1;
-    }
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(min(passes, sms / p.cluster) * p.cluster), config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = at.bytes;
-    config.attrs = attributes, config.numAttrs = count;
-    return cudaLaunchKernelEx(&config, kernel, p, next);
+    const dim3 grid(min(passes, sms / p.cluster) * p.cluster);
+    return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, p, next);
 }
 
 // Rings of two depths for up to 8 tokens: the deeper one leaves no room for the next link's blocks.

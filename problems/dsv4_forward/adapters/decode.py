@@ -104,13 +104,15 @@ def adapt_linears(module: ModuleType, weights: ModelWeights, fallback: Fallback)
     Reads the weights, waits for the device. ValueError, naming the matrix: scales that are none.
     """
     made = _linears(module, list(weights.linears()), fallback)
-    return _adapted(module, "linears", made, weights, fallback, {"linear", "grouped_linear"})
+    functions = {"linear": made.linear, "grouped_linear": made.grouped_linear}
+    return _adapted(module, "linears", made, functions, weights, fallback.name)
 
 
 def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Fit `module`, a variant of the problem. -> the op shared, and lines. Else as adapt_linears."""
     both = [w for block in weights.blocks() for w in (block.ffn.shared_w13, block.ffn.shared_w2)]
-    return _adapted(module, "shared experts", _linears(module, both, fallback), weights, fallback, {"shared"})
+    made = _linears(module, both, fallback)
+    return _adapted(module, "shared experts", made, {"shared": made.shared}, weights, fallback.name)
 
 
 def _linears(module: ModuleType, given: list[Linear], fallback: Fallback) -> Linears:
@@ -120,13 +122,12 @@ def _linears(module: ModuleType, given: list[Linear], fallback: Fallback) -> Lin
 
 
 def _adapted(
-    module: ModuleType, what: str, made: Linears, weights: ModelWeights, fallback: Fallback, names: set[str]
+    module: ModuleType, what: str, made: Linears, functions: dict[str, Callable], weights: ModelWeights, other: str
 ) -> Adapted:
     matrices = list(made.matrices.values())
     label = f"{PROBLEM}/{module.__name__.rpartition('.')[2]}, {what}"
-    lines = common.report(label, "matrices", matrices, weights, fallback.name)
-    served = frozenset(id(matrix.linear) for matrix in matrices if not matrix.reason)
-    return Adapted({name: getattr(made, name) for name in names}, lines, served)
+    lines = common.report(label, "matrices", matrices, weights, other)
+    return Adapted(functions, lines, frozenset(id(matrix.linear) for matrix in matrices if not matrix.reason))
 
 
 @torch.inference_mode(False)  # what is made in inference mode could not be used everywhere outside it

@@ -22,7 +22,7 @@
 
 #include <cstdint>
 
-#include "launch.cuh"
+#include "launch_clusters.cuh"
 #include "nvfp4_units.cuh"
 #include "ptx.cuh"
 

@@ -140,25 +140,35 @@ __device__ __forceinline__ float2 group_scale(float most, bool quantise) {
     return make_float2(__uint_as_float(exponent << 23), __uint_as_float(254 - exponent << 23));
 }
 
-// Where a block's memory holds what; the host asks for `bytes`.
-struct Layout {
-    int sums, x, x_scales, bytes, row_bytes, slice_blocks;
+// What the host works out for all blocks, so that the kernel has it in constant memory and not in registers.
+struct Geometry {
+    int local_shift, together;        // chunks of a block, as a power of two; tiles at once
+    int group_passes, passes;         // times that a block's tiles are taken, of one group and of all
+    int sums, x, x_scales, row_bytes; // offsets in shared memory, and from a token's input to the next
+    int bytes;                        // of shared memory
+    int clusters;                     // of the grid
 
-    // ring: bytes of all stages; slice: columns that a block holds at most
-    __host__ __device__ Layout(int format, int nt, int tokens, int ring, int slice) {
+    // ring: bytes of all stages; granule: units that chunks begin at multiples of
+    Geometry(const Link& p, int format, int nt, int ring, int granule, int sms) {
+        const int local = p.chunks / p.cluster;
+        for (local_shift = 0; 1 << local_shift < local;) ++local_shift;
+        together = WARPS / local;
+        group_passes = (p.group_tiles + together - 1) / together;
+        passes = p.tiles / p.group_tiles * group_passes;
+        const int slice = Cut{p.k_units, p.chunks, granule}.longest(local) * COLUMNS;  // columns of a block, at most
         row_bytes = 2 * slice + ROW_PAD;
-        slice_blocks = (slice + BLOCK - 1) / BLOCK;
         sums = ring;
         x = sums + WARPS * SUMS * 4;
-        x_scales = x + (tokens * row_bytes + 15) / 16 * 16;
-        bytes = x_scales + (format == FP8 ? slice_blocks * nt * 8 * 4 : 0);
+        x_scales = x + (p.tokens * row_bytes + 15) / 16 * 16;
+        bytes = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
+        clusters = min(passes, sms / p.cluster);
     }
 };
 
 // ---- the input to shared memory: columns from first_unit on, of one group of the link
 
 template <int NT>
-__device__ __forceinline__ void take_quantised(const Link& p, const Layout& at, uint8_t* smem, const __nv_bfloat16* x,
+__device__ __forceinline__ void take_quantised(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
                                                int x_columns, int first, int count, int warp, int lane) {
     const int blocks = (count + BLOCK - 1) / BLOCK, groups = p.tokens * blocks, part = lane & 15;
     float* scales = reinterpret_cast<float*>(smem + at.x_scales);
@@ -191,7 +201,7 @@ __device__ __forceinline__ void take_quantised(const Link& p, const Layout& at, 
     }
 }
 
-__device__ __forceinline__ void take_plain(const Link& p, const Layout& at, uint8_t* smem, const __nv_bfloat16* x,
+__device__ __forceinline__ void take_plain(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
                                            int x_columns, int first, int count) {
     const int pieces = count / 8;  // of 16 bytes
     for (int i = threadIdx.x; i < p.tokens * pieces; i += THREADS) {
@@ -298,32 +308,31 @@ __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int war
 // NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks.
 template <int FORMAT, int NT, int STAGES>
 __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
-    link_kernel(const __grid_constant__ Link p, const __grid_constant__ Next next) {
+    link_kernel(const __grid_constant__ Link p, const __grid_constant__ Next next,
+                const __grid_constant__ Geometry at) {
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT>;
     constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
-    const int rank = blockIdx.x % p.cluster, first_pass = blockIdx.x / p.cluster, clusters = gridDim.x / p.cluster;
-    const int local = p.chunks / p.cluster, together = WARPS / local;  // chunks of a block, tiles at once
-    const int chunk = rank * local + warp % local, place = warp / local;
+    const int rank = blockIdx.x % p.cluster, first_pass = blockIdx.x / p.cluster;
+    const int local = 1 << at.local_shift, place = warp >> at.local_shift;
+    const int chunk = (rank << at.local_shift) + (warp & local - 1);
     const Cut cut = {p.k_units, p.chunks, Ring::UNITS};
     const int begin = cut.begin(chunk), end = cut.begin(chunk + 1);
-    const int slice_begin = cut.begin(rank * local), slice_end = cut.begin((rank + 1) * local);
-    const int group_passes = (p.group_tiles + together - 1) / together;
-    const int passes = p.tiles / p.group_tiles * group_passes;
+    const int slice_begin = cut.begin(rank << at.local_shift);
 
     // ---- copies, in the order of use
     const uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;
     int ahead = first_pass, left = 0;  // the next pass to copy for, stages of the one that is being copied
     const uint8_t* from = nullptr;
     const auto fill = [&](uint32_t to) {
-        while (!left && ahead < passes) {
-            const int group = ahead / group_passes, tile = ahead % group_passes * together + place;
+        while (!left && ahead < at.passes) {
+            const int group = ahead / at.group_passes, tile = ahead % at.group_passes * at.together + place;
             if (tile < p.group_tiles) {
                 from = p.units + (static_cast<int64_t>(group * p.group_tiles + tile) * p.k_units + begin) * UNIT_BYTES;
                 left = (end - begin) * Ring::OF_UNIT;
             }
-            ahead += clusters;
+            ahead += at.clusters;
         }
         if (left) {
             if constexpr (FORMAT == NVFP4) {
@@ -342,23 +351,20 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     programmatic::trigger();  // the next link may begin to copy its weights
     programmatic::wait();     // until the link ahead has written the input
 
-    const int k = p.k_units * COLUMNS, x_columns = p.tiles / p.group_tiles * k;
-    const Layout at(FORMAT, NT, p.tokens, WARPS * STAGES * Ring::BYTES,
-                    cut.longest(local) * COLUMNS);
     uint32_t rows[NT];  // of the input, at the lane's first columns of the slice
 #pragma unroll
     for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
         rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c;
-    float* const sums = reinterpret_cast<float*>(smem + at.sums);
     const uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c;
 
     int stage = 0, held = -1;  // held: group whose input is in shared memory
 #pragma unroll 1
-    for (int pass = first_pass; pass < passes; pass += clusters) {
-        const int group = pass / group_passes, tile = pass % group_passes * together + place;
+    for (int pass = first_pass; pass < at.passes; pass += at.clusters) {
+        const int group = pass / at.group_passes, tile = pass % at.group_passes * at.together + place;
         if (group != held) {
+            const int k = p.k_units * COLUMNS, x_columns = p.tiles / p.group_tiles * k, first = slice_begin * COLUMNS;
+            const int count = cut.begin(rank + 1 << at.local_shift) * COLUMNS - first;
             const __nv_bfloat16* x = p.x + group * k;
-            const int first = slice_begin * COLUMNS, count = (slice_end - slice_begin) * COLUMNS;
             if constexpr (FORMAT == FP8)
                 take_quantised<NT>(p, at, smem, x, x_columns, first, count, warp, lane);
             else
@@ -368,8 +374,6 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
         }
         float sum[2][NT][4] = {};
         if (tile < p.group_tiles) {
-            const uint8_t* scales =
-                p.scales + static_cast<int64_t>(group * p.group_tiles + tile) * ((p.k_units + 1) / 2) + begin / 2;
             float of_block[2][NT][4];
             uint32_t mine = 0;  // fp8: lane i has the scale of block i of the next 32
 #pragma unroll 1
@@ -379,7 +383,10 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                 for (int t = 0; t < NT; ++t) input[t] = rows[t] + (unit - slice_begin) * COLUMNS * 2;
                 const int in_chunk = unit - begin, block = in_chunk / 2;
                 if constexpr (FORMAT == FP8) {
-                    if (in_chunk % 64 == 0) mine = begin / 2 + block + lane < (end + 1) / 2 ? scales[block + lane] : 0;
+                    if (in_chunk % 64 == 0) {
+                        const int64_t row = group * p.group_tiles + tile, at = unit / 2 + lane;
+                        mine = at < (end + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + at] : 0;
+                    }
                     if (in_chunk % 2 == 0)
 #pragma unroll
                         for (int q = 0; q < 2; ++q)
@@ -421,20 +428,22 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             }
         }
 
-        if (next.units && pass + clusters >= passes)
+        if (next.units && pass + at.clusters >= at.passes)
             fetch_ahead<FORMAT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
 
         // ---- the chunks' sums, in the order of k
 #pragma unroll 1
         for (int t = 0; t < NT; ++t) {
-            float* const mine = sums + warp * SUMS;
+            const uint32_t sums = ptx::smem_address(smem + at.sums), mine = sums + warp * SUMS * 4;
 #pragma unroll
             for (int u = 0; u < NT; ++u)
                 if (u == t)
 #pragma unroll
                     for (int q = 0; q < 2; ++q)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) mine[(2 * c + (i & 1)) * PAD + 16 * q + g + 4 * (i & 2)] = sum[q][u][i];
+                        for (int i = 0; i < 4; ++i)
+                            ptx::store_shared(mine + 4 * ((2 * c + (i & 1)) * PAD + 16 * q + g + 4 * (i & 2)),
+                                              __float_as_uint(sum[q][u][i]));
             const auto meet = [&] {
                 if (p.cluster > 1)
                     ptx::cluster_sync();
@@ -442,14 +451,16 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     __syncthreads();
             };
             meet();
-            for (int o = rank * THREADS + threadIdx.x; o < together * TILE * 8; o += p.cluster * THREADS) {
+            for (int o = rank * THREADS + threadIdx.x; o < at.together * TILE * 8; o += p.cluster * THREADS) {
                 const int row = o % TILE, token = o / TILE % 8, which = o / (TILE * 8);
-                const int of_group = pass % group_passes * together + which;
+                const int of_group = pass % at.group_passes * at.together + which;
                 if (8 * t + token >= p.tokens || of_group >= p.group_tiles) continue;
                 const auto load = [&](int i) {  // the sum of chunk i
-                    const float* there = sums + (which * local + i % local) * SUMS + token * PAD + row;
-                    if (p.cluster == 1) return *there;
-                    return __uint_as_float(ptx::load_cluster(ptx::in_block(i / local, ptx::smem_address(there))));
+                    const int slot = (which << at.local_shift) + (i & local - 1);
+                    const uint32_t there = sums + 4 * (slot * SUMS + token * PAD + row);
+                    return __uint_as_float(p.cluster == 1
+                                               ? ptx::load_shared(there)
+                                               : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
                 };
                 float total = load(0);
 #pragma unroll 1
@@ -480,15 +491,12 @@ template <int FORMAT, int NT, int STAGES>
 cudaError_t run(const Link& p, const Next& next, bool behind) {
     int sms = 0;
     if (cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0)) return error;
-    const int local = p.chunks / p.cluster, together = WARPS / local;
-    const int passes = p.tiles / p.group_tiles * ((p.group_tiles + together - 1) / together);
-    const Cut cut = {p.k_units, p.chunks, Stage<FORMAT>::UNITS};
-    const Layout at(FORMAT, NT, p.tokens, WARPS * STAGES * Stage<FORMAT>::BYTES, cut.longest(local) * COLUMNS);
+    const Geometry at(p, FORMAT, NT, WARPS * STAGES * Stage<FORMAT>::BYTES, Stage<FORMAT>::UNITS, sms);
     const auto kernel = link_kernel<FORMAT, NT, STAGES>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.bytes))
         return error;
-    const dim3 grid(min(passes, sms / p.cluster) * p.cluster);
-    return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, p, next);
+    const dim3 grid(at.clusters * p.cluster);
+    return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, p, next, at);
 }
 
 // Rings of two depths for up to 8 tokens: the deeper one leaves no room for the next link's blocks.

@@ -5,7 +5,7 @@
 
 namespace programmatic {
 
-// kernel<<<grid, block, shared_bytes>>>(args...) in clusters of `cluster` blocks along x, of which grid.x is a multiple.
+// kernel<<<grid, block, shared_bytes>>>(args...) in clusters of `cluster` blocks along x; grid.x is a multiple of it.
 // early: whether it may begin before the kernel ahead has ended, as programmatic::launch has it. -> a cudaError_t.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster,

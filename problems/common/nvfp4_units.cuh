@@ -17,9 +17,9 @@
 // Products of 16 columns a step: in step j of a unit, k = 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of the instruction are columns
 // 16 c + 4 j .. + 3 of the unit. The other operand has its columns in the same order.
 //
-// Units of a matrix lie row by row: [rows / 32][columns / 64]. Interleaved, with gate rows above as many up rows: group q
-// of unit u has gate rows 16 u + 8 q + 0 .. 7 as its rows 0 to 7, and the same rows of up as 8 to 15, so that a thread's
-// sums of rows g and g + 8 meet in one product.
+// Units of a matrix lie row by row: [rows / 32][columns / 64]. Interleaved, with gate rows above as many up rows: group
+// q of unit u has gate rows 16 u + 8 q + 0 .. 7 as its rows 0 to 7, and the same rows of up as 8 to 15, so that a
+// thread's sums of rows g and g + 8 meet in one product.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -112,8 +112,8 @@ static __global__ void repack_kernel(const uint8_t* packed, const uint8_t* scale
 }
 
 // packed (matrices, rows, columns / 2), scales (matrices, rows, columns / 16) -> units. -> a cudaError_t.
-inline cudaError_t repack(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int matrices, int rows, int columns,
-                          bool interleaved) {
+inline cudaError_t repack(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int matrices, int rows,
+                          int columns, bool interleaved) {
     const int64_t lanes = static_cast<int64_t>(matrices) * (rows / 32) * (columns / 64) * 32;
     repack_kernel<<<static_cast<unsigned>((lanes + 255) / 256), 256>>>(packed, scales, to, lanes, rows, columns,
                                                                        interleaved);

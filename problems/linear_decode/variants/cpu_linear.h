@@ -51,8 +51,8 @@ struct Problem {
     std::vector<Matrix> matrices;
     std::vector<Link> links;
 
-    // tensors: x, then codes, scales, factor and output of each matrix. numbers: format, tokens, links, then of each link
-    // its matrices, then of each matrix G, n, k and quantise.
+    // tensors: x, then codes, scales, factor and output of each matrix. numbers: format, tokens, links, then of each
+    // link its matrices, then of each matrix G, n, k and quantise.
     Problem(void* const* tensors, const int64_t* numbers)
         : format(numbers[0]), tokens(numbers[1]), x(static_cast<const uint16_t*>(tensors[0])) {
         const int64_t* sizes = numbers + 3 + numbers[2];

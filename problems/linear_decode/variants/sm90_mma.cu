@@ -1,7 +1,7 @@
 // linear_decode on Hopper: every weight is read once and meets up to 32 tokens in mma.sync, in registers.
 //
-// A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k, its
-// weights coming through a ring that is filled with cp.async: a lane copies exactly the bytes that it reads later, so a
+// A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k,
+// its weights coming through a ring that is filled with cp.async: a lane copies exactly the bytes that it reads later, so a
 // warp waits for nobody else. 16 / chunks tiles are under way in a block at once; then the chunks' sums are added in
 // the order of k, whatever the number of tokens, so a token's bits do not depend on the others. With many tokens a
 // cluster of blocks shares a tile's chunks, so that a block holds a part of the input only.
@@ -35,6 +35,7 @@ constexpr int MOST_PARTS = 4;           // matrices of a link
 constexpr int AT_ONCE = 5;              // sums that a thread loads together: 16 chunks are 1 and three times 5
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
+constexpr int IN_FLIGHT = 4;            // 16-byte loads of the input that a thread waits for together
 constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
 enum Format { FP8, NVFP4, BF16 };
 
@@ -172,43 +173,60 @@ __device__ __forceinline__ void take_quantised(const Link& p, const Geometry& at
                                                int x_columns, int first, int count, int warp, int lane) {
     const int blocks = (count + BLOCK - 1) / BLOCK, groups = p.tokens * blocks, part = lane & 15;
     float* scales = reinterpret_cast<float*>(smem + at.x_scales);
-    for (int i = 2 * warp; i < groups; i += 2 * WARPS) {
-        const int group = min(i + (lane >> 4), groups - 1);  // the last one twice where they are odd
-        const int token = group / blocks, block = group - token * blocks, column = block * BLOCK + 8 * part;
-        const bool inside = column < count;
-        uint4 raw = make_uint4(0, 0, 0, 0);
-        if (inside) raw = load_input(x + static_cast<int64_t>(token) * x_columns + first + column);
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-        float value[8], most = 0;
+    for (int i = 2 * warp; i < groups; i += 2 * WARPS * IN_FLIGHT) {
+        uint4 raw[IN_FLIGHT];
+        const auto place = [&](int j, int& token, int& column) {  // half a warp a group; whether there is one
+            const int group = i + 2 * WARPS * j + (lane >> 4);
+            token = group / blocks, column = (group - token * blocks) * BLOCK + 8 * part;
+            return group < groups && column < count;
+        };
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            value[2 * j] = __uint_as_float(words[j] << 16), value[2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000u);
-            most = fmaxf(most, fmaxf(fabsf(value[2 * j]), fabsf(value[2 * j + 1])));
+        for (int j = 0; j < IN_FLIGHT; ++j) {
+            int token, column;
+            raw[j] = make_uint4(0, 0, 0, 0);
+            if (place(j, token, column))
+                raw[j] = load_input(x + static_cast<int64_t>(token) * x_columns + first + column);
         }
 #pragma unroll
-        for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-        const float2 scale = group_scale(most, p.quantise);
-        uint32_t pairs[4];
+        for (int j = 0; j < IN_FLIGHT; ++j) {
+            if (i + 2 * WARPS * j >= groups) break;
+            int token, column;
+            const bool inside = place(j, token, column);
+            const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+            float value[8], most = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float low = value[2 * j] * scale.y, high = value[2 * j + 1] * scale.y;
-            pairs[j] = p.quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+            for (int w = 0; w < 4; ++w) {
+                value[2 * w] = __uint_as_float(words[w] << 16);
+                value[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
+                most = fmaxf(most, fmaxf(fabsf(value[2 * w]), fabsf(value[2 * w + 1])));
+            }
+#pragma unroll
+            for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+            const float2 scale = group_scale(most, p.quantise);
+            uint32_t pairs[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const float low = value[2 * w] * scale.y, high = value[2 * w + 1] * scale.y;
+                pairs[w] = p.quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+            }
+            if (inside)
+                *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) =
+                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            if (inside && part == 0) scales[column / BLOCK * NT * 8 + token] = scale.x;
         }
-        if (inside)
-            *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) =
-                make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        if (part == 0) scales[block * NT * 8 + token] = scale.x;
     }
 }
 
+// The copies are waited for with the first stages of the ring, which were asked for before them.
 __device__ __forceinline__ void take_plain(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
                                            int x_columns, int first, int count) {
     const int pieces = count / 8;  // of 16 bytes
     for (int i = threadIdx.x; i < p.tokens * pieces; i += THREADS) {
         const int token = i / pieces, piece = i - token * pieces;
-        *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 16 * piece) =
-            load_input(x + static_cast<int64_t>(token) * x_columns + first + 8 * piece);
+        ptx::cp_async16(ptx::smem_address(smem + at.x) + token * at.row_bytes + 16 * piece,
+                        x + static_cast<int64_t>(token) * x_columns + first + 8 * piece);
     }
+    ptx::cp_async_wait_all();
 }
 
 // ---- products of one stage: from: this lane's bytes in the ring; input[t]: its row of the input at the stage's unit
@@ -288,8 +306,8 @@ __device__ __forceinline__ void multiply_bf16(float (&sum)[2][NT][4], uint32_t f
 
 // ---- kernel
 
-// The bytes of the link behind that come after those which its own blocks copy before they wait: of each chunk of a tile
-// the first p.ahead lines behind STAGES stages. A warp does it for one of them, which then is read from L2.
+// The bytes of the link behind that come after those which its own blocks copy before they wait: of each chunk of a
+// tile the first p.ahead lines behind STAGES stages. A warp does it for one of them, which then is read from L2.
 template <int FORMAT, int STAGES>
 __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int warp, int lane) {
     using Ring = Stage<FORMAT>;

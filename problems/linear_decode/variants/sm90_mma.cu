@@ -13,7 +13,7 @@
 //   nvfp4  1152 bytes, as nvfp4_units.cuh describes them
 //   bf16   4096 bytes: 2048 h + 512 r + 16 l .. + 15 are columns 8 h .. 8 h + 7 of the lane's 16 of row g + 8 r
 //
-// fp8: codes become fp16, exactly, and so do the input's codes; sums of a block of 128 are multiplied by both scales in
+// fp8: codes become fp16, exactly, and so do the input's codes; sums of 64 columns are multiplied by both scales in
 // fp32. Where the input is not quantised it is divided by a power of two for each token and block of 128, such that the
 // largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below.
 #include <cuda_bf16.h>
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                 const __grid_constant__ Geometry at) {
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT>;
-    constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT;
+    constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT, TOGETHER = NT < 2 ? NT : 2;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     const int rank = blockIdx.x % p.cluster, first_pass = blockIdx.x / p.cluster;
     const int local = 1 << at.local_shift, place = warp >> at.local_shift;
@@ -392,7 +392,6 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
         }
         float sum[2][NT][4] = {};
         if (tile < p.group_tiles) {
-            float of_block[2][NT][4];
             uint32_t mine = 0;  // fp8: lane i has the scale of block i of the next 32
 #pragma unroll 1
             for (int unit = begin; unit < end; ++unit) {
@@ -405,19 +404,33 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                         const int64_t row = group * p.group_tiles + tile, at = unit / 2 + lane;
                         mine = at < (end + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + at] : 0;
                     }
-                    if (in_chunk % 2 == 0)
-#pragma unroll
-                        for (int q = 0; q < 2; ++q)
-#pragma unroll
-                            for (int t = 0; t < NT; ++t)
-#pragma unroll
-                                for (int i = 0; i < 4; ++i) of_block[q][t][i] = 0;
                 }
 #pragma unroll
                 for (int half = 0; half < Ring::OF_UNIT; ++half) {
                     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
                     const uint32_t here = ring + stage * Ring::BYTES;
-                    if constexpr (FORMAT == FP8) multiply_fp8(of_block, here, input);
+                    if constexpr (FORMAT == FP8) {
+                        const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block % 32) << 23);
+                        const uint32_t scales_at = x_scales + (unit - slice_begin) / 2 * NT * 32;
+#pragma unroll
+                        for (int t = 0; t < NT; t += TOGETHER) {  // not all at once: registers
+                            uint32_t some[TOGETHER];
+                            float of_unit[2][TOGETHER][4] = {};
+#pragma unroll
+                            for (int u = 0; u < TOGETHER; ++u) some[u] = input[t + u];
+                            multiply_fp8(of_unit, here, some);
+#pragma unroll
+                            for (int u = 0; u < TOGETHER; ++u) {
+                                const float2 of_input = ptx::load_shared_pair(scales_at + (t + u) * 32);
+                                const float both[2] = {of_weights * of_input.x, of_weights * of_input.y};
+#pragma unroll
+                                for (int q = 0; q < 2; ++q)
+#pragma unroll
+                                    for (int i = 0; i < 4; ++i)
+                                        sum[q][t + u][i] = fmaf(of_unit[q][u][i], both[i & 1], sum[q][t + u][i]);
+                            }
+                        }
+                    }
                     if constexpr (FORMAT == NVFP4) multiply_nvfp4(sum, here, here + units::SCALES - 12 * lane, input);
                     if constexpr (FORMAT == BF16) {
                         multiply_bf16(sum, here, input);
@@ -427,22 +440,6 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     fill(here);
                     if (++stage == STAGES) stage = 0;
                 }
-                if constexpr (FORMAT == FP8)
-                    if (in_chunk % 2 || unit + 1 == end) {
-                        const uint32_t byte = __shfl_sync(~0u, mine, block % 32);
-                        const float of_weights = __uint_as_float(byte << 23);
-#pragma unroll
-                        for (int t = 0; t < NT; ++t) {
-                            const float2 of_input =
-                                ptx::load_shared_pair(x_scales + ((unit - slice_begin) / 2 * NT + t) * 32);
-                            const float both[2] = {of_weights * of_input.x, of_weights * of_input.y};
-#pragma unroll
-                            for (int q = 0; q < 2; ++q)
-#pragma unroll
-                                for (int i = 0; i < 4; ++i)
-                                    sum[q][t][i] = fmaf(of_block[q][t][i], both[i & 1], sum[q][t][i]);
-                        }
-                    }
             }
         }
 

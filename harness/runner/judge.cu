@@ -76,19 +76,20 @@ __global__ void read_pieces(const uint4* __restrict__ data, size_t n, unsigned* 
     if (sum == 0x9E3779B9u) atomicXor(sink, sum);
 }
 
-// One word of every 64 KiB from every SM: the translations of a slot are as warm as those of weights that stay in one
-// process, while its data stays cold (one sector in 2048). Without it a call pays for what other processes evicted.
+// One word of every `stride` bytes from every SM: the translations of a slot are as warm as those of weights that stay in
+// one process, while its data stays cold. Without it a call pays for what other processes evicted.
 struct Touched {
     struct {
         const char* data;
         size_t bytes;
     } part[16];  // native.TOUCHED
     int count;
+    size_t stride;
 };
 __global__ void touch(Touched touched, unsigned* sink) {
     unsigned sum = 0;
     for (int k = 0; k < touched.count; ++k)
-        for (size_t i = size_t(threadIdx.x) << 16; i < touched.part[k].bytes; i += size_t(blockDim.x) << 16)
+        for (size_t i = threadIdx.x * touched.stride; i < touched.part[k].bytes; i += blockDim.x * touched.stride)
             sum ^= *(const volatile unsigned*)(touched.part[k].data + i);
     if (sum == 0x9E3779B9u) atomicXor(sink, sum);
 }

@@ -14,6 +14,8 @@ from problems.common import build, load
 _HERE = Path(__file__).resolve().parent
 HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
 TOUCHED = 16  # buffers in one launch of `touch`, the calls of a batch at most
+TOUCH_STRIDE = 1 << 16  # bytes from one word that it reads to the next
+TOUCH_REACH = 1 << 28  # bytes whose translations stay warm together
 DONE_OFFSET = 64  # of the word that ends a batch, in its page (judge.cu)
 
 
@@ -68,8 +70,17 @@ def touch(*buffers: torch.Tensor) -> None:
     """
     parts = (_Part * TOUCHED)(*(_Part(buffer.data_ptr(), buffer.numel()) for buffer in buffers))
     toucher = library("cuda").function("judge_touch", c_void_p, c_int, c_void_p)
-    touched = ctypes.byref(_Touched(parts, len(buffers)))
+    touched = ctypes.byref(_Touched(parts, len(buffers), TOUCH_STRIDE))
     _check("cuda", toucher(touched, _multiprocessors("cuda"), _sink("cuda").data_ptr()))
+
+
+def touch_next(buffers: list[torch.Tensor], i: int) -> None:
+    """Do as `touch` before the call on buffer i of those of a batch, all of one size: for it and as many behind it as
+    stay warm together, where the launch before did not reach it.
+    """
+    reach = max(1, TOUCH_REACH // buffers[i].numel())
+    if i % reach == 0:
+        touch(*buffers[i : i + reach])
 
 
 def mask(buffer: torch.Tensor, key: bytes) -> None:
@@ -193,7 +204,7 @@ class _Part(ctypes.Structure):
 
 
 class _Touched(ctypes.Structure):
-    _fields_ = (("part", _Part * TOUCHED), ("count", c_int))
+    _fields_ = (("part", _Part * TOUCHED), ("count", c_int), ("stride", c_size_t))
 
 
 class _Masked(ctypes.Structure):

@@ -205,10 +205,9 @@ class Runner:
         native.await_gate(page.seen)
         if message["at_once"]:
             wire.send(self.sock, {"ready": True})
-        # The unmasking by another process has emptied the TLBs.
-        native.touch(*(buffer.memory["device"] for buffer in self.buffers))
-        said, results = [], []
+        said, results, memories = [], [], [buffer.memory["device"] for buffer in self.buffers]
         for i, buffer in enumerate(self.buffers):
+            native.touch_next(memories, i)  # the unmasking by another process has emptied the TLBs
             results.append(self.module.custom_kernel(*arguments[i]) if self.module else native.copy(copies))
             if self.module and not self.opened["own"]:
                 said.append(claims.capture_any(results.pop(), self.opened["captures"], buffer))

@@ -1,5 +1,6 @@
 """sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32."""
 
+import math
 from ctypes import Structure, addressof, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ NVFP4_UNIT, REST = 1152, 256.0  # bytes; what a product of units lacks, see nvfp
 MOST_PARTS = 4  # matrices of a link
 MOST_CHUNKS, MOST_CLUSTER = 32, 8
 SLICE = 2048  # columns that a block can hold of 32 tokens
-EASY = 2**15  # values that a block takes without much delay: 16 tokens of 2048 columns
+# Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
+EASY, EASY_NVFP4 = 2**15, 2**14
 EASY_CLUSTER = 4  # blocks; of 8 not all that a GPU has multiprocessors for fit at once
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
@@ -30,12 +32,16 @@ class Link(NamedTuple):
     units    uint8 or bf16, units as sm90_mma.cu describes them, [tiles][k / 64]
     scales   uint8 (tiles, ceil(k / 128)) of fp8, else None
     factors  fp32 (tiles,) of nvfp4, else None
+    inputs   fp32 (groups,) of nvfp4 that quantises, the input scales; else None
+    groups   each has as many tiles, and an input of its own: a part of x, or all of x with another input scale
     """
 
     units: torch.Tensor
     scales: torch.Tensor | None
     factors: torch.Tensor | None
+    inputs: torch.Tensor | None
     quantise: bool
+    groups: int
     sizes: tuple[tuple[int, int, int], ...]
     chunks: int
 
@@ -69,8 +75,9 @@ class _Part(Structure):
 
 class _Link(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("units", "scales", "factors", "x")),
-        *((name, c_int) for name in ("tokens", "quantise", "tiles", "group_tiles", "k_units", "chunks", "cluster")),
+        *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x")),
+        *((name, c_int) for name in ("tokens", "quantise", "x_columns", "group_columns", "tiles", "group_tiles")),
+        *((name, c_int) for name in ("k_units", "chunks", "cluster")),
         *((name, c_int) for name in ("deep", "ahead", "parts")), ("part", _Part * MOST_PARTS),
     )  # fmt: skip
 
@@ -107,8 +114,9 @@ def custom_kernel(data: input_t) -> output_t:
 def plan(link: Link, tokens: int) -> Plan:
     """How a link is launched for so many tokens: chunks are shared by blocks where the input is much."""
     k, cluster = link.sizes[0][2], max(1, link.chunks // WARPS)
+    easy = EASY if link.inputs is None else EASY_NVFP4
     while cluster < link.chunks and (
-        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > EASY * cluster)
+        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > easy * cluster)
     ):
         cluster *= 2
     return Plan(cluster, deep=False, ahead=32)
@@ -134,7 +142,9 @@ def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor]) -> 
     to.units, to.x = link.units.data_ptr(), x.data_ptr()
     to.scales = None if link.scales is None else link.scales.data_ptr()
     to.factors = None if link.factors is None else link.factors.data_ptr()
-    to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // groups
+    to.input_scales = None if link.inputs is None else link.inputs.data_ptr()
+    to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // link.groups
+    to.x_columns, to.group_columns = groups * k, k if groups > 1 else 0
     to.k_units, to.chunks, to.cluster = k // COLUMNS, link.chunks, chosen.cluster
     to.deep, to.ahead = chosen.deep, chosen.ahead
     to.parts, tile = len(given), 0
@@ -154,11 +164,20 @@ def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, i
     scales = torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]) if (
         fmt == "fp8"
     ) else None  # fmt: skip
-    factors = None
+    factors, inputs, groups = None, None, sizes[0][0]
     if fmt == "nvfp4":
-        each = [matrix.factor.repeat_interleave(n // TILE) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]
-        factors = torch.cat(each) * REST
-    return Link(units, scales, factors, matrices[0].quantise, sizes, chunks_of(tiles, k))
+        factors = _by_tile([matrix.factor for matrix in matrices], sizes) * REST
+    if fmt == "nvfp4" and matrices[0].quantise:
+        of_tiles = _by_tile([matrix.input_scale for matrix in matrices], sizes)
+        if len(matrices) > 1 and not bool((of_tiles == of_tiles[0]).all()):
+            groups = tiles // math.gcd(*(n // TILE for _, n, _ in sizes))
+        factors, inputs = factors * of_tiles, of_tiles[:: tiles // groups].contiguous()
+    return Link(units, scales, factors, inputs, matrices[0].quantise, groups, sizes, chunks_of(tiles, k))
+
+
+def _by_tile(values: list[torch.Tensor], sizes: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """fp32 (tiles,), of values by group of each matrix."""
+    return torch.cat([one.repeat_interleave(n // TILE) for one, (_, n, _) in zip(values, sizes, strict=True)])
 
 
 def _units(fmt: str, matrix: Matrix, groups: int, n: int, k: int) -> torch.Tensor:

@@ -136,7 +136,7 @@ def _nvfp4_shared(cfg: Config, fmt: str) -> str:
 
 
 def _decode_linears(cfg: Config, fmt: str) -> str:
-    return decode.serves(fmt, layout.KINDS[fmt].linear)
+    return decode.serves(fmt)
 
 
 def _clamp(cfg: Config) -> str:
@@ -148,8 +148,8 @@ MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
 FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
 MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
-DECODE_LINEARS = Provider(decode.PROBLEM, "FP8 and bf16, at most 32 tokens", _decode_linears, decode.adapt_linears)
-DECODE_SHARED = Provider(decode.PROBLEM, "FP8 and bf16, at most 32 tokens", _decode_linears, decode.adapt_shared)
+DECODE_LINEARS = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_linears)
+DECODE_SHARED = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_shared)
 SPECS = (
     OpSpec("plan", start.plan),
     OpSpec("embed", start.embed),
@@ -160,8 +160,8 @@ SPECS = (
     _spanning(chains.mhc_post_sum, "mhc_post"),
     OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
-    OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR, DECODE_LINEARS)),
-    OpSpec("grouped_linear", linear.grouped_linear, (GEMV, MOE_LINEAR, DECODE_LINEARS)),
+    OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
+    OpSpec("grouped_linear", linear.grouped_linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
     OpSpec("rotate", rope.rotate),
     _spanning(chains.norm_rotate, "rms_norm", "rotate"),
     OpSpec("write", writes.write),
@@ -255,6 +255,9 @@ def _item(item: str, model: _Model) -> list[Choice]:
     name, _, variant = item.partition("=")
     leading = {op: _leading(op, model) for op in NAMES}
     found = [name] if name in NAMES else [op for op in NAMES if any(p.problem == name for p in leading[op])]
+    if not found:  # a problem that leads nowhere fills what it can behind others
+        leading = {op: _providers(op) for op in NAMES}
+        found = [op for op in NAMES if any(p.problem == name for p in leading[op])]
     if not found or not variant:
         problems = dict.fromkeys(provider.problem for providers in leading.values() for provider in providers)
         raise ValueError(

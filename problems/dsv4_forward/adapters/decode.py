@@ -1,4 +1,4 @@
-"""Compute the ops linear, grouped_linear and shared with linear_decode: FP8 and bf16 matrices times 1 to 32 tokens.
+"""Compute the ops linear, grouped_linear and shared with linear_decode: matrices times 1 to 32 tokens.
 
 The model's matrices are those of the problem, as they lie in memory. A call of more tokens, of other types of
 activations or with a matrix that the problem has not goes to the fallback. The shared expert is two calls, gate and up
@@ -8,18 +8,30 @@ rounded to bf16 between them, as the released model's linears round them.
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from problems.common import load
 from problems.dsv4_forward.adapters import common
-from problems.dsv4_forward.adapters.common import ALIGNMENT, Adapted, AllOps, Fallback, fits, placed, uneven
+from problems.dsv4_forward.adapters.common import (
+    ALIGNMENT,
+    Adapted,
+    AllOps,
+    Fallback,
+    check_values,
+    fits,
+    placed,
+    uneven,
+)
 from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
 
 PROBLEM = "linear_decode"
-KINDS = {"fp8": "fp8", "plain": "bf16"}  # of a Linear -> the problem's format
+KINDS = {"fp8": "fp8", "plain": "bf16", "nvfp4": "nvfp4"}  # of a Linear -> the problem's format
+
+INPUT_SCALE = 2.0**64  # the largest that the problem has, and one over the least
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Linears:
     def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
         """out = x w^T, as linear.linear. x: (N, k); out: (N, n).
 
-        ValueError: a shape, or an FP8 or plain matrix that was not prepared.
+        ValueError: a shape, or a matrix of one of KINDS that was not prepared.
         """
         if self._serves(x, w, out):
             self._run(x, w, out, (), "linear")
@@ -93,9 +105,9 @@ class Linears:
             out.copy_(room)
 
 
-def serves(fmt: str, kind: str) -> str:
-    """Return why a format whose linears are of `kind` has none for the problem, "" if it has."""
-    return "" if kind == "fp8" or fmt == "bf16" else f"no FP8 or bf16 linears in {fmt}"
+def serves(fmt: str) -> str:
+    """Return why a format has no linears for the problem, "" if it has."""
+    return "" if fmt != "fp32" else f"no FP8, NVFP4 or bf16 linears in {fmt}"
 
 
 def adapt_linears(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
@@ -132,21 +144,30 @@ def _adapted(
 
 @torch.inference_mode(False)  # what is made in inference mode could not be used everywhere outside it
 def make_matrix(module: ModuleType, task: ModuleType, w: Linear) -> Matrix:
-    """Prepare w, fp8 or plain, for `module`. ValueError, naming the matrix: scale bytes that are none."""
+    """Prepare w, of one of KINDS, for `module`. ValueError, naming the matrix: scales that are none."""
     if reason := _refusal(w):
         return Matrix(w, reason)
-    codes, scale = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (w.weight, w.scale))
-    if scale is not None:
-        scale = scale.view(torch.uint8)
-        if bool((scale == 0).any() | (scale == 255).any()):
-            raise ValueError(f"{w.name}: scale bytes must be 1 to 254, got {int(scale.min())} to {int(scale.max())}")
-    quantise = w.kind == "fp8" and w.quantise_input
-    weights = task.Weights(KINDS[w.kind], ((task.Matrix(codes, scale, None, quantise),),))
+    weights = task.Weights(KINDS[w.kind], ((_matrix(task, w),),))
     try:
         task.unpack_weights(weights)
         return Matrix(w, "", module.prepare(weights) if hasattr(module, "prepare") else weights)
     except ValueError as error:
         return Matrix(w, str(error))
+
+
+def _matrix(task: ModuleType, w: Linear) -> NamedTuple:
+    """A task.Matrix on the memory of w. ValueError as make_matrix."""
+    codes, scale = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (w.weight, w.scale))
+    if w.kind == "plain":
+        return task.Matrix(codes, None, None, False)
+    if w.kind == "nvfp4":
+        check_values(w)
+        input_scale = w.input_scale.reshape(-1) if w.quantise_input else None
+        return task.Matrix(codes, scale, w.scale_2.reshape(-1), w.quantise_input, input_scale)
+    scale = scale.view(torch.uint8)
+    if bool((scale == 0).any() | (scale == 255).any()):
+        raise ValueError(f"{w.name}: scale bytes must be 1 to 254, got {int(scale.min())} to {int(scale.max())}")
+    return task.Matrix(codes, scale, None, w.quantise_input)
 
 
 def _refusal(w: Linear) -> str:
@@ -158,4 +179,8 @@ def _refusal(w: Linear) -> str:
     alignment = ALIGNMENT[w.weight.device.type]
     if not all(t is None or fits(t, alignment) for t in (w.weight, w.scale)):
         return f"its codes or scales are not contiguous, or do not start at a multiple of {alignment} bytes"
+    if w.kind == "nvfp4" and w.quantise_input:
+        low, high = float(w.input_scale.min()), float(w.input_scale.max())
+        if 0 < low and not 1 / INPUT_SCALE <= low <= high <= INPUT_SCALE:  # others are errors
+            return f"its input scales must be 2^-64 to 2^64, are {low:g} to {high:g}"
     return uneven(n=w.n, k=w.k)

@@ -302,8 +302,8 @@ def _unserved(provider: Provider, model: _Model) -> str:
     return provider.serves(model.cfg, model.fmt)
 
 
-def _winner(op: str, model: _Model) -> Choice:
-    provider = _first(op, model)
+def _winner(op: str, model: _Model, asked: Provider | None = None) -> Choice:
+    provider = asked or _first(op, model)
     for kernels in KERNELS:
         if provider is None and op in kernels.OPS and model.target in kernels.TARGETS:
             name = f"dsv4_forward/{kernels.SOURCE.stem}"
@@ -325,7 +325,7 @@ def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choi
     if variant == "reference":
         return Choice(op, "asked for")
     if variant == "winner":
-        return _winner(op, model)
+        return _winner(op, model, asked)
     provider, what = asked or _first(op, model), f"{op}={variant}"
     file = _file(provider, variant, what)
     # In the folder of the problem a file has the problem's interface.

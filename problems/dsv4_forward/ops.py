@@ -176,7 +176,7 @@ SPECS = (
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
-    OpSpec("shared", experts.shared, (MOE_SHARED, DECODE_SHARED)),
+    OpSpec("shared", experts.shared, (DECODE_SHARED, MOE_SHARED)),
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))

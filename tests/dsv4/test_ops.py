@@ -105,7 +105,8 @@ def test_providers_say_what_they_will_serve():
     assert "584-byte" in first["fmha"].serves(flash, "bf16")
     served = {(op, fmt) for op in ("experts", "shared") for fmt in ("released", "nvfp4_experts", "nvfp4")
               if not first[op].serves(flash, fmt)}  # fmt: skip
-    assert served == {("experts", "nvfp4_experts"), ("experts", "nvfp4"), ("shared", "nvfp4")}
+    shared = {("shared", fmt) for fmt in ("released", "nvfp4_experts", "nvfp4")}
+    assert served == {("experts", "nvfp4_experts"), ("experts", "nvfp4"), *shared}
 
 
 @pytest.fixture

@@ -1,8 +1,19 @@
 """Compute the ops linear, grouped_linear and shared with linear_decode: matrices times 1 to 32 tokens.
 
 The model's matrices are those of the problem, as they lie in memory. A call of more tokens, of other types of
-activations or with a matrix that the problem has not goes to the fallback. The shared expert is two calls, gate and up
-rounded to bf16 between them, as the released model's linears round them.
+activations or with a matrix that the problem has not goes to the fallback.
+
+A variant of linear_decode may define two more functions, for the shared expert:
+
+    prepare_expert(w13, w2) -> state
+        w13, w2: task.Weights of a matrix each, (1, 2 I, k) and (1, n, I), of one format. Bound as prepare's.
+        ValueError: matrices that it cannot take; the fallback does, and the report says why.
+    expert(state, limit, x, out)
+        out = w2 (silu(min(gate, limit)) * clip(up, -limit, limit)), gate the first half of w13 x and up the second.
+        Both products' inputs as their matrices want them, sums in fp32, rounded to bf16 behind the product of gate and
+        up, and at the end. x: bf16 (T, k), out: bf16 (T, n), both contiguous; T is 1 to 32.
+
+With a variant without them it is two calls, gate and up rounded to bf16 in between, and their product is torch's.
 """
 
 from collections.abc import Callable
@@ -19,6 +30,7 @@ from problems.dsv4_forward.adapters.common import (
     Adapted,
     AllOps,
     Fallback,
+    Rounding,
     check_values,
     fits,
     placed,
@@ -85,6 +97,11 @@ class Linears:
         v = experts.gated(mixed.float(), limit, None, torch.bfloat16)
         self._run(v, w2, out, (), "shared")
 
+    def written(self, w13: Linear, dtype: torch.dtype) -> torch.dtype:
+        """As Experts.written."""
+        held = self.matrices.get(id(w13)) if dtype == torch.bfloat16 else None
+        return torch.bfloat16 if held and not held.reason else torch.float32
+
     def _serves(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> bool:
         if w.kind not in KINDS or x.dtype != torch.bfloat16 or not 1 <= len(x) <= self.task.MOST_TOKENS:
             return False
@@ -105,6 +122,59 @@ class Linears:
             out.copy_(room)
 
 
+@dataclass(frozen=True)
+class Expert:
+    """The shared expert of one layer. state: of prepare_expert, None where `reason` says why there is none."""
+
+    w13: Linear
+    w2: Linear
+    reason: str
+    state: object = None
+
+    @property
+    def name(self) -> str:
+        return self.w13.name.removesuffix(".w13")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The op shared. most: tokens of a call; kernel: the variant's `expert`; prepared: by id() of w13, which they keep
+    alive; fallback: computes the calls that the variant does not serve.
+    """
+
+    most: int
+    kernel: Callable[..., None]
+    prepared: dict[int, Expert]
+    fallback: AllOps
+
+    def shared(self, x: torch.Tensor, w13: Linear, w2: Linear, limit: float, out: torch.Tensor) -> None:
+        """As experts.shared, for bf16 x of 1 to `most` tokens; the fallback computes others. ValueError: a shape, or
+        weights that were not prepared.
+        """
+        if w13.kind not in KINDS or x.dtype != torch.bfloat16 or not 1 <= len(x) <= self.most:
+            self.fallback.shared(x, w13, w2, limit, out)
+            return
+        held = self.prepared.get(id(w13))
+        if held is None or held.w2 is not w2:
+            raise ValueError(f"w13 ({w13.name}) and w2 must be of the weights that the kernels were chosen for")
+        if held.reason:
+            self.fallback.shared(x, w13, w2, limit, out)
+            return
+        if x.shape != (len(x), w13.k) or out.shape != (len(x), w2.n):
+            raise ValueError(f"x, out do not fit {w13.name} in shared: got {tuple(x.shape)}, {tuple(out.shape)}")
+        alignment = ALIGNMENT[x.device.type]
+        mine = out.dtype == torch.bfloat16 and fits(out, alignment)
+        room = out if mine else torch.empty(out.shape, dtype=torch.bfloat16, device=out.device)
+        self.kernel(held.state, limit, placed(x, alignment), room)
+        if room is not out:
+            out.copy_(room)
+
+    def written(self, w13: Linear, dtype: torch.dtype) -> torch.dtype:
+        """Return bf16 if the kernel serves w13 and x of `dtype`, else fp32."""
+        held = self.prepared.get(id(w13)) if dtype == torch.bfloat16 else None
+        return torch.bfloat16 if held and not held.reason else torch.float32
+
+
 def serves(fmt: str) -> str:
     """Return why a format has no linears for the problem, "" if it has."""
     return "" if fmt != "fp32" else f"no FP8, NVFP4 or bf16 linears in {fmt}"
@@ -122,9 +192,17 @@ def adapt_linears(module: ModuleType, weights: ModelWeights, fallback: Fallback)
 
 def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Fit `module`, a variant of the problem. -> the op shared, and lines. Else as adapt_linears."""
-    both = [w for block in weights.blocks() for w in (block.ffn.shared_w13, block.ffn.shared_w2)]
-    made = _linears(module, both, fallback)
-    return _adapted(module, "shared experts", made, {"shared": made.shared}, weights, fallback.name)
+    pairs = [(block.ffn.shared_w13, block.ffn.shared_w2) for block in weights.blocks()]
+    if not (hasattr(module, "prepare_expert") and hasattr(module, "expert")):
+        made = _linears(module, [w for pair in pairs for w in pair], fallback)
+        functions = {"shared": Rounding(made.shared, made.written)}
+        return _adapted(module, "shared experts", made, functions, weights, fallback.name)
+    task = load.module(load.PROBLEMS / PROBLEM, "task")
+    prepared = [make_expert(module, task, *pair) for pair in pairs if pair[0].kind in KINDS]
+    both = Experts(task.MOST_TOKENS, module.expert, {id(one.w13): one for one in prepared}, fallback.ops)
+    lines = common.report(_label(module, "shared experts"), "layers", prepared, weights, fallback.name)
+    served = frozenset(id(w) for one in prepared if not one.reason for w in (one.w13, one.w2))
+    return Adapted({"shared": Rounding(both.shared, both.written)}, lines, served)
 
 
 def _linears(module: ModuleType, given: list[Linear], fallback: Fallback) -> Linears:
@@ -137,9 +215,12 @@ def _adapted(
     module: ModuleType, what: str, made: Linears, functions: dict[str, Callable], weights: ModelWeights, other: str
 ) -> Adapted:
     matrices = list(made.matrices.values())
-    label = f"{PROBLEM}/{module.__name__.rpartition('.')[2]}, {what}"
-    lines = common.report(label, "matrices", matrices, weights, other)
+    lines = common.report(_label(module, what), "matrices", matrices, weights, other)
     return Adapted(functions, lines, frozenset(id(matrix.linear) for matrix in matrices if not matrix.reason))
+
+
+def _label(module: ModuleType, what: str) -> str:
+    return f"{PROBLEM}/{module.__name__.rpartition('.')[2]}, {what}"
 
 
 @torch.inference_mode(False)  # what is made in inference mode could not be used everywhere outside it
@@ -153,6 +234,20 @@ def make_matrix(module: ModuleType, task: ModuleType, w: Linear) -> Matrix:
         return Matrix(w, "", module.prepare(weights) if hasattr(module, "prepare") else weights)
     except ValueError as error:
         return Matrix(w, str(error))
+
+
+@torch.inference_mode(False)
+def make_expert(module: ModuleType, task: ModuleType, w13: Linear, w2: Linear) -> Expert:
+    """Prepare both matrices of a shared expert, of one of KINDS, for `module`. ValueError as make_matrix."""
+    if w2.kind != w13.kind:
+        return Expert(w13, w2, f"its w2 is {w2.kind}")
+    if reason := _refusal(w13) or _refusal(w2):
+        return Expert(w13, w2, reason)
+    given = [task.Weights(KINDS[w.kind], ((_matrix(task, w),),)) for w in (w13, w2)]
+    try:
+        return Expert(w13, w2, "", module.prepare_expert(*given))
+    except ValueError as error:
+        return Expert(w13, w2, str(error))
 
 
 def _matrix(task: ModuleType, w: Linear) -> NamedTuple:
@@ -181,6 +276,6 @@ def _refusal(w: Linear) -> str:
         return f"its codes or scales are not contiguous, or do not start at a multiple of {alignment} bytes"
     if w.kind == "nvfp4" and w.quantise_input:
         low, high = float(w.input_scale.min()), float(w.input_scale.max())
-        if 0 < low and not 1 / INPUT_SCALE <= low <= high <= INPUT_SCALE:  # others are errors
+        if low > 0 and not 1 / INPUT_SCALE <= low <= high <= INPUT_SCALE:  # others are errors
             return f"its input scales must be 2^-64 to 2^64, are {low:g} to {high:g}"
     return uneven(n=w.n, k=w.k)

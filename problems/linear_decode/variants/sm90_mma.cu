@@ -59,6 +59,8 @@ struct Link {
     int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
     int chunks, cluster, deep;        // chunks: of k, a power of two; cluster: blocks that share them; deep: rings
     int ahead;                        // lines of 128 bytes that each warp asks for to L2, of the link behind
+    int gated;                        // 1: tiles 2 i are gates and 2 i + 1 their ups, and the output is their SwiGLU
+    float limit;                      // of gates, from above, and of ups, where gated
     int parts;
     Part part[MOST_PARTS];
 };
@@ -534,33 +536,42 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     __syncthreads();
             };
             meet();
-            for (int o = rank * THREADS + threadIdx.x; o < at.together * TILE * 8; o += p.cluster * THREADS) {
-                const int row = o % TILE, token = o / TILE % 8, which = o / (TILE * 8);
-                const int of_group = pass % at.group_passes * at.together + which;
+            for (int o = rank * THREADS + threadIdx.x; o < at.together * TILE * 8 >> p.gated;
+                 o += p.cluster * THREADS) {
+                const int row = o % TILE, token = o / TILE % 8, first = o / (TILE * 8) << p.gated;
+                const int of_group = pass % at.group_passes * at.together + first;
                 if (8 * t + token >= p.tokens || of_group >= p.group_tiles) continue;
-                const auto load = [&](int i) {  // the sum of chunk i
-                    const int slot = (which << at.local_shift) + (i & local - 1);
-                    const uint32_t there = sums + 4 * (slot * SUMS + token * PAD + row);
-                    return __uint_as_float(p.cluster == 1
-                                               ? ptx::load_shared(there)
-                                               : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
-                };
-                float total = load(0);
-#pragma unroll 1
-                for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
-                    float add[AT_ONCE];
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; ++j)
-                        if (i + j < p.chunks) total += add[j];
-                }
                 const int of_link = group * p.group_tiles + of_group;
-                if constexpr (FORMAT == NVFP4) total *= p.factors[of_link];
+                float total = 0, gate = 0;
+#pragma unroll 1
+                for (int which = first; which <= first + p.gated; ++which) {
+                    const auto load = [&](int i) {  // the sum of chunk i
+                        const int slot = (which << at.local_shift) + (i & local - 1);
+                        const uint32_t there = sums + 4 * (slot * SUMS + token * PAD + row);
+                        return __uint_as_float(p.cluster == 1
+                                                   ? ptx::load_shared(there)
+                                                   : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
+                    };
+                    gate = total, total = load(0);
+#pragma unroll 1
+                    for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
+                        float add[AT_ONCE];
+#pragma unroll
+                        for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
+#pragma unroll
+                        for (int j = 0; j < AT_ONCE; ++j)
+                            if (i + j < p.chunks) total += add[j];
+                    }
+                    if constexpr (FORMAT == NVFP4) total *= p.factors[of_link + which - first];
+                }
+                if (p.gated) {
+                    gate = fminf(gate, p.limit);
+                    total = gate / (1 + __expf(-gate)) * fminf(fmaxf(total, -p.limit), p.limit);
+                }
                 int part = 0;
                 while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
                 p.part[part].out[static_cast<int64_t>(8 * t + token) * p.part[part].columns +
-                                 (of_link - p.part[part].tile) * TILE + row] = __float2bfloat16_rn(total);
+                                 (of_link - p.part[part].tile >> p.gated) * TILE + row] = __float2bfloat16_rn(total);
             }
             meet();  // all have read
         }

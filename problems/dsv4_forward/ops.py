@@ -56,6 +56,7 @@ class Ops:
     matmul: Op
     linear: Op
     grouped_linear: Op
+    two_linears: Op
     rotate: Op
     norm_rotate: Op
     write: Op
@@ -105,6 +106,7 @@ class _Steps:
     plan: Op = start.plan
     embed: Op = start.embed
     mhc_post: Op = mhc.post
+    linear: Op = linear.linear
     rms_norm: Op = norm.rms_norm
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
@@ -113,8 +115,8 @@ class _Steps:
     locate: Op = indexer.locate
 
 
-def _spanning(chain: Callable[[chains.Parts], Op], *parts: str) -> OpSpec:
-    return OpSpec(chain.__name__, chain(_Steps()), chain=chain, parts=parts)
+def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:
+    return OpSpec(chain.__name__, chain(_Steps()), providers, chain=chain, parts=parts)
 
 
 def _nvfp4_linears(cfg: Config, fmt: str) -> str:
@@ -162,6 +164,7 @@ SPECS = (
     OpSpec("matmul", linear.matmul),
     OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
     OpSpec("grouped_linear", linear.grouped_linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
+    _spanning(chains.two_linears, "linear", providers=(DECODE_LINEARS,)),
     OpSpec("rotate", rope.rotate),
     _spanning(chains.norm_rotate, "rms_norm", "rotate"),
     OpSpec("write", writes.write),

@@ -30,12 +30,15 @@ def test_kernels_chosen_in_inference_mode_work_outside(model):
 # ---------------------------------------------------------------- the table
 
 
+LINEARS = ("linear", "grouped_linear", "two_linears")
+
+
 def lines(chosen: ops.Chosen) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in chosen.report[: len(ops.NAMES)])
 
 
 def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
-    assert len(ops.NAMES) == 26 and all(callable(value) for value in vars(ops.REFERENCE).values())
+    assert len(ops.NAMES) == 27 and all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
     assert tuple(spec.name for spec in ops.SPECS) == ops.NAMES
@@ -50,7 +53,7 @@ def test_reference_is_the_reference(model):
 def test_winners_in_nvfp4(model):
     chosen = ops.choose("winners", "cpu", model["nvfp4"])
     winner = load.winner(load.PROBLEMS / decode.PROBLEM, "cpu")
-    for op in ("linear", "grouped_linear"):
+    for op in LINEARS:
         assert chosen.names[op] == f"linear_decode/{winner}"
         assert lines(chosen)[op] == f"linear_decode/{winner} (at most 32 tokens)"
     assert chosen.ops.rms_norm is ops.REFERENCE.rms_norm
@@ -62,7 +65,7 @@ def test_winners_in_nvfp4(model):
 def test_winners_in_formats_without_nvfp4_linears(model, fmt):
     chosen = ops.choose("winners", "cpu", model[fmt])
     winner = load.winner(load.PROBLEMS / decode.PROBLEM, "cpu")
-    for op in ("linear", "grouped_linear", "shared"):
+    for op in (*LINEARS, "shared"):
         assert lines(chosen)[op] == f"linear_decode/{winner} (at most 32 tokens)"
         assert chosen.fallbacks[op] == ("reference",)
     if fmt != "nvfp4_experts":
@@ -74,7 +77,7 @@ def test_a_problem_named_fills_the_ops_that_it_has_calls_of(model):
     with pytest.raises(ValueError, match="experts=torch_grouped: swiglu_limit must be 10, is 1"):
         ops.choose("moe_gemm=torch_grouped", "cpu", model["nvfp4"])
     of_linears = ops.choose("linear_decode=torch_dequant", "cpu", model["released"]).names
-    assert {op for op, name in of_linears.items() if name != "reference"} == {"linear", "grouped_linear", "shared"}
+    assert {op for op, name in of_linears.items() if name != "reference"} == {*LINEARS, "shared"}
     behind = ops.choose("nvfp4_gemv=winner", "cpu", model["nvfp4"]).names
     winner = load.winner(load.PROBLEMS / gemv.PROBLEM, "cpu")
     assert behind["linear"] == behind["grouped_linear"] == f"nvfp4_gemv/{winner}"
@@ -190,18 +193,21 @@ def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(
     assert calls == ["a", "c"] and bool((out == 1).all())
 
 
-SHARED = f"linear_decode/{load.winner(load.PROBLEMS / decode.PROBLEM, 'cpu')}"  # the clamp is not moe_gemm's
+DECODE = f"linear_decode/{load.winner(load.PROBLEMS / decode.PROBLEM, 'cpu')}"
+PARTS = {"two_linears": "its parts"}
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("nvfp4_gemv=cpu_portable", {"linear": "nvfp4_gemv/cpu_portable", "grouped_linear": "nvfp4_gemv/cpu_portable"}),
-        ("linear=torch_dequant", {"linear": "linear_decode/torch_dequant"}),
+        ("nvfp4_gemv=cpu_portable",
+         {"linear": "nvfp4_gemv/cpu_portable", "grouped_linear": "nvfp4_gemv/cpu_portable", **PARTS}),
+        ("linear=torch_dequant", {"linear": "linear_decode/torch_dequant", **PARTS}),
         ("grouped_linear=zeros", {"grouped_linear": "linear_decode/zeros"}),
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
         ("winners,nvfp4_gemv=zeros,linear=torch_dequant",
-         {"linear": "linear_decode/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros", "shared": SHARED}),
+         {"linear": "linear_decode/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros", "two_linears": DECODE,
+          "shared": DECODE}),
         ("winners,reference", {}),
         ("rms_norm=reference", {}),
         ("rms_norm=winner", {}),

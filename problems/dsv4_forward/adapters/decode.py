@@ -17,7 +17,7 @@ With a variant without them it is two calls, gate and up rounded to bf16 in betw
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -60,15 +60,30 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Two Linears of one input, in one call. Else as Matrix."""
+
+    first: Linear
+    second: Linear
+    reason: str
+    state: object = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.first.name} with {self.second.name}"
+
+
+@dataclass(frozen=True)
 class Linears:
-    """The three ops. task: the problem's; kernel: a custom_kernel of it; matrices: by id() of the Linear, which they
-    keep alive; fallback: computes the calls that the kernel does not serve.
+    """The ops. task: the problem's; kernel: a custom_kernel of it; matrices: by id() of the Linear, which they keep
+    alive; fallback: computes the calls that the kernel does not serve; pairs: by id() of both.
     """
 
     task: ModuleType
     kernel: Callable[..., object]
     matrices: dict[int, Matrix]
     fallback: AllOps
+    pairs: dict[tuple[int, int], Pair] = field(default_factory=dict)
 
     def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
         """out = x w^T, as linear.linear. x: (N, k); out: (N, n).
@@ -86,6 +101,30 @@ class Linears:
             self._run(x, w, out, (len(w.weight),), "grouped_linear")
         else:
             self.fallback.grouped_linear(x, w, out)
+
+    def two_linears(
+        self, x: torch.Tensor, first: Linear, second: Linear, first_out: torch.Tensor, second_out: torch.Tensor
+    ) -> None:  # fmt: skip
+        """As chains.two_linears: one call for a pair that was prepared, else two of linear. Nothing is copied where the
+        outputs are bf16 and one behind the other in memory.
+        """
+        pair = self.pairs.get((id(first), id(second)))
+        if pair is None or pair.reason or not self._serves(x, first, first_out):
+            self.linear(x, first, first_out)
+            self.linear(x, second, second_out)
+            return
+        tokens, outs = len(x), (first_out, second_out)
+        if x.shape != (tokens, first.k) or [out.shape for out in outs] != [(tokens, w.n) for w in (first, second)]:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, *outs))
+            raise ValueError(f"x, outs do not fit {pair.name} in two_linears: got {shapes}")
+        alignment, sizes = ALIGNMENT[x.device.type], [tokens * w.n for w in (first, second)]
+        mine = _adjacent(first_out, second_out, alignment)
+        room = first_out.as_strided((sum(sizes),), (1,)) if mine else x.new_empty(sum(sizes))
+        inputs = self.task.Inputs(placed(x, alignment))
+        self.kernel(self.task.Data(pair.state, inputs, self.task.Outputs(room)))
+        if not mine:
+            for out, part in zip(outs, room.split(sizes), strict=True):
+                out.copy_(part.view(out.shape))
 
     def shared(self, x: torch.Tensor, w13: Linear, w2: Linear, limit: float, out: torch.Tensor) -> None:
         """As experts.shared, with gate, up and the result rounded to bf16. Else as linear."""
@@ -120,6 +159,17 @@ class Linears:
         self.kernel(self.task.Data(self.matrices[id(w)].state, inputs, self.task.Outputs(room.view(-1))))
         if room is not out:
             out.copy_(room)
+
+
+def _adjacent(first: torch.Tensor, second: torch.Tensor, alignment: int) -> bool:
+    """Whether both are bf16, contiguous, and `second` begins where `first` ends, which a kernel can take."""
+    return (
+        first.dtype == second.dtype == torch.bfloat16
+        and fits(first, alignment)
+        and second.is_contiguous()
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and second.data_ptr() == first.data_ptr() + first.nbytes
+    )
 
 
 @dataclass(frozen=True)
@@ -181,13 +231,19 @@ def serves(fmt: str) -> str:
 
 
 def adapt_linears(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
-    """Fit `module`, a variant of the problem. -> linear and grouped_linear, and lines on what it keeps and leaves.
+    """Fit `module`, a variant of the problem. -> linear, grouped_linear and two_linears, and lines on what it keeps and
+    leaves.
 
     Reads the weights, waits for the device. ValueError, naming the matrix: scales that are none.
     """
     made = _linears(module, list(weights.linears()), fallback)
-    functions = {"linear": made.linear, "grouped_linear": made.grouped_linear}
-    return _adapted(module, "linears", made, functions, weights, fallback.name)
+    together = [(block.attn.wq_a, block.attn.wkv) for block in weights.blocks() if block.attn.wq_a.kind in KINDS]
+    pairs = [make_pair(module, made, *pair) for pair in together]
+    made = replace(made, pairs={(id(pair.first), id(pair.second)): pair for pair in pairs})
+    functions = {"linear": made.linear, "grouped_linear": made.grouped_linear, "two_linears": made.two_linears}
+    found = _adapted(module, "linears", made, functions, weights, fallback.name)
+    lines = common.report(_label(module, "of one input"), "pairs", pairs, weights, "two calls")
+    return found._replace(report=(*found.report, *lines))
 
 
 def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
@@ -234,6 +290,23 @@ def make_matrix(module: ModuleType, task: ModuleType, w: Linear) -> Matrix:
         return Matrix(w, "", module.prepare(weights) if hasattr(module, "prepare") else weights)
     except ValueError as error:
         return Matrix(w, str(error))
+
+
+@torch.inference_mode(False)
+def make_pair(module: ModuleType, made: Linears, first: Linear, second: Linear) -> Pair:
+    """Prepare two matrices of one input, which are among those of `made`, for one call."""
+    refused = [matrix for matrix in (made.matrices[id(first)], made.matrices[id(second)]) if matrix.reason]
+    if refused:
+        return Pair(first, second, refused[0].reason)
+    if first.kind != second.kind:
+        return Pair(first, second, f"one is {first.kind}, the other {second.kind}")
+    link = tuple(_matrix(made.task, w) for w in (first, second))
+    weights = made.task.Weights(KINDS[first.kind], (link,))
+    try:
+        made.task.unpack_weights(weights)
+        return Pair(first, second, "", module.prepare(weights) if hasattr(module, "prepare") else weights)
+    except ValueError as error:
+        return Pair(first, second, str(error))
 
 
 @torch.inference_mode(False)

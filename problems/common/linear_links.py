@@ -20,7 +20,7 @@ def arguments(
     numbers = [FORMATS.index(sizes.format), sizes.tokens, len(sizes.links), *map(len, sizes.links)]
     for link, shapes, given in zip(weights.links, sizes.links, parts, strict=True):
         for matrix, shape, out in zip(link, shapes, given, strict=True):
-            tensors += (matrix.codes, matrix.scales, matrix.factor, out)
+            tensors += (matrix.codes, matrix.scales, matrix.factor, matrix.input_scale, out)
             numbers += (*shape, matrix.quantise)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     return (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(numbers))(*numbers)

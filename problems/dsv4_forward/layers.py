@@ -58,6 +58,15 @@ class Context:
         self.ops.linear(x, w, out)
         return out
 
+    def two_linears(self, x: torch.Tensor, first: Linear, second: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x first^T and x second^T, one behind the other in memory where their sizes are multiples of 64."""
+        sizes = [len(x) * w.n for w in (first, second)]
+        apart = -(-sizes[0] // 64) * 64
+        room = self.empty(apart + sizes[1])
+        outs = room[: sizes[0]].view(len(x), first.n), room[apart:].view(len(x), second.n)
+        self.ops.two_linears(x, first, second, *outs)
+        return outs
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Return x, normed over its last axis."""
         out = torch.empty_like(x, dtype=self.dtype)
@@ -94,11 +103,11 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     """Write the tokens' keys and the entries that they complete, then attend. u: normed (N, d) -> (N, d)."""
     cfg, ops, batch = ctx.config, ctx.ops, ctx.batch
     n_tokens, heads, width = len(u), cfg.num_attention_heads, cfg.head_dim
-    latent = ctx.norm(ctx.linear(u, w.wq_a), w.q_norm)
+    lowered, key = ctx.two_linears(u, w.wq_a, w.wkv)
+    latent = ctx.norm(lowered, w.q_norm)
     query = ctx.empty(n_tokens, heads, width)
     raised = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
     ops.norm_rotate(raised, None, cfg.rms_norm_eps, rope.cos, rope.sin, query)
-    key = ctx.linear(u, w.wkv)
     ops.write_key(key, w.kv_norm, cfg.rms_norm_eps, rope.cos, rope.sin, state.window, batch.window_target)
     index = _compressed(u, latent, w, state, rope, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)

@@ -56,6 +56,7 @@ class Ops:
     matmul: Op
     linear: Op
     grouped_linear: Op
+    two_linears: Op
     rotate: Op
     norm_rotate: Op
     write: Op
@@ -105,6 +106,7 @@ class _Steps:
     plan: Op = start.plan
     embed: Op = start.embed
     mhc_post: Op = mhc.post
+    linear: Op = linear.linear
     rms_norm: Op = norm.rms_norm
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
@@ -113,8 +115,8 @@ class _Steps:
     locate: Op = indexer.locate
 
 
-def _spanning(chain: Callable[[chains.Parts], Op], *parts: str) -> OpSpec:
-    return OpSpec(chain.__name__, chain(_Steps()), chain=chain, parts=parts)
+def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:
+    return OpSpec(chain.__name__, chain(_Steps()), providers, chain=chain, parts=parts)
 
 
 def _nvfp4_linears(cfg: Config, fmt: str) -> str:
@@ -136,7 +138,7 @@ def _nvfp4_shared(cfg: Config, fmt: str) -> str:
 
 
 def _decode_linears(cfg: Config, fmt: str) -> str:
-    return decode.serves(fmt, layout.KINDS[fmt].linear)
+    return decode.serves(fmt)
 
 
 def _clamp(cfg: Config) -> str:
@@ -148,8 +150,8 @@ MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
 FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
 MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
-DECODE_LINEARS = Provider(decode.PROBLEM, "FP8 and bf16, at most 32 tokens", _decode_linears, decode.adapt_linears)
-DECODE_SHARED = Provider(decode.PROBLEM, "FP8 and bf16, at most 32 tokens", _decode_linears, decode.adapt_shared)
+DECODE_LINEARS = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_linears)
+DECODE_SHARED = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_shared)
 SPECS = (
     OpSpec("plan", start.plan),
     OpSpec("embed", start.embed),
@@ -160,8 +162,9 @@ SPECS = (
     _spanning(chains.mhc_post_sum, "mhc_post"),
     OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
-    OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR, DECODE_LINEARS)),
-    OpSpec("grouped_linear", linear.grouped_linear, (GEMV, MOE_LINEAR, DECODE_LINEARS)),
+    OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
+    OpSpec("grouped_linear", linear.grouped_linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
+    _spanning(chains.two_linears, "linear", providers=(DECODE_LINEARS,)),
     OpSpec("rotate", rope.rotate),
     _spanning(chains.norm_rotate, "rms_norm", "rotate"),
     OpSpec("write", writes.write),
@@ -176,7 +179,7 @@ SPECS = (
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
-    OpSpec("shared", experts.shared, (MOE_SHARED, DECODE_SHARED)),
+    OpSpec("shared", experts.shared, (DECODE_SHARED, MOE_SHARED)),
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
@@ -255,6 +258,9 @@ def _item(item: str, model: _Model) -> list[Choice]:
     name, _, variant = item.partition("=")
     leading = {op: _leading(op, model) for op in NAMES}
     found = [name] if name in NAMES else [op for op in NAMES if any(p.problem == name for p in leading[op])]
+    if not found:  # a problem that leads nowhere fills what it can behind others
+        leading = {op: _providers(op) for op in NAMES}
+        found = [op for op in NAMES if any(p.problem == name for p in leading[op])]
     if not found or not variant:
         problems = dict.fromkeys(provider.problem for providers in leading.values() for provider in providers)
         raise ValueError(
@@ -299,8 +305,8 @@ def _unserved(provider: Provider, model: _Model) -> str:
     return provider.serves(model.cfg, model.fmt)
 
 
-def _winner(op: str, model: _Model) -> Choice:
-    provider = _first(op, model)
+def _winner(op: str, model: _Model, asked: Provider | None = None) -> Choice:
+    provider = asked or _first(op, model)
     for kernels in KERNELS:
         if provider is None and op in kernels.OPS and model.target in kernels.TARGETS:
             name = f"dsv4_forward/{kernels.SOURCE.stem}"
@@ -322,7 +328,7 @@ def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choi
     if variant == "reference":
         return Choice(op, "asked for")
     if variant == "winner":
-        return _winner(op, model)
+        return _winner(op, model, asked)
     provider, what = asked or _first(op, model), f"{op}={variant}"
     file = _file(provider, variant, what)
     # In the folder of the problem a file has the problem's interface.

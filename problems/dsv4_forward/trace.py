@@ -72,6 +72,7 @@ CHECKS = {
     "matmul": OpCheck(("x",), ("out",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
     "grouped_linear": OpCheck(("x",), ("out",), ("out",), ONE),
+    "two_linears": OpCheck(("x",), ("first_out", "second_out"), ("first_out", "second_out"), ONE),
     "rotate": OpCheck(("x",), ("out",), ("out",), ONE),
     "norm_rotate": OpCheck(("x",), ("out",), ("out",), 2 * ONE),  # rounds behind the norm as well
     "write": OpCheck(("rows",), ("pages",), (), ONE),

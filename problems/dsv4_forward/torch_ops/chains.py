@@ -13,6 +13,7 @@ import torch
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.plan import Plan
 from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.weights.linear import Linear
 
 
 class Parts(Protocol):
@@ -21,6 +22,7 @@ class Parts(Protocol):
     plan: Callable[..., None]
     embed: Callable[..., None]
     mhc_post: Callable[..., None]
+    linear: Callable[..., None]
     rms_norm: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
@@ -56,6 +58,19 @@ def mhc_post_sum(parts: Parts) -> Callable[..., None]:
         """
         y = torch.empty(first.shape, dtype=copies.dtype, device=copies.device)
         parts.mhc_post(torch.add(first.float(), second.float(), out=y), copies, post, comb, out)
+
+    return run
+
+
+def two_linears(parts: Parts) -> Callable[..., None]:
+    """Return the op that multiplies one input by two matrices."""
+
+    def run(
+        x: torch.Tensor, first: Linear, second: Linear, first_out: torch.Tensor, second_out: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Do linear(x, first, first_out) and linear(x, second, second_out). ValueError as linear."""
+        parts.linear(x, first, first_out)
+        parts.linear(x, second, second_out)
 
     return run
 

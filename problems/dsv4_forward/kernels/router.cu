@@ -3,11 +3,11 @@
 //
 // The formulas are those of torch_ops/router.py, in fp32. A token's bits do not depend on the others: its sums are of the
 // same parts in the same order. Every launcher returns the CUDA error of its launch.
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "few_tokens.cuh"
 #include "launch_clusters.cuh"
 #include "ptx.cuh"
 
@@ -79,10 +79,8 @@ __global__ void choose_kernel(const float* logits, const float* bias, const long
 
 constexpr int CLUSTER = 16;               // blocks, which split the experts
 constexpr int WARPS = 16, THREADS = LANES * WARPS;  // of a block: its warps split the columns
-constexpr int TILE = 8;                   // experts or tokens, as mma.sync takes them
-constexpr int LINE = 64;                  // columns that a warp takes of a row together: 128 bytes
-constexpr int LINES = 8;                  // that a lane has under way with 8 experts a block and 8 tokens
-constexpr int FEW_TOKENS = 32, FEW_EXPERTS = 3 * TILE * CLUSTER, EACH = FEW_EXPERTS / LANES;
+constexpr int LINES = 8;                  // of few::Product
+constexpr int FEW_EXPERTS = 3 * few::TILE * CLUSTER, EACH = FEW_EXPERTS / LANES;
 
 // u (tokens, hidden), weight (experts, hidden). bias, table, ids, factors: as choose_kernel has them.
 struct Route {
@@ -94,20 +92,6 @@ struct Route {
     int tokens, experts, hidden, chosen;
     float factor;
 };
-
-__device__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// 8 values of a row, zeros where there is no such row or column.
-__device__ uint4 load_eight(const __nv_bfloat16* matrix, int row, int rows, int column, int columns) {
-    if (row >= rows || column >= columns) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(matrix + static_cast<long long>(row) * columns + column);
-}
 
 // Into another block's shared memory, at an address from in_block.
 __device__ void store_cluster(uint32_t to, float value) {
@@ -156,29 +140,16 @@ __device__ void choose(const Route& r, int token, float* scores, const float* bi
     }
 }
 
-// A block has TILES * TILE experts, and OCTETS * TILE tokens are at most in the call. The block of rank b gets all logits
-// of tokens b, b + CLUSTER, ... and chooses their experts.
+// A block has TILES * 8 experts, and OCTETS * 8 tokens are at most in the call. The block of rank b gets all logits of
+// tokens b, b + CLUSTER, ... and chooses their experts.
 template <int TILES, int OCTETS>
 __global__ void __launch_bounds__(THREADS, 1) route_kernel(const Route r) {
-    constexpr int MINE = TILES * TILE, PAIRS = (OCTETS + 1) / 2;
-    constexpr int DEPTH = LINES / OCTETS < TILES ? 1 : LINES / OCTETS / TILES;
-    extern __shared__ float smem_sums[];  // (WARPS, OCTETS * TILE, MINE)
-    __shared__ float smem_logits[FEW_TOKENS / CLUSTER][FEW_EXPERTS], smem_bias[FEW_EXPERTS];
+    using Product = few::Product<WARPS, TILES, OCTETS, LINES>;
+    extern __shared__ float smem_sums[];  // Product::SUMS
+    __shared__ float smem_logits[few::MOST_TOKENS / CLUSTER][FEW_EXPERTS], smem_bias[FEW_EXPERTS];
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, rank = cluster_rank();
-    const int first = rank * MINE, lines = (r.hidden + LINE * WARPS - 1) / (LINE * WARPS);
-    auto column = [&](int line, int half) { return (line * WARPS + warp) * LINE + half * LINE / 2 + lane % 4 * 8; };
-    uint4 b[DEPTH][TILES][2];
-    auto load_matrix = [&](int line) {
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++)
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    b[d][tile][half] = load_eight(r.weight, first + tile * TILE + lane / 4, r.experts,
-                                                  column(line + d, half), r.hidden);
-    };
-    load_matrix(0);  // weights: no kernel writes them
+    Product product = {r.weight, rank * Product::ROWS, r.experts, r.hidden};
+    product.load(0);  // weights: no kernel writes them
     if (r.bias && threadIdx.x < r.experts) smem_bias[threadIdx.x] = r.bias[threadIdx.x];
     programmatic::wait();
     programmatic::trigger();
@@ -186,51 +157,14 @@ __global__ void __launch_bounds__(THREADS, 1) route_kernel(const Route r) {
     int named = 0;
     if (!r.bias && token < r.tokens && lane < r.chosen)
         named = static_cast<int>(r.table[r.numbers[token] * r.chosen + lane]);
-
-    float c[PAIRS][TILES][4] = {};
-    for (int line = 0; line < lines; line += DEPTH) {
-        if (line) load_matrix(line);
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint4 x[2 * PAIRS] = {};
-#pragma unroll
-                for (int octet = 0; octet < OCTETS; octet++)
-                    x[octet] = load_eight(r.u, octet * TILE + lane / 4, r.tokens, column(line + d, half), r.hidden);
-#pragma unroll
-                for (int pair = 0; pair < PAIRS; pair++) {
-                    const uint4 low = x[2 * pair], high = x[2 * pair + 1];
-                    const uint32_t a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
-#pragma unroll
-                    for (int tile = 0; tile < TILES; tile++) {
-                        const uint4 w = b[d][tile][half];
-                        const uint32_t columns[2][2] = {{w.x, w.y}, {w.z, w.w}};
-                        mma(c[pair][tile], a[0], columns[0]);
-                        mma(c[pair][tile], a[1], columns[1]);
-                    }
-                }
-            }
-    }
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++)
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int row = pair * 2 * TILE + i / 2 * TILE + lane / 4;
-                if (row < OCTETS * TILE)
-                    smem_sums[(warp * OCTETS * TILE + row) * MINE + tile * TILE + lane % 4 * 2 + i % 2] =
-                        c[pair][tile][i];
-            }
+    product.multiply(r.u, r.tokens);
+    product.store(smem_sums);
     cluster_sync();  // all blocks have begun, and this one's sums are there
-    for (int i = threadIdx.x; i < r.tokens * MINE; i += THREADS) {
-        const int row = i / MINE, expert = first + i % MINE;
+    for (int i = threadIdx.x; i < r.tokens * Product::ROWS; i += THREADS) {
+        const int row = i / Product::ROWS, expert = product.first + i % Product::ROWS;
         if (expert >= r.experts) continue;
-        float total = 0.0f;
-        for (int w = 0; w < WARPS; w++) total += smem_sums[w * OCTETS * TILE * MINE + i];
         const uint32_t to = smem_address(&smem_logits[row / CLUSTER][expert]);
-        store_cluster(in_block(row % CLUSTER, to), total);
+        store_cluster(in_block(row % CLUSTER, to), Product::total(smem_sums, i));
     }
     cluster_sync();
     if (token < r.tokens) choose(r, token, smem_logits[warp], smem_bias, named);
@@ -239,7 +173,7 @@ __global__ void __launch_bounds__(THREADS, 1) route_kernel(const Route r) {
 template <int TILES, int OCTETS>
 int route(const Route& r) {
     const auto kernel = route_kernel<TILES, OCTETS>;
-    const int bytes = WARPS * OCTETS * TILE * TILES * TILE * sizeof(float);
+    const int bytes = few::Product<WARPS, TILES, OCTETS, LINES>::SUMS * sizeof(float);
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
@@ -249,7 +183,7 @@ int route(const Route& r) {
 
 template <int TILES>
 int route_tokens(const Route& r) {
-    return (r.tokens <= TILE ? route<TILES, 1> : r.tokens <= 2 * TILE ? route<TILES, 2> : route<TILES, 4>)(r);
+    return (r.tokens <= few::TILE ? route<TILES, 1> : r.tokens <= 2 * few::TILE ? route<TILES, 2> : route<TILES, 4>)(r);
 }
 
 }  // namespace
@@ -262,13 +196,13 @@ extern "C" int launch_choose(const float* logits, const float* bias, const long 
     return cudaGetLastError();
 }
 
-// All, for up to FEW_TOKENS tokens and FEW_EXPERTS experts. u and weight begin at multiples of 16 bytes, and hidden is a
+// All, for up to few::MOST_TOKENS tokens and FEW_EXPERTS experts. u and weight begin at multiples of 16 bytes, and hidden is a
 // multiple of 8.
 extern "C" int launch_route(const void* u, const void* weight, const float* bias, const long long* table,
                             const long long* tokens, int* ids, float* weights, int count, int experts, int hidden,
                             int chosen, float factor) {
     const Route r = {static_cast<const __nv_bfloat16*>(u), static_cast<const __nv_bfloat16*>(weight), bias, table,
                      tokens, ids, weights, count, experts, hidden, chosen, factor};
-    const int tiles = (experts + TILE * CLUSTER - 1) / (TILE * CLUSTER);
+    const int each = few::TILE * CLUSTER, tiles = (experts + each - 1) / each;
     return (tiles == 1 ? route_tokens<1> : tiles == 2 ? route_tokens<2> : route_tokens<3>)(r);
 }

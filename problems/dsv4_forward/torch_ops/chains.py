@@ -5,7 +5,7 @@ parts, and its reference is the chain of their references. Values between the st
 if each step were called by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ class Parts(Protocol):
     plan: Callable[..., None]
     embed: Callable[..., None]
     mhc_post: Callable[..., None]
+    matmul: Callable[..., None]
     rms_norm: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
@@ -56,6 +57,17 @@ def mhc_post_sum(parts: Parts) -> Callable[..., None]:
         """
         y = torch.empty(first.shape, dtype=copies.dtype, device=copies.device)
         parts.mhc_post(torch.add(first.float(), second.float(), out=y), copies, post, comb, out)
+
+    return run
+
+
+def matmuls(parts: Parts) -> Callable[..., None]:
+    """Return the op that multiplies the same tokens by several plain matrices."""
+
+    def run(x: torch.Tensor, weights: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """Write outs[i] = x @ weights[i]^T, each as matmul. ValueError: another number of outs, or as matmul."""
+        for weight, out in zip(weights, outs, strict=True):
+            parts.matmul(x, weight, out)
 
     return run
 

@@ -135,43 +135,51 @@ def _compressed(
     ratio, batch = state.ratio, ctx.batch
     if not ratio:
         return None
-    if ratio == CSA:
-        _compress(u, w.indexer.compressor, state.index_tail, state.index_keys, ctx.quantised_index, ratio, rope, ctx)
-    _compress(u, w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
+    compressors = [w.compressor] if w.indexer is None else [w.indexer.compressor, w.compressor]
+    matrices = [one.project for one in compressors]
+    products = [ctx.empty(len(u), len(matrix), dtype=torch.float32) for matrix in matrices]
+    scores = ratio == CSA and batch.entries[ratio] and batch.csa_index is None  # else all visible entries are selected
+    if scores:
+        matrices.append(w.indexer.weights_proj)
+        products.append(ctx.empty(len(u), ctx.config.index_n_heads))
+    ctx.ops.matmuls(u, matrices, products)
+    if w.indexer is not None:
+        _compress(
+            products[0], w.indexer.compressor, state.index_tail, state.index_keys, ctx.quantised_index, ratio, rope, ctx
+        )
+    _compress(products[len(compressors) - 1], w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
     if not batch.entries[ratio]:
         return None
     if ratio == HCA:
         return batch.hca_index
-    if batch.csa_index is not None:  # every visible entry is selected: nothing to score
-        return batch.csa_index
-    return _select(u, latent, w.indexer, state, rope, ctx)
+    return _select(latent, products[-1], w.indexer, state, rope, ctx) if scores else batch.csa_index
 
 
 def _compress(
-    u: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, pages: Pages, hadamard: bool, ratio: int, rope: Rope,
-    ctx: Context,
+    projected: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, pages: Pages, hadamard: bool, ratio: int,
+    rope: Rope, ctx: Context,
 ) -> None:  # fmt: skip
-    """Write the tokens to the tail, and the entries that they complete to the pages, through Hadamard if so."""
-    batch, ops = ctx.batch, ctx.ops
-    projected = ctx.empty(len(u), len(w.project), dtype=torch.float32)
-    ops.matmul(u, w.project, projected)
-    ops.write_entry(
+    """Write the tokens to the tail, and the entries that they complete to the pages, through Hadamard if so. projected:
+    fp32, the tokens' products with w.project.
+    """
+    batch = ctx.batch
+    ctx.ops.write_entry(
         projected, w.ape, w.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
         rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
     )  # fmt: skip
 
 
 def _select(
-    u: torch.Tensor, latent: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
+    latent: torch.Tensor, weights: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
 ) -> torch.Tensor:
-    """Run the indexer. -> int32 (N, index_topk) rows of the cache, -1 where fewer entries are visible."""
+    """Run the indexer. weights (N, heads): of the heads. -> int32 (N, index_topk) rows of the cache, -1 where fewer
+    entries are visible.
+    """
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
-    n_tokens, entries, k = len(u), batch.entries[CSA], cfg.index_topk
+    n_tokens, entries, k = len(latent), batch.entries[CSA], cfg.index_topk
     heads, width = cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
     ops.index_query(query, rope.cos, rope.sin, ctx.quantised_index, query)
-    weights = ctx.empty(n_tokens, heads)
-    ops.matmul(u, w.weights_proj, weights)
     scores = ctx.empty(n_tokens, entries, dtype=torch.float32)
     chosen, places = (ctx.empty(n_tokens, k, dtype=torch.int32) for _ in range(2))
     for start, stop, row, rows, count in _groups(batch):

@@ -14,7 +14,7 @@ from problems.common import load
 from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, moe
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
-from problems.dsv4_forward.kernels import cache_rows, copies, fused
+from problems.dsv4_forward.kernels import cache_rows, copies, fused, products
 from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
 from problems.dsv4_forward.kernels import start as start_kernel
@@ -54,6 +54,7 @@ class Ops:
     mhc_post_sum: Op
     mhc_head: Op
     matmul: Op
+    matmuls: Op
     linear: Op
     grouped_linear: Op
     two_linears: Op
@@ -107,6 +108,7 @@ class _Steps:
     embed: Op = start.embed
     mhc_post: Op = mhc.post
     linear: Op = linear.linear
+    matmul: Op = linear.matmul
     rms_norm: Op = norm.rms_norm
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
@@ -162,6 +164,7 @@ SPECS = (
     _spanning(chains.mhc_post_sum, "mhc_post"),
     OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
+    _spanning(chains.matmuls, "matmul"),
     OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
     OpSpec("grouped_linear", linear.grouped_linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
     _spanning(chains.two_linears, "linear", providers=(DECODE_LINEARS,)),
@@ -184,7 +187,7 @@ SPECS = (
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
 # This folder's own; the first that has an op fills it.
-KERNELS = (start_kernel, copies, fused, cache_rows, indexer_kernel, router_kernel)
+KERNELS = (start_kernel, copies, fused, products, cache_rows, indexer_kernel, router_kernel)
 
 
 @dataclass(frozen=True)

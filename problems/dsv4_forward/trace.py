@@ -70,6 +70,7 @@ CHECKS = {
     "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
     "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
+    "matmuls": OpCheck(("x",), ("outs",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
     "grouped_linear": OpCheck(("x",), ("out",), ("out",), ONE),
     "two_linears": OpCheck(("x",), ("first_out", "second_out"), ("first_out", "second_out"), ONE),
@@ -302,14 +303,23 @@ def _rerun(kernel: Callable, check: OpCheck, given: dict, dtype: torch.dtype, ou
         if name == "pages":
             mine[name] = _unwritten(given[name])
             continue
-        kind = out_dtype if name in check.working else given[name].dtype
-        mine[name] = torch.full_like(given[name], float("nan") if kind.is_floating_point else -7, dtype=kind)
+        if name == "outs":
+            mine[name] = [_fresh(one, one.dtype) for one in given[name]]
+            continue
+        mine[name] = _fresh(given[name], out_dtype if name in check.working else given[name].dtype)
     if "tail" in mine:
         mine["tail"] = given["tail"].clone()
         # What is quantised behind is compared as it is after equal roundings.
         mine["dtype"] = dtype if "pages" in mine else out_dtype
     kernel(**mine)
+    if "outs" in mine:
+        return {f"outs[{i}]": one for i, one in enumerate(mine["outs"])}
     return {name: _written(mine) if name == "pages" else mine[name] for name in check.outputs}
+
+
+def _fresh(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One of this shape that nothing has written."""
+    return torch.full_like(tensor, float("nan") if dtype.is_floating_point else -7, dtype=dtype)
 
 
 def _unwritten(pages: Pages) -> Pages:

@@ -5,7 +5,7 @@ parts, and its reference is the chain of their references. Values between the st
 if each step were called by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ class Parts(Protocol):
     embed: Callable[..., None]
     mhc_post: Callable[..., None]
     linear: Callable[..., None]
+    matmul: Callable[..., None]
     rms_norm: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
@@ -71,6 +72,17 @@ def two_linears(parts: Parts) -> Callable[..., None]:
         """Do linear(x, first, first_out) and linear(x, second, second_out). ValueError as linear."""
         parts.linear(x, first, first_out)
         parts.linear(x, second, second_out)
+
+    return run
+
+
+def matmuls(parts: Parts) -> Callable[..., None]:
+    """Return the op that multiplies the same tokens by several plain matrices."""
+
+    def run(x: torch.Tensor, weights: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """Write outs[i] = x @ weights[i]^T, each as matmul. ValueError: another number of outs, or as matmul."""
+        for weight, out in zip(weights, outs, strict=True):
+            parts.matmul(x, weight, out)
 
     return run
 

@@ -107,8 +107,8 @@ class _Steps:
     plan: Op = start.plan
     embed: Op = start.embed
     mhc_post: Op = mhc.post
-    linear: Op = linear.linear
     matmul: Op = linear.matmul
+    linear: Op = linear.linear
     rms_norm: Op = norm.rms_norm
     rotate: Op = rope.rotate
     compress: Op = compressor.compress

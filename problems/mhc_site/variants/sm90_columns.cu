@@ -1,0 +1,300 @@
+// mhc_site in one launch: a block owns the same columns of all four copies for every token of its group.
+//
+// Post is local to a column. A block makes x' of a tile of tokens, keeps it in shared memory, and multiplies it by its
+// columns of fn, which its warps hold in registers for the whole launch: fn is read once. The sums over its columns, of
+// fn x' and of the products x'_j x'_k, go to the blocks that need them (sm90_columns_exchange.cuh); from these follow
+// pre, post, comb and the norm of u (sm90_columns_mix.cuh), and then each block makes its columns of out.
+//
+// Few tokens, one tile: every block adds up for itself what u needs, and one of them for each token makes post and comb.
+// Many: two warps of each block do that for the tokens that are theirs, and tell the other blocks four numbers a token,
+// while the others are two tiles ahead.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "sm90_columns_mix.cuh"
+#include "sm90_columns_tile.cuh"
+
+namespace columns {
+
+// The tokens of this block's group, and where its sums and weights lie between blocks.
+struct Group {
+    int first, count, tiles;
+    uint64_t *sums, *weights;  // (RING, TILE, slices, SLOTS), (RING, TILE, COPIES)
+    uint32_t first_tag;
+
+    __device__ uint32_t tag(int tile) const { return first_tag + 1 + tile; }
+};
+
+template <class S>
+__device__ __forceinline__ Group group_of(const Problem& p, uint32_t first_tag) {
+    const int each = (p.tokens + gridDim.y - 1) / gridDim.y;
+    Group g;
+    g.first = min(p.tokens, each * static_cast<int>(blockIdx.y));
+    g.count = min(each, p.tokens - g.first);
+    g.tiles = (g.count + S::TILE - 1) / S::TILE;
+    const int64_t all = int64_t(RING) * S::TILE * gridDim.x * SLOTS;
+    g.sums = p.exchange + blockIdx.y * all;
+    g.weights = p.exchange + gridDim.y * all + int64_t(blockIdx.y) * RING * S::TILE * COPIES;
+    g.first_tag = first_tag;
+    return g;
+}
+
+// The sums of a token over the slices part, part + parts, ..., in that order; all slots, or what u needs only.
+template <class S>
+__device__ __forceinline__ Sums add_up(const Group& g, int tile, int token, int part, int parts, bool all, int lane) {
+    const int slices = gridDim.x;
+    const uint64_t* from = g.sums + (int64_t(tile % RING) * S::TILE + token) * slices * SLOTS;
+    const bool low = all ? has_slot(lane) : lane < FOR_U;
+    Sums sums = {0.0f, 0.0f};
+    constexpr int BATCH = 8, BATCH_HIGH = 2;
+    for (int s = part; s < slices; s += BATCH * parts) {
+        float value[BATCH];
+        const int real = low ? (slices - s + parts - 1) / parts : 0;
+        receive(from + int64_t(s) * SLOTS + lane, parts * SLOTS, real, g.tag(tile), value);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) sums.low += value[i];
+    }
+    if (!all) return sums;
+    const int step = 8 * parts;  // eight slices at a time, four lanes each
+    for (int s = part + lane / 4 * parts; s - lane / 4 * parts < slices; s += BATCH_HIGH * step) {
+        float value[BATCH_HIGH];
+        const int real = s < slices ? (slices - s + step - 1) / step : 0;
+        receive(from + int64_t(s) * SLOTS + 32 + lane % 4, step * SLOTS, real, g.tag(tile), value);
+#pragma unroll
+        for (int i = 0; i < BATCH_HIGH; ++i) sums.high += value[i];
+    }
+#pragma unroll
+    for (int apart = 4; apart < 32; apart *= 2) sums.high += __shfl_xor_sync(ALL, sums.high, apart);
+    return sums;
+}
+
+// The sums that lie in rows first, first + apart, ... of `part`, added up in that order.
+__device__ __forceinline__ Sums add_parts(const float (*part)[SLOTS], int first, int apart, int parts, int lane) {
+    Sums sums = {0.0f, 0.0f};
+    for (int i = 0; i < parts; ++i) {
+        sums.low += part[first + i * apart][lane];
+        sums.high += part[first + i * apart][32 + lane % 4];
+    }
+    return sums;
+}
+
+// The mixers: of the block's tokens all sums, each mixer a part of the slices; the weights for every block; and, by one
+// of them in turn, post and comb.
+template <class S>
+__device__ __forceinline__ void mix(const Problem& p, const Group& g, typename S::Shared& shared, int mixer, int lane) {
+    int turn = 0;
+    for (int t = blockIdx.x; t < g.count; t += gridDim.x, turn = (turn + 1) % MIXERS) {
+        const int tile = t / S::TILE;
+        Sums sums = add_up<S>(g, tile, t % S::TILE, mixer, MIXERS, true, lane);
+        shared.part[mixer][lane] = sums.low;
+        if (lane < SLOTS - 32) shared.part[mixer][32 + lane] = sums.high;
+        ptx::named_barrier_sync<32 * MIXERS>(MIXER_BARRIER);
+        if (mixer == turn) sums = add_parts(shared.part, 0, 1, MIXERS, lane);
+        ptx::named_barrier_sync<32 * MIXERS>(MIXER_BARRIER);  // the next token's parts may be written
+        if (mixer != turn) continue;
+        const float inverse = inverse_of_copies(sums, p.hidden);
+        const float weight = weights_of_u(sums, inverse, p.base, p.scale, p.hidden, lane);
+        if (lane < COPIES)
+            publish(g.weights + (tile % RING * S::TILE + t % S::TILE) * COPIES + lane, weight, g.tag(tile));
+        const int64_t token = g.first + t;
+        write_mixing(sums, inverse, p.base, p.scale, p.new_post + token * COPIES,
+                     p.new_comb + token * COPIES * COPIES, lane);
+    }
+}
+
+// Of the group's one tile: all warps add up, each a part of the slices of one token; then one warp a token makes its
+// weights, and where the token is this block's, post and comb, while the others go on to out.
+template <class S>
+__device__ __forceinline__ void mix_here(const Problem& p, const Group& g, typename S::Shared& shared, int column,
+                                         int thread) {
+    const int warp = thread / 32, lane = thread % 32;
+    const uint4 norm = norm_of<S>(p, column, thread);
+    int wide = 1;
+    while (wide < g.count) wide *= 2;
+    const int token = warp % wide, parts = WARPS / wide;
+    if (token < g.count) {
+        const bool all = token % gridDim.x == blockIdx.x;
+        const Sums sums = add_up<S>(g, 0, token, warp / wide, parts, all, lane);
+        shared.part[warp][lane] = sums.low;
+        if (lane < SLOTS - 32) shared.part[warp][32 + lane] = sums.high;
+    }
+    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
+    const int mine = WARPS - 1 - warp;  // the first warps make out
+    Sums sums = {0.0f, 0.0f};
+    float inverse = 0.0f;
+    if (mine < g.count) {
+        sums = add_parts(shared.part, mine, wide, parts, lane);
+        inverse = inverse_of_copies(sums, p.hidden);
+        const float weight = weights_of_u(sums, inverse, p.base, p.scale, p.hidden, lane);
+        if (lane < COPIES) shared.weights[mine][lane] = weight;
+    }
+    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
+    if (mine < g.count && mine % gridDim.x == blockIdx.x) {
+        const int64_t at = g.first + mine;
+        write_mixing(sums, inverse, p.base, p.scale, p.new_post + at * COPIES, p.new_comb + at * COPIES * COPIES, lane);
+    }
+    write_out<S>(p, norm, g.first, g.count, 0, column, shared, thread);
+}
+
+// The block's sums of a tile, for whoever adds them up.
+template <class S>
+__device__ __forceinline__ void publish_sums(const Group& g, const typename S::Shared& shared, int tile, int thread) {
+    const int count = min(S::TILE, g.count - tile * S::TILE);
+    const int64_t apart = int64_t(gridDim.x) * SLOTS;
+    uint64_t* to = g.sums + (int64_t(tile % RING) * S::TILE * gridDim.x + blockIdx.x) * SLOTS;
+    for (int i = thread; i < count * ROWS; i += NUM_THREADS) {
+        const int token = i / ROWS, row = i % ROWS;
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < S::MMA_WARPS; ++warp) sum += shared.dots[warp][token][row];
+        publish(to + token * apart + slot_of_row(row), sum, g.tag(tile));
+    }
+    for (int i = thread; i < count * PRODUCTS; i += NUM_THREADS) {
+        const int token = i / PRODUCTS, product = i % PRODUCTS;
+        publish(to + token * apart + COPIES + product, shared.products[token][product], g.tag(tile));
+    }
+}
+
+// The tile's weights from the mixers.
+template <class S>
+__device__ __forceinline__ void receive_weights(const Group& g, typename S::Shared& shared, int tile, int thread) {
+    const int count = min(S::TILE, g.count - tile * S::TILE);
+    if (thread < count * COPIES) {
+        float weight[1];
+        receive(g.weights + tile % RING * S::TILE * COPIES + thread, 1, 1, g.tag(tile), weight);
+        shared.weights[thread / COPIES][thread % COPIES] = weight[0];
+    }
+}
+
+// FEW: one tile at most, and every block adds up for itself; then there are no mixers.
+template <bool FEW>
+constexpr int BLOCK_THREADS = FEW ? NUM_THREADS : NUM_THREADS + 32 * MIXERS;
+
+// x' of a tile and the block's sums of it.
+template <class S>
+__device__ __forceinline__ void begin_tile(const Problem& p, const Group& g, const Weights<S>& fn, int tile, int column,
+                                           typename S::Shared& shared, int thread) {
+    const int count = min(S::TILE, g.count - tile * S::TILE), warp = thread / 32;
+    cp_async_wait<1>();  // all but the next tile's
+    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
+    spread<S>(p, g.first, count, tile, column, shared, thread);
+    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
+    if (warp < S::MMA_WARPS) multiply<S>(fn, count, tile, shared, warp, thread % 32);
+    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
+    publish_sums<S>(g, shared, tile, thread);
+}
+
+template <int COLUMNS, int TILE, bool FEW>
+__global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __grid_constant__ Problem p) {
+    using S = Shape<COLUMNS, TILE>;
+    extern __shared__ __align__(128) uint8_t memory[];
+    typename S::Shared& shared = *reinterpret_cast<typename S::Shared*>(memory);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int column = blockIdx.x * COLUMNS;
+
+    const Group early = group_of<S>(p, 0);
+    if (thread == 0) shared.first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->first_tag);
+    if (!FEW && warp >= WARPS) {
+        ptx::named_barrier_sync<BLOCK_THREADS<FEW>>(BLOCK_BARRIER);
+        ptx::warpgroup_reg_dealloc<MIXER_REGISTERS>();
+        mix<S>(p, group_of<S>(p, shared.first_tag), shared, warp - WARPS, lane);
+        return;
+    }
+    load_tile<S>(p, early.first, early.count, 0, column, shared, thread);
+    load_tile<S>(p, early.first, early.count, 1, column, shared, thread);
+    Weights<S> fn;
+    if (warp < S::MMA_WARPS) fn.load(p.fn, p.hidden, column, warp, lane);
+    ptx::named_barrier_sync<BLOCK_THREADS<FEW>>(BLOCK_BARRIER);
+    if constexpr (!FEW) ptx::warpgroup_reg_alloc<COLUMN_REGISTERS>();
+    const Group g = group_of<S>(p, shared.first_tag);
+
+    if constexpr (FEW) {
+        if (g.tiles) {
+            begin_tile<S>(p, g, fn, 0, column, shared, thread);
+            mix_here<S>(p, g, shared, column, thread);
+        }
+    } else {
+        const uint4 norm = norm_of<S>(p, column, thread);
+        for (int tile = 0; tile < g.tiles + LAG; ++tile) {
+            if (tile < g.tiles) begin_tile<S>(p, g, fn, tile, column, shared, thread);
+            if (const int ready = tile - LAG; ready >= 0) {
+                receive_weights<S>(g, shared, ready, thread);
+                ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
+                write_out<S>(p, norm, g.first, min(TILE, g.count - ready * TILE), ready, column, shared, thread);
+            }
+            load_tile<S>(p, g.first, g.count, tile + 2, column, shared, thread);
+        }
+    }
+    if (thread == 0) end_turns(p.state, g.first_tag, p.turns);
+}
+
+// ---------------------------------------------------------------- launch
+
+// How tokens and columns are cut for a call.
+struct Plan {
+    int columns, groups;
+    bool few;
+};
+
+constexpr int WIDTHS[] = {32, 64, 128};
+constexpr int FEW = 16;  // tokens of a launch in which every block adds up for itself: one tile at most
+
+inline int slices(int hidden, int columns) { return (hidden + columns - 1) / columns; }
+
+// Groups of tokens so that each block adds up little, then the narrowest columns of which all blocks are resident.
+inline bool plan(int tokens, int hidden, int blocks, Plan* found) {
+    const int wanted = tokens <= 4 ? 1 : tokens <= FEW ? 2 : 4;
+    for (int groups = wanted; groups; groups /= 2) {
+        for (const int columns : WIDTHS) {
+            if (slices(hidden, columns) * groups > blocks) continue;
+            *found = {columns, groups, tokens <= FEW};
+            return true;
+        }
+    }
+    return false;
+}
+
+template <int COLUMNS, int TILE, bool FEW>
+cudaError_t launch_as(const Plan& plan, Problem p) {
+    const auto kernel = site_kernel<COLUMNS, TILE, FEW>;
+    constexpr int BYTES = sizeof(typename Shape<COLUMNS, TILE>::Shared);
+    static_assert(BYTES <= 227 * 1024 && TILE <= MOST_TILE);
+    const int each = (p.tokens + plan.groups - 1) / plan.groups;
+    p.turns = (each + TILE - 1) / TILE;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES))
+        return error;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;  // blocks wait for each other, so all have to run at once
+    attribute.val.cooperative = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(slices(p.hidden, COLUMNS), plan.groups), config.blockDim = BLOCK_THREADS<FEW>;
+    config.dynamicSmemBytes = BYTES, config.attrs = &attribute, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+template <int COLUMNS, int TILE>
+cudaError_t launch_few_or_many(const Plan& plan, const Problem& p) {
+    return plan.few ? launch_as<COLUMNS, TILE, true>(plan, p) : launch_as<COLUMNS, TILE, false>(plan, p);
+}
+
+}  // namespace columns
+
+extern "C" {
+
+// Words of 8 bytes that a launch of at most `blocks` blocks needs between calls, zero at first.
+int exchange_words(int blocks) { return columns::STATE_WORDS + columns::RING * columns::MOST_TILE * blocks * 40; }
+
+// The tensors of task.Data in order, then exchange_words words; blocks: of the device, one a multiprocessor.
+// -> a cudaError_t; cudaErrorCooperativeLaunchTooLarge: hidden is too large for the device.
+int launch(void* const* tensors, void* exchange, int tokens, int hidden, int blocks) {
+    using namespace columns;
+    const Problem p = problem(tensors, static_cast<uint64_t*>(exchange), tokens, hidden);
+    Plan found;
+    if (!plan(tokens, hidden, blocks, &found)) return cudaErrorCooperativeLaunchTooLarge;
+    switch (found.columns) {
+        case 32: return launch_few_or_many<32, 16>(found, p);
+        case 64: return launch_few_or_many<64, 16>(found, p);
+        default: return launch_few_or_many<128, 32>(found, p);
+    }
+}
+}

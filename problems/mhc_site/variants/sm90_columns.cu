@@ -142,6 +142,7 @@ __device__ __forceinline__ void publish_sums(const Group& g, const typename S::S
     const int count = min(S::TILE, g.count - tile * S::TILE);
     const int64_t apart = int64_t(gridDim.x) * SLOTS;
     uint64_t* to = g.sums + (int64_t(tile % RING) * S::TILE * gridDim.x + blockIdx.x) * SLOTS;
+    asm volatile("" : "+r"(thread));  // addresses are made anew for each tile: kept in registers they spill
     for (int i = thread; i < count * ROWS; i += NUM_THREADS) {
         const int token = i / ROWS, row = i % ROWS;
         float sum = 0.0f;

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from problems.common import load
-from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
+from problems.dsv4_forward.adapters import fmha_decode, gemv, mhc_site, moe
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
 from problems.dsv4_forward.kernels import cache_rows, fused
@@ -45,6 +45,7 @@ class Ops:
     rms_norm: Op
     mhc_pre: Op
     mhc_post: Op
+    mhc_site: Op
     mhc_head: Op
     matmul: Op
     linear: Op
@@ -93,13 +94,15 @@ class _Steps:
     """The references that chains are made of."""
 
     rms_norm: Op = norm.rms_norm
+    mhc_pre: Op = mhc.pre
+    mhc_post: Op = mhc.post
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
 
 
-def _spanning(chain: Callable[[chains.Parts], Op], *parts: str) -> OpSpec:
-    return OpSpec(chain.__name__, chain(_Steps()), chain=chain, parts=parts)
+def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:
+    return OpSpec(chain.__name__, chain(_Steps()), providers, chain, parts)
 
 
 def _nvfp4_linears(cfg: Config, fmt: str) -> str:
@@ -120,6 +123,10 @@ def _nvfp4_shared(cfg: Config, fmt: str) -> str:
     return _nvfp4_linears(cfg, fmt) or _clamp(cfg)
 
 
+def _bf16_sites(cfg: Config, fmt: str) -> str:
+    return f"no bf16 activations in {fmt}" if fmt == "fp32" else mhc_site.unserved(cfg)
+
+
 def _clamp(cfg: Config) -> str:
     return "" if cfg.swiglu_limit == moe.limit() else f"swiglu_limit must be {moe.limit():g}, is {cfg.swiglu_limit:g}"
 
@@ -129,10 +136,12 @@ MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
 FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
 MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
+MHC_SITE = Provider(mhc_site.PROBLEM, "bf16, 4 copies", _bf16_sites, mhc_site.adapt)
 SPECS = (
     OpSpec("rms_norm", norm.rms_norm),
     OpSpec("mhc_pre", mhc.pre),
     OpSpec("mhc_post", mhc.post),
+    _spanning(chains.mhc_site, "mhc_post", "mhc_pre", "rms_norm", providers=(MHC_SITE,)),
     OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
     OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR)),

@@ -62,6 +62,7 @@ CHECKS = {
     "rms_norm": OpCheck(("x",), ("out",), ("out",), ONE),
     "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
+    "mhc_site": OpCheck(("y", "copies"), ("new_copies", "out", "new_post", "new_comb"), ("new_copies", "out"), 2 * ONE),
     "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),

@@ -35,7 +35,7 @@ def lines(chosen: ops.Chosen) -> dict[str, str]:
 
 
 def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
-    assert len(ops.NAMES) == 19 and all(callable(value) for value in vars(ops.REFERENCE).values())
+    assert len(ops.NAMES) == 20 and all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
     assert tuple(spec.name for spec in ops.SPECS) == ops.NAMES
@@ -181,7 +181,7 @@ def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(
         ("linear=torch_dequant", {"linear": "nvfp4_gemv/torch_dequant"}),
         ("grouped_linear=zeros", {"grouped_linear": "nvfp4_gemv/zeros"}),
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
-        ("winners,nvfp4_gemv=zeros,linear=torch_dequant",
+        ("winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant",
          {"linear": "nvfp4_gemv/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros"}),
         ("winners,reference", {}),
         ("rms_norm=reference", {}),

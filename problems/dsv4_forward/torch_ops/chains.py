@@ -11,15 +11,39 @@ from typing import Protocol
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.weights.config import Config
 
 
 class Parts(Protocol):
     """The ops that chains are made of: ops.Ops has them, for one."""
 
     rms_norm: Callable[..., None]
+    mhc_pre: Callable[..., None]
+    mhc_post: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+
+
+def mhc_site(parts: Parts) -> Callable[..., None]:
+    """Return the op that lies between two sublayers: it writes one's output to the hc copies, and reads and norms the
+    next one's input.
+    """
+
+    def run(
+        y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, fn: torch.Tensor,
+        base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, cfg: Config, new_copies: torch.Tensor,
+        out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write new_copies (N, n, d) as mhc_post, new_post and new_comb as mhc_pre of these, and out (N, d), what
+        mhc_pre mixes, normed with weight (d,). y, copies, post, comb: as mhc_post; fn, base, scale: as mhc_pre.
+        """
+        parts.mhc_post(y, copies, post, comb, new_copies)
+        u = torch.empty_like(out)
+        parts.mhc_pre(new_copies, fn, base, scale, cfg, u, new_post, new_comb)
+        parts.rms_norm(u, weight, cfg.rms_norm_eps, out)
+
+    return run
 
 
 def norm_rotate(parts: Parts) -> Callable[..., None]:

@@ -8,7 +8,11 @@ from task import input_t, output_t
 from problems.common import load
 
 # Variants by target, the first that the machine can run.
-WINNERS = {"cpu": ("cpu_avx512", "cpu_avx2", "cpu_portable")}
+WINNERS = {
+    "cpu": ("cpu_avx512", "cpu_avx2", "cpu_portable"),
+    "sm90": ("sm90_columns",),
+    "sm100": ("sm90_columns",),
+}
 
 
 @functools.cache

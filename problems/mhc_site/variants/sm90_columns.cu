@@ -126,7 +126,7 @@ __device__ __forceinline__ void mix_here(const Problem& p, const Group& g, typen
         sums = add_parts(shared.part, mine, wide, parts, lane);
         inverse = inverse_of_copies(sums, p.hidden);
         const float weight = weights_of_u(sums, inverse, p.base, p.scale, p.hidden, lane);
-        if (lane < COPIES) shared.weights[mine][lane] = weight;
+        if (lane < COPIES) shared.weights[0][mine][lane] = weight;
     }
     ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
     if (mine < g.count && mine % gridDim.x == blockIdx.x) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void receive_weights(const Group& g, typename S::Shar
     if (thread < count * COPIES) {
         float weight[1];
         receive(g.weights + tile % RING * S::TILE * COPIES + thread, 1, 1, g.tag(tile), weight);
-        shared.weights[thread / COPIES][thread % COPIES] = weight[0];
+        shared.weights[tile % 2][thread / COPIES][thread % COPIES] = weight[0];
     }
 }
 

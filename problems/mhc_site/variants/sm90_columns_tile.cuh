@@ -62,7 +62,7 @@ struct Shape {
         float4 mixing[Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
         float dots[MMA_WARPS][TILE][ROWS];
         float products[TILE][PRODUCTS];
-        float weights[TILE][COPIES];  // pre_j / the root mean square of u
+        float weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
         float part[WARPS][SLOTS];
         uint32_t first_tag;
     };
@@ -259,7 +259,7 @@ __device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int firs
     float u[EIGHT] = {};
 #pragma unroll
     for (int j = 0; j < COPIES; ++j) {
-        const float weight = shared.weights[token][j];
+        const float weight = shared.weights[tile % 2][token][j];
         const uint4 x = *reinterpret_cast<const uint4*>(row + 2 * (j * S::COLUMNS + at));
         const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll

@@ -28,10 +28,13 @@ EXCEPTIONS = {
     "products": {"problems/dsv4_forward/adapters/gemv.py", "problems/dsv4_forward/traffic.py"},
     "entry": {  # of a folder, of /proc, of a cache of compressed tokens
         "harness/sandbox/policy.py", "harness/sandbox/workdir.py", "problems/dsv4_forward/cache/batch.py",
-        "problems/dsv4_forward/torch_ops/fmha.py", "problems/dsv4_forward/traffic.py",
+        "problems/dsv4_forward/cache/plan.py", "problems/dsv4_forward/torch_ops/fmha.py",
+        "problems/dsv4_forward/traffic.py",
     },
     "entries": {
         "harness/sandbox/policy.py", "harness/sandbox/workdir.py", "problems/dsv4_forward/cache/batch.py",
+        "problems/dsv4_forward/cache/plan.py", "problems/dsv4_forward/kernels/indexer.py",
+        "problems/dsv4_forward/kernels/start.py",
         "problems/dsv4_forward/layers.py", "problems/dsv4_forward/torch_ops/fmha.py",
         "problems/dsv4_forward/torch_ops/indexer.py", "problems/dsv4_forward/traffic.py",
         "problems/dsv4_forward/wrong/index_without_relu.py",

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from problems.dsv4_forward.adapters.common import sum_dtype
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.weights import formats
 from problems.dsv4_forward.weights.config import CSA, HCA, Config
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import (
@@ -67,11 +67,12 @@ class Context:
 
 @dataclass(frozen=True)
 class Pending:
-    """What a sublayer returned, y (N, d), and the hc copies (N, n, d) to which it is still to be written, with which
-    weights: post fp32 (N, n), comb fp32 (N, n, n).
+    """What a sublayer returned, y (N, d), or y and second (N, d), to be added up; and the hc copies (N, n, d) to which
+    it is still to be written, with which weights: post fp32 (N, n), comb fp32 (N, n, n).
     """
 
     y: torch.Tensor
+    second: torch.Tensor | None
     copies: torch.Tensor
     post: torch.Tensor
     comb: torch.Tensor
@@ -85,9 +86,9 @@ def block(
     residual: the copies, or what is still to be written to them. -> what the experts returned, still to be written.
     """
     u, *mixing = _site(residual, w.hc_attn, w.attn_norm, ctx)
-    middle = Pending(attention(u, w.attn, state, rope, ctx), *mixing)
+    middle = Pending(attention(u, w.attn, state, rope, ctx), None, *mixing)
     u, *mixing = _site(middle, w.hc_ffn, w.ffn_norm, ctx)
-    return Pending(moe(u, w.ffn, ctx), *mixing)
+    return Pending(*moe(u, w.ffn, ctx), *mixing)
 
 
 def _site(
@@ -108,9 +109,8 @@ def _site(
         ctx.ops.rms_norm(mixed, norm, ctx.config.rms_norm_eps, u)
         return u, copies, post, comb
     new = torch.empty_like(copies)
-    ctx.ops.mhc_site(
-        residual.y, copies, residual.post, residual.comb, *weights, norm, ctx.config, new, u, post, comb
-    )  # fmt: skip
+    given = residual.y, residual.second, copies, residual.post, residual.comb
+    ctx.ops.mhc_site(*given, *weights, norm, ctx.config, new, u, post, comb)
     return u, new, post, comb
 
 
@@ -157,7 +157,9 @@ def _compressed(
         return None
     if ratio == HCA:
         return batch.hca_index
-    return batch.locate(_select(u, latent, w.indexer, state, rope, ctx))
+    if batch.csa_index is not None:  # every visible entry is selected: nothing to score
+        return batch.csa_index
+    return _select(u, latent, w.indexer, state, rope, ctx)
 
 
 def _compress(
@@ -177,32 +179,28 @@ def _compress(
 def _select(
     u: torch.Tensor, latent: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
 ) -> torch.Tensor:
-    """Run the indexer. -> int32 (N, k) entries by number within their sequence, -1 where fewer are visible."""
+    """Run the indexer. -> int32 (N, index_topk) rows of the cache, -1 where fewer entries are visible."""
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
-    n_tokens, entries, visible = len(u), batch.entries[CSA], batch.visible[CSA]
-    if entries <= cfg.index_topk:  # every visible entry is selected: nothing to score
-        every = torch.arange(entries, device=u.device, dtype=torch.int32)
-        return torch.where(every < visible.unsqueeze(1), every, -1)
+    n_tokens, entries, k = len(u), batch.entries[CSA], cfg.index_topk
     heads, width = cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    ops.rotate(query, rope.cos, rope.sin, query)
-    if ctx.quantised_index:
-        query = formats.round_trip_fp4(formats.hadamard(query), 32)
+    ops.index_query(query, rope.cos, rope.sin, ctx.quantised_index, query)
     weights = ctx.empty(n_tokens, heads)
     ops.matmul(u, w.weights_proj, weights)
-    weights = weights.float().mul_((width * heads) ** -0.5)
-    chosen = ctx.empty(n_tokens, cfg.index_topk, dtype=torch.int32)
     scores = ctx.empty(n_tokens, entries, dtype=torch.float32)
+    chosen, places = (ctx.empty(n_tokens, k, dtype=torch.int32) for _ in range(2))
     for start, stop, row, rows, count in _groups(batch):
-        part = slice(start, stop)
-        shape = (rows, count)
+        part, shape, table = slice(start, stop), (rows, count), batch.rows[row : row + rows]
         scored = scores[part].view(*shape, entries)
         ops.index_scores(
-            query[part].view(*shape, heads, width), weights[part].view(*shape, heads), state.index_keys,
-            batch.rows[row : row + rows], entries, scored,
+            query[part].view(*shape, heads, width), weights[part].view(*shape, heads), (width * heads) ** -0.5,
+            state.index_keys, table, entries, scored,
         )  # fmt: skip
-        ops.select(scored, visible[part].view(shape), chosen[part].view(*shape, cfg.index_topk))
-    return chosen
+        ops.select_places(
+            scored, batch.visible[CSA][part].view(shape), table, state.cache.per_page, chosen[part].view(*shape, k),
+            places[part].view(*shape, k),
+        )  # fmt: skip
+    return places
 
 
 def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
@@ -222,21 +220,28 @@ def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
 def write_copies(pending: Pending, ctx: Context) -> torch.Tensor:
     """Return the copies (N, n, d) with what is pending written to them."""
     out = torch.empty_like(pending.copies)
-    ctx.ops.mhc_post(pending.y, pending.copies, pending.post, pending.comb, out)
+    rest = pending.copies, pending.post, pending.comb, out
+    if pending.second is None:
+        ctx.ops.mhc_post(pending.y, *rest)
+    else:
+        ctx.ops.mhc_post_sum(pending.y, pending.second, *rest)
     return out
 
 
-def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> torch.Tensor:
-    """Add up the routed experts and the shared one, in fp32, and round the sum once. u: normed (N, d) -> (N, d)."""
+def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the routed experts' sum and the shared expert, to be added up. u: normed (N, d) -> (N, d) each, fp32 but
+    where a kernel has rounded it to bf16.
+    """
     cfg, ops = ctx.config, ctx.ops
     ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
     gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
     router = w.router
     ops.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
-    routed, shared = (ctx.empty(*u.shape, dtype=torch.float32) for _ in range(2))
+    routed = ctx.empty(*u.shape, dtype=sum_dtype(ops.experts, w.w13, u))
+    shared = ctx.empty(*u.shape, dtype=sum_dtype(ops.shared, w.shared_w13, u))
     ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
     ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
-    return torch.add(routed, shared, out=torch.empty_like(u))
+    return routed, shared
 
 
 def head(copies: torch.Tensor, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context) -> torch.Tensor:

@@ -17,7 +17,7 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.torch_ops import router
+from problems.dsv4_forward.torch_ops import chains, router
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class OpCheck:
         """Of a row of a call with these arguments, and of all as one where that has a separate budget."""
         if "pages" in given and given["pages"].kind in STORED:
             return STORED[given["pages"].kind]
+        if given.get("quantise"):
+            return STORED["index"]
         if self.quantised and given["w2"].kind == "nvfp4" and given["w2"].quantise_input:
             return self.quantised
         return self.budget, None
@@ -59,9 +61,13 @@ MOE_QUANTISED = _moe.NVFP4_ROW_RTOL, _moe.NVFP4_RTOL
 # order move few values across a rounding; then a code differs by a step, or all codes of a group with their scale.
 STORED = {"entry": (2.0**-5, 2.0**-6), "index": (0.15, 0.08)}
 CHECKS = {
+    "plan": OpCheck((), ("numbers", "lists"), (), 0.0),
+    "embed": OpCheck((), ("copies", "cos", "sin"), ("copies",), SUM),
+    "start": OpCheck((), ("numbers", "lists", "copies", "cos", "sin"), ("copies",), SUM),
     "rms_norm": OpCheck(("x",), ("out",), ("out",), ONE),
     "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
+    "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
     "mhc_site": OpCheck(("y", "copies"), ("new_copies", "out", "new_post", "new_comb"), ("new_copies", "out"), 2 * ONE),
     "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
@@ -73,13 +79,19 @@ CHECKS = {
     "write_key": OpCheck(("x",), ("pages",), (), 2 * ONE),
     "compress": OpCheck((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
     "write_entry": OpCheck((), ("pages",), (), 2 * ONE),
-    "index_scores": OpCheck(("q",), ("out",), (), 1e-4),
+    "index_query": OpCheck(("x",), ("out",), ("out",), ONE),
+    "index_scores": OpCheck(("q", "weights"), ("out",), (), 1e-4),
     "select": OpCheck((), ("out",), (), 0.0),
+    "locate": OpCheck((), ("out",), (), 0.0),
+    "select_places": OpCheck((), ("out", "places"), (), 0.0),
     "fmha": OpCheck(("q",), ("out", "lse"), ("out",), ATTENTION),
     "route": OpCheck(("u",), ("out_ids", "out_weights"), (), 1e-4),
     "experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
     "shared": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
 }
+# Ops that decide, and the output that says what; the first two are those whose decisions are repeated.
+DECIDING = {"route": "out_ids", "select": "out", "select_places": "out"}
+STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
 
@@ -141,8 +153,10 @@ class Recorder:
     def ops(self) -> Ops:
         table = Ops(**{name: self._wrapped(name, vars(ops.REFERENCE)[name]) for name in CHECKS})
         # An op that spans others calls them, so that each of these is compared too, and named before it.
-        spanning = {spec.name: self._wrapped(spec.name, spec.chain(table), True) for spec in ops.SPECS if spec.chain}
-        return dataclasses.replace(table, **spanning)
+        for spec in ops.SPECS:
+            if spec.chain:
+                table = dataclasses.replace(table, **{spec.name: self._wrapped(spec.name, spec.chain(table), True)})
+        return table
 
     def _wrapped(self, name: str, reference: Callable, spans: bool = False) -> Callable:
         signature = inspect.signature(reference)
@@ -164,11 +178,11 @@ class Recorder:
     def _compare(self, name: str, given: dict) -> None:
         check = CHECKS[name]
         budget, budget_of_all = check.budgets(given)
-        worst = self.worst.setdefault((self.layer, name), Worst(self.layer, name, budget))
+        layer = "embedding" if name in STARTING else self.layer
+        worst = self.worst.setdefault((layer, name), Worst(layer, name, budget))
         want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
         got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
-        if name in ("route", "select"):
-            ids = "out_ids" if name == "route" else "out"
+        if ids := DECIDING.get(name):
             margin = margins(want[ids], got[ids], _decided_by(name, given))
             worst.take(float(margin > MARGIN) if margin == margin else margin, 1.0, ids)
             same = want[ids] == got[ids]
@@ -176,7 +190,7 @@ class Recorder:
         for output, value in want.items():
             worst.take(*_apart(got[output], value), output)
             if budget_of_all is not None:
-                key = self.layer, name + WHOLE
+                key = layer, name + WHOLE
                 whole = self.worst.setdefault(key, Worst(*key, budget_of_all, of="all rows"))
                 whole.take(*_apart(got[output].reshape(1, -1), value.reshape(1, -1)), output)
 
@@ -204,7 +218,8 @@ class Follower:
             copies.copy_(self.again[len(self.copies) - 1][1])
 
     def ops(self) -> Ops:
-        return dataclasses.replace(self.composed, route=self._route, select=self._select)
+        followed = dataclasses.replace(self.composed, route=self._route, select=self._select)
+        return dataclasses.replace(followed, select_places=chains.select_places(followed))
 
     def _next(self, op: str) -> Decision:
         decision = self.decisions[self.done]
@@ -267,7 +282,7 @@ def margins(want: torch.Tensor, got: torch.Tensor, scores: torch.Tensor) -> floa
 
 def _decided_by(name: str, given: dict) -> torch.Tensor:
     """What decides, larger wins: fp32 (..., candidates). A hash layer has no choice, nothing is near."""
-    if name == "select":
+    if name != "route":
         scores = given["scores"]
         hidden = torch.arange(scores.shape[-1], device=scores.device) >= given["visible"].unsqueeze(-1)
         return scores.masked_fill(hidden, -torch.inf)
@@ -315,9 +330,13 @@ def _written(given: dict) -> torch.Tensor:
 
 
 def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """(relative error, cosine) of the worst row. NaN and infinities that are not in both are errors of inf."""
+    """(relative error, cosine) of the worst row. NaN and infinities that are not in both are errors of inf, and so is
+    a difference between integers.
+    """
     if not want.numel():
         return 0.0, 1.0
+    if not want.is_floating_point():
+        return (0.0, 1.0) if torch.equal(got, want) else (float("inf"), 0.0)
     got, want = got.float(), want.float()
     got, want = (x.reshape(-1, x.shape[-1]) for x in (got, want))
     same = (got == want) | (got.isnan() & want.isnan())

@@ -27,7 +27,7 @@ def call(op: object, data: object, dtype: torch.dtype = torch.bfloat16) -> tuple
     given = [t.to(dtype) if t.dtype == torch.bfloat16 else t for t in given]
     outputs = tuple(torch.full_like(getattr(data, name), torch.nan) for name in task.OUTPUTS)
     outputs = tuple(t.to(dtype) if t.dtype == torch.bfloat16 else t for t in outputs)
-    op(*given, CFG, *outputs)
+    op(given[0], None, *given[1:], CFG, *outputs)
     return outputs
 
 
@@ -57,7 +57,7 @@ def test_tensors_that_lie_elsewhere_are_copied():
     copies = wide[:, :, 4:196].copy_(data.copies)
     outputs = [torch.full_like(getattr(data, name), torch.nan) for name in task.OUTPUTS]
     outputs[0] = torch.empty_like(wide)[:, :, 4:196]
-    adapted()(data.y, copies, data.post, data.comb, data.fn, data.base, data.scale, data.norm, CFG, *outputs)
+    adapted()(data.y, None, copies, data.post, data.comb, data.fn, data.base, data.scale, data.norm, CFG, *outputs)
     for got, want in zip(outputs, call(adapted(), data), strict=True):
         assert torch.equal(got, want)
     empty = data._replace(**{name: getattr(data, name)[:0] for name in ("y", "copies", "post", "comb", *task.OUTPUTS)})

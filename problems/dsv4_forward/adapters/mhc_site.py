@@ -26,13 +26,15 @@ class SiteOp:
     fallback: Callable[..., None]
 
     def __call__(
-        self, y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, fn: torch.Tensor,
-        base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, cfg: Config, new_copies: torch.Tensor,
-        out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
+        self, y: torch.Tensor, second: torch.Tensor | None, copies: torch.Tensor, post: torch.Tensor,
+        comb: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor,
+        cfg: Config, new_copies: torch.Tensor, out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
     ) -> None:  # fmt: skip
         """As chains.mhc_site. ValueError as the problem's task.unpack."""
-        if any(tensor.dtype != torch.bfloat16 for tensor in (y, copies, weight, new_copies, out)):
-            self.fallback(y, copies, post, comb, fn, base, scale, weight, cfg, new_copies, out, new_post, new_comb)
+        if second is not None or any(t.dtype != torch.bfloat16 for t in (y, copies, weight, new_copies, out)):
+            self.fallback(
+                y, second, copies, post, comb, fn, base, scale, weight, cfg, new_copies, out, new_post, new_comb
+            )  # fmt: skip
             return
         if not len(y):
             return

@@ -11,18 +11,56 @@ from typing import Protocol
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.cache.plan import Plan
+from problems.dsv4_forward.weights import formats
 from problems.dsv4_forward.weights.config import Config
 
 
 class Parts(Protocol):
     """The ops that chains are made of: ops.Ops has them, for one."""
 
+    plan: Callable[..., None]
+    embed: Callable[..., None]
+    mhc_post: Callable[..., None]
+    mhc_post_sum: Callable[..., None]
     rms_norm: Callable[..., None]
     mhc_pre: Callable[..., None]
-    mhc_post: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+    select: Callable[..., None]
+    locate: Callable[..., None]
+
+
+def start(parts: Parts) -> Callable[..., None]:
+    """Return the op that begins a pass: the index lists, then embeddings and angles."""
+
+    def run(
+        given: Plan, numbers: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor,
+        freqs: torch.Tensor, copies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write all outputs of plan(given, numbers, lists) and of embed, at the positions that the first writes."""
+        parts.plan(given, numbers, lists)
+        parts.embed(tokens, weight, given.views(numbers, lists).position, freqs, copies, cos, sin)
+
+    return run
+
+
+def mhc_post_sum(parts: Parts) -> Callable[..., None]:
+    """Return the op that writes a sublayer's output which comes as two addends."""
+
+    def run(
+        first: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Do as mhc_post with y = first + second, an fp32 sum that is rounded once, to the dtype of copies.
+
+        first, second: fp32 or bf16 (N, d). ValueError as mhc_post.
+        """
+        y = torch.empty(first.shape, dtype=copies.dtype, device=copies.device)
+        parts.mhc_post(torch.add(first.float(), second.float(), out=y), copies, post, comb, out)
+
+    return run
 
 
 def mhc_site(parts: Parts) -> Callable[..., None]:
@@ -31,14 +69,17 @@ def mhc_site(parts: Parts) -> Callable[..., None]:
     """
 
     def run(
-        y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, fn: torch.Tensor,
-        base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, cfg: Config, new_copies: torch.Tensor,
-        out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
+        y: torch.Tensor, second: torch.Tensor | None, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+        fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, cfg: Config,
+        new_copies: torch.Tensor, out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write new_copies (N, n, d) as mhc_post, new_post and new_comb as mhc_pre of these, and out (N, d), what
-        mhc_pre mixes, normed with weight (d,). y, copies, post, comb: as mhc_post; fn, base, scale: as mhc_pre.
+        """Write new_copies (N, n, d) as mhc_post of y, or where there is a second addend, as mhc_post_sum of both; then
+        new_post and new_comb as mhc_pre of these, and out (N, d), what mhc_pre mixes, normed with weight (d,).
         """
-        parts.mhc_post(y, copies, post, comb, new_copies)
+        if second is None:
+            parts.mhc_post(y, copies, post, comb, new_copies)
+        else:
+            parts.mhc_post_sum(y, second, copies, post, comb, new_copies)
         u = torch.empty_like(out)
         parts.mhc_pre(new_copies, fn, base, scale, cfg, u, new_post, new_comb)
         parts.rms_norm(u, weight, cfg.rms_norm_eps, out)
@@ -93,5 +134,34 @@ def write_entry(parts: Parts) -> Callable[..., None]:
         )
         if len(emit):
             parts.write(pooled, pages, index, hadamard)
+
+    return run
+
+
+def index_query(parts: Parts) -> Callable[..., None]:
+    """Return the op that makes the indexer's queries: rotated, and through Hadamard and FP4."""
+
+    def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, quantise: bool, out: torch.Tensor) -> None:
+        """Write x, rotated, to out; quantise: through Hadamard and as MXFP4 holds it, rounded to the dtype of x before.
+
+        x, out: (N, heads, width), as rotate has them; out may be x.
+        """
+        turned = torch.empty_like(x)
+        parts.rotate(x, cos, sin, turned)
+        out.copy_(formats.round_trip_fp4(formats.hadamard(turned)) if quantise else turned)
+
+    return run
+
+
+def select_places(parts: Parts) -> Callable[..., None]:
+    """Return the op that selects the best entries and finds their places."""
+
+    def run(
+        scores: torch.Tensor, visible: torch.Tensor, table: torch.Tensor, per_page: int, out: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write what select(scores, visible, out) and locate(out, table, per_page, places) write."""
+        parts.select(scores, visible, out)
+        parts.locate(out, table, per_page, places)
 
     return run

@@ -6,8 +6,8 @@
 // pre, post, comb and the norm of u (sm90_columns_mix.cuh), and then each block makes its columns of out.
 //
 // Few tokens, one tile: every block adds up for itself what u needs, and one of them for each token makes post and comb.
-// Many: two warps of each block do that for the tokens that are theirs, and tell the other blocks four numbers a token,
-// while the others are two tiles ahead.
+// Many: four warps of each block do that for the tokens that are theirs, two a token, and tell the other blocks four
+// numbers a token, while the others are two tiles ahead.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -78,27 +78,54 @@ __device__ __forceinline__ Sums add_parts(const float (*part)[SLOTS], int first,
     return sums;
 }
 
-// The mixers: of the block's tokens all sums, each mixer a part of the slices; the weights for every block; and, by one
-// of them in turn, post and comb.
+// A lane's part of the sums of slots that lie `slot` words from `from`, over the slices part, part + parts, ....
+template <int BATCH>
+__device__ __forceinline__ float add_slot(const uint64_t* from, int slot, int part, int parts, int slices,
+                                          uint32_t tag) {
+    float sum = 0.0f;
+    for (int s = part; s - part < slices; s += BATCH * parts) {  // as often for all lanes with the same parts
+        float value[BATCH];
+        receive(from + int64_t(s) * SLOTS + slot, parts * SLOTS, (slices - s + parts - 1) / parts, tag, value);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) sum += value[i];
+    }
+    return sum;
+}
+
+// The mixers, two warps for a token of the block: the first makes the weights of u for every block, the second post and
+// comb. The weights say that all of the token's sums have been read, so the first waits until the second has.
 template <class S>
 __device__ __forceinline__ void mix(const Problem& p, const Group& g, typename S::Shared& shared, int mixer, int lane) {
+    constexpr int PAIRS = MIXERS / 2, BATCH = 12, HIGH = SLOTS - 32, HIGH_PARTS = 32 / HIGH;
+    const int pair = mixer % PAIRS, slices = gridDim.x;
+    const bool of_u = mixer < PAIRS;
     int turn = 0;
-    for (int t = blockIdx.x; t < g.count; t += gridDim.x, turn = (turn + 1) % MIXERS) {
+    for (int t = blockIdx.x + pair * slices; t < g.count; t += PAIRS * slices, turn ^= 1) {
         const int tile = t / S::TILE;
-        Sums sums = add_up<S>(g, tile, t % S::TILE, mixer, MIXERS, true, lane);
-        shared.part[mixer][lane] = sums.low;
-        if (lane < SLOTS - 32) shared.part[mixer][32 + lane] = sums.high;
-        ptx::named_barrier_sync<32 * MIXERS>(MIXER_BARRIER);
-        if (mixer == turn) sums = add_parts(shared.part, 0, 1, MIXERS, lane);
-        ptx::named_barrier_sync<32 * MIXERS>(MIXER_BARRIER);  // the next token's parts may be written
-        if (mixer != turn) continue;
-        const float inverse = inverse_of_copies(sums, p.hidden);
-        const float weight = weights_of_u(sums, inverse, p.base, p.scale, p.hidden, lane);
-        if (lane < COPIES)
-            publish(g.weights + (tile % RING * S::TILE + t % S::TILE) * COPIES + lane, weight, g.tag(tile));
-        const int64_t token = g.first + t;
-        write_mixing(sums, inverse, p.base, p.scale, p.new_post + token * COPIES,
-                     p.new_comb + token * COPIES * COPIES, lane);
+        const uint64_t* from = g.sums + (int64_t(tile % RING) * S::TILE + t % S::TILE) * slices * SLOTS;
+        float* const inverse = &shared.part[pair][turn];  // of one token while the second still reads the one ahead
+        // Sixteen slots, each in two lanes.
+        const int slot = lane % 16;
+        Sums sums = {0.0f, 0.0f};
+        if (!of_u || slot < FOR_U)
+            sums.low = add_slot<BATCH>(from + (of_u ? 0 : POST), slot, lane / 16, 2, slices, g.tag(tile));
+        sums.low += __shfl_xor_sync(ALL, sums.low, 16);
+        if (of_u) {
+            const float found = inverse_of_copies(sums, p.hidden);
+            const float weight = weights_of_u(sums, found, p.base, p.scale, p.hidden, lane);
+            if (lane == 0) *inverse = found;
+            ptx::named_barrier_sync<64>(MIXER_BARRIER + pair);
+            if (lane < COPIES)
+                publish(g.weights + (tile % RING * S::TILE + t % S::TILE) * COPIES + lane, weight, g.tag(tile));
+        } else {
+            sums.high = add_slot<BATCH / 3>(from + 32, lane % HIGH, lane / HIGH, HIGH_PARTS, slices, g.tag(tile));
+#pragma unroll
+            for (int apart = HIGH; apart < 32; apart *= 2) sums.high += __shfl_xor_sync(ALL, sums.high, apart);
+            ptx::named_barrier_sync<64>(MIXER_BARRIER + pair);
+            const int64_t token = g.first + t;
+            write_mixing(sums, *inverse, p.base, p.scale, p.new_post + token * COPIES,
+                         p.new_comb + token * COPIES * COPIES, lane);
+        }
     }
 }
 

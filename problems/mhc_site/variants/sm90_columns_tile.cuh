@@ -12,8 +12,8 @@ namespace columns {
 
 constexpr int WARPS = 16;  // that own columns
 constexpr int NUM_THREADS = 32 * WARPS;
-constexpr int MIXERS = 4;            // warps besides, which mix tokens while the others are ahead
-// Of all warps; of those that own columns; of the mixers.
+constexpr int MIXERS = 4;            // warps besides, in pairs, which mix tokens while the others are ahead
+// Of all warps; of those that own columns; of a pair of mixers, and the next of the other pair.
 constexpr int BLOCK_BARRIER = 0, COLUMN_BARRIER = 1, MIXER_BARRIER = 2;
 // Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
 constexpr int MIXER_REGISTERS = 64, COLUMN_REGISTERS = 104;

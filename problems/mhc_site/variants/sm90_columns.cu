@@ -13,6 +13,7 @@
 
 #include "sm90_columns_mix.cuh"
 #include "sm90_columns_tile.cuh"
+#include "sm90_columns_token.cuh"
 
 namespace columns {
 
@@ -317,6 +318,8 @@ int exchange_words(int blocks) { return columns::STATE_WORDS + columns::RING * c
 int launch(void* const* tensors, void* exchange, int tokens, int hidden, int blocks) {
     using namespace columns;
     const Problem p = problem(tensors, static_cast<uint64_t*>(exchange), tokens, hidden);
+    bool served = false;
+    if (const cudaError_t error = launch_tokens(p, &served); served) return error;
     Plan found;
     if (!plan(tokens, hidden, blocks, &found)) return cudaErrorCooperativeLaunchTooLarge;
     switch (found.columns) {

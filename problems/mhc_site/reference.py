@@ -6,6 +6,7 @@ from task import (
     HALF_ULP,
     HC_EPS,
     ITERATIONS,
+    KINDS,
     NORM_EPS,
     NORM_SUM,
     OUT_RTOL,
@@ -19,6 +20,7 @@ from task import (
     Data,
     input_t,
     output_t,
+    summed,
 )
 
 from problems.common import check
@@ -32,13 +34,13 @@ LEAST = 2.0**-134  # half of bf16's finest step
 # ---------------------------------------------------------------- inputs
 
 
-def generate_input(tokens: int, hidden: int, content: str, seed: int, device: str) -> input_t:
+def generate_input(tokens: int, hidden: int, addends: str, content: str, seed: int, device: str) -> input_t:
     """Every token with its own sizes and mixing weights; z, and what a sigmoid sees, of about 1.
 
     plain       copies without relation to each other
     alike       copies of one vector with a fifth of noise, as after many layers
     magnitudes  tokens of sizes 2^-14 to 2^9, in no order: the epsilons act, and a token's sums swallow its neighbour's
-    cancelling  copies in pairs of opposite sign, but for a hundredth: u is small against its terms
+    cancelling  copies in pairs of opposite sign, but for a hundredth: u is small against its terms; so are two addends
     saturated   scales of 8, 12 and 16: sigmoids near 0 and 1, combinations near permutations
     tiny_pre    a base of -25 for pre, so that HC_EPS is most of it and NORM_EPS acts in the norm
     zeros       y zero in a third of the tokens, copies in another third, both in the first token
@@ -64,6 +66,7 @@ def generate_input(tokens: int, hidden: int, content: str, seed: int, device: st
         kind = torch.randint(3, (tokens,), generator=gen, device=device)
         y[kind == 1], copies[kind == 2] = 0, 0
         y[0], copies[0] = 0, 0
+    y, second = _addends(y, normal(tokens, hidden), addends, content)
     post = 2 * torch.sigmoid(normal(tokens, COPIES))
     comb = sinkhorn(normal(tokens, COPIES, COPIES).double()).float()
     fn = normal(ROWS, COPIES * hidden) / (COPIES * hidden) ** 0.5
@@ -78,13 +81,29 @@ def generate_input(tokens: int, hidden: int, content: str, seed: int, device: st
         base[PRE] -= 25
     norm = 1 + 0.3 * normal(hidden)
     data = Data(
-        y.bfloat16(), copies.bfloat16(), post, comb, fn, base, scale, norm.bfloat16(),
+        y, second, copies.bfloat16(), post, comb, fn, base, scale, norm.bfloat16(),
         *(torch.empty(0, device=device),) * len(OUTPUTS),
     )  # fmt: skip
     return data._replace(
-        new_copies=torch.full_like(data.copies, torch.nan), out=torch.full_like(data.y, torch.nan),
+        new_copies=torch.full_like(data.copies, torch.nan), out=torch.full_like(copies[:, 0].bfloat16(), torch.nan),
         new_post=torch.full_like(post, torch.nan), new_comb=torch.full_like(comb, torch.nan),
     )  # fmt: skip
+
+
+def _addends(
+    y: torch.Tensor, noise: torch.Tensor, addends: str, content: str
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """y and second in the dtypes of `addends`, of y, fp32 (T, d), and a second one of noise of y's size."""
+    first, *more = (KINDS[kind] for kind in addends.split("+"))
+    if not more:
+        return y.to(first), y.new_empty(0, y.shape[1], dtype=torch.bfloat16)
+    second = noise * y.square().mean(1, keepdim=True).sqrt()
+    if content == "positive":
+        second = second.abs_()
+    elif content == "cancelling":
+        second *= 100
+        y = y - second
+    return y.to(first), second.to(more[0])
 
 
 # ---------------------------------------------------------------- oracle
@@ -108,7 +127,7 @@ def _tiles(data: input_t) -> list[slice]:
 
 def spread(data: input_t, some: slice) -> torch.Tensor:
     """fp64 (t, 4, d): the copies with the sublayer's output added."""
-    x, y = data.copies[some].double(), data.y[some].double()
+    x, y = data.copies[some].double(), summed(data)[some].double()
     return data.post[some].double().unsqueeze(2) * y.unsqueeze(1) + data.comb[some].double().mT @ x
 
 
@@ -186,7 +205,7 @@ def _numbers(result: check.Result) -> tuple[float, float, float]:
 
 def copies_tolerance(data: input_t, want: torch.Tensor) -> torch.Tensor:
     """Admitted |error| of each element of new_copies, fp64 (T, 4, d)."""
-    size = data.post.double().unsqueeze(2) * data.y.double().abs().unsqueeze(1)
+    size = data.post.double().unsqueeze(2) * summed(data).double().abs().unsqueeze(1)
     size += data.comb.double().mT @ data.copies.double().abs()
     return HALF_ULP * want.abs() + SUM * size + LEAST
 

@@ -18,7 +18,7 @@ from problems.dsv4_forward.weights import config, tree
 FOLDER = load.PROBLEMS / mhc_site.PROBLEM
 task, reference = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
 CFG = dataclasses.replace(config.TINY, hidden_size=192)
-OP_NAMES = ("y", "copies", "post", "comb", "fn", "base", "scale", "norm")
+OP_NAMES = ("y", "second", "copies", "post", "comb", "fn", "base", "scale", "norm")
 
 
 def call(op: object, data: object, dtype: torch.dtype = torch.bfloat16) -> tuple:
@@ -27,7 +27,7 @@ def call(op: object, data: object, dtype: torch.dtype = torch.bfloat16) -> tuple
     given = [t.to(dtype) if t.dtype == torch.bfloat16 else t for t in given]
     outputs = tuple(torch.full_like(getattr(data, name), torch.nan) for name in task.OUTPUTS)
     outputs = tuple(t.to(dtype) if t.dtype == torch.bfloat16 else t for t in outputs)
-    op(given[0], None, *given[1:], CFG, *outputs)
+    op(given[0], given[1] if len(given[1]) else None, *given[2:], CFG, *outputs)
     return outputs
 
 
@@ -36,15 +36,16 @@ def adapted() -> object:
     return mhc_site.adapt(module, None, Fallback(ops.REFERENCE)).functions["mhc_site"]
 
 
+@pytest.mark.parametrize("addends", task.ADDENDS)
 @pytest.mark.parametrize("content", ["alike", "magnitudes", "zeros"])
-def test_the_winner_and_the_chain_of_references_are_right(content):
-    data = reference.generate_input(5, 192, content, 3, "cpu")
+def test_the_winner_and_the_chain_of_references_are_right(content, addends):
+    data = reference.generate_input(5, 192, addends, content, 3, "cpu")
     for op in (adapted(), ops.REFERENCE.mhc_site):
         assert reference.check_implementation(data, call(op, data)) == (True, "")
 
 
 def test_calls_that_the_kernel_does_not_serve_are_the_references():
-    data = reference.generate_input(5, 192, "alike", 3, "cpu")
+    data = reference.generate_input(5, 192, "bf16", "alike", 3, "cpu")
     for got, want in zip(
         *(call(op, data, torch.float32) for op in (adapted(), ops.REFERENCE.mhc_site)), strict=True
     ):  # fmt: skip
@@ -52,7 +53,7 @@ def test_calls_that_the_kernel_does_not_serve_are_the_references():
 
 
 def test_tensors_that_lie_elsewhere_are_copied():
-    data = reference.generate_input(5, 192, "alike", 3, "cpu")
+    data = reference.generate_input(5, 192, "bf16", "alike", 3, "cpu")
     wide = torch.zeros(5, 4, 200, dtype=torch.bfloat16)
     copies = wide[:, :, 4:196].copy_(data.copies)
     outputs = [torch.full_like(getattr(data, name), torch.nan) for name in task.OUTPUTS]
@@ -116,5 +117,5 @@ def test_what_is_carried_from_layer_to_layer_is_what_a_probe_sees_written():
 
 
 def test_the_operator_is_one_of_torch():
-    data = reference.generate_input(2, 64, "plain", 3, "cpu")
+    data = reference.generate_input(2, 64, "bf16+bf16", "plain", 3, "cpu")
     torch.library.opcheck(operators.mhc_site, tuple(data))

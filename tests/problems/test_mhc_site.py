@@ -5,6 +5,7 @@ import functools
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,12 +19,12 @@ task = load.module(FOLDER, "task")
 reference = load.module(FOLDER, "reference")
 WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
 SMALL = [case for case in task.TESTS if case.tokens * case.hidden <= 12_000]  # enough to catch every file of wrong/
-TINY = {"tokens": 2, "hidden": 64, "content": "plain", "seed": 5}
+TINY = {"tokens": 2, "hidden": 64, "addends": "bf16", "content": "plain", "seed": 5}
 N, EPS = 4, 1e-6
 
 
 def named(case: object) -> str:
-    return f"{case.tokens}x{case.hidden}-{case.content}"
+    return f"{case.tokens}x{case.hidden}-{case.addends}-{case.content}"
 
 
 @functools.cache
@@ -48,7 +49,9 @@ def rounded(data: object, want: tuple) -> tuple:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("y", lambda t: t[0]), ("y", lambda t: t[:, :32]), ("copies", lambda t: t.float()),
+        ("y", lambda t: t[0]), ("y", lambda t: t.half()), ("second", lambda t: t.half()),
+        ("second", lambda t: t.new_zeros(1, 64)), ("second", lambda t: t[:, :32]),
+        ("y", lambda t: t[:, :32]), ("copies", lambda t: t.float()),
         ("copies", lambda t: t.transpose(1, 2)), ("post", lambda t: t[:, :3]), ("comb", lambda t: t.mT),
         ("fn", lambda t: t[:23]), ("fn", lambda t: t.bfloat16()), ("base", lambda t: t.double()),
         ("scale", lambda t: t[:2]), ("norm", lambda t: t.float()), ("norm", lambda t: t.to("meta")),
@@ -63,7 +66,7 @@ def test_unpack_names_the_tensor_that_is_wrong(name, change):
         task.unpack(data._replace(**{name: change(getattr(data, name))}))
 
 
-@pytest.mark.parametrize("change", [{"tokens": 0}, {"hidden": 96}, {"hidden": 0}, {"content": "other"}])
+@pytest.mark.parametrize("change", [{"tokens": 0}, {"hidden": 96}, {"content": "other"}, {"addends": "fp8"}])
 def test_cases_out_of_bounds_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         task.Case(**{**TINY, **change})
@@ -74,10 +77,14 @@ def test_cases_have_the_sizes_of_the_models_and_those_that_kernels_fail_at():
         (t, d) for t in (1, 8, 32, 128, 1024, 4096) for d in (4096, 7168)
     }  # fmt: skip
     assert {c.content for c in task.TESTS} == set(task.CONTENTS)
+    assert {c.addends for c in task.TESTS} == set(task.ADDENDS)
+    assert {c.tokens for c in task.BENCHMARKS if c.addends == "bf16+bf16"} == {1, 8, 128, 4096}
     assert sum(c.hidden % 128 == 64 for c in task.TESTS) > 8 and {4096, 7168} < {c.hidden for c in task.TESTS}
     assert {c.tokens % 16 for c in task.TESTS} > {0, 1, 2, 3, 15} and {c.tokens % 32 for c in task.TESTS} > {0, 1, 31}
     one = task.BENCHMARKS[0]
     assert one.bytes_moved() == 2 * 10 * 4096 + 160 + 4 * (24 * 4 * 4096 + 27) + 2 * 4096
+    one, two = (task.Case(3, 64, addends, "plain", 1).bytes_moved() for addends in ("bf16", "bf16+fp32"))
+    assert two - one == 3 * 64 * 4
 
 
 # ---------------------------------------------------------------- oracle
@@ -107,6 +114,8 @@ def bf16(x: float) -> float:
 def site_of(data: object, t: int) -> tuple[list, list, list, list]:
     """The four outputs of token t, from the definition, in Python's numbers."""
     x, y, d = data.copies[t].tolist(), data.y[t].tolist(), data.y.shape[1]
+    if len(data.second):
+        y = [bf16(float(np.float32(a) + np.float32(b))) for a, b in zip(y, data.second[t].tolist(), strict=True)]
     post, comb = data.post[t].tolist(), data.comb[t].tolist()
     new = [[post[k] * y[i] + sum(comb[j][k] * x[j][i] for j in range(N)) for i in range(d)] for k in range(N)]
     taken = [[bf16(v) for v in row] for row in new]
@@ -124,8 +133,9 @@ def site_of(data: object, t: int) -> tuple[list, list, list, list]:
 
 
 @pytest.mark.parametrize("content", task.CONTENTS)
-def test_reference_is_the_definition(content):
-    data = reference.generate_input(**{**TINY, "content": content}, device="cpu")
+@pytest.mark.parametrize("addends", ["bf16", "bf16+bf16", "fp32+fp32"])
+def test_reference_is_the_definition(addends, content):
+    data = reference.generate_input(**{**TINY, "addends": addends, "content": content}, device="cpu")
     for t in range(2):
         for got, want in zip(reference.ref_kernel(data), site_of(data, t), strict=True):
             torch.testing.assert_close(got[t], torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
@@ -151,7 +161,7 @@ def test_reference_is_what_the_composed_model_computes():
 
 def test_contents_hold_what_they_promise():
     def made(content: str) -> object:
-        return reference.generate_input(64, 128, content, 3, "cpu")
+        return reference.generate_input(64, 128, "bf16", content, 3, "cpu")
 
     size = made("magnitudes").copies.float().norm(dim=(1, 2))
     assert float(size.max() / size.min()) > 2**12
@@ -166,10 +176,13 @@ def test_contents_hold_what_they_promise():
     z, _ = reference.mixed(data, reference.ref_kernel(data)[0].bfloat16())
     assert float(torch.sigmoid(reference.logits(data, z, reference.PRE, 0)).max()) < 1e-7
     assert bool((made("positive").copies >= 0).all())
+    data = reference.generate_input(64, 128, "fp32+fp32", "cancelling", 3, "cpu")
+    assert float(task.summed(data).float().norm() / data.second.norm()) < 0.02
 
 
 def test_generator_is_a_function_of_its_seed():
-    first, again, other = (reference.generate_input(**{**TINY, "seed": seed}, device="cpu") for seed in (5, 5, 6))
+    given = {**TINY, "addends": "bf16+bf16"}
+    first, again, other = (reference.generate_input(**{**given, "seed": seed}, device="cpu") for seed in (5, 5, 6))
     for name in set(task.Data._fields) - set(task.OUTPUTS):
         assert torch.equal(getattr(first, name), getattr(again, name)), name
         assert not torch.equal(getattr(first, name), getattr(other, name)), name
@@ -190,7 +203,7 @@ def test_the_answer_itself_is_right(case):
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("content", ["plain", "saturated", "cancelling"])
 def test_one_element_beyond_its_tolerance_is_refused(content, place):
-    data, want = solved(task.Case(3, 192, content, 11))
+    data, want = solved(task.Case(3, 192, "bf16", content, 11))
     right = rounded(data, want)
     rights, tolerances = reference.follow(data, right[0])
     wants, admitted = (want[0], *rights), (reference.copies_tolerance(data, want[0]), *tolerances)
@@ -205,7 +218,7 @@ def test_one_element_beyond_its_tolerance_is_refused(content, place):
 
 
 def test_the_form_of_the_outputs_is_checked():
-    data, want = solved(task.Case(2, 64, "plain", 5))
+    data, want = solved(task.Case(2, 64, "bf16", "plain", 5))
     right = rounded(data, want)
     for bad in (list(right), right[:3], (right[0].float(), *right[1:]), (*right[:3], right[3].flatten(1))):
         assert "want" in reference.compare(data, want, bad).message
@@ -270,10 +283,10 @@ def test_cpu_variants_are_right(variant):
 def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(variant):
     if "eager" in variant.__name__:
         pytest.skip("torch chooses by the number of tokens")
-    data = poisoned(reference.generate_input(19, 320, "magnitudes", 7, "cpu"))
+    data = poisoned(reference.generate_input(19, 320, "bf16+fp32", "magnitudes", 7, "cpu"))
     whole = [t.clone() for t in variant.custom_kernel(data)]
     for some in (slice(0, 1), slice(3, 8), slice(6, 19)):
-        each = ("y", "copies", "post", "comb", *task.OUTPUTS)
+        each = ("y", "second", "copies", "post", "comb", *task.OUTPUTS)
         part = data._replace(**{name: getattr(data, name)[some].clone() for name in each})
         for got, want in zip(variant.custom_kernel(part), whole, strict=True):
             assert torch.equal(got, want[some])
@@ -284,4 +297,4 @@ def test_the_kernel_for_sm90_keeps_its_promises():
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     kernels = load.variant("mhc_site", "sm90_columns").compile_for("sm90")[0].kernels()
-    assert len(kernels) == 8 and all(isinstance(k, build.Kernel) and not k.spill_bytes for k in kernels)
+    assert len(kernels) == 9 and all(isinstance(k, build.Kernel) and not k.spill_bytes for k in kernels)

@@ -18,7 +18,7 @@ UNIT = 64  # d is a multiple of it
 @dataclass(frozen=True)
 class SiteOp:
     """The op. task: the problem's; kernel: a custom_kernel of it; fallback: the op that computes the calls that the
-    kernel does not serve: tensors that are not bf16.
+    kernel does not serve: activations that are not bf16, but for two addends.
     """
 
     task: ModuleType
@@ -31,7 +31,8 @@ class SiteOp:
         cfg: Config, new_copies: torch.Tensor, out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
     ) -> None:  # fmt: skip
         """As chains.mhc_site. ValueError as the problem's task.unpack."""
-        if second is not None or any(t.dtype != torch.bfloat16 for t in (y, copies, weight, new_copies, out)):
+        narrow = (copies, weight, new_copies, out) if second is not None else (y, copies, weight, new_copies, out)
+        if any(tensor.dtype != torch.bfloat16 for tensor in narrow):
             self.fallback(
                 y, second, copies, post, comb, fn, base, scale, weight, cfg, new_copies, out, new_post, new_comb
             )  # fmt: skip
@@ -39,7 +40,8 @@ class SiteOp:
         if not len(y):
             return
         alignment = ALIGNMENT[y.device.type]
-        inputs = [placed(tensor, alignment) for tensor in (y, copies, post, comb, fn, base, scale, weight)]
+        second = y[:0] if second is None else second
+        inputs = [placed(tensor, alignment) for tensor in (y, second, copies, post, comb, fn, base, scale, weight)]
         outputs = new_copies, out, new_post, new_comb
         mine = [t if fits(t, alignment) else torch.empty_like(t).contiguous() for t in outputs]
         self.kernel(self.task.Data(*inputs, *mine))

@@ -3,7 +3,7 @@
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 
-from task import Data, input_t, output_t, unpack
+from task import Data, addend_bytes, input_t, output_t, unpack
 
 from problems.common import build, cpu
 
@@ -11,7 +11,7 @@ TARGETS = ("cpu",)
 CPU_FLAGS = ("avx2", "fma")  # as /proc/cpuinfo spells them
 SOURCE = Path(__file__).with_suffix(".cpp")
 POINTERS = c_void_p * len(Data._fields)
-LAUNCHER = cpu.Launcher(SOURCE, (POINTERS, c_int64, c_int64), needs="AVX2 or FMA")
+LAUNCHER = cpu.Launcher(SOURCE, (POINTERS, *[c_int64] * 4), needs="AVX2 or FMA")
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -24,6 +24,6 @@ def custom_kernel(data: input_t) -> output_t:
 
     ValueError as unpack says; RuntimeError: this CPU cannot run it, a thread cannot start, or memory is short.
     """
-    tokens, hidden = unpack(data)
-    LAUNCHER.check(LAUNCHER.function(POINTERS(*[tensor.data_ptr() for tensor in data]), tokens, hidden))
+    sizes = *unpack(data), *addend_bytes(data)
+    LAUNCHER.check(LAUNCHER.function(POINTERS(*[tensor.data_ptr() for tensor in data]), *sizes))
     return data.new_copies, data.out, data.new_post, data.new_comb

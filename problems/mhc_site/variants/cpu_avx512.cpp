@@ -18,8 +18,9 @@ struct Avx512 {
 
 }  // namespace
 
-extern "C" int launch(void* const* tensors, int64_t tokens, int64_t hidden) {
+extern "C" int launch(void* const* tensors, int64_t tokens, int64_t hidden, int64_t y_bytes,
+                      int64_t second_bytes) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl")) return cpu::kNoInstructions;
-    return site::on_all_cores<Avx512>(site::problem(tensors, tokens, hidden));
+    return site::on_all_cores<Avx512>(site::problem(tensors, tokens, hidden, y_bytes, second_bytes));
 }

@@ -15,6 +15,7 @@ struct Portable {
 
 }  // namespace
 
-extern "C" int launch(void* const* tensors, int64_t tokens, int64_t hidden) {
-    return site::on_all_cores<Portable>(site::problem(tensors, tokens, hidden));
+extern "C" int launch(void* const* tensors, int64_t tokens, int64_t hidden, int64_t y_bytes,
+                      int64_t second_bytes) {
+    return site::on_all_cores<Portable>(site::problem(tensors, tokens, hidden, y_bytes, second_bytes));
 }

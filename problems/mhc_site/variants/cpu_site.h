@@ -24,12 +24,13 @@ constexpr int64_t kThreadBytes = 512 << 10;          // at 12 GB/s 44 us, three 
 
 // The tensors of task.Data.
 struct Problem {
-    const uint16_t *y, *copies;
+    const void *y, *second;
+    const uint16_t* copies;
     const float *post, *comb, *fn, *base, *scale;
     const uint16_t* norm;
     uint16_t *new_copies, *out;
     float *new_post, *new_comb;
-    int64_t tokens, hidden;
+    int64_t tokens, hidden, y_bytes, second_bytes;  // the last two: of a value, 2 or 4; second 0: there is none
 
     int64_t chunks() const { return (hidden + kChunk - 1) / kChunk; }
     int64_t tiles() const { return (tokens + kTile - 1) / kTile; }
@@ -143,10 +144,19 @@ class Site {
         return sum;
     }
 
+    WIDE static ALWAYS F addend(const void* from, int64_t bytes, int64_t at) {
+        return bytes == 4 ? A::get(static_cast<const float*>(from) + at)
+                          : widen(static_cast<const uint16_t*>(from) + at);
+    }
+    // What the sublayer ahead returned, rounded to bf16.
+    WIDE ALWAYS F output(int64_t at) const {
+        F sum = addend(p_.y, p_.y_bytes, at);
+        if (p_.second_bytes) sum = sum + addend(p_.second, p_.second_bytes, at);
+        return (F)(A::bf16(sum) << 16);
+    }
     // x[k * kChunk + i]: x' as rounded, of one token; written to new_copies too.
     WIDE void token(int64_t token, int64_t from, int64_t columns, float* x, float* to) const {
         constexpr int n = kCopies;
-        const uint16_t* y = p_.y + token * p_.hidden + from;
         const uint16_t* old = p_.copies + n * token * p_.hidden + from;
         uint16_t* made = p_.new_copies + n * token * p_.hidden + from;
         F post[n], comb[n][n], square{};
@@ -154,7 +164,7 @@ class Site {
         for (int j = 0; j < n; j++)
             for (int k = 0; k < n; k++) comb[j][k] = Isa::all(p_.comb[n * n * token + n * j + k]);
         for (int64_t i = 0; i < columns; i += kLanes) {
-            const F value = widen(y + i);
+            const F value = output(token * p_.hidden + from + i);
             F copy[n];
             for (int j = 0; j < n; j++) copy[j] = widen(old + j * p_.hidden + i);
             for (int k = 0; k < n; k++) {
@@ -230,11 +240,11 @@ int on_all_cores(const Problem& p) noexcept {
     }
 }
 
-inline Problem problem(void* const* t, int64_t tokens, int64_t hidden) {
+inline Problem problem(void* const* t, int64_t tokens, int64_t hidden, int64_t y_bytes, int64_t second_bytes) {
     auto u16 = [&](int i) { return static_cast<uint16_t*>(t[i]); };
     auto f32 = [&](int i) { return static_cast<float*>(t[i]); };
-    return {u16(0), u16(1), f32(2), f32(3), f32(4), f32(5), f32(6), u16(7), u16(8), u16(9), f32(10), f32(11), tokens,
-            hidden};
+    return {t[0],    t[1],   u16(2), f32(3), f32(4),  f32(5),  f32(6), f32(7), u16(8),
+            u16(9), u16(10), f32(11), f32(12), tokens, hidden, y_bytes, second_bytes};
 }
 
 }  // namespace site

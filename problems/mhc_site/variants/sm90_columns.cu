@@ -213,9 +213,9 @@ __device__ __forceinline__ void begin_tile(const Problem& p, const Group& g, con
     publish_sums<S>(g, shared, tile, thread);
 }
 
-template <int COLUMNS, int TILE, bool FEW>
+template <int COLUMNS, int TILE, int UNITS, bool FEW>
 __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __grid_constant__ Problem p) {
-    using S = Shape<COLUMNS, TILE>;
+    using S = Shape<COLUMNS, TILE, UNITS>;
     extern __shared__ __align__(128) uint8_t memory[];
     typename S::Shared& shared = *reinterpret_cast<typename S::Shared*>(memory);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -283,10 +283,10 @@ inline bool plan(int tokens, int hidden, int blocks, Plan* found) {
     return false;
 }
 
-template <int COLUMNS, int TILE, bool FEW>
+template <int COLUMNS, int TILE, int UNITS, bool FEW>
 cudaError_t launch_as(const Plan& plan, Problem p) {
-    const auto kernel = site_kernel<COLUMNS, TILE, FEW>;
-    constexpr int BYTES = sizeof(typename Shape<COLUMNS, TILE>::Shared);
+    const auto kernel = site_kernel<COLUMNS, TILE, UNITS, FEW>;
+    constexpr int BYTES = sizeof(typename Shape<COLUMNS, TILE, UNITS>::Shared);
     static_assert(BYTES <= 227 * 1024 && TILE <= MOST_TILE);
     const int each = (p.tokens + plan.groups - 1) / plan.groups;
     p.turns = (each + TILE - 1) / TILE;
@@ -301,9 +301,15 @@ cudaError_t launch_as(const Plan& plan, Problem p) {
     return cudaLaunchKernelEx(&config, kernel, p);
 }
 
-template <int COLUMNS, int TILE>
-cudaError_t launch_few_or_many(const Plan& plan, const Problem& p) {
-    return plan.few ? launch_as<COLUMNS, TILE, true>(plan, p) : launch_as<COLUMNS, TILE, false>(plan, p);
+// The narrow tile takes addends of any kind; the wide one, which is for many tokens, has room for two of bf16.
+template <int COLUMNS>
+cudaError_t launch_narrow(const Plan& plan, const Problem& p) {
+    return plan.few ? launch_as<COLUMNS, 16, 4, true>(plan, p) : launch_as<COLUMNS, 16, 4, false>(plan, p);
+}
+
+inline cudaError_t launch_wide(const Plan& plan, const Problem& p) {
+    if (plan.few || p.y_bytes + p.second_bytes > 4) return launch_narrow<128>(plan, p);
+    return launch_as<128, MOST_TILE, 2, false>(plan, p);
 }
 
 }  // namespace columns
@@ -313,19 +319,20 @@ extern "C" {
 // Words of 8 bytes that a launch of at most `blocks` blocks needs between calls, zero at first.
 int exchange_words(int blocks) { return columns::STATE_WORDS + columns::RING * columns::MOST_TILE * blocks * 40; }
 
-// The tensors of task.Data in order, then exchange_words words; blocks: of the device, one a multiprocessor.
+// The tensors of task.Data in order, then exchange_words words; y_bytes and second_bytes as Problem has them; blocks: of
+// the device, one a multiprocessor.
 // -> a cudaError_t; cudaErrorCooperativeLaunchTooLarge: hidden is too large for the device.
-int launch(void* const* tensors, void* exchange, int tokens, int hidden, int blocks) {
+int launch(void* const* tensors, void* exchange, int tokens, int hidden, int y_bytes, int second_bytes, int blocks) {
     using namespace columns;
-    const Problem p = problem(tensors, static_cast<uint64_t*>(exchange), tokens, hidden);
+    const Problem p = problem(tensors, static_cast<uint64_t*>(exchange), tokens, hidden, y_bytes, second_bytes);
     bool served = false;
     if (const cudaError_t error = launch_tokens(p, &served); served) return error;
     Plan found;
     if (!plan(tokens, hidden, blocks, &found)) return cudaErrorCooperativeLaunchTooLarge;
     switch (found.columns) {
-        case 32: return launch_few_or_many<32, 16>(found, p);
-        case 64: return launch_few_or_many<64, 16>(found, p);
-        default: return launch_few_or_many<128, 32>(found, p);
+        case 32: return launch_narrow<32>(found, p);
+        case 64: return launch_narrow<64>(found, p);
+        default: return launch_wide(found, p);
     }
 }
 }

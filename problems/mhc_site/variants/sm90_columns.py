@@ -5,7 +5,7 @@ from ctypes import c_int, c_void_p
 from pathlib import Path
 
 import torch
-from task import Data, input_t, output_t, unpack
+from task import Data, addend_bytes, input_t, output_t, unpack
 
 from problems.common import build, load
 
@@ -24,12 +24,12 @@ def custom_kernel(data: input_t) -> output_t:
 
     ValueError as unpack says; RuntimeError: the launch, as for d over 128 columns for each multiprocessor.
     """
-    tokens, hidden = unpack(data)
+    sizes = *unpack(data), *addend_bytes(data)
     device = data.y.device
-    run = build.cuda(SOURCE, load.device_target(device)).function("launch", POINTERS, c_void_p, c_int, c_int, c_int)
+    run = build.cuda(SOURCE, load.device_target(device)).function("launch", POINTERS, c_void_p, *[c_int] * 5)
     exchange, blocks = _exchange(device)
     pointers = POINTERS(*[tensor.data_ptr() for tensor in data])
-    build.check(run(pointers, exchange.data_ptr(), tokens, hidden, blocks), "site_kernel")
+    build.check(run(pointers, exchange.data_ptr(), *sizes, blocks), "site_kernel")
     return data.new_copies, data.out, data.new_post, data.new_comb
 
 

@@ -25,7 +25,8 @@ constexpr int EIGHT = 8;            // bf16 of a 16-byte access
 
 // The tensors of task.Data, and how the launch is cut.
 struct Problem {
-    const __nv_bfloat16 *y, *copies;
+    const void *y, *second;
+    const __nv_bfloat16* copies;
     const float *post, *comb, *fn, *base, *scale;
     const __nv_bfloat16* norm;
     __nv_bfloat16 *new_copies, *out;
@@ -33,19 +34,22 @@ struct Problem {
     State* state;
     uint64_t* exchange;
     int tokens, hidden;
-    uint32_t turns;  // tiles of a group
+    int y_bytes, second_bytes;  // of a value, 2 of bf16 or 4 of fp32; second 0: there is none
+    uint32_t turns;             // tiles of a group
 };
 
-inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidden) {
+inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidden, int y_bytes, int second_bytes) {
     auto bf16 = [&](int i) { return static_cast<__nv_bfloat16*>(t[i]); };
     auto fp32 = [&](int i) { return static_cast<float*>(t[i]); };
-    return {bf16(0), bf16(1), fp32(2), fp32(3), fp32(4), fp32(5), fp32(6), bf16(7), bf16(8), bf16(9), fp32(10),
-            fp32(11), reinterpret_cast<State*>(exchange), exchange + STATE_WORDS, tokens, hidden, 0};
+    return {t[0], t[1], bf16(2), fp32(3), fp32(4), fp32(5), fp32(6), fp32(7), bf16(8), bf16(9), bf16(10), fp32(11),
+            fp32(12), reinterpret_cast<State*>(exchange), exchange + STATE_WORDS, tokens, hidden, y_bytes,
+            second_bytes, 0};
 }
 
-// TILE_ tokens and COLUMNS_ columns of each copy.
-template <int COLUMNS_, int TILE_>
+// TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.
+template <int COLUMNS_, int TILE_, int UNITS_>
 struct Shape {
+    static constexpr int UNITS = UNITS_;
     static constexpr int COLUMNS = COLUMNS_, TILE = TILE_;
     static constexpr int LANES = COLUMNS / EIGHT;            // threads of a token, eight columns each
     static constexpr int ITEMS = TILE * LANES;               // threads of a tile
@@ -58,7 +62,7 @@ struct Shape {
 
     struct Shared {
         uint8_t x[X_STAGES][TILE][ROW];  // the copies, then x' in their place
-        uint4 y[Y_STAGES][TILE][LANES];
+        uint4 y[Y_STAGES][UNITS][TILE][LANES];  // of the first addend, then of the second
         float4 mixing[Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
         float dots[MMA_WARPS][TILE][ROWS];
         float products[TILE][PRODUCTS];
@@ -85,8 +89,17 @@ __device__ __forceinline__ void load_tile(const Problem& p, int first, int token
         if (thread < S::ITEMS) {
             const bool real = tile * S::TILE + token < tokens && column + at < p.hidden;
             const int64_t row = real ? first + tile * S::TILE + token : 0, from = real ? column + at : 0;
-            ptx::cp_async16(ptx::smem_address(&shared.y[tile % S::Y_STAGES][token][thread % S::LANES]),
-                            p.y + row * p.hidden + from, real);
+            auto* const units = shared.y[tile % S::Y_STAGES];
+            const int of_y = p.y_bytes / 2, all = of_y + p.second_bytes / 2;
+#pragma unroll
+            for (int unit = 0; unit < S::UNITS; ++unit) {
+                if (unit >= all) break;
+                const bool second = unit >= of_y;
+                const auto* start = static_cast<const uint8_t*>(second ? p.second : p.y);
+                const int64_t at = (row * p.hidden + from) * (second ? p.second_bytes : p.y_bytes);
+                ptx::cp_async16(ptx::smem_address(&units[unit][token][thread % S::LANES]),
+                                start + at + 16 * (second ? unit - of_y : unit), real);
+            }
 #pragma unroll
             for (int j = 0; j < COPIES; ++j)
                 ptx::cp_async16(
@@ -102,6 +115,31 @@ __device__ __forceinline__ void load_tile(const Problem& p, int first, int token
         }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Add eight columns of an addend, in one unit of bf16 or two of fp32, the first of them unit `from`, TILE * LANES apart.
+template <class S>
+__device__ __forceinline__ void add_units(const uint4* from, int bytes, float (&sum)[EIGHT]) {
+    const uint4 a = *from, b = bytes == 4 ? from[S::TILE * S::LANES] : a;
+    const uint32_t words[EIGHT] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < EIGHT; ++i) {
+        const float narrow = i % 2 ? high_bf16(words[i / 2]) : low_bf16(words[i / 2]);
+        sum[i] += bytes == 4 ? __uint_as_float(words[i]) : narrow;
+    }
+}
+
+// What the sublayer ahead returned, eight columns of it, rounded.
+template <class S>
+__device__ __forceinline__ uint4 output_of(const Problem& p, const typename S::Shared& shared, int tile, int token,
+                                           int lane) {
+    const uint4* const units = &shared.y[tile % S::Y_STAGES][0][token][lane];
+    if (p.y_bytes == 2 && !p.second_bytes) return *units;
+    float sum[EIGHT] = {};
+    add_units<S>(units, p.y_bytes, sum);
+    if (p.second_bytes) add_units<S>(units + p.y_bytes / 2 * S::TILE * S::LANES, p.second_bytes, sum);
+    return make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
+                      ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
 }
 
 // x' of eight columns a thread, into shared memory and new_copies; the products x'_j x'_k of each token.
@@ -120,7 +158,7 @@ __device__ __forceinline__ void spread(const Problem& p, int first, int count, i
         comb[j] = mixing[1 + j];
         x[j] = *reinterpret_cast<const uint4*>(row + 2 * (j * S::COLUMNS + at));
     }
-    const uint4 y = shared.y[tile % S::Y_STAGES][token][lane];
+    const uint4 y = output_of<S>(p, shared, tile, token, lane);
     float products[PRODUCTS] = {};
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {

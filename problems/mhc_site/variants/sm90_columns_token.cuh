@@ -81,6 +81,29 @@ __device__ __forceinline__ uint2 choose(const Quad& q, int copy) {
 }
 __device__ __forceinline__ float element(float4 v, int k) { return k < 2 ? (k ? v.y : v.x) : (k == 2 ? v.z : v.w); }
 
+// Four columns of an addend as they lie in memory: fp32, or bf16 in the first half. Loaded without branches, so that what
+// is loaded behind them need not wait for their values.
+struct Raw {
+    uint2 half[2];
+};
+struct Addends {
+    Raw y, second;
+};
+__device__ __forceinline__ Raw load_quad(const void* from, int bytes, int64_t at) {
+    const auto* quad = reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(from) + at * bytes);
+    const uint2 none = make_uint2(0, 0);
+    return {{bytes ? quad[0] : none, bytes == 4 ? quad[1] : none}};
+}
+__device__ __forceinline__ float4 value_of(const Raw& raw, int bytes) {
+    if (bytes != 4) return widen(raw.half[0]);
+    return make_float4(__uint_as_float(raw.half[0].x), __uint_as_float(raw.half[0].y), __uint_as_float(raw.half[1].x),
+                       __uint_as_float(raw.half[1].y));
+}
+// Four columns of what the sublayer ahead returned, rounded.
+__device__ __forceinline__ float4 sum_of(const Problem& p, const Addends& addends) {
+    return widen(narrow(add_scaled(1.0f, value_of(addends.second, p.second_bytes), value_of(addends.y, p.y_bytes))));
+}
+
 // x' of a quad from the copies in `q`.
 __device__ __forceinline__ Quad spread_quad(const Quad& q, float4 y, float4 post, const float4 (&comb)[COPIES]) {
     Quad made;
@@ -161,7 +184,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     const bool last = half == 0 && copy == 0;  // makes out
     Quad x[PASSES];
     float4 fn[HALF_ROWS], comb[COPIES];
-    uint2 y[PASSES];
+    Addends y[PASSES];
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
         const int64_t at = column + pass * QUADS * QUAD;
@@ -169,7 +192,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
         for (int j = 0; j < COPIES; ++j)
             x[pass].copy[j] = real(pass) ? *reinterpret_cast<const uint2*>(p.copies + (token * COPIES + j) * p.hidden + at)
                                          : make_uint2(0, 0);
-        y[pass] = real(pass) ? *reinterpret_cast<const uint2*>(p.y + token * p.hidden + at) : make_uint2(0, 0);
+        y[pass] = {load_quad(p.y, real(pass) ? p.y_bytes : 0, token * p.hidden + at),
+                   load_quad(p.second, real(pass) ? p.second_bytes : 0, token * p.hidden + at)};
         if (last && real(pass)) prefetch_line(p.norm + at);
     }
     const float4 post = *reinterpret_cast<const float4*>(p.post + token * COPIES);
@@ -187,7 +211,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     if (thread >= 32 && thread < 35) shared.scale[thread - 32] = p.scale[thread - 32];
 
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) x[pass] = spread_quad(x[pass], widen(y[pass]), post, comb);
+    for (int pass = 0; pass < PASSES; ++pass) x[pass] = spread_quad(x[pass], sum_of(p, y[pass]), post, comb);
 #pragma unroll
     for (int row = EARLY; row < HALF_ROWS; ++row) fn[row] = real(0) ? load_once(fn_at(row, 0)) : none;
     float v[VALUES] = {};

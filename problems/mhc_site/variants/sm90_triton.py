@@ -33,8 +33,9 @@ class Plan(NamedTuple):
 
 @triton.jit
 def _spread(
-    y, copies, post, comb, fn, new_copies, sums, T, D, PARTS,
+    y, second, copies, post, comb, fn, new_copies, sums, T, D, PARTS,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    ADDENDS: tl.constexpr,
 ):  # fmt: skip
     """Tensors of task.Data; sums fp32 (T, PARTS, SUMS). Program (tokens, part): x' and the sums over its columns."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -48,6 +49,11 @@ def _spread(
         inside = column < D
         mask = real[:, None] & inside[None, :]
         value = tl.load(y + token[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if ADDENDS == 2:
+            value += tl.load(second + token[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        value = value.to(tl.bfloat16).to(tl.float32)
+        # A step has its own sums: tensor cores cut off what they add, which shows in a chain of hundreds.
+        part_dots = tl.zeros((TOKENS, SUMS), tl.float32)
         at = token[:, None] * 4 * D + column[None, :]
         x0 = tl.load(copies + at, mask=mask, other=0.0).to(tl.float32)
         x1 = tl.load(copies + at + D, mask=mask, other=0.0).to(tl.float32)
@@ -70,8 +76,9 @@ def _spread(
             )  # fmt: skip
             high = weight.to(tl.bfloat16)
             low = (weight - high.to(tl.float32)).to(tl.bfloat16)
-            dots = tl.dot(rounded, low, dots)
-            dots = tl.dot(rounded, high, dots)
+            part_dots = tl.dot(rounded, low, part_dots)
+            part_dots = tl.dot(rounded, high, part_dots)
+        dots += part_dots
     found = tl.where((row == ROWS)[None, :], square[:, None], dots)
     tl.store(sums + (token[:, None] * PARTS + part) * SUMS + row[None, :], found, mask=real[:, None])
 
@@ -126,9 +133,9 @@ def plan(tokens: int, hidden: int) -> Plan:
     return Plan(steps, triton.cdiv(hidden, steps * COLUMNS), 16 if hidden > 4096 else 8)
 
 
-def _constants(how: Plan, hidden: int) -> tuple[dict[str, int], dict[str, int]]:
+def _constants(how: Plan, hidden: int, addends: int) -> tuple[dict[str, int], dict[str, int]]:
     """-> the constants of both kernels."""
-    first = {"TOKENS": TOKENS, "COLUMNS": COLUMNS, "SUMS": SUMS, "ROWS": ROWS, "STEPS": how.steps}
+    first = {"TOKENS": TOKENS, "COLUMNS": COLUMNS, "SUMS": SUMS, "ROWS": ROWS, "STEPS": how.steps, "ADDENDS": addends}
     widths = {"WIDTH": triton.next_power_of_2(hidden), "ALL_PARTS": triton.next_power_of_2(how.parts)}
     return first, {**widths, "SUMS": SUMS, "ROWS": ROWS, "ITERATIONS": ITERATIONS}
 
@@ -137,10 +144,11 @@ def custom_kernel(data: input_t) -> output_t:
     """Write the four outputs and return them. ValueError as unpack says."""
     tokens, hidden = unpack(data)
     how = plan(tokens, hidden)
-    first, second = _constants(how, hidden)
+    first, second = _constants(how, hidden, 2 if len(data.second) else 1)
     sums = torch.empty(tokens, how.parts, SUMS, dtype=torch.float32, device=data.y.device)
     _spread[triton.cdiv(tokens, TOKENS), how.parts](
-        data.y, data.copies, data.post, data.comb, data.fn, data.new_copies, sums, tokens, hidden, how.parts,
+        data.y, data.second, data.copies, data.post, data.comb, data.fn, data.new_copies, sums, tokens, hidden,
+        how.parts,
         **first, num_warps=WARPS,
     )  # fmt: skip
     _read[tokens,](
@@ -158,9 +166,11 @@ def compile_for(target: str) -> list[build.Artefact]:
     made = {}
     for case in BENCHMARKS:
         how = plan(case.tokens, case.hidden)
-        first, second = _constants(how, case.hidden)
+        kinds = case.addends.split("+")
+        first, second = _constants(how, case.hidden, len(kinds))
+        addends = tuple(f"*{kind}" for kind in (kinds * 2)[:2])
         kernels = (
-            (_spread, (bf16, bf16, fp32, fp32, fp32, bf16, fp32, i32, i32, i32), first, WARPS),
+            (_spread, (*addends, bf16, fp32, fp32, fp32, bf16, fp32, i32, i32, i32), first, WARPS),
             (_read, (bf16, fp32, fp32, fp32, bf16, bf16, fp32, fp32, i32, i32, "fp32", "fp32"), second, how.warps),
         )
         for kernel, types, constants, warps in kernels:
@@ -170,6 +180,6 @@ def compile_for(target: str) -> list[build.Artefact]:
             # Every tensor is based at a multiple of 256 bytes, and d is a multiple of 64.
             aligned = (i for i, kind in enumerate(types) if kind.startswith("*") or names[i] == "D")
             source = ASTSource(kernel, signature, values, {(i,): [["tt.divisibility", 16]] for i in aligned})
-            key = kernel.__name__, *constants.values(), warps
+            key = kernel.__name__, *types, *constants.values(), warps
             made[key] = made.get(key) or cubin(source, {"num_warps": warps}, "sm90_triton", target)
     return list(made.values())

@@ -4,7 +4,7 @@ Balanced logits hide it: combinations near permutations are still on their way.
 """
 
 import torch
-from task import HC_EPS, ITERATIONS, NORM_EPS, input_t, output_t, unpack
+from task import HC_EPS, ITERATIONS, NORM_EPS, input_t, output_t, summed, unpack
 
 TARGETS = ("cpu", "sm90", "sm100")
 
@@ -21,7 +21,7 @@ def sinkhorn(a: torch.Tensor) -> torch.Tensor:
 def custom_kernel(data: input_t) -> output_t:
     """Write the wrong result into the outputs and return them."""
     unpack(data)
-    new = data.post.unsqueeze(2) * data.y.float().unsqueeze(1)
+    new = data.post.unsqueeze(2) * summed(data).float().unsqueeze(1)
     new = new.baddbmm(data.comb.mT, data.copies.float())
     data.new_copies.copy_(new)
     x = data.new_copies.float()

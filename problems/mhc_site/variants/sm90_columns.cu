@@ -146,8 +146,8 @@ __device__ __forceinline__ void mix_here(const Problem& p, const Group& g, typen
         shared.part[warp][lane] = sums.low;
         if (lane < SLOTS - 32) shared.part[warp][32 + lane] = sums.high;
     }
-    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
-    const int mine = WARPS - 1 - warp;  // the first warps make out
+    ptx::named_barrier_sync<NUM_THREADS>(BOTH_BARRIER);
+    const int mine = WARPS - 1 - warp;  // spreaders, the first warps, make out
     Sums sums = {0.0f, 0.0f};
     float inverse = 0.0f;
     if (mine < g.count) {
@@ -156,31 +156,38 @@ __device__ __forceinline__ void mix_here(const Problem& p, const Group& g, typen
         const float weight = weights_of_u(sums, inverse, p.base, p.scale, p.hidden, lane);
         if (lane < COPIES) shared.weights[0][mine][lane] = weight;
     }
-    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
+    ptx::named_barrier_sync<NUM_THREADS>(BOTH_BARRIER);
     if (mine < g.count && mine % gridDim.x == blockIdx.x) {
         const int64_t at = g.first + mine;
         write_mixing(sums, inverse, p.base, p.scale, p.new_post + at * COPIES, p.new_comb + at * COPIES * COPIES, lane);
     }
-    write_out<S>(p, norm, g.first, g.count, 0, column, shared, thread);
+    if (thread < ROLE_THREADS) write_out<S>(p, norm, g.first, g.count, 0, column, shared, thread);
 }
 
-// The block's sums of a tile, for whoever adds them up.
+// The block's sums of a tile, for whoever adds them up. Four rows of a token, or a product, a thread.
 template <class S>
 __device__ __forceinline__ void publish_sums(const Group& g, const typename S::Shared& shared, int tile, int thread) {
     const int count = min(S::TILE, g.count - tile * S::TILE);
-    const int64_t apart = int64_t(gridDim.x) * SLOTS;
+    const int apart = gridDim.x * SLOTS;
     uint64_t* to = g.sums + (int64_t(tile % RING) * S::TILE * gridDim.x + blockIdx.x) * SLOTS;
-    asm volatile("" : "+r"(thread));  // addresses are made anew for each tile: kept in registers they spill
-    for (int i = thread; i < count * ROWS; i += NUM_THREADS) {
-        const int token = i / ROWS, row = i % ROWS;
+    for (int i = thread; i < count * (ROWS / 4); i += ROLE_THREADS) {
+        const int token = i / (ROWS / 4), quad = i % (ROWS / 4);
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int warp = 0; warp < ROLE_WARPS; ++warp) {
+            const float4 part = shared.dots[warp][token][quad];
+            sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+        }
+        uint64_t* const at = to + token * apart + slot_of_row(4 * quad);
+        publish_pair(at, sum.x, sum.y, g.tag(tile));
+        publish_pair(at + 2, sum.z, sum.w, g.tag(tile));
+    }
+    for (int i = thread; i < count * PRODUCTS; i += ROLE_THREADS) {
+        const int token = i / PRODUCTS, product = i % PRODUCTS;
         float sum = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < S::MMA_WARPS; ++warp) sum += shared.dots[warp][token][row];
-        publish(to + token * apart + slot_of_row(row), sum, g.tag(tile));
-    }
-    for (int i = thread; i < count * PRODUCTS; i += NUM_THREADS) {
-        const int token = i / PRODUCTS, product = i % PRODUCTS;
-        publish(to + token * apart + COPIES + product, shared.products[token][product], g.tag(tile));
+        for (int part = 0; part < S::PARTS; ++part) sum += shared.products[part][token][product];
+        publish(to + token * apart + COPIES + product, sum, g.tag(tile));
     }
 }
 
@@ -199,17 +206,26 @@ __device__ __forceinline__ void receive_weights(const Group& g, typename S::Shar
 template <bool FEW>
 constexpr int BLOCK_THREADS = FEW ? NUM_THREADS : NUM_THREADS + 32 * MIXERS;
 
-// x' of a tile and the block's sums of it.
+// A spreader's part of a tile, up to where the multipliers can begin.
 template <class S>
-__device__ __forceinline__ void begin_tile(const Problem& p, const Group& g, const Weights<S>& fn, int tile, int column,
+__device__ __forceinline__ void begin_tile(const Problem& p, const Group& g, int tile, int column,
                                            typename S::Shared& shared, int thread) {
-    const int count = min(S::TILE, g.count - tile * S::TILE), warp = thread / 32;
     cp_async_wait<1>();  // all but the next tile's
-    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
-    spread<S>(p, g.first, count, tile, column, shared, thread);
-    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
-    if (warp < S::MMA_WARPS) multiply<S>(fn, count, tile, shared, warp, thread % 32);
-    ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
+    ptx::named_barrier_sync<ROLE_THREADS>(SPREAD_BARRIER);
+    spread<S>(p, g.first, min(S::TILE, g.count - tile * S::TILE), tile, column, shared, thread);
+    ptx::named_barrier_arrive<NUM_THREADS>(READY_BARRIER + tile % READY_BARRIERS);
+}
+
+// A multiplier's part of a tile.
+template <class S>
+__device__ __forceinline__ void sum_tile(const Group& g, const Weights<S>& fn, int tile, typename S::Shared& shared,
+                                         int thread) {
+    asm volatile("" : "+r"(thread));  // addresses are made anew for each tile: kept in registers they spill
+    const int warp = thread / 32, lane = thread % 32;
+    ptx::named_barrier_sync<NUM_THREADS>(READY_BARRIER + tile % READY_BARRIERS);  // and the sums ahead are told
+    multiply_copies<S>(tile, shared, warp, lane);
+    multiply<S>(fn, min(S::TILE, g.count - tile * S::TILE), tile, shared, warp, lane);
+    ptx::named_barrier_sync<ROLE_THREADS>(MULTIPLY_BARRIER);
     publish_sums<S>(g, shared, tile, thread);
 }
 
@@ -220,6 +236,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
     typename S::Shared& shared = *reinterpret_cast<typename S::Shared*>(memory);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int column = blockIdx.x * COLUMNS;
+    const bool spreads = warp < ROLE_WARPS;
 
     const Group early = group_of<S>(p, 0);
     if (thread == 0) shared.first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->first_tag);
@@ -229,32 +246,36 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
         mix<S>(p, group_of<S>(p, shared.first_tag), shared, warp - WARPS, lane);
         return;
     }
-    load_tile<S>(p, early.first, early.count, 0, column, shared, thread);
-    load_tile<S>(p, early.first, early.count, 1, column, shared, thread);
-    Weights<S> fn;
-    if (warp < S::MMA_WARPS) fn.load(p.fn, p.hidden, column, warp, lane);
-    ptx::named_barrier_sync<BLOCK_THREADS<FEW>>(BLOCK_BARRIER);
-    if constexpr (!FEW) ptx::warpgroup_reg_alloc<COLUMN_REGISTERS>();
-    const Group g = group_of<S>(p, shared.first_tag);
-
-    if constexpr (FEW) {
-        if (g.tiles) {
-            begin_tile<S>(p, g, fn, 0, column, shared, thread);
-            mix_here<S>(p, g, shared, column, thread);
+    if (spreads) {
+        load_tile<S>(p, early.first, early.count, 0, column, shared, thread);
+        load_tile<S>(p, early.first, early.count, 1, column, shared, thread);
+        ptx::named_barrier_sync<BLOCK_THREADS<FEW>>(BLOCK_BARRIER);
+        if constexpr (!FEW) ptx::warpgroup_reg_alloc<COLUMN_REGISTERS>();
+        const Group g = group_of<S>(p, shared.first_tag);
+        if (FEW && g.tiles) begin_tile<S>(p, g, 0, column, shared, thread);
+        if constexpr (!FEW) {
+            const uint4 norm = norm_of<S>(p, column, thread);
+            for (int tile = 0; tile < g.tiles + LAG; ++tile) {
+                if (tile < g.tiles) begin_tile<S>(p, g, tile, column, shared, thread);
+                const int ready = tile - LAG;
+                if (ready >= 0) receive_weights<S>(g, shared, ready, thread);
+                ptx::named_barrier_sync<ROLE_THREADS>(SPREAD_BARRIER);
+                if (ready >= 0)
+                    write_out<S>(p, norm, g.first, min(TILE, g.count - ready * TILE), ready, column, shared, thread);
+                load_tile<S>(p, g.first, g.count, tile + 2, column, shared, thread);
+            }
         }
     } else {
-        const uint4 norm = norm_of<S>(p, column, thread);
-        for (int tile = 0; tile < g.tiles + LAG; ++tile) {
-            if (tile < g.tiles) begin_tile<S>(p, g, fn, tile, column, shared, thread);
-            if (const int ready = tile - LAG; ready >= 0) {
-                receive_weights<S>(g, shared, ready, thread);
-                ptx::named_barrier_sync<NUM_THREADS>(COLUMN_BARRIER);
-                write_out<S>(p, norm, g.first, min(TILE, g.count - ready * TILE), ready, column, shared, thread);
-            }
-            load_tile<S>(p, g.first, g.count, tile + 2, column, shared, thread);
-        }
+        Weights<S> fn;
+        fn.load(p.fn, p.hidden, column, warp - ROLE_WARPS, lane);
+        ptx::named_barrier_sync<BLOCK_THREADS<FEW>>(BLOCK_BARRIER);
+        if constexpr (!FEW) ptx::warpgroup_reg_alloc<COLUMN_REGISTERS>();
+        const Group g = group_of<S>(p, shared.first_tag);
+        for (int tile = 0; tile < (FEW ? min(g.tiles, 1) : g.tiles); ++tile)
+            sum_tile<S>(g, fn, tile, shared, thread - ROLE_THREADS);
     }
-    if (thread == 0) end_turns(p.state, g.first_tag, p.turns);
+    if (FEW && early.tiles) mix_here<S>(p, group_of<S>(p, shared.first_tag), shared, column, thread);
+    if (thread == 0) end_turns(p.state, shared.first_tag, p.turns);
 }
 
 // ---------------------------------------------------------------- launch

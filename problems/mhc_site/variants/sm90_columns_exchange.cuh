@@ -22,6 +22,10 @@ __device__ __forceinline__ void publish(uint64_t* to, float value, uint32_t tag)
     const uint64_t word = uint64_t(tag) << 32 | __float_as_uint(value);
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
+__device__ __forceinline__ void publish_pair(uint64_t* to, float first, float second, uint32_t tag) {
+    const uint64_t a = uint64_t(tag) << 32 | __float_as_uint(first), b = uint64_t(tag) << 32 | __float_as_uint(second);
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
+}
 __device__ __forceinline__ uint64_t look(const uint64_t* from) {
     uint64_t word;
     asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");

@@ -1,4 +1,5 @@
-// What a block does with a tile of tokens and its columns: load, add the sublayer's output, multiply by fn, make out.
+// What a block does with a tile of tokens and its columns: load, add the sublayer's output and make out, by spreaders;
+// multiply by fn and by themselves, by multipliers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,11 +11,14 @@
 
 namespace columns {
 
-constexpr int WARPS = 16;  // that own columns
-constexpr int NUM_THREADS = 32 * WARPS;
-constexpr int MIXERS = 4;            // warps besides, in pairs, which mix tokens while the others are ahead
-// Of all warps; of those that own columns; of a pair of mixers, and the next of the other pair.
-constexpr int BLOCK_BARRIER = 0, COLUMN_BARRIER = 1, MIXER_BARRIER = 2;
+constexpr int ROLE_WARPS = 8;  // of each of two: spreaders make x' and out, multipliers the sums
+constexpr int WARPS = 2 * ROLE_WARPS;
+constexpr int ROLE_THREADS = 32 * ROLE_WARPS, NUM_THREADS = 32 * WARPS;
+constexpr int MIXERS = 4;  // warps besides, in pairs, which mix tokens while the others are ahead
+// Numbered barriers: of all warps; of spreaders; of multipliers; of both; of a pair of mixers, and the next of the other
+// pair; where spreaders tell multipliers of a tile, by turns.
+constexpr int BLOCK_BARRIER = 0, SPREAD_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
+constexpr int READY_BARRIER = 6, READY_BARRIERS = 4;  // who tells of the fifth has had the weights of the second
 // Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
 constexpr int MIXER_REGISTERS = 64, COLUMN_REGISTERS = 104;
 constexpr int LAG = 2;              // tiles from the sums to out
@@ -50,22 +54,26 @@ inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidde
 template <int COLUMNS_, int TILE_, int UNITS_>
 struct Shape {
     static constexpr int UNITS = UNITS_;
+    static constexpr int UNIT = 16 * TILE_ * (COLUMNS_ / EIGHT);  // bytes from one to the next
     static constexpr int COLUMNS = COLUMNS_, TILE = TILE_;
     static constexpr int LANES = COLUMNS / EIGHT;            // threads of a token, eight columns each
-    static constexpr int ITEMS = TILE * LANES;               // threads of a tile
+    static constexpr int ITEMS = TILE * LANES;               // of a tile, one or two for each spreader
     static constexpr int K_STEPS = COPIES * COLUMNS / 16;    // of the product, 16 columns of a copy each
-    static constexpr int STEPS = K_STEPS < WARPS ? 1 : K_STEPS / WARPS;  // of a warp
-    static constexpr int MMA_WARPS = K_STEPS / STEPS;
-    static constexpr int ROW = COPIES * COLUMNS * 2 + 16;    // bytes of a token: 16 more, so that ldmatrix has no conflicts
+    static constexpr int STEPS = K_STEPS / ROLE_WARPS;       // of a multiplier
+    // Bytes of a copy and of a token. What they are above a multiple of 128 keeps ldmatrix free of conflicts, for eight
+    // tokens of one copy and for all copies of two tokens, four apart.
+    static constexpr int COPY = COLUMNS * 2 + 16, ROW = COPIES * COPY + 48;
     static constexpr int X_STAGES = LAG + 2, Y_STAGES = 2;
-    static_assert(ITEMS <= NUM_THREADS && ITEMS % 32 == 0 && LANES <= 32 && TILE % 16 == 0);
+    static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
+    static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
+    static_assert(K_STEPS % ROLE_WARPS == 0 && ITEMS % 32 == 0 && LANES <= 32 && TILE % 16 == 0 && PARTS >= 1);
 
     struct Shared {
         uint8_t x[X_STAGES][TILE][ROW];  // the copies, then x' in their place
         uint4 y[Y_STAGES][UNITS][TILE][LANES];  // of the first addend, then of the second
         float4 mixing[Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
-        float dots[MMA_WARPS][TILE][ROWS];
-        float products[TILE][PRODUCTS];
+        float4 dots[ROLE_WARPS][TILE][ROWS / 4];
+        float products[PARTS][TILE][PRODUCTS];
         float weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
         float part[WARPS][SLOTS];
         uint32_t first_tag;
@@ -79,39 +87,42 @@ __device__ __forceinline__ void cp_async_wait() {
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Ask for a tile's copies, y, post and comb. Zeros beyond the group's tokens and the copies' columns. Each thread later
-// uses the columns that it asked for, post and comb all threads. The copies of one call wait as one.
+// Ask for eight columns of an addend, `offset` values behind `from`: a unit of bf16 or two of fp32.
+template <class S>
+__device__ __forceinline__ void load_units(uint32_t to, const uint8_t* from, int bytes, int offset, bool real) {
+    ptx::cp_async16(to, from + offset * bytes, real);
+    if (bytes == 4) ptx::cp_async16(to + S::UNIT, from + offset * bytes + 16, real);
+}
+
+// Ask for a tile's copies, y, post and comb. Zeros beyond the group's tokens and the copies' columns. Each spreader later
+// uses the columns that it asked for, post and comb all of them. The copies of one call wait as one.
 template <class S>
 __device__ __forceinline__ void load_tile(const Problem& p, int first, int tokens, int tile, int column,
                                           typename S::Shared& shared, int thread) {
-    const int token = thread / S::LANES, at = thread % S::LANES * EIGHT;
-    if (tile * S::TILE < tokens) {
-        if (thread < S::ITEMS) {
-            const bool real = tile * S::TILE + token < tokens && column + at < p.hidden;
-            const int64_t row = real ? first + tile * S::TILE + token : 0, from = real ? column + at : 0;
-            auto* const units = shared.y[tile % S::Y_STAGES];
-            const int of_y = p.y_bytes / 2, all = of_y + p.second_bytes / 2;
+    const int count = tokens - tile * S::TILE;
+    const int64_t row = first + tile * S::TILE;
+    if (count > 0) {
+        const int of_y = p.y_bytes / 2;
+        const auto* const y = static_cast<const uint8_t*>(p.y) + row * p.hidden * p.y_bytes;
+        const auto* const second = static_cast<const uint8_t*>(p.second) + row * p.hidden * p.second_bytes;
+        const __nv_bfloat16* const copies = p.copies + row * COPIES * p.hidden;
+#pragma unroll 1
+        for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
+            const int token = item / S::LANES, lane = item % S::LANES, at = column + lane * EIGHT;
+            const bool real = token < count && at < p.hidden;
+            const int offset = token * p.hidden + at;  // from the tile's first
+            const uint32_t unit = ptx::smem_address(&shared.y[tile % S::Y_STAGES][0][token][lane]);
+            load_units<S>(unit, y, p.y_bytes, offset, real);
+            if (p.second_bytes) load_units<S>(unit + of_y * S::UNIT, second, p.second_bytes, offset, real);
+            const __nv_bfloat16* from = copies + (offset + (COPIES - 1) * token * p.hidden);
+            const uint32_t to = ptx::smem_address(shared.x[tile % S::X_STAGES][token]) + 2 * EIGHT * lane;
 #pragma unroll
-            for (int unit = 0; unit < S::UNITS; ++unit) {
-                if (unit >= all) break;
-                const bool second = unit >= of_y;
-                const auto* start = static_cast<const uint8_t*>(second ? p.second : p.y);
-                const int64_t at = (row * p.hidden + from) * (second ? p.second_bytes : p.y_bytes);
-                ptx::cp_async16(ptx::smem_address(&units[unit][token][thread % S::LANES]),
-                                start + at + 16 * (second ? unit - of_y : unit), real);
-            }
-#pragma unroll
-            for (int j = 0; j < COPIES; ++j)
-                ptx::cp_async16(
-                    ptx::smem_address(&shared.x[tile % S::X_STAGES][token][2 * (j * S::COLUMNS + at)]),
-                    p.copies + (row * COPIES + j) * p.hidden + from, real);
+            for (int j = 0; j < COPIES; ++j, from += p.hidden) ptx::cp_async16(to + j * S::COPY, from, real);
         }
-        if (thread < S::TILE * (1 + COPIES)) {
-            const int of = thread / (1 + COPIES), part = thread % (1 + COPIES);
-            const bool real = tile * S::TILE + of < tokens;
-            const int64_t row = real ? first + tile * S::TILE + of : 0;
-            const float* from = part ? p.comb + (row * COPIES + part - 1) * COPIES : p.post + row * COPIES;
-            ptx::cp_async16(ptx::smem_address(&shared.mixing[tile % S::Y_STAGES][of][part]), from, real);
+        for (int i = thread; i < S::TILE * (1 + COPIES); i += ROLE_THREADS) {
+            const int token = i / (1 + COPIES), part = i % (1 + COPIES);
+            const float* from = part ? p.comb + ((row + token) * COPIES + part - 1) * COPIES : p.post + (row + token) * COPIES;
+            ptx::cp_async16(ptx::smem_address(&shared.mixing[tile % S::Y_STAGES][token][part]), from, token < count);
         }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -142,66 +153,51 @@ __device__ __forceinline__ uint4 output_of(const Problem& p, const typename S::S
                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
 }
 
-// x' of eight columns a thread, into shared memory and new_copies; the products x'_j x'_k of each token.
+// x' of eight columns at a time, into shared memory and new_copies.
 template <class S>
 __device__ __forceinline__ void spread(const Problem& p, int first, int count, int tile, int column,
                                        typename S::Shared& shared, int thread) {
-    if (thread >= S::ITEMS) return;
-    const int token = thread / S::LANES, lane = thread % S::LANES, at = lane * EIGHT;
-    uint8_t* const row = shared.x[tile % S::X_STAGES][token];
-    const float4* mixing = shared.mixing[tile % S::Y_STAGES][token];
-    const float4 post = mixing[0];
-    float4 comb[COPIES];
-    uint4 x[COPIES];
-#pragma unroll
-    for (int j = 0; j < COPIES; ++j) {
-        comb[j] = mixing[1 + j];
-        x[j] = *reinterpret_cast<const uint4*>(row + 2 * (j * S::COLUMNS + at));
-    }
-    const uint4 y = output_of<S>(p, shared, tile, token, lane);
-    float products[PRODUCTS] = {};
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-        auto of = [pair](uint4& v) -> uint32_t& { return pair < 2 ? (pair ? v.y : v.x) : (pair == 2 ? v.z : v.w); };
-        uint4 all = y;
-        const float y0 = low_bf16(of(all)), y1 = high_bf16(of(all));
-        float made[COPIES][2];
-#pragma unroll
-        for (int k = 0; k < COPIES; ++k) {
-            auto element = [k](const float4& v) { return k < 2 ? (k ? v.y : v.x) : (k == 2 ? v.z : v.w); };
-            made[k][0] = element(post) * y0, made[k][1] = element(post) * y1;
-#pragma unroll
-            for (int j = 0; j < COPIES; ++j) {
-                made[k][0] = fmaf(element(comb[j]), low_bf16(of(x[j])), made[k][0]);
-                made[k][1] = fmaf(element(comb[j]), high_bf16(of(x[j])), made[k][1]);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < COPIES; ++k) {
-            const uint32_t rounded = ptx::pack_bf16x2(made[k][0], made[k][1]);
-            of(x[k]) = rounded;
-            made[k][0] = low_bf16(rounded), made[k][1] = high_bf16(rounded);
-        }
-        int product = 0;
+#pragma unroll 1
+    for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
+        const int token = item / S::LANES, lane = item % S::LANES, at = lane * EIGHT;
+        uint8_t* const row = shared.x[tile % S::X_STAGES][token] + 2 * at;
+        const float4* mixing = shared.mixing[tile % S::Y_STAGES][token];
+        const float4 post = mixing[0];
+        float4 comb[COPIES];
+        uint4 x[COPIES];
 #pragma unroll
         for (int j = 0; j < COPIES; ++j) {
-#pragma unroll
-            for (int k = j; k < COPIES; ++k, ++product)
-                products[product] = fmaf(made[j][1], made[k][1], fmaf(made[j][0], made[k][0], products[product]));
+            comb[j] = mixing[1 + j];
+            x[j] = *reinterpret_cast<const uint4*>(row + j * S::COPY);
         }
-    }
-    const bool real = token < count && column + at < p.hidden;
-    const int64_t to = (first + tile * S::TILE + token) * int64_t(COPIES);
+        const uint4 y = output_of<S>(p, shared, tile, token, lane);
 #pragma unroll
-    for (int k = 0; k < COPIES; ++k) {
-        *reinterpret_cast<uint4*>(row + 2 * (k * S::COLUMNS + at)) = x[k];
-        if (real) *reinterpret_cast<uint4*>(p.new_copies + (to + k) * p.hidden + column + at) = x[k];
-    }
+        for (int pair = 0; pair < 4; ++pair) {
+            auto of = [pair](uint4& v) -> uint32_t& { return pair < 2 ? (pair ? v.y : v.x) : (pair == 2 ? v.z : v.w); };
+            uint4 all = y;
+            const float y0 = low_bf16(of(all)), y1 = high_bf16(of(all));
+            float made[COPIES][2];
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i) {
+            for (int k = 0; k < COPIES; ++k) {
+                auto element = [k](const float4& v) { return k < 2 ? (k ? v.y : v.x) : (k == 2 ? v.z : v.w); };
+                made[k][0] = element(post) * y0, made[k][1] = element(post) * y1;
 #pragma unroll
-        for (int apart = S::LANES / 2; apart; apart /= 2) products[i] += __shfl_xor_sync(ALL, products[i], apart);
-        if (lane == 0) shared.products[token][i] = products[i];
+                for (int j = 0; j < COPIES; ++j) {
+                    made[k][0] = fmaf(element(comb[j]), low_bf16(of(x[j])), made[k][0]);
+                    made[k][1] = fmaf(element(comb[j]), high_bf16(of(x[j])), made[k][1]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < COPIES; ++k) of(x[k]) = ptx::pack_bf16x2(made[k][0], made[k][1]);
+        }
+        const bool real = token < count && column + at < p.hidden;
+        __nv_bfloat16* to = p.new_copies + int64_t(first + tile * S::TILE) * COPIES * p.hidden +
+                            (token * COPIES * p.hidden + column + at);
+#pragma unroll
+        for (int k = 0; k < COPIES; ++k, to += p.hidden) {
+            *reinterpret_cast<uint4*>(row + k * S::COPY) = x[k];
+            if (real) *reinterpret_cast<uint4*>(to) = x[k];
+        }
     }
 }
 
@@ -256,7 +252,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
 template <class S>
 __device__ __forceinline__ void multiply(const Weights<S>& fn, int count, int tile, typename S::Shared& shared,
                                          int warp, int lane) {
-    constexpr int ROW_TILES = Weights<S>::ROW_TILES;
+    constexpr int ROW_TILES = Weights<S>::ROW_TILES, IN_COPY = S::COLUMNS / 16;
 #pragma unroll
     for (int from = 0; from < S::TILE; from += 16) {
         if (from >= count) return;
@@ -264,8 +260,9 @@ __device__ __forceinline__ void multiply(const Weights<S>& fn, int count, int ti
         const uint32_t row = ptx::smem_address(shared.x[tile % S::X_STAGES][from + lane % 16]) + lane / 16 * 16;
 #pragma unroll
         for (int s = 0; s < S::STEPS; ++s) {
+            const int k = warp * S::STEPS + s;
             uint32_t a[4];
-            ldmatrix_x4(a, row + 32 * (warp * S::STEPS + s));
+            ldmatrix_x4(a, row + k / IN_COPY * S::COPY + k % IN_COPY * 32);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; ++t) mma(sum[t], a, fn.low[s][t]);
 #pragma unroll
@@ -273,46 +270,82 @@ __device__ __forceinline__ void multiply(const Weights<S>& fn, int count, int ti
         }
 #pragma unroll
         for (int t = 0; t < ROW_TILES; ++t) {
-            float* to = &shared.dots[warp][from + lane / 4][8 * t + lane % 4 * 2];
+            float* to = reinterpret_cast<float*>(shared.dots[warp][from + lane / 4]) + 8 * t + lane % 4 * 2;
             *reinterpret_cast<float2*>(to) = make_float2(sum[t][0], sum[t][1]);
             *reinterpret_cast<float2*>(to + 8 * ROWS) = make_float2(sum[t][2], sum[t][3]);
         }
     }
 }
 
-// The norm's weight for a thread's eight columns.
+// The products x'_j x'_k of four tokens over a part of the columns: the sixteen copies times themselves, of which the
+// blocks on the diagonal are kept. Rows of a fragment are columns of the other factor's as they lie.
+template <class S>
+__device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& shared, int warp, int lane) {
+    constexpr int STEPS = S::COLUMNS / 16 / S::PARTS, APART = 4;  // between the four tokens
+    const int group = warp % S::GROUPS, part = warp / S::GROUPS;
+    const int first = group / APART * 16 + group % APART;
+    const uint32_t row = ptx::smem_address(shared.x[tile % S::X_STAGES][first + lane % 16 / COPIES * APART]) +
+                         lane % COPIES * S::COPY + lane / 16 * 16 + 32 * STEPS * part;
+    float low[4] = {}, high[4] = {};  // of the first two tokens, of the others
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+        uint32_t a[4];
+        ldmatrix_x4(a, row + 32 * s);
+        mma(low, a, {a[0], a[2]});
+        mma(high, a, {a[1], a[3]});
+    }
+    // Element (r, c) of a block of eight: lane 4 r + c / 2. Copy j of token r / 4 times copy k of token c / 4.
+    const int r = lane / 4, c = lane % 4 * 2, j = r % COPIES;
+    if (r / COPIES != c / COPIES) return;
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+        const int k = c % COPIES + of, token = first + r / COPIES * APART;
+        if (k < j) continue;
+        const int at = j * COPIES - j * (j - 1) / 2 + k - j;
+        shared.products[part][token][at] = low[of];
+        shared.products[part][token + 2 * APART][at] = high[2 + of];
+    }
+}
+
+// The norm's weight for the eight columns of each of a spreader's items.
 template <class S>
 __device__ __forceinline__ uint4 norm_of(const Problem& p, int column, int thread) {
+    static_assert(ROLE_THREADS % S::LANES == 0);
     const int at = column + thread % S::LANES * EIGHT;
     return at < p.hidden ? *reinterpret_cast<const uint4*>(p.norm + at) : make_uint4(0, 0, 0, 0);
 }
 
-// out of eight columns a thread, of the tile's x' and weights.
+// out of eight columns at a time, of the tile's x' and weights.
 template <class S>
 __device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int first, int count, int tile, int column,
                                           const typename S::Shared& shared, int thread) {
-    const int token = thread / S::LANES, at = thread % S::LANES * EIGHT;
-    if (thread >= S::ITEMS || token >= count || column + at >= p.hidden) return;
-    const uint8_t* const row = shared.x[tile % S::X_STAGES][token];
-    float u[EIGHT] = {};
-#pragma unroll
-    for (int j = 0; j < COPIES; ++j) {
-        const float weight = shared.weights[tile % 2][token][j];
-        const uint4 x = *reinterpret_cast<const uint4*>(row + 2 * (j * S::COLUMNS + at));
-        const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            u[2 * i] = fmaf(weight, low_bf16(pairs[i]), u[2 * i]);
-            u[2 * i + 1] = fmaf(weight, high_bf16(pairs[i]), u[2 * i + 1]);
-        }
-    }
+    const int at = column + thread % S::LANES * EIGHT;
+    if (at >= p.hidden) return;
+    __nv_bfloat16* const to = p.out + int64_t(first + tile * S::TILE) * p.hidden + at;
     const uint32_t by[4] = {norm.x, norm.y, norm.z, norm.w};
-    uint32_t made[4];
+#pragma unroll 1
+    for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
+        const int token = item / S::LANES;
+        if (token >= count) return;
+        const uint8_t* const row = shared.x[tile % S::X_STAGES][token] + 2 * EIGHT * (thread % S::LANES);
+        float u[EIGHT] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        made[i] = ptx::pack_bf16x2(u[2 * i] * low_bf16(by[i]), u[2 * i + 1] * high_bf16(by[i]));
-    const int64_t to = (first + tile * S::TILE + token) * int64_t(p.hidden) + column + at;
-    *reinterpret_cast<uint4*>(p.out + to) = make_uint4(made[0], made[1], made[2], made[3]);
+        for (int j = 0; j < COPIES; ++j) {
+            const float weight = shared.weights[tile % 2][token][j];
+            const uint4 x = *reinterpret_cast<const uint4*>(row + j * S::COPY);
+            const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u[2 * i] = fmaf(weight, low_bf16(pairs[i]), u[2 * i]);
+                u[2 * i + 1] = fmaf(weight, high_bf16(pairs[i]), u[2 * i + 1]);
+            }
+        }
+        uint32_t made[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            made[i] = ptx::pack_bf16x2(u[2 * i] * low_bf16(by[i]), u[2 * i + 1] * high_bf16(by[i]));
+        *reinterpret_cast<uint4*>(to + token * p.hidden) = make_uint4(made[0], made[1], made[2], made[3]);
+    }
 }
 
 }  // namespace columns

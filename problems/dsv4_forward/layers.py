@@ -1,6 +1,6 @@
 """Run one layer: `block`, then what it calls, in the order in which a token passes it.
 
-    block -> read copies -> norm -> attention -> write copies -> read copies -> norm -> moe -> write copies
+    block -> site -> attention -> site -> moe; a site writes the sublayer ahead of it to the copies, reads them, norms
     attention -> query, key -> window -> compressed entries -> indexer -> fmha -> output projections
     moe -> route -> experts + shared
 
@@ -74,29 +74,53 @@ class Context:
         return out
 
 
-def block(copies: torch.Tensor, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context) -> torch.Tensor:
-    """Run one layer: attention, then experts; each reads the hc copies and writes them. (N, n, d) -> (N, n, d)."""
-    u, post, comb = _read_copies(copies, w.hc_attn, ctx)
-    y = attention(ctx.norm(u, w.attn_norm), w.attn, state, rope, ctx)
-    copies = _write_copies(y, copies, post, comb, ctx)
-    u, post, comb = _read_copies(copies, w.hc_ffn, ctx)
-    routed, shared = moe(ctx.norm(u, w.ffn_norm), w.ffn, ctx)
-    out = torch.empty_like(copies)
-    ctx.ops.mhc_post_sum(routed, shared, copies, post, comb, out)
-    return out
-
-
-def _read_copies(copies: torch.Tensor, site: Site, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mix the copies (N, n, d) to the input of a sublayer, u (N, d).
-
-    -> u; post fp32 (N, n) and comb fp32 (N, n, n), with which _write_copies writes the sublayer's output.
+@dataclass(frozen=True)
+class Pending:
+    """What a sublayer returned, y (N, d), or y and second (N, d), to be added up; and the hc copies (N, n, d) to which
+    it is still to be written, with which weights: post fp32 (N, n), comb fp32 (N, n, n).
     """
-    n = ctx.config.hc_mult
-    u = ctx.empty(len(copies), ctx.config.hidden_size)
-    post = ctx.empty(len(copies), n, dtype=torch.float32)
-    comb = ctx.empty(len(copies), n, n, dtype=torch.float32)
-    ctx.ops.mhc_pre(copies, site.fn, site.base, site.scale, ctx.config, u, post, comb)
-    return u, post, comb
+
+    y: torch.Tensor
+    second: torch.Tensor | None
+    copies: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+
+def block(
+    residual: torch.Tensor | Pending, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context
+) -> Pending:  # fmt: skip
+    """Run one layer: attention, then experts; each reads the hc copies (N, n, d) behind the sublayer ahead of it.
+
+    residual: the copies, or what is still to be written to them. -> what the experts returned, still to be written.
+    """
+    u, *mixing = _site(residual, w.hc_attn, w.attn_norm, ctx)
+    middle = Pending(attention(u, w.attn, state, rope, ctx), None, *mixing)
+    u, *mixing = _site(middle, w.hc_ffn, w.ffn_norm, ctx)
+    return Pending(*moe(u, w.ffn, ctx), *mixing)
+
+
+def _site(
+    residual: torch.Tensor | Pending, site: Site, norm: torch.Tensor, ctx: Context
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Write what is pending to the copies, and mix them to the input of a sublayer.
+
+    -> u, normed (N, d); the copies (N, n, d); post fp32 (N, n) and comb fp32 (N, n, n), with which the sublayer's
+    output is written to them.
+    """
+    copies = residual.copies if isinstance(residual, Pending) else residual
+    count, n, d = copies.shape
+    u, post, comb = ctx.empty(count, d), *(ctx.empty(count, *shape, dtype=torch.float32) for shape in ((n,), (n, n)))
+    weights = site.fn, site.base, site.scale
+    if not isinstance(residual, Pending):
+        mixed = torch.empty_like(u)
+        ctx.ops.mhc_pre(copies, *weights, ctx.config, mixed, post, comb)
+        ctx.ops.rms_norm(mixed, norm, ctx.config.rms_norm_eps, u)
+        return u, copies, post, comb
+    new = torch.empty_like(copies)
+    given = residual.y, residual.second, copies, residual.post, residual.comb
+    ctx.ops.mhc_site(*given, *weights, norm, ctx.config, new, u, post, comb)
+    return u, new, post, comb
 
 
 def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context) -> torch.Tensor:
@@ -210,12 +234,14 @@ def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
     return found
 
 
-def _write_copies(
-    y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, ctx: Context
-) -> torch.Tensor:
-    """Return the copies (N, n, d) after a sublayer that returned y (N, d); post, comb: from _read_copies."""
-    out = torch.empty_like(copies)
-    ctx.ops.mhc_post(y, copies, post, comb, out)
+def write_copies(pending: Pending, ctx: Context) -> torch.Tensor:
+    """Return the copies (N, n, d) with what is pending written to them."""
+    out = torch.empty_like(pending.copies)
+    rest = pending.copies, pending.post, pending.comb, out
+    if pending.second is None:
+        ctx.ops.mhc_post(pending.y, *rest)
+    else:
+        ctx.ops.mhc_post_sum(pending.y, pending.second, *rest)
     return out
 
 

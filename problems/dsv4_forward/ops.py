@@ -8,10 +8,10 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from problems.common import load
-from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, moe
+from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, mhc_site, moe
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
 from problems.dsv4_forward.kernels import cache_rows, copies, fused, products
@@ -52,6 +52,7 @@ class Ops:
     mhc_pre: Op
     mhc_post: Op
     mhc_post_sum: Op
+    mhc_site: Op
     mhc_head: Op
     matmul: Op
     matmuls: Op
@@ -100,6 +101,9 @@ class OpSpec:
     parts: tuple[str, ...] = ()
 
 
+_POST_SUM = chains.mhc_post_sum(SimpleNamespace(mhc_post=mhc.post))
+
+
 @dataclass(frozen=True)
 class _Steps:
     """The references that chains are made of."""
@@ -109,7 +113,9 @@ class _Steps:
     mhc_post: Op = mhc.post
     matmul: Op = linear.matmul
     linear: Op = linear.linear
+    mhc_post_sum: Op = _POST_SUM
     rms_norm: Op = norm.rms_norm
+    mhc_pre: Op = mhc.pre
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
@@ -139,6 +145,10 @@ def _nvfp4_shared(cfg: Config, fmt: str) -> str:
     return _nvfp4_linears(cfg, fmt) or _clamp(cfg)
 
 
+def _bf16_sites(cfg: Config, fmt: str) -> str:
+    return f"no bf16 activations in {fmt}" if fmt == "fp32" else mhc_site.unserved(cfg)
+
+
 def _decode_linears(cfg: Config, fmt: str) -> str:
     return decode.serves(fmt)
 
@@ -154,6 +164,7 @@ MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
 DECODE_LINEARS = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_linears)
 DECODE_SHARED = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_shared)
+MHC_SITE = Provider(mhc_site.PROBLEM, "bf16, 4 copies", _bf16_sites, mhc_site.adapt)
 SPECS = (
     OpSpec("plan", start.plan),
     OpSpec("embed", start.embed),
@@ -162,6 +173,7 @@ SPECS = (
     OpSpec("mhc_pre", mhc.pre),
     OpSpec("mhc_post", mhc.post),
     _spanning(chains.mhc_post_sum, "mhc_post"),
+    _spanning(chains.mhc_site, "mhc_post", "mhc_post_sum", "mhc_pre", "rms_norm", providers=(MHC_SITE,)),
     OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
     _spanning(chains.matmuls, "matmul"),
@@ -396,8 +408,10 @@ def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str
         fallbacks |= {choice.op: order for choice in mine}
         report += (*found.report, *also)
     table = replace(REFERENCE, **functions)
-    spanning = {choice.op: choice.chain(table) for choice in choices if choice.chain}
-    return replace(table, **spanning), fallbacks, tuple(report)
+    for choice in choices:  # in the order of ops, so that a chain's parts may be chains
+        if choice.chain:
+            table = replace(table, **{choice.op: choice.chain(table)})
+    return table, fallbacks, tuple(report)
 
 
 def _fallback(

@@ -68,6 +68,7 @@ CHECKS = {
     "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
     "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
+    "mhc_site": OpCheck(("y", "copies"), ("new_copies", "out", "new_post", "new_comb"), ("new_copies", "out"), 2 * ONE),
     "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
     "matmuls": OpCheck(("x",), ("outs",), (), SUM),
@@ -154,8 +155,10 @@ class Recorder:
     def ops(self) -> Ops:
         table = Ops(**{name: self._wrapped(name, vars(ops.REFERENCE)[name]) for name in CHECKS})
         # An op that spans others calls them, so that each of these is compared too, and named before it.
-        spanning = {spec.name: self._wrapped(spec.name, spec.chain(table), True) for spec in ops.SPECS if spec.chain}
-        return dataclasses.replace(table, **spanning)
+        for spec in ops.SPECS:
+            if spec.chain:
+                table = dataclasses.replace(table, **{spec.name: self._wrapped(spec.name, spec.chain(table), True)})
+        return table
 
     def _wrapped(self, name: str, reference: Callable, spans: bool = False) -> Callable:
         signature = inspect.signature(reference)

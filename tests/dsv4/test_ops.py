@@ -205,7 +205,7 @@ PARTS = {"two_linears": "its parts"}
         ("linear=torch_dequant", {"linear": "linear_decode/torch_dequant", **PARTS}),
         ("grouped_linear=zeros", {"grouped_linear": "linear_decode/zeros"}),
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
-        ("winners,nvfp4_gemv=zeros,linear=torch_dequant",
+        ("winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant",
          {"linear": "linear_decode/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros", "two_linears": DECODE,
           "shared": DECODE}),
         ("winners,reference", {}),

@@ -26,6 +26,7 @@ class Linears(Protocol):
 class AllOps(Linears, Protocol):
     """The ops that have adapters: ops.Ops has them, for one."""
 
+    mhc_site: Callable[..., None]
     fmha: Callable[..., None]
     experts: Callable[..., None]
     shared: Callable[..., None]

@@ -13,6 +13,7 @@ import torch
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.plan import Plan
 from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.weights.config import Config
 from problems.dsv4_forward.weights.linear import Linear
 
 
@@ -22,9 +23,11 @@ class Parts(Protocol):
     plan: Callable[..., None]
     embed: Callable[..., None]
     mhc_post: Callable[..., None]
+    mhc_post_sum: Callable[..., None]
     linear: Callable[..., None]
     matmul: Callable[..., None]
     rms_norm: Callable[..., None]
+    mhc_pre: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
@@ -83,6 +86,30 @@ def matmuls(parts: Parts) -> Callable[..., None]:
         """Write outs[i] = x @ weights[i]^T, each as matmul. ValueError: another number of outs, or as matmul."""
         for weight, out in zip(weights, outs, strict=True):
             parts.matmul(x, weight, out)
+
+    return run
+
+
+def mhc_site(parts: Parts) -> Callable[..., None]:
+    """Return the op that lies between two sublayers: it writes one's output to the hc copies, and reads and norms the
+    next one's input.
+    """
+
+    def run(
+        y: torch.Tensor, second: torch.Tensor | None, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+        fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, cfg: Config,
+        new_copies: torch.Tensor, out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write new_copies (N, n, d) as mhc_post of y, or where there is a second addend, as mhc_post_sum of both; then
+        new_post and new_comb as mhc_pre of these, and out (N, d), what mhc_pre mixes, normed with weight (d,).
+        """
+        if second is None:
+            parts.mhc_post(y, copies, post, comb, new_copies)
+        else:
+            parts.mhc_post_sum(y, second, copies, post, comb, new_copies)
+        u = torch.empty_like(out)
+        parts.mhc_pre(new_copies, fn, base, scale, cfg, u, new_post, new_comb)
+        parts.rms_norm(u, weight, cfg.rms_norm_eps, out)
 
     return run
 

@@ -172,7 +172,7 @@ def _powers(shape: tuple[int, ...], low: int, high: int, gen: torch.Generator) -
 
 
 def ref_kernel(data: input_t) -> torch.Tensor:
-    """int32 (B, S, k): the chosen places in the order of the entries, of equal scores those of the lower ones, then -1."""
+    """int32 (B, S, k): the chosen places in the order of their entries, then -1."""
     sizes = unpack(data)
     out = torch.full(data.out.shape, -1, dtype=torch.int32, device=data.q.device)
     for b, some in _tiles(data):

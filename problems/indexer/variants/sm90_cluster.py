@@ -1,0 +1,84 @@
+"""sm90_cluster: keys straight to FP8 wgmma, scores in shared memory, a cluster a row finds its top k; one launch."""
+
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from task import Sizes, input_t, output_t, unpack
+
+from problems.common import build
+
+TARGETS = ("sm90",)
+SOURCE = Path(__file__).with_suffix(".cu")
+BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
+TILE = 64  # entries of a warpgroup's product
+LARGEST = 16  # blocks of a cluster
+LEAST = 256  # entries that are worth a block of a cluster: a tile for each of its warpgroups
+FEW_ROWS = 2 * BLOCKS  # above, rows are many, and small blocks run two to a multiprocessor
+SMALL = 8192  # entries whose scores leave room for that
+# Entries that each multiprocessor scores less in two launches, from which on they are faster: 5 us at 3.6 cycles an
+# entry, of which the second launch and the way through L2 take half.
+WORTH = 2400
+Pointers, Numbers, Choice = c_void_p * 6, c_int64 * 8, c_int * 5
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a row's entries are shared out. See Plan of the source."""
+
+    cluster: int  # blocks of a cluster
+    slice: int  # entries that each has room for
+    chunk: int = 0  # two launches: entries that a block of the first scores
+    chunks: int = 0  # and such blocks a row
+    warpgroups: int = 4
+
+
+def launch_for(sizes: Sizes, most: int) -> Launch:
+    """Choose by shape only. most: entries that a slice may have. ValueError: too many for the largest cluster.
+
+    Clusters as large as let all rows run at once and as a slice is worth a block; larger ones if slices would be too
+    long. Two launches where clusters are few.
+    """
+    rows, entries = sizes.batch * sizes.queries, sizes.blocks * sizes.per_page
+    tiles = -(-entries // TILE)
+    if entries > LARGEST * most:
+        raise ValueError(f"table must have room for at most {LARGEST * most} entries, got {entries}")
+    cluster = 1
+    while cluster < LARGEST and 2 * cluster * rows <= BLOCKS and 2 * cluster * LEAST <= tiles * TILE:
+        cluster *= 2
+    while -(-tiles // cluster) * TILE > most:
+        cluster *= 2
+    part = -(-tiles // cluster) * TILE
+    if part - -(-entries * rows // BLOCKS) > WORTH:
+        chunk = -(-tiles * rows // BLOCKS) * TILE
+        return Launch(cluster, part, chunk, -(-tiles * TILE // chunk))
+    return Launch(cluster, part, warpgroups=2 if rows > FEW_ROWS and part <= SMALL else 4)
+
+
+def compile_for(target: str) -> list[build.Artefact]:
+    """Compile for `target`, without a GPU."""
+    return [build.cuda(SOURCE, target)]
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write the chosen places into data.out, int32 (B, S, k), in the order of the entries, and return it.
+
+    ValueError as unpack says, or a table for more than about 740,000 entries; RuntimeError: the launch.
+    """
+    sizes = unpack(data)
+    made = build.cuda(SOURCE, "sm90")
+    shift = sizes.per_page.bit_length() - 1
+    launch = launch_for(sizes, made.function("most_entries", c_int)(shift))
+    rows = sizes.batch * sizes.queries
+    scores = torch.empty(
+        rows * launch.slice * launch.cluster if launch.chunk else 0, dtype=torch.int32, device=data.q.device
+    )
+    numbers = Numbers(
+        sizes.queries, sizes.heads, sizes.topk, sizes.blocks, shift, rows, data.keys.shape[1], sizes.kind == "fp8"
+    )
+    choice = Choice(launch.cluster, launch.slice, launch.chunk, launch.chunks, launch.warpgroups)
+    pointers = Pointers(*[tensor.data_ptr() for tensor in data])
+    run = made.function("launch", Pointers, Numbers, Choice, c_void_p)
+    build.check(run(pointers, numbers, choice, scores.data_ptr()), "launch")
+    return data.out

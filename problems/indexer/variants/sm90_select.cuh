@@ -144,10 +144,11 @@ __device__ __forceinline__ void find_bin(Search& s, uint32_t need) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i) sum += s.total[top - i];
     uint32_t over = sum_before<THREADS>(sum, s.sums[0]);
-    if (over < need && over + sum >= need) {
-        int bin = top;
-        for (; over + s.total[bin] < need; --bin) over += s.total[bin];
-        s.bin = bin, s.over = over, s.in_bin = s.total[bin];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const uint32_t here = s.total[top - i];
+        if (over < need && over + here >= need) s.bin = top - i, s.over = over, s.in_bin = here;
+        over += here;
     }
     __syncthreads();
 }

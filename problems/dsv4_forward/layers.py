@@ -131,7 +131,7 @@ def _compressed(
         return None
     if ratio == HCA:
         return batch.hca_index
-    return batch.locate(_select(u, latent, w.indexer, state, rope, ctx))
+    return _select(u, latent, w.indexer, state, rope, ctx)
 
 
 def _compress(
@@ -151,12 +151,12 @@ def _compress(
 def _select(
     u: torch.Tensor, latent: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
 ) -> torch.Tensor:
-    """Run the indexer. -> int32 (N, k) entries by number within their sequence, -1 where fewer are visible."""
+    """Run the indexer. -> int32 (N, k) rows of the cache, -1 where fewer are visible."""
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
     n_tokens, entries, visible = len(u), batch.entries[CSA], batch.visible[CSA]
     if entries <= cfg.index_topk:  # every visible entry is selected: nothing to score
         every = torch.arange(entries, device=u.device, dtype=torch.int32)
-        return torch.where(every < visible.unsqueeze(1), every, -1)
+        return batch.locate(torch.where(every < visible.unsqueeze(1), every, -1))
     heads, width = cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
     ops.rotate(query, rope.cos, rope.sin, query)
@@ -166,16 +166,12 @@ def _select(
     ops.matmul(u, w.weights_proj, weights)
     weights = weights.float().mul_((width * heads) ** -0.5)
     chosen = ctx.empty(n_tokens, cfg.index_topk, dtype=torch.int32)
-    scores = ctx.empty(n_tokens, entries, dtype=torch.float32)
     for start, stop, row, rows, count in _groups(batch):
-        part = slice(start, stop)
-        shape = (rows, count)
-        scored = scores[part].view(*shape, entries)
-        ops.index_scores(
+        part, shape = slice(start, stop), (rows, count)
+        ops.choose(
             query[part].view(*shape, heads, width), weights[part].view(*shape, heads), state.index_keys,
-            batch.rows[row : row + rows], entries, scored,
+            batch.rows[row : row + rows], visible[part].view(shape), entries, chosen[part].view(*shape, cfg.index_topk),
         )  # fmt: skip
-        ops.select(scored, visible[part].view(shape), chosen[part].view(*shape, cfg.index_topk))
     return chosen
 
 

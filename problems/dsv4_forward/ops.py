@@ -12,6 +12,7 @@ from types import ModuleType
 
 from problems.common import load
 from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
+from problems.dsv4_forward.adapters import indexer as choosing
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
 from problems.dsv4_forward.kernels import cache_rows, fused
@@ -57,6 +58,7 @@ class Ops:
     write_entry: Op
     index_scores: Op
     select: Op
+    choose: Op
     fmha: Op
     route: Op
     experts: Op
@@ -96,10 +98,12 @@ class _Steps:
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
+    index_scores: Op = indexer.index_scores
+    select: Op = indexer.select
 
 
-def _spanning(chain: Callable[[chains.Parts], Op], *parts: str) -> OpSpec:
-    return OpSpec(chain.__name__, chain(_Steps()), chain=chain, parts=parts)
+def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:
+    return OpSpec(chain.__name__, chain(_Steps()), providers, chain, parts)
 
 
 def _nvfp4_linears(cfg: Config, fmt: str) -> str:
@@ -110,6 +114,16 @@ def _entries_of_512(cfg: Config, fmt: str) -> str:
     if fmt in PLAIN:
         return f"no 584-byte cache entries in {fmt}"
     return "" if cfg.head_dim == 512 else f"head_dim must be 512, is {cfg.head_dim}"
+
+
+def _index_keys(cfg: Config, fmt: str) -> str:
+    if fmt in PLAIN:
+        return f"no MXFP4 keys in {fmt}"
+    heads, width = choosing.heads(), choosing.width()
+    if cfg.index_n_heads not in heads or cfg.index_head_dim != width:
+        found = f"{cfg.index_n_heads} of {cfg.index_head_dim}"
+        return f"index heads must be {' or '.join(map(str, heads))} of {width}, are {found}"
+    return ""
 
 
 def _nvfp4_experts(cfg: Config, fmt: str) -> str:
@@ -127,6 +141,7 @@ def _clamp(cfg: Config) -> str:
 GEMV = Provider(gemv.PROBLEM, f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt)
 MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
 FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
+INDEXER = Provider(choosing.PROBLEM, "MXFP4 keys", _index_keys, choosing.adapt)
 MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
 SPECS = (
@@ -145,6 +160,7 @@ SPECS = (
     _spanning(chains.write_entry, "compress", "write"),
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
+    _spanning(chains.choose, "index_scores", "select", providers=(INDEXER,)),
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),

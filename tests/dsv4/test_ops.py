@@ -35,7 +35,7 @@ def lines(chosen: ops.Chosen) -> dict[str, str]:
 
 
 def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
-    assert len(ops.NAMES) == 19 and all(callable(value) for value in vars(ops.REFERENCE).values())
+    assert len(ops.NAMES) == 20 and all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
     assert tuple(spec.name for spec in ops.SPECS) == ops.NAMES

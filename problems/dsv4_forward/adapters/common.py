@@ -27,6 +27,7 @@ class AllOps(Linears, Protocol):
     """The ops that have adapters: ops.Ops has them, for one."""
 
     fmha: Callable[..., None]
+    choose: Callable[..., None]
     experts: Callable[..., None]
     shared: Callable[..., None]
 

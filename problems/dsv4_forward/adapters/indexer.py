@@ -40,6 +40,16 @@ class Chooser:
         self.kernel(self.task.Data(q.contiguous(), weights, keys.data, table, visible, out))
 
 
+def heads() -> tuple[int, ...]:
+    """Return the numbers of index heads that the problem has."""
+    return load.module(load.PROBLEMS / PROBLEM, "task").HEADS
+
+
+def width() -> int:
+    """Return the values of a key."""
+    return load.module(load.PROBLEMS / PROBLEM, "task").DIM
+
+
 def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Put `module`, a variant of the problem, into the op. -> the op choose, and no lines."""
     task = load.module(load.PROBLEMS / PROBLEM, "task")

@@ -20,6 +20,8 @@ class Parts(Protocol):
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+    index_scores: Callable[..., None]
+    select: Callable[..., None]
 
 
 def norm_rotate(parts: Parts) -> Callable[..., None]:
@@ -71,3 +73,34 @@ def write_entry(parts: Parts) -> Callable[..., None]:
             parts.write(pooled, pages, index, hadamard)
 
     return run
+
+
+def choose(parts: Parts) -> Callable[..., None]:
+    """Return the op that scores the entries that queries see, and finds the rows of the best."""
+
+    def run(
+        q: torch.Tensor, weights: torch.Tensor, keys: Pages, table: torch.Tensor, visible: torch.Tensor, entries: int,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write the rows of the pages that hold the k best of the first visible[b, s] entries, then -1 where fewer.
+
+        q, weights, keys, table, entries: as index_scores; visible: int64 (B, S), at most entries; out: int32 (B, S, k),
+        in any order. Attention's entries lie in the rows of their keys.
+        """
+        scores = torch.empty(*out.shape[:2], entries, dtype=torch.float32, device=out.device)
+        parts.index_scores(q, weights, keys, table, entries, scores)
+        ids = torch.empty_like(out)
+        parts.select(scores, visible, ids)
+        out.copy_(rows_of(ids, table, keys.per_page))
+
+    return run
+
+
+def rows_of(ids: torch.Tensor, table: torch.Tensor, per_page: int) -> torch.Tensor:
+    """ids: int32 (B, S, k), entries by number within their sequence, -1 for none; table: int32 (B, blocks) -> int32
+    (B, S, k), rows of the pages; -1 stays.
+    """
+    owner = torch.arange(len(ids), device=ids.device).view(-1, 1, 1)
+    # Block -1, of entry -1, is the last of the row: read, and masked in the end.
+    page = table[owner, ids.div(per_page, rounding_mode="floor").long()]
+    return torch.where(ids < 0, -1, page * per_page + ids % per_page)

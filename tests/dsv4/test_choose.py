@@ -5,7 +5,7 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import ops, trace
-from problems.dsv4_forward.adapters import indexer
+from problems.dsv4_forward.adapters import indexer, operators
 from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops import chains
@@ -79,3 +79,13 @@ def test_what_it_does_not_serve_goes_to_the_reference(call):
         assert torch.equal(run(op, {**call, **changes}), run(ops.REFERENCE.choose, {**call, **changes}))
     with pytest.raises(AssertionError, match="called"):
         run(op, call)
+
+
+def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call):
+    folder = load.PROBLEMS / indexer.PROBLEM
+    task, reference = load.module(folder, "task"), load.module(folder, "reference")
+    data = reference.generate_input(**vars(task.TESTS[3]), device="cpu")
+    arguments = [*data[:5], torch.zeros_like(data.out)]
+    torch.library.opcheck(operators.indexer, arguments)
+    torch.ops.dsv4.indexer(*arguments)
+    assert reference.compare(data, reference.ref_kernel(data), arguments[5]).ok

@@ -29,6 +29,15 @@ __device__ __forceinline__ int clamped(int seen, const Sizes& sizes) {
     return max(0, min(seen, sizes.blocks << sizes.page_shift));
 }
 
+// Bring the row of the table to L2 before it is known what of it is needed.
+template <int THREADS>
+__device__ __forceinline__ void prefetch_table(const Tensors& data, const Sizes& sizes, int row) {
+    constexpr int LINE = 32;  // numbers
+    const int* table = data.table + static_cast<int64_t>(row / sizes.queries) * sizes.blocks;
+    for (int i = threadIdx.x * LINE; i < sizes.blocks; i += THREADS * LINE)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(table + i));
+}
+
 // The pages of a slice to shared memory. All threads; a block barrier must follow.
 template <int THREADS>
 __device__ __forceinline__ void load_pages(const Tensors& data, const Sizes& sizes, int row, int first, int count,
@@ -71,7 +80,10 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     int* pages = reinterpret_cast<int*>(keys + plan.slice);
     const int row = blockIdx.x / plan.cluster;
     const Cluster cluster{static_cast<int>(blockIdx.x) % plan.cluster, plan.cluster};
-    if constexpr (!SCORED) load_query<THREADS>(data, sizes, row, shared.query);
+    if constexpr (!SCORED) {
+        prefetch_table<THREADS>(data, sizes, row);
+        load_query<THREADS>(data, sizes, row, shared.query);
+    }
     begin<THREADS>(shared.search);
     const int seen = clamped(__ldg(data.visible + row), sizes);
     if constexpr (SCORED) programmatic::wait();  // by every block: what is launched behind may write over the scores
@@ -79,6 +91,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
         take_all<THREADS>(data, sizes, row, seen, cluster);
         return;
     }
+    cluster.say_begun();
     Slice slice{0, 0, pages};
     cut(seen, cluster, slice.first, slice.count);
     load_pages<THREADS>(data, sizes, row, slice.first, slice.count, pages);

@@ -47,6 +47,13 @@ struct Cluster {
         if (size == 1) __syncthreads();
         else ptx::cluster_sync();
     }
+    // Between the two all blocks have begun, so that their shared memory may be written.
+    __device__ __forceinline__ void say_begun() const {
+        if (size > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+    __device__ __forceinline__ void wait_begun() const {
+        if (size > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    }
     // `at` of this block's shared memory, in that of block `rank`.
     __device__ __forceinline__ uint32_t in(int rank, const void* at) const {
         return ptx::in_block(rank, ptx::smem_address(at));
@@ -90,6 +97,7 @@ __device__ __forceinline__ Bins whole_range(Search& s, const uint32_t* keys, int
     least = __reduce_min_sync(~0u, least), largest = __reduce_max_sync(~0u, largest);
     if (threadIdx.x % WARP == 0) atomicMin(&s.least, least), atomicMax(&s.largest, largest);
     __syncthreads();
+    cluster.wait_begun();
     if (threadIdx.x < cluster.size) {
         store_cluster(cluster.in(threadIdx.x, &s.range[cluster.rank][0]), s.least);
         store_cluster(cluster.in(threadIdx.x, &s.range[cluster.rank][1]), s.largest);
@@ -245,7 +253,7 @@ __device__ __forceinline__ void compact(Search& s, const uint32_t* keys, int cou
 }
 
 // Choose the topk highest of the cluster's scores; there are more. begin() was called, and the slices are written; a
-// block barrier has passed since. put: as compact's.
+// block barrier has passed since; cluster.say_begun() was called. put: as compact's.
 template <int THREADS, class Put>
 __device__ __forceinline__ void select(Search& s, const uint32_t* keys, int count, uint32_t topk, Cluster cluster,
                                        const Put& put) {

@@ -30,8 +30,9 @@ def form(stride: int) -> tuple[int, str]:
     ValueError unless P is a power of two of at least 16 in either format.
     """
     for kind in CODES:
-        per_page, rest = divmod(stride, page_bytes(1, kind))
-        if not rest and per_page >= LEAST and per_page & (per_page - 1) == 0:
+        each = page_bytes(1, kind)
+        per_page = stride // each  # no divmod, which torch's symbolic sizes lack
+        if per_page * each == stride and per_page >= LEAST and per_page & (per_page - 1) == 0:
             return per_page, kind
     raise ValueError(
         f"a page must be of P = {LEAST}, 32, 64, ... keys, P times {page_bytes(1, 'mxfp4')} bytes (mxfp4) or "

@@ -9,14 +9,11 @@ reads. P is a power of two of at least 16, so that kernels find 16 keys of a pag
 
 import torch
 
-from problems.common import fp8, nvfp4
-
 DIM = 128  # values of a key
 GROUP = 32  # values that share a scale in mxfp4
 CODES = {"mxfp4": DIM // 2, "fp8": DIM}  # bytes of a key's codes
 SCALES = 4  # bytes of a key's scales, in either format
 LEAST = 16  # keys of a page
-_FLOOR = nvfp4.E2M1_MAX * 2.0**-126  # least amax of a group: its scale is the least normal number
 
 
 def page_bytes(per_page: int, kind: str) -> int:
@@ -40,29 +37,6 @@ def form(stride: int) -> tuple[int, str]:
     )
 
 
-def quantise(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: fp32 (..., 128) -> (codes uint8 (..., 64 or 128), scales uint8 (..., 4)), to nearest, ties to even.
-
-    Scales are the least powers of two with which no value saturates, of a group or in fp8 of a key.
-    """
-    if kind == "fp8":
-        codes, exponents = fp8.quantise_groups(x, DIM, fp8.E4M3_MAX * 2.0**-126)
-        return codes.view(torch.uint8), fp8.decode_ue8m0(exponents).view(torch.uint8)
-    groups = x.float().unflatten(-1, (-1, GROUP))
-    scales = fp8.ue8m0_scale(groups.abs().amax(-1), nvfp4.E2M1_MAX, _FLOOR)
-    values = nvfp4.nearest_e2m1(groups / fp8.decode_ue8m0(scales).unsqueeze(-1))
-    return nvfp4.pack_nearest(values.flatten(-2)), scales
-
-
-def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """codes: uint8 (..., 64 or 128); scales: uint8 (..., 4) -> fp32 (..., 128), exactly but for fp8 scales that are no
-    powers of two, whose products are rounded once.
-    """
-    if codes.shape[-1] == CODES["fp8"]:
-        return fp8.decode_e4m3(codes.view(torch.float8_e4m3fn)).mul_(scales.contiguous().view(torch.float32))
-    return nvfp4.decode(codes).unflatten(-1, (-1, GROUP)).mul_(fp8.decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)
-
-
 def views(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """pages: uint8 (n_pages, stride), contiguous -> codes (n_pages, P, 64 or 128) and scales (n_pages, P, 4), views."""
     per_page, kind = form(pages.shape[1])
@@ -71,18 +45,18 @@ def views(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(pages: torch.Tensor, place: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Puts keys at their places. place: int64 (E,); codes, scales: (E, ...), as quantise returns them."""
+    """Puts keys at their places. place: int64 (E,); codes: uint8 (E, 64 or 128); scales: uint8 (E, 4)."""
     to_codes, to_scales = views(pages)
     per_page = to_codes.shape[1]
     to_codes[place // per_page, place % per_page] = codes
     to_scales[place // per_page, place % per_page] = scales
 
 
-def read(pages: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """place: int64 (...) -> fp32 (..., 128). A place outside of the pages reads their first or last key, for callers
-    that mask.
+def read(pages: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """place: int64 (...) -> what is stored: codes uint8 (..., 64 or 128) and scales uint8 (..., 4). A place outside of
+    the pages reads their first or last key, for callers that mask.
     """
     codes, scales = views(pages)
     per_page = codes.shape[1]
     place = place.clamp(0, len(pages) * per_page - 1)
-    return dequantise(codes[place // per_page, place % per_page], scales[place // per_page, place % per_page])
+    return codes[place // per_page, place % per_page], scales[place // per_page, place % per_page]

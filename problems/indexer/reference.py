@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from task import DIM, DOT_BITS, RATIO, SCORE_RTOL, SUM_BITS, Data, Sizes, input_t, output_t, unpack
+from task import DIM, DOT_BITS, RATIO, SCORE_RTOL, SUM_BITS, Data, Sizes, dequantise, input_t, output_t, unpack
 from torch.utils.weak import WeakIdKeyDictionary
 
-from problems.common import check, index_pages
+from problems.common import check, fp8, index_pages, nvfp4
 
 TILE = {"cpu": 2**23, "cuda": 2**27}  # products of heads and entries held at a time, in fp64
 PROTOTYPES = 7  # different keys of a sequence in "ties"
@@ -67,7 +67,7 @@ def _query(sizes: Sizes, content: str, gen: torch.Generator) -> tuple[torch.Tens
         weights = -weights.abs()
     elif content in ("rising", "falling"):
         q, weights = q.abs(), weights.abs()
-    q = index_pages.dequantise(*index_pages.quantise(q, sizes.kind))
+    q = dequantise(*quantised(q, sizes.kind))
     return q, (weights * (DIM * sizes.heads) ** -0.5).clamp(-1, 1)
 
 
@@ -106,8 +106,8 @@ def _keys(count: int, kind: str, content: str, gen: torch.Generator) -> tuple[to
         if content in ("rising", "falling"):
             slope = torch.linspace(1, 4, count, device=gen.device)
             x = x.abs() * (slope if content == "rising" else slope.flip(0)).unsqueeze(1)
-        return index_pages.quantise(x, kind)
-    return index_pages.quantise(_whole_keys(count, kind, content, gen), kind)
+        return quantised(x, kind)
+    return quantised(_whole_keys(count, kind, content, gen), kind)
 
 
 def _whole_keys(count: int, kind: str, content: str, gen: torch.Generator) -> torch.Tensor:
@@ -133,10 +133,24 @@ def _whole_keys(count: int, kind: str, content: str, gen: torch.Generator) -> to
     return x[torch.randint(made, (count,), generator=gen, device=device)] if content == "ties" and made else x
 
 
+def quantised(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: fp32 (..., 128) -> (codes uint8 (..., 64 or 128), scales uint8 (..., 4)), to nearest, ties to even.
+
+    Scales are the least powers of two with which no value saturates, of a group or in fp8 of a key.
+    """
+    if kind == "fp8":
+        codes, exponents = fp8.quantise_groups(x, DIM, fp8.E4M3_MAX * 2.0**-126)
+        return codes.view(torch.uint8), fp8.decode_ue8m0(exponents).view(torch.uint8)
+    groups = x.float().unflatten(-1, (-1, index_pages.GROUP))
+    scales = fp8.ue8m0_scale(groups.abs().amax(-1), nvfp4.E2M1_MAX, nvfp4.E2M1_MAX * 2.0**-126)
+    values = nvfp4.nearest_e2m1(groups / fp8.decode_ue8m0(scales).unsqueeze(-1))
+    return nvfp4.pack_nearest(values.flatten(-2)), scales
+
+
 def _spread(count: int, kind: str, far: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Every code; an eighth of the groups is zero. A key's largest scale is 2^-far to 2^far."""
     if kind == "fp8":
-        codes, scales = index_pages.quantise(torch.randn(count, DIM, generator=gen, device=gen.device), kind)
+        codes, scales = quantised(torch.randn(count, DIM, generator=gen, device=gen.device), kind)
         factor = torch.rand(count, 1, generator=gen, device=gen.device).add_(1) * _powers((count, 1), -far, far, gen)
         return codes, (scales.view(torch.float32) * factor).view(torch.uint8)
     groups = DIM // index_pages.GROUP
@@ -211,13 +225,11 @@ def _hidden(data: input_t, b: int, some: slice) -> torch.Tensor:
 
 def _operands(data: input_t, b: int, some: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """fp64: q (s, H, 128), weights (s, H), keys (n, 128)."""
-    codes, scales = index_pages.views(data.keys)
-    place, per_page = _places(data, b), codes.shape[1]
-    codes, scales = codes[place // per_page, place % per_page], scales[place // per_page, place % per_page]
+    codes, scales = index_pages.read(data.keys, _places(data, b))
     if unpack(data).kind == "fp8":  # fp32 would round the product
         key = codes.view(torch.float8_e4m3fn).double() * scales.contiguous().view(torch.float32).double()
     else:
-        key = index_pages.dequantise(codes, scales).double()
+        key = dequantise(codes, scales).double()
     return data.q[b, some].double(), data.weights[b, some].double(), key
 
 

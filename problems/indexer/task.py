@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from problems.common import index_pages
+from problems.common import fp8, index_pages, nvfp4
 
 DIM = index_pages.DIM  # values of a key and of a query's head, 128
 HEADS = (32, 64)  # index heads of a query, of the tiny and of the released models
@@ -210,3 +210,24 @@ def unpack(data: Data) -> Sizes:
     except ValueError as error:
         raise ValueError(f"keys: {error}") from None
     return Sizes(b, s, h, k, blocks, per_page, kind)
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """codes: uint8 (..., 64 or 128); scales: uint8 (..., 4) -> fp32 (..., 128), exactly but for fp8 scales that are no
+    powers of two, whose products are rounded once.
+    """
+    if codes.shape[-1] == DIM:
+        return fp8.decode_e4m3(codes.view(torch.float8_e4m3fn)).mul_(scales.contiguous().view(torch.float32))
+    return (
+        nvfp4.decode(codes)
+        .unflatten(-1, (-1, index_pages.GROUP))
+        .mul_(fp8.decode_ue8m0(scales).unsqueeze(-1))
+        .flatten(-2)
+    )
+
+
+def read_keys(pages: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """place: int64 (...) -> the keys there, fp32 (..., 128), as dequantise gives them; index_pages.read says what comes
+    of places outside of the pages.
+    """
+    return dequantise(*index_pages.read(pages, place))

@@ -38,7 +38,7 @@ def by_hand(data: object, b: int, s: int) -> list[int]:
     places = [int(data.table[b, i // per_page]) * per_page + i % per_page for i in range(seen)]
     scores = []
     for place in places:
-        key = index_pages.read(data.keys, torch.tensor(place)).double()
+        key = task.read_keys(data.keys, torch.tensor(place)).double()
         dots = [max(0.0, float(head.double() @ key)) for head in data.q[b, s]]
         scores.append(sum(float(w) * dot for w, dot in zip(data.weights[b, s], dots, strict=True)))
     best = sorted(range(seen), key=lambda i: (-scores[i], i))[: data.out.shape[2]]
@@ -53,6 +53,34 @@ def test_the_oracle_is_what_the_formula_says(content, kind):
         for s in range(2):
             chosen = by_hand(data, b, s)
             assert want[b, s].tolist() == chosen + [-1] * (SMALL["topk"] - len(chosen))
+
+
+def test_an_mxfp4_key_is_what_its_bytes_say():
+    pages = torch.randint(256, (3, index_pages.page_bytes(16, "mxfp4")), dtype=torch.uint8)
+    pages[1, 64 * 5 : 64 * 6] = torch.arange(64) * 3 % 256
+    pages[1, 64 * 16 + 4 * 5 : 64 * 16 + 4 * 6] = torch.tensor([127, 120, 130, 127])
+    key = task.read_keys(pages, torch.tensor(16 + 5))
+    levels = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    for d in range(128):
+        code = (d // 2 * 3 % 256) >> 4 * (d % 2) & 15
+        assert float(key[d]) == levels[code] * 2.0 ** ([0, -7, 3, 0][d // 32])
+
+
+def test_an_fp8_key_is_what_its_bytes_say():
+    pages = torch.randint(256, (2, index_pages.page_bytes(32, "fp8")), dtype=torch.uint8)
+    codes = torch.arange(128).byte() % 127
+    pages[1, 128 * 7 : 128 * 8] = codes
+    pages[1, 128 * 32 + 28 : 128 * 32 + 32] = torch.tensor([0.3]).view(torch.uint8)
+    want = codes.view(torch.float8_e4m3fn).float() * torch.tensor(0.3)
+    assert torch.equal(task.read_keys(pages, torch.tensor([32 + 7]))[0], want)
+
+
+@pytest.mark.parametrize(("kind", "rel"), [("mxfp4", 0.15), ("fp8", 0.04)])
+def test_quantised_keys_are_near(kind, rel):
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(3)) * 2.0 ** torch.arange(-4, 5).unsqueeze(1)
+    got = task.dequantise(*reference.quantised(x, kind))
+    assert float((got - x).norm() / x.norm()) < rel
+    assert torch.equal(task.dequantise(*reference.quantised(got, kind)), got)
 
 
 def test_unpack_says_the_sizes():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import deep_gemm
 import flashinfer
 import torch
-from task import DIM, input_t, output_t, unpack
+from task import DIM, input_t, output_t, read_keys, unpack
 
 from problems.common import fp8, index_pages
 
@@ -20,6 +20,7 @@ REQUIRES = ("deep_gemm", "flashinfer")
 ONLY = {"queries": 1}  # DeepGEMM serves 1 and 2 on Hopper, FlashInfer's table has a row for each query
 
 PAGE = 64  # keys of a page that DeepGEMM reads on Hopper
+LEAST_AMAX = fp8.E4M3_MAX * 2.0**-126  # its scale is the least normal number
 WHOLE = 256  # the length of the rows of scores is a multiple of it
 
 
@@ -44,7 +45,7 @@ def setup(data: input_t) -> State:
     table = torch.where(used, data.table, 0)
     keys, pages = _fp8_pages(data.keys, table, sizes.per_page)
     q = data.q.float()
-    scale = fp8.decode_ue8m0(fp8.ue8m0_scale(q.abs().amax(3), fp8.E4M3_MAX, fp8.E4M3_MAX * 2.0**-126))
+    scale = fp8.decode_ue8m0(fp8.ue8m0_scale(q.abs().amax(3), fp8.E4M3_MAX, LEAST_AMAX))
     codes = (q / scale.unsqueeze(3)).to(torch.float8_e4m3fn)
     weights = (data.weights * scale).view(sizes.batch, sizes.heads)
     lengths = data.visible.clone()
@@ -76,7 +77,8 @@ def _fp8_pages(keys: torch.Tensor, table: torch.Tensor, per_page: int) -> tuple[
     pages = keys.new_empty(batch * n // PAGE, index_pages.page_bytes(PAGE, "fp8"))
     for b in range(batch):
         place = table[b, entry // per_page].long() * per_page + entry % per_page
-        codes, scales = index_pages.quantise(index_pages.read(keys, place), "fp8")
-        index_pages.write(pages, b * n + torch.arange(n, device=keys.device), codes, scales)
+        codes, exponents = fp8.quantise_groups(read_keys(keys, place), DIM, LEAST_AMAX)
+        scales = fp8.decode_ue8m0(exponents).view(torch.uint8)
+        index_pages.write(pages, b * n + torch.arange(n, device=keys.device), codes.view(torch.uint8), scales)
     own = torch.arange(len(pages), dtype=torch.int32, device=keys.device).view(batch, n // PAGE)
     return pages, own

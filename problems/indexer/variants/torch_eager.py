@@ -1,9 +1,7 @@
 """torch_eager: decodes keys, multiplies and sorts in plain fp32 torch, a sequence at a time. The baseline of ratios."""
 
 import torch
-from task import input_t, output_t, unpack
-
-from problems.common import index_pages
+from task import input_t, output_t, read_keys, unpack
 
 TARGETS = ("cpu", "sm90", "sm100")
 TILE = 2**26  # products of heads and entries held at a time: 256 MB
@@ -25,7 +23,7 @@ def custom_kernel(data: input_t) -> output_t:
     step = max(1, TILE // (sizes.heads * n))
     for b in range(sizes.batch):
         place = data.table[b, ids[:n] // sizes.per_page].long() * sizes.per_page + ids[:n] % sizes.per_page
-        key = index_pages.read(data.keys, place)
+        key = read_keys(data.keys, place)
         for first in range(0, sizes.queries, step):
             some = slice(first, first + step)
             hidden = ids >= data.visible[b, some].unsqueeze(1)

@@ -4,9 +4,7 @@ Best entries that are spread evenly hide it.
 """
 
 import torch
-from task import input_t, output_t, unpack
-
-from problems.common import index_pages
+from task import input_t, output_t, read_keys, unpack
 
 TARGETS = ("cpu", "sm90", "sm100")
 
@@ -17,7 +15,7 @@ def custom_kernel(data: input_t) -> output_t:
     ids = torch.arange(sizes.blocks * sizes.per_page, device=data.q.device)
     for b in range(sizes.batch):
         place = data.table[b, ids // sizes.per_page].long() * sizes.per_page + ids % sizes.per_page
-        key = index_pages.read(data.keys, place)
+        key = read_keys(data.keys, place)
         score = (data.q[b].float() @ key.T).relu()  # (S, H, n)
         score = (data.weights[b].unsqueeze(1) @ score).squeeze(1) + 0.0
         hidden = ids >= data.visible[b].unsqueeze(1)

@@ -4,7 +4,7 @@ Pages in fp8 hide it.
 """
 
 import torch
-from task import input_t, output_t, unpack
+from task import dequantise, input_t, output_t, unpack
 
 from problems.common import index_pages
 
@@ -20,7 +20,7 @@ def custom_kernel(data: input_t) -> output_t:
         codes, scales = index_pages.views(data.keys)
         at = place.clamp(0, len(data.keys) * sizes.per_page - 1)
         codes, scales = (part[at // sizes.per_page, at % sizes.per_page] for part in (codes, scales))
-        key = index_pages.dequantise(codes, scales)
+        key = dequantise(codes, scales)
         if sizes.kind == "mxfp4":
             size = torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
             key = torch.where(key.abs() == 0.5 * size, 1.5 * key, key)

@@ -4,7 +4,7 @@ Pages in fp8, and groups of one size, hide it.
 """
 
 import torch
-from task import input_t, output_t, unpack
+from task import dequantise, input_t, output_t, unpack
 
 from problems.common import index_pages
 
@@ -21,7 +21,7 @@ def custom_kernel(data: input_t) -> output_t:
         at = place.clamp(0, len(data.keys) * sizes.per_page - 1)
         codes, scales = (part[at // sizes.per_page, at % sizes.per_page] for part in (codes, scales))
         scales = scales[:, :1].expand(-1, 4) if sizes.kind == "mxfp4" else scales
-        key = index_pages.dequantise(codes, scales)
+        key = dequantise(codes, scales)
         score = (data.q[b].float() @ key.T).relu()  # (S, H, n)
         score = (data.weights[b].unsqueeze(1) @ score).squeeze(1) + 0.0
         hidden = ids >= data.visible[b].unsqueeze(1)

@@ -4,7 +4,7 @@ Keys of one scale hide it.
 """
 
 import torch
-from task import input_t, output_t, unpack
+from task import dequantise, input_t, output_t, unpack
 
 from problems.common import index_pages
 
@@ -21,7 +21,7 @@ def custom_kernel(data: input_t) -> output_t:
         at = place.clamp(0, len(data.keys) * sizes.per_page - 1)
         codes, scales = (part[at // sizes.per_page, at % sizes.per_page] for part in (codes, scales))
         one = torch.ones(len(at), 1, device=at.device).view(torch.uint8) if sizes.kind == "fp8" else None
-        key = index_pages.dequantise(codes, torch.full_like(scales, 127) if one is None else one)
+        key = dequantise(codes, torch.full_like(scales, 127) if one is None else one)
         score = (data.q[b].float() @ key.T).relu()  # (S, H, n)
         score = (data.weights[b].unsqueeze(1) @ score).squeeze(1) + 0.0
         hidden = ids >= data.visible[b].unsqueeze(1)

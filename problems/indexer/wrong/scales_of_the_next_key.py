@@ -4,7 +4,7 @@ Keys of one scale hide it.
 """
 
 import torch
-from task import input_t, output_t, unpack
+from task import dequantise, input_t, output_t, unpack
 
 from problems.common import index_pages
 
@@ -20,7 +20,7 @@ def custom_kernel(data: input_t) -> output_t:
         codes, scales = index_pages.views(data.keys)
         at = place.clamp(0, len(data.keys) * sizes.per_page - 1)
         codes, scales = (part[at // sizes.per_page, at % sizes.per_page] for part in (codes, scales.roll(-1, 1)))
-        key = index_pages.dequantise(codes, scales)
+        key = dequantise(codes, scales)
         score = (data.q[b].float() @ key.T).relu()  # (S, H, n)
         score = (data.weights[b].unsqueeze(1) @ score).squeeze(1) + 0.0
         hidden = ids >= data.visible[b].unsqueeze(1)

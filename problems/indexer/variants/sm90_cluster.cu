@@ -3,7 +3,6 @@
 // then blocks all over it score, and clusters search what they wrote.
 #include <cuda_runtime.h>
 
-#include "launch.cuh"
 #include "sm90_score.cuh"
 #include "sm90_select.cuh"
 
@@ -86,7 +85,6 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     }
     begin<THREADS>(shared.search);
     const int seen = clamped(__ldg(data.visible + row), sizes);
-    if constexpr (SCORED) programmatic::wait();  // by every block: what is launched behind may write over the scores
     if (seen <= sizes.topk) {  // alike in all blocks of the cluster
         take_all<THREADS>(data, sizes, row, seen, cluster);
         return;
@@ -120,7 +118,6 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     const int row = blockIdx.y, seen = clamped(__ldg(data.visible + row), sizes);
     Slice slice{static_cast<int>(blockIdx.x) * plan.chunk, 0, pages};
     slice.count = max(0, min(seen - slice.first, plan.chunk));
-    programmatic::trigger();
     if (seen <= sizes.topk || slice.count == 0) return;
     load_query<THREADS>(data, sizes, row, query);
     load_pages<THREADS>(data, sizes, row, slice.first, slice.count, pages);
@@ -130,23 +127,21 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     score<FP8, WARPGROUPS>(data, sizes, slice, query, [&](int i, uint32_t key) { to[i] = key; });
 }
 
-// Launch `kernel` in clusters; with `behind`, it may begin before the kernel ahead has ended. -> a cudaError_t.
+// Launch `kernel` in clusters. -> a cudaError_t.
 template <class Kernel>
-cudaError_t launch_clusters(Kernel kernel, int rows, int threads, size_t bytes, bool behind, const Tensors& data,
+cudaError_t launch_clusters(Kernel kernel, int rows, int threads, size_t bytes, const Tensors& data,
                             const Sizes& sizes, const Plan& plan) {
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
     if (plan.cluster > 8)
         if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
             return error;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = plan.cluster, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = plan.cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = rows * plan.cluster, config.blockDim = threads, config.dynamicSmemBytes = bytes;
-    config.attrs = attributes, config.numAttrs = behind ? 2 : 1;
+    config.attrs = &attribute, config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, data, sizes, plan);
 }
 
@@ -156,13 +151,13 @@ cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, int w
     const size_t bytes = sizeof(Shared) + room;
     if (!plan.chunk) {
         if (warpgroups == 2)
-            return launch_clusters(search<FP8, 2, false>, sizes.rows, 256, bytes, false, data, sizes, plan);
-        return launch_clusters(search<FP8, 4, false>, sizes.rows, 512, bytes, false, data, sizes, plan);
+            return launch_clusters(search<FP8, 2, false>, sizes.rows, 256, bytes, data, sizes, plan);
+        return launch_clusters(search<FP8, 4, false>, sizes.rows, 512, bytes, data, sizes, plan);
     }
     const size_t chunk = sizeof(Query) + ((plan.chunk >> sizes.page_shift) + 2) * 4;
     score_all<FP8, 4><<<dim3(plan.chunks, sizes.rows), 512, chunk>>>(data, sizes, plan);
     if (const cudaError_t error = cudaGetLastError()) return error;
-    return launch_clusters(search<FP8, 4, true>, sizes.rows, 512, bytes, true, data, sizes, plan);
+    return launch_clusters(search<FP8, 4, true>, sizes.rows, 512, bytes, data, sizes, plan);
 }
 
 }  // namespace indexer

@@ -17,7 +17,7 @@ from harness.problem import folders
 from harness.problem.folders import Problem, Submission, UsageError, reading
 from harness.results import environment, gpu, output, ranking, record
 from harness.sandbox import process
-from harness.tools import endtoend, latency, modes
+from harness.tools import endtoend, latency, model_check, modes
 from problems.common import load
 
 BASELINE = "torch_dequant"  # shown as a ratio where it takes part
@@ -76,7 +76,7 @@ class Run:
         """The kind of device. Of several GPUs, the named one becomes the only visible one."""
         devices = self.devices  # before all but one GPU are hidden
         wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
-        if wanted == "cpu":
+        if wanted in ("cpu", "model"):  # the model executes on the CPU
             return "cpu"
         if devices:
             wanted = devices[0].name
@@ -90,7 +90,7 @@ class Run:
 
     @functools.cached_property
     def machine(self) -> str:
-        return environment.machine(self.device)
+        return model_check.MACHINE if self.args.device == "model" else environment.machine(self.device)
 
     @functools.cached_property
     def target(self) -> str:
@@ -136,6 +136,8 @@ class Run:
         checked = endtoend.wanted(self.problem, args, self.further)
         if args.lint:
             return self._lint()
+        if args.device == "model":
+            return self._model()
         if args.check_only:
             console.say(environment.block() + "\n")
             return self._check()
@@ -149,6 +151,37 @@ class Run:
                     console.say(f"warning: {complaint}")
                 plan.adopt(self.journal.plan, args, self.defaults)
             return self._run(stack, checked)
+
+    def _model(self) -> int:
+        """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Return
+        the exit code. Nothing is timed.
+        """
+        submission, args = self.selection.submissions()[0], self.args
+        target = model_check.target_of(submission)
+        cases = [case for case in self.selection.tests() if submission.serves(case)]
+        if not cases:
+            raise UsageError(f"--case must match a test case of {submission.name}, which {submission.limits}")
+        judged, compiled = Result(submission, target), Result(submission, target)
+        if args.mode == "leaderboard":
+            record.see_writable(self.machine)
+            self._compile([compiled])
+        if compiled.status == "COMPILE_ERROR":
+            judged = compiled
+        else:
+            judged.tests = model_check.run(self.problem, submission, cases, console.say, args.timeout)
+        self._see_unchanged([judged])
+        built = self.recorder.lines(compiled) if compiled.artefacts or compiled.status else []
+        lines = built + model_check.records(self.recorder, judged)
+        with console.quiet(False):
+            right = judged.verdict == "MODEL_CHECKED"
+            console.say(f"{submission.name:20} {judged.verdict}  " + ("" if right else console.why(judged)))
+        if args.mode == "leaderboard":
+            record.append(self.machine, self.problem.name, lines)
+            console.say(f"run {self.recorder.run_id}: {len(lines)} records of {self.machine}")
+        self.lines = lines
+        self._write_json([judged])
+        self._tell([judged])
+        return verdict.exit_code([judged], False)
 
     def _check(self) -> int:
         """Run the problem's end-to-end check. Return the exit code."""
@@ -225,7 +258,7 @@ class Run:
 
     def _plan(self, judged: list[Result]) -> Journal:
         """Begin the journal, or see that what the resumed run depends on is unchanged. Return the journal."""
-        tests, benchmarks = self.selection.tests(), list(self.problem.benchmarks[self.device])
+        tests, benchmarks = self.selection.tests(), list(self.problem.timed(self.target))
         now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
         if self.journal is None:
             self.journal = Journal.create(self.machine, self.problem.name, now)
@@ -342,7 +375,7 @@ class Run:
         """Write the verdicts and the next command to --events."""
         for j in (*judged, *self.opponents):
             us, lo, hi = j.metric or (None, None, None)
-            reason = "" if j.verdict == "PASSED" else console.why(j)
+            reason = "" if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
             self.events.write(
                 "verdict", variant=j.submission.name, status=j.verdict, reason=reason, time_us=us,
                 ci95_us=[lo, hi] if us else None, against=j.against_all,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "harness/run.py"
 MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
+NOT_MODELLED = ("all", "against", "resume", "check_only", "lint", "sanitize")  # options that --device model refuses
 INTERRUPTED_EXIT = 130  # as shells say it
 CHECK_HELP = """A problem that is a whole model has an end-to-end check, check.py. It runs first with --mode test and
 leaderboard, and only where it passes is the submission judged (else the exit code is 1). It does not run with --mode
@@ -61,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
     )
     p.add_argument(
-        "--device", metavar="{cpu,cuda,cuda:N}", help="default: cuda, the first visible GPU, where there is one"
+        "--device",
+        metavar="{cpu,cuda,cuda:N,model}",
+        help="default: cuda, the first visible GPU, where there is one; model executes a GPU variant's PTX on the CPU",
     )
     p.add_argument(
         "--case", metavar="TEXT", help="only cases with all these words, such as k=64 or 'tokens=4096 router=uniform'"
@@ -182,8 +185,13 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         return _list(args.problem)
     for problem in args.problem.split(",") if args.ray else [args.problem]:
         _see_problem(args, further, folders.place(problem))
-    if args.device and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", args.device):
-        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {args.device!r}")
+    if args.device and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|model", args.device):
+        raise UsageError(f"--device must be cpu, cuda, cuda:N or model, got {args.device!r}")
+    if args.device == "model" and args.mode not in ("test", "leaderboard"):
+        raise UsageError(f"--device model takes no times: give it --mode test, or no --mode to record, got {args.mode}")
+    refused = [f"--{name.replace('_', '-')}" for name in NOT_MODELLED if getattr(args, name) not in (None, False)]
+    if args.device == "model" and refused:
+        raise UsageError(f"--device model checks one variant, without {', '.join(refused)}")
     if args.timeout is not None and not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
     if args.processes is not None and not (args.against and 2 <= args.processes <= 1000):

@@ -23,11 +23,12 @@ import pandas as pd
 from harness.results import ranking, stats
 from harness.results.ranking import case_label
 from leaderboard import provenance
+from leaderboard.modelled import Modelled
 from leaderboard.provenance import PROBLEM_CHANGED, Provenance
 
 OTHER_RUN = "from another run: not comparable"
-COMPILED = "compiled, not run"
-KINDS = ("test", "benchmark", "compile")
+KINDS = ("test", "benchmark", "compile", "model")
+UNRUN = ("COMPILED", "MODEL_CHECKED")  # states of what no machine with this target has run
 
 STANDING = [
     *("rank", "variant", "baseline", "geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio", "done"),
@@ -89,15 +90,17 @@ def ranks(intervals: list[tuple[float, float]]) -> list[int]:
 
 def build(
     records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]],
-    known: Provenance | None = None,
+    known: Provenance | None = None, modelled: Modelled | None = None, predictions: Mapping[tuple[str, str], str] = {},
 ) -> list[Board]:  # fmt: skip
     """The boards of one machine, sorted by problem and target.
 
     records: as harness/results/record.py reads them; those of kind latency are on no board (leaderboard/latency.py).
     expected: for (problem, target) the cases that a complete variant must have; where absent, those of the base run.
-    known: what a row's `source` comes from.
+    known: what a row's `source` comes from. modelled: what other machines' records say of what is compiled here; by
+    default these records. predictions: a line for a board of (problem, target) without times.
     """
-    known = known or Provenance()
+    records, known = list(records), known or Provenance()
+    modelled = modelled or Modelled(records, known)
     rows = [
         {key: record[key] for key in ("run_id", "problem", "target", "kind", "variant", "status")}
         | {"time": record["time"], "case": case_label(record["case"]), "paired": bool(record.get("against"))}
@@ -113,7 +116,10 @@ def build(
     boards = []
     for _, part in lines.groupby(["problem", "target"], sort=True):
         problem, target = part.problem.iloc[0], part.target.iloc[0]
-        boards.append(_board(part, machine, problem, target, expected.get((problem, target)), known))
+        one = _board(part, machine, problem, target, expected.get((problem, target)), known, modelled)
+        if not one.timed and (line := predictions.get((problem, target))):
+            one.notes.append(line)
+        boards.append(one)
     return boards
 
 
@@ -123,8 +129,9 @@ def rows_of(table: pd.DataFrame) -> Iterator[Any]:
 
 
 def _board(
-    lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None, known: Provenance
-) -> Board:
+    lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None, known: Provenance,
+    modelled: Modelled,
+) -> Board:  # fmt: skip
     superseded = lines.record.map(lambda record: bool(record.get("superseded"))).astype(bool)
     everything, lines, first_tries = lines, lines[~superseded], lines[superseded]
     repeat = lines.variant.map(ranking.is_repeat).astype(bool)
@@ -137,7 +144,7 @@ def _board(
     promoted = {one.variant: one for one in ranking.leaders(lines.record, cases, ranking_by) if one.over}
     standing, times, other = [], [], []
     for variant, part in lines[~repeat].groupby("variant", sort=True):
-        row, its_times, shown = _row(variant, part, base, cases, ranking_by, promoted.get(variant))
+        row, its_times, shown = _row(variant, part, base, cases, ranking_by, promoted.get(variant), modelled)
         row["source"] = provenance.worst(map(known.state, shown))
         other.append(any(map(known.problem_changed, shown)))
         before = first_tries[(first_tries.variant == variant) & (first_tries.run_id == row["run_id"])]
@@ -154,7 +161,7 @@ def _board(
     standing = _ranked(standing, list(promoted))
     order = {name: place for place, name in enumerate(standing.variant)}
     times = times.sort_values("variant", key=lambda names: names.map(order), kind="stable", ignore_index=True)
-    ran = lines[(lines.kind != "compile") & (lines.status != "UNSUPPORTED")]
+    ran = lines[~lines.kind.isin(("compile", "model")) & (lines.status != "UNSUPPORTED")]
     told = of_base if len(of_base) else ran if len(ran) else lines
     notes = [f"All rows: {PROBLEM_CHANGED}."] if other and all(other) else []
     if strange := [case for case in dict.fromkeys(of_base.case) if case not in cases]:
@@ -169,7 +176,7 @@ def _board(
 
 def _row(
     variant: str, lines: pd.DataFrame, base: str | None, cases: list[str], ranking_by: str,
-    lead: ranking.Leader | None,
+    lead: ranking.Leader | None, modelled: Modelled,
 ) -> tuple[dict, list[dict], list[dict]]:  # fmt: skip
     """-> (row of standing, rows of times, records that they show) of one variant. The caller fills in rank, attempts,
     source and baseline_ratio.
@@ -185,16 +192,18 @@ def _row(
     }
     row |= {"baseline": any(record.get("baseline") for record in lines.record), "reason": ""} | _resources(lines)
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio"), math.nan)
-    ran = lines[lines.kind != "compile"]
+    ran = lines[~lines.kind.isin(("compile", "model"))]
     ran = ran[(ran.status != "UNSUPPORTED").groupby(ran.run_id).transform("any")]
     if ran.empty:
         compiled = lines[lines.kind == "compile"]
         last = (compiled if len(compiled) else lines).iloc[-1]
         row |= {"status": last.status, "run_id": last.run_id, "reason": _text(last.record.get("reason"))}
-        row["notes"] = [COMPILED] if last.status == "COMPILED" else []
+        if last.status in UNRUN or last.kind == "model":
+            row["status"], row["reason"], note = modelled.said(last.record)
+            row["notes"] = [note] * bool(note)
         return row, [], [last.record]
-    # Of a baseline, single cases that it does not serve are gaps, no failures.
-    gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & row["baseline"]
+    # Single cases that a submission does not serve (ONLY) are gaps, no failures. Of the benchmarks only a baseline may.
+    gaps = (ran.status == "UNSUPPORTED") & (ran.case != "") & (row["baseline"] | (ran.kind == "test"))
     ran, gaps = ran[~gaps], ran[gaps]
     run_id = _shown_run(ran, lead.run_id if lead else base)
     run = ran[ran.run_id == run_id].drop_duplicates(["kind", "case"], keep="last")  # an attempt replaces the one before
@@ -319,7 +328,7 @@ def _ranked(standing: pd.DataFrame, promoted: list[str]) -> pd.DataFrame:
     ahead = passed & standing.variant.isin(promoted)
     eligible = passed & standing.base & ~standing.baseline.astype(bool) & standing.lo_us.notna() & ~ahead
     section = pd.Series(3, index=standing.index)  # failures and gaps
-    section[standing.status == "COMPILED"] = 4
+    section[standing.status.isin(UNRUN)] = 4
     section[passed] = 2
     section[passed & standing.base & standing.baseline] = 1
     section[eligible] = 0

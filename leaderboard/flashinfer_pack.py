@@ -135,7 +135,7 @@ def write(problem: Problem, variant: Submission, target: str, options: argparse.
 def _cases(problem: Problem, target: str, words: str) -> Iterator[Case]:
     """Every test and benchmark case once."""
     seen = set()
-    for case in (*problem.benchmarks["cpu" if target == "cpu" else "cuda"], *problem.tests):
+    for case in (*problem.timed(target), *problem.tests):
         label = str(case)
         if label not in seen and has_words(label, words):
             seen.add(label)

@@ -211,7 +211,10 @@ def clear_l2_cache() -> None:
 '''
 
 # Names of task.py that only this judge reads; with OUTPUTS it takes a folder for one of this project's format.
-OURS = ("OUTPUTS", "INOUT", "OPAQUE", "TESTS", "BENCHMARKS", "BENCHMARKS_CPU", "PRECISION")
+OURS = (
+    "OUTPUTS", "INOUT", "OPAQUE", "TESTS", "BENCHMARKS", "BENCHMARKS_CPU", "BENCHMARKS_SM100", "ONLY_BY_TARGET",
+    "PRECISION",
+)  # fmt: skip
 
 
 def task_folder(problem: Problem) -> dict[str, str]:

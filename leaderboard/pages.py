@@ -10,6 +10,7 @@ import difflib
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.text import Text
 from harness.results import output, record, text
 from harness.results.screen import Screen, track
 from leaderboard import board, latency, provenance, tables
+from leaderboard.modelled import Modelled, prediction
 from leaderboard.provenance import Provenance
 from problems.common import load
 
@@ -44,19 +46,23 @@ class Shown:
         return bool(self.boards or self.steps)
 
 
-def read(results: Path, machines: list[str], problems: list[str]) -> Shown:
-    """The boards of these machines. problems: the names wanted; empty means all.
+def read(results: Path, machines: list[str], problems: list[str], others: Iterable[str] = ()) -> Shown:
+    """The boards of these machines. problems: the names wanted; empty means all. others: machines whose records say
+    what is known of variants that these have only compiled.
 
     ValueError: a problem's task.py cannot be loaded.
     """
     by_machine, complaints = records_of(results, machines, problems)
     lines, said = provenance.read(results)
     known = Provenance(lines, (one for records in by_machine.values() for one in records))
+    elsewhere, _ = records_of(results, [machine for machine in others if machine not in by_machine], problems)
+    modelled = Modelled((one for records in (by_machine | elsewhere).values() for one in records), known)
     shown = Shown(known, complaints=complaints + said, records=by_machine)
     for machine, records in by_machine.items():
         kinds = {(one["problem"], one["target"]) for one in records}
         cases = {kind: found for kind in sorted(kinds) if (found := expected(*kind))}
-        shown.boards += board.build(records, machine, cases, known)
+        predictions = {kind: prediction(*kind) for kind in sorted(kinds)}
+        shown.boards += board.build(records, machine, cases, known, modelled, predictions)
         shown.steps |= latency.steps(records, machine)
     return shown
 
@@ -108,7 +114,7 @@ def expected(problem: str, target: str) -> list[dict] | None:
         return None
     try:
         task = load.module(folder, "task")
-        cases = vars(task).get("BENCHMARKS_CPU") if target == "cpu" else None
+        cases = vars(task).get(f"BENCHMARKS_{target.upper()}")
         return [dataclasses.asdict(case) for case in cases or task.BENCHMARKS]
     except Exception as error:
         raise ValueError(f"{problem}/task.py cannot be loaded: {error!r}") from error
@@ -139,10 +145,13 @@ def markdown(shown: Shown) -> str:
     """Boards, then the latencies of whole models."""
     words = {"config", "format", "source", "state"}
     parts = [
-        tables.section(
-            f"{title}: time per decode step", latency.table(records, shown.known), latency.notes(records), words
-        )
+        tables.section(f"{title}: {what}", table, notes, words)
         for title, records in shown.steps.items()
+        for what, table, notes in (
+            ("time per decode step", latency.table(records, shown.known), latency.notes(records)),
+            ("time of a layer", latency.layers(records), []),
+        )
+        if table[1]
     ]
     boards = [tables.markdown(shown.boards, shown.complaints)] if shown.boards or shown.complaints else []
     return "\n".join([*boards, *parts])
@@ -178,8 +187,13 @@ def terminal(shown: Shown, console: Console) -> None:
         console.print()
     for title, records in shown.steps.items():
         console.rule(_text(f"{title}: time per decode step", "bold"), align="left")
-        header, rows = latency.table(records, shown.known)
-        _print(console, header, rows, [""] * len(rows))
+        for what, (header, rows) in (
+            ("", latency.table(records, shown.known)), ("A layer:", latency.layers(records)),
+            ("Where the time of a step goes:", latency.breakdown(records)),
+        ):  # fmt: skip
+            if rows:
+                console.print(_text(what))
+                _print(console, header, rows, [""] * len(rows))
         for line in latency.notes(records):
             console.print(_text(line, "dim"))
         console.print()
@@ -212,7 +226,7 @@ def report(options: argparse.Namespace) -> int:
     if options.machine is not None and options.machine not in folders:
         raise ValueError(f"--machine: no folder {options.machine} in {options.results} (there are: {_list(folders)})")
     machines = folders if options.machine is None else [options.machine]
-    shown = read(options.results, machines, options.problems)
+    shown = read(options.results, machines, options.problems, folders)
     for complaint in shown.complaints:
         output.complain(f"warning: {text.line(complaint)}")
     if not shown:

@@ -13,7 +13,7 @@ from harness.results import ranking, text
 from leaderboard import latency, plot, tables, trend
 from leaderboard.board import Board, rows_of
 from leaderboard.checks import Check
-from leaderboard.plot import DotPlot, Dots, Lines, Point, Strips
+from leaderboard.plot import Bars, DotPlot, Dots, Lines, Point, Strips
 
 MOST_LINES = 60  # variants in one picture; the table has all
 BASELINES = 2  # series kept for baselines, where there are more variants than series
@@ -134,6 +134,25 @@ def steps(records: Sequence[dict]) -> DotPlot | None:
     return DotPlot(lines, ("CUDA graph", "eager"), axis, "speed of light") if any(x.points for x in lines) else None
 
 
+def components(records: Sequence[dict]) -> Bars | None:
+    """Where the time of a step of each case goes: the ops that take most in the records together, and the rest."""
+    own, _ = _apart(records)
+    found = {own[ranking.case_label(one["case"])]: (latency.components(one), one) for one in records}
+    found = {label: (parts, one) for label, (parts, one) in found.items() if parts}
+    rest = (latency.OUTSIDE, latency.GAPS)
+    names = {name for parts, _ in found.values() for name in parts if name not in rest}
+    share = {name: max(parts.get(name, 0.0) / sum(parts.values()) for parts, _ in found.values()) for name in names}
+    longest = sorted(names, key=lambda name: -share[name])[: plot.MOST_SERIES - len(rest) - 1]
+    lines = []
+    for label, (parts, one) in found.items():
+        others = sum(parts.get(name, 0.0) for name in names.difference(longest))
+        values = [*(parts.get(name, 0.0) for name in longest), others, *(parts.get(name, 0.0) for name in rest)]
+        sol = latency.number(one.get("sol_us"))
+        lines.append((label, values, [sol] if sol > 0 else [], f"{tables.us(sum(values))} us"))
+    axis = "time of a decode step on the GPU by op, us, by the driver's records"
+    return Bars(lines, [*longest, "other ops", *rest], axis, "speed of light") if lines else None
+
+
 def op_times(check: Check) -> DotPlot | None:
     """The time of each op in a decode step, the longest on top."""
     longest = sorted(check.ops_us.items(), key=lambda item: -item[1])
@@ -188,6 +207,12 @@ def said_of(shown: plot.Plot) -> str:
     if isinstance(shown, DotPlot):
         said = [f"{one.label}: {', '.join(_point(shown, p) for p in one.points) or 'no time'}" for one in shown.lines]
         return f"Dot plot, {shown.axis}. " + "; ".join(said)
+    if isinstance(shown, Bars):
+        said = []
+        for label, values, *_ in shown.lines:
+            parts = zip(shown.names, values, strict=True)
+            said.append(f"{label}: " + ", ".join(f"{what} {plot.short(round(us, 1))}" for what, us in parts if us > 0))
+        return f"Stacked bars, {shown.axis}. " + "; ".join(said)
     if isinstance(shown, Lines):
         said = [f"{what}: {', '.join(plot.short(round(y, 4)) for _, y in points)}" for what, points in shown.series]
         return f"Line chart, {shown.axis}, {len(shown.x)} commits. " + "; ".join(said)

@@ -1,4 +1,4 @@
-"""Pictures as dot plots, lines and strips: at most 1,600 px wide, with text that never overlaps.
+"""Pictures as dot plots, stacked bars, lines and strips: at most 1,600 px wide, with text that never overlaps.
 
 Lengths are in px of a picture at its own size. Each picture has two forms, WIDE and NARROW, and the same text in both.
 An axis is logarithmic where its values span a decade or more. leaderboard/pictures.py says what is drawn. A figure has
@@ -85,6 +85,18 @@ class DotPlot:
 
 
 @dataclass(frozen=True)
+class Bars:
+    """Stacked bars. lines: (label, values of the series in order, positions of short lines, text at the right); names:
+    of the series, at most MOST_SERIES.
+    """
+
+    lines: Sequence[tuple[str, Sequence[float], Sequence[float], str]]
+    names: Sequence[str]
+    axis: str
+    mark: str = ""
+
+
+@dataclass(frozen=True)
 class Lines:
     """Series over positions 0, 1, ... x: a label of each position; series: (name, [(position, value), ...]); steps: a
     value holds until the next.
@@ -105,7 +117,7 @@ class Strips:
     axis: str
 
 
-Plot = DotPlot | Lines | Strips
+Plot = DotPlot | Bars | Lines | Strips
 
 
 def draw(plot: Plot, width: int) -> Figure:
@@ -113,6 +125,8 @@ def draw(plot: Plot, width: int) -> Figure:
     with matplotlib.rc_context(STYLE):
         if isinstance(plot, DotPlot):
             return _dot_plot(plot, width)
+        if isinstance(plot, Bars):
+            return _stacked(plot, width)
         return _lines(plot, width) if isinstance(plot, Lines) else _strips(plot, width)
 
 
@@ -434,6 +448,29 @@ def _dot_plot(plot: DotPlot, width: int) -> Figure:
             if point.lo <= point.hi:
                 sheet.line([x(point.lo), x(point.hi)], [at, at], f"s{point.series % MOST_SERIES}", 2)
             sheet.shapes([x(point.x)], [at], point.series, point.series in plot.baselines)
+        y += height
+    return sheet.figure
+
+
+def _stacked(plot: Bars, width: int) -> Figure:
+    bands = _bands([label for label, *_ in plot.lines], [said for *_, said in plot.lines], width, 24)
+    placed, top = legend(plot.names, plot.mark if any(marks for _, _, marks, _ in plot.lines) else "", width)
+    ends = [sum(values) for _, values, _, _ in plot.lines] + [at for _, _, marks, _ in plot.lines for at in marks]
+    x = scale([0.0, *ends], bands.left, bands.right)
+    axis, bottom = _axis(plot.axis, x, width), top + sum(bands.heights) + 4
+    sheet = _Sheet(width, bottom + 28 + 16 * len(axis))
+    _legend(sheet, placed, frozenset())
+    shown, y = _x_axis(sheet, axis, x, bottom), top
+    for number, ((_, values, marks, said), height) in enumerate(zip(plot.lines, bands.heights, strict=True)):
+        middle = bands.label(sheet, number, y, said)
+        sheet.bars(shown, middle - 10, middle + 10, "grid")
+        start = 0.0
+        for series, value in enumerate(values):
+            if value > 0:
+                places = [x(start), x(start + value)]
+                sheet.line(places, [middle] * 2, f"s{series % MOST_SERIES}", 13, solid_capstyle="butt")
+            start += max(value, 0.0)
+        sheet.bars(map(x, marks), middle - 10, middle + 10, "roofline", 2)
         y += height
     return sheet.figure
 

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from harness.results import ranking, text
-from leaderboard.board import Board, rows_of
+from leaderboard.board import UNRUN, Board, rows_of
 
 WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
@@ -263,12 +263,12 @@ def _state(row: Any, resources: bool = True) -> str:
     """Status, why, the notes, and if wanted the registers and spills of a row, on one line."""
     reason = " ".join(text.line(row.reason).split())
     reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
-    quiet = row.status in ("PASSED", "COMPILED")  # the notes say it, or it goes without saying
+    quiet = row.status in ("PASSED", *UNRUN)  # the notes say it, or it goes without saying
     parts = [] if quiet else [": ".join(filter(None, [row.status, reason]))]
     parts += row.notes
-    if resources and row.status == "COMPILED" and math.isfinite(row.registers):
+    if resources and row.status in UNRUN and math.isfinite(row.registers):
         parts.append(f"{row.registers:.0f} registers")
-    if resources and (row.spill_bytes > 0 or (row.status == "COMPILED" and row.spill_bytes == 0)):
+    if resources and (row.spill_bytes > 0 or (row.status in UNRUN and row.spill_bytes == 0)):
         parts.append(f"spills {row.spill_bytes:.0f} B")
     return "; ".join(parts) or "ok"
 

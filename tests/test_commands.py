@@ -153,6 +153,8 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
         assert generate.main([*words, "--tokens", "3"]) in (0, None)
     elif program == "-m" and words[0] in ("tests.exploits.exploit_table", "tests.support.code_sections"):
         assert subprocess.run([sys.executable, "-m", words[0], "--help"], cwd=ROOT, capture_output=True).returncode == 0
+    elif program == "harness/tools/bringup_sm100.py":
+        assert subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True).returncode == 0
     elif program == "-m" and words[0] == "harness.problem.task_yml":
         assert subprocess.run([sys.executable, "-m", *words, "--check"], cwd=ROOT).returncode == 0
     elif program != "-m" or words[0] not in ("pytest", "ruff", "ty"):

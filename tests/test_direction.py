@@ -51,6 +51,8 @@ def admitted(path: str, source: str, name: str) -> bool:
         return root not in OURS or root in ("leaderboard", "harness") or name.startswith(COMMANDS)
     if parts[0] == "harness":
         return root not in OURS or root == "harness" or common
+    if parts[:3] == ["problems", "common", "ptx_model"]:
+        return root not in OURS or common
     if parts[:2] == ["problems", "common"]:  # all that is compiled or read there goes through build.py
         return root not in OURS or name == "problems.common.build"
     if parts[1] == COMPOSITION:

@@ -172,7 +172,9 @@ def why(j: Result) -> str:
     """Return the reason of a verdict that is not PASSED, on one line."""
     if j.reason:
         return text.first_line(j.reason)
-    bad = [(c, o) for c, o in j.tests if o.status != "PASSED"] + [(t.case, t.failure) for t in j.times if t.failure]
+    bad = [(c, o) for c, o in j.tests if o.status not in ("PASSED", "MODEL_CHECKED")] + [
+        (t.case, t.failure) for t in j.times if t.failure
+    ]
     bad = [(c, o) for c, o in bad if o.status != "UNSUPPORTED"] or bad
     if not bad:
         return "no reason given"

@@ -22,6 +22,9 @@ def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]
     report = [PYTHON, "leaderboard/report.py", name]
     if j.verdict == "PASSED":
         words, why = _passed(args, base, report, "" if winner == j.submission.name else winner)
+    elif j.verdict == "MODEL_CHECKED":
+        recorded = "it is recorded; see the board", "it is right in the model; without --mode it is recorded"
+        words, why = (report, recorded[0]) if args.mode == "leaderboard" else (base, recorded[1])
     elif j.verdict == "COMPILED":
         words, why = base, f"it compiles; run it on a machine with {' or '.join(j.submission.targets)}"
     elif j.verdict == "UNSUPPORTED":

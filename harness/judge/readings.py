@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from harness.judge.outcome import Outcome, known
 from harness.problem.folders import Case
-from harness.results import stats
+from harness.results import datasheet, stats
 from harness.runner import matmul
 
 # The parent's clock against the claimed time: allowed is OUTSIDE_FACTOR times it and this many us more.
@@ -13,8 +13,6 @@ OUTSIDE_FACTOR = 1.25
 OUTSIDE_SLACK_US = 300
 # On a CPU, however the empty calls scatter: what is taken off a reading at most, and what the resolution is at most.
 COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
-# Bytes a second and flops a second of the datasheet (dense; bf16), by what a GPU's name contains.
-DATASHEET = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
 SOL_SHARE = 0.95  # of the physical bound: a time below it is no measurement
 
 # Keys of what the parent's clock reads of the judge's own calls, among their times: the empty ones from "go" to the
@@ -130,11 +128,12 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
     call. Return 0 for a device without a datasheet here: a rate that was measured is no bound, and the judge's clock
     runs outside.
     """
-    known = next((rates for name, rates in DATASHEET.items() if gpu and name in gpu), None)
+    known = next((name for name in datasheet.RATES if gpu and name in gpu), None)
     if known is None:
         return 0.0
-    flops_us = (case.flops or 0) / known[1] * 1e6
-    return SOL_SHARE * max(readings.stated * readings.bytes / known[0] * 1e6, flops_us, readings.empty_us)
+    flops_us = (case.flops or 0) / datasheet.flops_rate(known, case.params.get("activation")) * 1e6
+    bytes_us = readings.stated * readings.bytes / datasheet.RATES[known][0] * 1e6
+    return SOL_SHARE * max(bytes_us, flops_us, readings.empty_us)
 
 
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:

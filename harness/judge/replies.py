@@ -162,6 +162,8 @@ class Kernel(Reply):
     stack_bytes: Count
     spill_bytes: Count
     shared_bytes: Count
+    sass: Annotated[dict[Name, Count], Field(max_length=256)] | None = None
+    tmem_columns: Count | None = None
 
 
 class Artefact(Reply):
@@ -170,7 +172,7 @@ class Artefact(Reply):
 
 
 class Compiled(Reply):
-    most_values: ClassVar[int] = 30_000
+    most_values: ClassVar[int] = 100_000
     artefacts: Annotated[list[Artefact], Field(max_length=256)]
 
 

@@ -113,7 +113,7 @@ class Selection:
 
     def cases(self) -> tuple[list[Case], list[Case]]:
         """Return the test cases and the benchmark cases of this run, without those that the mode leaves out."""
-        mode, timed = self.args.mode, self.problem.benchmarks[self.device]
+        mode, timed = self.args.mode, self.problem.timed(self.target)
         if self.args.sanitize:
             return self._matching(self.problem.tests, "test"), []
         tests = self.tests() if mode in ("test", "leaderboard") else []
@@ -121,8 +121,9 @@ class Selection:
 
     def tests(self) -> list[Case]:
         args = self.args
-        tests = self._matching(self.problem.tests, "test") if args.mode == "test" else list(self.problem.tests)
-        if args.case and args.mode == "leaderboard":
+        only_tests = args.mode == "test" or args.device == "model"
+        tests = self._matching(self.problem.tests, "test") if only_tests else list(self.problem.tests)
+        if args.case and not only_tests:
             tests = [c for c in tests if has_words(str(c), args.case)] or tests
         return tests if args.seed is None else [dataclasses.replace(case, seed=args.seed) for case in tests]
 

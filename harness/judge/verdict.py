@@ -15,8 +15,8 @@ from harness.sandbox import policy, workdir
 from problems.common import build
 
 EXIT_CODES = {
-    "PASSED": 0, "COMPILED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3, "COMPILE_ERROR": 4,
-    "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
+    "PASSED": 0, "COMPILED": 0, "MODEL_CHECKED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3,
+    "COMPILE_ERROR": 4, "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
 }  # fmt: skip
 REGRESSION_EXIT = 8  # of --fail-on-regression, where no verdict has another code
 # Where a submission failed in several ways, the one that says most about it is its verdict.

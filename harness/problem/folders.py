@@ -72,7 +72,7 @@ class Case:
 class Submission:
     """A submission file and its literals, read without running it. folder: its problem's.
 
-    only: (field of the case, values that it serves), of a baseline that cannot serve every case; () serves all. own:
+    only: (field of the case, values that it serves), of one that need not serve every case; () serves all. own:
     its problem's folder is ours. tree, commit: of a variant of another commit, a copy of that commit's files, in which
     `file` and `folder` lie, and its hash.
     """
@@ -105,11 +105,15 @@ class Problem:
     folder: Path
     own: bool  # ours: outputs allocated by the judge, baselines and prepared weights possible
     tests: tuple[Case, ...]
-    benchmarks: dict[str, tuple[Case, ...]]  # by device type
+    benchmarks: dict[str, tuple[Case, ...]]  # by device type, or by a target that has separate ones; see timed
     files: dict[str, Path] = dataclasses.field(default_factory=dict)  # GPU MODE's: what a submission may import
     ranking_by: str = "geom"
     timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
     composition: bool = False  # see harness/problem/sources.py
+
+    def timed(self, target: str) -> tuple[Case, ...]:
+        """Return the cases that submissions for `target` are timed on."""
+        return self.benchmarks.get(target, self.benchmarks["cpu" if target == "cpu" else "cuda"])
 
     def submissions(self) -> list[Submission]:
         """Return every file in variants/, by name."""
@@ -191,7 +195,7 @@ def _entry(problem: Problem, file: Path) -> Submission:
     requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
     targets = _targets(file, said)
     baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-    only = _only(problem, file, said["ONLY"], baseline) if "ONLY" in said else ()
+    only = _only(problem, file, said["ONLY"], () if baseline else targets) if "ONLY" in said else ()
     return Submission(
         file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.own
     )
@@ -224,17 +228,32 @@ def _names(file: Path, said: dict[str, Any], literal: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _only(problem: Problem, file: Path, said: object, baseline: bool) -> tuple[tuple[str, tuple], ...]:
-    """The literal ONLY as Submission has it. UsageError: not a baseline's, or not fields of the cases with values."""
-    if not baseline:
-        raise UsageError(f"{file.name}: ONLY is for peer_* files of variants/, a submission must serve every case")
+def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) -> tuple[tuple[str, tuple], ...]:
+    """The literal ONLY as Submission has it. targets: () of a baseline. UsageError: a submission's that task.py does
+    not allow for all of its targets, or not fields of the cases with values.
+    """
+    allowed = {}
+    if targets and problem.own:
+        allowed = load.constants(problem.folder / "task.py", "ONLY_BY_TARGET").get("ONLY_BY_TARGET", {})
+    if any(allowed.get(target) != said for target in targets):
+        known = "".join(f", and for {target} {value}" for target, value in allowed.items())
+        raise UsageError(
+            f"{file.name}: ONLY is for peer_* files of variants/{known}, a submission must serve every case, "
+            f"got {said!r}"
+        )
     if not isinstance(said, dict) or not said or any(isinstance(v, list | set | dict) for v in said.values()):
         raise UsageError(f"{file.name}: ONLY must map fields of the case to a value or a tuple of values, got {said!r}")
     cases = [*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)]
     known = list(dict.fromkeys(field for case in cases for field in case.params))
     if unknown := [field for field in said if field not in known]:
         raise UsageError(f"{file.name}: ONLY must name fields of the case ({', '.join(known)}), got {unknown[0]!r}")
-    return tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
+    only = tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
+    for case in (case for target in targets for case in problem.timed(target)):
+        if not all(case.params.get(field) in values for field, values in only):
+            raise UsageError(
+                f"{problem.name}/task.py: ONLY_BY_TARGET must admit every timed case, it leaves out {case}"
+            )
+    return only
 
 
 def is_own(folder: Path) -> bool:
@@ -263,6 +282,8 @@ def _read(folder: Path) -> Problem:
             )  # fmt: skip
 
         benchmarks = {"cuda": cases(task.BENCHMARKS), "cpu": cases(task.BENCHMARKS_CPU)}
+        if hasattr(task, "BENCHMARKS_SM100"):
+            benchmarks["sm100"] = cases(task.BENCHMARKS_SM100)
         composition = sources.is_composition(folder)
         if composition and folder.parent != load.PROBLEMS:
             raise UsageError(f"{folder} is a composition: it must stand in {load.PROBLEMS}, as its imports say")

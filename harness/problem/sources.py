@@ -22,6 +22,9 @@ from problems.common import build, load
 SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}  # of sources beside a Python file
 # Of a problem folder, what no runner gets to see. A winner's variant is loaded, not imported.
 HIDDEN = ("reference", "check", "wrong", "variants")
+# What task.py says of sm100 only. It is no part of problem_hash, or records of other targets would seem to be of
+# another problem; a record names its case.
+_LATER = {"BENCHMARKS_SM100", "ONLY_BY_TARGET"}
 
 
 @contextlib.contextmanager
@@ -117,22 +120,29 @@ def _code(path: Path) -> bytes:
     """
     if path.suffix == ".yml":
         return json.dumps(yaml.safe_load(build.read(path.resolve())), sort_keys=True, default=str).encode()
-    text = load.text(path)
+    text, tree = load.text(path), load.parse(path)
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    later = [node for node in assigned if _LATER & {ast.unparse(target) for target in node.targets}]
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)
-        for node in ast.walk(load.parse(path))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and ast.get_docstring(node, clean=False) is not None
     }
-    return "\n".join(_tokens(text, docstrings)).encode()
+    lines = {line for node in later for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return "\n".join(_tokens(text, docstrings, lines)).encode()
 
 
-def _tokens(text: str, without: set[tuple[int, int]]) -> Iterator[str]:
-    """The tokens of a Python text but for comments, line breaks and the strings that begin at `without`."""
+def _tokens(text: str, without: set[tuple[int, int]], unread: set[int]) -> Iterator[str]:
+    """The tokens of a Python text but for comments, line breaks, the strings that begin at `without`, and the lines
+    `unread`.
+    """
     left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
     lines, inside, start = text.splitlines(keepends=True), 0, (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         name = tokenize.tok_name[token.type]
+        if token.start[0] in unread:
+            continue
         # From Python 3.12 an f-string is several tokens; here it is one, as before.
         if name == "FSTRING_START":
             start = start if inside else token.start

@@ -21,10 +21,10 @@ SCHEMA = 3
 # Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
 Status = Literal[
     "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
-    "UNSUPPORTED", "COMPILED", "PASSED",
+    "UNSUPPORTED", "COMPILED", "MODEL_CHECKED", "PASSED",
 ]  # fmt: skip
 STATUSES: tuple[str, ...] = get_args(Status)
-Kind = Literal["test", "benchmark", "compile", "latency"]
+Kind = Literal["test", "benchmark", "compile", "latency", "model"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Target = Literal["cpu", "sm90", "sm100"]
 TIMED = ("benchmark", "latency")
@@ -136,7 +136,31 @@ class Resource(_Checked):
     spill_bytes: int | None = Field(None, description="bytes of registers that are spilled, stores and loads together")
     stack_bytes: int | None = Field(None, description="bytes of a thread's stack frame")
     shared_bytes: int | None = Field(None, description="bytes of static shared memory")
+    sass: dict[str, int] | None = Field(
+        None,
+        description="instructions of tensor cores, copies, barriers and local memory in its machine code, by name how "
+        "many; absent where nvdisasm was not installed or could not read it",
+    )
+    tmem_columns: int | None = Field(
+        None, description="columns of its largest allocation of tensor memory, where the machine code says that"
+    )
     bytes: int | None = Field(None, description="size of the file that has the kernel")
+
+
+class Share(_Checked):
+    """The part of something in a step on a GPU."""
+
+    us: Us | None = Field(None, description="time of its kernels, copies and fills")
+    launches: int | None = Field(None, description="how many there are")
+
+
+class Breakdown(_Checked):
+    """Where the time of a step goes on a GPU, in us, by the driver's records."""
+
+    ops: dict[str, Share] | None = Field(None, description='by op of the model; "": in none')
+    kernels: dict[str, Share] | None = Field(None, description="by name of a kernel, copy or fill")
+    span_us: Us | None = Field(None, description="from the first start to the last end")
+    gaps_us: Us | None = Field(None, description="of these, while nothing ran")
 
 
 class Record(_Checked):
@@ -151,7 +175,9 @@ class Record(_Checked):
     )
     run_id: Name = _field("the run: all its records have the same one", required=True)
     time: Time = _field("when the record was made, ISO 8601, in the years 1970 to 2199", required=True)
-    kind: Kind = _field("what was done: test, benchmark, compile or latency", required=True)
+    kind: Kind = _field(
+        "what was done: test, benchmark, compile, latency, or model (executed in a model)", required=True
+    )
     problem: Name = _field("the problem's folder", required=True)
     variant: Name = _field("the submission's name", required=True)
     target: Target = _field("cpu, sm90 or sm100", required=True)
@@ -173,12 +199,17 @@ class Record(_Checked):
     environment: dict[str, str | None] | None = _field("versions and names of what ran: gpu, cpu, driver, torch, ...")
     sandbox: Any = _field("what held the submission in its place")
     device: str | None = _field("cpu or cuda", ("test", *TIMED))
-    seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark"))
+    seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark", "model"))
+    orders: list[str] | None = _field(
+        "the orders of asynchronous work that the case was executed in; status and reason are of the worst", ("model",)
+    )
     error: Numbers | None = _field(
         "the worst error: rel (Frobenius, a share), max (of an element), tol (what was admitted there)",
         ("test", "benchmark"),
     )
-    median_us: Us | None = _field("median time of a call in us; of latency records, of one replayed graph", TIMED)
+    median_us: Us | None = _field(
+        "median time of a call in us; of latency records, of one replayed graph, or of an eager call without one", TIMED
+    )
     ci95_us: Interval | None = _field("its 95 % interval in us: [low, high]", ("benchmark",))
     samples_us: Samples | None = _field("all scored times in us, a list for each process", TIMED)
     n: int | None = _field("number of scored times", TIMED)
@@ -191,7 +222,7 @@ class Record(_Checked):
     roofline_kind: str | None = _field("which of them is the roofline: read or flops", ("benchmark",))
     roofline_config: Any = _field("the reader that was the fastest", ("benchmark",))
     bytes: Size | None = _field("least memory traffic of a call in bytes", TIMED)
-    flops: float | None = _field("operations of a call, two for a multiplication with its sum", ("benchmark",))
+    flops: float | None = _field("operations of a call, two for a multiplication with its sum", TIMED)
     clocks_mhz: Any = _field("clocks of the GPU while it was timed, in MHz: sm, mem", ("benchmark",))
     throttle: Any = _field("reasons why the GPU throttled its clocks", ("benchmark",))
     clock: Clock | None = _field(
@@ -209,9 +240,13 @@ class Record(_Checked):
     resources: list[Resource] | None = _field("what the compiler says, an object for each kernel", ("compile",))
     eager_us: Us | None = _field("median time of the same step without a graph, in us, host's clock", ("latency",))
     sol_us: Us | None = _field(
-        "speed of light: bytes at the datasheet's bandwidth, in us; null where that is not known", ("latency",)
+        "speed of light: bytes or flops at the datasheet's rates, the longer, in us; null where these are not known",
+        ("latency",),
     )
-    launches: dict[str, int] | None = _field("kernels, copies and fills of one step: eager, graph", ("latency",))
+    launches: dict[str, int] | None = _field(
+        "kernels, copies and fills of one step: eager, and graph where there is one", ("latency",)
+    )
+    breakdown: Breakdown | None = _field("where the time of a step goes on the GPU, longest first", ("latency",))
     kernels: dict[str, str | None] | None = _field("by op of the model, what fills it", ("latency",))
     checks: dict[str, Any] | None = _field("by check of the graph: what it found", ("latency",))
 
@@ -308,7 +343,10 @@ def tables() -> str:
     return "\n\n".join(parts)
 
 
-_PARTS = {"against": Against, "confirms": Confirms, "resources": Resource, "code.jsonl": Code}
+_PARTS = {
+    "against": Against, "confirms": Confirms, "resources": Resource, "breakdown": Breakdown,
+    "breakdown: a part": Share, "code.jsonl": Code,
+}  # fmt: skip
 
 
 def _table(model: type[BaseModel], kinds: bool = False) -> str:

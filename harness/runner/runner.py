@@ -8,9 +8,11 @@ It starts as `python -m harness.runner.runner FD`, where FD is a connected socke
 harness/runner/wire.py.
 """
 
+import contextlib
 import gc
 import importlib.util
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +26,7 @@ import torch
 
 from harness.runner import claims, clock, failure, gate, integrity, matmul, native, streams, tree, wire
 from harness.runner.buffers import MappedBuffer, Page
-from problems.common import build, load
+from problems.common import build, cubins, load
 
 TRACE_LIMIT = 2**20  # characters; the judge takes no more
 COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
@@ -229,11 +231,7 @@ class Runner:
         if not callable(getattr(self.module, "compile_for", None)):
             raise AttributeError("it defines no compile_for(target), which the judge calls")
         artefacts = self.module.compile_for(message["target"])
-        return {
-            "artefacts": [
-                {"bytes": a.path.stat().st_size, "kernels": [vars(kernel) for kernel in a.kernels()]} for a in artefacts
-            ]
-        }
+        return {"artefacts": [{"bytes": a.path.stat().st_size, "kernels": _kernels(a)} for a in artefacts]}
 
     def _data(self, buffer: MappedBuffer) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
@@ -333,6 +331,15 @@ class Runner:
     def _sync(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _kernels(artefact: build.Artefact) -> list[dict]:
+    """What the compiler's report and, where nvdisasm is installed and reads it, the machine code say of each kernel."""
+    found: dict[str, dict] = {}
+    if artefact.target in build.ARCH:
+        with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):  # the code is right without it
+            found = cubins.instructions(artefact.path)
+    return [vars(kernel) | cubins.named(found, kernel.name) for kernel in artefact.kernels()]
 
 
 def _trace(profiler: torch.profiler.profile) -> str:

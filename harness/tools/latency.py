@@ -1,16 +1,17 @@
 """Time a whole model's decode step on a GPU: eager, and as one replayed CUDA graph. No submission may capture a graph.
 
-The problem's folder has latency.py with CASES, a list of case parameters, and `Decode(case, steps)` with `choose()`,
-`step(chosen, without)`, `reset()` and `bytes` (problems/dsv4_forward/latency.py). It is the problem's own code and runs
-in a separate process: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON list, FILE for what it finds.
+The problem's folder has latency.py with CASES, a list of case parameters, and `prepare(case, steps)`. What that returns
+has `choose()`, `step(chosen, without, named)`, `reset()`, `bytes`, `flops` and `graph`: whether a step can be recorded;
+if not, as a prefill cannot, it is timed eager only (problems/dsv4_forward/latency.py). It is the problem's own code and
+runs in a separate process: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON list, FILE for what it
+finds.
 
 Before it times, it checks: a step does not wait for the GPU; the graph holds the kernels that an eager step launches;
 a replay gives the logits of the eager step, bit for bit. Ops that cannot be captured are named, and hold the reference
-in the graph.
+in the graph. Where the time goes, by op and by kernel, is read from the driver's records of a few replays.
 """
 
 import collections
-import contextlib
 import json
 import os
 import statistics
@@ -23,15 +24,18 @@ from typing import Any
 
 import torch
 
-from harness.judge.readings import DATASHEET
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Problem, ProblemError, UsageError, has_words, label
 from harness.results import environment, record, schema
+from harness.results.datasheet import RATES
 from harness.sandbox import process
+from harness.tools import device_trace
+from harness.tools.device_trace import Launch
 from problems.common import build, load
 
 FILE = "latency.py"
 WARMUPS, STEPS = 5, 50
+TRACED = 5  # replays whose kernels are timed
 PER_THREAD = 2  # cudaStreamPerThread: the default one of code that build.capturable() made
 CLOCK = {
     "name": "host clock, from the launch of a step until the GPU has done it", "cold": "no: each step follows another",
@@ -76,9 +80,10 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
     """The record of what `measure` found."""
     gpu = environment.describe()["gpu"] or ""
-    rate = next((rates[0] for name, rates in DATASHEET.items() if name in gpu), None)
+    rates = next((rates for name, rates in RATES.items() if name in gpu), None)
+    least = rates and 1e6 * max(measured["bytes"] / rates[0], measured["flops"] / rates[1])
     line = recorder.base(judged, "latency", measured["case"]) | measured
-    line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": rate and measured["bytes"] / rate * 1e6}
+    line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": least}
     schema.see_known(line)
     return record.plain(line)
 
@@ -92,16 +97,20 @@ def main() -> None:
     print(f"{'':<52}{'eager us':>10}{'graph us':>10}{'launches':>10}")
     with open(found, "w") as file, torch.inference_mode():
         for case in chosen:
-            one = measure(hook.Decode(case, WARMUPS + STEPS))
+            one = measure(hook.prepare(case, WARMUPS + STEPS))
             file.write(json.dumps({"case": case, **one}) + "\n")
-            said = one["reason"] or "ok"
-            launches = one["launches"]["graph"]
-            print(f"{label(case):<52}{one['eager_us']:>10.0f}{one['median_us']:>10.0f}{launches:>10}  {said}")
+            file.flush()
+            said, launches = one["reason"] or "ok", one["launches"]
+            graph = f"{one['median_us']:.0f}" if "graph" in launches else "-"
+            count = launches.get("graph", launches["eager"])
+            print(f"{label(case):<52}{one['eager_us']:>10.0f}{graph:>10}{count:>10}  {said}")
 
 
 def measure(decode: Any) -> dict:
-    """Fields of a record of one case, times in us. decode: the problem's Decode."""
+    """Return the fields of a record of one case, times in us. decode: what the problem prepared."""
     eager_ops = decode.choose()
+    if not decode.graph:
+        return _eager(decode, eager_ops)
     with build.capturable():
         graph_ops = decode.choose()
         with torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
@@ -110,14 +119,15 @@ def measure(decode: Any) -> dict:
             graph.replay()
             torch.cuda.synchronize()
             replayed = step.logits.clone()
-            in_graph = _launches(graph.replay)
+            replays = [device_trace.launches(graph.replay) for _ in range(TRACED)]
             samples = _times_us(graph.replay)
     step = decode.step(eager_ops)
     decode.reset()
     torch.cuda.synchronize()
     wait = _waits(step)
     same = torch.equal(step.logits, replayed)
-    in_eager = _launches(step)
+    traced = device_trace.launches(decode.step(eager_ops, named=True))
+    in_eager, in_graph = _names(traced), _names(max(replays, key=len))
     missing, further = apart(in_eager, in_graph)
     failed = {
         "host_synchronisations": bool(wait), "replay_equals_eager": not same, "not_captured": bool(left_out),
@@ -126,14 +136,34 @@ def measure(decode: Any) -> dict:
     reason = "; ".join(name for name, bad in failed.items() if bad)
     return {
         "status": "INVALID_MEASUREMENT" if reason else "PASSED", "reason": reason, "bytes": decode.bytes,
-        "median_us": statistics.median(samples), "samples_us": [samples], "n": len(samples),
+        "flops": decode.flops, "median_us": statistics.median(samples), "samples_us": [samples], "n": len(samples),
         "eager_us": statistics.median(_times_us(step)), "kernels": eager_ops.names,
         "launches": {"eager": len(in_eager), "graph": len(in_graph)},
+        "breakdown": device_trace.breakdown(traced, replays),
         "checks": {
             "host_synchronisations": wait, "replay_equals_eager": same, "missing_in_graph": missing,
             "only_in_graph": further, "not_captured": left_out,
         },
     }  # fmt: skip
+
+
+def _eager(decode: Any, chosen: Any) -> dict:
+    """Return the fields of a record of a case without a graph."""
+    step = decode.step(chosen)
+    samples = _times_us(step)
+    named = decode.step(chosen, named=True)
+    traced = [device_trace.launches(named) for _ in range(TRACED)]
+    return {
+        "status": "PASSED", "reason": "", "bytes": decode.bytes, "flops": decode.flops,
+        "median_us": statistics.median(samples), "samples_us": [samples], "n": len(samples),
+        "eager_us": statistics.median(samples), "kernels": chosen.names,
+        "launches": {"eager": len(max(traced, key=len))},
+        "breakdown": device_trace.breakdown(max(traced, key=len), traced), "checks": {},
+    }  # fmt: skip
+
+
+def _names(launches: list[Launch]) -> list[str]:
+    return [launch.name for launch in launches]
 
 
 def recorded(decode: Any, chosen: Any, capture: Callable) -> tuple[Any, Any, list[str]]:
@@ -188,18 +218,6 @@ def _waits(step: Callable[[], None]) -> str:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return ""
-
-
-def _launches(call: Callable[[], None]) -> list[str]:
-    """Names of the kernels, copies and fills that one call runs on the GPU."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    for _ in range(2):  # the first profile of a process may miss records
-        torch.cuda.synchronize()
-        with contextlib.redirect_stdout(sys.stderr), torch.profiler.profile(activities=activities) as profile:
-            call()
-            torch.cuda.synchronize()
-    device = torch.autograd.DeviceType.CUDA
-    return [event.name for event in profile.events() if event.device_type == device]
 
 
 def _times_us(call: Callable[[], None]) -> list[float]:

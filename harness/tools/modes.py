@@ -13,7 +13,7 @@ from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.tools import cpu_profile, profiling
-from problems.common import build
+from problems.common import build, cubins
 
 SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
 SANITIZE_TOOLS = ("memcheck", "racecheck")
@@ -29,6 +29,8 @@ def compile_only(problem: Problem, device: str, judged: list[Result], progress: 
     if not shutil.which("nvcc"):
         console.say("nvcc is not on PATH: variants for other targets are not compiled")
         return
+    if not cubins.disassembler():
+        console.say(f"note: {cubins.MISSING}")
     with Session(problem, device) as session:
         for number, j in enumerate(todo):
             progress(Step("compile for others", number, len(todo), j.submission.name))
@@ -50,7 +52,7 @@ def _compile(session: Session, j: Result) -> None:
         j.artefacts += [
             {"target": target, "bytes": a.bytes, **kernel}
             for a in reply.artefacts
-            for kernel in [kernel.model_dump() for kernel in a.kernels] or [{}]
+            for kernel in [kernel.model_dump(exclude_none=True) for kernel in a.kernels] or [{}]
         ]
         j.status, j.reason = "COMPILED", f"compiled for {', '.join(j.submission.targets)}, not run here"
 

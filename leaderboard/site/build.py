@@ -27,7 +27,7 @@ from pygments.formatters.html import HtmlFormatter
 
 from harness.results import output, stats, text
 from harness.results.screen import track
-from leaderboard import checks, pictures, plot, quality, tables, trend
+from leaderboard import checks, latency, pictures, plot, quality, tables, trend
 from leaderboard.board import Board
 from leaderboard.pages import Shown
 from leaderboard.site import grids, variant
@@ -250,7 +250,14 @@ class Site:
             sections.append({
                 "title": title, "key": key, "steps": grids.steps(records, self.shown.known, f"{key}-steps"),
                 "picture": self.picture(pictures.steps(records), f"{key}-step", "One decode step.", "", files=True),
+                "parts": self.picture(
+                    pictures.components(records), f"{key}-parts", "Where a step's time goes.", "", files=True
+                ),
                 "history": self.picture(pictures.model_history(every), f"{key}-history", "Over the commits.", ""),
+                "layers": grids.of_model("Time of a layer", latency.layers(records), f"{key}-layers"),
+                "breakdown": grids.of_model(
+                    "Where a step's time goes", latency.breakdown(records), f"{key}-breakdown"
+                ),
                 "ops": grids.ops(records, f"{key}-ops"),
             })  # fmt: skip
         found = [self._check(one) for one in self.checks]

@@ -14,7 +14,7 @@ import pandas as pd
 
 from harness.results import ranking, text
 from leaderboard import latency, quality, tables, trend
-from leaderboard.board import Board, rows_of
+from leaderboard.board import UNRUN, Board, rows_of
 from leaderboard.checks import Check
 from leaderboard.provenance import Provenance
 
@@ -118,13 +118,13 @@ def _rank(one: Any, ties: pd.Series, place: int) -> Cell:
 def _kind(one: Any) -> str:
     if one.baseline:
         return "baseline"
-    if one.status not in ("PASSED", "COMPILED"):
+    if one.status not in ("PASSED", *UNRUN):
         return "failed"
     return "first" if not pd.isna(one.rank) and one.rank == 1 else ""
 
 
 def _state(one: Any) -> str:
-    quiet = one.status in ("PASSED", "COMPILED")
+    quiet = one.status in ("PASSED", *UNRUN)
     reason = " ".join(text.line(one.reason, REASON).split())
     said = [] if quiet else [": ".join(filter(None, [one.status, reason]))]
     return "; ".join([*said, *map(text.line, one.notes)]) or "ok"
@@ -208,7 +208,7 @@ def cases_of(found: Iterable[dict], key: str) -> Grid:
             number(latency.number(one.get("n")), str(one.get("n") or "")),
             Cell(_error(error, bool(one.get("baseline")))), Cell(text.line(one.get("reason") or "", REASON)),
         ]  # fmt: skip
-        lines.append(Line(f"{key}-{place}", cells, "" if one["status"] in ("PASSED", "COMPILED") else "failed"))
+        lines.append(Line(f"{key}-{place}", cells, "" if one["status"] in ("PASSED", *UNRUN) else "failed"))
     return Grid(key, "All cases of the run", columns, lines, frozenset({"time, us", "% of roofline", "samples"}))
 
 
@@ -223,25 +223,49 @@ def steps(records: Sequence[dict], known: Provenance, key: str) -> Grid:
     """A line for each case of a model's decode step. us a token: of a sequence, in a batch all get one at once."""
     names = list(dict.fromkeys(name for one in records for name in one["case"] or {}))
     columns = (
-        *names, "eager, us", "graph, us", "us a token", "speed of light, us", "% of speed of light", "launches",
-        "bytes", "source", "state",
+        *names, "eager, us", "graph, us", "us a token", "tokens a second", "speed of light, us", "% of speed of light",
+        "launches", "bytes", "source", "state",
     )  # fmt: skip
     lines = []
     for place, one in enumerate(records):
-        case, graph = one["case"] or {}, latency.number(one.get("median_us"))
+        case, graph = one["case"] or {}, latency.graph_us(one)
         batch = case.get("batch")
         each = graph / batch if isinstance(batch, int | float) and batch > 0 else math.nan
-        launches = (one.get("launches") or {}).get("graph")
+        launches, rate = latency.launches(one), latency.tokens_a_second(one)
         cells = [Cell(text.line(case.get(name, ""), 60), code=True) for name in names]
         cells += [us(latency.number(one.get("eager_us"))), us(graph), us(each)]
+        cells += [number(rate, f"{rate:,.0f}" if rate > 0 else "")]
         cells += [us(latency.number(one.get("sol_us"))), percent(latency.share(one))]
-        cells += [number(latency.number(launches), str(launches or ""))]
+        cells += [number(float(launches or math.nan), launches)]
         size = latency.number(one.get("bytes"))
         cells += [number(size, f"{size / 1e6:,.1f} MB" if math.isfinite(size) else "")]
         cells += [Cell(known.state(one)), Cell(latency.state(one, known))]
         lines.append(Line(f"{key}-{place}", cells, "" if one["status"] == "PASSED" else "failed"))
     numbers = frozenset({*columns} - {*names, "source", "state"} | {"batch", "context"})
     return Grid(key, "Time of a decode step", columns, lines, numbers)
+
+
+def of_model(title: str, table: tables.Table, key: str) -> Grid:
+    """A table of latency.py as it is, with its numbers to sort by."""
+    header, rows = table
+    values = [[_value(said) for said in row] for row in rows]
+    lines = [
+        Line(
+            f"{key}-{place}", [Cell(said) if math.isnan(x) else number(x, said) for said, x in zip(*both, strict=True)]
+        )
+        for place, both in enumerate(zip(rows, values, strict=True))
+    ]
+    counted = frozenset(
+        name for place, name in enumerate(header) if any(not math.isnan(of_row[place]) for of_row in values)
+    )
+    return Grid(key, title, tuple(header), lines, counted)
+
+
+def _value(said: str) -> float:
+    try:
+        return float(said.removesuffix(" %").replace(",", ""))
+    except ValueError:
+        return math.nan
 
 
 def ops(records: Sequence[dict], key: str) -> Grid:

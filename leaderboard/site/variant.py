@@ -83,7 +83,9 @@ def _resource(one: dict) -> str:
     said = [f"{one[key]} {what}" for key, what in (
         ("registers", "registers a thread"), ("spill_bytes", "B spilled"), ("stack_bytes", "B of stack"),
         ("shared_bytes", "B of static shared memory"), ("bytes", "B of machine code"),
+        ("tmem_columns", "columns of tensor memory"),
     ) if one.get(key) is not None]  # fmt: skip
+    said += [f"{count} {text.line(name, 60)}" for name, count in (one.get("sass") or {}).items()]
     return f"{text.line(one.get('name') or 'kernel', 200)}: {', '.join(said) or NO_RECORD}"
 
 

@@ -1,14 +1,15 @@
-"""Decode steps whose latency `harness/run.py dsv4_forward --mode latency` measures: CASES, and a Decode for each.
+"""Calls whose latency `harness/run.py dsv4_forward --mode latency` measures: CASES, and what `prepare` makes of each.
 
-A step can be recorded in a CUDA graph: it does not wait for the device, and it reads and writes the same memory each
-time. harness/tools/latency.py records, replays and times it. Weights and caches are random and made at memory speed,
-without a prefill; the experts that a step goes to are counted.
+A decode step can be recorded in a CUDA graph: it does not wait for the device, and it reads and writes the same memory
+each time. harness/tools/latency.py records, replays and times it. A case with `new` tokens is a prefill, timed without
+a graph. Weights and caches are random and made at memory speed; the experts that a step goes to are counted.
 """
 
 import dataclasses
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,15 +18,23 @@ from problems.dsv4_forward import ops, traffic
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model
-from problems.dsv4_forward.ops import Chosen
+from problems.dsv4_forward.ops import Chosen, Op, Ops
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import BLOCK_TOKENS
 from problems.dsv4_forward.weights.tree import ModelWeights
 
-CONTEXT = 512  # tokens of each sequence before the timed steps
+CONTEXT, LONG, LONGEST = 512, 4096, 65536  # tokens of each sequence before the timed steps
+PREFILL = 2048  # tokens, in one chunk
 CASES = [
     {"config": name, "format": fmt, "batch": batch, "context": CONTEXT}
-    for name in ("tiny-k", "flash-4l32e") for fmt in ("bf16", "nvfp4") for batch in (1, 8)
+    for name, formats in (("tiny-k", ("bf16", "nvfp4")), ("flash-4l32e", config.FORMATS[1:])) for fmt in formats
+    for batch in (1, 8)
+] + [  # of the time for 8 layers and for 4, the difference is that of four layers, without the head
+    {"config": name, "format": "nvfp4", "batch": batch, "context": context}
+    for name in ("flash-4l256e", "flash-8l256e") for batch, context in ((1, LONG), (8, LONG), (32, LONG), (8, LONGEST))
+] + [
+    {"config": "flash-4l256e", "format": fmt, "batch": 1, "context": 0, "new": PREFILL}
+    for fmt in ("nvfp4", "nvfp4_experts")
 ]  # fmt: skip
 
 
@@ -47,8 +56,56 @@ class Step:
         self.state.length.index_add_(0, batch.sequence_ids, batch.advance)
 
 
+@dataclass
+class Pass:
+    """One pass over new tokens of a sequence, which do not become part of it."""
+
+    model: Model
+    state: State
+    tokens: dict[int, list[int]]
+    logits: torch.Tensor | None = None
+
+    def __call__(self) -> None:
+        self.logits = self.model.forward(self.state.plan(self.tokens), self.state).logits
+
+
+def prepare(case: dict, steps: int, device: str = "cuda") -> "Prefill | Decode":
+    """Return what a case measures, ready for `steps` timed steps."""
+    return Prefill(case, device) if case.get("new") else Decode(case, steps, device)
+
+
+class Prefill:
+    """A model and an empty sequence before its first tokens."""
+
+    graph = False
+
+    def __init__(self, case: dict, device: str = "cuda") -> None:
+        self.made = _weights(case["config"], case["format"], device)
+        count, config = case["new"], self.made.config
+        blocks = -(-count // BLOCK_TOKENS)
+        self.state = State(config, self.made.format, sequences=1, blocks=blocks, chunk=count, device=device)
+        sequence, _ = self.state.open()
+        drawn = torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(7))
+        self.tokens = {sequence: drawn.tolist()}
+        least = traffic.Step(config, self.made.format, (0,), count)
+        self.bytes, self.flops = least.bytes_moved(), least.flops()
+
+    def choose(self) -> Chosen:
+        """Return what fills each op: the winners of the problems."""
+        return ops.choose("winners", load.device_target(self.state.length.device), self.made)
+
+    def step(self, chosen: Chosen, without: Collection[str] = (), named: bool = False) -> Pass:
+        """Return the pass with what was chosen; the ops named in `without` hold the reference."""
+        return Pass(Model(self.made, _table(chosen, without, named)), self.state, self.tokens)
+
+    def reset(self) -> None:
+        """Do nothing: a pass leaves the sequence as it was."""
+
+
 class Decode:
     """A model and its sequences before a decode step, with room for 4 times `steps` steps after each `reset`."""
+
+    graph = True
 
     def __init__(self, case: dict, steps: int, device: str = "cuda") -> None:
         self.made = _weights(case["config"], case["format"], device)
@@ -64,7 +121,8 @@ class Decode:
         self._before = self.state.buffer.clone(), self.tokens.clone()
         # Distinct experts of each layer in the first step, and with them its least memory traffic, in bytes.
         self.hits = self._hits()
-        self.bytes = traffic.Step(self.made.config, self.made.format, (context,) * batch, 1, self.hits).bytes_moved()
+        least = traffic.Step(self.made.config, self.made.format, (context,) * batch, 1, self.hits)
+        self.bytes, self.flops = least.bytes_moved(), least.flops()
 
     def _hits(self) -> tuple[int, ...]:
         """How many experts of each layer the first step goes to, by the reference."""
@@ -86,16 +144,34 @@ class Decode:
         """What fills each op: the winners of the problems, built as build.capturable() says now."""
         return ops.choose("winners", load.device_target(self.tokens.device), self.made)
 
-    def step(self, chosen: Chosen, without: Collection[str] = ()) -> Step:
-        """A step with what was chosen; the ops named in `without` hold the reference."""
-        plain = {op: getattr(ops.REFERENCE, op) for op in without}
-        model = Model(self.made, dataclasses.replace(chosen.ops, **plain))
+    def step(self, chosen: Chosen, without: Collection[str] = (), named: bool = False) -> Step:
+        """Return a step with what was chosen; the ops named in `without` hold the reference. named: each call of an op
+        is a range of the profiler, "op NAME".
+        """
+        model = Model(self.made, _table(chosen, without, named))
         return Step(model, self.state, self.sequences, self.tokens, self.bound)
 
     def reset(self) -> None:
         """Put state and tokens back to what they were before the first step."""
         self.state.buffer.copy_(self._before[0])
         self.tokens.copy_(self._before[1])
+
+
+def _table(chosen: Chosen, without: Collection[str], named: bool) -> Ops:
+    table = dataclasses.replace(chosen.ops, **{op: getattr(ops.REFERENCE, op) for op in without})
+    if not named:
+        return table
+    return Ops(**{op.name: _named(op.name, getattr(table, op.name)) for op in dataclasses.fields(Ops)})
+
+
+def _named(name: str, op: Op) -> Op:
+    """Return the op, each call of which is a range of the profiler."""
+
+    def call(*args: Any, **more: Any) -> None:
+        with torch.profiler.record_function(f"op {name}"):
+            op(*args, **more)
+
+    return call
 
 
 @functools.lru_cache(maxsize=1)  # of one model at a time: they fill the GPU

@@ -213,6 +213,9 @@ BENCHMARKS = _cases(
     *((t, *_PRO, "bf16", "uniform", "plain") for t in (1, 64)),
     seed=1111,
 )
+# A tensor core of sm100 takes FP4 on both sides, so there the format with FP4 activations is timed.
+BENCHMARKS_SM100 = [Case(**{**vars(case), "activation": "nvfp4"}) for case in BENCHMARKS]
+ONLY_BY_TARGET = {"sm100": {"activation": "nvfp4"}}  # what a variant for that target may be confined to
 BENCHMARKS_CPU = _cases(
     *((t, 8, 2, 1024, 512, "bf16", "uniform", "plain") for t in (1, 8, 64, 256)), seed=1111
 )  # fmt: skip

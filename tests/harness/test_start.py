@@ -24,7 +24,7 @@ SHORT = [
     ([RUN, "nvfp4_gemv", "--oops"], 2, "unrecognized arguments: --oops"),
     ([RUN, "nvfp4_gemv", "--variant", "cpu_avx3"], 2, "variant must be one of nvfp4_gemv's (cpu_avx2"),
     ([RUN, "nvfp4_gemv", "--against", "cpu_avx3"], 2, "variant must be one of nvfp4_gemv's (cpu_avx2"),
-    ([RUN, "nvfp4_gemv", "--device", "gpu"], 2, "--device must be cpu, cuda or cuda:N"),
+    ([RUN, "nvfp4_gemv", "--device", "gpu"], 2, "--device must be cpu, cuda, cuda:N or model"),
     ([RUN, "nvfp4_gemv", "--mode", "tset"], 2, "choose from"), ([RUN, "nvfp4_gemv", "--seed", "x"], 2, "--seed"),
     ([RUN, "nvfp4_gemv", "--json", "no/such/folder/x"], 2, "--json: cannot write"),
     ([REPORT, "--help"], 0, "--machine"), ([REPORT, "--format", "html"], 2, "--format"),

@@ -7,6 +7,8 @@ import pytest
 
 from harness.results import ranking, stats
 from leaderboard import board
+from leaderboard.modelled import Modelled, prediction
+from leaderboard.provenance import Provenance
 from tests.support.records import CASES, ROOFS, bench, full, line, samples
 
 EXPECTED = {("nvfp4_gemv", "sm90"): [{**case, "seed": 1111} for case in CASES]}
@@ -314,7 +316,7 @@ def test_compile_records_alone_are_compiled_not_run():
     kernels = [{"name": "k1", "registers": 40, "spill_bytes": 0}, {"name": "k2", "registers": 64, "spill_bytes": 8}]
     records = [*full("a", 1.1), line("compile", "b", case=None, status="COMPILED", resources=kernels)]
     row = rows(one(records))["b"]
-    assert unranked(row) and row.status == "COMPILED" and row.notes == [board.COMPILED]
+    assert unranked(row) and row.status == "COMPILED" and row.notes == ["compiled, not run"]
     assert (row.registers, row.spill_bytes, row.kernels) == (64, 8, 2)
     assert list(rows(one(records))) == ["a", "b"]
 
@@ -324,6 +326,48 @@ def test_a_board_of_compiled_variants_knows_that_nothing_ran():
     assert not found.timed and found.times.empty and rows(found)["b"].kernels == 0
     skipped = line("test", "b", run="r2", minute=5, case=None, status="UNSUPPORTED")
     assert not one([line("compile", "b", case=None, status="COMPILED"), skipped]).timed
+
+
+SM100 = {"target": "sm100", "case": None}
+
+
+def test_what_was_right_in_the_model_is_model_checked_and_never_run():
+    compiled = line("compile", "b", status="COMPILED", resources=[], **SM100)
+    right = [line("model", "b", status="MODEL_CHECKED", target="sm100", case=case) for case in (0, 1, 1)]
+    (found,) = board.build([compiled, *right], "box", {}, predictions={("nvfp4_gemv", "sm100"): "a prediction"})
+    row = rows(found)["b"]
+    assert unranked(row) and not found.timed and found.notes[-1] == "a prediction"
+    assert row.status == "MODEL_CHECKED" and row.notes == ["compiled, model-checked (2 test cases), never run"]
+    (found,) = board.build(right, "model", {})
+    assert rows(found)["b"].notes == ["model-checked (2 test cases), never run"]
+
+
+def test_a_fault_in_the_model_is_the_state_of_what_was_compiled():
+    compiled = line("compile", "b", status="COMPILED", resources=[], **SM100)
+    wrong = line("model", "b", status="RUNTIME_ERROR", reason="eager: a race", target="sm100", minute=1)
+    right = line("model", "b", status="MODEL_CHECKED", target="sm100", case=1, minute=2)
+    row = rows(board.build([compiled, right, wrong], "box", {})[0])["b"]
+    assert (row.status, row.reason[:13]) == ("RUNTIME_ERROR", "in the model,") and row.reason.endswith("eager: a race")
+    mended = line("model", "b", status="MODEL_CHECKED", target="sm100", minute=3)
+    assert rows(board.build([compiled, right, wrong, mended], "box", {})[0])["b"].status == "MODEL_CHECKED"
+
+
+def test_the_model_says_nothing_of_another_source_or_of_what_has_run():
+    compiled = line("compile", "b", status="COMPILED", resources=[], **SM100)
+    other = line("model", "b", status="MODEL_CHECKED", target="sm100", source_hash="before")
+    assert rows(board.build([compiled, other], "box", {})[0])["b"].notes == ["compiled, not run"]
+    wrong = line("model", "a", status="INCORRECT", minute=9)
+    assert rows(one([*full("a", 1.1), wrong]))["a"].status == "PASSED"
+    elsewhere = [line("test", "b", target="sm100"), line("model", "b", status="MODEL_CHECKED", target="sm100")]
+    known = Modelled(elsewhere, Provenance())
+    row = rows(board.build([compiled], "box", {}, modelled=known)[0])["b"]
+    assert row.notes == ["compiled, model-checked (1 test case), not run here"]
+
+
+def test_a_prediction_is_the_datasheets_and_says_so():
+    least = prediction("nvfp4_gemv", "sm100")
+    assert "Predicted, not measured" in least and "B200 is 8.27 us" in least and "8 TB/s" in least
+    assert prediction("nvfp4_gemv", "cpu") == prediction("no_such_problem", "sm100") == ""
 
 
 def test_a_later_compile_error_is_the_state():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from leaderboard import latency
+from leaderboard import latency, pictures, plot
 from leaderboard.provenance import Provenance
 from tests.support.records import line
 
@@ -34,3 +34,41 @@ def test_the_share_is_of_the_graphs_time(more, share):
 @pytest.mark.parametrize("more", [{"median_us": None}, {"median_us": 0.0}, {"sol_us": None}])
 def test_without_the_graphs_time_or_the_least_there_is_no_share(more):
     assert math.isnan(latency.share(of(**more)))
+
+
+def test_a_layer_takes_the_difference_of_two_models():
+    records = [
+        of(case=CASE | {"config": f"flash-{n}l256e", "batch": batch}, median_us=200.0 + n * 50 * batch, sol_us=n * 40.0)
+        for n in (4, 8) for batch in (1, 2)
+    ]  # fmt: skip
+    records += [of(), of(case=CASE | {"config": "flash-4l32e"})]
+    header, rows = latency.layers(records)
+    found = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [(row["config"], row["batch"], row["layers"]) for row in found] == [
+        ("flash, 256 experts", "1", "4 and 8"), ("flash, 256 experts", "2", "4 and 8"),
+    ]  # fmt: skip
+    assert [float(row["us a layer"]) for row in found] == [50.0, 100.0] and found[0]["% of SOL"] == "80 %"
+
+
+def test_a_prefill_has_tokens_a_second_and_no_graph():
+    one = of(case=CASE | {"context": 0, "new": 2048}, median_us=4096.0, launches={"eager": 9})
+    header, rows = latency.table([one, of()], Provenance())
+    found = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [row["tokens/s"] for row in found] == ["500,000", "250"]
+    assert found[0]["launches"] == "9" and math.isnan(latency.graph_us(one)) and latency.graph_us(of()) == 4000.0
+    assert not latency.winners({"model, sm90, on box": [one]}, Provenance())
+
+
+def test_where_the_time_goes_is_shown_by_op():
+    parts = {f"op{n}": {"us": 100.0 - n, "launches": 2} for n in range(9)} | {"": {"us": 5.0, "launches": 1}}
+    one = of(breakdown={"ops": parts, "kernels": {}, "span_us": 1000.0, "gaps_us": 31.0})
+    header, rows = latency.breakdown([one, of()])
+    assert len(rows) == 10 and dict(zip(header, rows[0], strict=True))["% of step"] == "10 %"
+    assert rows[-1][header.index("op")] == latency.OUTSIDE
+    shown = pictures.components([one, of(case=CASE | {"batch": 8})])
+    assert shown.names == ["op0", "op1", "op2", "op3", "op4", "other ops", latency.OUTSIDE, latency.GAPS]
+    ((_, values, marks, _),) = shown.lines
+    assert values == [100.0, 99.0, 98.0, 97.0, 96.0, 95.0 + 94 + 93 + 92, 5.0, 31.0] and marks == [1000.0]
+    assert "op0 100" in pictures.said_of(shown) and pictures.components([of()]) is None
+    for width in (plot.WIDE, plot.NARROW):
+        assert not plot.overlaps(plot.draw(shown, width))

@@ -30,7 +30,7 @@ SPILLS = {
 # Every day CUDA C++, and one CuTe DSL variant; tests/common/test_cute_compile.py compiles the one for sm100.
 LONG = {
     ("moe_gemm", "sm90_cute", "sm90"), ("fmha_decode", "sm90_cute", "sm90"), ("moe_gemm", "sm90_grouped", "sm100"),
-    ("nvfp4_gemv", "sm100_cute", "sm100"),
+    ("nvfp4_gemv", "sm100_cute", "sm100"), ("moe_gemm", "sm100_cute", "sm100"), ("fmha_decode", "sm100_cute", "sm100"),
 }  # fmt: skip
 
 

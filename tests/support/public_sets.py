@@ -5,8 +5,9 @@ python -m tests.support.public_sets --render
 
 SET: a checkout with folders in GPU MODE's format. Of each folder these are tried: its submissions and solutions, and
 three that are derived from its reference: its text as a submission (right), and two that spoil its answer (wrong). Each
-line of FILE is one of them with both verdicts, the last one counts, and eval.py is not asked again; docs/gpu_mode.md is
-rendered from docs/public_sets.jsonl. --time: time one right submission of each folder instead, shortly.
+line of FILE, written when it is known, is one of them with both verdicts. The last one counts, and eval.py is not asked
+again; docs/gpu_mode.md is rendered from docs/public_sets.jsonl. --time: time one right submission of each folder
+instead, shortly.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -117,70 +119,60 @@ def upstream(folder: Path, file: Path) -> str:
         return line(f"exit {run.returncode}: {(run.stderr.strip().splitlines() or [''])[-1]}", 200)
 
 
-def ours(folder: Path, files: dict[str, Path], device: str, timed: bool) -> dict[str, tuple[str, str]]:
-    """Return (verdict, reason) of each submission."""
+def ours(folder: Path, files: dict[str, Path], device: str, timed: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, verdict, reason) of each submission, one after the other as a user's: their data may be large."""
     target = {"cpu": "cpu", "cuda": "sm90"}[device]
     try:
         problem = folders.find(str(folder))
     except UsageError as error:
-        return dict.fromkeys(files, ("REFUSED", str(error)))
-    results: dict[str, Result] = {}
-    said: dict[str, tuple[str, str]] = {}
-    handles = []
+        yield from ((name, "REFUSED", str(error)) for name in files)
+        return
     for name, file in files.items():
         submission = folders.submission(problem, file)
         if refused := selection.refusal(submission, device, target):
-            said[name] = refused.status, refused.reason
-        else:
-            handles.append(RunnerHandle(name, submission, target))
-            results[name] = Result(submission, target)
-    try:
-        with Session(problem, device) as session:
-            if timed:
-                cases = list(problem.benchmarks[device])
-                for handle in handles:
+            yield name, refused.status, refused.reason
+            continue
+        handle = RunnerHandle(name, submission, target)
+        result = Result(submission, target)
+        try:
+            with Session(problem, device) as session:
+                if timed:
+                    cases = list(problem.benchmarks[device])
                     times, readings = phases.run_benchmarks(session, [handle], cases, lambda _: None, how=SHORT)
-                    pairs = zip(times[handle.name], readings, strict=True)
-                    results[handle.name].times = [aggregate(timing, reading) for timing, reading in pairs]
-            for handle in () if timed else handles:  # one after the other, as a user's: their data may be large
-                phases.run_tests(
-                    session, [handle], list(problem.tests), lambda h, *a: results[h.name].tests.append(a),
-                    lambda _: None,
-                )  # fmt: skip
-    except (ProblemError, UsageError) as error:
-        return said | dict.fromkeys(results, ("REFUSED", str(error)))
-    for name, result in results.items():
+                    result.times = [aggregate(*pair) for pair in zip(times[name], readings, strict=True)]
+                else:
+                    cases = list(problem.tests)
+                    tests = phases.run_tests(session, [handle], cases, lambda *_: None, lambda _: None)
+                    result.tests = list(zip(cases, tests[name], strict=True))
+        except (ProblemError, UsageError) as error:
+            yield name, "REFUSED", str(error)
+            continue
         failed: list[str] = [outcome.reason for _, outcome in result.tests if outcome.status != "PASSED"]
         failed += [f"{time.case}: {time.failure.reason}" for time in result.times if time.failure]
-        said[name] = result.verdict, failed[0] if failed else ""
-    return said
+        yield name, result.verdict, failed[0] if failed else ""
 
 
-def tried(folder: Path, top: str, device: str, timed: bool, known: dict[str, str]) -> list[dict]:
-    """Return the lines of one folder. known: what its eval.py said before, by submission."""
-    began = time.monotonic()
+def tried(folder: Path, top: str, device: str, timed: bool, known: dict[str, str]) -> Iterator[dict]:
+    """Yield the lines of one folder. known: what its eval.py said before, by submission."""
     with tempfile.TemporaryDirectory() as place:
         found = submissions(folder, Path(place))
         files = {name: file for name, (file, _) in found.items()}
         if timed:
             right = [name for name, (_, right) in found.items() if right]
             files = {name: files[name] for name in right[:1]}
-        verdicts = ours(folder, files, device, timed)
-        middle = time.monotonic()
-        theirs = known
-        if not known and not timed and device == "cuda":
-            theirs = {name: upstream(folder, file) for name, file in files.items()}
-    print(
-        f"{top}/{folder.name}: ours {middle - began:.0f} s, theirs {time.monotonic() - middle:.0f} s", file=sys.stderr
-    )
-    return [
-        {
-            "folder": top, "submission": name, "right": found[name][1], "upstream": theirs.get(name, ""),
-            "verdict": verdicts[name][0], "reason": _short(verdicts[name][1]), "timed": timed,
-            "machine": environment.machine(device),
-        }
-        for name in files
-    ]  # fmt: skip
+        began = time.monotonic()
+        for name, verdict, reason in ours(folder, files, device, timed):
+            middle = time.monotonic()
+            theirs = known.get(name, "")
+            if not theirs and not timed and device == "cuda":
+                theirs = upstream(folder, files[name])
+            after = time.monotonic()
+            print(f"{top}, {name}: ours {middle - began:.0f} s, theirs {after - middle:.0f} s", file=sys.stderr)
+            began = after
+            yield {
+                "folder": top, "submission": name, "right": found[name][1], "upstream": theirs, "verdict": verdict,
+                "reason": _short(reason), "timed": timed, "machine": environment.machine(device),
+            }  # fmt: skip
 
 
 def _short(reason: str) -> str:
@@ -202,11 +194,8 @@ def run(args: argparse.Namespace) -> None:
         if time.monotonic() - began > args.limit:
             print(f"{tops[folder]}: no time left", file=sys.stderr)
             return
-        made = subprocess.run(
-            [*command, *options, "--known", json.dumps(mine)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
-        )
         with args.out.open("a") as out:
-            out.write(made.stdout)
+            subprocess.run([*command, *options, "--known", json.dumps(mine)], cwd=ROOT, stdout=out, check=False)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, tops))
@@ -270,7 +259,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         for found in tried(args.one, args.name, args.device, args.time, args.known):
-            print(json.dumps(found))
+            print(json.dumps(found), flush=True)
     elif args.render:
         records = read(args.out)
         before, _, rest = DOC.read_text().partition(MARKS[0])

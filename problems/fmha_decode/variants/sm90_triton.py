@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from problems.common import build, kv_pages
 from problems.common.triton_dsl import cubin
 
-TARGETS = ("sm90",)
+TARGETS = ("sm90", "sm100")
 REQUIRES = ("triton",)
 
 HEADS = 16  # a program, the least that tl.dot takes

@@ -16,7 +16,7 @@ from task import LIMIT, Weights, input_t, output_t, unpack_call, unpack_weights
 from problems.common import build, nvfp4
 from problems.common.cute_dsl import check_target, cubin, mul_bf16x2, pack_bf16x2, pointers, prmt
 
-TARGETS = ("sm90",)
+TARGETS = ("sm90", "sm100")
 REQUIRES = ("cutlass",)
 
 # A unit: 32 rows by 64 columns of a matrix, no larger than as it came. Lane 4 g + c of a warp owns, of rows

@@ -43,7 +43,7 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-template <int C1, int C2, int NT, bool QUANTISED>
+template <int C1, int C2, int NT>
 __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     extern __shared__ __align__(128) uint8_t smem[];
     const Layout at(p, NT);
@@ -72,14 +72,14 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     } else {
         sort<NT>(p, smem, groups, slots, routing, words, warp, lane);
     }
-    if (warp == 0 && !p.linear) share_out<NT, BATCHED<NT, QUANTISED>>(groups, parts, words[32], p.inner / 16, lane);
+    if (warp == 0 && !p.linear) share_out<NT, BATCHED<NT>>(groups, parts, words[32], p.inner / 16, lane);
     fence_proxy_async_shared();  // copies will write where sorting has written
     __syncthreads();
     const int count = words[32];
 
     const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
-    const int batches = p.linear ? 0 : batches_of<BATCHED<NT, QUANTISED>>(count);
+    const int batches = p.linear ? 0 : batches_of<BATCHED<NT>>(count);
     int stage = 0, parity = 0;
 
     constexpr int PRODUCER_REGISTERS = 64,
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     if (warp >= WARPS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp > WARPS && warp <= WARPS + EPILOGUE_THREADS / 32)
-            epilogue<NT, QUANTISED>(p, at, smem, warp - WARPS - 1, lane, count);
+            epilogue<NT>(p, at, smem, warp - WARPS - 1, lane, count);
         if (threadIdx.x == NUM_THREADS - 32) watch(p, written, ready, batches);
         if (threadIdx.x != CONSUMER_THREADS) return;
         // The thread that copies.
@@ -189,8 +189,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     // ---- first product ----
     if (batches) {
         Tokens<C1, NT> tokens;
+        const int divisor = p.quantised ? 1 : p.topk;  // of a slot, for its row of x
         const auto take_all = [&](const Group& g) {
-            tokens.aim(p.x, p.hidden, p.topk, warp, g, slots, lane);
+            tokens.aim(p.x, p.hidden, divisor, warp, g, slots, lane);
 #pragma unroll
             for (int c = 0; c < C1; ++c)
                 if (c < mine1) tokens.take(c, NT > 1 && g.count() > 8);
@@ -203,16 +204,16 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                 mma_row(tokens, units1, ONE_TILE, std::integral_constant<int, C1>(), then);
             hand_over(both);
         };
-        if constexpr (BATCHED<NT, QUANTISED>) {
+        if constexpr (BATCHED<NT>) {
             Walk walk(parts, rows1, batches);
             bool more = walk.find();
             if (more) take_all(groups[walk.group]);
             while (more) {
                 const int group = walk.group;
                 walk.next(), more = walk.find();
-                // The next group's tokens come as this one's are used. All groups have the same, if there is but one.
-                const bool changes = more && walk.group != group && p.tokens > 1;
-                if (changes) tokens.aim(p.x, p.hidden, p.topk, warp, groups[walk.group], slots, lane);
+                // The next group's tokens come as this one's are used. All groups have the same row, if there is but one.
+                const bool changes = more && walk.group != group && (p.tokens > 1 || p.quantised);
+                if (changes) tokens.aim(p.x, p.hidden, divisor, warp, groups[walk.group], slots, lane);
                 multiply_group(false, [&](int c) {
                     if (changes) tokens.take(c, false);
                 });
@@ -223,10 +224,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             for (int i = 0; i < items; ++i) {
                 const Group g = groups[group];
                 const bool both = NT > 1 && g.count() > 8;
-                if (i == 0 || row == 0) {
-                    take_all(g);
-                    if (QUANTISED) tokens.quantised(mine1, both, p.in13[g.expert]);
-                }
+                if (i == 0 || row == 0) take_all(g);
                 multiply_group(both, [](int) {});
                 if (++row == rows1) row = 0, ++group;
             }
@@ -242,9 +240,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         Tokens<C2, NT> tokens;
         int batch = 0, due = p.linear ? -1 : 0;  // the next batch to wait for, and its first group
         const auto await = [&](int group) {
-            if (BATCHED<NT, QUANTISED> ? group != due : group || p.linear) return;
+            if (BATCHED<NT> ? group != due : group || p.linear) return;
             wait(ready + 8 * batch, 0);
-            if (BATCHED<NT, QUANTISED>) due = ++batch < batches ? batch_begin(count, batches, batch) : -1;
+            if (BATCHED<NT>) due = ++batch < batches ? batch_begin(count, batches, batch) : -1;
         };
         if (count) {
             await(0);
@@ -257,7 +255,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         for (int i = 0; i < count; ++i) {
             const Group g = groups[i], coming = groups[min(i + 1, count - 1)];
             const bool both = NT > 1 && g.count() > 8, coming_both = NT > 1 && coming.count() > 8;
-            if (QUANTISED) tokens.quantised(mine2, both, p.in2[g.expert]);
             await(i + 1);
             tokens.aim(rows, p.inner, 1, warp, coming, slots, lane);
             clear();
@@ -280,10 +277,10 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     }
 }
 
-template <int C1, int C2, int NT, bool QUANTISED>
-cudaError_t launch_for(const Problem& p, int blocks, int bytes) {
+template <int C1, int C2, int NT>
+cudaError_t launch(const Problem& p, int blocks, int bytes) {
     cudaError_t code =
-        cudaFuncSetAttribute(experts<C1, C2, NT, QUANTISED>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        cudaFuncSetAttribute(experts<C1, C2, NT>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
     // Cooperative: blocks wait for each other, so all have to run at once.
     cudaLaunchAttribute attribute = {};
@@ -292,19 +289,12 @@ cudaError_t launch_for(const Problem& p, int blocks, int bytes) {
     cudaLaunchConfig_t config = {};
     config.gridDim = blocks, config.blockDim = NUM_THREADS, config.dynamicSmemBytes = bytes;
     config.attrs = &attribute, config.numAttrs = p.linear ? 0 : 1;
-    return cudaLaunchKernelEx(&config, experts<C1, C2, NT, QUANTISED>, p);
+    return cudaLaunchKernelEx(&config, experts<C1, C2, NT>, p);
 }
 
-template <int C1, int C2, int NT>
-cudaError_t launch(const Problem& p, int blocks, int bytes) {
-    if constexpr (NT == 1)
-        if (p.quantised) return launch_for<C1, C2, NT, true>(p, blocks, bytes);
-    return launch_for<C1, C2, NT, false>(p, blocks, bytes);
-}
-
-// tiles: 8 tokens each, of a group; 1 or 2. -> a cudaError_t; cudaErrorInvalidValue for what does not fit.
-inline cudaError_t run(Problem p, int tiles, int blocks) {
-    if (p.quantised) tiles = 1;  // quantising takes the second's registers
+// tiles: 8 tokens each, of a group; 1 or 2. rows: room for the slots' rows of x, where they are quantised. -> a
+// cudaError_t; cudaErrorInvalidValue for what does not fit.
+inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows) {
     const int n = p.tokens * p.topk;
     if (n > 0xFFFF || p.hidden % 64 || p.inner % 64 || tiles < 1 || tiles > 2) return cudaErrorInvalidValue;
     p.groups = n < p.experts + n / (8 * tiles) ? n : p.experts + n / (8 * tiles);
@@ -313,6 +303,13 @@ inline cudaError_t run(Problem p, int tiles, int blocks) {
     p.stages = room / (STAGE_BYTES + 16);
     if (p.stages > 6) p.stages = 6;
     if (p.stages < 2 || SORTING * p.experts * 2 + n * 2 > p.stages * STAGE_BYTES) return cudaErrorInvalidValue;
+    if (p.quantised) {
+        const int width = p.linear ? p.inner : p.hidden, all = n * (width / 16);
+        quantise_rows<<<(all + 127) / 128, 128>>>(p.x, p.linear ? nullptr : p.ids, p.linear ? p.in2 : p.in13, rows, n,
+                                                  p.topk, p.experts, width);
+        if (const cudaError_t code = cudaGetLastError()) return code;
+        p.x = rows;
+    }
     const int bytes = Layout(p, tiles).bytes;
     const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
     const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);

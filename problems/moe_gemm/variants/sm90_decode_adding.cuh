@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "sm90_decode_block.cuh"
+#include "sm90_decode_tokens.cuh"
 
 namespace decode {
 
@@ -41,7 +42,8 @@ __device__ __forceinline__ void watch(const Problem& p, uint32_t written, uint32
 
 // The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has
 // group of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
-template <int NT, bool QUANTISED>
+// A unit row of v is 16 values of each token, which is a block of NVFP4.
+template <int NT>
 __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uint8_t* smem, int q, int lane,
                                        int count) {
     const Group* groups = reinterpret_cast<const Group*>(smem + at.groups);
@@ -62,14 +64,16 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
         }
         return all;
     };
-    const int batches = p.linear ? 0 : batches_of<BATCHED<NT, QUANTISED>>(count);
+    const int batches = p.linear ? 0 : batches_of<BATCHED<NT>>(count);
     // What the sums of the two products have to be multiplied by. Here, so that no copy waits for it.
     float2* factors = reinterpret_cast<float2*>(smem + at.factors);
+    float* largest = reinterpret_cast<float*>(smem + at.largest);
+    int turn = 0;
 #pragma unroll 1
     for (int i = 32 * q + lane; i < count; i += EPILOGUE_THREADS) {
         const int e = groups[i].expert;
-        factors[i].x = p.linear ? 0 : p.g13[e] * (QUANTISED ? p.in13[e] : 1.f) * units::REST;
-        factors[i].y = p.g2[e] * (QUANTISED ? p.in2[e] : 1.f) * units::REST;
+        factors[i].x = p.linear ? 0 : p.g13[e] * (p.quantised ? p.in13[e] : 1.f) * units::REST;
+        factors[i].y = p.g2[e] * (p.quantised ? p.in2[e] : 1.f) * units::REST;
     }
     epilogue_sync();
     if (lane < batches) {  // a first look at either takes its time
@@ -86,16 +90,40 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
             for (int tile = 0; 8 * tile < g.count(); ++tile) {
                 const float4 all = added(tile);
                 const float gates[2] = {all.x, all.y}, ups[2] = {all.z, all.w};
+                const int first = 8 * tile + 2 * (lane & 3);
+                float values[2] = {}, most[2];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const int member = 8 * tile + 2 * (lane & 3) + j;
-                    if (member >= g.count()) continue;
+                    if (first + j >= g.count()) continue;
                     const float gate = fminf(gates[j] * factor, 10.f);
                     const float up = fminf(fmaxf(ups[j] * factor, -10.f), 10.f);
-                    const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + member];
-                    p.v[static_cast<int64_t>(slots[g.start() + member]) * p.inner + row * 16 + q * 8 + lane / 4] =
-                        __float2bfloat16_rn(v);
+                    const float v = gate / (1.f + __expf(-gate)) * up * routing[g.start() + first + j];
+                    values[j] = __bfloat162float(__float2bfloat16_rn(v));
                 }
+                if (p.quantised) {
+                    float* mine = largest + turn * 16 + q * 8 + 2 * (lane & 3);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        most[j] = fabsf(values[j]);
+#pragma unroll
+                        for (int apart = 4; apart < 32; apart *= 2)
+                            most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], apart));
+                        if (lane < 4) mine[j] = most[j];
+                    }
+                    epilogue_sync();
+                    const float* other = largest + turn * 16 + (1 - q) * 8 + 2 * (lane & 3);
+                    const float input_scale = p.in2[g.expert];
+#pragma unroll
+                    for (int j = 0; j < 2; ++j)
+                        values[j] = quantised(values[j], input_scale,
+                                              block_scale(fmaxf(most[j], other[j]), input_scale));
+                    turn ^= 1;
+                }
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    if (first + j < g.count())
+                        p.v[static_cast<int64_t>(slots[g.start() + first + j]) * p.inner + row * 16 + q * 8 + lane / 4] =
+                            __float2bfloat16_rn(values[j]);
             }
             arrive(read + 8 * buffer);
             buffer ^= 1;

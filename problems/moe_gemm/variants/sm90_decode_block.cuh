@@ -17,6 +17,7 @@ constexpr int EPILOGUE_THREADS = 64;       // threads that add the warps' sums u
 constexpr int NUM_THREADS = 32 * SORTING;  // with one that copies, and these; registers go by four warps
 constexpr int EACH = 2;  // units for each warp in a stage of the ring
 constexpr int STAGE_BYTES = EACH * WARPS * units::BYTES;
+constexpr int LARGEST_BYTES = 2 * 2 * 8 * 4;  // in turns, of each warp of the epilogue, of 8 tokens
 constexpr int GROUP_BYTES = sizeof(Group) + sizeof(float2), MARGIN = 33;  // floats from a token to the next in the sum
 // Copies of a block under way, at most. Memory needs 1.2 to be busy. What waits behind more of them, tokens and
 // counters, comes microseconds later. With many tokens bandwidth wins.
@@ -25,7 +26,7 @@ constexpr int SHARED = 227 * 1024;
 
 // Byte offsets in shared memory. The ring comes first; while nothing is in it, it holds what sorting needs.
 struct Layout {
-    int sums, total, groups, factors, slots, routing, words, parts, barriers, bytes;
+    int sums, total, groups, factors, slots, routing, words, parts, largest, barriers, bytes;
     __host__ __device__ Layout(const Problem& p, int tiles) {
         const int n = p.tokens * p.topk;
         sums = p.stages * STAGE_BYTES;
@@ -36,7 +37,8 @@ struct Layout {
         slots = routing + n * 4;
         words = (slots + n * 2 + 15) / 16 * 16;
         parts = words + 36 * 4;
-        barriers = (parts + BATCHES * int(sizeof(Part)) + 7) / 8 * 8;
+        largest = parts + BATCHES * int(sizeof(Part));
+        barriers = (largest + LARGEST_BYTES + 7) / 8 * 8;
         bytes = barriers + p.stages * 16 + 24 + BATCHES * 16;
     }
 };

@@ -22,7 +22,7 @@ constexpr int TURN = 17;                         // blocks by which a batch is s
 struct Problem {
     const uint8_t *w13, *w2;  // units
     const float *g13, *g2, *in13, *in2;
-    const __nv_bfloat16* x;   // (T, H)
+    const __nv_bfloat16* x;   // (T, H); of quantised: (T k, H), each slot's as its expert has it
     const int* ids;           // (T, k)
     const float* routing;     // (T, k)
     __nv_bfloat16 *out, *v;   // (T, H), (T k, I)
@@ -141,9 +141,9 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
 // ---- batches: the groups in BATCHES parts, or in one for each where there are fewer. The second product of a batch
 // begins when all blocks have ended the first of it, while they work on the first of those behind.
 
-// Else there is one batch: two tiles, or values to quantise, take the registers that more would.
-template <int NT, bool QUANTISED>
-constexpr bool BATCHED = NT == 1 && !QUANTISED;
+// Else there is one batch: two tiles take the registers that more would.
+template <int NT>
+constexpr bool BATCHED = NT == 1;
 
 template <bool SEVERAL>
 __device__ __forceinline__ int batches_of(int count) {

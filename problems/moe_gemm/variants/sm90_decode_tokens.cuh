@@ -1,4 +1,4 @@
-// Tokens of sm90_decode as operands: in registers, in NVFP4 where a case says so.
+// Tokens of sm90_decode as operands, in registers; and their values in NVFP4, where a case says so.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,31 +18,51 @@ __device__ __forceinline__ uint4 load_global(const void* at) {
     return v;
 }
 
-// 16 values in eight bf16x2, as NVFP4 with this input scale has them, without the input scale: nvfp4.encode.
-__device__ __forceinline__ void quantise(uint32_t* pairs, float input_scale) {
-    float most = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float2 two = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(pairs + i));
-        most = fmaxf(most, fmaxf(fabsf(two.x), fabsf(two.y)));
-    }
+// NVFP4 as nvfp4.encode has it: the scale of 16 values whose largest magnitude is `most`, and a value's, without the
+// input scale. A bf16 holds that exactly.
+__device__ __forceinline__ float block_scale(float most, float input_scale) {
     most = __fdiv_rn(most, input_scale);  // the largest quotient: rounding keeps the order
     __nv_fp8_e4m3 byte;
     byte.__x = __nv_cvt_float_to_fp8(fminf(__fdiv_rn(most, 6.f), 448.f), __NV_SATFINITE, __NV_E4M3);
-    const float scale = float(byte);
-    auto value = [&](float x) {
-        if (scale == 0) return 0.f;
-        // The power of two at or below the value, at least 1: codes are half of it apart, even ones a whole of it.
-        x = fminf(fmaxf(__fdiv_rn(__fdiv_rn(x, input_scale), scale), -6.f), 6.f);
-        const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(x), 1.f)) & 0x7F800000u);
-        return rintf(__fdiv_rn(x * 2, power)) * power * 0.5f * scale;
-    };
+    return float(byte);
+}
+__device__ __forceinline__ float quantised(float x, float input_scale, float scale) {
+    if (scale == 0) return 0.f;
+    // The power of two at or below the value, at least 1: codes are half of it apart, even ones a whole of it.
+    x = fminf(fmaxf(__fdiv_rn(__fdiv_rn(x, input_scale), scale), -6.f), 6.f);
+    const uint32_t power = __float_as_uint(fmaxf(fabsf(x), 1.f)) & 0x7F800000u;
+    const float inverse = __uint_as_float(0x7F000000u - power);
+    return rintf(x * 2 * inverse) * __uint_as_float(power) * 0.5f * scale;
+}
+
+// x (T, width), in (E) -> to (T k, width): each slot's row as its expert's input scale quantises it; zeros for an id that
+// is no expert. Every thread makes 16 values. ids null: all slots have the first scale.
+__global__ void quantise_rows(const __nv_bfloat16* x, const int* ids, const float* in, __nv_bfloat16* to, int slots,
+                              int topk, int experts, int width) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, blocks = width / 16;
+    if (i >= slots * blocks) return;
+    const int slot = i / blocks, block = i % blocks, e = ids ? ids[slot] : 0;
+    uint4 word[2] = {};
+    if (e >= 0 && e < experts) {
+        const uint4* from = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(slot / topk) * width) + 2 * block;
+        word[0] = from[0], word[1] = from[1];
+        __nv_bfloat162* two = reinterpret_cast<__nv_bfloat162*>(word);
+        float most = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float2 two = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(pairs + i));
-        const __nv_bfloat162 done = __floats2bfloat162_rn(value(two.x), value(two.y));
-        pairs[i] = *reinterpret_cast<const uint32_t*>(&done);
+        for (int j = 0; j < 8; ++j) {
+            const float2 values = __bfloat1622float2(two[j]);
+            most = fmaxf(most, fmaxf(fabsf(values.x), fabsf(values.y)));
+        }
+        const float input_scale = in[e], scale = block_scale(most, input_scale);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float2 values = __bfloat1622float2(two[j]);
+            two[j] = __floats2bfloat162_rn(quantised(values.x, input_scale, scale),
+                                           quantised(values.y, input_scale, scale));
+        }
     }
+    uint4* out = reinterpret_cast<uint4*>(to + static_cast<int64_t>(slot) * width) + 2 * block;
+    out[0] = word[0], out[1] = word[1];
 }
 
 // B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one
@@ -71,21 +91,6 @@ struct Tokens {
                 const uint4 a = load_global(at), b = load_global(at + 1);
                 pairs[t][c][0] = a.x, pairs[t][c][1] = a.y, pairs[t][c][2] = a.z, pairs[t][c][3] = a.w;
                 pairs[t][c][4] = b.x, pairs[t][c][5] = b.y, pairs[t][c][6] = b.z, pairs[t][c][7] = b.w;
-            }
-    }
-
-    __device__ __forceinline__ void quantised(int units_here, bool both, float input_scale) {
-#pragma unroll
-        for (int t = 0; t < NT; ++t)
-#pragma unroll
-            for (int c = 0; c < C; ++c) {
-                if (c >= units_here || (t && !both)) continue;
-                uint32_t eight[8];
-#pragma unroll
-                for (int i = 0; i < 8; ++i) eight[i] = pairs[t][c][i];
-                quantise(eight, input_scale);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) pairs[t][c][i] = eight[i];
             }
     }
 };

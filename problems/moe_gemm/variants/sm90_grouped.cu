@@ -48,17 +48,17 @@ int decode_counters() { return decode::BATCHES * decode::COUNTER_APART; }
 
 int decode_experts(const uint8_t* w13, const float* g13, const float* in13, const uint8_t* w2, const float* g2,
                    const float* in2, const __nv_bfloat16* x, const int* ids, const float* routing, __nv_bfloat16* out,
-                   __nv_bfloat16* v, unsigned long long* arrived, int tokens, int topk, int experts, int hidden,
+                   __nv_bfloat16* v, __nv_bfloat16* rows, unsigned long long* arrived, int tokens, int topk, int experts, int hidden,
                    int inner, int quantised, int tiles, int blocks) {
     return decode::run({w13, w2, g13, g2, in13, in2, x, ids, routing, out, v, arrived, tokens, topk, experts, hidden,
-                        inner, 0, 0, quantised != 0, false, 0}, tiles, blocks);
+                        inner, 0, 0, quantised != 0, false, 0}, tiles, blocks, rows);
 }
 
-// x (tokens, columns) by units of (rows, columns) -> out (tokens, rows).
+// x (tokens, columns) by units of (rows, columns) -> out (tokens, rows). room: as large as x, where it is quantised.
 int decode_linear(const uint8_t* weight, const float* g, const float* in, const __nv_bfloat16* x, __nv_bfloat16* out,
-                  int tokens, int rows, int columns, int quantised, int tiles, int blocks) {
+                  __nv_bfloat16* room, int tokens, int rows, int columns, int quantised, int tiles, int blocks) {
     return decode::run({nullptr, weight, nullptr, g, nullptr, in, x, nullptr, nullptr, out, nullptr, nullptr, tokens, 1,
-                        1, rows, columns, 0, 0, quantised != 0, true, 0}, tiles, blocks);
+                        1, rows, columns, 0, 0, quantised != 0, true, 0}, tiles, blocks, room);
 }
 
 // Bytes that prefill_experts needs, in KiB.

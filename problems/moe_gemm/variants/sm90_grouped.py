@@ -79,16 +79,18 @@ def custom_kernel(data: input_t) -> output_t:
         return out
     _check_columns(max(hidden, inner))
     tiles = 2 if tokens * topk > 2 * experts and hidden <= 4096 and inner <= 2048 else 1
-    v = torch.empty(min(tokens, MOST_TOKENS) * topk, inner, dtype=torch.bfloat16, device=x.device)
-    run = build.cuda(SOURCE, target).function("decode_experts", *[c_void_p] * 12, *[c_int] * 8)
+    slots, quantised = min(tokens, MOST_TOKENS) * topk, state.activation == "nvfp4"
+    v = torch.empty(slots, inner, dtype=torch.bfloat16, device=x.device)
+    rows = torch.empty(slots if quantised else 0, hidden, dtype=torch.bfloat16, device=x.device)
+    run = build.cuda(SOURCE, target).function("decode_experts", *[c_void_p] * 13, *[c_int] * 8)
     for first in range(0, tokens, MOST_TOKENS):
         count = min(MOST_TOKENS, tokens - first)
         code = run(
             state.w13.data_ptr(), state.g13.data_ptr(), state.in_scale13.data_ptr(),
             state.w2.data_ptr(), state.g2.data_ptr(), state.in_scale2.data_ptr(),
             x[first].data_ptr(), ids[first].data_ptr(), routing[first].data_ptr(), out[first].data_ptr(),
-            v.data_ptr(), state.arrived.data_ptr(),
-            count, topk, experts, hidden, inner, state.activation == "nvfp4", tiles, _blocks(x.device),
+            v.data_ptr(), rows.data_ptr(), state.arrived.data_ptr(),
+            count, topk, experts, hidden, inner, quantised, tiles, _blocks(x.device),
         )  # fmt: skip
         build.check(code, "decode_experts")
     return out
@@ -127,14 +129,15 @@ def linear(state: LinearState, x: torch.Tensor, out: torch.Tensor) -> None:
     for name, tensor, width in (("x", x, k), ("out", out, n)):
         if tensor.dtype != torch.bfloat16 or tensor.shape != (len(x), width) or not tensor.is_contiguous():
             raise ValueError(f"{name} must be bf16 ({len(x)}, {width}), contiguous, got {tensor.dtype} {tensor.shape}")
-    run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_linear", *[c_void_p] * 5, *[c_int] * 6)
+    run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_linear", *[c_void_p] * 6, *[c_int] * 6)
     quantised = state.in_scale is not None
+    room = torch.empty(min(len(x), MOST_TOKENS) if quantised else 0, k, dtype=torch.bfloat16, device=x.device)
     for first in range(0, len(x), MOST_TOKENS):
         count = min(MOST_TOKENS, len(x) - first)
         code = run(
             state.weight.data_ptr(), state.g.data_ptr(), state.in_scale.data_ptr() if quantised else None,
-            x[first].data_ptr(), out[first].data_ptr(), count, n, k, quantised, 2 if k <= 2048 else 1,
-            _blocks(x.device),
+            x[first].data_ptr(), out[first].data_ptr(), room.data_ptr(), count, n, k, quantised,
+            2 if k <= 2048 else 1, _blocks(x.device),
         )  # fmt: skip
         build.check(code, "decode_linear")
 

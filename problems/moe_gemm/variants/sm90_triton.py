@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from problems.common import build
 from problems.common.triton_dsl import cubin
 
-TARGETS = ("sm90",)
+TARGETS = ("sm90", "sm100")
 REQUIRES = ("triton",)
 
 BUSY = 264  # programs that occupy an H200's 132 SMs twice

@@ -15,9 +15,9 @@ import torch
 from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.phases import run_tests
-from harness.judge.readings import DATASHEET
 from harness.judge.session import Session
 from harness.problem import folders
+from harness.results.datasheet import RATES
 from harness.runner import buffers, clock, matmul, native, wire
 from harness.sandbox.process import ROOT
 
@@ -184,7 +184,7 @@ def test_the_matrix_product_runs_at_a_rate_of_this_device():
     timed()
     us = sorted(ticking.time(timed, lambda _: None, clock.Delivery(spin_us=500)).us for _ in range(9))[4]
     name = torch.cuda.get_device_name()
-    sheet = next((rates[1] for known, rates in DATASHEET.items() if known in name), None)
+    sheet = next((rates[1] for known, rates in RATES.items() if known in name), None)
     if sheet is None:
         pytest.skip(f"{name} is not in the table")
     assert 0.5 < matmul.flops("cuda") / us * 1e6 / sheet < 1

@@ -85,6 +85,32 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
     assert "UNSUPPORTED" in tables.markdown([found], []) and SAYS in tables.markdown([found], [])
 
 
+def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
+    """By ONLY_BY_TARGET, for a target whose benchmarks are all such cases; another literal is refused."""
+    allowed = {"n": (1024, 2**19, 2**20)}
+    task = folder / "task.py"
+    task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {allowed}}}\n")
+    confined = KERNEL.format(name="confined", only=f"ONLY = {allowed}", refuses="len(data.x) == 4099")
+    (folder / "variants" / "cpu_confined.py").write_text(confined)
+    assert run.main([str(folder), "--device", "cpu", "--all"]) == 0
+    lines = record.read(environment.machine("cpu"), "vector_add")
+    found = [status for _, _, status, _ in outcomes(lines)["cpu_confined"]]
+    assert found == ["UNSUPPORTED", "PASSED", "PASSED", "PASSED"]
+    (made,) = board.build(lines, "box", {("vector_add", "cpu"): CASES})
+    standing = made.standing.set_index("variant")
+    assert standing["rank"][["whole", "cpu_confined"]].notna().all() and standing["rank"].isna()["peer_part"]
+    (folder / "variants" / "cpu_confined.py").write_text(KERNEL.format(name="", only='ONLY = {"n": 1024}', refuses="1"))
+    task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {{'n': 1024}}}}\n")
+    with pytest.raises(
+        UsageError, match=r"task\.py: ONLY_BY_TARGET must admit every timed case, it leaves out n=524288"
+    ):
+        folders.find(str(folder)).variant("cpu_confined")
+    task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {allowed}}}\n")
+    (folder / "variants" / "cpu_confined.py").write_text(confined.replace("1024, ", "", 1))
+    with pytest.raises(UsageError, match=r"peer_\* files of variants/, and for cpu .* got \{'n': \(524288, 1048576"):
+        folders.find(str(folder)).variant("cpu_confined")
+
+
 @pytest.mark.parametrize("served", [[False, True], [True, True], [False, False]])
 def test_pairs_are_of_the_cases_that_both_serve(folder, capsys, served):
     found = folders.find(str(folder))

@@ -5,6 +5,7 @@ import struct
 import pytest
 
 from harness.results import machine_code
+from problems.common import cubins
 
 TEXT, CONSTANTS, DEBUG = (1, 6), (1, 2), (1, 0)  # (type, flags) of a section
 INFO = (0x70000000, 0)
@@ -14,12 +15,12 @@ def cubin(*sections: tuple[tuple[int, int], bytes], machine: int = 190, names: b
     """An ELF file of these sections; `names` stands for its symbols, which are no part of what is loaded."""
     body, table = names, b""
     for (kind, flags), content in sections:
-        offset = machine_code._HEADER.size + len(body)
-        table += machine_code._SECTION.pack(0, kind, flags, 0, offset, len(content), 0, 0, 0, 0)
+        offset = cubins._HEADER.size + len(body)
+        table += cubins._SECTION.pack(0, kind, flags, 0, offset, len(content), 0, 0, 0, 0)
         body += content
-    where = machine_code._HEADER.size + len(body)
-    ident = machine_code._MAGIC + bytes(10)
-    header = machine_code._HEADER.pack(ident, 2, machine, 1, 0, 0, where, 0, 64, 0, 0, 64, len(sections), 0)
+    where = cubins._HEADER.size + len(body)
+    ident = cubins._MAGIC + bytes(10)
+    header = cubins._HEADER.pack(ident, 2, machine, 1, 0, 0, where, 0, 64, 0, 0, 64, len(sections), 0)
     return header + body + table
 
 
@@ -55,10 +56,10 @@ def test_other_code_and_other_constants_have_another(tmp_path):
 @pytest.mark.parametrize(
     "data",
     [
-        b"", machine_code._MAGIC, ONE[:70], ONE[:-1], cubin(machine=190), cubin((TEXT, b"x"), machine=62), bytes(1000),
+        b"", cubins._MAGIC, ONE[:70], ONE[:-1], cubin(machine=190), cubin((TEXT, b"x"), machine=62), bytes(1000),
         ONE[:60] + struct.pack("<H", 65535) + ONE[62:],  # more sections than there are bytes
         ONE[:40] + struct.pack("<Q", 2**64 - 1) + ONE[48:],  # a table beyond the end
-        machine_code._MAGIC * 100_000,
+        cubins._MAGIC * 100_000,
         cubin(*[(TEXT, b"")] * 5000),
     ],
     ids=range(11),

@@ -15,14 +15,17 @@ from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import record, schema
-from harness.tools import latency
+from harness.tools import device_trace, latency
+from harness.tools.device_trace import Launch
 from problems.dsv4_forward.latency import Decode as Steps
+from problems.dsv4_forward.latency import prepare
 from tests.support import SUPPORT
 
 MODEL = folders.find("dsv4_forward")
 MEASURED = {
     "case": {"config": "tiny-k", "format": "bf16", "batch": 1, "context": 512}, "status": "PASSED", "reason": "",
-    "bytes": 4_800_000_000, "median_us": 3800.0, "samples_us": [[3700.0, 3800.0, 3900.0]], "n": 3, "eager_us": 25000.0,
+    "bytes": 4_800_000_000, "flops": 1_978_000_000_000, "median_us": 3800.0,
+    "samples_us": [[3700.0, 3800.0, 3900.0]], "n": 3, "eager_us": 25000.0,
     "kernels": {"fmha": "reference"}, "launches": {"eager": 9, "graph": 9}, "checks": {"replay_equals_eager": True},
 }  # fmt: skip
 
@@ -31,7 +34,8 @@ def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path):
     judged = Result(MODEL.variant("composed"), "sm90")
     monkeypatch.setattr(latency.environment, "describe", lambda: {"gpu": "NVIDIA H200"})
     found = latency.line_of(Recorder(MODEL, "cuda"), judged, MEASURED)
-    assert found["kind"] == "latency" and found["variant"] == "composed" and found["sol_us"] == 1000.0
+    assert found["kind"] == "latency" and found["variant"] == "composed" and found["sol_us"] == 2000.0
+    assert latency.line_of(Recorder(MODEL, "cuda"), judged, MEASURED | {"flops": 1.0})["sol_us"] == 1000.0
     assert found["source_hash"] == judged.source_hash and found["schema"] == schema.SCHEMA
     record.append("box", "dsv4_forward", [found], tmp_path)
     assert record.read("box", "dsv4_forward", tmp_path) == [found]
@@ -40,7 +44,8 @@ def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path):
 
 
 def test_cases_are_the_problems_and_chosen_by_their_words():
-    assert len(latency.cases(MODEL, None)) == 8
+    assert len(latency.cases(MODEL, None)) == 22
+    assert [one["format"] for one in latency.cases(MODEL, "new=2048")] == ["nvfp4", "nvfp4_experts"]
     (one,) = latency.cases(MODEL, "config=tiny-k format=nvfp4 batch=8")
     assert one == {"config": "tiny-k", "format": "nvfp4", "batch": 8, "context": 512}
     with pytest.raises(UsageError, match="--case must match a latency case"):
@@ -108,13 +113,30 @@ def test_a_graph_holds_every_kernel_and_as_many_operations(graph, whole):
 
 @pytest.fixture
 def without_gpu(monkeypatch):
-    """What is asked of a GPU, done on the CPU: a graph's replay is the step itself."""
+    """What is asked of a GPU, done on the CPU: a graph's replay is the step itself. As if the first op launched two
+    kernels of 2 us each, and nothing else any.
+    """
+    ranges: list[str] = []
+
+    def launches(call) -> list[Launch]:
+        ranges.clear()
+        call()
+        op = ranges[0].removeprefix(device_trace.OP) if ranges else ""
+        return [Launch("k", 0.0, 2.0, op), Launch("Memcpy DtoD", 3.0, 2.0, op)]
+
+    def range_of(name: str) -> contextlib.AbstractContextManager:
+        ranges.append(name)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.profiler, "record_function", range_of)
+    monkeypatch.setattr(latency, "WARMUPS", 1)
+    monkeypatch.setattr(latency, "TRACED", 2)
     for name in ("stream", "ExternalStream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(latency, "_capture", lambda step: SimpleNamespace(replay=step))
     monkeypatch.setattr(latency, "_waits", lambda step: step() or "")
-    monkeypatch.setattr(latency, "_launches", lambda call: call() or ["k", "Memcpy DtoD"])
+    monkeypatch.setattr(device_trace, "launches", launches)
     monkeypatch.setattr(latency, "STEPS", 3)
 
 
@@ -125,6 +147,8 @@ def test_what_is_found_of_a_step(without_gpu, monkeypatch):
     assert (found["status"], found["reason"], found["n"]) == ("PASSED", "", 3)
     assert found["median_us"] == sorted(found["samples_us"][0])[1] > 0 and found["eager_us"] > 0
     assert found["launches"] == {"eager": 2, "graph": 2} and set(found["kernels"]) >= {"fmha", "linear"}
+    assert found["breakdown"]["ops"] == {"mhc_pre": {"us": 4.0, "launches": 2}}
+    assert (found["breakdown"]["span_us"], found["breakdown"]["gaps_us"]) == (5.0, 1.0)
     judged = Result(MODEL.variant("composed"), "sm90")
     assert record.checked(latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": case, **found}))
 
@@ -133,6 +157,16 @@ def test_what_is_found_of_a_step(without_gpu, monkeypatch):
     assert found["status"] == "INVALID_MEASUREMENT"
     assert found["reason"] == "host_synchronisations; replay_equals_eager"
     assert found["checks"]["host_synchronisations"] == "a copy to the host"
+
+
+@torch.inference_mode()
+def test_a_prefill_is_timed_without_a_graph(without_gpu):
+    case = {"config": "tiny", "format": "bf16", "batch": 1, "context": 0, "new": 20}
+    found = latency.measure(prepare(case, 3, "cpu"))
+    assert (found["status"], found["n"], found["launches"]) == ("PASSED", 3, {"eager": 2})
+    assert found["median_us"] == found["eager_us"] > 0 and found["flops"] > found["bytes"]
+    judged = Result(MODEL.variant("composed"), "sm90")
+    assert record.checked(latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": case, **found}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

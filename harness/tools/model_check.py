@@ -1,0 +1,213 @@
+"""`--device model`: run GPU variants on the CPU in a model that executes their PTX, and compare what they write.
+
+Each case runs under every order of asynchronous work that the model has, on new outputs. docs/blackwell.md says what
+the model checks and what it cannot see. It takes no time, so nothing of it ranks.
+
+It runs as a separate process, `python -m harness.tools.model_check PROBLEM VARIANT TARGET`, with the cases as JSON on
+standard input and a line of JSON on standard output for each case and order.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from harness.judge.outcome import Outcome
+from harness.judge.verdict import Recorder, Result
+from harness.problem.folders import Case, Problem, Submission, UsageError
+from harness.results import record, schema
+from harness.sandbox import process
+
+MACHINE = "model"  # whose records these are: no machine has a part in them
+TARGETS = ("sm100", "sm90")  # a variant for both is checked as the first
+FEW = 8  # multiprocessors: so few that blocks which persist take several turns in a small case
+
+
+@dataclass(frozen=True)
+class Order:
+    """policy: the order of asynchronous work. poison: the byte that shared memory holds where nothing has written.
+    multiprocessors: that the host side is told of; 0: as many as the GPU has.
+    """
+
+    policy: str
+    poison: int
+    multiprocessors: int = FEW
+
+
+ORDERS = (
+    Order("eager", 0xFF, 0), Order("lazy", 0x5A), Order("late-tma", 0x00), Order("late-tensor-core", 0xFF),
+    Order("random:1", 0x5A), Order("random:2", 0xFF),
+)  # fmt: skip
+
+
+def target_of(submission: Submission) -> str:
+    """Return the target that the model stands for. UsageError: `submission` is for no GPU, or no variant of ours."""
+    if not submission.own:
+        raise UsageError(f"--device model runs variants of this checkout only, got {submission.name}: move it there")
+    found = next((target for target in TARGETS if target in submission.targets), "")
+    if not found:
+        raise UsageError(f"--device model needs a variant for {' or '.join(TARGETS)}, got one for {submission.targets}")
+    return found
+
+
+def run(
+    problem: Problem, submission: Submission, cases: list[Case], say: Callable[[str], None], timeout_s: float | None
+) -> list[tuple[Case, Outcome]]:
+    """Check `submission` on `cases`. Return the outcome of each case that was reached: MODEL_CHECKED if it was right
+    under all orders. timeout_s: of one case under one order, None for no limit.
+    """
+    target = target_of(submission)
+    argv = [sys.executable, "-m", "harness.tools.model_check", str(problem.folder), str(submission.file), target]
+    asked = json.dumps([{**case.params, "seed": case.seed} for case in cases])
+    environment = {**os.environ, "PYTHONPATH": str(process.ROOT), "PYTHONUNBUFFERED": "1"}
+    found: dict[int, Outcome] = {}
+    reached = 0
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(
+            argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert child.stdin and child.stdout  # they are pipes
+        try:
+            child.stdin.write(asked)
+            child.stdin.close()
+            for line in _lines(child, child.stdout, timeout_s):
+                reached = line["case"]
+                now, case = Outcome(line["status"], f"{line['order']}: {line['said']}"), cases[reached]
+                say(f"{submission.name:20} model  {case}  {line['order']:16}  {line['status']}  {line['said']}")
+                found[reached] = min((found.get(reached, now), now), key=lambda o: schema.STATUSES.index(o.status))
+                reached += line["order"] == ORDERS[-1].policy
+            status = child.wait()
+        except TimeoutError:
+            words = (
+                f"not over after {timeout_s:g} s under one order; give it longer: --timeout {2 * (timeout_s or 0):g}"
+            )
+            found[reached] = Outcome("TIMEOUT", words)
+            status = 0
+        finally:
+            child.kill()
+            child.wait()
+        if status:
+            errors.seek(0)
+            last = errors.read().strip().splitlines()[-1:] or [f"exit status {status}"]
+            found[min(reached, len(cases) - 1)] = Outcome("RUNTIME_ERROR", last[0])
+    return [
+        (cases[n], Outcome(one.status, "" if one.status == "MODEL_CHECKED" else one.reason))
+        for n, one in sorted(found.items())
+    ]
+
+
+def _lines(child: subprocess.Popen, out: IO[str], timeout_s: float | None) -> Iterator[dict]:
+    """What the child says, line by line. TimeoutError: a line took longer than the limit."""
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        child.kill()
+
+    while True:
+        timer = threading.Timer(timeout_s or 0, stop)
+        if timeout_s:
+            timer.start()
+        line = out.readline()
+        timer.cancel()
+        if late.is_set():
+            raise TimeoutError
+        if not line:
+            return
+        yield json.loads(line)
+
+
+def records(recorder: Recorder, judged: Result) -> list[dict]:
+    """The records of a checked submission: one for each case."""
+    lines = [
+        {
+            **recorder.base(judged, "model", case.params), "status": outcome.status, "reason": outcome.reason,
+            "seeds": [str(case.seed)], "orders": [order.policy for order in ORDERS], "sandbox": None,
+        }
+        for case, outcome in judged.tests
+    ]  # fmt: skip
+    for line in lines:
+        schema.see_known(line)
+    return [record.plain(line) for line in lines]
+
+
+def main(argv: list[str]) -> int:
+    """Check one variant. argv: the problem's folder, the variant's file, the target."""
+    from problems.common.ptx_model import driver
+
+    folder, file, target = Path(argv[0]), Path(argv[1]), argv[2]
+    cases = json.loads(sys.stdin.read())
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the variant prints is no reply
+    model = driver.install(target)
+    from problems.common import load
+
+    task, reference = load.module(folder, "task"), load.module(folder, "reference")
+    module = load.from_file(folder, file)
+    for number, case in enumerate(cases):
+        pristine = _inputs(task, reference, case)
+        want = reference.ref_kernel(pristine)
+        for order in ORDERS:
+            set_order(model, order)
+            status, said = _checked(model, module, reference, pristine, want)
+            out.write(json.dumps({"case": number, "order": order.policy, "status": status, "said": said}) + "\n")
+            out.flush()
+    return 0
+
+
+def set_order(model: Any, order: Order) -> None:
+    """Let the driver's next launches run in this order."""
+    from problems.common.ptx_model import driver
+
+    model.policy, model.poison = order.policy, order.poison
+    model.multiprocessors = order.multiprocessors or driver.MULTIPROCESSORS[model.target]
+
+
+def _inputs(task: Any, reference: Any, case: dict) -> Any:
+    import inspect
+
+    from harness.checker import inputs
+
+    weights = None
+    if hasattr(reference, "generate_weights"):
+        names = inspect.signature(reference.generate_weights).parameters
+        known = {**case, "device": "cpu"}
+        weights = reference.generate_weights(**{name: known[name] for name in names if name in known})
+    return inputs.make(reference, task, case, "cpu", True, weights)
+
+
+def _checked(model: Any, module: Any, reference: Any, pristine: Any, want: Any) -> tuple[str, str]:
+    """-> (status, what there is to say) of one call on a copy of the inputs."""
+    from harness.runner import tree
+    from problems.common.build import BuildError
+
+    data = tree.clone(pristine)
+    before = model.launches, model.executed
+    model.clear()
+    try:
+        if hasattr(module, "prepare"):
+            data = data._replace(weights=module.prepare(data.weights))
+        output = module.custom_kernel(data)
+        model.check()
+    except BuildError as error:
+        return "COMPILE_ERROR", str(error)
+    except Exception as error:
+        fault = model.faults[0] if model.faults else error
+        return "RUNTIME_ERROR", f"{type(fault).__name__}: {fault}"
+    result = reference.compare(pristine, want, output, False)
+    launches, executed = model.launches - before[0], model.executed - before[1]
+    if not launches:
+        return "RUNTIME_ERROR", "it launched no kernel of CUDA C++ or CuTe DSL, so the model checked nothing"
+    if not result.ok:
+        return "INCORRECT", result.message
+    return "MODEL_CHECKED", f"{launches} launch{'es' if launches > 1 else ''}, {executed} group instructions"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

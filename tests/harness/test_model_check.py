@@ -1,0 +1,88 @@
+"""--device model: the verdict on a right and on a wrong variant, and what is refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import run as harness_run
+from harness.results import record
+from harness.tools import model_check
+from leaderboard import pages
+from problems.common import cubins
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE = "m=1 k=64"
+
+nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+
+
+def run(*arguments):
+    command = [sys.executable, "harness/run.py", "nvfp4_gemv", "--device", "model", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@nvcc
+def test_a_right_variant_is_recorded_as_model_checked_and_never_timed(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    words = ["nvfp4_gemv", "--device", "model", "--variant", "sm100_native", "--case", CASE]
+    assert harness_run.main([*words, "--events", str(tmp_path / "events")]) == 0
+    said = capfd.readouterr().out
+    assert said.count("MODEL_CHECKED") == 7 and " us " not in said and "2 records of model" in said
+    compiled, checked = record.read("model", "nvfp4_gemv", tmp_path)
+    assert (compiled["kind"], compiled["status"], compiled["target"]) == ("compile", "COMPILED", "sm100")
+    assert (checked["kind"], checked["status"], checked["case"]) == (
+        "model",
+        "MODEL_CHECKED",
+        {"m": 1, "k": 64, "l": 1},
+    )
+    assert all(("sass" in kernel) == bool(cubins.disassembler()) for kernel in compiled["resources"])
+    assert checked["orders"] == [order.policy for order in model_check.ORDERS]
+    assert not [name for name in checked if name.endswith("_us")]
+    last = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [(e["status"], e["time_us"]) for e in last if e["event"] == "verdict"] == [("MODEL_CHECKED", None)]
+    assert [e["command"] for e in last if e["event"] == "next"] == [".venv/bin/python leaderboard/report.py nvfp4_gemv"]
+    (found,) = pages.read(tmp_path, ["model"], []).boards
+    assert found.standing.notes[0] == ["compiled, model-checked (1 test case), never run"]
+    assert "Predicted, not measured" in found.notes[-1]
+
+
+def test_a_case_that_takes_too_long_is_a_time_out_that_names_the_option():
+    ran = run("--variant", "sm100_native", "--mode", "test", "--case", CASE, "--timeout", "0.01")
+    assert ran.returncode == 5 and "give it longer: --timeout 0.02" in ran.stdout
+
+
+@nvcc
+def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_path):
+    variants = ROOT / "problems" / "nvfp4_gemv" / "variants"
+    for name in ("sm100_native.cu", "warp_ring.cuh", "sm100_native.py"):
+        shutil.copy(variants / name, tmp_path)
+    ring = tmp_path / "warp_ring.cuh"
+    wait = '"n"(NUM_STAGES - 1)'
+    assert wait in ring.read_text()
+    ring.write_text(ring.read_text().replace(wait, '"n"(NUM_STAGES)'))
+    case = json.dumps([{"m": 40, "k": 5184, "l": 1, "seed": 5}])
+    command = [
+        sys.executable, "-m", "harness.tools.model_check", str(variants.parent), str(tmp_path / "sm100_native.py"),
+        "sm100",
+    ]  # fmt: skip
+    ran = subprocess.run(command, cwd=ROOT, input=case, capture_output=True, text=True)
+    replies = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert {reply["status"] for reply in replies} == {"RUNTIME_ERROR"}, ran.stdout + ran.stderr
+    assert "race" in replies[0]["said"] and "warp_ring.cuh" in replies[0]["said"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--variant", "sm100_native", "--mode", "benchmark"), "--device model takes no times"),
+        (("--variant", "cpu_portable", "--mode", "test"), "needs a variant for sm100 or sm90"),
+        (("--all", "--mode", "test"), "--device model checks one variant, without --all"),
+    ],
+)
+def test_what_it_refuses(arguments, said):
+    ran = run(*arguments)
+    assert ran.returncode == 2 and said in ran.stderr

@@ -1,0 +1,93 @@
+"""Our GPU variants in the model of their GPU, on small cases under every order of asynchronous work.
+
+The cases are not square, end inside of tiles, leave experts without tokens and lists with holes, and turn a ring of
+shared memory more than once. They make up what docs/blackwell.md says was checked.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from harness.tools import model_check
+from tests.support import ROOT
+
+
+def gemv(m, k, l):
+    return {"m": m, "k": k, "l": l, "seed": 5}
+
+
+def moe(tokens, experts, topk, hidden, inner, activation="bf16", content="plain"):
+    return {
+        "tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden, "inner": inner, "activation": activation,
+        "router": "uniform", "content": content, "seed": 5,
+    }  # fmt: skip
+
+
+def fmha(queries, heads, window, compressed, content="plain"):
+    return {
+        "batch": 2, "queries": queries, "heads": heads, "window": window, "compressed": compressed, "page_window": 64,
+        "page_compressed": 2, "pool": 128, "order": "random", "content": content, "seed": 5,
+    }  # fmt: skip
+
+
+QUICK = [
+    ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3), gemv(5, 5184, 1)]),
+    ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3), gemv(5, 1088, 2)]),
+    ("moe_gemm", "sm90_cute", "sm100", [moe(2, 5, 2, 192, 64)]),
+    ("fmha_decode", "sm100_cute", "sm100", [{**fmha(1, 8, 1, 0), "batch": 1}]),
+]
+# Under most orders the host side is told of few multiprocessors, so that a block has several tiles of 128.
+TILED = [
+    # Two blocks of heads, the second of 8; a last tile of 94 entries; lengths of each sequence, holes.
+    {**fmha(1, 72, 100, 250, "ragged"), "batch": 3, "pool": 300},
+    # Scores rise along the list, so that tiles rescale what others have added.
+    {**fmha(1, 128, 1, 511, "maxima"), "batch": 4, "pool": 511, "order": "sequential"},
+    # Shares that are joined; two queries.
+    {**fmha(2, 24, 128, 450, "duplicates"), "batch": 1, "pool": 450},
+    # Lists without an entry, and shares without one.
+    {**fmha(2, 20, 64, 300, "empty"), "pool": 300},
+]
+LONG = [
+    ("nvfp4_gemv", "sm100_native", "sm100", [gemv(40, 17472, 1), gemv(130, 1088, 2)]),
+    ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(23, 17408, 1), gemv(130, 1088, 2)]),
+    ("nvfp4_gemv", "sm90_classic_tma", "sm90", [gemv(40, 17472, 2), gemv(33, 64, 3)]),
+    ("nvfp4_gemv", "sm90_dp4a", "sm90", [gemv(33, 1088, 2)]),
+    ("moe_gemm", "sm90_cute", "sm100", [moe(7, 8, 2, 192, 320), moe(3, 17, 2, 64, 192, "nvfp4", "subnormal")]),
+    ("moe_gemm", "sm90_grouped", "sm100", [moe(3, 8, 2, 192, 320), moe(2, 3, 2, 64, 192, "nvfp4")]),
+    ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, 64, 37, 91)]),
+    ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),
+    ("fmha_decode", "sm100_cute", "sm100", TILED),
+]
+
+
+def check(problem, variant, target, cases):
+    """Run one variant; every case must be right under every order."""
+    if "cute" in variant and not importlib.util.find_spec("cutlass"):
+        pytest.skip("needs CuTe DSL")
+    if "cute" not in variant and not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    folder = ROOT / "problems" / problem
+    command = [sys.executable, "-m", "harness.tools.model_check", str(folder)]
+    command += [str(folder / "variants" / f"{variant}.py"), target]
+    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True)
+    replies = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [(one["case"], one["order"]) for one in replies] == [
+        (case, order.policy) for case in range(len(cases)) for order in model_check.ORDERS
+    ], ran.stderr[-2000:]
+    wrong = [one for one in replies if one["status"] != "MODEL_CHECKED"]
+    assert not wrong, wrong[0]
+
+
+@pytest.mark.parametrize(("problem", "variant", "target", "cases"), QUICK, ids=lambda one: str(one)[:12])
+def test_a_variant_for_sm100_is_right_in_the_model(problem, variant, target, cases):
+    check(problem, variant, target, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "variant", "target", "cases"), LONG, ids=lambda one: str(one)[:12])
+def test_a_variant_is_right_in_the_model_also_on_longer_cases(problem, variant, target, cases):
+    check(problem, variant, target, cases)

@@ -1,0 +1,225 @@
+"""moe_gemm's tcgen05 variant without a B200: its layouts byte by byte, its limits, and its kernels in the model."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.common.load import PROBLEMS
+from tests.support import ROOT
+
+pytest.importorskip("cutlass")
+
+FOLDER = PROBLEMS / "moe_gemm"
+# In a process of its own, since the model takes CUDA's place in the whole process. Few multiprocessors let a block go
+# through several tiles, and its ring of stages turn more than once.
+SCRIPT = """
+import json, sys
+from problems.common.ptx_model import driver
+
+model = driver.install("sm100")
+from harness.tools.model_check import ORDERS, _checked, _inputs
+from problems.common import load
+
+task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
+for multiprocessors, orders, case in json.loads(sys.stdin.read()):
+    pristine = _inputs(task, reference, case)
+    want = reference.ref_kernel(pristine)
+    for order in (one for one in ORDERS if one.policy in orders or not orders):
+        model.multiprocessors, model.policy, model.poison = multiprocessors, order.policy, order.poison
+        print(json.dumps([order.policy, *_checked(model, variant, reference, pristine, want)]), flush=True)
+"""
+# Ids that are no experts: what their tokens get is free; nothing is written out of bounds, and the others are right.
+BAD_IDS = """
+import json, sys, torch
+from problems.common.ptx_model import driver
+
+model = driver.install("sm100")
+from harness.tools.model_check import _inputs
+from problems.common import load
+
+task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
+data = _inputs(task, reference, json.loads(sys.stdin.read()))
+want = reference.ref_kernel(data)
+model.multiprocessors = 2
+data.inputs.topk_ids[0, 0], data.inputs.topk_ids[1, 1] = -1, len(data.weights.w13)
+out = variant.custom_kernel(data._replace(weights=variant.prepare(data.weights)))
+model.check()
+print(json.dumps(float((out[2:].double() - want[2:]).norm() / want[2:].norm())))
+"""
+FIELDS = ("tokens", "experts", "topk", "hidden", "inner", "router", "content")
+# A few tokens of 12 experts, of which some have none; 3 units along K are no whole step, and 192 rows no whole tile.
+SMALL = (1, (3, 12, 2, 192, 256, "uniform", "plain"))
+LONG = (
+    (4, (7, 17, 6, 448, 576, "uniform", "magnitudes")),
+    (148, (1, 8, 6, 512, 320, "uniform", "plain")),
+    (2, (60, 2, 1, 192, 512, "uniform", "clamped")),  # 64 tokens a tile, nearly full
+    (2, (66, 8, 2, 64, 256, "one", "zeros")),  # 32 a tile: 2 whole ones and two tokens, of 2 experts; 6 have none
+    (3, (70, 1, 1, 320, 448, "uniform", "extreme")),  # 128 a tile
+)
+
+
+@functools.cache
+def variant():
+    return load.module(FOLDER, "variants/sm100_cute")
+
+
+def script(text: str, given: object) -> list[str]:
+    """What it prints."""
+    command = [sys.executable, "-c", text, "task", "reference", "variants/sm100_cute"]
+    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(given), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def made(case: tuple) -> dict:
+    return {**dict(zip(FIELDS, case, strict=True)), "activation": "nvfp4", "seed": 7}
+
+
+def found(cases, orders: tuple[str, ...]) -> list[list[str]]:
+    """(order, status, what was said) of each case under each order; () are all."""
+    lines = script(SCRIPT, [(count, orders, made(case)) for count, case in cases])
+    return [json.loads(line) for line in lines if line.startswith("[")]
+
+
+def test_in_the_model_it_is_right():
+    ran = found([SMALL], ("lazy", "random:1"))
+    assert [(order, status) for order, status, _ in ran] == [
+        ("lazy", "MODEL_CHECKED"),
+        ("random:1", "MODEL_CHECKED"),
+    ], ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [SMALL, *LONG], ids=str)
+def test_in_the_model_it_is_right_under_every_order(case):
+    ran = found([case], ())
+    assert len(ran) == 6 and all(status == "MODEL_CHECKED" for _, status, _ in ran), ran
+
+
+# A product of core matrices without a swizzle, 8 rows 256 bytes apart and halves of K 128, as CuTe DSL makes it.
+DESCRIPTOR = """
+import json, re, sys
+import cutlass
+from cutlass import Float16, Float32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+
+
+@cute.kernel
+def multiply():
+    k = OperandMajorMode.K
+    op = tcgen05.MmaF16BF16Op(
+        Float16, Float32, (128, 64, 16), tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM, k, k
+    )
+    mma = cute.make_tiled_mma(op)
+    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_INTER, Float16)
+    memory = cutlass.memory.SmemAllocator()
+    parts = []
+    for shape, make in (
+        (mma.partition_shape_A((128, 16)), mma.make_fragment_A), (mma.partition_shape_B((64, 16)), mma.make_fragment_B)
+    ):
+        layout = tcgen05.tile_to_mma_shape(atom, cute.append(shape, 1), order=(2, 1, 3))
+        tile = memory.allocate_tensor(Float16, layout.outer, byte_alignment=128, swizzle=layout.inner)
+        parts.append(make(tile)[None, None, 0, 0])
+    at = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
+    sums = cute.make_tensor(at, mma.make_fragment_C(mma.partition_shape_C((128, 64))).layout)
+    cute.gemm(mma, sums, *parts, sums)
+
+
+@cute.jit
+def launch():
+    multiply().launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+
+text = cute.compile(launch, options=f"--keep-ptx --dump-dir {sys.argv[1]}").artifacts.PTX
+text = text if isinstance(text, str) else text.decode()
+print(json.dumps(sorted({int(n) for n in re.findall("or.b64 .*, ([0-9]{12,});", text)})))
+"""
+
+
+@pytest.mark.slow
+def test_ids_that_are_no_experts_spoil_no_other_token():
+    assert float(script(BAD_IDS, made((5, 6, 2, 128, 256, "uniform", "plain")))[-1]) < 2e-2
+
+
+@pytest.mark.slow
+def test_descriptors_are_those_of_cute_dsl(tmp_path):
+    script = tmp_path / "descriptor.py"
+    script.write_text(DESCRIPTOR)
+    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_100a", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == [variant().descriptor(256)]
+
+
+def weights(hidden: int, inner: int, activation: str = "nvfp4"):
+    task, gen = load.module(FOLDER, "task"), torch.Generator().manual_seed(3)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 127, shape, dtype=torch.uint8, generator=gen)
+
+    fp32 = [torch.rand(2, generator=gen) for _ in range(4)]
+    s13, s2 = (
+        some(2, *shape).view(torch.float8_e4m3fn) for shape in ((2 * inner, hidden // 16), (hidden, inner // 16))
+    )
+    w13, w2 = some(2, 2 * inner, hidden // 2), some(2, hidden, inner // 2)
+    return task.Weights(w13, s13, fp32[0], w2, s2, fp32[1], *fp32[2:], activation)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(192, 64), (64, 192), (320, 128)])
+def test_units_hold_every_code_and_scale_where_the_comment_says(hidden, inner):
+    given = weights(hidden, inner)
+    state = variant().prepare(given)
+
+    def row13(tile: int, row: int) -> int:
+        return row % 32 // 16 * inner + 64 * tile + 16 * (row // 32) + row % 16
+
+    def row2(tile: int, row: int) -> int:
+        return 128 * tile + row
+
+    kinds = ((state.units13, given.w13, given.s13, row13), (state.units2, given.w2, given.s2, row2))
+    for units, codes, scales, row_of in kinds:
+        experts, tiles, steps, size = units.shape
+        assert size == 4608 and (experts, steps) == (2, codes.shape[2] // 32)
+        for tile, step, row in ((t, s, r) for t in range(tiles) for s in range(steps) for r in range(128)):
+            at, unit = row_of(tile, row), units[:, tile, step]
+            for half in range(2):
+                first = 256 * (row // 8) + 128 * half + 16 * (row % 8)
+                here = unit[:, first : first + 16]
+                first = 32 * step + 16 * half
+                there = codes[:, at, first : first + 16] if at < codes.shape[1] else torch.zeros_like(here)
+                assert torch.equal(here, there)
+            first = 4096 + 16 * (row % 32) + 4 * (row // 32)
+            here = unit[:, first : first + 4]
+            there = scales.view(torch.uint8)[:, at, 4 * step : 4 * step + 4] if at < scales.shape[1] else here * 0
+            assert torch.equal(here, there)
+
+
+def test_prepared_weights_are_hardly_larger_and_only_for_fp4_tokens():
+    given = weights(448, 64)
+    state = variant().prepare(given)
+    before, after = (sum(t.numel() * t.element_size() for t in some[:-1]) for some in (given, (*state, None)))
+    assert after <= 1.05 * before + 64 * 2**20
+    with pytest.raises(ValueError, match="activation must be 'nvfp4' for products of FP4 with FP4, got 'bf16'"):
+        variant().prepare(weights(64, 64, "bf16"))
+
+
+@pytest.mark.parametrize("tokens", [0, 8, 24, 144, 256])
+def test_a_tile_that_the_hardware_does_not_have_is_refused(tokens):
+    with pytest.raises(ValueError, match=f"tokens must be a multiple of 16 from 16 to 128, got {tokens}"):
+        variant().Plan(tokens)
+
+
+def test_plans_fill_shared_and_tensor_memory_and_follow_the_load():
+    plans = variant().PLANS
+    assert [plan.columns for plan in plans] == [64, 128, 256, 512]
+    assert all(plan.stages >= 2 and plan.stages * plan.stage_bytes <= 232_448 - 8_192 for plan in plans)
+    chosen = [variant().plan_for(6 * t, 256).tokens for t in (1, 8, 64, 256, 1024, 4096)]
+    assert chosen == [16, 16, 16, 16, 64, 128] and variant().plan_for(64, 1).tokens == 64

@@ -28,6 +28,7 @@ SMALL = {  # a problem's small case, and for the whole model a short end-to-end 
     "fmha_decode": ["--case", "batch=1 queries=1 heads=8"],
     "indexer": ["--case", "entries=40"],
     "moe_gemm": ["--case", "tokens=1 experts=1"],
+    "linear_decode": ["--case", "format=fp8 shape=64x64"],
     "dsv4_forward": ["--case", "config=tiny format=fp32 batch=1"],
 }
 CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]

@@ -61,7 +61,7 @@ def test_without_a_gpu_cpu_torch_is_installed_at_its_exact_pin():
 
 
 def test_baselines_are_for_machines_with_a_gpu():
-    baselines = {"humming-kernels", "tokenspeed-flashmla"}
+    baselines = {"humming-kernels", "tokenspeed-flashmla", "sgl-deep-gemm"}
     assert baselines <= set(names(GPU_NEEDS)) and not baselines & set(names(CPU_NEEDS))
 
 
@@ -69,8 +69,8 @@ def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
     plan = setup.decide(gpu_facts(), GPU_NEEDS, PINS)
     assert (plan.stop, plan.torch) == ("", "python3")
     assert sorted(names(plan.requirements)) == [
-        "humming-kernels", "jinja2", "nvidia-cutlass-dsl", "pygments", "pytest-xdist", "ruff", "safetensors", "shtab",
-        "tokenizers", "tokenspeed-flashmla", "transformers", "ty",
+        "humming-kernels", "jinja2", "nvidia-cutlass-dsl", "pygments", "pytest-xdist", "ruff", "safetensors",
+        "sgl-deep-gemm", "shtab", "tokenizers", "tokenspeed-flashmla", "transformers", "ty",
     ]  # fmt: skip
     assert plan.pins["torch"] == "2.11.0+cu130" and plan.pins["numpy"] == "2.5.2"
     assert plan.pins["nvidia-cutlass-dsl"] == PINS["nvidia-cutlass-dsl"]

@@ -48,6 +48,7 @@ WITHOUT = {  # what is lost without the others
     "transformers": "the tests that compare the DSV4 model with it do not run",
     "humming-kernels": "peer_humming is UNSUPPORTED",
     "tokenspeed-flashmla": "peer_flashmla is UNSUPPORTED",
+    "sgl-deep-gemm": "peer_deepgemm is UNSUPPORTED",
     "cuda-bindings": "variants and baselines that call the driver through it are UNSUPPORTED",
 }
 

@@ -32,7 +32,7 @@ FEW = 8  # multiprocessors: so few that blocks which persist take several turns 
 @dataclass(frozen=True)
 class Order:
     """policy: the order of asynchronous work. poison: the byte that shared memory holds where nothing has written.
-    multiprocessors: that the host side is told of; 0: as many as the GPU has.
+    multiprocessors: that the host side sees; 0: as many as the GPU has.
     """
 
     policy: str

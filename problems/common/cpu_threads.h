@@ -1,7 +1,9 @@
-// What the launchers of CPU variants share: their statuses, threads that end with the call, and memory that is kept.
+// What the launchers of CPU variants share: their statuses, threads that end with the call, tasks that they share, and
+// memory that is kept.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -55,6 +57,28 @@ class Scratch {
     };
     std::unique_ptr<T, Delete> data_;
     size_t size_ = 0;
+};
+
+// Tasks [0, count), handed out `grain` at a time.
+class Step {
+  public:
+    Step(int64_t count, int64_t grain) : count_(count), grain_(grain) {}
+
+    // Returns when all tasks are done, by whichever thread.
+    template <class Work>
+    void run(const Work& work) {
+        for (int64_t first; (first = next_.fetch_add(grain_, std::memory_order_relaxed)) < count_;) {
+            const int64_t last = std::min(first + grain_, count_);
+            for (int64_t task = first; task < last; task++) work(task);
+            done_.fetch_add(last - first, std::memory_order_release);
+        }
+        while (done_.load(std::memory_order_acquire) < count_) std::this_thread::yield();
+    }
+
+  private:
+    const int64_t count_, grain_;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
 };
 
 }  // namespace cpu

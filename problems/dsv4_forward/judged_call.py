@@ -14,7 +14,7 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.batch import Batch, Planner
 from problems.dsv4_forward.cache.state_layout import LayerState, StateLayout
-from problems.dsv4_forward.kernels import cache_rows, fused, router, vectors
+from problems.dsv4_forward.kernels import vectors
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import config, layout, tree
 
@@ -41,7 +41,8 @@ class Prepared:
         """Return the planner for a state. The planner keeps a copy of the table, since the state may go."""
         if sizes not in self.planners:
             tables = (torch.empty_like(regions[name]) for name in ("length", "table"))
-            self.planners[sizes] = Planner(*tables, sizes.ring, self.model.config.ratios, unread=sizes.blocks)
+            cfg = self.model.config
+            self.planners[sizes] = Planner(*tables, sizes.ring, cfg.ratios, unread=sizes.blocks, topk=cfg.index_topk)
         planner = self.planners[sizes]
         planner.table.copy_(regions["table"])
         return planner
@@ -90,14 +91,13 @@ def plan(planner: Planner, inputs: NamedTuple) -> Batch:
     """Plan the call: every sequence gets its row of tokens; its blocks are there already."""
     count, new = inputs.tokens.shape
     return planner.planned(
-        tuple(range(count)), inputs.tokens.flatten(), [new] * count, inputs.lengths.tolist(), inputs.blocks.tolist(),
-        stamps=(),
+        tuple(range(count)), inputs.tokens.flatten(), [new] * count, inputs.lengths.tolist(), stamps=()
     )  # fmt: skip
 
 
 def compile_for(problems: tuple[str, ...], target: str) -> list:
     """Compile the winners of `problems`, and this folder's kernels, for `target`."""
-    kernels = [module for module in (cache_rows, fused, router, vectors) if target in module.TARGETS]
+    kernels = [module for module in (*ops.KERNELS, vectors) if target in module.TARGETS]
     artefacts = [artefact for module in kernels for artefact in module.compile_for(target)]
     for name in problems:
         artefacts += load.variant(name, load.winner(load.PROBLEMS / name, target)).compile_for(target)

@@ -15,8 +15,10 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import ops, traffic
+from problems.dsv4_forward.adapters.common import Rounding
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.kernels.argmax import argmax
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.ops import Chosen, Op, Ops
 from problems.dsv4_forward.weights import config, tree
@@ -52,7 +54,7 @@ class Step:
     def __call__(self) -> None:
         batch = self.state.step(self.sequences, self.tokens, static=True, bound=self.bound)
         self.logits = self.model.forward(batch, self.state).logits
-        self.tokens.copy_(self.logits.argmax(-1))
+        argmax(self.logits, self.tokens)
         self.state.length.index_add_(0, batch.sequence_ids, batch.advance)
 
 
@@ -167,11 +169,13 @@ def _table(chosen: Chosen, without: Collection[str], named: bool) -> Ops:
 def _named(name: str, op: Op) -> Op:
     """Return the op, each call of which is a range of the profiler."""
 
+    function = op.function if isinstance(op, Rounding) else op
+
     def call(*args: Any, **more: Any) -> None:
         with torch.profiler.record_function(f"op {name}"):
-            op(*args, **more)
+            function(*args, **more)
 
-    return call
+    return dataclasses.replace(op, function=call) if isinstance(op, Rounding) else call
 
 
 @functools.lru_cache(maxsize=1)  # of one model at a time: they fill the GPU

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from problems.dsv4_forward.adapters.common import sum_dtype
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.weights import formats
 from problems.dsv4_forward.weights.config import CSA, HCA, Config
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import (
@@ -71,8 +71,10 @@ def block(copies: torch.Tensor, w: BlockWeights, state: LayerState, rope: Rope, 
     y = attention(ctx.norm(u, w.attn_norm), w.attn, state, rope, ctx)
     copies = _write_copies(y, copies, post, comb, ctx)
     u, post, comb = _read_copies(copies, w.hc_ffn, ctx)
-    y = moe(ctx.norm(u, w.ffn_norm), w.ffn, ctx)
-    return _write_copies(y, copies, post, comb, ctx)
+    routed, shared = moe(ctx.norm(u, w.ffn_norm), w.ffn, ctx)
+    out = torch.empty_like(copies)
+    ctx.ops.mhc_post_sum(routed, shared, copies, post, comb, out)
+    return out
 
 
 def _read_copies(copies: torch.Tensor, site: Site, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,6 +133,8 @@ def _compressed(
         return None
     if ratio == HCA:
         return batch.hca_index
+    if batch.csa_index is not None:  # every visible entry is selected: nothing to score
+        return batch.csa_index
     return _select(u, latent, w.indexer, state, rope, ctx)
 
 
@@ -151,28 +155,22 @@ def _compress(
 def _select(
     u: torch.Tensor, latent: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
 ) -> torch.Tensor:
-    """Run the indexer. -> int32 (N, k) rows of the cache, -1 where fewer are visible."""
+    """Run the indexer. -> int32 (N, index_topk) rows of the cache, -1 where fewer entries are visible."""
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
-    n_tokens, entries, visible = len(u), batch.entries[CSA], batch.visible[CSA]
-    if entries <= cfg.index_topk:  # every visible entry is selected: nothing to score
-        every = torch.arange(entries, device=u.device, dtype=torch.int32)
-        return batch.locate(torch.where(every < visible.unsqueeze(1), every, -1))
-    heads, width = cfg.index_n_heads, cfg.index_head_dim
+    n_tokens, k, heads, width = len(u), cfg.index_topk, cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    ops.rotate(query, rope.cos, rope.sin, query)
-    if ctx.quantised_index:
-        query = formats.round_trip_fp4(formats.hadamard(query), 32)
-    weights = ctx.empty(n_tokens, heads)
+    ops.index_query(query, rope.cos, rope.sin, ctx.quantised_index, query)
+    weights = ctx.empty(n_tokens, heads, dtype=torch.float32)
     ops.matmul(u, w.weights_proj, weights)
-    weights = weights.float().mul_((width * heads) ** -0.5)
-    chosen = ctx.empty(n_tokens, cfg.index_topk, dtype=torch.int32)
+    places = ctx.empty(n_tokens, k, dtype=torch.int32)
     for start, stop, row, rows, count in _groups(batch):
         part, shape = slice(start, stop), (rows, count)
         ops.choose(
-            query[part].view(*shape, heads, width), weights[part].view(*shape, heads), state.index_keys,
-            batch.rows[row : row + rows], visible[part].view(shape), entries, chosen[part].view(*shape, cfg.index_topk),
+            query[part].view(*shape, heads, width), weights[part].view(*shape, heads), (width * heads) ** -0.5,
+            state.index_keys, batch.rows[row : row + rows], batch.visible[CSA][part].view(shape), batch.entries[CSA],
+            places[part].view(*shape, k),
         )  # fmt: skip
-    return chosen
+    return places
 
 
 def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
@@ -198,17 +196,20 @@ def _write_copies(
     return out
 
 
-def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> torch.Tensor:
-    """Add up the routed experts and the shared one, in fp32, and round the sum once. u: normed (N, d) -> (N, d)."""
+def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the routed experts' sum and the shared expert, to be added up. u: normed (N, d) -> (N, d) each, fp32 but
+    where a kernel has rounded it to bf16.
+    """
     cfg, ops = ctx.config, ctx.ops
     ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
     gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
     router = w.router
     ops.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
-    routed, shared = (ctx.empty(*u.shape, dtype=torch.float32) for _ in range(2))
+    routed = ctx.empty(*u.shape, dtype=sum_dtype(ops.experts, w.w13, u))
+    shared = ctx.empty(*u.shape, dtype=sum_dtype(ops.shared, w.shared_w13, u))
     ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
     ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
-    return torch.add(routed, shared, out=torch.empty_like(u))
+    return routed, shared
 
 
 def head(copies: torch.Tensor, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context) -> torch.Tensor:

@@ -48,8 +48,11 @@ class Model:
         self.ops = table or ops.REFERENCE
         self.dtype = dtype or (torch.float32 if weights.format == "fp32" else torch.bfloat16)
         self.probe = probe
-        kinds = {SWA, *self.config.ratios}
-        self._freqs = {kind: rope.frequencies(self.config, kind, weights.embed.device) for kind in kinds}
+        # The two compressed kinds share their angles.
+        self._kinds = {ratio: int(ratio != SWA) for ratio in (SWA, *self.config.ratios)}
+        kinds = {kind: ratio for ratio, kind in self._kinds.items()}
+        rows = [rope.frequencies(self.config, kinds[kind], weights.embed.device) for kind in sorted(kinds)]
+        self._freqs = torch.stack(rows)  # fp32 (kinds, r / 2)
 
     def forward(self, batch: Batch, state: State, every: bool = False) -> Output:
         """Run one pass over the batch that `state` planned: write the tokens' state, return logits.
@@ -59,12 +62,11 @@ class Model:
         model's (check).
         """
         self.check(batch, state)
-        ctx, tables = self.context(batch)
-        copies = self._embed(batch.tokens)
+        ctx, tables, copies = self.start(batch)
         for number, (w, layer) in enumerate(zip(self.weights.layers, state.layers, strict=True)):
             copies = self.block(f"layers.{number}", copies, w, layer, tables[layer.ratio], ctx)
         self._enter("head", copies)
-        final = copies if every else copies[batch.last]
+        final = copies if every or len(copies) == len(batch.sequences) else copies[batch.last]
         return Output(self.logits(final, self.weights.hc_head, self.weights.norm, ctx), copies)
 
     def check(self, batch: Batch, state: State) -> None:
@@ -79,21 +81,33 @@ class Model:
         if batch.tokens.device != weights.embed.device:
             raise ValueError(f"state must be on the weights' device, {weights.embed.device}, got {batch.tokens.device}")
 
-    def context(self, batch: Batch) -> tuple[Context, dict[int, Rope]]:
-        """Return what a pass over `batch` shares, and the rotations at its positions by layer kind."""
-        quantised = self.weights.format not in PLAIN
-        ctx = Context(self.config, self.ops, batch, self.dtype, quantised)
-        tables = {}
-        for kind, freqs in self._freqs.items():
-            # The two compressed kinds share their angles.
-            same = next((t for k, t in tables.items() if k != SWA and kind != SWA), None)
-            tables[kind] = same or Rope(freqs, *rope.angles(batch.position, freqs))
-        return ctx, tables
+    def start(self, batch: Batch) -> tuple[Context, dict[int, Rope], torch.Tensor]:
+        """Write the batch's lists. -> what the pass shares, the rotations at its positions by layer kind, and the
+        tokens' embeddings in all copies, (N, n, d).
+        """
+        outputs = self._outputs(len(batch.tokens), self.config.hc_mult)
+        self.ops.start(batch.plan, *batch.room, batch.tokens, self.weights.embed, self._freqs, *outputs)
+        batch.written()
+        return self._context(batch), self._tables(*outputs[1:]), outputs[0]
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the tokens' embeddings in all copies, (N, n, d)."""
-        rows = self.weights.embed[tokens].to(self.dtype)
-        return rows.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
+    def embed(self, batch: Batch, tokens: torch.Tensor) -> tuple[Context, dict[int, Rope], torch.Tensor]:
+        """Do as `start` for a batch whose lists are written, with other tokens, int64 (N,), and one copy."""
+        outputs = self._outputs(len(tokens), 1)
+        self.ops.embed(tokens, self.weights.embed, batch.position, self._freqs, *outputs)
+        return self._context(batch), self._tables(*outputs[1:]), outputs[0]
+
+    def _context(self, batch: Batch) -> Context:
+        return Context(self.config, self.ops, batch, self.dtype, self.weights.format not in PLAIN)
+
+    def _outputs(self, tokens: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Copies, cosines and sines, unwritten."""
+        device, (kinds, half) = self.weights.embed.device, self._freqs.shape
+        copies = torch.empty(tokens, n, self.config.hidden_size, dtype=self.dtype, device=device)
+        cos, sin = (torch.empty(kinds, tokens, half, dtype=torch.float32, device=device) for _ in range(2))
+        return copies, cos, sin
+
+    def _tables(self, cos: torch.Tensor, sin: torch.Tensor) -> dict[int, Rope]:
+        return {ratio: Rope(self._freqs[kind], cos[kind], sin[kind]) for ratio, kind in self._kinds.items()}
 
     def block(
         self, name: str, copies: torch.Tensor, w: BlockWeights, layer: LayerState, table: Rope, ctx: Context

@@ -11,12 +11,14 @@ from pathlib import Path
 from types import ModuleType
 
 from problems.common import load
-from problems.dsv4_forward.adapters import fmha_decode, gemv, moe
+from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, moe
 from problems.dsv4_forward.adapters import indexer as choosing
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
-from problems.dsv4_forward.kernels import cache_rows, fused
+from problems.dsv4_forward.kernels import cache_rows, copies, fused
+from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
+from problems.dsv4_forward.kernels import start as start_kernel
 from problems.dsv4_forward.torch_ops import (
     chains,
     compressor,
@@ -28,6 +30,7 @@ from problems.dsv4_forward.torch_ops import (
     norm,
     rope,
     router,
+    start,
     writes,
 )
 from problems.dsv4_forward.weights import layout
@@ -43,9 +46,13 @@ Adapter = Callable[[ModuleType, ModelWeights, Fallback], Adapted]
 class Ops:
     """A function for each op, with the interface of the function that REFERENCE has there; all write in place."""
 
+    plan: Op
+    embed: Op
+    start: Op
     rms_norm: Op
     mhc_pre: Op
     mhc_post: Op
+    mhc_post_sum: Op
     mhc_head: Op
     matmul: Op
     linear: Op
@@ -56,8 +63,10 @@ class Ops:
     write_key: Op
     compress: Op
     write_entry: Op
+    index_query: Op
     index_scores: Op
     select: Op
+    locate: Op
     choose: Op
     fmha: Op
     route: Op
@@ -77,8 +86,8 @@ class Provider:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One op. The first provider can fill it. Calls that this one does not serve are passed to the next one, if a
-    variant of its problem fills another op, and in the end to the reference, which serves every call.
+    """One op. The first provider that has calls in its scope can fill it. Calls that this one does not serve are passed
+    to the next one, if a variant of its problem fills another op, and in the end to the reference, which serves all.
 
     An op that spans others is their chain: `chain` makes it of what fills `parts`, and the reference is that of theirs.
     """
@@ -94,12 +103,16 @@ class OpSpec:
 class _Steps:
     """The references that chains are made of."""
 
+    plan: Op = start.plan
+    embed: Op = start.embed
+    mhc_post: Op = mhc.post
     rms_norm: Op = norm.rms_norm
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
     index_scores: Op = indexer.index_scores
     select: Op = indexer.select
+    locate: Op = indexer.locate
 
 
 def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:
@@ -134,6 +147,10 @@ def _nvfp4_shared(cfg: Config, fmt: str) -> str:
     return _nvfp4_linears(cfg, fmt) or _clamp(cfg)
 
 
+def _decode_linears(cfg: Config, fmt: str) -> str:
+    return decode.serves(fmt, layout.KINDS[fmt].linear)
+
+
 def _clamp(cfg: Config) -> str:
     return "" if cfg.swiglu_limit == moe.limit() else f"swiglu_limit must be {moe.limit():g}, is {cfg.swiglu_limit:g}"
 
@@ -144,31 +161,40 @@ FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512,
 INDEXER = Provider(choosing.PROBLEM, "MXFP4 keys", _index_keys, choosing.adapt)
 MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
+DECODE_LINEARS = Provider(decode.PROBLEM, "FP8 and bf16, at most 32 tokens", _decode_linears, decode.adapt_linears)
+DECODE_SHARED = Provider(decode.PROBLEM, "FP8 and bf16, at most 32 tokens", _decode_linears, decode.adapt_shared)
 SPECS = (
+    OpSpec("plan", start.plan),
+    OpSpec("embed", start.embed),
+    _spanning(chains.start, "plan", "embed"),
     OpSpec("rms_norm", norm.rms_norm),
     OpSpec("mhc_pre", mhc.pre),
     OpSpec("mhc_post", mhc.post),
+    _spanning(chains.mhc_post_sum, "mhc_post"),
     OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
-    OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR)),
-    OpSpec("grouped_linear", linear.grouped_linear, (GEMV, MOE_LINEAR)),
+    OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR, DECODE_LINEARS)),
+    OpSpec("grouped_linear", linear.grouped_linear, (GEMV, MOE_LINEAR, DECODE_LINEARS)),
     OpSpec("rotate", rope.rotate),
     _spanning(chains.norm_rotate, "rms_norm", "rotate"),
     OpSpec("write", writes.write),
     _spanning(chains.write_key, "rms_norm", "rotate", "write"),
     OpSpec("compress", compressor.compress),
     _spanning(chains.write_entry, "compress", "write"),
+    _spanning(chains.index_query, "rotate"),
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
-    _spanning(chains.choose, "index_scores", "select", providers=(INDEXER,)),
+    OpSpec("locate", indexer.locate),
+    _spanning(chains.choose, "index_scores", "select", "locate", providers=(INDEXER,)),
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
-    OpSpec("shared", experts.shared, (MOE_SHARED,)),
+    OpSpec("shared", experts.shared, (MOE_SHARED, DECODE_SHARED)),
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
-KERNELS = (fused, cache_rows, router_kernel)  # this folder's own
+# This folder's own; the first that has an op fills it.
+KERNELS = (start_kernel, copies, fused, cache_rows, indexer_kernel, router_kernel)
 
 
 @dataclass(frozen=True)
@@ -240,14 +266,15 @@ def _item(item: str, model: _Model) -> list[Choice]:
     if item == "winners":
         return [_winner(name, model) for name in NAMES]
     name, _, variant = item.partition("=")
-    found = [name] if name in NAMES else [op for op in NAMES if (first := _first(op)) and first.problem == name]
+    leading = {op: _leading(op, model) for op in NAMES}
+    found = [name] if name in NAMES else [op for op in NAMES if any(p.problem == name for p in leading[op])]
     if not found or not variant:
-        problems = dict.fromkeys(spec.providers[0].problem for spec in SPECS if spec.providers)
+        problems = dict.fromkeys(provider.problem for providers in leading.values() for provider in providers)
         raise ValueError(
             f"kernels must be reference, winners or NAME=VARIANT with commas between, NAME one of "
             f"{', '.join((*NAMES, *problems))}; got {item!r}"
         )
-    return [_named(op, variant, model) for op in found]
+    return [_named(op, variant, model, next((p for p in leading[op] if p.problem == name), None)) for op in found]
 
 
 def _chained(choices: Mapping[str, Choice]) -> list[Choice]:
@@ -264,9 +291,16 @@ def _providers(op: str) -> tuple[Provider, ...]:
     return next((spec.providers for spec in SPECS if spec.name == op), ())
 
 
-def _first(op: str) -> Provider | None:
-    """The provider that can fill the op; those behind it are fallbacks."""
-    return next(iter(_providers(op)), None)
+def _first(op: str, model: _Model) -> Provider | None:
+    """The provider that can fill the op, or would for another model; those behind it are fallbacks."""
+    return next(iter(_leading(op, model)), None)
+
+
+def _leading(op: str, model: _Model) -> tuple[Provider, ...]:
+    """The first provider that serves such a model, if there is one; then the first of all, if it is another."""
+    providers = _providers(op)
+    serving = [provider for provider in providers if not _unserved(provider, model)]
+    return tuple(dict.fromkeys((*serving[:1], *providers[:1])))
 
 
 def _unserved(provider: Provider, model: _Model) -> str:
@@ -279,29 +313,33 @@ def _unserved(provider: Provider, model: _Model) -> str:
 
 
 def _winner(op: str, model: _Model) -> Choice:
-    provider = _first(op)
+    provider = _first(op, model)
+    reason = "no problem for it" if provider is None else _unserved(provider, model) or _winnerless(provider, model)
+    if not reason:
+        # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
+        name = load.winner(load.PROBLEMS / provider.problem, model.target)
+        variant = load.variant(provider.problem, name)
+        return Choice(op, provider.scope, f"{provider.problem}/{name}", provider, variant)
     for kernels in KERNELS:
-        if provider is None and op in kernels.OPS and model.target in kernels.TARGETS:
+        if op in kernels.OPS and model.target in kernels.TARGETS:
             name = f"dsv4_forward/{kernels.SOURCE.stem}"
             return Choice(op, "a fused kernel of this folder", name, function=kernels.ops(model.target)[op])
-    if provider is None:
-        return Choice(op, "no problem for it")
-    if reason := _unserved(provider, model):
-        return Choice(op, reason)
-    problem, folder = provider.problem, load.PROBLEMS / provider.problem
-    if model.target not in load.winners(folder):
-        return Choice(op, f"{problem} has no winner for {model.target}")
-    # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
-    name = load.winner(folder, model.target)
-    return Choice(op, provider.scope, f"{problem}/{name}", provider, load.variant(problem, name))
+    return Choice(op, reason)
 
 
-def _named(op: str, variant: str, model: _Model) -> Choice:
+def _winnerless(provider: Provider, model: _Model) -> str:
+    """Why the provider's problem has no winner for the machine, "" if it has one."""
+    has = model.target in load.winners(load.PROBLEMS / provider.problem)
+    return "" if has else f"{provider.problem} has no winner for {model.target}"
+
+
+def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choice:
+    """asked: the provider of the problem that was named instead of an op."""
     if variant == "reference":
         return Choice(op, "asked for")
     if variant == "winner":
         return _winner(op, model)
-    provider, what = _first(op), f"{op}={variant}"
+    provider, what = asked or _first(op, model), f"{op}={variant}"
     file = _file(provider, variant, what)
     # In the folder of the problem a file has the problem's interface.
     others = provider is not None and load.PROBLEMS / provider.problem in file.parents
@@ -358,7 +396,8 @@ def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str
     report: list[str] = []
     for name, adapt in dict.fromkeys((choice.module.__name__, choice.provider.adapt) for choice in filled):
         mine = [choice for choice in filled if (choice.module.__name__, choice.provider.adapt) == (name, adapt)]
-        fallback, order, also = _fallback(_providers(mine[0].op)[1:], used, weights)
+        providers = _providers(mine[0].op)
+        fallback, order, also = _fallback(providers[providers.index(mine[0].provider) + 1 :], used, weights)
         found = adapt(mine[0].module, weights, fallback)
         functions |= {choice.op: found.functions[choice.op] for choice in mine}
         fallbacks |= {choice.op: order for choice in mine}

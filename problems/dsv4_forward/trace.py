@@ -17,7 +17,7 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.torch_ops import chains, router
+from problems.dsv4_forward.torch_ops import router
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class OpCheck:
         """Of a row of a call with these arguments, and of all as one where that has a separate budget."""
         if "pages" in given and given["pages"].kind in STORED:
             return STORED[given["pages"].kind]
+        if given.get("quantise"):
+            return STORED["index"]
         if self.quantised and given["w2"].kind == "nvfp4" and given["w2"].quantise_input:
             return self.quantised
         return self.budget, None
@@ -59,9 +61,13 @@ MOE_QUANTISED = _moe.NVFP4_ROW_RTOL, _moe.NVFP4_RTOL
 # order move few values across a rounding; then a code differs by a step, or all codes of a group with their scale.
 STORED = {"entry": (2.0**-5, 2.0**-6), "index": (0.15, 0.08)}
 CHECKS = {
+    "plan": OpCheck((), ("numbers", "lists"), (), 0.0),
+    "embed": OpCheck((), ("copies", "cos", "sin"), ("copies",), SUM),
+    "start": OpCheck((), ("numbers", "lists", "copies", "cos", "sin"), ("copies",), SUM),
     "rms_norm": OpCheck(("x",), ("out",), ("out",), ONE),
     "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
+    "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
     "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
@@ -72,14 +78,19 @@ CHECKS = {
     "write_key": OpCheck(("x",), ("pages",), (), 2 * ONE),
     "compress": OpCheck((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
     "write_entry": OpCheck((), ("pages",), (), 2 * ONE),
+    "index_query": OpCheck(("x",), ("out",), ("out",), ONE),
     "index_scores": OpCheck(("q",), ("out",), (), 1e-4),
     "select": OpCheck((), ("out",), (), 0.0),
+    "locate": OpCheck((), ("out",), (), 0.0),
     "choose": OpCheck(("q",), ("out",), (), 0.0),
     "fmha": OpCheck(("q",), ("out", "lse"), ("out",), ATTENTION),
     "route": OpCheck(("u",), ("out_ids", "out_weights"), (), 1e-4),
     "experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
     "shared": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
 }
+# Ops that decide, and the output that says what; the first two are those whose decisions are repeated.
+DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
+STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
 NO_BLOCK = 2**20  # beyond any sequence's
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
@@ -165,11 +176,11 @@ class Recorder:
     def _compare(self, name: str, given: dict) -> None:
         check = CHECKS[name]
         budget, budget_of_all = check.budgets(given)
-        worst = self.worst.setdefault((self.layer, name), Worst(self.layer, name, budget))
+        layer = "embedding" if name in STARTING else self.layer
+        worst = self.worst.setdefault((layer, name), Worst(layer, name, budget))
         want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
         got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
-        if name in ("route", "select", "choose"):
-            ids = "out_ids" if name == "route" else "out"
+        if ids := DECIDING.get(name):
             chosen = (_entries(each[ids], given) if name == "choose" else each[ids] for each in (want, got))
             margin = margins(*chosen, _decided_by(name, given))
             worst.take(float(margin > MARGIN) if margin == margin else margin, 1.0, ids)
@@ -178,7 +189,7 @@ class Recorder:
         for output, value in want.items():
             worst.take(*_apart(got[output], value), output)
             if budget_of_all is not None:
-                key = self.layer, name + WHOLE
+                key = layer, name + WHOLE
                 whole = self.worst.setdefault(key, Worst(*key, budget_of_all, of="all rows"))
                 whole.take(*_apart(got[output].reshape(1, -1), value.reshape(1, -1)), output)
 
@@ -220,7 +231,7 @@ class Follower:
         self.composed.choose(**given)
         decision = self._next("select")
         self._note("select", decision, _entries(given["out"], given))
-        given["out"].copy_(chains.rows_of(decision.ids, given["table"], given["keys"].per_page))
+        ops.REFERENCE.locate(decision.ids, given["table"], given["keys"].per_page, given["out"])
 
     def _route(self, *args: object, **named: object) -> None:
         given = inspect.signature(ops.REFERENCE.route).bind(*args, **named).arguments
@@ -269,7 +280,7 @@ def margins(want: torch.Tensor, got: torch.Tensor, scores: torch.Tensor) -> floa
 
 def _decided_by(name: str, given: dict) -> torch.Tensor:
     """What decides, larger wins: fp32 (..., candidates). A hash layer has no choice, nothing is near."""
-    if name in ("select", "choose"):
+    if name != "route":
         scores = given["scores"] if name == "select" else _scored(given)
         hidden = torch.arange(scores.shape[-1], device=scores.device) >= given["visible"].unsqueeze(-1)
         return scores.masked_fill(hidden, -torch.inf)
@@ -284,24 +295,24 @@ def _scored(given: dict) -> torch.Tensor:
     """The scores of what the op choose was given, fp32 (B, S, entries), by the reference."""
     scores = torch.empty(*given["out"].shape[:2], given["entries"], device=given["out"].device)
     ops.REFERENCE.index_scores(
-        given["q"].float(), given["weights"], given["keys"], given["table"], given["entries"], scores
+        given["q"].float(), given["weights"], given["scale"], given["keys"], given["table"], given["entries"], scores
     )
     return scores
 
 
-def _entries(rows: torch.Tensor, given: dict) -> torch.Tensor:
-    """rows: int32 (B, S, k), what the op choose wrote -> the entries that they are, int32; -1 stays, and a row that is
-    not the sequence's becomes a number that is no entry's.
+def _entries(places: torch.Tensor, given: dict) -> torch.Tensor:
+    """places: int32 (B, S, k), what the op choose wrote -> the entries there, int32; -1 stays, and a place that is not
+    the sequence's becomes a number that is no entry's.
     """
     per_page, table = given["keys"].per_page, given["table"]
-    block = torch.full((len(table), len(given["keys"].data)), NO_BLOCK, dtype=torch.int64, device=rows.device)
+    block = torch.full((len(table), len(given["keys"].data)), NO_BLOCK, dtype=torch.int64, device=places.device)
     used = -(-given["entries"] // per_page)
-    numbers = torch.arange(used, device=rows.device).expand(len(table), used)
+    numbers = torch.arange(used, device=places.device).expand(len(table), used)
     # A shorter sequence's row may name pages again behind its end.
     block.scatter_reduce_(1, table[:, :used].long(), numbers, "amin")
-    page = rows.clamp(min=0).div(per_page, rounding_mode="floor").long().flatten(1)
-    found = block.gather(1, page).view(rows.shape) * per_page + rows % per_page
-    return torch.where(rows < 0, -1, found).int()
+    page = places.clamp(min=0).div(per_page, rounding_mode="floor").long().flatten(1)
+    found = block.gather(1, page).view(places.shape) * per_page + places % per_page
+    return torch.where(places < 0, -1, found).int()
 
 
 def _rerun(kernel: Callable, check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dtype) -> dict:
@@ -341,9 +352,13 @@ def _written(given: dict) -> torch.Tensor:
 
 
 def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """(relative error, cosine) of the worst row. NaN and infinities that are not in both are errors of inf."""
+    """(relative error, cosine) of the worst row. NaN and infinities that are not in both are errors of inf, and so is
+    a difference between integers.
+    """
     if not want.numel():
         return 0.0, 1.0
+    if not want.is_floating_point():
+        return (0.0, 1.0) if torch.equal(got, want) else (float("inf"), 0.0)
     got, want = got.float(), want.float()
     got, want = (x.reshape(-1, x.shape[-1]) for x in (got, want))
     same = (got == want) | (got.isnan() & want.isnan())

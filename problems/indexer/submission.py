@@ -11,7 +11,7 @@ from problems.common import load
 WINNERS = {
     "cpu": ("cpu_avx512", "cpu_portable"),
     "sm90": ("sm90_cluster",),
-    "sm100": ("torch_eager",),
+    "sm100": ("sm90_triton",),
 }
 
 

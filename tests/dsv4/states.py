@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from problems.dsv4_forward.cache.plan import locate
 from problems.dsv4_forward.cache.state import Batch, State
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 
@@ -73,10 +74,11 @@ def check_indices(state: State, batch: Batch, ring: int) -> None:
     assert batch.rows.shape == (len(batch.sequences), -(-bound // 128)) and batch.rows.dtype == torch.int32
     emit, target = {4: [], 128: []}, {4: [], 128: []}
     assert batch.window_index.dtype == batch.hca_index.dtype == torch.int32 and batch.hca_index.is_contiguous()
-    fields = (batch.sequence, batch.owner, batch.position, batch.window_target, *batch.visible.values(), batch.last)
+    assert {field.dtype for field in batch.visible.values()} == {torch.int32}
+    fields = (batch.sequence, batch.owner, batch.position, batch.window_target, batch.last)
     assert {field.dtype for field in (*fields, *batch.emit.values(), *batch.target.values())} == {torch.int64}
     ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(batch.position), 1)
-    located = batch.locate(ids).tolist()
+    located = locate(batch.rows, batch.owner, ids, 32).tolist()
     for row, (first, count, sequence) in enumerate(batch.segments):
         assert first == n and batch.sequences[row] == sequence and batch.last[row] == n + count - 1
         owned = state.owned[sequence]
@@ -92,6 +94,11 @@ def check_indices(state: State, batch: Batch, ring: int) -> None:
                     entry, per_page = position // ratio, 128 // ratio
                     emit[ratio].append(n)
                     target[ratio].append(owned[entry // per_page] * per_page + entry % per_page)
+            if bound // 4 <= state.planner.topk:
+                places = located[n][1 : 1 + (position + 1) // 4]
+                assert batch.csa_index[n].tolist() == places + [-1] * (bound // 4 - len(places))
+            else:
+                assert batch.csa_index is None
             seen = owned[: (position + 1) // 128]
             assert batch.hca_index[n].tolist() == seen + [-1] * (bound // 128 - len(seen))
             seen = [owned[entry // 32] * 32 + entry % 32 for entry in range((position + 1) // 4)]

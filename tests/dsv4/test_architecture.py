@@ -108,7 +108,7 @@ def test_a_step_names_a_function_that_says_what_it_does(step):
 
 def test_before_the_layers(events):
     at = events.index(BLOCK)
-    assert not ops(events[:at])
+    assert ops(events[:at]) == ops(part("call"))
     after(part("once") + part("call"), events[:at])
 
 

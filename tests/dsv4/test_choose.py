@@ -8,7 +8,6 @@ from problems.dsv4_forward import ops, trace
 from problems.dsv4_forward.adapters import indexer, operators
 from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.torch_ops import chains
 from problems.dsv4_forward.weights import formats
 
 WIDTH, HEADS, PER_PAGE, ENTRIES, TOPK = 128, 32, 32, 333, 40
@@ -27,8 +26,16 @@ def call() -> dict:
     table[2, 1:] = table[2, 0]  # a short sequence's row names pages again behind its end
     q = formats.round_trip_fp4(torch.randn(3, 2, HEADS, WIDTH, generator=gen), 32).bfloat16()
     weights = torch.randn(3, 2, HEADS, generator=gen)
-    visible = torch.tensor([[332, 333], [150, 151], [29, 30]])
-    return {"q": q, "weights": weights, "keys": keys, "table": table, "visible": visible, "entries": ENTRIES}
+    visible = torch.tensor([[332, 333], [150, 151], [29, 30]], dtype=torch.int32)
+    return {
+        "q": q,
+        "weights": weights,
+        "scale": 0.01,
+        "keys": keys,
+        "table": table,
+        "visible": visible,
+        "entries": ENTRIES,
+    }
 
 
 def run(op, call: dict) -> torch.Tensor:
@@ -52,21 +59,17 @@ def test_it_chooses_what_the_reference_does(call, name):
     assert (want >= 0).sum(2).tolist() == [[40, 40], [40, 40], [29, 30]]
 
 
-def test_the_chain_finds_rows(call):
+def test_places_are_entries_again(call):
     ids = torch.tensor([[[0, 31, 32, -1]], [[330, -1, 5, 64]], [[29, 0, -1, -1]]], dtype=torch.int32)
-    rows = chains.rows_of(ids, call["table"], PER_PAGE)
-    for b in range(3):
-        for id_, row in zip(ids[b, 0].tolist(), rows[b, 0].tolist(), strict=True):
-            page = int(call["table"][b, id_ // PER_PAGE])
-            assert row == (-1 if id_ < 0 else page * PER_PAGE + id_ % PER_PAGE)
-    given = {**call, "out": rows}
-    assert torch.equal(trace._entries(rows, given), ids)
-    foreign = trace._entries(chains.rows_of(ids, call["table"].roll(1, 0), PER_PAGE), given)
-    assert bool((foreign[ids >= 0] >= ENTRIES).all())
+    own, foreign = torch.empty_like(ids), torch.empty_like(ids)
+    ops.REFERENCE.locate(ids, call["table"], PER_PAGE, own)
+    ops.REFERENCE.locate(ids, call["table"].roll(1, 0), PER_PAGE, foreign)
+    assert torch.equal(trace._entries(own, call), ids)
+    assert bool((trace._entries(foreign, call)[ids >= 0] >= ENTRIES).all())
 
 
 def test_what_it_does_not_serve_goes_to_the_reference(call):
-    """fp32 queries and plain pages; a kernel that raises shows who was called."""
+    """fp32 queries, bf16 weights and plain pages; a kernel that raises shows who was called."""
 
     class Raises:
         @staticmethod
@@ -75,7 +78,7 @@ def test_what_it_does_not_serve_goes_to_the_reference(call):
 
     op = indexer.adapt(Raises, None, Fallback(ops.REFERENCE)).functions["choose"]
     plain = Pages(torch.randn(40, PER_PAGE, WIDTH), PER_PAGE, "plain", WIDTH)
-    for changes in ({"q": call["q"].float()}, {"keys": plain}):
+    for changes in ({"q": call["q"].float()}, {"weights": call["weights"].bfloat16()}, {"keys": plain}):
         assert torch.equal(run(op, {**call, **changes}), run(ops.REFERENCE.choose, {**call, **changes}))
     with pytest.raises(AssertionError, match="called"):
         run(op, call)

@@ -24,6 +24,9 @@ def filled(kind: str, tables: torch.Tensor, n_pages: int, dtype: torch.dtype = t
     return pages
 
 
+SCALE = 0.3
+
+
 def wanted(q, weights, keys, table, entries) -> torch.Tensor:
     """Entry by entry and head by head, fp64; each key is read on its own."""
     batch, tokens, heads, _ = q.shape
@@ -33,7 +36,7 @@ def wanted(q, weights, keys, table, entries) -> torch.Tensor:
             key = keys.read(torch.tensor([int(table[b, i // PAGE]) * PAGE + i % PAGE]))[0].double()
             for s in range(tokens):
                 for h in range(heads):
-                    want[b, s, i] += float(weights[b, s, h]) * max(0.0, float(q[b, s, h].double() @ key))
+                    want[b, s, i] += SCALE * float(weights[b, s, h]) * max(0.0, float(q[b, s, h].double() @ key))
     return want
 
 
@@ -53,7 +56,7 @@ def problem(batch: int, tokens: int, heads: int, entries: int, kind="plain", dty
 
 def scored(q, weights, keys, table, entries) -> torch.Tensor:
     out = torch.full((*q.shape[:2], entries), torch.nan)
-    indexer.index_scores(q, weights, keys, table, entries, out)
+    indexer.index_scores(q, weights, SCALE, keys, table, entries, out)
     return out
 
 
@@ -99,7 +102,9 @@ def test_all_heads_share_a_key_and_each_has_its_own_query():
     got = scored(q, weights, keys, table, 33)[0, 0]
     for i in range(33):
         key = keys.read(torch.tensor([int(table[0, i // PAGE]) * PAGE + i % PAGE]))[0]
-        want = sum(float(weights[0, 0, h]) * 2**h * max(0.0, float(key[at])) for h, at in enumerate((5, 77, 126)))
+        want = SCALE * sum(
+            float(weights[0, 0, h]) * 2**h * max(0.0, float(key[at])) for h, at in enumerate((5, 77, 126))
+        )
         assert abs(float(got[i]) - want) < 1e-5
 
 
@@ -112,13 +117,27 @@ def test_wrong_arguments_of_index_scores_are_named():
     q, weights, keys, table = problem(2, 1, 3, 33)
     out = torch.empty(2, 1, 33)
     for name, args in {
-        "weights": (q, weights[..., :2], keys, table, 33, out),
-        "weights must be fp32": (q, weights.bfloat16(), keys, table, 33, out),
-        "table": (q, weights, keys, table[:, :1], 33, out),
-        "out": (q, weights, keys, table, 33, out[..., :32]),
+        "weights": (q, weights[..., :2], SCALE, keys, table, 33, out),
+        "table": (q, weights, SCALE, keys, table[:, :1], 33, out),
+        "out": (q, weights, SCALE, keys, table, 33, out[..., :32]),
     }.items():
         with pytest.raises(ValueError, match=f"^{name}"):
             indexer.index_scores(*args)
+
+
+def test_weights_of_bf16_are_scaled_in_fp32():
+    q, weights, keys, table = problem(2, 3, 5, 61)
+    args = q, weights.bfloat16(), keys, table
+    close(scored(*args, 61), wanted(*args, 61))
+
+
+def test_places_of_entries():
+    ids = torch.tensor([[[0, 31, 32, -1]], [[5, 64, -1, 63]]], dtype=torch.int32)
+    table, out = torch.tensor([[7, 2, 9], [1, 8, 4]], dtype=torch.int32), torch.empty(2, 1, 4, dtype=torch.int32)
+    indexer.locate(ids, table, PAGE, out)
+    assert out.tolist() == [[[224, 255, 64, -1]], [[37, 128, -1, 287]]]
+    with pytest.raises(ValueError, match="out must be int32 as ids, of 3 sequences"):
+        indexer.locate(ids, table.repeat(2, 1)[:3], PAGE, out)
 
 
 def selected(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from problems.common import load
 from problems.dsv4_forward import check, ops
 from problems.dsv4_forward.adapters import common, gemv, moe, operators
 from problems.dsv4_forward.adapters import linear as moe_linear
-from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.adapters.common import Fallback, sum_dtype
 from problems.dsv4_forward.torch_ops import experts, linear
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CONFIGS
@@ -234,9 +234,22 @@ def test_the_models_weights_are_taken_where_they_are(model):
     found, (line,), _ = moe.adapt_experts(GROUPED, model, Fallback(ops.REFERENCE))
     assert line == "moe_gemm/torch_grouped, routed experts: 4 of 4 layers, 0.0 MiB kept beside the weights"
     ffn = model.layers[0].ffn
-    state = found["experts"].__self__.prepared[id(ffn.w13)].state
+    state = found["experts"].function.__self__.prepared[id(ffn.w13)].state
     own = {tensor.data_ptr() for tensor in model.tensors.values()}
     assert isinstance(state, TASK.Weights) and all(tensor.data_ptr() in own for tensor in state[:-1])
+
+
+def test_sums_that_a_kernel_rounds_are_taken_as_they_are(model):
+    found = moe.adapt_experts(GROUPED, model, Fallback(ops.REFERENCE)).functions["experts"]
+    ffn, x = model.layers[0].ffn, inputs(2, SMALL.hidden_size)
+    assert sum_dtype(found, ffn.w13, x.bfloat16()) == torch.bfloat16
+    assert sum_dtype(found, ffn.w13, x.float()) == sum_dtype(found, ffn.shared_w13, x.bfloat16()) == torch.float32
+    assert sum_dtype(ops.REFERENCE.experts, ffn.w13, x.bfloat16()) == torch.float32
+    ids, gates = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.rand(2, 2)
+    outs = [torch.empty(2, SMALL.hidden_size, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for out in outs:
+        found(x.bfloat16(), ids, gates, ffn.w13, ffn.w2, TASK.LIMIT, out)
+    assert torch.equal(outs[0].float(), outs[1])
 
 
 # ---------------------------------------------------------------- in the table

@@ -8,7 +8,7 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import ops
-from problems.dsv4_forward.adapters import gemv, operators
+from problems.dsv4_forward.adapters import decode, gemv, operators
 from problems.dsv4_forward.adapters.common import Adapted
 from problems.dsv4_forward.weights import tree
 from tests.dsv4.linears import REFERENCE, SMALL, inputs, product
@@ -35,7 +35,7 @@ def lines(chosen: ops.Chosen) -> dict[str, str]:
 
 
 def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
-    assert len(ops.NAMES) == 20 and all(callable(value) for value in vars(ops.REFERENCE).values())
+    assert len(ops.NAMES) == 26 and all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
     assert tuple(spec.name for spec in ops.SPECS) == ops.NAMES
@@ -59,10 +59,24 @@ def test_winners_in_nvfp4(model):
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "released", "nvfp4_experts"])
-def test_winners_say_what_a_format_has_nothing_for(model, fmt):
+def test_winners_in_formats_without_nvfp4_linears(model, fmt):
     chosen = ops.choose("winners", "cpu", model[fmt])
-    assert lines(chosen)["linear"] == f"reference (no NVFP4 linears in {fmt})"
-    assert chosen.ops.linear is ops.REFERENCE.linear and len(chosen.report) == len(ops.NAMES)
+    winner = load.winner(load.PROBLEMS / decode.PROBLEM, "cpu")
+    for op in ("linear", "grouped_linear", "shared"):
+        assert lines(chosen)[op] == f"linear_decode/{winner} (FP8 and bf16, at most 32 tokens)"
+        assert chosen.fallbacks[op] == ("reference",)
+    if fmt != "nvfp4_experts":
+        assert lines(chosen)["experts"] == f"reference (no NVFP4 experts in {fmt})"
+        assert chosen.ops.experts is ops.REFERENCE.experts
+
+
+def test_a_problem_named_fills_the_ops_that_it_has_calls_of(model):
+    with pytest.raises(ValueError, match="experts=torch_grouped: swiglu_limit must be 10, is 1"):
+        ops.choose("moe_gemm=torch_grouped", "cpu", model["nvfp4"])
+    of_linears = ops.choose("linear_decode=torch_dequant", "cpu", model["released"]).names
+    assert {op for op, name in of_linears.items() if name != "reference"} == {"linear", "grouped_linear", "shared"}
+    with pytest.raises(ValueError, match="NAME one of"):
+        ops.choose("linear_decode=torch_dequant", "cpu", model["nvfp4"])
 
 
 def test_an_op_that_spans_others_is_the_chain_of_what_fills_them(model):
@@ -142,8 +156,26 @@ def test_a_further_problem_is_a_further_provider(problems, monkeypatch, model):
     x = torch.ones(2, 3).as_subclass(type("Told", (torch.Tensor,), {"calls": []}))
     chosen.ops.rms_norm(x, None, 1e-6, torch.empty(2, 3))
     assert x.calls == ["plain"]
+    monkeypatch.setattr(ops, "KERNELS", ())
     sm100 = ops.choose("winners", "sm100", model["bf16"])
     assert lines(sm100)["rms_norm"] == "reference (norms has no winner for sm100)"
+
+
+def test_a_kernel_of_this_folder_fills_an_op_where_no_winner_does(problems, monkeypatch, model):
+    norms = ops.Provider("norms", "all of them", lambda cfg, fmt: "" if fmt == "nvfp4" else "not it", adapt_norm)
+    mine = SimpleNamespace(
+        OPS=("rms_norm", "rotate"), TARGETS=("cpu", "sm100"), SOURCE=problems / "mine.cu",
+        ops=lambda target: {"rms_norm": print, "rotate": print},
+    )  # fmt: skip
+    monkeypatch.setattr(ops, "SPECS", (spec("rms_norm", norms), spec("rotate")))
+    monkeypatch.setattr(ops, "KERNELS", (mine,))
+    names = {
+        (target, fmt): ops.choose("winners", target, model[fmt]).names["rms_norm"]
+        for target in ("cpu", "sm100") for fmt in ("bf16", "nvfp4")
+    }  # fmt: skip
+    mine = "dsv4_forward/mine"
+    assert names == {("cpu", "bf16"): mine, ("cpu", "nvfp4"): "norms/plain", ("sm100", "bf16"): mine,
+                     ("sm100", "nvfp4"): mine}  # fmt: skip
 
 
 def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(monkeypatch, model):
@@ -296,3 +328,19 @@ def test_tracing_refuses_what_the_winner_would_refuse():
 @pytest.mark.gpu
 def test_the_gemv_operator_passes_torchs_own_checks_on_the_gpu():
     torch.library.opcheck(operators.nvfp4_gemv, gemv_arguments(device="cuda"))
+
+
+def test_the_operator_of_linears_computes_with_the_weights_of_its_name():
+    folder = load.PROBLEMS / decode.PROBLEM
+    task, reference = load.module(folder, "task"), load.module(folder, "reference")
+    case = {**vars(task.TESTS[0]), "shape": "128x192+64x192_64x128", "tokens": 3, "device": "cpu"}
+    data = task.Data(reference.generate_weights(**case), *reference.generate_input(**case))
+    operators.hold_linear_decode("mine", data.weights)
+    torch.ops.dsv4.linear_decode("mine", data.inputs.x, data.outputs.out)
+    assert reference.compare(data, reference.ref_kernel(data), data.outputs.out).ok
+    narrow = data.inputs.x[:, 1:]
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match="x must be"):
+        operators.linear_decode("mine", mode.from_tensor(narrow), mode.from_tensor(data.outputs.out))
+    operators.hold_linear_decode("mine", None)
+    with pytest.raises(ValueError, match="name must be one of"):
+        torch.ops.dsv4.linear_decode("mine", data.inputs.x, data.outputs.out)

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from problems.dsv4_forward.cache.plan import locate
 from problems.dsv4_forward.cache.state import Batch, LayerState, OutOfBlocks, State
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA
 from tests.dsv4.states import SMALL, check_counts, unchanged
@@ -185,7 +186,7 @@ class Content(RuleBasedStateMachine):
         else:
             ids = torch.full((len(batch.tokens), len(want) + 1), -1, dtype=torch.int32)
             ids[n, : len(want)] = torch.arange(len(want))
-            index = batch.locate(ids)[n]
+            index = locate(batch.rows, batch.owner, ids, 32)[n]
             assert int(index[-1]) == -1
             assert torch.equal(layer.index_keys.read(index[: len(want)].long())[:, 7], want + 0.5)
         assert torch.equal(layer.cache.read(index[: len(want)].long())[:, 9], want)

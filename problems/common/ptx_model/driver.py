@@ -59,7 +59,7 @@ class Driver:
     target: str
     policy: str = "eager"
     poison: int | None = 0xFF  # see Launch
-    # That the host side is told of; set by install. With few, blocks that persist take more turns.
+    # That the host side sees; set by install. With few, blocks that persist take more turns.
     multiprocessors: int = 0
     edit: Callable[[str, str], str] | None = None  # kernel's name, PTX -> PTX: for mutants
     faults: list[Exception] = field(default_factory=list)

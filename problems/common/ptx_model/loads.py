@@ -54,7 +54,7 @@ def shared_blocks(w: Warps, address: np.ndarray, own: bool) -> list[tuple[Any, n
         block = blocks[r]
         if own and block is not w.block:
             raise Fault(
-                "bounds", f"{w.block.name} uses {int(address[0]):#x}, of {block.name}, as an address of its own"
+                "bounds", f"{w.block.name} uses {int(address[0]):#x}, of {block.name}, as an address within itself"
             )
         if block.ended:
             raise Fault("bounds", f"an access to the shared memory of {block.name}, which has ended")

@@ -51,6 +51,24 @@ class Adapted(NamedTuple):
     served: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """An op for experts that rounds its sums itself, for some weights. function: the op; written: (w13, dtype of x) ->
+    the dtype that it writes without a copy. It writes every other one too.
+    """
+
+    function: Callable[..., None]
+    written: Callable[[Linear, torch.dtype], torch.dtype]
+
+    def __call__(self, *arguments: object, **named: object) -> None:
+        self.function(*arguments, **named)
+
+
+def sum_dtype(op: Callable[..., None], w13: Linear, x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which to take the sums of an op for experts: fp32, unless it rounds them itself."""
+    return op.written(w13, x.dtype) if isinstance(op, Rounding) else torch.float32
+
+
 class Prepared(Protocol):
     """Weights that a variant may have prepared. reason: why it has not, "" if it has."""
 

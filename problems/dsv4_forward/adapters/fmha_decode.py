@@ -4,7 +4,7 @@ The kernel sees each token as a separate sequence. Holes in a list say what does
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -20,12 +20,14 @@ PROBLEM = "fmha_decode"
 @dataclass(frozen=True)
 class Attention:
     """The op. task: the problem's; kernel: a custom_kernel of it; fallback: the op fmha that computes the calls that
-    the kernel does not serve: activations that are not bf16, pages of another kind, no window.
+    the kernel does not serve: activations that are not bf16, pages of another kind, no window. full: by device, tokens
+    and length, the lengths of full lists. They are kept, since graphs may read them: 512 bytes for each that occurs.
     """
 
     task: ModuleType
     kernel: Callable[..., object]
     fallback: Callable[..., None]
+    full: dict[tuple[torch.device, int, int], torch.Tensor] = field(default_factory=dict)
 
     def __call__(
         self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
@@ -39,10 +41,18 @@ class Attention:
             raise ValueError(f"scale must be {self.task.SCALE}, got {scale}")
         if index is None:  # the window replaces a cache of which nothing is named
             cache, index = window, window_index.new_empty((*window_index.shape[:2], 0))
-        nw, nc = (window_index.new_full((len(q),), ids.shape[2]) for ids in (window_index, index))
+        nw, nc = (self._lengths(ids) for ids in (window_index, index))
         q, window_index, index = q.contiguous(), window_index.contiguous(), index.contiguous()
         data = self.task.Data(q, window.data, window_index, nw, cache.data, index, nc, sink, out, lse)
         self.kernel(data)
+
+    def _lengths(self, ids: torch.Tensor) -> torch.Tensor:
+        """int32 (B,), the length of each list of ids (B, S, n), n: filled in the first call only."""
+        key = ids.device, len(ids), ids.shape[2]
+        if key not in self.full:
+            with torch.inference_mode(False):
+                self.full[key] = torch.full(key[1:2], key[2], dtype=torch.int32, device=ids.device)
+        return self.full[key]
 
     def _serves(self, window: Pages, window_index: torch.Tensor) -> bool:
         return window.kind == "entry" and window_index.numel() > 0

@@ -20,7 +20,7 @@ PROBLEM = "indexer"
 @dataclass(frozen=True)
 class Chooser:
     """The op. task: the problem's; kernel: a custom_kernel of it; fallback: the op choose that computes the calls that
-    the kernel does not serve: activations that are not bf16, pages of another kind.
+    the kernel does not serve: queries that are not bf16, weights that are not fp32, pages of another kind.
     """
 
     task: ModuleType
@@ -28,16 +28,17 @@ class Chooser:
     fallback: Callable[..., None]
 
     def __call__(
-        self, q: torch.Tensor, weights: torch.Tensor, keys: Pages, table: torch.Tensor, visible: torch.Tensor,
-        entries: int, out: torch.Tensor,
+        self, q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor,
+        visible: torch.Tensor, entries: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """As chains.choose. ValueError as the problem's task.unpack."""
-        if q.dtype != torch.bfloat16 or keys.kind != "index":
-            self.fallback(q, weights, keys, table, visible, entries, out)
+        """As chains.choose. ValueError as the problem's task.unpack.
+
+        A scale above 0 changes no choice: the kernel gets none.
+        """
+        if (q.dtype, weights.dtype, keys.kind) != (torch.bfloat16, torch.float32, "index"):
+            self.fallback(q, weights, scale, keys, table, visible, entries, out)
             return
-        blocks = -(-entries // keys.per_page)
-        table, visible = table[:, :blocks].contiguous(), visible.to(torch.int32)
-        self.kernel(self.task.Data(q.contiguous(), weights, keys.data, table, visible, out))
+        self.kernel(self.task.Data(q, weights, keys.data, table, visible, out))
 
 
 def heads() -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from problems.dsv4_forward.adapters.common import (
     Adapted,
     AllOps,
     Fallback,
+    Rounding,
     check_values,
     fits,
     label,
@@ -87,6 +88,11 @@ class Experts:
         else:
             self._run(held, limit, x, *self._everyone(len(x)), out)
 
+    def written(self, w13: Linear, dtype: torch.dtype) -> torch.dtype:
+        """Return bf16 if the kernel serves w13 and x of `dtype`, else fp32."""
+        held = self.prepared.get(id(w13)) if dtype == torch.bfloat16 else None
+        return torch.bfloat16 if held and not held.reason else torch.float32
+
     def _everyone(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         if tokens <= ROOM:
             return self.ids[:tokens], self.weights[:tokens]
@@ -136,7 +142,7 @@ def adapt_experts(module: ModuleType, weights: ModelWeights, fallback: Fallback)
     ]  # fmt: skip
     made = _experts(module, weights, prepared, fallback)
     lines = report(f"{label(module)}, routed experts", "layers", prepared, weights)
-    return Adapted({"experts": made.experts}, lines)
+    return Adapted({"experts": Rounding(made.experts, made.written)}, lines)
 
 
 def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
@@ -147,7 +153,7 @@ def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) 
     ]  # fmt: skip
     made = _experts(module, weights, prepared, fallback)
     lines = report(f"{label(module)}, shared experts", "layers", prepared, weights)
-    return Adapted({"shared": made.shared}, lines)
+    return Adapted({"shared": Rounding(made.shared, made.written)}, lines)
 
 
 def limit() -> float:

@@ -101,26 +101,42 @@ def _(
     _task("indexer").unpack(_task("indexer").Data(q, weights, keys, table, visible, out))
 
 
-_held: dict[str, tuple[tuple, object]] = {}  # by name: task.Weights of moe_gemm, what the winner made of them
+_held: dict[
+    tuple[str, str], tuple[tuple, object]
+] = {}  # by problem and name: task.Weights, what the winner made of them
 
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
+def _hold(problem: str, name: str, weights: tuple | None, device: torch.device | None) -> None:
+    _held.pop((problem, name), None)
+    if weights is not None:
+        _task(problem).unpack_weights(weights)
+        winner = _winner(problem, device)
+        _held[problem, name] = weights, winner.prepare(weights) if hasattr(winner, "prepare") else weights
+
+
+def _of_name(problem: str, name: str) -> tuple[tuple, object]:
+    if (problem, name) not in _held:
+        known = sorted(held for of, held in _held if of == problem)
+        raise ValueError(f"name must be one of {known}, which are held, got {name!r}")
+    return _held[problem, name]
+
+
 def hold_moe_gemm(name: str, weights: tuple | None) -> None:
     """Prepare task.Weights of moe_gemm with the winner for their device, for calls of moe_gemm with `name`, and
     hold them instead of those before; None: hold none. ValueError as unpack_weights says, or a device without a winner.
     """
-    _held.pop(name, None)
-    if weights is not None:
-        _task("moe_gemm").unpack_weights(weights)
-        winner = _winner("moe_gemm", weights.w13.device)
-        _held[name] = weights, winner.prepare(weights) if hasattr(winner, "prepare") else weights
+    _hold("moe_gemm", name, weights, None if weights is None else weights.w13.device)
+
+
+def hold_linear_decode(name: str, weights: tuple | None) -> None:
+    """The same for task.Weights of linear_decode, and calls of linear_decode."""
+    _hold("linear_decode", name, weights, None if weights is None else weights.links[0][0].codes.device)
 
 
 def _moe_data(name: str, *tensors: torch.Tensor) -> tuple[tuple, object]:
     """-> task.Data with the weights as they came, and what the winner made of them."""
-    if name not in _held:
-        raise ValueError(f"name must be one of {sorted(_held)}, which are held, got {name!r}")
-    task, (weights, prepared) = _task("moe_gemm"), _held[name]
+    task, (weights, prepared) = _task("moe_gemm"), _of_name("moe_gemm", name)
     x, topk_ids, topk_weights, out = tensors
     return task.Data(weights, task.Inputs(x, topk_ids, topk_weights), task.Outputs(out)), prepared
 
@@ -138,3 +154,24 @@ def moe_gemm(name: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: t
 @moe_gemm.register_fake
 def _(name: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
     _task("moe_gemm").unpack(_moe_data(name, x, topk_ids, topk_weights, out)[0])
+
+
+def _linear_data(name: str, x: torch.Tensor, out: torch.Tensor) -> tuple[tuple, object]:
+    """As _moe_data."""
+    task, (weights, prepared) = _task("linear_decode"), _of_name("linear_decode", name)
+    return task.Data(weights, task.Inputs(x), task.Outputs(out)), prepared
+
+
+@torch.library.custom_op("dsv4::linear_decode", mutates_args=("out",))
+def linear_decode(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    """out = the products of x, by the winner for the device. name: of weights that hold_linear_decode got; tensors as
+    task.Inputs and task.Outputs of linear_decode. ValueError as task.unpack says, or no such name.
+    """
+    data, prepared = _linear_data(name, x, out)
+    _task("linear_decode").unpack(data)
+    _winner("linear_decode", x.device).custom_kernel(data._replace(weights=prepared))
+
+
+@linear_decode.register_fake
+def _(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    _task("linear_decode").unpack(_linear_data(name, x, out)[0])

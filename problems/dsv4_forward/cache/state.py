@@ -52,7 +52,7 @@ class State:
         layers = layout.layers(self._regions)
         self.layers = layers[: cfg.num_hidden_layers]
         self.mtp = layers[-1] if cfg.num_nextn_predict_layers else None
-        self.planner = Planner(self.length, self.table, self.ring, cfg.ratios, unread=blocks)
+        self.planner = Planner(self.length, self.table, self.ring, cfg.ratios, unread=blocks, topk=cfg.index_topk)
         self._blank()
         self.length.zero_()
         self._active.zero_()
@@ -229,6 +229,7 @@ class State:
         kept = {sequence: count for _, count, sequence in batch.segments if sequence in chosen}
         if batch.stamps is None:
             self._require_reserved(kept, batch.bound)
+        _ = batch.lists  # of before: if no model has run, they are computed now
         if len(kept) == len(batch.sequences):
             self.length.index_add_(0, batch.sequence_ids, batch.advance)
         elif kept:
@@ -318,8 +319,7 @@ class State:
         lengths = [self.lengths[sequence] for sequence in sequences]
         for sequence, count in wanted.items():
             self.written[sequence] = max(self.written[sequence], self.lengths[sequence] + count)
-        blocks = [self.owned[sequence] for sequence in sequences]
-        return self.planner.planned(sequences, tokens, counts, lengths, blocks, self._stamped(sequences))
+        return self.planner.planned(sequences, tokens, counts, lengths, self._stamped(sequences))
 
     def _join(self, parts: list[Tokens]) -> torch.Tensor | list[int]:
         """A list if all are of the host, else int64 (N,) on the device."""

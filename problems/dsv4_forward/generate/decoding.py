@@ -67,7 +67,7 @@ def decode(
             opened.append(state.open()[0])
         given = state.checked(dict(zip(opened, prompts, strict=True)))
         allowed = [min(limits.most, state.capacity + 1 - len(given[sequence])) for sequence in opened]
-        # The last token of a prompt is told and not fed.
+        # The last token of a prompt is returned and not fed.
         state.reserve({s: len(given[s]) + max(count - 1, 0) for s, count in zip(opened, allowed, strict=True)})
         yield from _passes(_Run(model, state, limits, sampler, opened, allowed), feed(model, state, given))
     finally:

@@ -29,10 +29,9 @@ def draft(model: Model, batch: Batch, state: State, copies: torch.Tensor, follow
     if tuple(copies.shape) != wanted:
         raise ValueError(f"copies must be {wanted}, got {tuple(copies.shape)}")
     check_tensor("following", following, cfg.vocab_size, wanted[0])
-    ctx, tables = model.context(batch)
+    ctx, tables, embedding = model.embed(batch, following)
     # Position 0 gets no embedding, as where the model was trained to.
-    embedding = model.weights.embed[following].to(model.dtype)
-    embedding = torch.where(batch.position.unsqueeze(1) == 0, 0, embedding)
+    embedding = torch.where(batch.position.unsqueeze(1) == 0, 0, embedding.squeeze(1))
     token = ctx.linear(ctx.norm(embedding, w.enorm), w.e_proj)
     count, n, d = copies.shape
     before = ctx.linear(ctx.norm(copies, w.hnorm).view(count * n, d), w.h_proj).view(count, n, d)

@@ -7,7 +7,7 @@ from problems.dsv4_forward.generate.text import Tokenizer
 class Printer:
     """Prints the tokens of the first prompt that is not done as they come, and keeps those of later ones until then.
 
-    Of several prompts each is printed behind a line with its number. Text goes to lines of its own, ids have commas.
+    Of several prompts each is printed behind a line with its number. Text is on separate lines, ids have commas.
     """
 
     def __init__(self, count: int, tokenizer: Tokenizer | None) -> None:

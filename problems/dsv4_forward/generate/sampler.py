@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from problems.dsv4_forward.kernels.argmax import argmax
+
 LEAST_TEMPERATURE = 1e-5  # of a draw, as in generate.py; exactly 0 is greedy
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
@@ -48,7 +50,9 @@ class Sampler:
             shapes = [tuple(x.shape) for x in (logits, sequence, position)]
             raise ValueError(f"logits, sequence, position must have shapes (B, V), (B,), (B,), got {shapes}")
         if self.temperature == 0:
-            return logits.argmax(1)
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            argmax(logits, tokens)
+            return tokens
         scaled = self.limit(logits.double() / max(self.temperature, LEAST_TEMPERATURE))
         noise = uniforms(self.seed, sequence, position, logits.shape[1])
         # log(p / exponential) but for the same constant in a row; the uniform is below 1, so no logarithm is infinite.

@@ -11,17 +11,54 @@ from typing import Protocol
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.cache.plan import Plan
+from problems.dsv4_forward.weights import formats
 
 
 class Parts(Protocol):
     """The ops that chains are made of: ops.Ops has them, for one."""
 
+    plan: Callable[..., None]
+    embed: Callable[..., None]
+    mhc_post: Callable[..., None]
     rms_norm: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
     index_scores: Callable[..., None]
     select: Callable[..., None]
+    locate: Callable[..., None]
+
+
+def start(parts: Parts) -> Callable[..., None]:
+    """Return the op that begins a pass: the index lists, then embeddings and angles."""
+
+    def run(
+        given: Plan, numbers: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor,
+        freqs: torch.Tensor, copies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write all outputs of plan(given, numbers, lists) and of embed, at the positions that the first writes."""
+        parts.plan(given, numbers, lists)
+        parts.embed(tokens, weight, given.views(numbers, lists).position, freqs, copies, cos, sin)
+
+    return run
+
+
+def mhc_post_sum(parts: Parts) -> Callable[..., None]:
+    """Return the op that writes a sublayer's output which comes as two addends."""
+
+    def run(
+        first: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Do as mhc_post with y = first + second, an fp32 sum that is rounded once, to the dtype of copies.
+
+        first, second: fp32 or bf16 (N, d). ValueError as mhc_post.
+        """
+        y = torch.empty(first.shape, dtype=copies.dtype, device=copies.device)
+        parts.mhc_post(torch.add(first.float(), second.float(), out=y), copies, post, comb, out)
+
+    return run
 
 
 def norm_rotate(parts: Parts) -> Callable[..., None]:
@@ -75,32 +112,37 @@ def write_entry(parts: Parts) -> Callable[..., None]:
     return run
 
 
-def choose(parts: Parts) -> Callable[..., None]:
-    """Return the op that scores the entries that queries see, and finds the rows of the best."""
+def index_query(parts: Parts) -> Callable[..., None]:
+    """Return the op that makes the indexer's queries: rotated, and through Hadamard and FP4."""
 
-    def run(
-        q: torch.Tensor, weights: torch.Tensor, keys: Pages, table: torch.Tensor, visible: torch.Tensor, entries: int,
-        out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Write the rows of the pages that hold the k best of the first visible[b, s] entries, then -1 where fewer.
+    def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, quantise: bool, out: torch.Tensor) -> None:
+        """Write x, rotated, to out; quantise: through Hadamard and as MXFP4 holds it, rounded to the dtype of x before.
 
-        q, weights, keys, table, entries: as index_scores; visible: int64 (B, S), at most entries; out: int32 (B, S, k),
-        in any order. Attention's entries lie in the rows of their keys.
+        x, out: (N, heads, width), as rotate has them; out may be x.
         """
-        scores = torch.empty(*out.shape[:2], entries, dtype=torch.float32, device=out.device)
-        parts.index_scores(q, weights, keys, table, entries, scores)
-        ids = torch.empty_like(out)
-        parts.select(scores, visible, ids)
-        out.copy_(rows_of(ids, table, keys.per_page))
+        turned = torch.empty_like(x)
+        parts.rotate(x, cos, sin, turned)
+        out.copy_(formats.round_trip_fp4(formats.hadamard(turned)) if quantise else turned)
 
     return run
 
 
-def rows_of(ids: torch.Tensor, table: torch.Tensor, per_page: int) -> torch.Tensor:
-    """ids: int32 (B, S, k), entries by number within their sequence, -1 for none; table: int32 (B, blocks) -> int32
-    (B, S, k), rows of the pages; -1 stays.
-    """
-    owner = torch.arange(len(ids), device=ids.device).view(-1, 1, 1)
-    # Block -1, of entry -1, is the last of the row: read, and masked in the end.
-    page = table[owner, ids.div(per_page, rounding_mode="floor").long()]
-    return torch.where(ids < 0, -1, page * per_page + ids % per_page)
+def choose(parts: Parts) -> Callable[..., None]:
+    """Return the op that scores the entries that queries see, and finds the places of the best."""
+
+    def run(
+        q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor, visible: torch.Tensor,
+        entries: int, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write the places of the k best of the first visible[b, s] entries, in any order, then -1 where fewer.
+
+        q, weights, scale, keys, table, entries: as index_scores, scale above 0; visible: as select; out: int32
+        (B, S, k). Attention's entries lie at the places of their keys.
+        """
+        scores = torch.empty(*out.shape[:2], entries, dtype=torch.float32, device=out.device)
+        parts.index_scores(q, weights, scale, keys, table, entries, scores)
+        ids = torch.empty_like(out)
+        parts.select(scores, visible, ids)
+        parts.locate(ids, table, keys.per_page, out)
+
+    return run

@@ -32,12 +32,12 @@ class ExpertWeights:
         """out: fp32 (M, d), of one expert on all rows of x (M, d). gate: fp32 (M,), None: no routing weight."""
         mixed = torch.empty(len(x), self.w13.n, dtype=torch.float32, device=x.device)
         linear.linear(x, self.w13.select(expert), mixed)
-        linear.linear(_gated(mixed, self.limit, gate, x.dtype), self.w2.select(expert), out)
+        linear.linear(gated(mixed, self.limit, gate, x.dtype), self.w2.select(expert), out)
 
     def each(self, chosen: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """-> fp32 (M, d), row i of x (M, d) by expert chosen[i]. chosen: int64 (M,), gate: fp32 (M,)."""
         mixed = _gathered(x, self.w13.select(chosen))
-        return _gathered(_gated(mixed, self.limit, gate, x.dtype), self.w2.select(chosen))
+        return _gathered(gated(mixed, self.limit, gate, x.dtype), self.w2.select(chosen))
 
 
 def experts(
@@ -134,7 +134,7 @@ def by_expert(
         parts.scatter_add_(1, where, got.unsqueeze(1))
 
 
-def _gated(mixed: torch.Tensor, limit: float, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def gated(mixed: torch.Tensor, limit: float, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """mixed: fp32 (M, 2 I), overwritten -> gate * silu(min(a, limit)) * clip(b, -limit, limit), `dtype` (M, I)."""
     a, b = mixed.chunk(2, 1)
     value = torch.nn.functional.silu(a.clamp_(max=limit)).mul_(b.clamp_(-limit, limit))

@@ -6,6 +6,7 @@ model.py.
 
 import torch
 
+from problems.dsv4_forward.cache import plan
 from problems.dsv4_forward.cache.pages import Pages
 
 TILE = 2**26  # fp32 products of heads and entries held at once: 256 MB, so that a million tokens fit
@@ -13,25 +14,27 @@ LOWEST = -(2**63)
 
 
 def index_scores(
-    q: torch.Tensor, weights: torch.Tensor, keys: Pages, table: torch.Tensor, entries: int, out: torch.Tensor
-) -> None:
-    """Write out[b, s, i] = sum_h weights[b, s, h] * relu(q[b, s, h] . key_i of row b), in fp32, for i < entries.
+    q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor, entries: int,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write out[b, s, i] = sum_h scale * weights[b, s, h] * relu(q[b, s, h] . key_i of row b), for i < entries.
 
-    q: (B, S, h, 128) fp32 or bf16; weights: fp32 (B, S, h), of either sign; table: int32 (B, blocks), the page of each
-    block of keys.per_page entries: entry i is row table[b, i // per_page] * per_page + i % per_page of `keys`;
+    Products and sums are fp32.
+    q: (B, S, h, 128) fp32 or bf16; weights: the same (B, S, h), of either sign; table: int32 (B, blocks), the page of
+    each block of keys.per_page entries: entry i is row table[b, i // per_page] * per_page + i % per_page of `keys`;
     out: fp32 (B, S, entries). Entries that a query may not see yet are scored too: select() leaves them out.
     ValueError: a shape or dtype.
     """
     batch, tokens, heads, width = q.shape
     page, blocks = keys.per_page, -(-entries // keys.per_page)
-    if weights.shape != (batch, tokens, heads) or weights.dtype != torch.float32:
-        raise ValueError(f"weights must be fp32 {batch, tokens, heads}, got {weights.dtype} {tuple(weights.shape)}")
+    if weights.shape != (batch, tokens, heads):
+        raise ValueError(f"weights must be {batch, tokens, heads}, got {tuple(weights.shape)}")
     if table.shape[0] != batch or table.shape[1] < blocks:
         raise ValueError(f"table must be ({batch}, {blocks} or more) for {entries} entries, got {tuple(table.shape)}")
     if out.shape != (batch, tokens, entries) or out.dtype != torch.float32:
         raise ValueError(f"out must be fp32 {batch, tokens, entries}, got {out.dtype} {tuple(out.shape)}")
     query = q.to(torch.float32).reshape(batch, tokens * heads, width)
-    mix = weights.reshape(batch * tokens, 1, heads)
+    mix = weights.float().mul(scale).reshape(batch * tokens, 1, heads)
     within = torch.arange(page, device=q.device)
     step = max(1, TILE // max(1, batch * tokens * heads * page))  # blocks a tile
     for block in range(0, blocks, step):
@@ -45,7 +48,7 @@ def index_scores(
 def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
     """Write out[b, s]: the k entries of the highest scores among the first visible[b, s], best first, -1 where fewer.
 
-    scores: fp32 (B, S, entries); visible: int64 (B, S), at most entries; out: int32 (B, S, k). Of equal scores the
+    scores: fp32 (B, S, entries); visible: int32 (B, S), at most entries; out: int32 (B, S, k). Of equal scores the
     lower id wins (0 and -0 are equal), on every device: torch.topk does not promise it. ValueError: a dtype.
     """
     if scores.dtype != torch.float32 or out.dtype != torch.int32:
@@ -57,6 +60,19 @@ def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> No
         order = _ordered(scores, ids[:entries]).masked_fill_(ids[:entries] >= seen, LOWEST)
         out[:, :, :kept] = order.topk(kept).indices
     out.masked_fill_(ids[:k] >= seen, -1)
+
+
+def locate(ids: torch.Tensor, table: torch.Tensor, per_page: int, out: torch.Tensor) -> None:
+    """Write the places in the cache of entries by number within their sequence; -1 stays -1.
+
+    ids, out: int32 (B, S, k); table: int32 (B, blocks), the page of each block of per_page entries, a power of two.
+    ValueError: a shape or dtype.
+    """
+    if out.shape != ids.shape or out.dtype != torch.int32 or ids.dtype != torch.int32 or len(table) != len(ids):
+        wanted = f"out must be int32 as ids, of {len(table)} sequences"
+        raise ValueError(f"{wanted}, got {out.dtype} {tuple(out.shape)} and {ids.dtype} {tuple(ids.shape)}")
+    owner = torch.arange(len(table), device=table.device)
+    out.copy_(plan.locate(table, owner, ids.flatten(1), per_page).view(ids.shape))
 
 
 def _ordered(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,12 @@ from problems.dsv4_forward import judged_call
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def index_scores(q, weights, keys, table, entries, out):
+def index_scores(q, weights, scale, keys, table, entries, out):
     page = keys.per_page
     place = torch.arange(entries, device=q.device)
     rows = table[:, place // page] * page + place % page
     scores = torch.einsum("bshd,bed->bshe", q.float(), keys.read(rows))
-    out.copy_(torch.einsum("bshe,bsh->bse", scores, weights))
+    out.copy_(torch.einsum("bshe,bsh->bse", scores, scale * weights.float()))
 
 
 def compile_for(target):

@@ -8,8 +8,6 @@
 
 namespace indexer {
 
-constexpr int SHARED_LIMIT = 227 * 1024;  // bytes that a block may have
-
 // How a row's entries are shared out; what depends on the call's shape only.
 struct Plan {
     int cluster;        // blocks of a cluster
@@ -23,6 +21,7 @@ struct __align__(1024) Shared {
     Query query;
     Search search;
 };
+static_assert(sizeof(Shared) == 35 * 1024, "SHARED of the launcher");
 
 __device__ __forceinline__ int clamped(int seen, const Sizes& sizes) {
     return max(0, min(seen, sizes.blocks << sizes.page_shift));
@@ -175,10 +174,4 @@ extern "C" int launch(void* const* tensors, const int64_t* sizes, const int* pla
                   sizes[6]};
     const Plan p{plan[0], plan[1], plan[2], plan[3], scores};
     return sizes[7] ? run<true>(data, s, p, plan[4]) : run<false>(data, s, p, plan[4]);
-}
-
-// The most entries that a slice has room for.
-extern "C" int most_entries(int page_shift) {
-    const int room = indexer::SHARED_LIMIT - static_cast<int>(sizeof(indexer::Shared)) - 8;
-    return (room / 4 * (1 << page_shift) / ((1 << page_shift) + 1)) / indexer::TILE * indexer::TILE;
 }

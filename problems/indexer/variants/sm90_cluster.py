@@ -11,6 +11,7 @@ from problems.common import build
 
 TARGETS = ("sm90",)
 SOURCE = Path(__file__).with_suffix(".cu")
+ROOM = (227 - 35) * 1024 - 8  # bytes of shared memory of a block, beside the source's Shared
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 TILE = 64  # entries of a warpgroup's product
 LARGEST = 16  # blocks of a cluster
@@ -34,13 +35,18 @@ class Launch:
     warpgroups: int = 4
 
 
-def launch_for(sizes: Sizes, most: int) -> Launch:
-    """Choose by shape only. most: entries that a slice may have. ValueError: too many for the largest cluster.
+def most_entries(per_page: int) -> int:
+    """Return how many entries a slice may have: a word for each in shared memory, and one for each of its pages."""
+    return ROOM // 4 * per_page // (per_page + 1) // TILE * TILE
+
+
+def launch_for(sizes: Sizes) -> Launch:
+    """Choose by shape only. ValueError: more entries than the largest cluster has room for.
 
     Clusters as large as let all rows run at once and as a slice is worth a block; larger ones if slices would be too
     long. Two launches where clusters are few.
     """
-    rows, entries = sizes.batch * sizes.queries, sizes.blocks * sizes.per_page
+    rows, entries, most = sizes.batch * sizes.queries, sizes.blocks * sizes.per_page, most_entries(sizes.per_page)
     tiles = -(-entries // TILE)
     if entries > LARGEST * most:
         raise ValueError(f"table must have room for at most {LARGEST * most} entries, got {entries}")
@@ -69,7 +75,7 @@ def custom_kernel(data: input_t) -> output_t:
     sizes = unpack(data)
     made = build.cuda(SOURCE, "sm90")
     shift = sizes.per_page.bit_length() - 1
-    launch = launch_for(sizes, made.function("most_entries", c_int)(shift))
+    launch = launch_for(sizes)
     rows = sizes.batch * sizes.queries
     scores = torch.empty(
         rows * launch.slice * launch.cluster if launch.chunk else 0, dtype=torch.int32, device=data.q.device

@@ -5,7 +5,6 @@
 // How tokens and rows are cut does not depend on the threads, so results do not either.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <exception>
 #include <functional>
@@ -35,28 +34,6 @@ class Cutter {
   private:
     std::byte* at_;
     size_t used_ = 0;
-};
-
-// Tasks [0, count), handed out `grain` at a time.
-class Step {
-  public:
-    Step(int64_t count, int64_t grain) : count_(count), grain_(grain) {}
-
-    // Returns when all tasks are done, by whichever thread.
-    template <class Work>
-    void run(const Work& work) {
-        for (int64_t first; (first = next_.fetch_add(grain_, std::memory_order_relaxed)) < count_;) {
-            const int64_t last = std::min(first + grain_, count_);
-            for (int64_t task = first; task < last; task++) work(task);
-            done_.fetch_add(last - first, std::memory_order_release);
-        }
-        while (done_.load(std::memory_order_acquire) < count_) std::this_thread::yield();
-    }
-
-  private:
-    const int64_t count_, grain_;
-    alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<int64_t> done_{0};
 };
 
 constexpr int64_t kBandPanels = 8;        // many slots a read of weights; tasks for many cores where one expert has all
@@ -90,9 +67,9 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
 
     const int64_t inner_groups = p.inner / kRows, hidden_groups = p.hidden / kRows;
     const auto grain = [&](int64_t tasks) { return std::max<int64_t>(1, kGrain * tasks / work); };
-    Step taking(panels, 1);
-    Step swiglu(bands * inner_groups, grain(bands * inner_groups));
-    Step combining(hidden_groups, grain(hidden_groups));
+    cpu::Step taking(panels, 1);
+    cpu::Step swiglu(bands * inner_groups, grain(bands * inner_groups));
+    cpu::Step combining(hidden_groups, grain(hidden_groups));
     return cpu::on_threads(threads, [&](int64_t i) {
         taking.run([&](int64_t task) { Expert<Isa>::take_x(p, r, r.panels[task], x); });
         swiglu.run([&](int64_t task) {

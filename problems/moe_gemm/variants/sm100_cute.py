@@ -189,7 +189,7 @@ def load_bulk(to: Int32, source: Int64, size: Int32, barrier: Int32) -> None:
 
 
 def store_bulk(to: Int64, source: Int32, size: Int32) -> None:
-    """Begin to copy `size` bytes from shared memory, as a group of its own."""
+    """Begin to copy `size` bytes from shared memory, as a separate group."""
     text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; cp.async.bulk.commit_group;"
     ptx(text, "l,r,r", to, source, size)
 

@@ -23,7 +23,7 @@
 #include "sm90_decode_block.cuh"
 #include "sm90_decode_groups.cuh"
 #include "sm90_decode_tokens.cuh"
-#include "sm90_units.cuh"
+#include "nvfp4_units.cuh"
 
 namespace decode {
 

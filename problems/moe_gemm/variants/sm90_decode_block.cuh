@@ -7,7 +7,7 @@
 
 #include "ptx.cuh"
 #include "sm90_decode_groups.cuh"
-#include "sm90_units.cuh"
+#include "nvfp4_units.cuh"
 
 namespace decode {
 

@@ -25,7 +25,7 @@
 
 #include "ptx.cuh"
 #include "sm90_dense_block.cuh"
-#include "sm90_units.cuh"
+#include "nvfp4_units.cuh"
 #include "sm90_wgmma.cuh"
 
 namespace dense {

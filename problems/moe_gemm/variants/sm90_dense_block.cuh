@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "ptx.cuh"
-#include "sm90_units.cuh"
+#include "nvfp4_units.cuh"
 
 namespace dense {
 

@@ -12,7 +12,7 @@ from problems.common import build, load, tma
 
 TARGETS = ("sm90", "sm100")  # sm100: only the kernel for few tokens, which has no wgmma
 SOURCE = Path(__file__).with_suffix(".cu")
-UNIT = 1152  # bytes of 32 rows by 64 columns, see sm90_units.cuh
+UNIT = 1152  # bytes of 32 rows by 64 columns, see nvfp4_units.cuh
 BOX = 8  # unit rows that a copy of the kernel for many brings
 MOST_TOKENS = 256  # of a launch of the kernel for few
 MANY = 12  # tokens an expert on average from which the kernel for many is quicker

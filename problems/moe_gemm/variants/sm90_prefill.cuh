@@ -2,7 +2,7 @@
 //
 //   route    sorts slots by expert into two lists of items (sm90_routing.cuh)
 //   gather   x's rows in the order of the slots, their columns in wgmma's, as the second product has its rows
-//   experts  weights (units, sm90_units.cuh) times an item's slots, of w13 and then of w2; once for each list
+//   experts  weights (units, nvfp4_units.cuh) times an item's slots, of w13 and then of w2; once for each list
 //   combine  adds the k rows of each token (sm90_prefill_run.cuh, as the launches)
 //
 // A block of `experts` takes tile after tile from a counter: some 64 rows of weights for each of four warpgroups. A
@@ -24,7 +24,7 @@
 #include "launch.cuh"
 #include "ptx.cuh"
 #include "sm90_routing.cuh"
-#include "sm90_units.cuh"
+#include "nvfp4_units.cuh"
 #include "sm90_wgmma.cuh"
 #include "tma.cuh"
 

@@ -147,7 +147,7 @@ def test_what_is_found_of_a_step(without_gpu, monkeypatch):
     assert (found["status"], found["reason"], found["n"]) == ("PASSED", "", 3)
     assert found["median_us"] == sorted(found["samples_us"][0])[1] > 0 and found["eager_us"] > 0
     assert found["launches"] == {"eager": 2, "graph": 2} and set(found["kernels"]) >= {"fmha", "linear"}
-    assert found["breakdown"]["ops"] == {"mhc_pre": {"us": 4.0, "launches": 2}}
+    assert found["breakdown"]["ops"] == {"start": {"us": 4.0, "launches": 2}}
     assert (found["breakdown"]["span_us"], found["breakdown"]["gaps_us"]) == (5.0, 1.0)
     judged = Result(MODEL.variant("composed"), "sm90")
     assert record.checked(latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": case, **found}))

@@ -1,5 +1,5 @@
-// Weights of moe_gemm as Hopper's tensor cores take them: units of 32 rows by 64 columns, 1152 bytes, no larger than
-// the weights as they came.
+// NVFP4 weights as Hopper's tensor cores take them: units of 32 rows by 64 columns, 1152 bytes, no larger than the
+// weights as they came. The kernels of moe_gemm and linear_decode read them.
 //
 // A unit holds two groups of 16 rows. Lane l = 4 g + c of a warp owns, in rows g and g + 8 of a group, the 16 columns
 // 16 c .. 16 c + 15 of the unit: a whole block, so it needs one scale a row.
@@ -17,11 +17,14 @@
 // Products of 16 columns a step: in step j of a unit, k = 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of the instruction are columns
 // 16 c + 4 j .. + 3 of the unit. The other operand has its columns in the same order.
 //
-// Units of an expert lie row by row: [rows / 32][columns / 64]. Of w13 group q of unit u has gate rows 16 u + 8 q + 0
-// .. 7 as its rows 0 to 7, and the same rows of up as 8 to 15: a thread's sums of rows g and g + 8 meet in one product.
+// Units of a matrix lie row by row: [rows / 32][columns / 64]. Interleaved, with gate rows above as many up rows: group
+// q of unit u has gate rows 16 u + 8 q + 0 .. 7 as its rows 0 to 7, and the same rows of up as 8 to 15, so that a
+// thread's sums of rows g and g + 8 meet in one product.
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
 #include "ptx.cuh"
@@ -78,6 +81,43 @@ __device__ __forceinline__ uint32_t scale_byte(uint32_t e4m3) {
     if (mantissa >= 4) return 3 << 3 | (mantissa - 4) << 1;
     if (mantissa >= 2) return 2 << 3 | (mantissa - 2) << 2;
     return 1 << 3;  // 2^-9
+}
+
+// A thread makes a lane's share of one unit.
+static __global__ void repack_kernel(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int64_t lanes, int rows,
+                                     int columns, bool interleaved) {
+    const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+    if (i >= lanes) return;
+    const int lane = i & 31, unit_columns = columns / COLUMNS, unit_rows = rows / ROWS;
+    const int64_t unit = i >> 5;
+    const int column = unit % unit_columns, unit_row = unit / unit_columns % unit_rows;
+    const int64_t expert = unit / unit_columns / unit_rows;
+    uint8_t* unit_at = to + unit * BYTES;
+    uint32_t scale_word = 0;
+    for (int q = 0; q < 2; ++q) {
+        uint32_t words[4];
+        for (int half = 0; half < 2; ++half) {
+            const int g = lane >> 2;
+            const int row = interleaved ? unit_row * 16 + q * 8 + g + half * (rows / 2)
+                                        : unit_row * 32 + q * 16 + half * 8 + g;
+            const int64_t block = (expert * rows + row) * (columns / 16) + column * 4 + (lane & 3);
+            const uint2 codes = *reinterpret_cast<const uint2*>(packed + block * 8);
+            const uint32_t scale = scales[block];
+            words[half] = scale ? encode(codes.x) : 0, words[half + 2] = scale ? encode(codes.y) : 0;
+            scale_word |= scale_byte(scale) << 8 * (2 * q + half);
+        }
+        *reinterpret_cast<uint4*>(unit_at + 512 * q + 16 * lane) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    *reinterpret_cast<uint32_t*>(unit_at + SCALES + 4 * lane) = scale_word;
+}
+
+// packed (matrices, rows, columns / 2), scales (matrices, rows, columns / 16) -> units. -> a cudaError_t.
+inline cudaError_t repack(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int matrices, int rows,
+                          int columns, bool interleaved) {
+    const int64_t lanes = static_cast<int64_t>(matrices) * (rows / 32) * (columns / 64) * 32;
+    repack_kernel<<<static_cast<unsigned>((lanes + 255) / 256), 256>>>(packed, scales, to, lanes, rows, columns,
+                                                                       interleaved);
+    return cudaGetLastError();
 }
 
 }  // namespace units

@@ -1,4 +1,4 @@
-"""Wrong: returns the chosen entries by their number within the sequence, and not their rows of the cache."""
+"""Wrong: all sequences take the places of the first."""
 
 import torch
 
@@ -8,10 +8,12 @@ from problems.dsv4_forward.torch_ops import indexer
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def choose(q, weights, keys, table, visible, entries, out):
+def choose(q, weights, scale, keys, table, visible, entries, out):
     scores = torch.empty(*out.shape[:2], entries, device=out.device)
-    indexer.index_scores(q, weights, keys, table, entries, scores)
-    indexer.select(scores, visible, out)
+    indexer.index_scores(q, weights, scale, keys, table, entries, scores)
+    ids = torch.empty_like(out)
+    indexer.select(scores, visible, ids)
+    indexer.locate(ids, table[:1].expand_as(table), keys.per_page, out)
 
 
 def compile_for(target):

@@ -1,0 +1,148 @@
+"""Begin a pass in CUDA, in one launch: index lists, embeddings in all hc copies, angles.
+
+In torch these are about 60 operations. The interfaces and formulas are those of torch_ops/start.py.
+"""
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_int, c_void_p
+from pathlib import Path
+
+import torch
+
+from problems.common import build
+from problems.dsv4_forward.cache.plan import Plan
+from problems.dsv4_forward.weights.config import CSA, HCA
+
+TARGETS = ("sm90", "sm100")
+OPS = ("plan", "embed", "start")
+SOURCE = Path(__file__).with_suffix(".cu")
+RATIOS = (CSA, HCA)
+KINDS = (torch.float32, torch.bfloat16)
+
+
+def _fields(pointers: str, numbers: str) -> list[tuple[str, type]]:
+    return [(name, c_void_p) for name in pointers.split()] + [(name, c_int) for name in numbers.split()]
+
+
+class _Entries(ctypes.Structure):
+    _fields_ = _fields("emit target visible index", "ratio emitted entries")
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        *_fields(
+            "length given sequence sequence_ids table position window_target window_index rows",
+            "tokens sequences blocks width ring unread",
+        ),
+        ("of", _Entries * len(RATIOS)),
+    ]  # fmt: skip
+
+
+class _Embedding(ctypes.Structure):
+    _fields_ = _fields("tokens weight freqs copies cosine sine", "vocab n d kinds half")
+
+
+def compile_for(target: str) -> list[build.Artefact]:
+    """Compile for `target`, without a GPU."""
+    return [build.cuda(SOURCE, target)]
+
+
+def ops(target: str) -> dict[str, Callable[..., None]]:
+    """Build and load the kernel, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
+    made = Start(build.cuda(SOURCE, target))
+    return {name: getattr(made, name) for name in OPS}
+
+
+class Start:
+    """The ops on one build. ValueError, in each: a tensor that is not contiguous, or of another dtype or shape."""
+
+    def __init__(self, built: build.Artefact) -> None:
+        self._start = built.function("launch_start", POINTER(_Plan), POINTER(_Embedding), c_int, c_int)
+
+    def plan(self, given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> None:
+        """Compute torch_ops start.plan."""
+        self._launch(made_plan(given, numbers, lists), _Embedding(), 0, 0)
+
+    def embed(
+        self, tokens: torch.Tensor, weight: torch.Tensor, position: torch.Tensor, freqs: torch.Tensor,
+        copies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Compute torch_ops start.embed. The row of an id that the vocabulary has not becomes NaN."""
+        to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
+        _expect("position", position, torch.int64, (len(tokens),))
+        self._launch(_Plan(given=position.data_ptr(), tokens=len(tokens)), to, *kinds)
+
+    def start(
+        self, given: Plan, numbers: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor,
+        freqs: torch.Tensor, copies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Compute chains.start; ids as in embed."""
+        to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
+        _expect("tokens", tokens, torch.int64, tuple(given.sequence.shape))
+        self._launch(made_plan(given, numbers, lists), to, *kinds)
+
+    def _launch(self, plan: _Plan, to: _Embedding, embedding_bf16: int, copies_bf16: int) -> None:
+        if plan.tokens:
+            build.check(self._start(plan, to, embedding_bf16, copies_bf16), "start")
+
+
+def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
+    """Return the kernel's form of a plan and the buffers of its lists. ValueError as Start."""
+    count, long = len(given.sequence), torch.int64
+    _expect("length", given.length, long, (len(given.table),))
+    _expect("table", given.table, torch.int32, tuple(given.table.shape))
+    _expect("sequence", given.sequence, long, (count,))
+    if given.position is not None:
+        _expect("position", given.position, long, (count,))
+    _expect("sequence_ids", given.sequence_ids, long, (len(given.sequence_ids),))
+    _expect("numbers", numbers, long, tuple(numbers.shape))
+    _expect("lists", lists, torch.int32, tuple(lists.shape))
+    out = given.views(numbers, lists)
+    width, blocks = given.table.shape[1], out.rows.shape[1]
+    if blocks > width:
+        raise ValueError(f"bound must be at most {width} blocks of tokens, got {given.bound} tokens")
+    made = _Plan(
+        given.length.data_ptr(), _pointer(given.position), given.sequence.data_ptr(), given.sequence_ids.data_ptr(),
+        given.table.data_ptr(), out.position.data_ptr(), out.window_target.data_ptr(), out.window_index.data_ptr(),
+        out.rows.data_ptr(), count, len(given.sequence_ids), blocks, width, given.ring, given.unread,
+    )  # fmt: skip
+    for place, (ratio, index) in enumerate(zip(RATIOS, (out.csa_index, out.hca_index), strict=True)):
+        if ratio in given.emit:
+            emit = given.emit[ratio]
+            _expect("emit", emit, long, (min(len(emit), count),))
+            made.of[place] = _Entries(
+                emit.data_ptr(), out.target[ratio].data_ptr(), out.visible[ratio].data_ptr(),
+                _pointer(index), ratio, len(emit), given.entries[ratio],
+            )  # fmt: skip
+    return made
+
+
+def made_embedding(
+    tokens: torch.Tensor, weight: torch.Tensor, freqs: torch.Tensor, copies: torch.Tensor, cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[_Embedding, tuple[int, int]]:  # fmt: skip
+    """Return the kernel's form, and whether the embedding and the copies are bf16. ValueError as Start."""
+    (kinds, half), count = freqs.shape, len(tokens)
+    _expect("tokens", tokens, torch.int64, (count,))
+    _expect("freqs", freqs, torch.float32, (kinds, half))
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        _expect(name, tensor, torch.float32, (kinds, count, half))
+    (vocab, d), n = weight.shape, copies.shape[1]
+    for name, tensor, shape in (("weight", weight, (vocab, d)), ("copies", copies, (count, n, d))):
+        if tensor.dtype not in KINDS:
+            raise ValueError(f"{name} must be fp32 or bf16, got {tensor.dtype}")
+        _expect(name, tensor, tensor.dtype, shape)
+    pointers = (tensor.data_ptr() for tensor in (tokens, weight, freqs, copies, cos, sin))
+    made = _Embedding(*pointers, vocab, n, d, kinds, half)
+    return made, (KINDS.index(weight.dtype), KINDS.index(copies.dtype))
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        came = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(f"{name} must be {dtype} {shape}, contiguous, got {came}")

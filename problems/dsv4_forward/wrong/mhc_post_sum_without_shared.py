@@ -1,0 +1,21 @@
+"""Wrong: the shared expert is left out."""
+
+from problems.dsv4_forward import judged_call
+from problems.dsv4_forward.torch_ops import mhc
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def mhc_post_sum(first, second, copies, post, comb, out):
+    mhc.post(first.to(copies.dtype), copies, post, comb, out)
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return judged_call.prepare(weights, "reference", mhc_post_sum=mhc_post_sum)
+
+
+custom_kernel = judged_call.run

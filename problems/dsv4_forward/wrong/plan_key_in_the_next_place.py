@@ -1,0 +1,25 @@
+"""Wrong: a token's key goes to the place of the next token."""
+
+import torch
+
+from problems.dsv4_forward import judged_call
+from problems.dsv4_forward.torch_ops import start
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def plan(given, numbers, lists):
+    start.plan(given, numbers, lists)
+    out = given.views(numbers, lists)
+    torch.add((out.position + 1) % given.ring, given.sequence, alpha=given.ring, out=out.window_target)
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return judged_call.prepare(weights, "reference", plan=plan)
+
+
+custom_kernel = judged_call.run

@@ -1,0 +1,313 @@
+"""linear_decode: the linear layers of DeepSeek-V4 at decode: 1 to 32 tokens times FP8, NVFP4 or bf16 matrices.
+
+One call computes several matrices of one input, groups of a matrix with separate inputs, or a chain of dependent
+linears. Memory-bound: each weight is read once for all tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+MOST_TOKENS = 32
+BLOCK = 128  # rows and columns of an FP8 matrix that share a scale; values of a token that share one
+UNIT = 64  # n and k are multiples of it
+
+
+class Matrix(NamedTuple):
+    """G groups of n x k weights; contiguous, each tensor based at a multiple of 256 bytes.
+
+    format | codes                         | scales                                  | factor    | a weight is
+    fp8    | e4m3 (G, n, k)                | uint8 (G, ceil(n / 128), ceil(k / 128)) | None      | code * scale
+    nvfp4  | uint8 (G, n, k / 2), two e2m1 | e4m3 (G, n, k / 16), bytes 0 to 0x7E    | fp32 (G,) | code * scale * factor
+    bf16   | bf16 (G, n, k)                | None                                    | None      | code
+
+    Of two e2m1 in a byte the low nibble is the first along k. A scale byte s of fp8, 1 to 254, is 2^(s - 127) for a
+    block of 128 x 128. quantise: in fp8, whether the matrix's input is quantised, see Data; False in other formats.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    factor: torch.Tensor | None
+    quantise: bool
+
+
+class Weights(NamedTuple):
+    """format: "fp8", "nvfp4" or "bf16". links: one after another; the matrices of a link have the same input, and so
+    the same k and quantise. A link with groups has one matrix.
+    """
+
+    format: str
+    links: tuple[tuple[Matrix, ...], ...]
+
+
+class Inputs(NamedTuple):
+    """x: bf16 (T, G k) of the first link, contiguous, finite, based at a multiple of 256 bytes. T is 1 to 32."""
+
+    x: torch.Tensor
+
+
+class Outputs(NamedTuple):
+    """out: bf16, flat, each matrix' (T, G n) behind the one before (`parts`); based at a multiple of 256 bytes."""
+
+    out: torch.Tensor
+
+
+class Data(NamedTuple):
+    """One call's tensors. With a submission's prepare(weights), `weights` holds what it returned instead.
+
+    out of a matrix[t, g n + i] = sum over j of w[g, i, j] v[t, g k + j], summed in fp32 and rounded once to bf16.
+    v is x; in the links behind the first one, the output of the first matrix of the link before, which has G k columns.
+
+    quantise: v goes through e4m3 first, in groups of 128 along k, as fp8.quantise_groups of problems/common does. A
+    group's scale is the least power of two with 448 * scale >= the largest magnitude, of at least 1e-4; codes are
+    v / scale to nearest, ties to even.
+    """
+
+    weights: Weights
+    inputs: Inputs
+    outputs: Outputs
+
+
+class Sizes(NamedTuple):
+    """tokens: T. links: (groups, n, k) of each matrix, by link."""
+
+    tokens: int
+    format: str
+    links: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+input_t = Data
+output_t = torch.Tensor  # outputs.out itself
+OUTPUTS = ("out",)  # fields of Outputs, allocated and poisoned by the judge
+
+FORMATS = ("fp8", "nvfp4", "bf16")
+CONTENTS = ("plain", "magnitudes", "subnormal", "extreme", "zeros")
+WEIGHT_BYTES = {"fp8": 1.0, "nvfp4": 0.5625, "bf16": 2.0}  # of a weight, without fp8's scales
+
+
+@dataclass(frozen=True)
+class Case:
+    """shape: matrices as n x k or groups x n x k, such as 1024x4096; + joins those of one link, _ links of a chain. In
+    fp8 the input of a matrix with groups is not quantised, that of the others is, as in the released model.
+    """
+
+    format: str  # one of FORMATS
+    tokens: int  # T
+    shape: str
+    content: str  # one of CONTENTS, as reference.py describes them
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("format", self.format, FORMATS), ("content", self.content, CONTENTS)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        if not 1 <= self.tokens <= MOST_TOKENS:
+            raise ValueError(f"tokens must be 1 to {MOST_TOKENS}, got {self.tokens}")
+        links_of(self.shape)
+
+    def weight_bytes(self) -> int:
+        total = 0
+        for groups, n, k in self._matrices():
+            total += round(groups * n * k * WEIGHT_BYTES[self.format])
+            if self.format == "fp8":
+                total += groups * -(-n // BLOCK) * -(-k // BLOCK)
+        return total
+
+    def bytes_moved(self) -> int:
+        """Least memory traffic: weights and x once, each output once; what a link reads of another is in a cache."""
+        groups, _, k = links_of(self.shape)[0][0]
+        return self.weight_bytes() + 2 * self.tokens * (groups * k + sum(g * n for g, n, _ in self._matrices()))
+
+    def flops(self) -> int:
+        return 2 * self.tokens * sum(g * n * k for g, n, k in self._matrices())
+
+    def _matrices(self) -> list[tuple[int, int, int]]:
+        return [matrix for link in links_of(self.shape) for matrix in link]
+
+
+def links_of(shape: str) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """The (groups, n, k) of each matrix of Case.shape, by link. ValueError: it is none, or links do not fit."""
+    made = []
+    for text in shape.split("_"):
+        link = []
+        for matrix in text.split("+"):
+            sizes = matrix.split("x")
+            if len(sizes) not in (2, 3) or not all(size.isdecimal() and int(size) for size in sizes):
+                raise ValueError(
+                    f"shape must be n x k or groups x n x k such as 8x1024x4096, got {matrix!r} in {shape!r}"
+                )
+            groups, n, k = map(int, sizes if len(sizes) == 3 else (1, *sizes))
+            link.append((groups, n, k))
+        made.append(tuple(link))
+    _check_links(made)
+    return tuple(made)
+
+
+def _check_links(links: list[tuple[tuple[int, int, int], ...]]) -> None:
+    """ValueError unless sizes are multiples of UNIT, matrices of a link have one input, and links fit each other."""
+    before = None
+    for link in links:
+        groups, _, k = link[0]
+        if any(n % UNIT or k % UNIT for _, n, k in link):
+            raise ValueError(f"n and k must be multiples of {UNIT}, got {link}")
+        if any(other[0] != 1 or other[2] != k for other in link) and len(link) > 1:
+            raise ValueError(f"matrices of one link must have one k and no groups, got {link}")
+        if before is not None and groups * k != before:
+            raise ValueError(f"a link must take the {before} values that the one before gives, takes {groups * k}")
+        before = groups * link[0][1]
+
+
+FLASH = {
+    "wq_a+wkv": "1024x4096+512x4096", "wq_b": "32768x1024", "wo_a": "8x1024x4096", "wo_b": "4096x8192",
+    "shared": "4096x4096",
+}  # fmt: skip
+PRO = {
+    "wq_a+wkv": "1536x7168+512x7168", "wq_b": "65536x1536", "wo_a": "16x1024x4096", "wo_b": "7168x16384",
+    "shared": "6144x7168",
+}  # fmt: skip
+CHAIN = "_".join(FLASH[name] for name in ("wq_a+wkv", "wq_b", "wo_a", "wo_b"))
+
+
+def _cases(*rows: tuple, seed: int) -> list[Case]:
+    """Rows (format, tokens, shape, content); each gets a separate seed."""
+    return [Case(*row, seed=seed + i) for i, row in enumerate(rows)]
+
+
+# Sizes that are odd multiples of 64 and of 128, so that blocks, tiles and splits of k end early; T on both sides of
+# 8 and 16; groups of an odd number; links of one, two and three matrices; chains with and without groups.
+_EDGES = (
+    (1, "64x64", "plain"), (1, "128x128", "plain"), (2, "192x320", "magnitudes"), (3, "320x192", "zeros"),
+    (1, "1088x704", "plain"), (7, "576x1088", "extreme"), (8, "256x512", "subnormal"), (9, "448x576", "magnitudes"),
+    (16, "192x1152", "plain"), (17, "704x832", "zeros"), (31, "320x448", "plain"), (32, "64x2112", "magnitudes"),
+    (4, "3x192x320", "magnitudes"), (1, "8x128x512", "plain"), (16, "5x64x192", "extreme"), (32, "2x192x576", "zeros"),
+    (1, "128x320+64x320", "plain"), (5, "192x448+64x448+320x448", "magnitudes"), (32, "64x192+128x192", "subnormal"),
+    (1, "192x128+64x128_512x192_2x128x256_320x256", "plain"), (6, "256x320_448x256", "magnitudes"),
+    (32, "128x192_384x128_3x64x128_128x192", "plain"), (1, "128x8256", "plain"),
+)  # fmt: skip
+TESTS = _cases(*((fmt, *row) for row in _EDGES for fmt in FORMATS), seed=1000)
+
+_GPU = (
+    *(("fp8", t, FLASH["wq_b"], "plain") for t in (1, 2, 4, 8, 16, 32)),
+    *(("fp8", t, FLASH["wo_b"], "plain") for t in (1, 8, 32)),
+    *(("fp8", t, FLASH[name], "plain") for name in ("wo_a", "wq_a+wkv") for t in (1, 8)),
+    ("fp8", 1, FLASH["shared"], "plain"),
+    *(("fp8", t, PRO["wq_b"], "plain") for t in (1, 8)),
+    *(("fp8", 1, PRO[name], "plain") for name in ("wq_a+wkv", "wo_a", "wo_b", "shared")),
+    *(("fp8", t, CHAIN, "plain") for t in (1, 8)),
+    *(("nvfp4", t, FLASH["wo_b"], "plain") for t in (1, 2, 4, 8, 16, 32)),
+    *(("nvfp4", t, FLASH["wq_b"], "plain") for t in (1, 8)),
+    *(("nvfp4", 1, FLASH[name], "plain") for name in ("wo_a", "wq_a+wkv", "shared")),
+    ("nvfp4", 1, PRO["wo_b"], "plain"),
+    ("nvfp4", 1, CHAIN, "plain"),
+    *(("bf16", t, FLASH["wq_b"], "plain") for t in (1, 8, 32)),
+    *(("bf16", 1, shape, "plain") for shape in (FLASH["wq_a+wkv"], CHAIN)),
+)
+BENCHMARKS = _cases(*_GPU, seed=1111)
+BENCHMARKS_CPU = _cases(
+    *((fmt, t, "1024x4096", "plain") for fmt in FORMATS for t in (1, 8)),
+    *((fmt, 1, "384x1024+128x1024_2048x384_2x256x1024_1024x512", "plain") for fmt in FORMATS),
+    seed=1111,
+)  # fmt: skip
+
+# A bf16 has 8 bits, so rounding to nearest moves a value by at most 2^-8 of it; the excess admits the little by which
+# an inexact sum shifts that.
+RTOL = 2**-8 * (1 + 2**-6)
+# Of sqrt(sum of (w v)^2), the size of a sum of terms of random signs. Sums in fp32, in any order, are off by less than
+# 2^-18 of it at k = 16384; FP8 tensor cores keep 14 bits of the sum of a block of 128, which is 2^-13 of it.
+SUM_RTOL = 2**-11
+# Frobenius norm, of each matrix. Humming rounds parts of a sum to bf16: 3.5e-3 was measured.
+PEER_TOL = 1e-2
+
+
+def parts(out: torch.Tensor, sizes: Sizes) -> list[list[torch.Tensor]]:
+    """Views (T, G n) of the flat `out`, one a matrix, by link."""
+    found, start = [], 0
+    for link in sizes.links:
+        views = []
+        for groups, n, _ in link:
+            length = sizes.tokens * groups * n
+            views.append(out[start : start + length].view(sizes.tokens, groups * n))
+            start += length
+        found.append(views)
+    return found
+
+
+def unpack(data: Data) -> Sizes:
+    """Sizes of one call with the weights as they came. ValueError, naming the tensor, where a dtype, shape, layout or
+    device is not as the types say.
+    """
+    fmt, links = unpack_weights(data.weights)
+    sizes = unpack_call(data.inputs, data.outputs, fmt, links)
+    device = data.weights.links[0][0].codes.device
+    if data.inputs.x.device != device:
+        raise ValueError(f"x must be on the weights' {device}, got {data.inputs.x.device}")
+    return sizes
+
+
+def unpack_weights(weights: Weights) -> tuple[str, tuple[tuple[tuple[int, int, int], ...], ...]]:
+    """-> (format, (groups, n, k) of each matrix by link), for prepare. ValueError as unpack says."""
+    if weights.format not in FORMATS:
+        raise ValueError(f"format must be one of {FORMATS}, got {weights.format!r}")
+    if not weights.links or not all(weights.links):
+        raise ValueError("links must hold a link or more, each of a matrix or more")
+    links = [tuple(_unpack_matrix(matrix, weights.format) for matrix in link) for link in weights.links]
+    _check_links(links)
+    for link in weights.links:
+        if len({matrix.quantise for matrix in link}) > 1:
+            raise ValueError("matrices of one link must agree in quantise: they have one input")
+    return weights.format, tuple(links)
+
+
+def unpack_call(
+    inputs: Inputs, outputs: Outputs, fmt: str, links: tuple[tuple[tuple[int, int, int], ...], ...]
+) -> Sizes:
+    """Sizes, for what comes with each call; fmt, links: what unpack_weights returned. ValueError as unpack says."""
+    groups, _, k = links[0][0]
+    x, out = inputs.x, outputs.out
+    if x.dim() != 2 or not 1 <= len(x) <= MOST_TOKENS:
+        raise ValueError(f"x must be (T, {groups * k}) with T of 1 to {MOST_TOKENS}, got {tuple(x.shape)}")
+    _check("x", x, torch.bfloat16, (len(x), groups * k), x.device)
+    columns = sum(g * n for link in links for g, n, _ in link)
+    _check("out", out, torch.bfloat16, (len(x) * columns,), x.device)
+    return Sizes(len(x), fmt, links)
+
+
+def _unpack_matrix(matrix: Matrix, fmt: str) -> tuple[int, int, int]:
+    codes = matrix.codes
+    if codes.dim() != 3 or not codes.numel():
+        raise ValueError(f"codes must be (G, n, k), not empty, got {tuple(codes.shape)}")
+    g, n, k = codes.shape[0], codes.shape[1], codes.shape[2] * (2 if fmt == "nvfp4" else 1)
+    u8, e4m3, bf16, fp32 = torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32
+    wanted = {
+        "fp8": ((e4m3, (g, n, k)), (u8, (g, -(-n // BLOCK), -(-k // BLOCK))), None),
+        "nvfp4": ((u8, (g, n, k // 2)), (e4m3, (g, n, k // 16)), (fp32, (g,))),
+        "bf16": ((bf16, (g, n, k)), None, None),
+    }[fmt]
+    for name, tensor, want in zip(Matrix._fields, matrix, wanted, strict=False):  # quantise is left
+        if want is None and tensor is not None:
+            raise ValueError(f"{name} must be None in {fmt}, got {tensor.dtype} {tuple(tensor.shape)}")
+        if want is not None:
+            _check(name, tensor, *want, codes.device)
+    if not isinstance(matrix.quantise, bool) or (matrix.quantise and fmt != "fp8"):
+        raise ValueError(f"quantise must be a bool, False in {fmt}, got {matrix.quantise!r}")
+    return g, n, k
+
+
+def _check(
+    name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if tensor is None:
+        raise ValueError(f"{name} must be {dtype} {shape}, got None")
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
+        raise ValueError(
+            f"{name} must be {dtype} {shape}, contiguous, on {device}, "
+            f"got {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
+        )
+
+
+def matrices(weights: Weights) -> Iterator[Matrix]:
+    """All matrices, in the order of the outputs."""
+    for link in weights.links:
+        yield from link

@@ -1,0 +1,548 @@
+// linear_decode on Hopper: every weight is read once and meets up to 32 tokens in mma.sync, in registers.
+//
+// A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k,
+// its weights coming through a ring that is filled with cp.async: a lane copies exactly the bytes that it reads later, so a
+// warp waits for nobody else. 16 / chunks tiles are under way in a block at once; then the chunks' sums are added in
+// the order of k, whatever the number of tokens, so a token's bits do not depend on the others. With many tokens a
+// cluster of blocks shares a tile's chunks, so that a block holds a part of the input only.
+//
+// Weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64], each a stage of the ring or two. Lane l = 4 g + c
+// owns columns 16 c .. 16 c + 15 of rows g, g + 8, g + 16 and g + 24, and step j of a unit takes columns 4 j .. 4 j + 3
+// of these: k = 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of the instruction. So inputs lie in their natural order.
+//   fp8    2048 bytes: 512 r + 16 l .. + 15 are the lane's 16 codes of row g + 8 r
+//   nvfp4  1152 bytes, as nvfp4_units.cuh describes them
+//   bf16   4096 bytes: 2048 h + 512 r + 16 l .. + 15 are columns 8 h .. 8 h + 7 of the lane's 16 of row g + 8 r
+//
+// fp8: codes become fp16, exactly, and so do the input's codes; sums of 64 columns are multiplied by both scales in
+// fp32. Where the input is not quantised it is divided by a power of two for each token and block of 128, such that the
+// largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "launch_clusters.cuh"
+#include "nvfp4_units.cuh"
+#include "ptx.cuh"
+
+namespace {
+
+constexpr int WARPS = 16, THREADS = 32 * WARPS;
+constexpr int TILE = 32, COLUMNS = 64;  // rows and columns of a unit
+constexpr int BLOCK = 128;              // values that share a scale in fp8
+constexpr int MOST_PARTS = 4;           // matrices of a link
+constexpr int AT_ONCE = 5;              // sums that a thread loads together: 16 chunks are 1 and three times 5
+constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
+constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
+constexpr int IN_FLIGHT = 4;            // 16-byte loads of the input that a thread waits for together
+constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
+enum Format { FP8, NVFP4, BF16 };
+
+// ---- what the host fills in (sm90_mma.py, Link)
+
+struct Part {
+    __nv_bfloat16* out;  // (tokens, columns)
+    int columns, tile;   // tile: of the link, the matrix' first one
+};
+
+struct Link {
+    const uint8_t* units;
+    const uint8_t* scales;   // fp8: (tiles, blocks of k), ue8m0
+    const float* factors;    // nvfp4: (tiles,)
+    const __nv_bfloat16* x;  // (tokens, groups * k)
+    int tokens, quantise;
+    int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
+    int chunks, cluster, deep;        // chunks: of k, a power of two; cluster: blocks that share them; deep: rings
+    int ahead;                        // lines of 128 bytes that each warp asks for to L2, of the link behind
+    int parts;
+    Part part[MOST_PARTS];
+};
+
+// What a kernel knows of the link behind; units: null if there is none.
+struct Next {
+    const uint8_t* units;
+    int tiles, k_units, chunks;
+};
+
+// ---- the formats
+
+template <int FORMAT>
+struct Stage {
+    static constexpr int BYTES = FORMAT == NVFP4 ? units::BYTES : 2048;
+    static constexpr int OF_UNIT = FORMAT == BF16 ? 2 : 1;
+    static constexpr int UNITS = FORMAT == FP8 ? BLOCK / COLUMNS : 1;  // chunks of k begin at multiples of this
+};
+
+// How k is cut: chunk i is units [begin(i), begin(i + 1)).
+struct Cut {
+    int k_units, chunks, granule;
+
+    __host__ __device__ int granules() const { return (k_units + granule - 1) / granule; }
+    __host__ __device__ int begin(int chunk) const {
+        const int at = chunk * granules() / chunks * granule;
+        return at < k_units ? at : k_units;
+    }
+    // Units that `count` chunks one after another have at most, to whole granules.
+    __host__ __device__ int longest(int count) const {
+        return (count * granules() + chunks - 1) / chunks * granule;
+    }
+};
+
+// ---- device helpers
+
+__device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t bytes) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(bytes)));
+    return pair;
+}
+
+__device__ __forceinline__ uint16_t e4m3_pair(float low, float high) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// In its place behind the wait for the kernel ahead, which may have written this.
+__device__ __forceinline__ uint4 load_input(const void* at) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
+template <int FORMAT>
+__device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+    if constexpr (FORMAT == FP8)
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The power of two that a group of 128 is divided by, and its inverse; most: the largest magnitude.
+__device__ __forceinline__ float2 group_scale(float most, bool quantise) {
+    if (quantise) {  // the least one with 448 * scale >= most, which counts as 1e-4 or more: fp8.ue8m0_scale
+        const uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(most, 1e-4f), 448.f));
+        const int exponent = bits + 0x7FFFFF >> 23;
+        return make_float2(__uint_as_float(exponent << 23), __uint_as_float(254 - exponent << 23));
+    }
+    const int exponent = min(max(static_cast<int>(__float_as_uint(most) >> 23), 28), 254) - 14;
+    return make_float2(__uint_as_float(exponent << 23), __uint_as_float(254 - exponent << 23));
+}
+
+// What the host works out for all blocks, so that the kernel has it in constant memory and not in registers.
+struct Geometry {
+    int local_shift, together;        // chunks of a block, as a power of two; tiles at once
+    int group_passes, passes;         // times that a block's tiles are taken, of one group and of all
+    int sums, x, x_scales, row_bytes; // offsets in shared memory, and from a token's input to the next
+    int bytes;                        // of shared memory
+    int clusters;                     // of the grid
+
+    // ring: bytes of all stages; granule: units that chunks begin at multiples of
+    Geometry(const Link& p, int format, int nt, int ring, int granule, int sms) {
+        const int local = p.chunks / p.cluster;
+        for (local_shift = 0; 1 << local_shift < local;) ++local_shift;
+        together = WARPS / local;
+        group_passes = (p.group_tiles + together - 1) / together;
+        passes = p.tiles / p.group_tiles * group_passes;
+        const int slice = Cut{p.k_units, p.chunks, granule}.longest(local) * COLUMNS;  // columns of a block, at most
+        row_bytes = 2 * slice + ROW_PAD;
+        sums = ring;
+        x = sums + WARPS * SUMS * 4;
+        x_scales = x + (p.tokens * row_bytes + 15) / 16 * 16;
+        bytes = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
+        clusters = min(passes, sms / p.cluster);
+    }
+};
+
+// ---- the input to shared memory: columns from first_unit on, of one group of the link
+
+template <int NT>
+__device__ __forceinline__ void take_quantised(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
+                                               int x_columns, int first, int count, int warp, int lane) {
+    const int blocks = (count + BLOCK - 1) / BLOCK, groups = p.tokens * blocks, part = lane & 15;
+    float* scales = reinterpret_cast<float*>(smem + at.x_scales);
+    for (int i = 2 * warp; i < groups; i += 2 * WARPS * IN_FLIGHT) {
+        uint4 raw[IN_FLIGHT];
+        const auto place = [&](int j, int& token, int& column) {  // half a warp a group; whether there is one
+            const int group = i + 2 * WARPS * j + (lane >> 4);
+            token = group / blocks, column = (group - token * blocks) * BLOCK + 8 * part;
+            return group < groups && column < count;
+        };
+#pragma unroll
+        for (int j = 0; j < IN_FLIGHT; ++j) {
+            int token, column;
+            raw[j] = make_uint4(0, 0, 0, 0);
+            if (place(j, token, column))
+                raw[j] = load_input(x + static_cast<int64_t>(token) * x_columns + first + column);
+        }
+#pragma unroll
+        for (int j = 0; j < IN_FLIGHT; ++j) {
+            if (i + 2 * WARPS * j >= groups) break;
+            int token, column;
+            const bool inside = place(j, token, column);
+            const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+            float value[8], most = 0;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                value[2 * w] = __uint_as_float(words[w] << 16);
+                value[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
+                most = fmaxf(most, fmaxf(fabsf(value[2 * w]), fabsf(value[2 * w + 1])));
+            }
+#pragma unroll
+            for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+            const float2 scale = group_scale(most, p.quantise);
+            uint32_t pairs[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const float low = value[2 * w] * scale.y, high = value[2 * w + 1] * scale.y;
+                pairs[w] = p.quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+            }
+            if (inside)
+                *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) =
+                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            if (inside && part == 0) scales[column / BLOCK * NT * 8 + token] = scale.x;
+        }
+    }
+}
+
+// The copies are waited for with the first stages of the ring, which were asked for before them.
+__device__ __forceinline__ void take_plain(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
+                                           int x_columns, int first, int count) {
+    const int pieces = count / 8;  // of 16 bytes
+    for (int i = threadIdx.x; i < p.tokens * pieces; i += THREADS) {
+        const int token = i / pieces, piece = i - token * pieces;
+        ptx::cp_async16(ptx::smem_address(smem + at.x) + token * at.row_bytes + 16 * piece,
+                        x + static_cast<int64_t>(token) * x_columns + first + 8 * piece);
+    }
+    ptx::cp_async_wait_all();
+}
+
+// ---- products of one stage: from: this lane's bytes in the ring; input[t]: its row of the input at the stage's unit
+
+// b0 and b1 of two steps.
+template <int NT>
+__device__ __forceinline__ void load_steps(uint4 (&b)[NT], const uint32_t (&input)[NT], int at) {
+#pragma unroll
+    for (int t = 0; t < NT; ++t) b[t] = ptx::load_shared16(input[t] + at);
+}
+
+template <int NT>
+__device__ __forceinline__ void multiply_fp8(float (&sum)[2][NT][4], uint32_t from, const uint32_t (&input)[NT]) {
+    uint4 row[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) row[r] = ptx::load_shared16(from + 512 * r);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        uint4 b[NT];
+        load_steps(b, input, 16 * half);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                const uint4 &upper = row[2 * q], &lower = row[2 * q + 1];
+                const uint32_t up = half ? (j ? upper.w : upper.z) : (j ? upper.y : upper.x);
+                const uint32_t low = half ? (j ? lower.w : lower.z) : (j ? lower.y : lower.x);
+                const uint32_t a0 = half2_of_e4m3(up), a2 = half2_of_e4m3(up >> 16);
+                const uint32_t a1 = half2_of_e4m3(low), a3 = half2_of_e4m3(low >> 16);
+#pragma unroll
+                for (int t = 0; t < NT; ++t)
+                    mma<FP8>(sum[q][t], a0, a1, a2, a3, j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
+            }
+    }
+}
+
+template <int NT>
+__device__ __forceinline__ void multiply_nvfp4(float (&sum)[2][NT][4], uint32_t from, uint32_t scales_from,
+                                               const uint32_t (&input)[NT]) {
+    const uint4 word[2] = {ptx::load_shared16(from), ptx::load_shared16(from + 512)};
+    const uint32_t scales = ptx::load_shared(scales_from);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        uint4 b[NT];
+        load_steps(b, input, 16 * half);
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            uint32_t upper[4], lower[4];
+            units::decode(half ? word[q].z : word[q].x, q ? units::scale<2>(scales) : units::scale<0>(scales), upper);
+            units::decode(half ? word[q].w : word[q].y, q ? units::scale<3>(scales) : units::scale<1>(scales), lower);
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int t = 0; t < NT; ++t)
+                    mma<NVFP4>(sum[q][t], upper[2 * j], lower[2 * j], upper[2 * j + 1], lower[2 * j + 1],
+                               j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
+        }
+    }
+}
+
+// One half of a unit: input is moved by that much already.
+template <int NT>
+__device__ __forceinline__ void multiply_bf16(float (&sum)[2][NT][4], uint32_t from, const uint32_t (&input)[NT]) {
+    uint4 row[4], b[NT];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) row[r] = ptx::load_shared16(from + 512 * r);
+    load_steps(b, input, 0);
+#pragma unroll
+    for (int q = 0; q < 2; ++q)
+#pragma unroll
+        for (int t = 0; t < NT; ++t) {
+            const uint4 &upper = row[2 * q], &lower = row[2 * q + 1];
+            mma<BF16>(sum[q][t], upper.x, lower.x, upper.y, lower.y, b[t].x, b[t].y);
+            mma<BF16>(sum[q][t], upper.z, lower.z, upper.w, lower.w, b[t].z, b[t].w);
+        }
+}
+
+// ---- kernel
+
+// The bytes of the link behind that come after those which its own blocks copy before they wait: of each chunk of a
+// tile the first p.ahead lines behind STAGES stages. A warp does it for one of them, which then is read from L2.
+template <int FORMAT, int STAGES>
+__device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int warp, int lane) {
+    using Ring = Stage<FORMAT>;
+    constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT;
+    const int chunk = warp % next.chunks, tile = warp / next.chunks;
+    const Cut cut = {next.k_units, next.chunks, Ring::UNITS};
+    const int begin = cut.begin(chunk), length = (cut.begin(chunk + 1) - begin) * UNIT_BYTES;
+    if (tile >= next.tiles) return;
+    const uint8_t* from = next.units + (static_cast<int64_t>(tile) * next.k_units + begin) * UNIT_BYTES;
+    for (int line = lane; line < ahead; line += 32) {
+        const int at = STAGES * Ring::BYTES + 128 * line;
+        if (at < length) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    }
+}
+
+// NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks.
+template <int FORMAT, int NT, int STAGES>
+__global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
+    link_kernel(const __grid_constant__ Link p, const __grid_constant__ Next next,
+                const __grid_constant__ Geometry at) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    using Ring = Stage<FORMAT>;
+    constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT, TOGETHER = NT < 2 ? NT : 2;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+    const int rank = blockIdx.x % p.cluster, first_pass = blockIdx.x / p.cluster;
+    const int local = 1 << at.local_shift, place = warp >> at.local_shift;
+    const int chunk = (rank << at.local_shift) + (warp & local - 1);
+    const Cut cut = {p.k_units, p.chunks, Ring::UNITS};
+    const int begin = cut.begin(chunk), end = cut.begin(chunk + 1);
+    const int slice_begin = cut.begin(rank << at.local_shift);
+
+    // ---- copies, in the order of use
+    const uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;
+    int ahead = first_pass, left = 0;  // the next pass to copy for, stages of the one that is being copied
+    const uint8_t* from = nullptr;
+    const auto fill = [&](uint32_t to) {
+        while (!left && ahead < at.passes) {
+            const int group = ahead / at.group_passes, tile = ahead % at.group_passes * at.together + place;
+            if (tile < p.group_tiles) {
+                from = p.units + (static_cast<int64_t>(group * p.group_tiles + tile) * p.k_units + begin) * UNIT_BYTES;
+                left = (end - begin) * Ring::OF_UNIT;
+            }
+            ahead += at.clusters;
+        }
+        if (left) {
+            if constexpr (FORMAT == NVFP4) {
+                ptx::cp_async16(to, from + 16 * lane), ptx::cp_async16(to + 512, from + 512 + 16 * lane);
+                ptx::cp_async4(to + units::SCALES - 12 * lane, from + units::SCALES + 4 * lane);
+            } else {
+#pragma unroll
+                for (int r = 0; r < 4; ++r) ptx::cp_async16(to + 512 * r, from + 512 * r + 16 * lane);
+            }
+            from += Ring::BYTES, --left;
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+#pragma unroll 1
+    for (int i = 0; i < STAGES; ++i) fill(ring + i * Ring::BYTES);
+    programmatic::trigger();  // the next link may begin to copy its weights
+    programmatic::wait();     // until the link ahead has written the input
+
+    uint32_t rows[NT];  // of the input, at the lane's first columns of the slice
+#pragma unroll
+    for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
+        rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c;
+    const uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c;
+
+    int stage = 0, held = -1;  // held: group whose input is in shared memory
+#pragma unroll 1
+    for (int pass = first_pass; pass < at.passes; pass += at.clusters) {
+        const int group = pass / at.group_passes, tile = pass % at.group_passes * at.together + place;
+        if (group != held) {
+            const int k = p.k_units * COLUMNS, x_columns = p.tiles / p.group_tiles * k, first = slice_begin * COLUMNS;
+            const int count = cut.begin(rank + 1 << at.local_shift) * COLUMNS - first;
+            const __nv_bfloat16* x = p.x + group * k;
+            if constexpr (FORMAT == FP8)
+                take_quantised<NT>(p, at, smem, x, x_columns, first, count, warp, lane);
+            else
+                take_plain(p, at, smem, x, x_columns, first, count);
+            held = group;
+            __syncthreads();
+        }
+        float sum[2][NT][4] = {};
+        if (tile < p.group_tiles) {
+            uint32_t mine = 0;  // fp8: lane i has the scale of block i of the next 32
+#pragma unroll 1
+            for (int unit = begin; unit < end; ++unit) {
+                uint32_t input[NT];
+#pragma unroll
+                for (int t = 0; t < NT; ++t) input[t] = rows[t] + (unit - slice_begin) * COLUMNS * 2;
+                const int in_chunk = unit - begin, block = in_chunk / 2;
+                if constexpr (FORMAT == FP8) {
+                    if (in_chunk % 64 == 0) {
+                        const int64_t row = group * p.group_tiles + tile, at = unit / 2 + lane;
+                        mine = at < (end + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + at] : 0;
+                    }
+                }
+#pragma unroll
+                for (int half = 0; half < Ring::OF_UNIT; ++half) {
+                    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+                    const uint32_t here = ring + stage * Ring::BYTES;
+                    if constexpr (FORMAT == FP8) {
+                        const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block % 32) << 23);
+                        const uint32_t scales_at = x_scales + (unit - slice_begin) / 2 * NT * 32;
+#pragma unroll
+                        for (int t = 0; t < NT; t += TOGETHER) {  // not all at once: registers
+                            uint32_t some[TOGETHER];
+                            float of_unit[2][TOGETHER][4] = {};
+#pragma unroll
+                            for (int u = 0; u < TOGETHER; ++u) some[u] = input[t + u];
+                            multiply_fp8(of_unit, here, some);
+#pragma unroll
+                            for (int u = 0; u < TOGETHER; ++u) {
+                                const float2 of_input = ptx::load_shared_pair(scales_at + (t + u) * 32);
+                                const float both[2] = {of_weights * of_input.x, of_weights * of_input.y};
+#pragma unroll
+                                for (int q = 0; q < 2; ++q)
+#pragma unroll
+                                    for (int i = 0; i < 4; ++i)
+                                        sum[q][t + u][i] = fmaf(of_unit[q][u][i], both[i & 1], sum[q][t + u][i]);
+                            }
+                        }
+                    }
+                    if constexpr (FORMAT == NVFP4) multiply_nvfp4(sum, here, here + units::SCALES - 12 * lane, input);
+                    if constexpr (FORMAT == BF16) {
+                        multiply_bf16(sum, here, input);
+#pragma unroll
+                        for (int t = 0; t < NT; ++t) input[t] += 16;
+                    }
+                    fill(here);
+                    if (++stage == STAGES) stage = 0;
+                }
+            }
+        }
+
+        if (next.units && pass + at.clusters >= at.passes)
+            fetch_ahead<FORMAT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
+
+        // ---- the chunks' sums, in the order of k
+#pragma unroll 1
+        for (int t = 0; t < NT; ++t) {
+            const uint32_t sums = ptx::smem_address(smem + at.sums), mine = sums + warp * SUMS * 4;
+#pragma unroll
+            for (int u = 0; u < NT; ++u)
+                if (u == t)
+#pragma unroll
+                    for (int q = 0; q < 2; ++q)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            ptx::store_shared(mine + 4 * ((2 * c + (i & 1)) * PAD + 16 * q + g + 4 * (i & 2)),
+                                              __float_as_uint(sum[q][u][i]));
+            const auto meet = [&] {
+                if (p.cluster > 1)
+                    ptx::cluster_sync();
+                else
+                    __syncthreads();
+            };
+            meet();
+            for (int o = rank * THREADS + threadIdx.x; o < at.together * TILE * 8; o += p.cluster * THREADS) {
+                const int row = o % TILE, token = o / TILE % 8, which = o / (TILE * 8);
+                const int of_group = pass % at.group_passes * at.together + which;
+                if (8 * t + token >= p.tokens || of_group >= p.group_tiles) continue;
+                const auto load = [&](int i) {  // the sum of chunk i
+                    const int slot = (which << at.local_shift) + (i & local - 1);
+                    const uint32_t there = sums + 4 * (slot * SUMS + token * PAD + row);
+                    return __uint_as_float(p.cluster == 1
+                                               ? ptx::load_shared(there)
+                                               : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
+                };
+                float total = load(0);
+#pragma unroll 1
+                for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
+                    float add[AT_ONCE];
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; ++j)
+                        if (i + j < p.chunks) total += add[j];
+                }
+                const int of_link = group * p.group_tiles + of_group;
+                if constexpr (FORMAT == NVFP4) total *= p.factors[of_link];
+                int part = 0;
+                while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
+                p.part[part].out[static_cast<int64_t>(8 * t + token) * p.part[part].columns +
+                                 (of_link - p.part[part].tile) * TILE + row] = __float2bfloat16_rn(total);
+            }
+            meet();  // all have read
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// ---- launcher
+
+template <int FORMAT, int NT, int STAGES>
+cudaError_t run(const Link& p, const Next& next, bool behind) {
+    int sms = 0;
+    if (cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0)) return error;
+    const Geometry at(p, FORMAT, NT, WARPS * STAGES * Stage<FORMAT>::BYTES, Stage<FORMAT>::UNITS, sms);
+    const auto kernel = link_kernel<FORMAT, NT, STAGES>;
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.bytes))
+        return error;
+    const dim3 grid(at.clusters * p.cluster);
+    return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, p, next, at);
+}
+
+// Rings of two depths for up to 8 tokens: the deeper one leaves no room for the next link's blocks.
+template <int FORMAT, int FEW, int MANY>
+cudaError_t choose(const Link& p, const Next& next, bool behind) {
+    if (p.tokens > 16) return run<FORMAT, 4, FEW>(p, next, behind);
+    if (p.tokens > 8) return run<FORMAT, 2, FEW>(p, next, behind);
+    return p.deep ? run<FORMAT, 1, MANY>(p, next, behind) : run<FORMAT, 1, FEW>(p, next, behind);
+}
+
+}  // namespace
+
+extern "C" {
+
+// given: `count` Links, each behind the first one dependent on the one ahead; format: as in Format. -> a cudaError_t.
+int launch(const void* given, int count, int format) {
+    const Link* links = static_cast<const Link*>(given);  // a type of this file, which would hide the function
+    for (int i = 0; i < count; ++i) {
+        Next next = {};
+        if (i + 1 < count) next = {links[i + 1].units, links[i + 1].tiles, links[i + 1].k_units, links[i + 1].chunks};
+        const cudaError_t error = format == FP8     ? choose<FP8, 2, 4>(links[i], next, i > 0)
+                                  : format == NVFP4 ? choose<NVFP4, 3, 7>(links[i], next, i > 0)
+                                                    : choose<BF16, 2, 4>(links[i], next, i > 0);
+        if (error) return error;
+    }
+    return cudaSuccess;
+}
+
+// NVFP4 codes (matrices, rows, columns / 2) and scales (matrices, rows, columns / 16) -> units. -> a cudaError_t.
+int repack_nvfp4(const uint8_t* codes, const uint8_t* scales, uint8_t* to, int matrices, int rows, int columns) {
+    return units::repack(codes, scales, to, matrices, rows, columns, false);
+}
+
+}  // extern "C"

@@ -1,0 +1,184 @@
+"""sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32."""
+
+from ctypes import Structure, addressof, c_int, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from task import BLOCK, FORMATS, MOST_TOKENS, Matrix, Weights, input_t, output_t, parts, unpack_call, unpack_weights
+
+from problems.common import build, load
+
+TARGETS = ("sm90", "sm100")  # sm100: compiled, with the same instructions
+SOURCE = Path(__file__).with_suffix(".cu")
+TILE, COLUMNS = 32, 64  # rows and columns of a unit
+WARPS = 16  # of a block
+NVFP4_UNIT, REST = 1152, 256.0  # bytes; what a product of units lacks, see nvfp4_units.cuh
+MOST_PARTS = 4  # matrices of a link
+MOST_CHUNKS, MOST_CLUSTER = 32, 8
+SLICE = 2048  # columns that a block can hold of 32 tokens
+EASY = 2**15  # values that a block takes without much delay: 16 tokens of 2048 columns
+EASY_CLUSTER = 4  # blocks; of 8 not all that a GPU has multiprocessors for fit at once
+PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
+MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
+
+
+class Link(NamedTuple):
+    """What prepare keeps of a link, its matrices one below the other.
+
+    units    uint8 or bf16, units as sm90_mma.cu describes them, [tiles][k / 64]
+    scales   uint8 (tiles, ceil(k / 128)) of fp8, else None
+    factors  fp32 (tiles,) of nvfp4, else None
+    """
+
+    units: torch.Tensor
+    scales: torch.Tensor | None
+    factors: torch.Tensor | None
+    quantise: bool
+    sizes: tuple[tuple[int, int, int], ...]
+    chunks: int
+
+
+class State(NamedTuple):
+    """What prepare keeps in the weights' place."""
+
+    format: str
+    links: tuple[Link, ...]
+
+    @property
+    def sizes(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """(groups, n, k) of each matrix, by link."""
+        return tuple(link.sizes for link in self.links)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """cluster: blocks that share a tile; deep: rings of about 8 KB a warp, not 4; ahead: lines of 128 bytes of the link
+    behind that each warp asks for to L2.
+    """
+
+    cluster: int
+    deep: bool
+    ahead: int
+
+
+class _Part(Structure):
+    _fields_ = (("out", c_void_p), ("columns", c_int), ("tile", c_int))
+
+
+class _Link(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("units", "scales", "factors", "x")),
+        *((name, c_int) for name in ("tokens", "quantise", "tiles", "group_tiles", "k_units", "chunks", "cluster")),
+        *((name, c_int) for name in ("deep", "ahead", "parts")), ("part", _Part * MOST_PARTS),
+    )  # fmt: skip
+
+
+def compile_for(target: str) -> list[build.Artefact]:
+    """Compile for `target`, without a GPU."""
+    return [build.cuda(SOURCE, target)]
+
+
+def prepare(weights: Weights) -> State:
+    """Units of all matrices, in as many bytes. ValueError as unpack_weights says, more than 4 matrices of one input, or
+    k over 16384; RuntimeError: the launch.
+    """
+    fmt, links = unpack_weights(weights)
+    return State(fmt, tuple(_link(fmt, *pair) for pair in zip(weights.links, links, strict=True)))
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write data.outputs.out and return it; data.weights is what prepare returned.
+
+    ValueError as unpack_call says; RuntimeError: the launch.
+    """
+    state, (x,), (out,) = data
+    sizes = unpack_call(data.inputs, data.outputs, state.format, state.sizes)
+    made = (_Link * len(state.links))()
+    for link, to, given in zip(state.links, made, parts(out, sizes), strict=True):
+        _fill(to, link, x, given)
+        x = given[0]
+    run = build.cuda(SOURCE, load.device_target(out.device)).function("launch", c_void_p, c_int, c_int)
+    build.check(run(addressof(made), len(made), FORMATS.index(state.format)), "launch")
+    return out
+
+
+def plan(link: Link, tokens: int) -> Plan:
+    """How a link is launched for so many tokens: chunks are shared by blocks where the input is much."""
+    k, cluster = link.sizes[0][2], max(1, link.chunks // WARPS)
+    while cluster < link.chunks and (
+        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > EASY * cluster)
+    ):
+        cluster *= 2
+    return Plan(cluster, deep=False, ahead=32)
+
+
+def chunks_of(tiles: int, k: int) -> int:
+    """Into how many chunks k is cut, by shapes alone: as many as keep all warps of a GPU busy, and no more."""
+    granules = -(-k // BLOCK)
+    least = min(MOST_CHUNKS, 2 ** max(0, -(-k // SLICE) - 1).bit_length())
+    found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= max(least, min(granules, MOST_CHUNKS))]
+
+    def cost(chunks: int) -> float:
+        passes = -(-tiles * chunks // WARPS)
+        return -(-passes // MULTIPROCESSORS) * (-(-granules // chunks) + PASS)
+
+    return min(found, key=lambda chunks: (cost(chunks), chunks))
+
+
+def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor]) -> None:
+    chosen = plan(link, len(x))
+    groups, _, k = link.sizes[0]
+    tiles = sum(g * n for g, n, _ in link.sizes) // TILE
+    to.units, to.x = link.units.data_ptr(), x.data_ptr()
+    to.scales = None if link.scales is None else link.scales.data_ptr()
+    to.factors = None if link.factors is None else link.factors.data_ptr()
+    to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // groups
+    to.k_units, to.chunks, to.cluster = k // COLUMNS, link.chunks, chosen.cluster
+    to.deep, to.ahead = chosen.deep, chosen.ahead
+    to.parts, tile = len(given), 0
+    for part, out in zip(to.part, given, strict=False):
+        part.out, part.columns, part.tile = out.data_ptr(), out.shape[1], tile
+        tile += out.shape[1] // TILE
+
+
+def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, int], ...]) -> Link:
+    if len(matrices) > MOST_PARTS:
+        raise ValueError(f"links must have at most {MOST_PARTS} matrices, got {len(matrices)}")
+    k = sizes[0][2]
+    if k > MOST_CLUSTER * SLICE:
+        raise ValueError(f"k must be at most {MOST_CLUSTER * SLICE}, got {k}")
+    tiles = sum(g * n for g, n, _ in sizes) // TILE
+    units = torch.cat([_units(fmt, matrix, *size) for matrix, size in zip(matrices, sizes, strict=True)])
+    scales = torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]) if (
+        fmt == "fp8"
+    ) else None  # fmt: skip
+    factors = None
+    if fmt == "nvfp4":
+        each = [matrix.factor.repeat_interleave(n // TILE) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]
+        factors = torch.cat(each) * REST
+    return Link(units, scales, factors, matrices[0].quantise, sizes, chunks_of(tiles, k))
+
+
+def _units(fmt: str, matrix: Matrix, groups: int, n: int, k: int) -> torch.Tensor:
+    """uint8 (bytes,): units of all groups, one row of units below the other."""
+    tiles, across = groups * n // TILE, k // COLUMNS
+    if fmt == "nvfp4":
+        made = torch.empty(tiles * across * NVFP4_UNIT, dtype=torch.uint8, device=matrix.codes.device)
+        run = build.cuda(SOURCE, load.device_target(made.device))
+        run = run.function("repack_nvfp4", *[c_void_p] * 3, *[c_int] * 3)
+        code = run(matrix.codes.data_ptr(), matrix.scales.data_ptr(), made.data_ptr(), groups, n, k)
+        build.check(code, "repack_nvfp4")
+        return made
+    if fmt == "fp8":  # tile, row / 8, row % 8, unit, lane % 4, its 16 columns
+        lanes = matrix.codes.view(torch.uint8).view(tiles, 4, 8, across, 4, 16).permute(0, 3, 1, 2, 4, 5)
+    else:  # the same, and halves of its 16 columns
+        lanes = matrix.codes.view(tiles, 4, 8, across, 4, 2, 8).permute(0, 3, 5, 1, 2, 4, 6)
+    return lanes.contiguous().view(-1).view(torch.uint8)
+
+
+def _tile_scales(matrix: Matrix, n: int) -> torch.Tensor:
+    """uint8 (tiles, ceil(k / 128)): the scales of each tile's blocks."""
+    rows = matrix.scales.repeat_interleave(BLOCK // TILE, 1)[:, : n // TILE]
+    return rows.reshape(-1, rows.shape[2])

@@ -1,0 +1,39 @@
+"""Writes a token's outputs of all matrices side by side, as one (T, columns)."""
+
+import torch
+from task import BLOCK, Matrix, input_t, output_t, parts, unpack
+
+from problems.common import fp8, nvfp4
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def weights_of(fmt: str, matrix: Matrix) -> torch.Tensor:
+    """fp32 (G, n, k), without nvfp4's factor."""
+    if fmt == "bf16":
+        return matrix.codes.float()
+    if fmt == "fp8":
+        return fp8.dequantise_blocks(matrix.codes, matrix.scales)
+    values = nvfp4.decode(matrix.codes).unflatten(-1, (-1, nvfp4.BLOCK))
+    return values.mul_(matrix.scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write the wrong products into data.outputs.out and return it."""
+    sizes = unpack(data)
+    out, v, done, first = data.outputs.out, data.inputs.x, [], None
+    for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
+        for matrix, to in zip(link, given, strict=True):
+            taken = fp8.round_trip(v.float(), BLOCK) if matrix.quantise else v.float()
+            taken = taken.unflatten(1, (len(matrix.codes), -1)).transpose(0, 1)
+            got = torch.bmm(taken, weights_of(sizes.format, matrix).mT)
+            if matrix.factor is not None:
+                got.mul_(matrix.factor.view(-1, 1, 1))
+            wide = sum(g * n for link in sizes.links for g, n, _ in link)
+            column = sum(one.shape[1] for one in done)
+            out.view(-1, wide)[:, column : column + to.shape[1]] = got.transpose(0, 1).flatten(1)
+            done.append(to)
+            to = out.view(-1, wide)[:, column : column + to.shape[1]]
+            first = to if matrix is link[0] else first
+        v = first
+    return out

@@ -1,0 +1,38 @@
+"""Adds the sums of blocks of 64 columns in bf16."""
+
+import torch
+from task import BLOCK, Matrix, input_t, output_t, parts, unpack
+
+from problems.common import fp8, nvfp4
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def weights_of(fmt: str, matrix: Matrix) -> torch.Tensor:
+    """fp32 (G, n, k), without nvfp4's factor."""
+    if fmt == "bf16":
+        return matrix.codes.float()
+    if fmt == "fp8":
+        return fp8.dequantise_blocks(matrix.codes, matrix.scales)
+    values = nvfp4.decode(matrix.codes).unflatten(-1, (-1, nvfp4.BLOCK))
+    return values.mul_(matrix.scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write the wrong products into data.outputs.out and return it."""
+    sizes = unpack(data)
+    out, v = data.outputs.out, data.inputs.x
+    for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
+        for matrix, to in zip(link, given, strict=True):
+            taken = fp8.round_trip(v.float(), BLOCK) if matrix.quantise else v.float()
+            taken = taken.unflatten(1, (len(matrix.codes), -1)).transpose(0, 1)
+            w = weights_of(sizes.format, matrix)
+            got = torch.zeros(len(w), len(v), w.shape[1], dtype=torch.bfloat16, device=v.device)
+            for k in range(0, w.shape[2], 64):
+                got += torch.bmm(taken[:, :, k : k + 64], w[:, :, k : k + 64].mT).bfloat16()
+            got = got.float()
+            if matrix.factor is not None:
+                got.mul_(matrix.factor.view(-1, 1, 1))
+            to.copy_(got.transpose(0, 1).flatten(1))
+        v = given[0]
+    return out

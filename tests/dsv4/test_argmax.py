@@ -1,0 +1,64 @@
+"""kernels/argmax.py: the place of the largest logit, as torch.argmax finds it."""
+
+import shutil
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward.kernels import argmax
+
+SHAPES = [(1, 1), (2, 37), (3, 1024), (1, 129_280), (8, 32_771)]
+
+
+def rows(shape: tuple[int, int], device: str) -> torch.Tensor:
+    """Random logits, with the largest value twice, zeros of both signs, NaN and infinities where there are rows."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    drawn[0, -1] = drawn[0, drawn.shape[1] // 2] = drawn[0].max() + 1
+    if shape[0] > 2:
+        drawn[1] = -0.0
+        drawn[1, 9::5] = 0.0
+        drawn[2, 5], drawn[2, 77], drawn[2, 3] = torch.nan, torch.nan, torch.inf
+    if shape[0] > 3:
+        drawn[3] = -torch.inf
+    return drawn.to(device)
+
+
+def found(logits: torch.Tensor) -> torch.Tensor:
+    out = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+    argmax.argmax(logits, out)
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_cpu_it_is_torchs(shape):
+    logits = rows(shape, "cpu")
+    assert torch.equal(found(logits), logits.argmax(1))
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("target", argmax.TARGETS)
+def test_it_compiles_without_spills(target):
+    kernels = [kernel for artefact in argmax.compile_for(target) for kernel in artefact.kernels()]
+    assert len(kernels) == 1 and all(kernel.spill_bytes == 0 for kernel in kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_gpu_it_is_what_a_cpu_finds(shape):
+    logits = rows(shape, "cuda")
+    assert load.device_target(logits.device) in argmax.TARGETS
+    assert torch.equal(found(logits).cpu(), logits.cpu().argmax(1))
+    wide = torch.zeros(len(logits), logits.shape[1] + 1, device="cuda")
+    wide[:, 1:] = logits
+    assert torch.equal(found(wide[:, 1:]), found(logits))  # not contiguous
+
+
+@pytest.mark.parametrize(
+    ("logits", "out"),
+    [(torch.zeros(3), torch.zeros(3, dtype=torch.int64)), (torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64)),
+     (torch.zeros(2, 3).half(), torch.zeros(2, dtype=torch.int64)), (torch.zeros(2, 3), torch.zeros(2))],
+)  # fmt: skip
+def test_other_shapes_and_dtypes_are_refused(logits, out):
+    with pytest.raises(ValueError, match="logits, out must be fp32"):
+        argmax.argmax(logits, out)

@@ -1,0 +1,142 @@
+"""kernels/copies.cu on a GPU against the torch components, and that it compiles."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import ops as table
+from problems.dsv4_forward.kernels import copies as kernel
+from problems.dsv4_forward.weights.config import FLASH
+
+DEVICE = "cuda"
+REFERENCE = table.REFERENCE
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return kernel.ops(load.device_target(DEVICE))
+
+
+def draw(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
+    """Rows of very different size."""
+    gen = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(*shape[:-1], 1, generator=gen).mul(12).sub(6).exp2()
+    return (torch.randn(shape, generator=gen) * sizes).to(DEVICE, dtype)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("target", kernel.TARGETS)
+def test_it_compiles_without_spills(target):
+    kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
+    assert len(kernels) == 8 and not any(one.spill_bytes for one in kernels)
+
+
+def test_wrong_arguments_are_named():
+    run = kernel.Copies.mhc_post_sum
+    names = ("first", "second", "copies", "post", "comb", "out")
+    shapes = ((2, 8), (2, 8), (2, 4, 8), (2, 4), (2, 4, 4), (2, 4, 8))
+    given = {name: torch.zeros(shape) for name, shape in zip(names, shapes, strict=True)}
+    site, cfg = (torch.zeros(24, 32), torch.zeros(24), torch.zeros(3)), dataclasses.replace(FLASH, hidden_size=8)
+    outs = torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(2, 4, 4)
+    made = kernel.Copies.__new__(kernel.Copies)
+    for args, wanted in (
+        ((torch.zeros(2, 4, 8).half(), *site, cfg, *outs), "copies must be fp32 or bf16"),
+        ((torch.zeros(2, 4, 8), site[0][:4], *site[1:], cfg, *outs), r"fn must be torch.float32 \(24, 32\)"),
+        ((torch.zeros(2, 4, 8), *site, cfg, outs[0].to(BF16), *outs[1:]), "out must be torch.float32"),
+        ((torch.zeros(2, 4, 8), *site, cfg, outs[0], outs[1][:1], outs[2]), "post must be"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=wanted):
+            made.mhc_pre(*args)
+    for change, wanted in (
+        ({"second": torch.zeros(2, 9)}, r"second must be torch.float32 \(2, 8\)"),
+        ({"first": torch.zeros(2, 8).half()}, "first must be fp32 or bf16"),
+        ({"copies": torch.zeros(2, 3, 8)}, r"copies must be \(N, 4, d\), got \(2, 3, 8\)"),
+        ({"post": torch.zeros(2, 5)}, "post must be"), ({"out": given["out"].to(BF16)}, "out must be torch.float32"),
+        ({"comb": torch.zeros(4, 4, 2).permute(2, 0, 1)}, "comb must be .* strides"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=wanted):
+            run(None, **given | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("addends", "dtype"), [((FP32, FP32), FP32), ((FP32, FP32), BF16), ((BF16, BF16), BF16), ((BF16, FP32), BF16)]
+)
+@pytest.mark.parametrize(("tokens", "d"), [(1, 256), (3, 192), (5, 250), (2, 7168)])
+def test_mhc_post_sum(ops, tokens, d, addends, dtype):
+    """The sum is rounded once, to the dtype of the copies: by element, of the terms' sizes."""
+    first, second = draw(tokens, d, dtype=addends[0]), draw(tokens, d, dtype=addends[1], seed=1)
+    copies, post = draw(tokens, 4, d, dtype=dtype, seed=2), draw(tokens, 4, seed=3).abs()
+    comb = torch.rand(tokens, 4, 4, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    got, one = torch.full_like(copies, float("nan")), torch.full_like(copies[-1:], float("nan"))
+    ops["mhc_post_sum"](first, second, copies, post, comb, got)
+    y = torch.add(first.float(), second.float()).to(dtype).double()
+    written, mixed = post.double().unsqueeze(2) * y.unsqueeze(1), comb.double().mT
+    want = written + mixed @ copies.double()
+    terms = written.abs() + mixed @ copies.double().abs()
+    step = 2.0**-8 if dtype == BF16 else 1e-6
+    assert bool(((got.double() - want).abs() <= step * want.abs() + 1e-6 * terms).all())
+    again = torch.full_like(copies, float("nan"))
+    REFERENCE.mhc_post_sum(first, second, copies, post, comb, again)
+    assert bool(((got.double() - again.double()).abs() <= 2 * step * want.abs() + 2e-6 * terms).all())
+    ops["mhc_post_sum"](first[-1:], second[-1:], copies[-1:], post[-1:], comb[-1:], one)  # a token by itself
+    assert torch.equal(one, got[-1:])
+
+
+def site(width: int, rows: int, scales: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    fn = draw(rows, width, seed=2)
+    return (
+        fn / fn.norm(dim=1, keepdim=True) * 3,
+        draw(rows, seed=3).clamp(-2, 2),
+        draw(scales, seed=4).abs().clamp(0.3, 1),
+    )
+
+
+def exact(copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+    """fn @ copies / rms(copies) * scale + base, fp64; scale by row."""
+    flat = copies.double().flatten(1)
+    return flat @ fn.double().t() * (flat.square().mean(1, keepdim=True) + eps).rsqrt() * scale.double() + base.double()
+
+
+def collapsed(copies: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum_j weight_j copies_j, and the sum of its terms' sizes."""
+    return tuple(torch.einsum("tj,tjd->td", weight, values) for values in (copies.double(), copies.double().abs()))
+
+
+def near(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor) -> None:
+    """One rounding of bf16, or fp32 sums in another order."""
+    step = 2.0**-8 if got.dtype == BF16 else 2e-5
+    error = (got.double() - want).abs()
+    assert bool((error <= step * want.abs() + 2e-5 * terms).all()), float(error.max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("tokens", "d"), [(1, 256), (3, 192), (37, 250), (18, 132), (2, 4096), (300, 512)])
+def test_mixing_the_copies(ops, tokens, d, dtype):
+    """post and comb are functions of the products: an error there shows at once."""
+    cfg = dataclasses.replace(FLASH, hidden_size=d)
+    copies = draw(tokens, 4, d, dtype=dtype) * torch.logspace(-1, 2, tokens, device=DEVICE).view(-1, 1, 1).to(dtype)
+    fn, base, scale = site(4 * d, cfg.hc_rows, 3)
+    kinds = (((tokens, d), dtype), ((tokens, 4), FP32), ((tokens, 4, 4), FP32))
+    out, post, comb = [torch.full(shape, float("nan"), device=DEVICE, dtype=kind) for shape, kind in kinds]
+    ops["mhc_pre"](copies, fn, base, scale, cfg, out, post, comb)
+    every = scale.repeat_interleave(torch.tensor([4, 4, 16], device=DEVICE))
+    logits = exact(copies, fn, base, every, cfg.rms_norm_eps)
+    near(out, *collapsed(copies, logits[:, :4].sigmoid() + cfg.hc_eps))
+    near(post, 2 * logits[:, 4:8].sigmoid(), torch.ones_like(post))
+    want = [torch.empty_like(value) for value in (out, post, comb)]
+    REFERENCE.mhc_pre(copies, fn, base, scale, cfg, *want)
+    near(comb, want[2].double(), torch.ones_like(comb))
+    alone = [torch.full_like(value[-1:], float("nan")) for value in (out, post, comb)]  # a token by itself
+    ops["mhc_pre"](copies[-1:], fn, base, scale, cfg, *alone)
+    assert all(torch.equal(one, value[-1:]) for one, value in zip(alone, (out, post, comb), strict=True))
+
+    fn, base, scale = site(4 * d, 4, 1)
+    mixed = torch.full((tokens, d), float("nan"), device=DEVICE, dtype=dtype)
+    ops["mhc_head"](copies, fn, base, scale, cfg, mixed)
+    near(mixed, *collapsed(copies, exact(copies, fn, base, scale, cfg.rms_norm_eps).sigmoid() + cfg.hc_eps))

@@ -1,0 +1,183 @@
+"""kernels/start.cu on a GPU against torch_ops/start.py, bit by bit, and that it compiles."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import ops as table
+from problems.dsv4_forward.cache.plan import Plan
+from problems.dsv4_forward.kernels import start as kernel
+from problems.dsv4_forward.torch_ops import rope
+from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY
+
+DEVICE = "cuda"
+REFERENCE = table.REFERENCE
+BF16, FP32 = torch.bfloat16, torch.float32
+SEQUENCES, WIDTH, RING, UNREAD, VOCAB = 6, 9, 192, 50, 31  # in the state; WIDTH blocks each
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return kernel.ops(load.device_target(DEVICE))
+
+
+def long(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def recorded(numbers: list[int], lengths: list[int], ratios: tuple[int, ...], bound: int, topk: int) -> Plan:
+    """One token of each of the sequences `numbers`, of these lengths."""
+    length = torch.full((SEQUENCES,), -9, device=DEVICE, dtype=torch.int64)
+    length[long(numbers)] = long(lengths)
+    every = long(list(range(len(numbers))))
+    emit = dict.fromkeys(ratios, every)
+    return Plan(length, blocks(), long(numbers), every, long(numbers), None, emit, RING, UNREAD, bound, topk)
+
+
+def planned(numbers: list[int], lengths: list[int], counts: list[int], ratios: tuple[int, ...], topk: int) -> Plan:
+    """counts[b] tokens of numbers[b]; those that end an entry are listed."""
+    position = [p for n, count in zip(lengths, counts, strict=True) for p in range(n, n + count)]
+    owner = [row for row, count in enumerate(counts) for _ in range(count)]
+    emit = {ratio: long([i for i, p in enumerate(position) if (p + 1) % ratio == 0]) for ratio in ratios}
+    sequence, length = long([numbers[row] for row in owner]), torch.full((SEQUENCES,), -9, device=DEVICE)
+    return Plan(
+        length.long(), blocks(), sequence, long(owner), long(numbers), long(position), emit, RING, UNREAD,
+        max(position) + 1, topk,
+    )  # fmt: skip
+
+
+def blocks() -> torch.Tensor:
+    order = torch.randperm(SEQUENCES * WIDTH, generator=torch.Generator().manual_seed(5))
+    return order.view(SEQUENCES, WIDTH).to(DEVICE, torch.int32)
+
+
+def room(given: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers, lists = given.room()
+    return numbers.fill_(-7), lists.fill_(-7)
+
+
+PLANS = (
+    lambda: recorded([3], [511], (CSA, HCA), 700, 512),
+    lambda: recorded([5, 0, 2], [0, 127, 1150], (CSA, HCA), 1152, 512),
+    lambda: recorded([1, 2, 3, 4], [3, 128, 200, 255], (HCA,), 300, 512),
+    lambda: recorded([0, 4], [190, 383], (CSA,), 384, 95),
+    lambda: recorded([4, 1], [7, 700], (), 701, 0),
+    lambda: planned([2], [126], [5], (CSA, HCA), 512),
+    lambda: planned([5, 0, 2], [0, 250, 3], [1, 133, 40], (CSA, HCA), 512),
+    lambda: planned([1, 0], [1, 2], [1, 2], (CSA, HCA), 16),
+)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("target", kernel.TARGETS)
+def test_it_compiles_without_spills(target):
+    kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
+    assert len(kernels) == 4 and not any(one.spill_bytes for one in kernels)
+
+
+def test_wrong_arguments_are_named(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
+    plan = recorded([3], [511], (CSA, HCA), 700, 512)
+    for change, wanted in (
+        ({"length": plan.length.int()}, "length must be torch.int64"), ({"bound": 1200}, "at most 9 blocks"),
+        ({"sequence": plan.sequence.int()}, "sequence must be torch.int64"),
+        ({"emit": {CSA: plan.sequence.int()}}, "emit must be torch.int64"),
+        ({"table": plan.table.t()}, r"length must be torch.int64 \(9,\)"),
+    ):  # fmt: skip
+        changed = dataclasses.replace(plan, **change)
+        with pytest.raises(ValueError, match=wanted):
+            kernel.made_plan(changed, *changed.room())
+    names = ("tokens", "weight", "freqs", "copies", "cos", "sin")
+    given = dict(zip(names, embedding(2, 5, 8, FP32, FP32), strict=True))
+    for name, value, wanted in (
+        ("tokens", torch.zeros(2), "tokens must be torch.int64"), ("copies", given["copies"].half(), "fp32 or bf16"),
+        ("copies", torch.zeros(2, 5, 7), "copies must be torch.float32"), ("sin", torch.zeros(2), "sin must be"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=wanted):
+            kernel.made_embedding(**given | {name: value})
+
+
+def embedding(tokens: int, n: int, d: int, stored: torch.dtype, dtype: torch.dtype, kinds: int = 2) -> tuple:
+    """The arguments of the op embed but position, with outputs that nothing has written."""
+    gen = torch.Generator().manual_seed(d)
+    weight = torch.randn(VOCAB, d, generator=gen).to(DEVICE, stored)
+    freqs = torch.stack([rope.frequencies(TINY, ratio, DEVICE) for ratio in (SWA, CSA)[:kinds]])
+    ids = torch.randint(VOCAB, (tokens,), generator=gen).to(DEVICE)
+    copies = torch.full((tokens, n, d), float("nan"), device=DEVICE, dtype=dtype)
+    angles = (torch.full((kinds, tokens, freqs.shape[1]), float("nan"), device=DEVICE) for _ in range(2))
+    return ids, weight, freqs, copies, *angles
+
+
+def same_angles(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Both are functions of the same fp32 angle."""
+    assert bool(((got - want).abs() <= 2.0**-22).all()), float((got - want).abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(PLANS)))
+def test_plan(ops, number):
+    """Every word of both buffers, what lies between the lists too."""
+    given = PLANS[number]()
+    got, want = room(given), room(given)
+    ops["plan"](given, *got)
+    REFERENCE.plan(given, *want)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("stored", "dtype"), [(BF16, BF16), (BF16, FP32), (FP32, FP32), (FP32, BF16)])
+@pytest.mark.parametrize(("tokens", "n", "d", "kinds"), [(1, 4, 4096, 2), (3, 1, 1100, 2), (37, 4, 200, 1)])
+def test_embed(ops, tokens, n, d, kinds, stored, dtype):
+    ids, weight, freqs, *got = embedding(tokens, n, d, stored, dtype, kinds)
+    want = embedding(tokens, n, d, stored, dtype, kinds)[3:]
+    position = long([(7919 * i + 3) % 2**20 for i in range(tokens)])
+    ops["embed"](ids, weight, position, freqs, *got)
+    REFERENCE.embed(ids, weight, position, freqs, *want)
+    assert torch.equal(got[0], want[0])
+    same_angles(got[1], want[1])
+    same_angles(got[2], want[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(PLANS)))
+def test_start(ops, number):
+    given = PLANS[number]()
+    count = len(given.sequence)
+    got, want = (embedding(count, 4, 1100, BF16, BF16) for _ in range(2))
+    rooms = room(given), room(given)
+    ops["start"](given, *rooms[0], *got)
+    REFERENCE.start(given, *rooms[1], *want)
+    assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True)) and torch.equal(got[3], want[3])
+    same_angles(got[4], want[4])
+    same_angles(got[5], want[5])
+
+
+@pytest.mark.gpu
+def test_what_is_not_there_is_not_read(ops):
+    """An id that the vocabulary has not becomes NaN; a sequence longer than its blocks writes to the unread page."""
+    ids, weight, freqs, *out = embedding(4, 4, 300, BF16, BF16)
+    ids[1], ids[2] = -1, VOCAB
+    ops["embed"](ids, weight, long([0, 1, 2, 3]), freqs, *out)
+    assert out[0].isnan().flatten(1).all(1).tolist() == [False, True, True, False]
+    given = recorded([0, 1], [128 * WIDTH + 127, 3], (CSA, HCA), 300, 512)
+    (numbers, lists), want = room(given), room(given)
+    ops["plan"](given, numbers, lists)
+    REFERENCE.plan(given, *want)
+    assert torch.equal(numbers, want[0])
+    assert given.views(numbers, lists).target[CSA].tolist()[0] == UNREAD * 32
+
+
+@pytest.mark.gpu
+def test_a_token_does_not_depend_on_the_others(ops):
+    found = []
+    for sequences, lengths in (([5, 0, 2], [9, 127, 1150]), ([2], [1150])):
+        given = recorded(sequences, lengths, (CSA, HCA), 1152, 512)
+        numbers, lists = room(given)
+        ops["plan"](given, numbers, lists)
+        out = given.views(numbers, lists)
+        lasts = (out.position, out.window_target, out.window_index, out.csa_index, out.hca_index, out.rows)
+        found.append([part[-1:] for part in lasts if part is not None] + [out.target[CSA][-1:], out.target[HCA][-1:]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

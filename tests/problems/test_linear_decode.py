@@ -1,0 +1,385 @@
+"""linear_decode: the oracle against bytes and loops, the generator, the checker, wrong and right variants."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from problems.common import load, nvfp4
+from tests.problems.variants import made_for, skip_unless_it_runs
+
+FOLDER = load.PROBLEMS / "linear_decode"
+task = load.module(FOLDER, "task")
+reference = load.module(FOLDER, "reference")
+baseline = load.module(FOLDER, "variants/torch_dequant")
+mma = load.module(FOLDER, "variants/sm90_mma")
+
+WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
+QUICKEST_FIRST = sorted(task.TESTS, key=lambda case: case.flops())
+TINY = {"format": "fp8", "tokens": 2, "shape": "64x192+128x192_64x64", "content": "plain", "seed": 5}
+
+
+def named(case: object) -> str:
+    return f"{case.format}-{case.tokens}-{case.shape}-{case.content}"
+
+
+def made(case: dict, device: str = "cpu", **other: object) -> object:
+    case = {**case, **other, "device": device}
+    weights = reference.generate_weights(**{**case, "seed": case["seed"] + 500})
+    return task.Data(weights, *reference.generate_input(**case))
+
+
+def poisoned(data: object) -> object:
+    return data._replace(outputs=task.Outputs(torch.full_like(data.outputs.out, torch.nan)))
+
+
+@functools.cache
+def solved(case: object, device: str = "cpu") -> tuple[object, torch.Tensor]:
+    """Data and answer of a test case. Whoever writes to outputs takes poisoned(data) first."""
+    data = made(vars(case), device)
+    return data, reference.ref_kernel(data)
+
+
+def of_content(content: str, fmt: str) -> object:
+    return next(solved(c)[0] for c in task.TESTS if (c.content, c.format) == (content, fmt))
+
+
+# ---------------------------------------------------------------- task
+
+
+def test_shapes_are_matrices_by_link():
+    assert task.links_of("64x128") == (((1, 64, 128),),)
+    assert task.links_of("128x64+64x64_2x64x64_192x128") == (
+        ((1, 128, 64), (1, 64, 64)), ((2, 64, 64),), ((1, 192, 128),)
+    )  # fmt: skip
+    chain = task.links_of(task.CHAIN)
+    assert [len(link) for link in chain] == [2, 1, 1, 1] and chain[2] == ((8, 1024, 4096),)
+    weights = sum(g * n * k for link in chain for g, n, k in link)
+    assert 106e6 < weights < 108e6
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("64", "shape must be"), ("64x0", "shape must be"), ("axb", "shape must be"), ("1x2x3x4", "shape must be"),
+        ("96x64", "multiples of 64"), ("64x64+64x128", "one k and no groups"), ("2x64x64+64x64", "one k and no groups"),
+        ("64x64_64x128", "must take the 64 values"), ("2x64x64_3x64x64", "must take the 128 values"),
+    ],
+)  # fmt: skip
+def test_shapes_that_are_none_are_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        task.Case(**{**TINY, "shape": shape})
+
+
+@pytest.mark.parametrize("change", [{"format": "fp4"}, {"content": "other"}, {"tokens": 0}, {"tokens": 33}])
+def test_cases_out_of_bounds_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        task.Case(**{**TINY, **change})
+
+
+def test_unpack_says_the_sizes_and_parts_where_outputs_are():
+    data = made(TINY)
+    sizes = task.unpack(data)
+    assert sizes == (2, "fp8", (((1, 64, 192), (1, 128, 192)), ((1, 64, 64),)))
+    out = torch.arange(2 * 256)
+    (first, second), (third,) = task.parts(out, sizes)
+    assert first.shape == (2, 64) and second.shape == (2, 128) and third.shape == (2, 64)
+    assert torch.equal(torch.cat([t.flatten() for t in (first, second, third)]), out) and second[0, 0] == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("codes", lambda m: m._replace(codes=m.codes.float())), ("codes", lambda m: m._replace(codes=m.codes[0])),
+        ("scales", lambda m: m._replace(scales=m.scales[:, :, :1])), ("scales", lambda m: m._replace(scales=None)),
+        ("scales", lambda m: m._replace(scales=m.scales.float())), ("quantise", lambda m: m._replace(quantise=1)),
+        ("factor", lambda m: m._replace(factor=torch.ones(1))),
+        ("n and k", lambda m: m._replace(codes=m.codes[:, :32].contiguous())),
+    ],
+)  # fmt: skip
+def test_unpack_names_what_is_wrong_with_a_matrix(name, change):
+    data = made({**TINY, "shape": "64x192"})
+    weights = data.weights._replace(links=((change(data.weights.links[0][0]),),))
+    with pytest.raises(ValueError, match=name):
+        task.unpack(data._replace(weights=weights))
+
+
+def test_unpack_names_what_is_wrong_with_a_call():
+    data = made(TINY)
+    x, out = data.inputs.x, data.outputs.out
+    for wrong in (x.float(), x[:, :64], x[0], x.mT.contiguous().mT, torch.cat([x] * 17)):
+        with pytest.raises(ValueError, match="x must be"):
+            task.unpack(data._replace(inputs=task.Inputs(wrong)))
+    for wrong in (out.float(), out[1:], out.view(2, -1)):
+        with pytest.raises(ValueError, match="out must be"):
+            task.unpack(data._replace(outputs=task.Outputs(wrong)))
+    with pytest.raises(ValueError, match="format must be"):
+        task.unpack(data._replace(weights=data.weights._replace(format="fp4")))
+    mixed = (data.weights.links[0][0], data.weights.links[0][1]._replace(quantise=False))
+    with pytest.raises(ValueError, match="agree in quantise"):
+        task.unpack(data._replace(weights=data.weights._replace(links=(mixed, *data.weights.links[1:]))))
+
+
+def test_tests_have_the_sizes_that_kernels_fail_at():
+    assert {case.tokens for case in task.TESTS} >= {1, 2, 7, 8, 9, 16, 17, 31, 32}
+    assert {case.content for case in task.TESTS} == set(task.CONTENTS)
+    matrices = [m for case in task.TESTS for link in task.links_of(case.shape) for m in link]
+    assert sum(n % 128 == 64 for _, n, _ in matrices) > 20 and sum(k % 128 == 64 for *_, k in matrices) > 20
+    assert {len(link) for case in task.TESTS for link in task.links_of(case.shape)} == {1, 2, 3}
+    assert {g for g, *_ in matrices} >= {1, 2, 3, 5, 8}
+
+
+def test_benchmarks_are_the_shapes_of_the_models():
+    fp8 = [c for c in task.BENCHMARKS if c.format == "fp8"]
+    assert [c.tokens for c in fp8 if c.shape == task.FLASH["wq_b"]] == [1, 2, 4, 8, 16, 32]
+    assert {c.shape for c in fp8} >= {*task.FLASH.values(), *task.PRO.values(), task.CHAIN}
+    assert {c.format for c in task.BENCHMARKS if c.shape == task.CHAIN} == set(task.FORMATS)
+    wq_b = fp8[0]
+    assert wq_b.bytes_moved() == 32768 * 1024 + 256 * 8 + 2 * (1024 + 32768)
+    assert wq_b.flops() == 2 * 32768 * 1024 and wq_b.weight_bytes() == 32768 * 1024 + 256 * 8
+
+
+# ---------------------------------------------------------------- oracle
+
+
+def e4m3(byte: int) -> float:
+    """Value of an e4m3 byte from its definition: bias 7, 3 mantissa bits, subnormals in steps of 2^-9."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = mantissa / 512 if exponent == 0 else (8 + mantissa) / 8 * 2.0 ** (exponent - 7)
+    return -size if byte & 128 else size
+
+
+def quantised(x: list[float]) -> list[float]:
+    """What the definition makes of a token: groups of 128, the least power of two that admits 448."""
+    codes = sorted({e4m3(byte) for byte in range(0x7F)})
+    found = []
+    for start in range(0, len(x), 128):
+        group = x[start : start + 128]
+        scale = 2.0 ** math.ceil(math.log2(max(1e-4, *map(abs, group)) / 448))
+        for value in group:
+            # Ties to the even code: codes ascend with their bytes.
+            near = min(range(127), key=lambda i: (abs(abs(value) / scale - codes[i]), i % 2))
+            found.append(math.copysign(codes[near] * scale, value))
+    return found
+
+
+def weight(fmt: str, matrix: object, g: int, i: int, j: int) -> float:
+    if fmt == "bf16":
+        return float(matrix.codes[g, i, j])
+    if fmt == "fp8":
+        return e4m3(int(matrix.codes.view(torch.uint8)[g, i, j])) * 2.0 ** (
+            int(matrix.scales[g, i // 128, j // 128]) - 127
+        )
+    code = int(matrix.codes[g, i, j // 2]) >> 4 * (j % 2) & 15
+    return nvfp4.E2M1[code] * e4m3(int(matrix.scales.view(torch.uint8)[g, i, j // 16])) * float(matrix.factor[g])
+
+
+@pytest.mark.parametrize("fmt", task.FORMATS)
+def test_reference_is_the_sum_over_the_bytes_in_memory(fmt):
+    data = made({**TINY, "format": fmt, "shape": "2x64x192_64x128", "content": "magnitudes"})
+    out = task.parts(reference.ref_kernel(data), task.unpack(data))
+    (grouped,), (plain,) = data.weights.links
+    for t, g, i in ((0, 0, 5), (1, 1, 63)):
+        x = data.inputs.x[t, g * 192 : (g + 1) * 192].tolist()
+        assert grouped.quantise is False
+        want = math.fsum(weight(fmt, grouped, g, i, j) * x[j] for j in range(192))
+        assert math.isclose(float(out[0][0][t, g * 64 + i]), want, rel_tol=1e-9)
+    v = out[0][0][1].bfloat16().tolist()
+    v = quantised(v) if plain.quantise else v
+    want = math.fsum(weight(fmt, plain, 0, 40, j) * v[j] for j in range(128))
+    assert math.isclose(float(out[1][0][1, 40]), want, rel_tol=1e-9)
+    assert plain.quantise is (fmt == "fp8")
+
+
+# ---------------------------------------------------------------- generator
+
+
+@pytest.mark.parametrize("case", task.TESTS, ids=named)
+def test_generated_data_is_what_the_task_says(case):
+    data, want = solved(case)
+    sizes = task.unpack(data)
+    assert (sizes.tokens, sizes.format, sizes.links) == (case.tokens, case.format, task.links_of(case.shape))
+    assert bool(data.outputs.out.isnan().all()) and bool(data.inputs.x.isfinite().all())
+    assert bool(want.isfinite().all()) and 0 < float(want.abs().max()) < 2.0**126
+    nbytes = 0
+    for matrix in task.matrices(data.weights):
+        nbytes += matrix.codes.nbytes + (0 if matrix.scales is None else matrix.scales.nbytes)
+        if case.format == "fp8":
+            assert bool((matrix.scales >= 1).all() & (matrix.scales <= 254).all())
+            assert not bool((matrix.codes.view(torch.uint8) & 0x7F == 0x7F).any()), "NaN"
+        elif case.format == "nvfp4":
+            nvfp4.check_scales(matrix.scales)
+    assert nbytes == case.weight_bytes()
+
+
+def test_contents_hold_what_they_promise():
+    assert not bool((of_content("subnormal", "fp8").weights.links[0][0].codes.view(torch.uint8) & 0x78).any())
+    assert int(of_content("subnormal", "nvfp4").weights.links[0][0].scales.view(torch.uint8).max()) == 7
+    small = of_content("subnormal", "bf16").weights.links[0][0].codes
+    assert bool((small.abs() < 2.0**-126).all()) and bool((small != 0).float().mean() > 0.9)
+    for fmt in task.FORMATS:
+        assert float(of_content("extreme", fmt).inputs.x.abs().max()) > 65504
+        x = of_content("zeros", fmt).inputs.x
+        assert not bool(x[:2].any()) and bool(x[2:].any())
+    halves = of_content("magnitudes", "fp8").inputs.x[:, :128].float().abs().view(-1, 2, 64).amax(2)
+    assert bool((halves[:, 0] > 2**9 * halves[:, 1]).all())
+    scales = [of_content(content, "fp8").weights.links[0][0].scales.int() for content in ("magnitudes", "extreme")]
+    assert all(int(s.max() - s.min()) >= 12 for s in scales)
+
+
+@pytest.mark.parametrize("fmt", task.FORMATS)
+@pytest.mark.parametrize("content", task.CONTENTS)
+def test_generator_is_a_function_of_its_seed(fmt, content):
+    first, again, other = (made({**TINY, "format": fmt, "content": content, "seed": seed}) for seed in (5, 5, 6))
+    for one, two, three in zip(*(task.matrices(data.weights) for data in (first, again, other)), strict=True):
+        assert torch.equal(one.codes.view(torch.uint8), two.codes.view(torch.uint8))
+        assert not torch.equal(one.codes.view(torch.uint8), three.codes.view(torch.uint8))
+    assert torch.equal(first.inputs.x, again.inputs.x) and not torch.equal(first.inputs.x, other.inputs.x)
+
+
+# ---------------------------------------------------------------- checker
+
+
+def emulated(data: object, rounds: object = None, order: int = 0) -> torch.Tensor:
+    """What honest kernels compute: sums of blocks of 128 columns, each through `rounds`, added from one end."""
+    out, v = torch.empty_like(data.outputs.out), data.inputs.x
+    for link, given in zip(data.weights.links, task.parts(out, task.unpack(data)), strict=True):
+        for matrix, to in zip(link, given, strict=True):
+            w = baseline.decoded(data.weights.format, matrix)
+            taken = baseline.fp8.round_trip(v.float(), 128) if matrix.quantise else v.float()
+            taken = taken.unflatten(1, (len(w), -1)).transpose(0, 1)
+            blocks = [torch.bmm(a, b.mT) for a, b in zip(taken.split(128, 2), w.split(128, 2), strict=True)]
+            blocks = [rounds(block) if rounds else block for block in blocks]
+            total = functools.reduce(torch.add, blocks[::-1] if order else blocks)
+            if matrix.factor is not None:
+                total *= matrix.factor.view(-1, 1, 1)
+            to.copy_(total.transpose(0, 1).flatten(1))
+        v = given[0]
+    return out
+
+
+def fourteen_bits(x: torch.Tensor) -> torch.Tensor:
+    """Cut off as FP8 tensor cores keep a sum: 14 bits."""
+    return (x.view(torch.int32) & -(1 << 10)).view(torch.float32)
+
+
+@pytest.mark.parametrize("case", QUICKEST_FIRST[::4], ids=named)
+def test_honest_kernels_pass(case):
+    data, want = solved(case)
+    for got in (emulated(data), emulated(data, order=1), emulated(data, fourteen_bits)):
+        result = reference.compare(data, want, got)
+        assert result.ok and reference.compare(data, want, got, True).ok, result.message
+
+
+def test_an_error_of_two_tolerances_in_one_element_fails():
+    data, want = solved(QUICKEST_FIRST[0])
+    got = emulated(data)
+    at = int(want.abs().argmax())
+    for factor, ok in ((1.0, True), (1 + 2.5 * task.RTOL, False), (math.nan, False), (math.inf, False)):
+        changed = got.clone()
+        changed[at] *= factor
+        assert reference.compare(data, want, changed).ok is ok
+
+
+def test_a_link_is_held_to_what_it_got():
+    """A bf16 of the first link on the other side of its rounding is right, and so is what follows from it."""
+    case = next(c for c in task.TESTS if c.format == "fp8" and c.shape.count("_") == 1)
+    data, want = solved(case)
+    out = emulated(data)
+    (first, *_), (second,) = task.parts(out, task.unpack(data))
+    got = first.flatten().double()
+    at = ((want[: first.numel()] / got - 1) * (got > 0)).argmax()  # near to the next larger bf16
+    first.view(-1).view(torch.int16)[at] += 1
+    v = baseline.fp8.round_trip(first.float(), 128)
+    second.copy_(v @ baseline.decoded("fp8", data.weights.links[1][0])[0].T)
+    assert reference.compare(data, want, out).ok
+
+
+def test_reports_say_which_matrix_an_index_means():
+    data, want = solved(QUICKEST_FIRST[0])
+    ok, report = reference.check_implementation(data, torch.zeros_like(data.outputs.out))
+    assert not ok and "ERROR AT (" in report and "link 0: 1 x 64 x 64 at 0 to 63" in report
+    assert not reference.compare(data, want, data.outputs.out.float()).ok
+
+
+# ---------------------------------------------------------------- wrong and right variants
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_variants_are_refused(name):
+    module = load.module(FOLDER, f"wrong/{name}")
+    for case in QUICKEST_FIRST:
+        data, want = solved(case)
+        if not reference.compare(data, want, module.custom_kernel(poisoned(data))).ok:
+            return
+    pytest.fail(f"{name} passes every test case")
+
+
+def test_there_are_files_that_are_refused():
+    assert len(WRONG) >= 40
+
+
+@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
+def test_variants_are_right_and_rows_do_not_depend_on_each_other(file):
+    skip_unless_it_runs(file, "cpu")
+    module = load.variant("linear_decode", file.stem)
+    for case in task.TESTS:
+        data, want = solved(case)
+        data = poisoned(data)
+        result = reference.compare(data, want, module.custom_kernel(data))
+        assert result.ok, f"{case}\n{result.message}"
+    if file.stem.startswith("torch"):
+        return  # its products are those of torch's batches
+    for fmt in task.FORMATS:
+        alone_as_in_a_batch(module, made({**TINY, "format": fmt, "tokens": 11}))
+
+
+def alone_as_in_a_batch(module: object, data: object) -> None:
+    """The bits of every token, computed together and one by one."""
+    prepared = module.prepare(data.weights) if hasattr(module, "prepare") else data.weights
+    sizes = task.unpack(data)
+    together = task.parts(module.custom_kernel(data._replace(weights=prepared)), sizes)
+    for t in range(sizes.tokens):
+        x = data.inputs.x[t : t + 1].clone()
+        out = torch.full((data.outputs.out.numel() // sizes.tokens,), math.nan, dtype=torch.bfloat16, device=x.device)
+        module.custom_kernel(task.Data(prepared, task.Inputs(x), task.Outputs(out)))
+        alone = task.parts(out, sizes._replace(tokens=1))
+        for link, mine in zip(together, alone, strict=True):
+            assert all(torch.equal(a[t], b[0]) for a, b in zip(link, mine, strict=True)), t
+
+
+@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
+def test_variants_refuse_what_is_no_call(file):
+    skip_unless_it_runs(file, "cpu")
+    data = made(TINY)
+    with pytest.raises(ValueError, match="out must be"):
+        load.variant("linear_decode", file.stem).custom_kernel(
+            data._replace(outputs=task.Outputs(data.outputs.out[1:]))
+        )
+
+
+# ---------------------------------------------------------------- how sm90_mma is launched
+
+
+@pytest.mark.parametrize(
+    "shape", [*task.FLASH.values(), *task.PRO.values(), "129280x4096", "64x64", "128x8256", "64x16384"]
+)
+def test_plans_fit_the_machine(shape):
+    link = task.links_of(shape)[0]
+    tiles, k = sum(g * n for g, n, _ in link) // mma.TILE, link[0][2]
+    chunks = mma.chunks_of(tiles, k)
+    made_link = mma.Link(torch.empty(0), None, None, True, link, chunks)
+    for tokens in (1, 8, 16, 32):
+        cluster = mma.plan(made_link, tokens).cluster
+        assert cluster in (1, 2, 4, 8) and chunks % cluster == 0 and chunks // cluster <= mma.WARPS
+        slice_ = -(-(-(-k // 128) * (chunks // cluster)) // chunks) * 128
+        columns = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
+        ring, sums, scales = 16 * 4096, 16 * 8 * 36 * 4, slice_ // 128 * columns * 4
+        assert ring + sums + tokens * (2 * slice_ + 16) + scales <= 227 * 1024
+
+
+def test_weights_that_it_has_no_room_for_are_refused():
+    data = made({**TINY, "shape": "+".join(["64x64"] * 5)})
+    with pytest.raises(ValueError, match="at most 4 matrices, got 5"):
+        mma.prepare(data.weights)

@@ -41,14 +41,13 @@ def generate_input(
     sizes = Sizes(batch, queries, heads, topk, -(-entries // per_page) + 1, per_page, kind)
     q, weights = _query(sizes, content, gen)
     visible = _visible(sizes, entries, content, gen)
-    pages = batch * sizes.blocks + 1
+    pages, last = batch * sizes.blocks + 1, visible.amax(1, keepdim=True)
     named = torch.randperm(pages, generator=gen, device=device)[: pages - 1].view(batch, sizes.blocks)
     keys = _garbage((pages, index_pages.page_bytes(per_page, kind)), gen)
-    for b, seen in enumerate(visible.amax(1).tolist()):
-        entry = torch.arange(seen, device=device)
-        place = named[b, entry // per_page] * per_page + entry % per_page
-        index_pages.write(keys, place, *_keys(seen, kind, content, gen))
-    blocks = -(-visible.amax(1, keepdim=True) // per_page)
+    entry = torch.arange(max(last.flatten().tolist()), device=device)
+    place = named[:, entry // per_page] * per_page + entry % per_page
+    index_pages.write(keys, place[entry < last], *_keys(last.flatten().tolist(), kind, content, gen))
+    blocks = -(-last // per_page)
     garbage = torch.randint(-(2**31), 2**31, named.shape, generator=gen, device=device)
     table = torch.where(torch.arange(sizes.blocks, device=device) < blocks, named, garbage)
     out = torch.full((batch, queries, topk), -(2**31), dtype=torch.int32, device=device)
@@ -97,20 +96,23 @@ def _visible(sizes: Sizes, entries: int, content: str, gen: torch.Generator) -> 
     return ((RATIO * entries + more - behind) // RATIO).clamp(min=0)
 
 
-def _keys(count: int, kind: str, content: str, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> codes and scales of `count` keys of a sequence, in order."""
+def _keys(counts: list[int], kind: str, content: str, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> codes and scales of as many keys of each sequence, one sequence behind the other."""
     if content in ("spread", "magnitudes"):
-        return _spread(count, kind, 12 if content == "magnitudes" else 0, gen)
-    if content not in WHOLE:
-        x = torch.randn(count, DIM, generator=gen, device=gen.device)
-        if content in ("rising", "falling"):
-            slope = torch.linspace(1, 4, count, device=gen.device)
-            x = x.abs() * (slope if content == "rising" else slope.flip(0)).unsqueeze(1)
-        return quantised(x, kind)
-    return quantised(_whole_keys(count, kind, content, gen), kind)
+        return _spread(sum(counts), kind, 12 if content == "magnitudes" else 0, gen)
+    if content == "ties":  # each sequence has separate prototypes
+        x = torch.cat([_whole_keys(count, content, gen) for count in counts])
+    elif content in WHOLE:
+        x = _whole_keys(sum(counts), content, gen)
+    else:
+        x = torch.randn(sum(counts), DIM, generator=gen, device=gen.device)
+    if content in ("rising", "falling"):
+        slopes = [torch.linspace(1, 4, count, device=gen.device) for count in counts]
+        x = x.abs() * torch.cat([slope if content == "rising" else slope.flip(0) for slope in slopes]).unsqueeze(1)
+    return quantised(x, kind)
 
 
-def _whole_keys(count: int, kind: str, content: str, gen: torch.Generator) -> torch.Tensor:
+def _whole_keys(count: int, content: str, gen: torch.Generator) -> torch.Tensor:
     """fp32 (count, 128), which either format holds exactly."""
     device = gen.device
     if content == "near":
@@ -189,54 +191,65 @@ def ref_kernel(data: input_t) -> torch.Tensor:
     """int32 (B, S, k): the chosen places in the order of their entries, then -1."""
     sizes = unpack(data)
     out = torch.full(data.out.shape, -1, dtype=torch.int32, device=data.q.device)
-    for b, some in _tiles(data):
-        place = _places(data, b)
-        score = _scores(data, b, some).masked_fill_(_hidden(data, b, some), -torch.inf)
-        order = score.sort(dim=1, descending=True, stable=True).indices[:, : sizes.topk]
-        rank = torch.arange(order.shape[1], device=order.device)
-        fewer = rank >= data.visible[b, some].unsqueeze(1)
-        order = order.masked_fill_(fewer, len(place)).sort(dim=1).values  # what is no entry comes last
-        out[b, some, : order.shape[1]] = torch.cat([place, place.new_tensor([-1])])[order].int()
+    for at in _tiles(data):
+        place, hidden = _places(data, at[0]), _hidden(data, at)
+        n = place.shape[1]
+        order = _scores(*_operands(data, at)).masked_fill_(hidden, -torch.inf).sort(dim=2, descending=True, stable=True)
+        order = order.indices[..., : sizes.topk]
+        rank = torch.arange(order.shape[2], device=order.device)
+        order = order.masked_fill_(rank >= data.visible[at].unsqueeze(2), n).sort(dim=2).values  # no entry comes last
+        place = torch.nn.functional.pad(place, (0, 1), value=-1).unsqueeze(1).expand(-1, order.shape[1], -1)
+        out[at][..., : order.shape[2]] = place.gather(2, order).int()
     return out
 
 
-def _tiles(data: input_t) -> list[tuple[int, slice]]:
-    """(sequence, queries of it to treat together)."""
+Tile = tuple[slice, slice]  # sequences, and queries of each
+
+
+def _tiles(data: input_t) -> list[Tile]:
+    """What to treat together: sequences with all their queries, or some queries of one."""
     sizes = unpack(data)
-    found = []
-    for b, seen in enumerate(data.visible.amax(1).tolist()):
-        step = max(1, TILE[data.q.device.type] // (sizes.heads * max(seen, 1)))
-        found += [(b, slice(first, first + step)) for first in range(0, sizes.queries, step)]
-    return found
+    most = max(1, TILE[data.q.device.type] // (sizes.heads * max(1, int(data.visible.max()))))  # queries
+    if most < sizes.queries:
+        parts = [slice(first, min(first + most, sizes.queries)) for first in range(0, sizes.queries, most)]
+        return [(slice(b, b + 1), part) for b in range(sizes.batch) for part in parts]
+    step = most // sizes.queries
+    every = slice(0, sizes.queries)
+    return [(slice(first, min(first + step, sizes.batch)), every) for first in range(0, sizes.batch, step)]
 
 
-def _places(data: input_t, b: int) -> torch.Tensor:
-    """int64 (n,): the places of sequence b's entries, as many as any of its queries sees."""
+def _places(data: input_t, some: slice) -> torch.Tensor:
+    """int64 (b, n): the places of these sequences' entries, as many as any query of any sequence sees. Of what a
+    sequence does not see they are anything.
+    """
     per_page = unpack(data).per_page
-    entry = torch.arange(int(data.visible[b].max()), device=data.q.device)
-    return data.table[b, entry // per_page].long() * per_page + entry % per_page
+    entry = torch.arange(int(data.visible.max()), device=data.q.device)
+    return data.table[some, entry // per_page].long() * per_page + entry % per_page
 
 
-def _hidden(data: input_t, b: int, some: slice) -> torch.Tensor:
-    """bool (s, n): entries that these queries of sequence b do not see."""
-    seen = data.visible[b, some].unsqueeze(1)
-    return torch.arange(int(data.visible[b].max()), device=seen.device) >= seen
+def _hidden(data: input_t, at: Tile) -> torch.Tensor:
+    """bool (b, s, n): entries that these queries do not see."""
+    return torch.arange(int(data.visible.max()), device=data.q.device) >= data.visible[at].unsqueeze(2)
 
 
-def _operands(data: input_t, b: int, some: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp64: q (s, H, 128), weights (s, H), keys (n, 128)."""
-    codes, scales = index_pages.read(data.keys, _places(data, b))
+def _operands(data: input_t, at: Tile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp64: q (b, s, H, 128), weights (b, s, H), keys (b, n, 128); of what a sequence does not see, zeros."""
+    codes, scales = index_pages.read(data.keys, _places(data, at[0]))
     if unpack(data).kind == "fp8":  # fp32 would round the product
         key = codes.view(torch.float8_e4m3fn).double() * scales.contiguous().view(torch.float32).double()
     else:
         key = dequantise(codes, scales).double()
-    return data.q[b, some].double(), data.weights[b, some].double(), key
+    return data.q[at].double(), data.weights[at].double(), key.masked_fill_(_hidden(data, at).all(1).unsqueeze(2), 0)
 
 
-def _scores(data: input_t, b: int, some: slice) -> torch.Tensor:
-    """fp64 (s, n), of hidden entries too."""
-    q, weights, key = _operands(data, b, some)
-    return (weights.unsqueeze(1) @ (q @ key.T).relu_()).squeeze(1)
+def _scores(q: torch.Tensor, weights: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """fp64 (b, s, n), of hidden entries too."""
+    return (weights.unsqueeze(2) @ _dots(q, key).relu_()).squeeze(2)
+
+
+def _dots(q: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """(b, s, H, n)."""
+    return (q.flatten(1, 2) @ key.mT).unflatten(1, q.shape[1:3])
 
 
 # ---------------------------------------------------------------- checker
@@ -260,32 +273,29 @@ def answer(data: input_t, want: torch.Tensor) -> Answer:
     """Scores, their admitted errors and which rows are exact. Computed once for `want`, for as long as it lives."""
     if want in _answers:
         return _answers[want]
-    sizes = unpack(data)
-    rows, n = sizes.batch * sizes.queries, max(1, int(data.visible.max()))
-    score = torch.full((rows, n), -torch.inf, dtype=torch.float64, device=want.device)
+    n = max(1, int(data.visible.max()))
+    score = torch.full((*data.visible.shape, n), -torch.inf, dtype=torch.float64, device=want.device)
     error = torch.zeros_like(score)
-    exact = torch.ones(rows, dtype=torch.bool, device=want.device)
-    for b, some in _tiles(data):
-        hidden = _hidden(data, b, some)
-        first, last, _ = some.indices(sizes.queries)
-        mine = slice(b * sizes.queries + first, b * sizes.queries + last)
-        q, weights, key = _operands(data, b, some)
-        seen = hidden.shape[1]
-        score[mine, :seen] = _scores(data, b, some).masked_fill_(hidden, -torch.inf)
-        size = (weights.square() * q.square().sum(2)).sum(1, keepdim=True).sqrt()
-        error[mine, :seen] = (SCORE_RTOL * size * key.norm(dim=1)).masked_fill_(hidden, 0)
-        exact[mine] = (_sums_are_exact(q, weights, key) | hidden).all(1)
-    _answers[want] = found = Answer(score, error, exact)
+    exact = torch.ones(data.visible.shape, dtype=torch.bool, device=want.device)
+    for at in _tiles(data):
+        hidden = _hidden(data, at)
+        q, weights, key = _operands(data, at)
+        seen = hidden.shape[2]
+        score[at][..., :seen] = _scores(q, weights, key).masked_fill_(hidden, -torch.inf)
+        size = (weights.square() * q.square().sum(3)).sum(2, keepdim=True).sqrt()
+        error[at][..., :seen] = (SCORE_RTOL * size * key.norm(dim=2).unsqueeze(1)).masked_fill_(hidden, 0)
+        exact[at] = (_sums_are_exact(q, weights, key) | hidden).all(2)
+    _answers[want] = found = Answer(score.flatten(0, 1), error.flatten(0, 1), exact.flatten())
     return found
 
 
 def _sums_are_exact(q: torch.Tensor, weights: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """bool (s, n), by the rule in task.py."""
-    terms = q.abs() @ key.abs().T  # (s, H, n)
-    unit = _least_bit(q).amin(2).unsqueeze(2) * _least_bit(key).amin(1)
-    dots = (terms <= 2.0**DOT_BITS * unit).all(1)
-    unit = unit.mul_(_least_bit(weights).unsqueeze(2)).masked_fill_((weights.unsqueeze(2) * terms) == 0, torch.inf)
-    sums = (weights.abs().unsqueeze(1) @ terms).squeeze(1) <= 2.0**SUM_BITS * unit.amin(1)
+    """bool (b, s, n), by the rule in task.py."""
+    terms = _dots(q.abs(), key.abs())  # (b, s, H, n)
+    unit = _least_bit(q).amin(3).unsqueeze(3) * _least_bit(key).amin(2).unsqueeze(1).unsqueeze(1)
+    dots = (terms <= 2.0**DOT_BITS * unit).all(2)
+    unit = unit.mul_(_least_bit(weights).unsqueeze(3)).masked_fill_((weights.unsqueeze(3) * terms) == 0, torch.inf)
+    sums = (weights.abs().unsqueeze(2) @ terms).squeeze(2) <= 2.0**SUM_BITS * unit.amin(2)
     return dots & sums
 
 
@@ -349,10 +359,9 @@ def _entries(data: input_t, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     inside = (got >= 0) & (got < total)
     page = torch.where(inside, got, 0).long() // sizes.per_page
     block = torch.full((sizes.batch, len(data.keys)), -1, dtype=torch.int64, device=got.device)
-    numbers = torch.arange(sizes.blocks, device=got.device)
-    for b in range(sizes.batch):
-        used = -(-int(data.visible[b].max()) // sizes.per_page)
-        block[b, data.table[b, :used].long()] = numbers[:used]
+    numbers = torch.arange(sizes.blocks, device=got.device).expand(sizes.batch, -1)
+    used = numbers < -(-data.visible.amax(1, keepdim=True) // sizes.per_page)
+    block[used.nonzero()[:, 0], data.table[used].long()] = numbers[used]
     row = torch.arange(len(got), device=got.device).unsqueeze(1)
     found = block[row // sizes.queries, page]
     entry = found * sizes.per_page + got % sizes.per_page
@@ -389,7 +398,7 @@ def _report(
             best = -1
         else:
             entry_left = int(missing[known.score[row, missing].argmax()])
-            best = int(_places(data, b)[entry_left])
+            best = int(_places(data, slice(b, b + 1))[0, entry_left])
         lines.append(f"ERROR AT ({b}, {s}, {at}): {int(got[row, at])} {best}")
         if bool(form[row]) and best >= 0:
             mine = int(entry[row, at])

@@ -148,12 +148,11 @@ def _decode(entries: int, batches: tuple[int, ...], k: int = 512, kind: str = "m
 
 
 BENCHMARKS = _cases(
-    *_decode(1024, (1, 32)),
-    *_decode(8192, (1, 8, 32, 128)),
+    *_decode(1024, (32,)),
+    *_decode(8192, (1, 32, 128)),
     *_decode(32768, (1, 8, 32)),
     *_decode(262144, (1, 4)),
-    *_decode(32768, (1, 32), k=1024),
-    *_decode(8192, (1, 32), kind="fp8"),
+    *_decode(32768, (1,), k=1024),
     *_decode(32768, (8,), kind="fp8"),
     *_decode(32768, (8,), queries=2),
     *_decode(1024, (1,), queries=4096),  # prefill of 4096 tokens

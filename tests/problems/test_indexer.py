@@ -158,7 +158,7 @@ def _scores(data: object, want: torch.Tensor) -> torch.Tensor:
 def test_equal_scores_count_in_exact_rows_and_not_for_baselines():
     data, want = small(content="ties", batch=1, queries=1, entries=200, topk=20)
     score = _scores(data, want)[0]
-    place = reference._places(data, 0)
+    place = reference._places(data, slice(0, 1))[0]
     chosen = [int((place == p).nonzero()) for p in want[0, 0]]
     worst = min(chosen, key=lambda i: float(score[i]))
     equal = [i for i in range(200) if float(score[i]) == float(score[worst]) and i not in chosen]
@@ -171,7 +171,7 @@ def test_equal_scores_count_in_exact_rows_and_not_for_baselines():
 def test_the_margin_admits_what_errors_explain_and_no_more():
     data, want = small(content="plain", batch=1, queries=1, entries=900, topk=100)
     known = reference.answer(data, want)
-    place, score = reference._places(data, 0), known.score[0]
+    place, score = reference._places(data, slice(0, 1))[0], known.score[0]
     order = score.argsort(descending=True)
     last = order[99]
     for other in order[100:140].tolist():

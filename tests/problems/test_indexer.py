@@ -280,7 +280,9 @@ def test_the_winner_repeats_itself_bit_by_bit(content):
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("content", "kind"), [("ties", "mxfp4"), ("ragged", "mxfp4"), ("near", "fp8")])
 def test_every_way_to_share_a_row_is_right(cluster, content, kind, monkeypatch):
-    """Clusters of every size, in one launch with few and many warps and in two, with slices that are empty."""
+    """Clusters of every size, in one launch with few and many warps and in two, where one block chooses and where all
+    do, with slices that are empty.
+    """
     file = FOLDER / "variants" / "sm90_cluster.py"
     variants.skip_unless_it_runs(file, "cuda")
     module = load.module(FOLDER, "variants/sm90_cluster")
@@ -288,9 +290,9 @@ def test_every_way_to_share_a_row_is_right(cluster, content, kind, monkeypatch):
     data, want = solved(case, device="cuda")
     tiles = -(-data.table.shape[1] * 32 // module.TILE)
     part = -(-tiles // cluster) * module.TILE
-    for chunk, warpgroups in ((0, 4), (0, 2), (192, 4)):
+    for chunk, warpgroups, gathers in ((0, 4, False), (0, 2, False), (192, 4, False), (0, 4, True), (0, 2, True)):
         chunks = -(-tiles * module.TILE // chunk) if chunk else 0
-        launch = module.Launch(cluster, part, chunk, chunks, warpgroups)
+        launch = module.Launch(cluster, part, cluster * part if gathers else part, chunk, chunks, warpgroups)
         monkeypatch.setattr(module, "launch_for", lambda *_, launch=launch: launch)
         result = reference.compare(data, want, module.custom_kernel(data._replace(out=torch.empty_like(data.out))))
         assert result.ok, f"{launch}: {result.message}"

@@ -1,5 +1,6 @@
 // Scores and top k in one launch: a cluster of blocks a row, each with a slice of the entries, whose scores never leave
-// shared memory. In two launches where rows are so few and long that their clusters would leave most of the GPU idle:
+// shared memory. Of rows that fit one block's shared memory the cluster's first block gets all scores and chooses by
+// itself; of longer ones all blocks choose together. In two launches where rows are so few and long that their clusters would leave most of the GPU idle:
 // then blocks all over it score, and clusters search what they wrote.
 #include <cuda_runtime.h>
 
@@ -11,17 +12,19 @@ namespace indexer {
 // How a row's entries are shared out; what depends on the call's shape only.
 struct Plan {
     int cluster;        // blocks of a cluster
-    int slice;          // entries that a block of a cluster has room for, a multiple of TILE
+    int slice;          // entries that a block of a cluster has, at most; a multiple of TILE
+    int room;           // scores that a block has room for: of its slice, or of the row where one block chooses
     int chunk, chunks;  // two launches: entries that a block scores, and such blocks a row
     uint32_t* scores;   // two launches: ordered scores, `slice * cluster` a row
 };
 
-// Shared memory of a block behind its Query and Search: the slice's scores, then its pages.
+// Shared memory of a block; behind it come the scores, the warps' rings of keys, and the pages.
 struct __align__(1024) Shared {
     Query query;
     Search search;
 };
-static_assert(sizeof(Shared) == 35 * 1024, "SHARED of the launcher");
+static_assert(sizeof(Shared) == 35 * 1024, "ROOM of the launcher");
+static_assert(Ring<false>::BYTES == 4352 && Ring<true>::BYTES == 6336, "RING of the launcher");
 
 __device__ __forceinline__ int clamped(int seen, const Sizes& sizes) {
     return max(0, min(seen, sizes.blocks << sizes.page_shift));
@@ -32,18 +35,30 @@ template <int THREADS>
 __device__ __forceinline__ void prefetch_table(const Tensors& data, const Sizes& sizes, int row) {
     constexpr int LINE = 32;  // numbers
     const int* table = data.table + static_cast<int64_t>(row / sizes.queries) * sizes.blocks;
+#pragma unroll 1
     for (int i = threadIdx.x * LINE; i < sizes.blocks; i += THREADS * LINE)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(table + i));
 }
 
-// The pages of a slice to shared memory. All threads; a block barrier must follow.
+// The pages of entries on their way to shared memory: one a thread first, the others when it is stored.
 template <int THREADS>
-__device__ __forceinline__ void load_pages(const Tensors& data, const Sizes& sizes, int row, int first, int count,
-                                           int* to) {
-    const int64_t block = static_cast<int64_t>(row / sizes.queries) * sizes.blocks + (first >> sizes.page_shift);
-    const int last = first + count - 1, pages = count > 0 ? (last >> sizes.page_shift) - (first >> sizes.page_shift) + 1 : 0;
-    for (int i = threadIdx.x; i < pages; i += THREADS) to[i] = __ldg(data.table + block + i);
-}
+struct Pages {
+    const int* from;
+    int pages, mine;
+
+    __device__ __forceinline__ void load(const Tensors& data, const Sizes& sizes, int row, int first, int count) {
+        from = data.table + static_cast<int64_t>(row / sizes.queries) * sizes.blocks + (first >> sizes.page_shift);
+        const int last = first + count - 1;
+        pages = count > 0 ? (last >> sizes.page_shift) - (first >> sizes.page_shift) + 1 : 0;
+        mine = threadIdx.x < pages ? __ldg(from + threadIdx.x) : 0;
+    }
+    // All threads; a block barrier must follow.
+    __device__ __forceinline__ void store(int* to) const {
+        if (threadIdx.x < pages) to[threadIdx.x] = mine;
+#pragma unroll 1
+        for (int i = THREADS + threadIdx.x; i < pages; i += THREADS) to[i] = __ldg(from + i);
+    }
+};
 
 __device__ __forceinline__ int place(const Sizes& sizes, const Slice& slice, int i) {
     const int at = slice.first + i;
@@ -75,34 +90,60 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     extern __shared__ __align__(1024) unsigned char raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     uint32_t* keys = reinterpret_cast<uint32_t*>(raw + sizeof(Shared));
-    int* pages = reinterpret_cast<int*>(keys + plan.slice);
+    uint8_t* ring = reinterpret_cast<uint8_t*>(keys + plan.room);
+    int* pages = reinterpret_cast<int*>(ring + (SCORED ? 0 : WARPGROUPS * 4 * Ring<FP8>::BYTES));
     const int row = blockIdx.x / plan.cluster;
-    const Cluster cluster{static_cast<int>(blockIdx.x) % plan.cluster, plan.cluster};
+    Cluster cluster{static_cast<int>(blockIdx.x) % plan.cluster, plan.cluster};
+    const bool gathers = plan.room > plan.slice;  // the first block gets all scores
+    const int seen = clamped(__ldg(data.visible + row), sizes);
+    QueryParts<THREADS> query;
     if constexpr (!SCORED) {
         prefetch_table<THREADS>(data, sizes, row);
-        load_query<THREADS>(data, sizes, row, shared.query);
+        query.load(data, sizes, row);
     }
     begin<THREADS>(shared.search);
-    const int seen = clamped(__ldg(data.visible + row), sizes);
     if (seen <= sizes.topk) {  // alike in all blocks of the cluster
         take_all<THREADS>(data, sizes, row, seen, cluster);
         return;
     }
+    const uint32_t arrived = ptx::smem_address(&shared.search.arrived);
+    if (gathers && cluster.rank == 0 && threadIdx.x == 0) {
+        ptx::barrier_init(arrived, 1);
+        ptx::barrier_publish();
+        ptx::arrive_and_expect_tx(arrived, seen * 4);
+    }
     cluster.say_begun();
     Slice slice{0, 0, pages};
     cut(seen, cluster, slice.first, slice.count);
-    load_pages<THREADS>(data, sizes, row, slice.first, slice.count, pages);
+    Pages<THREADS> load;
+    load.load(data, sizes, row, slice.first, gathers && cluster.rank == 0 ? seen : slice.count);
+    Range range;
     if constexpr (SCORED) {
         const uint32_t* from = plan.scores + static_cast<int64_t>(row) * plan.slice * plan.cluster + slice.first;
-        for (int i = threadIdx.x; i < slice.count; i += THREADS) keys[i] = __ldcg(from + i);
+        load.store(pages);
+        for (int i = threadIdx.x; i < slice.count; i += THREADS) keys[i] = __ldcg(from + i), range.take(keys[i]);
+        __syncthreads();
     } else {
+        query.store(shared.query);
+        load.store(pages);
         ptx::fence_proxy_async_shared();
         __syncthreads();
-        score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, [&](int i, uint32_t key) { keys[i] = key; });
+        begin_scores<FP8, WARPGROUPS>(data, sizes, slice, ring);
+        if (gathers) cluster.wait_begun();
+        const uint32_t to = cluster.in(0, keys + slice.first), told = cluster.in(0, &shared.search.arrived);
+        range = score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, ring, [&](int i, uint32_t key) {
+            if (gathers) store_counted(to + 4 * i, key, told);
+            else keys[i] = key;
+        });
+        if (gathers) {
+            if (cluster.rank != 0) return;
+            ptx::wait(arrived, 0);
+            slice.count = seen, cluster.size = 1;
+            for (int i = threadIdx.x; i < seen; i += THREADS) range.take(keys[i]);
+        }
     }
-    __syncthreads();
     int* out = data.out + static_cast<int64_t>(row) * sizes.topk;
-    select<THREADS>(shared.search, keys, slice.count, sizes.topk, cluster,
+    select<THREADS>(shared.search, keys, slice.count, sizes.topk, range, cluster,
                     [&](int i, int to) { out[to] = place(sizes, slice, i); });
 }
 
@@ -113,17 +154,23 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     constexpr int THREADS = WARPGROUPS * 128;
     extern __shared__ __align__(1024) unsigned char raw[];
     Query& query = *reinterpret_cast<Query*>(raw);
-    int* pages = reinterpret_cast<int*>(raw + sizeof(Query));
+    uint8_t* ring = raw + sizeof(Query);
+    int* pages = reinterpret_cast<int*>(ring + WARPGROUPS * 4 * Ring<FP8>::BYTES);
     const int row = blockIdx.y, seen = clamped(__ldg(data.visible + row), sizes);
+    QueryParts<THREADS> parts;
+    parts.load(data, sizes, row);
     Slice slice{static_cast<int>(blockIdx.x) * plan.chunk, 0, pages};
     slice.count = max(0, min(seen - slice.first, plan.chunk));
     if (seen <= sizes.topk || slice.count == 0) return;
-    load_query<THREADS>(data, sizes, row, query);
-    load_pages<THREADS>(data, sizes, row, slice.first, slice.count, pages);
+    Pages<THREADS> load;
+    load.load(data, sizes, row, slice.first, slice.count);
+    parts.store(query);
+    load.store(pages);
     ptx::fence_proxy_async_shared();
     __syncthreads();
     uint32_t* to = plan.scores + static_cast<int64_t>(row) * plan.slice * plan.cluster + slice.first;
-    score<FP8, WARPGROUPS>(data, sizes, slice, query, [&](int i, uint32_t key) { to[i] = key; });
+    begin_scores<FP8, WARPGROUPS>(data, sizes, slice, ring);
+    score<FP8, WARPGROUPS>(data, sizes, slice, query, ring, [&](int i, uint32_t key) { to[i] = key; });
 }
 
 // Launch `kernel` in clusters. -> a cudaError_t.
@@ -146,23 +193,26 @@ cudaError_t launch_clusters(Kernel kernel, int rows, int threads, size_t bytes, 
 
 template <bool FP8>
 cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, int warpgroups) {
-    const int room = plan.slice * 4 + ((plan.slice >> sizes.page_shift) + 2) * 4;
-    const size_t bytes = sizeof(Shared) + room;
+    const auto pages = [&](int entries) { return ((entries >> sizes.page_shift) + 2) * 4; };
+    const size_t scores = sizeof(Shared) + plan.room * 4 + pages(plan.room), ring = warpgroups * 4 * Ring<FP8>::BYTES;
     if (!plan.chunk) {
         if (warpgroups == 2)
-            return launch_clusters(search<FP8, 2, false>, sizes.rows, 256, bytes, data, sizes, plan);
-        return launch_clusters(search<FP8, 4, false>, sizes.rows, 512, bytes, data, sizes, plan);
+            return launch_clusters(search<FP8, 2, false>, sizes.rows, 256, scores + ring, data, sizes, plan);
+        return launch_clusters(search<FP8, 4, false>, sizes.rows, 512, scores + ring, data, sizes, plan);
     }
-    const size_t chunk = sizeof(Query) + ((plan.chunk >> sizes.page_shift) + 2) * 4;
+    const size_t chunk = sizeof(Query) + ring + pages(plan.chunk);
+    if (const cudaError_t error =
+            cudaFuncSetAttribute(score_all<FP8, 4>, cudaFuncAttributeMaxDynamicSharedMemorySize, chunk))
+        return error;
     score_all<FP8, 4><<<dim3(plan.chunks, sizes.rows), 512, chunk>>>(data, sizes, plan);
     if (const cudaError_t error = cudaGetLastError()) return error;
-    return launch_clusters(search<FP8, 4, true>, sizes.rows, 512, bytes, data, sizes, plan);
+    return launch_clusters(search<FP8, 4, true>, sizes.rows, 512, scores, data, sizes, plan);
 }
 
 }  // namespace indexer
 
 // tensors: those of task.Data, in order. sizes: queries, heads, topk, blocks, log2 of P, rows, bytes of a page, 1 for fp8.
-// plan: blocks of a cluster, entries of its slices, entries of a chunk (0: one launch), chunks, warpgroups. scores: the
+// plan: blocks of a cluster, entries of its slices, room, entries of a chunk (0: one launch), chunks, warpgroups. scores: the
 // workspace of two launches, else null. -> a cudaError_t.
 extern "C" int launch(void* const* tensors, const int64_t* sizes, const int* plan, uint32_t* scores) {
     using namespace indexer;
@@ -172,6 +222,6 @@ extern "C" int launch(void* const* tensors, const int64_t* sizes, const int* pla
     const Sizes s{static_cast<int>(sizes[0]), static_cast<int>(sizes[1]), static_cast<int>(sizes[2]),
                   static_cast<int>(sizes[3]), static_cast<int>(sizes[4]), static_cast<int>(sizes[5]),
                   sizes[6]};
-    const Plan p{plan[0], plan[1], plan[2], plan[3], scores};
-    return sizes[7] ? run<true>(data, s, p, plan[4]) : run<false>(data, s, p, plan[4]);
+    const Plan p{plan[0], plan[1], plan[2], plan[3], plan[4], scores};
+    return sizes[7] ? run<true>(data, s, p, plan[5]) : run<false>(data, s, p, plan[5]);
 }

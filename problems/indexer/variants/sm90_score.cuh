@@ -1,5 +1,8 @@
-// Scores of entries: FP8 tensor cores, keys from global memory to the registers that wgmma multiplies, without shared
-// memory on the way.
+// Scores of entries by FP8 tensor cores: keys are the left operand, which wgmma takes from registers.
+//
+// Each warp copies its own 16 keys of a tile into a ring in shared memory, several tiles ahead, by cp.async: a group of
+// copies is waited for by its number. (Loads into registers do not stay apart: the machine code had one scoreboard for all
+// of a ring's loads, so that each tile waited for the load that had just begun.)
 //
 // A warpgroup takes tiles of 64 entries. The rows of wgmma's A are keys and the columns of B the heads of the query.
 // The order in which a product runs over the 128 dims is free as long as A and B agree: here step s, half h, quad lane t
@@ -42,7 +45,7 @@ struct Tensors {
 // What a block keeps of a query while it scores.
 struct __align__(1024) Query {
     uint8_t q[HEADS * DIM];  // e4m3, rows of 128 bytes in the order above, swizzled as make_smem_desc says
-    float weights[HEADS];    // times the heads' scales
+    float weights[HEADS];    // times half the heads' scales
     uint2 table[SHIFTS + 1];  // e4m3 of the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 times 2^(i - 8)
 };
 
@@ -74,48 +77,63 @@ __device__ __forceinline__ uint32_t most_of_8(uint32_t v) {
     return v;
 }
 
-// Eight threads a head; all threads of the block call it. What is stored may be read after fence and block barrier.
+// A thread's part of a query, 16 dims of a head, on the way to shared memory: eight threads a head.
 template <int THREADS>
-__device__ __forceinline__ void load_query(const Tensors& data, const Sizes& sizes, int row, Query& query) {
-    for (int part = threadIdx.x; part < HEADS * 8; part += THREADS) {
-        const int head = part / 8, first = part % 8 * 16;  // of 16 dims
-        const bool real = head < sizes.heads;
-        const int64_t at = static_cast<int64_t>(row) * sizes.heads + head;
-        uint4 raw[2] = {};
-        if (real) {
-            const uint4* from = reinterpret_cast<const uint4*>(data.q + at * DIM + first);
-            raw[0] = __ldg(from), raw[1] = __ldg(from + 1);
-        }
-        const float weight = real ? __ldg(data.weights + at) : 0.0f;
-        const uint32_t words[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
-        uint32_t most = 0;  // magnitudes of bf16 order as their bits do
-#pragma unroll
-        for (int i = 0; i < 8; ++i) most = max(most, max(words[i] & 0x7FFF, words[i] >> 16 & 0x7FFF));
-        most = most_of_8(most);
-        // The power of two under which the largest is at most 448 = 1.75 * 2^8: one more where it is above 1.75.
-        const uint32_t exponent = max((most + 0x1F) >> 7, 40u);
-        const float up = __uint_as_float((127 + 8 + 127 - exponent) << 23);
-        const float down = __uint_as_float((exponent - 8) << 23);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // 4 dims each: first + 4 i on
-            const uint32_t a = words[2 * i], b = words[2 * i + 1];
-            const uint32_t packed =
-                pack_e4m3x4(__uint_as_float(a << 16) * up, __uint_as_float(a & 0xFFFF0000) * up,
-                            __uint_as_float(b << 16) * up, __uint_as_float(b & 0xFFFF0000) * up);
-            const int dim = first + 4 * i, step = dim % 32 / 8, half = dim % 8 / 4, lane = dim / 32;
-            const int at_byte = 32 * step + 16 * half + 4 * lane, chunk = at_byte / 16 ^ head % 8;
-            *reinterpret_cast<uint32_t*>(query.q + head * DIM + chunk * 16 + at_byte % 16) = packed;
-        }
-        if (part % 8 == 0) query.weights[head] = weight * down;
-    }
-    if (threadIdx.x < SHIFTS) {
-        const float unit = __uint_as_float((127 - 8 + threadIdx.x) << 23);
-        query.table[threadIdx.x] = make_uint2(pack_e4m3x4(0, .5f * unit, unit, 1.5f * unit),
-                                              pack_e4m3x4(2 * unit, 3 * unit, 4 * unit, 6 * unit));
-    }
-}
+struct QueryParts {
+    static constexpr int COUNT = HEADS * 8 / THREADS;
+    uint4 raw[COUNT][2];
+    float weight[COUNT];
 
-// What a lane loads of two keys of a tile, 8 apart: its 32 dims and the scales.
+    // Begin to load.
+    __device__ __forceinline__ void load(const Tensors& data, const Sizes& sizes, int row) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int part = threadIdx.x + i * THREADS, head = part / 8;
+            raw[i][0] = raw[i][1] = make_uint4(0, 0, 0, 0), weight[i] = 0.0f;
+            if (head < sizes.heads) {
+                const int64_t at = static_cast<int64_t>(row) * sizes.heads + head;
+                const uint4* from = reinterpret_cast<const uint4*>(data.q + at * DIM + part % 8 * 16);
+                raw[i][0] = __ldg(from), raw[i][1] = __ldg(from + 1);
+                weight[i] = __ldg(data.weights + at);
+            }
+        }
+    }
+    // Write e4m3. All threads of the block call it; what is stored may be read after fence and block barrier.
+    __device__ __forceinline__ void store(Query& query) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int part = threadIdx.x + i * THREADS, head = part / 8, first = part % 8 * 16;
+            const uint32_t words[8] = {raw[i][0].x, raw[i][0].y, raw[i][0].z, raw[i][0].w,
+                                       raw[i][1].x, raw[i][1].y, raw[i][1].z, raw[i][1].w};
+            uint32_t most = 0;  // magnitudes of bf16 order as their bits do
+#pragma unroll
+            for (int j = 0; j < 8; ++j) most = max(most, max(words[j] & 0x7FFF, words[j] >> 16 & 0x7FFF));
+            most = most_of_8(most);
+            // The power of two under which the largest is at most 448 = 1.75 * 2^8: one more where it is above 1.75.
+            const uint32_t exponent = max((most + 0x1F) >> 7, 40u);
+            const float up = __uint_as_float((127 + 8 + 127 - exponent) << 23);
+            const float down = __uint_as_float((exponent - 8) << 23);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // 4 dims each: first + 4 j on
+                const uint32_t a = words[2 * j], b = words[2 * j + 1];
+                const uint32_t packed =
+                    pack_e4m3x4(__uint_as_float(a << 16) * up, __uint_as_float(a & 0xFFFF0000) * up,
+                                __uint_as_float(b << 16) * up, __uint_as_float(b & 0xFFFF0000) * up);
+                const int dim = first + 4 * j, step = dim % 32 / 8, half = dim % 8 / 4, lane = dim / 32;
+                const int at_byte = 32 * step + 16 * half + 4 * lane, chunk = at_byte / 16 ^ head % 8;
+                *reinterpret_cast<uint32_t*>(query.q + head * DIM + chunk * 16 + at_byte % 16) = packed;
+            }
+            if (part % 8 == 0) query.weights[head] = weight[i] * (0.5f * down);
+        }
+        if (threadIdx.x < SHIFTS) {
+            const float unit = __uint_as_float((127 - 8 + threadIdx.x) << 23);
+            query.table[threadIdx.x] = make_uint2(pack_e4m3x4(0, .5f * unit, unit, 1.5f * unit),
+                                                  pack_e4m3x4(2 * unit, 3 * unit, 4 * unit, 6 * unit));
+        }
+    }
+};
+
+// What a lane multiplies of two keys of a tile, 8 apart: its 32 dims and the scales.
 template <bool FP8>
 struct Loaded {
     uint4 codes[2][FP8 ? 2 : 1];
@@ -128,25 +146,52 @@ struct Slice {
     const int* pages;  // in shared memory, of the slice's blocks of entries
 };
 
+// A warp's ring of tiles: its 16 keys of each, codes and then scales, as they lie in a page.
 template <bool FP8>
-__device__ __forceinline__ void load_tile(const Tensors& data, const Sizes& sizes, const Slice& slice, int tile,
-                                          Loaded<FP8>& to) {
-    constexpr int CODES = FP8 ? DIM : DIM / 2, LANE = CODES / 4;  // bytes of a key, and of a lane
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, entry = tile * TILE + warp * 16;
-    if (entry < slice.count) {  // 16 entries from a multiple of 16 on are of one page
-        const int at = slice.first + entry, page = slice.pages[(at >> sizes.page_shift) - (slice.first >> sizes.page_shift)];
-        const int slot = (at & (1 << sizes.page_shift) - 1) + lane / 4;
-        const uint8_t* base = data.keys + page * sizes.stride;
+struct Ring {
+    static constexpr int CODES = FP8 ? DIM : DIM / 2;      // bytes of a key
+    static constexpr int KEYS = 16, STAGE = KEYS * (CODES + 4);  // bytes of a stage
+    static constexpr int DEPTH = FP8 ? 3 : 4;
+    static constexpr int BYTES = DEPTH * STAGE;
+
+    // Begin to copy the warp's keys of a tile to stage `to`, if the slice has them. 16 entries from a multiple of 16 on
+    // are of one page. All lanes; another group of copies.
+    __device__ __forceinline__ static void begin(const Tensors& data, const Sizes& sizes, const Slice& slice, int tile,
+                                                 uint32_t to) {
+        const int lane = threadIdx.x % WARP, entry = tile * TILE + threadIdx.x / WARP % 4 * KEYS;
+        if (entry < slice.count) {
+            const int at = slice.first + entry, slot = at & (1 << sizes.page_shift) - 1;
+            const int page = slice.pages[(at >> sizes.page_shift) - (slice.first >> sizes.page_shift)];
+            const uint8_t* base = data.keys + page * sizes.stride;
+            const uint8_t* codes = base + slot * CODES + lane * (CODES / 4);
+            const uint32_t mine = to + lane * (CODES / 4);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int j = 0; j < CODES / 4; j += 16)
+                    ptx::cp_async16(mine + i * 8 * CODES + j, codes + i * 8 * CODES + j);
+            if (lane < KEYS)
+                ptx::cp_async4(to + KEYS * CODES + lane * 4, base + (CODES << sizes.page_shift) + (slot + lane) * 4);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    // Wait until all but the last DEPTH - 1 groups of copies are there, of all lanes.
+    __device__ __forceinline__ static void wait() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
+        __syncwarp();
+    }
+    __device__ __forceinline__ static void read(const uint8_t* stage, Loaded<FP8>& to) {
+        const int lane = threadIdx.x % WARP;
+        const uint8_t* mine = stage + lane * (CODES / 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint4* codes = reinterpret_cast<const uint4*>(base + (slot + 8 * i) * CODES + lane % 4 * LANE);
 #pragma unroll
-            for (int j = 0; j < LANE / 16; ++j) to.codes[i][j] = __ldg(codes + j);
-            to.scales[i] =
-                __ldg(reinterpret_cast<const uint32_t*>(base + (CODES << sizes.page_shift) + (slot + 8 * i) * 4));
+            for (int j = 0; j < CODES / 64; ++j)
+                to.codes[i][j] = *reinterpret_cast<const uint4*>(mine + i * 8 * CODES + 16 * j);
+            to.scales[i] = *reinterpret_cast<const uint32_t*>(stage + KEYS * CODES + (lane / 4 + 8 * i) * 4);
         }
     }
-}
+};
 
 // Eight e2m1 codes to the two words of e4m3 that a lane multiplies in one step; table: magnitudes under the group's d.
 __device__ __forceinline__ uint2 decode(uint32_t codes, uint2 table) {
@@ -202,7 +247,8 @@ __device__ __forceinline__ void multiply(float (&d)[32], const uint32_t (&a)[4],
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// sum_h w_h max(0, d_h) of a lane's two keys over its 16 heads, then over the quad. -> in lanes 0 and 2 of a quad that of
+// sum_h 2 w_h max(0, d_h) of a lane's two keys over its 16 heads, then over the quad; d + |d| instead of a maximum, which
+// takes turns with the decoding's integers. -> in lanes 0 and 2 of a quad that of
 // the first key, in 1 and 3 of the second.
 __device__ __forceinline__ float add_heads(const float (&d)[32], const float (&weights)[16]) {
     float one = 0, two = 0;
@@ -210,8 +256,8 @@ __device__ __forceinline__ float add_heads(const float (&d)[32], const float (&w
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            one = fmaf(weights[2 * j + e], fmaxf(d[4 * j + e], 0.0f), one);
-            two = fmaf(weights[2 * j + e], fmaxf(d[4 * j + 2 + e], 0.0f), two);
+            one = fmaf(weights[2 * j + e], d[4 * j + e] + fabsf(d[4 * j + e]), one);
+            two = fmaf(weights[2 * j + e], d[4 * j + 2 + e] + fabsf(d[4 * j + 2 + e]), two);
         }
     }
     const bool odd = threadIdx.x % 2;
@@ -219,41 +265,64 @@ __device__ __forceinline__ float add_heads(const float (&d)[32], const float (&w
     return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
-// Score a slice: put(i, ordered score) for each of its entries i, by one lane of the block each. q must be in `query`.
+// The least and the largest of ordered scores.
+struct Range {
+    uint32_t least = ~0u, largest = 0;
+
+    __device__ __forceinline__ void take(uint32_t key) { least = min(least, key), largest = max(largest, key); }
+};
+
+// Begin to copy the slice's first keys. ring: of all warps, Ring::BYTES each; the slice's pages must be there.
+template <bool FP8, int WARPGROUPS>
+__device__ __forceinline__ void begin_scores(const Tensors& data, const Sizes& sizes, const Slice& slice, uint8_t* ring) {
+    using R = Ring<FP8>;
+    const uint32_t mine = ptx::smem_address(ring) + threadIdx.x / WARP * R::BYTES;
+#pragma unroll 1
+    for (int i = 0; i < R::DEPTH; ++i)
+        R::begin(data, sizes, slice, threadIdx.x / (4 * WARP) + i * WARPGROUPS, mine + i * R::STAGE);
+}
+
+// Score a slice: put(i, ordered score) for each of its entries i, by one lane of the block each. -> the range of what
+// this lane put. q must be in `query`, and begin_scores was called.
 template <bool FP8, int WARPGROUPS, class Put>
-__device__ __forceinline__ void score(const Tensors& data, const Sizes& sizes, const Slice& slice, const Query& query,
-                                      const Put& put) {
-    constexpr int DEPTH = FP8 ? 2 : 3;  // tiles under way in registers
+__device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, const Slice& slice, const Query& query,
+                                       const uint8_t* ring, const Put& put) {
+    using R = Ring<FP8>;
     const int lane = threadIdx.x % WARP, group = threadIdx.x / (4 * WARP), warp = threadIdx.x / WARP % 4;
     const int tiles = (slice.count + TILE - 1) / TILE;
-    Loaded<FP8> ring[DEPTH] = {};
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i) load_tile(data, sizes, slice, group + i * WARPGROUPS, ring[i]);
+    const uint8_t* mine = ring + threadIdx.x / WARP * R::BYTES;
     float weights[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) weights[j] = query.weights[8 * (j / 2) + 2 * (lane % 4) + j % 2];
-    const uint32_t b = ptx::smem_address(query.q);
-    for (int base = group; base < tiles; base += DEPTH * WARPGROUPS) {
+    const uint64_t b = ptx::make_smem_desc(ptx::smem_address(query.q));
+    Range range;
+    int stage = 0;
+#pragma unroll 1
+    for (int tile = group; tile < tiles; tile += WARPGROUPS) {
+        uint32_t a[4][4];
+        float d[32], scale[2];
+        Loaded<FP8> loaded;
+        R::wait();
+        R::read(mine + stage * R::STAGE, loaded);
+        operands(loaded, query, a, scale);
+        ptx::warpgroup_arrive();
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i) {
-            const int tile = base + i * WARPGROUPS;
-            if (tile < tiles) {
-                uint32_t a[4][4];
-                float d[32], scale[2];
-                operands(ring[i], query, a, scale);
-                load_tile(data, sizes, slice, tile + DEPTH * WARPGROUPS, ring[i]);
-                ptx::warpgroup_arrive();
-#pragma unroll
-                for (int s = 0; s < 4; ++s) multiply(d, a[s], ptx::make_smem_desc(b + 32 * s), s > 0);
-                ptx::warpgroup_commit_batch();
-                ptx::warpgroup_wait<0>();
-                ptx::warpgroup_fence_operand(d);
-                const float sum = add_heads(d, weights) * (lane % 2 ? scale[1] : scale[0]);
-                const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
-                if (lane % 4 < 2 && entry < slice.count) put(entry, ordered(sum));
-            }
+        for (int s = 0; s < 4; ++s) multiply(d, a[s], b + 2 * s, s > 0);  // 32 bytes on
+        ptx::warpgroup_commit_batch();
+        __syncwarp();  // all lanes have read the stage
+        R::begin(data, sizes, slice, tile + R::DEPTH * WARPGROUPS, ptx::smem_address(mine + stage * R::STAGE));
+        stage = stage + 1 < R::DEPTH ? stage + 1 : 0;
+        ptx::warpgroup_wait<0>();
+        ptx::warpgroup_fence_operand(d);
+        const float sum = add_heads(d, weights) * (lane % 2 ? scale[1] : scale[0]);
+        const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
+        if (lane % 4 < 2 && entry < slice.count) {
+            const uint32_t key = ordered(sum);
+            range.take(key);
+            put(entry, key);
         }
     }
+    return range;
 }
 
 }  // namespace indexer

@@ -33,7 +33,15 @@ struct Search {
     uint32_t least, largest, above, inside;  // of this slice
     uint32_t bin, over, in_bin;          // found: the bin, how many scores are above it and in it
     uint32_t last, base, quota;          // the k-th score; this slice's first place, and how many equals it may choose
+    uint64_t arrived;                    // where one block gets all scores: a barrier that counts their bytes
 };
+
+// Store to another block's shared memory, and count the bytes at a barrier there.
+__device__ __forceinline__ void store_counted(uint32_t to, uint32_t v, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v),
+                 "r"(barrier)
+                 : "memory");
+}
 
 __device__ __forceinline__ void store_cluster(uint32_t to, uint32_t v) {
     asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
@@ -82,39 +90,50 @@ struct Bins {
     }
 };
 
+template <int THREADS>
+__device__ __forceinline__ void clear(Search& s) {
+#pragma unroll
+    for (int i = 0; i < BINS; i += THREADS) s.bins[i + threadIdx.x] = 0;
+}
+
 // Clear what a search counts in. All threads; a block barrier must follow.
 template <int THREADS>
 __device__ __forceinline__ void begin(Search& s) {
-    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    clear<THREADS>(s);
     if (threadIdx.x == 0) s.least = ~0u, s.largest = 0, s.above = 0, s.inside = 0;
 }
 
-// Exchange the slices' least and largest scores. -> bins between those of the row.
-template <int THREADS>
-__device__ __forceinline__ Bins whole_range(Search& s, const uint32_t* keys, int count, Cluster cluster) {
-    uint32_t least = ~0u, largest = 0;
-    for (int i = threadIdx.x; i < count; i += THREADS) least = min(least, keys[i]), largest = max(largest, keys[i]);
-    least = __reduce_min_sync(~0u, least), largest = __reduce_max_sync(~0u, largest);
+// Exchange the slices' least and largest scores, of which each thread knows some. -> bins between those of the row.
+__device__ __forceinline__ Bins whole_range(Search& s, const Range& range, Cluster cluster) {
+    uint32_t least = __reduce_min_sync(~0u, range.least), largest = __reduce_max_sync(~0u, range.largest);
     if (threadIdx.x % WARP == 0) atomicMin(&s.least, least), atomicMax(&s.largest, largest);
     __syncthreads();
+    if (cluster.size == 1) return Bins::by_value(s.least, s.largest);
     cluster.wait_begun();
     if (threadIdx.x < cluster.size) {
         store_cluster(cluster.in(threadIdx.x, &s.range[cluster.rank][0]), s.least);
         store_cluster(cluster.in(threadIdx.x, &s.range[cluster.rank][1]), s.largest);
     }
     cluster.sync();
+#pragma unroll 1
     for (int r = 0; r < cluster.size; ++r) least = min(least, s.range[r][0]), largest = max(largest, s.range[r][1]);
     return Bins::by_value(least, largest);
 }
 
 // Count this slice's scores by bin, then add up over the cluster into `total` of every block, and clear the bins again.
+// By a block that is alone, `bins` keeps the counts.
 template <int THREADS>
 __device__ __forceinline__ void histogram(Search& s, const uint32_t* keys, int count, const Bins& bins,
                                           Cluster cluster) {
-    for (int i = threadIdx.x; i < count; i += THREADS)
-        if (bins.has(keys[i])) atomicAdd(&s.bins[bins.of(keys[i])], 1);
+#pragma unroll 2
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const uint32_t key = keys[i];
+        if (bins.has(key)) atomicAdd(&s.bins[bins.of(key)], 1);
+    }
     cluster.sync();
+    if (cluster.size == 1) return;
     const int part = BINS / cluster.size;
+#pragma unroll 1
     for (int i = cluster.rank * part + threadIdx.x; i < (cluster.rank + 1) * part; i += THREADS) {
         uint32_t of[MOST_BLOCKS], sum = 0;
 #pragma unroll
@@ -127,7 +146,7 @@ __device__ __forceinline__ void histogram(Search& s, const uint32_t* keys, int c
             if (r < cluster.size) store_cluster(cluster.in(r, &s.total[i]), sum);
     }
     cluster.sync();
-    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    clear<THREADS>(s);
 }
 
 // The sum of `value` over this thread and all before it, and over all threads; `sums` is overwritten.
@@ -145,16 +164,16 @@ __device__ __forceinline__ uint32_t sum_before(uint32_t value, uint32_t (&sums)[
 
 // Find the bin with the `need`-th score from above: s.bin, s.over and s.in_bin.
 template <int THREADS>
-__device__ __forceinline__ void find_bin(Search& s, uint32_t need) {
+__device__ __forceinline__ void find_bin(Search& s, const uint32_t* total, uint32_t need) {
     constexpr int EACH = BINS / THREADS;
     const int top = BINS - 1 - threadIdx.x * EACH;
     uint32_t sum = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) sum += s.total[top - i];
+    for (int i = 0; i < EACH; ++i) sum += total[top - i];
     uint32_t over = sum_before<THREADS>(sum, s.sums[0]);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const uint32_t here = s.total[top - i];
+        const uint32_t here = total[top - i];
         if (over < need && over + here >= need) s.bin = top - i, s.over = over, s.in_bin = here;
         over += here;
     }
@@ -166,6 +185,7 @@ template <int THREADS>
 __device__ __forceinline__ void exchange(Search& s, const uint32_t* keys, int count, const Bins& bins, bool ranked,
                                          Cluster cluster) {
     uint32_t above = 0, inside = 0;
+#pragma unroll 2
     for (int i = threadIdx.x; i < count; i += THREADS) {
         const uint32_t key = keys[i], bin = bins.has(key) ? bins.of(key) : 0;
         above += key > bins.high || (key >= bins.low && bin > s.bin);
@@ -180,6 +200,7 @@ __device__ __forceinline__ void exchange(Search& s, const uint32_t* keys, int co
         if (!ranked) atomicAdd(&s.inside, inside);
     }
     __syncthreads();
+    if (cluster.size == 1) return;
     if (threadIdx.x < cluster.size) {
         store_cluster(cluster.in(threadIdx.x, &s.counts[cluster.rank][0]), s.above);
         store_cluster(cluster.in(threadIdx.x, &s.counts[cluster.rank][1]), s.inside);
@@ -197,22 +218,27 @@ __device__ __forceinline__ void exchange(Search& s, const uint32_t* keys, int co
 __device__ __forceinline__ void rank(Search& s, uint32_t need, bool ranked, uint32_t equal, uint32_t topk,
                                      Cluster cluster) {
     const int lane = threadIdx.x;
-    const uint32_t held = lane < cluster.size ? s.counts[lane][1] : 0;
-    uint32_t over = lane < cluster.size ? s.counts[lane][0] : 0, same = held, last = equal;
+    const bool alone = cluster.size == 1;
+    const uint32_t held = lane >= cluster.size ? 0 : alone ? s.inside : s.counts[lane][1];
+    uint32_t over = lane >= cluster.size ? 0 : alone ? s.above : s.counts[lane][0], same = held, last = equal;
+    const uint32_t* few = alone ? s.mine : s.few[min(lane, MOST_BLOCKS - 1)];
     if (ranked) {
         const uint32_t start = warps::sum_up_to(held, lane) - held, many = __shfl_sync(~0u, start + held, WARP - 1);
-        for (uint32_t j = 0; j < held; ++j) s.all[start + j] = s.few[lane][j];
+#pragma unroll 1
+        for (uint32_t j = 0; j < held; ++j) s.all[start + j] = few[j];
         __syncwarp();
         last = 0;
         for (uint32_t i = lane; i < many; i += WARP) {
             const uint32_t key = s.all[i];
             uint32_t above = 0, least = 0;
+#pragma unroll 4
             for (uint32_t j = 0; j < many; ++j) above += s.all[j] > key, least += s.all[j] >= key;
             if (above < need && least >= need) last = key;
         }
         last = __reduce_max_sync(~0u, last);
         same = 0;
-        for (uint32_t j = 0; j < held; ++j) over += s.few[lane][j] > last, same += s.few[lane][j] == last;
+#pragma unroll 1
+        for (uint32_t j = 0; j < held; ++j) over += few[j] > last, same += few[j] == last;
     }
     const uint32_t left = topk - __reduce_add_sync(~0u, over);  // equals that are chosen
     const uint32_t over_before = warps::sum_up_to(over, lane) - over, same_before = warps::sum_up_to(same, lane) - same;
@@ -252,17 +278,18 @@ __device__ __forceinline__ void compact(Search& s, const uint32_t* keys, int cou
     }
 }
 
-// Choose the topk highest of the cluster's scores; there are more. begin() was called, and the slices are written; a
-// block barrier has passed since; cluster.say_begun() was called. put: as compact's.
+// Choose the topk highest of the cluster's scores; there are more. begin() was called and the slices are written, by
+// threads of which each knows a range of what it wrote, all together that of the slice; cluster.say_begun() was called,
+// but where the block is alone. put: as compact's.
 template <int THREADS, class Put>
-__device__ __forceinline__ void select(Search& s, const uint32_t* keys, int count, uint32_t topk, Cluster cluster,
-                                       const Put& put) {
-    Bins bins = whole_range<THREADS>(s, keys, count, cluster);
+__device__ __forceinline__ void select(Search& s, const uint32_t* keys, int count, uint32_t topk, const Range& range,
+                                       Cluster cluster, const Put& put) {
+    Bins bins = whole_range(s, range, cluster);
     uint32_t need = topk;
     bool ranked;
     while (true) {
         histogram<THREADS>(s, keys, count, bins, cluster);
-        find_bin<THREADS>(s, need);
+        find_bin<THREADS>(s, cluster.size == 1 ? s.bins : s.total, need);
         ranked = s.in_bin <= FEW;
         if (ranked || (bins.scale == 0.0f && bins.shift == 0)) break;
         if (bins.scale != 0.0f) {
@@ -272,6 +299,7 @@ __device__ __forceinline__ void select(Search& s, const uint32_t* keys, int coun
             const uint32_t low = bins.low + (s.bin << bins.shift), width = (1u << bins.shift) - 1;
             bins = Bins::by_bits(low, min(bins.high, low + width));
         }
+        if (cluster.size == 1) clear<THREADS>(s);
         __syncthreads();  // the bins are clear, and s.bin was read by all
     }
     need -= s.over;

@@ -200,21 +200,15 @@ def _select(
     entries are visible.
     """
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
-    n_tokens, entries, k = len(latent), batch.entries[CSA], cfg.index_topk
-    heads, width = cfg.index_n_heads, cfg.index_head_dim
+    n_tokens, k, heads, width = len(latent), cfg.index_topk, cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
     ops.index_query(query, rope.cos, rope.sin, ctx.quantised_index, query)
-    scores = ctx.empty(n_tokens, entries, dtype=torch.float32)
-    chosen, places = (ctx.empty(n_tokens, k, dtype=torch.int32) for _ in range(2))
+    places = ctx.empty(n_tokens, k, dtype=torch.int32)
     for start, stop, row, rows, count in _groups(batch):
-        part, shape, table = slice(start, stop), (rows, count), batch.rows[row : row + rows]
-        scored = scores[part].view(*shape, entries)
-        ops.index_scores(
+        part, shape = slice(start, stop), (rows, count)
+        ops.choose(
             query[part].view(*shape, heads, width), weights[part].view(*shape, heads), (width * heads) ** -0.5,
-            state.index_keys, table, entries, scored,
-        )  # fmt: skip
-        ops.select_places(
-            scored, batch.visible[CSA][part].view(shape), table, state.cache.per_page, chosen[part].view(*shape, k),
+            state.index_keys, batch.rows[row : row + rows], batch.visible[CSA][part].view(shape), batch.entries[CSA],
             places[part].view(*shape, k),
         )  # fmt: skip
     return places

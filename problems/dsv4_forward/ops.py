@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 from problems.common import load
 from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, mhc_site, moe
+from problems.dsv4_forward.adapters import indexer as choosing
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
 from problems.dsv4_forward.kernels import cache_rows, copies, fused, products
@@ -69,7 +70,7 @@ class Ops:
     index_scores: Op
     select: Op
     locate: Op
-    select_places: Op
+    choose: Op
     fmha: Op
     route: Op
     experts: Op
@@ -119,6 +120,7 @@ class _Steps:
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
+    index_scores: Op = indexer.index_scores
     select: Op = indexer.select
     locate: Op = indexer.locate
 
@@ -135,6 +137,16 @@ def _entries_of_512(cfg: Config, fmt: str) -> str:
     if fmt in PLAIN:
         return f"no 584-byte cache entries in {fmt}"
     return "" if cfg.head_dim == 512 else f"head_dim must be 512, is {cfg.head_dim}"
+
+
+def _index_keys(cfg: Config, fmt: str) -> str:
+    if fmt in PLAIN:
+        return f"no MXFP4 keys in {fmt}"
+    heads, width = choosing.heads(), choosing.width()
+    if cfg.index_n_heads not in heads or cfg.index_head_dim != width:
+        found = f"{cfg.index_n_heads} of {cfg.index_head_dim}"
+        return f"index heads must be {' or '.join(map(str, heads))} of {width}, are {found}"
+    return ""
 
 
 def _nvfp4_experts(cfg: Config, fmt: str) -> str:
@@ -160,6 +172,7 @@ def _clamp(cfg: Config) -> str:
 GEMV = Provider(gemv.PROBLEM, f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt)
 MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
 FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
+INDEXER = Provider(choosing.PROBLEM, "MXFP4 keys", _index_keys, choosing.adapt)
 MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
 DECODE_LINEARS = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_linears)
@@ -190,7 +203,7 @@ SPECS = (
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
     OpSpec("locate", indexer.locate),
-    _spanning(chains.select_places, "select", "locate"),
+    _spanning(chains.choose, "index_scores", "select", "locate", providers=(INDEXER,)),
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
@@ -322,20 +335,25 @@ def _unserved(provider: Provider, model: _Model) -> str:
 
 def _winner(op: str, model: _Model, asked: Provider | None = None) -> Choice:
     provider = asked or _first(op, model)
+    reason = "no problem for it" if provider is None else _unserved(provider, model) or _winnerless(provider, model)
+    if not reason:
+        # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
+        name = load.winner(load.PROBLEMS / provider.problem, model.target)
+        variant = load.variant(provider.problem, name)
+        return Choice(op, provider.scope, f"{provider.problem}/{name}", provider, variant)
+    if asked:
+        return Choice(op, reason)
     for kernels in KERNELS:
-        if provider is None and op in kernels.OPS and model.target in kernels.TARGETS:
+        if op in kernels.OPS and model.target in kernels.TARGETS:
             name = f"dsv4_forward/{kernels.SOURCE.stem}"
             return Choice(op, "a fused kernel of this folder", name, function=kernels.ops(model.target)[op])
-    if provider is None:
-        return Choice(op, "no problem for it")
-    if reason := _unserved(provider, model):
-        return Choice(op, reason)
-    problem, folder = provider.problem, load.PROBLEMS / provider.problem
-    if model.target not in load.winners(folder):
-        return Choice(op, f"{problem} has no winner for {model.target}")
-    # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
-    name = load.winner(folder, model.target)
-    return Choice(op, provider.scope, f"{problem}/{name}", provider, load.variant(problem, name))
+    return Choice(op, reason)
+
+
+def _winnerless(provider: Provider, model: _Model) -> str:
+    """Why the provider's problem has no winner for the machine, "" if it has one."""
+    has = model.target in load.winners(load.PROBLEMS / provider.problem)
+    return "" if has else f"{provider.problem} has no winner for {model.target}"
 
 
 def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choice:

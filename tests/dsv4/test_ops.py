@@ -161,8 +161,26 @@ def test_a_further_problem_is_a_further_provider(problems, monkeypatch, model):
     x = torch.ones(2, 3).as_subclass(type("Told", (torch.Tensor,), {"calls": []}))
     chosen.ops.rms_norm(x, None, 1e-6, torch.empty(2, 3))
     assert x.calls == ["plain"]
+    monkeypatch.setattr(ops, "KERNELS", ())
     sm100 = ops.choose("winners", "sm100", model["bf16"])
     assert lines(sm100)["rms_norm"] == "reference (norms has no winner for sm100)"
+
+
+def test_a_kernel_of_this_folder_fills_an_op_where_no_winner_does(problems, monkeypatch, model):
+    norms = ops.Provider("norms", "all of them", lambda cfg, fmt: "" if fmt == "nvfp4" else "not it", adapt_norm)
+    mine = SimpleNamespace(
+        OPS=("rms_norm", "rotate"), TARGETS=("cpu", "sm100"), SOURCE=problems / "mine.cu",
+        ops=lambda target: {"rms_norm": print, "rotate": print},
+    )  # fmt: skip
+    monkeypatch.setattr(ops, "SPECS", (spec("rms_norm", norms), spec("rotate")))
+    monkeypatch.setattr(ops, "KERNELS", (mine,))
+    names = {
+        (target, fmt): ops.choose("winners", target, model[fmt]).names["rms_norm"]
+        for target in ("cpu", "sm100") for fmt in ("bf16", "nvfp4")
+    }  # fmt: skip
+    mine = "dsv4_forward/mine"
+    assert names == {("cpu", "bf16"): mine, ("cpu", "nvfp4"): "norms/plain", ("sm100", "bf16"): mine,
+                     ("sm100", "nvfp4"): mine}  # fmt: skip
 
 
 def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(monkeypatch, model):

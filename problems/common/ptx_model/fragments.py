@@ -17,6 +17,10 @@ HALVES = {"bf16": formats.from_bf16, "f16": lambda bits: bits.view(np.float16).a
 def a_fragment(registers: np.ndarray, type_: str) -> np.ndarray:
     """uint32 (4, warps, 32) -> float64 (warps, 16 rows, 16 k), A of m16n8k16 and of wgmma."""
     warps = registers.shape[1]
+    if type_ == "e4m3":
+        values = formats.E4M3[np.ascontiguousarray(registers).view(np.uint8)]
+        values = values.reshape(2, 2, warps, 8, 4, 4).transpose(2, 1, 3, 0, 4, 5)
+        return values.reshape(warps, 16, 32).astype(np.float64)
     values = HALVES[type_](np.ascontiguousarray(registers).view(np.uint16))
     # (k half, row half, warps, row, thread of 4, pair)
     values = values.reshape(2, 2, warps, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5)

@@ -404,7 +404,7 @@ class Machine:
             if len(groups) > 1:
                 return w.split(groups)
         w.go(w.pc + 1, w.active() & ~chosen)
-        w.go(target, chosen)
+        w.go(target, chosen.copy())
         w.take_first()
         return None
 

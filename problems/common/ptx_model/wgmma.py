@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from problems.common.ptx_model import descriptors
+from problems.common.ptx_model import descriptors, formats
 from problems.common.ptx_model.copies import groups_of, wait_groups
 from problems.common.ptx_model.decode import Decoder, Execute, opcode
 from problems.common.ptx_model.faults import Fault
@@ -43,10 +43,12 @@ def warpgroup(d: Decoder) -> Execute:
 
 
 def _product(d: Decoder) -> Execute:
-    shape = re.fullmatch(r"m64n(\d+)k16", d.left.pop(0))
+    shape = re.fullmatch(r"m64n(\d+)k(16|32)", d.left.pop(0))
     types, d.left = d.left, []
-    if shape is None or types[0] != "f32" or types[1] != types[2] or types[1] not in HALVES:
+    if shape is None or types[0] != "f32" or types[1] != types[2] or types[1] not in (*HALVES, "e4m3"):
         raise d.refuse(" ".join(types))
+    if (types[1] == "e4m3") != (shape[2] == "32"):
+        raise d.refuse(f"k of {shape[2]} for {types[1]}")
     columns, type_ = int(shape[1]), types[1]
     accumulators = d.items(0)
     puts, reads = [d.put(item, "f32") for item in accumulators], [d.lanes(item, "f32") for item in accumulators]
@@ -59,10 +61,12 @@ def _product(d: Decoder) -> Execute:
     adds = d.lanes(further[0], "pred")
     settings = [int(o.value) for o in further[1:] if isinstance(o, Immediate)]
     signs, transposed = settings[:2], settings[2:]
-    if len(settings) != len(further) - 1 or len(transposed) != (1 if from_registers else 2):
+    if len(settings) != len(further) - 1 or len(transposed) != (0 if types[1] == "e4m3" else 1 if from_registers else 2):
         raise d.refuse("its constants")
     if signs != [1, 1]:
         raise d.refuse("negated operands")
+    if types[1] == "e4m3":
+        transposed = [0, 0]
     a_k_major, b_k_major = from_registers or not transposed[0], not transposed[-1]
 
     def execute(w: Warps, m: Mask) -> None:
@@ -121,7 +125,10 @@ def _uniform(values: np.ndarray, some: np.ndarray) -> list[int]:
 
 
 def _operand(block, descriptor: int, rows: int, k_major: bool, type_: str, past: Past) -> np.ndarray:
-    """float64 (rows, 16)."""
+    """float64 (rows, 16), of e4m3 (rows, 32)."""
+    if type_ == "e4m3":
+        index = descriptors.wgmma(descriptor).index(rows, 32, 1, k_major)
+        return formats.E4M3[block.shared.read_bytes(index, past, False)].astype(np.float64)
     index = descriptors.wgmma(descriptor).index(rows, 16, 2, k_major)
     raw = block.shared.read_bytes(index, past, False)
     return HALVES[type_](np.ascontiguousarray(raw).view(np.uint16)).astype(np.float64)

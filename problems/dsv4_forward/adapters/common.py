@@ -28,6 +28,7 @@ class AllOps(Linears, Protocol):
 
     mhc_site: Callable[..., None]
     fmha: Callable[..., None]
+    choose: Callable[..., None]
     experts: Callable[..., None]
     shared: Callable[..., None]
 

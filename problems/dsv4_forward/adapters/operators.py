@@ -105,6 +105,25 @@ def _(
     _task("mhc_site").unpack(_task("mhc_site").Data(*data))
 
 
+@torch.library.custom_op("dsv4::indexer", mutates_args=("out",))
+def indexer(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, visible: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """out = the places of the k keys that q scores highest, by the winner for the device. Tensors as task.Data of
+    indexer. ValueError as task.unpack says, or where the device has no winner.
+    """
+    _winner("indexer", q.device).custom_kernel(_task("indexer").Data(q, weights, keys, table, visible, out))
+
+
+@indexer.register_fake
+def _(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, visible: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    _task("indexer").unpack(_task("indexer").Data(q, weights, keys, table, visible, out))
+
+
 _held: dict[
     tuple[str, str], tuple[tuple, object]
 ] = {}  # by problem and name: task.Weights, what the winner made of them

@@ -26,7 +26,7 @@ def _fields(pointers: str, numbers: str) -> list[tuple[str, type]]:
 
 
 class _Entries(ctypes.Structure):
-    _fields_ = _fields("emit visible target index", "ratio emitted entries")
+    _fields_ = _fields("emit target visible index", "ratio emitted entries")
 
 
 class _Plan(ctypes.Structure):
@@ -112,7 +112,7 @@ def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
             emit = given.emit[ratio]
             _expect("emit", emit, long, (min(len(emit), count),))
             made.of[place] = _Entries(
-                emit.data_ptr(), out.visible[ratio].data_ptr(), out.target[ratio].data_ptr(),
+                emit.data_ptr(), out.target[ratio].data_ptr(), out.visible[ratio].data_ptr(),
                 _pointer(index), ratio, len(emit), given.entries[ratio],
             )  # fmt: skip
     return made

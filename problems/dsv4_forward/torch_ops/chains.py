@@ -31,6 +31,7 @@ class Parts(Protocol):
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+    index_scores: Callable[..., None]
     select: Callable[..., None]
     locate: Callable[..., None]
 
@@ -180,15 +181,22 @@ def index_query(parts: Parts) -> Callable[..., None]:
     return run
 
 
-def select_places(parts: Parts) -> Callable[..., None]:
-    """Return the op that selects the best entries and finds their places."""
+def choose(parts: Parts) -> Callable[..., None]:
+    """Return the op that scores the entries that queries see, and finds the places of the best."""
 
     def run(
-        scores: torch.Tensor, visible: torch.Tensor, table: torch.Tensor, per_page: int, out: torch.Tensor,
-        places: torch.Tensor,
+        q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor, visible: torch.Tensor,
+        entries: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write what select(scores, visible, out) and locate(out, table, per_page, places) write."""
-        parts.select(scores, visible, out)
-        parts.locate(out, table, per_page, places)
+        """Write the places of the k best of the first visible[b, s] entries, in any order, then -1 where fewer.
+
+        q, weights, scale, keys, table, entries: as index_scores, scale above 0; visible: as select; out: int32
+        (B, S, k). Attention's entries lie at the places of their keys.
+        """
+        scores = torch.empty(*out.shape[:2], entries, dtype=torch.float32, device=out.device)
+        parts.index_scores(q, weights, scale, keys, table, entries, scores)
+        ids = torch.empty_like(out)
+        parts.select(scores, visible, ids)
+        parts.locate(ids, table, keys.per_page, out)
 
     return run

@@ -1,6 +1,10 @@
-"""sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few."""
+"""sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few.
 
-from ctypes import c_int, c_void_p
+Up to 32 heads are rows of mma.sync, 16 a block (sm90_few_heads.cu): 16 and 32 are not padded to 64.
+"""
+
+import functools
+from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +18,13 @@ SOURCE = Path(__file__).with_suffix(".cu")
 HEADS = 64  # of a block of threads
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 MOST_SPLITS = 128  # that combine.cuh takes
+FEW_HEADS = SOURCE.with_name("sm90_few_heads.cu")
+ROWS = 16  # heads of a block of FEW_HEADS
+MOST_FEW_HEADS = 32  # that FEW_HEADS is for
+# Cycles of a block, estimated: a tile, alone on its multiprocessor or with another block; all else; each block to join.
+FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 1600, 2000, 6000, 60
+MANY_TILE, MANY_FIXED = 3000, 15000  # of launch_for's, measured with 64 heads
+CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of FEW_HEADS that may share a list
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,47 @@ def launch_for(sizes: Sizes) -> Launch:
     return Launch(48, -(-tiles // each))
 
 
+@dataclass(frozen=True)
+class FewHeads:
+    """How a query's entries are shared out where heads are few."""
+
+    blocks: int  # of a cluster, which has a query and 16 heads: one of CLUSTERS
+
+
+def few_heads_for(sizes: Sizes, fit: dict[int, int]) -> FewHeads | None:
+    """Choose by shape, and by how many clusters of each size the GPU has room for at once: what takes the fewest
+    cycles. None: the launch for many heads takes fewer, as it does where one list has thousands of entries.
+    """
+    items = sizes.batch * sizes.queries * -(-sizes.heads // ROWS)
+    groups = -(-(sizes.window + sizes.compressed) // 8)
+
+    def cycles(blocks: int) -> int:
+        waves = -(-items // fit[blocks])
+        shared = min(items, fit[blocks]) * blocks > BLOCKS  # two blocks on a multiprocessor
+        tiles = -(-groups // (4 * blocks))
+        return waves * (FEW_FIXED + tiles * (FEW_TILE_SHARED if shared else FEW_TILE)) + blocks * FEW_JOIN
+
+    blocks = min((blocks for blocks in CLUSTERS if fit[blocks]), key=cycles)
+    many = launch_for(sizes)
+    tiles = -(-(sizes.window + sizes.compressed) // (many.entries * many.splits))
+    waves = -(-sizes.batch * sizes.queries * many.splits // BLOCKS)
+    return FewHeads(blocks) if cycles(blocks) <= waves * (MANY_FIXED + tiles * MANY_TILE) else None
+
+
+@functools.cache
+def clusters_that_fit() -> dict[int, int]:
+    """-> for each of CLUSTERS how many the GPU has room for at once. RuntimeError: CUDA refuses to say."""
+    ask, count = build.cuda(FEW_HEADS, "sm90").function("clusters", c_int, c_void_p), c_int()
+    fit = {}
+    for blocks in CLUSTERS:
+        build.check(ask(blocks, byref(count)), f"clusters of {blocks} blocks")
+        fit[blocks] = count.value
+    return fit
+
+
 def compile_for(target: str) -> list[build.Artefact]:
     """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
+    return [build.cuda(SOURCE, target), build.cuda(FEW_HEADS, target)]
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -49,6 +98,9 @@ def custom_kernel(data: input_t) -> output_t:
     ValueError as unpack says; RuntimeError: the launch.
     """
     sizes = unpack(data)
+    few = few_heads_for(sizes, clusters_that_fit()) if sizes.heads <= MOST_FEW_HEADS else None
+    if few:
+        return _few_heads(data, sizes, few)
     launch = launch_for(sizes)
     rows = sizes.batch * sizes.queries * sizes.heads
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
@@ -61,6 +113,19 @@ def custom_kernel(data: input_t) -> output_t:
         sizes.page_window.bit_length() - 1, data.window.shape[1],
         sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
         launch.splits, launch.entries,
+    )  # fmt: skip
+    build.check(code, "launch")
+    return data.out, data.lse
+
+
+def _few_heads(data: input_t, sizes: Sizes, launch: FewHeads) -> output_t:
+    run = build.cuda(FEW_HEADS, "sm90").function("launch", *[c_void_p] * 10, *[c_int] * 10)
+    code = run(
+        *(t.data_ptr() for t in data),
+        sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
+        sizes.page_window.bit_length() - 1, data.window.shape[1],
+        sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
+        launch.blocks,
     )  # fmt: skip
     build.check(code, "launch")
     return data.out, data.lse

@@ -223,7 +223,7 @@ def _compare_all(files: list[Path], out: Path | None) -> int:
             print(
                 f"{one['problem']}/{one['variant']} {folders.label(one['case'])}{', exact sums' * one['exact']}: "
                 f"{one['output']}: {one['equal']} of {one['elements']} elements have equal bits, "
-                f"the others differ by at most {one['max_ulp']} ulp",
+                f"largest difference {_distance(one['max_ulp'])}",
                 flush=True,
             )
             right &= one["equal"] == one["elements"] or (one["problem"] in EXACT and not one["exact"])
@@ -258,21 +258,25 @@ def _compare(file: Path) -> list[dict]:
     ]  # fmt: skip
 
 
-def differences(got: Any, want: Any) -> tuple[int, int]:
-    """-> (elements with equal bits, largest distance in units of the last place of the output's format).
+def differences(got: Any, want: Any) -> tuple[int, float | None]:
+    """-> (elements with equal bits, largest difference in units of the last place of `want`'s format).
 
-    ValueError: the shapes or dtypes differ. Two NaN differ if their bits do.
+    The unit is that of the element, or of 2^-8 of the largest finite element of its row (last axis) where that is more:
+    the bits of what cancels to nearly 0 say nothing. None: an element is infinite or NaN in one of them only.
+    ValueError: the shapes or dtypes differ.
     """
     import torch
 
     if got.shape != want.shape or got.dtype != want.dtype:
         raise ValueError(f"want {want.dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}")
     bits = {2: torch.int16, 4: torch.int32}[want.element_size()]
-    got, want = (tensor.contiguous().view(bits).long() for tensor in (got, want))
-    equal = int((got == want).sum())
-    lowest = torch.iinfo(bits).min
-    got, want = (torch.where(one < 0, lowest - one, one) for one in (got, want))  # in the order of values
-    return equal, int((got - want).abs().max()) if got.numel() else 0
+    same = got.contiguous().view(bits) == want.contiguous().view(bits)
+    size = want.double().abs().nan_to_num(0, 0, 0)
+    size = torch.maximum(size, size.amax(-1, keepdim=True) / 256).clamp(min=torch.finfo(want.dtype).tiny)
+    unit = torch.exp2(size.log2().floor()) * torch.finfo(want.dtype).eps
+    # Equal infinities differ by NaN.
+    apart = ((got.double() - want.double()).abs() / unit).masked_fill(same, 0)
+    return int(same.sum()), round(float(apart.max()), 1) if bool(apart.isfinite().all()) else None
 
 
 # ---------------------------------------------------------------- the table
@@ -286,9 +290,13 @@ def table(lines: list[dict]) -> str:
         case = {name: value for name, value in one["case"].items() if name != "seed"}
         rows.append(
             f"| {one['problem']}/{one['variant']} | {folders.label(case)}{', exact sums' * one['exact']} "
-            f"| {one['output']} | {one['equal']:,} of {one['elements']:,} | {one['max_ulp']} ulp | {one['device']} |"
+            f"| {one['output']} | {one['equal']:,} of {one['elements']:,} | {_distance(one['max_ulp'])} | {one['device']} |"
         )
     return "\n".join(rows)
+
+
+def _distance(ulp: float | None) -> str:
+    return "infinite" if ulp is None else f"{ulp:g} ulp"
 
 
 def rendered(page: str) -> str:

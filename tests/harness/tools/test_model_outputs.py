@@ -21,14 +21,19 @@ def attention(case):
     return model_check._inputs(task, reference, case), reference
 
 
-def test_a_difference_is_counted_in_last_places_also_across_zero():
-    want = torch.tensor([1.0, 2.0, -0.0, torch.nan, 1e-45])
-    got = torch.tensor([1.0, 2.0000002, 0.0, torch.nan, -1e-45])
-    assert model_outputs.differences(want, want) == (5, 0)
-    assert model_outputs.differences(got, want) == (2, 2)
-    assert model_outputs.differences(want.bfloat16() + 1, want.bfloat16() + 1) == (5, 0)
-    with pytest.raises(ValueError, match=r"want torch\.float32 \(5,\), got torch\.float32 \(4,\)"):
-        model_outputs.differences(got[:4], want)
+def test_a_difference_is_counted_in_last_places_of_what_is_not_nearly_zero():
+    want = torch.tensor([[1.0, 2.0, -0.0, torch.inf, 1e-3], [0.0, 1e-3, 0.0, torch.nan, 0.0]])
+    got = want.clone()
+    assert model_outputs.differences(want, got) == (10, 0)
+    got[0, 1], got[0, 2], got[0, 4] = 2 + 2**-22, 2**-31, 1.5e-3  # 1 unit; 2^-30 is that of 2^-7, so half; a million
+    assert model_outputs.differences(got[:, :4], want[:, :4]) == (6, 1)
+    assert model_outputs.differences(got[:, 2:3], want[:, 2:3])[1] > 1e6  # a row of zeros
+    assert model_outputs.differences(got, want)[1] > 1e5
+    assert model_outputs.differences(torch.zeros_like(want), want)[1] is None
+    half = torch.tensor([[1.0, 1.0 - 2**-8]]).bfloat16()
+    assert model_outputs.differences(half.flip(1), half) == (0, 1)
+    with pytest.raises(ValueError, match=r"want torch\.float32 \(2, 5\), got torch\.float32 \(1, 5\)"):
+        model_outputs.differences(got[:1], want)
 
 
 def test_exact_attention_is_the_mean_of_all_entries_or_one_entry():

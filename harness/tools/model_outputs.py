@@ -290,7 +290,8 @@ def table(lines: list[dict]) -> str:
         case = {name: value for name, value in one["case"].items() if name != "seed"}
         rows.append(
             f"| {one['problem']}/{one['variant']} | {folders.label(case)}{', exact sums' * one['exact']} "
-            f"| {one['output']} | {one['equal']:,} of {one['elements']:,} | {_distance(one['max_ulp'])} | {one['device']} |"
+            f"| {one['output']} | {one['equal']:,} of {one['elements']:,} | {_distance(one['max_ulp'])} "
+            f"| {one['device']} |"
         )
     return "\n".join(rows)
 

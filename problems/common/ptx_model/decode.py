@@ -180,7 +180,7 @@ class Decoder:
             raise self.refuse(f"{operand} is no address")
         offset = operand.offset
         if isinstance(operand.base, Symbol) and operand.base.name not in self.kernel.parameters:
-            wide = False
+            wide = operand.base.name in self.kernel.globals
         type_ = "u64" if wide or (isinstance(operand.base, Register) and operand.base.size == 8) else "u32"
         base = self.lanes(operand.base, type_)
         if offset:

@@ -1,5 +1,6 @@
 """ld, st, atom, red of global, shared, local and parameter memory; prefetches and hints."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -276,6 +277,19 @@ def nothing(d: Decoder) -> Execute:
         raise d.refuse("it spoils what it discards")
     d.left = []
     return lambda w, m: None
+
+
+@opcode("call")
+def call(d: Decoder) -> Execute:
+    """Only of what has no body in the text: others are read in the place of the call."""
+    name = re.sub(r"^.*?call\S*\s+(?:\([^)]*\)\s*,\s*)?", "", d.instruction.text).split(",")[0].strip()
+    what = "a call by address" if name.startswith("%") else f"the function {name}, whose PTX is not in the module"
+    d.left = []
+
+    def execute(w: Warps, m: Mask) -> None:
+        raise Fault("not modelled", what)
+
+    return execute
 
 
 @opcode("setmaxnreg")

@@ -235,8 +235,13 @@ class _Reader:
                 if semicolon:
                     if statement.startswith("."):
                         self._declare(statement, scope)
-                    elif re.match(r"call\b", statement):
-                        self._call(text, statement, scope, pending, first)
+                    elif found := re.match(r"(?:@(!?)([%\w$]+)\s+)?(call\b.*)", statement, re.S):
+                        behind = f"$behind{len(pending)}"  # of a call with a predicate
+                        if found[2]:
+                            guard = f"@{'' if found[1] else '!'}{found[2]} bra {behind}"
+                            pending.append((scope, guard, first, self._source))
+                        self._call(text, found[3], scope, pending, first)
+                        self._labels[scope][behind] = len(pending)
                     elif statement:
                         pending.append((scope, self._returning(statement), first, self._source))
                     statement = ""
@@ -296,7 +301,9 @@ class _Reader:
                 self._scopes[scope].update((one, self._register(found[1])) for one in names)
             return
         if statement.startswith(".shared"):
-            self.kernel.shared.append(_variable(statement, "shared"))
+            variable = _variable(statement, "shared")
+            if variable not in self.kernel.shared:  # a function may be called twice
+                self.kernel.shared.append(variable)
             return
         if statement.startswith(".local"):
             variable = _variable(statement, "local")

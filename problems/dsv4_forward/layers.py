@@ -161,22 +161,21 @@ def _compressed(
         return None
     compressors = [w.compressor] if w.indexer is None else [w.indexer.compressor, w.compressor]
     matrices = [one.project for one in compressors]
-    products = [ctx.empty(len(u), len(matrix), dtype=torch.float32) for matrix in matrices]
+    projected = [ctx.empty(len(u), len(matrix), dtype=torch.float32) for matrix in matrices]
     scores = ratio == CSA and batch.entries[ratio] and batch.csa_index is None  # else all visible entries are selected
     if scores:
         matrices.append(w.indexer.weights_proj)
-        products.append(ctx.empty(len(u), ctx.config.index_n_heads))
-    ctx.ops.matmuls(u, matrices, products)
+        projected.append(ctx.empty(len(u), ctx.config.index_n_heads))
+    ctx.ops.matmuls(u, matrices, projected)
     if w.indexer is not None:
-        _compress(
-            products[0], w.indexer.compressor, state.index_tail, state.index_keys, ctx.quantised_index, ratio, rope, ctx
-        )
-    _compress(products[len(compressors) - 1], w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
+        index, keys = w.indexer.compressor, state.index_keys
+        _compress(projected[0], index, state.index_tail, keys, ctx.quantised_index, ratio, rope, ctx)
+    _compress(projected[len(compressors) - 1], w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
     if not batch.entries[ratio]:
         return None
     if ratio == HCA:
         return batch.hca_index
-    return _select(latent, products[-1], w.indexer, state, rope, ctx) if scores else batch.csa_index
+    return _select(latent, projected[-1], w.indexer, state, rope, ctx) if scores else batch.csa_index
 
 
 def _compress(

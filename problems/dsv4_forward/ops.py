@@ -15,7 +15,7 @@ from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, mhc_site, 
 from problems.dsv4_forward.adapters import indexer as choosing
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
-from problems.dsv4_forward.kernels import cache_rows, copies, fused, products
+from problems.dsv4_forward.kernels import cache_rows, copies, fused, matmuls
 from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
 from problems.dsv4_forward.kernels import start as start_kernel
@@ -212,7 +212,7 @@ SPECS = (
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
 # This folder's own; the first that has an op fills it.
-KERNELS = (start_kernel, copies, fused, products, cache_rows, indexer_kernel, router_kernel)
+KERNELS = (start_kernel, copies, fused, matmuls, cache_rows, indexer_kernel, router_kernel)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ def recorded(made: latency.Decode, unfused: bool = False) -> Steps:
     """unfused: with the references of ops that span others and of those that this folder's kernels fill; on a CPU,
     where none does, of all.
     """
+    made.reset()  # steps that are recorded are done a few times before
     chosen = made.choose()
     step = made.step(chosen, unfused_ops(chosen) if unfused else ())
     return Steps(made, step if made.tokens.device.type == "cpu" else timing._capture(step).replay, step)

@@ -29,17 +29,17 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernel, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
-    made = Products(build.cuda(SOURCE, target))
+    made = Matmuls(build.cuda(SOURCE, target))
     return {"matmul": made.matmul, "matmuls": made.matmuls}
 
 
-class Products:
+class Matmuls:
     """The ops on one build."""
 
     def __init__(self, built: build.Artefact) -> None:
         pointers, ints = POINTER(c_void_p), POINTER(c_int)
-        self._products = built.function(
-            "launch_products", c_void_p, pointers, pointers, ints, ints, c_int, c_int, c_int
+        self._matmuls = built.function(
+            "launch_matmuls", c_void_p, pointers, pointers, ints, ints, c_int, c_int, c_int
         )  # fmt: skip
 
     def matmul(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -62,7 +62,7 @@ class Products:
         matrices, outs = ((c_void_p * count)(*(pair[i].data_ptr() for pair in served)) for i in (0, 1))
         rows = (c_int * count)(*(len(weight) for weight, _ in served))
         bf16 = (c_int * count)(*(KINDS.index(out.dtype) for _, out in served))
-        code = self._products(x.data_ptr(), matrices, outs, rows, bf16, count, len(x), x.shape[1])
+        code = self._matmuls(x.data_ptr(), matrices, outs, rows, bf16, count, len(x), x.shape[1])
         build.check(code, "matmuls")
 
 

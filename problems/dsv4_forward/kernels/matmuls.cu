@@ -25,7 +25,7 @@ struct Matrices {
 };
 
 template <int TILES, int OCTETS>
-__global__ void __launch_bounds__(THREADS, TILES == 4 ? RESIDENT - 1 : RESIDENT) products_kernel(const Matrices of) {
+__global__ void __launch_bounds__(THREADS, TILES == 4 ? RESIDENT - 1 : RESIDENT) matmuls_kernel(const Matrices of) {
     using Product = few::Product<WARPS, TILES, OCTETS, LINES>;
     __shared__ float smem_sums[Product::SUMS];
     Matrix mine = of.each[0];
@@ -59,13 +59,13 @@ int multiply(Matrices& of) {
         blocks += (of.each[i].rows + TILES * few::TILE - 1) / (TILES * few::TILE);
         of.each[i].end = blocks;
     }
-    return programmatic::launch(products_kernel<TILES, OCTETS>, dim3(blocks), dim3(THREADS), 0, of);
+    return programmatic::launch(matmuls_kernel<TILES, OCTETS>, dim3(blocks), dim3(THREADS), 0, of);
 }
 
 }  // namespace
 
 // matrices, outs, rows, bf16: of `count` matrices, at most MOST_MATRICES. tokens: at most few::MOST_TOKENS.
-extern "C" int launch_products(const void* x, const void* const* matrices, void* const* outs, const int* rows,
+extern "C" int launch_matmuls(const void* x, const void* const* matrices, void* const* outs, const int* rows,
                                const int* bf16, int count, int tokens, int columns) {
     Matrices of = {};
     of.x = static_cast<const __nv_bfloat16*>(x), of.count = count, of.tokens = tokens, of.columns = columns;

@@ -1,4 +1,4 @@
-"""kernels/products.cu on a GPU, and in the model of one, against fp64; and that it compiles."""
+"""kernels/matmuls.cu on a GPU, and in the model of one, against fp64; and that it compiles."""
 
 import shutil
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward.kernels import products as kernel
+from problems.dsv4_forward.kernels import matmuls as kernel
 from tests.dsv4 import in_model
 
 DEVICE = "cuda"

@@ -283,6 +283,21 @@ def unpack_weights(weights: Weights) -> tuple[str, tuple[tuple[tuple[int, int, i
     return weights.format, tuple(links)
 
 
+def unpack_expert(w13: Weights, w2: Weights) -> tuple[str, tuple[tuple[tuple[int, int, int], ...], ...]]:
+    """-> (format, sizes of both links) of an expert, whose second product takes silu(gate) up: gate is the first half
+    of w13's output, up the second. ValueError as unpack says, or they are not a matrix (1, 2 I, k) and one (1, n, I).
+    """
+    (fmt, first), (other, second) = unpack_weights(w13), unpack_weights(w2)
+    links = (*first, *second)
+    if fmt != other or len(links) != 2 or any(len(link) != 1 or link[0][0] != 1 for link in links):
+        raise ValueError(
+            f"w13 and w2 must be a matrix each, of one format and without groups, got {fmt} and {other}, {links}"
+        )
+    if links[0][0][1] != 2 * links[1][0][2]:
+        raise ValueError(f"w13 must have twice as many rows as w2 columns, got {links[0][0][1]} and {links[1][0][2]}")
+    return fmt, links
+
+
 def unpack_call(
     inputs: Inputs, outputs: Outputs, fmt: str, links: tuple[tuple[tuple[int, int, int], ...], ...]
 ) -> Sizes:

@@ -16,7 +16,6 @@ from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4.linears import SMALL, inputs, product, published
 
 PORTABLE = load.variant(decode.PROBLEM, "cpu_portable")
-REFERENCE = load.module(load.PROBLEMS / decode.PROBLEM, "reference")
 KINDS = tuple(decode.KINDS)
 TASK = load.module(load.PROBLEMS / decode.PROBLEM, "task")
 ROUNDED = 2.0**-8 * 1.02  # of an output: one rounding to bf16, and sums in another order
@@ -86,42 +85,10 @@ def test_pairs_that_are_none_are_two_calls():
     assert torch.equal(outs[1], product(x, second, made.linear, torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_shared_is_the_references_but_for_what_it_rounds(kind):
-    w13, w2, x = matrix(kind, 1, 256, 192), matrix(kind, 1, 192, 128), inputs(5, 192, dtype=torch.bfloat16)
-    got, want = torch.full((5, 192), math.nan), torch.empty(5, 192)
-    adapted(w13, w2).shared(x, w13, w2, 1.0, got)
-    experts.shared(x, w13, w2, 1.0, want)
-    # Gate, up and the result rounded; a code of the value between falls on another side here and there.
-    assert float((got - want).norm() / want.norm()) <= {"fp8": 2e-2, "nvfp4": 5e-2, "plain": 6e-3}[kind]
-
-
-class Expert:
-    """A variant with the two functions of the shared expert, in torch."""
-
-    __name__ = "variants.expert"
-    custom_kernel = staticmethod(PORTABLE.custom_kernel)
-
-    @staticmethod
-    def prepare_expert(w13: object, w2: object) -> tuple:
-        return w13, w2
-
-    @staticmethod
-    def expert(state: tuple, limit: float, x: torch.Tensor, out: torch.Tensor) -> None:
-        v, dtype = x, torch.float32
-        for weights in state:
-            (matrix_,), fmt = weights.links[0], weights.format
-            data = TASK.Data(weights, TASK.Inputs(v), TASK.Outputs(x.new_empty(len(v) * matrix_.codes.shape[1])))
-            exact = REFERENCE.ref_kernel(data).view(len(v), -1).to(dtype)
-            v = experts.gated(exact, limit, None, torch.bfloat16) if weights is state[0] else exact
-            assert fmt in decode.KINDS.values()
-        out.copy_(v)
-
-
 @pytest.mark.parametrize("fmt", ["released", "nvfp4", "bf16"])
 def test_shared_in_one_call_is_the_references(fmt):
     weights = tree.random(SMALL, fmt, seed=3)
-    found = decode.adapt_shared(Expert, weights, Fallback(ops.REFERENCE))
+    found = decode.adapt_shared(PORTABLE, weights, Fallback(ops.REFERENCE))
     assert len(found.served) == 2 * len(list(weights.blocks()))
     ffn = next(weights.blocks()).ffn
     x, run = inputs(5, SMALL.hidden_size, dtype=torch.bfloat16), found.functions["shared"]
@@ -185,8 +152,9 @@ def test_every_matrix_of_a_model_is_served(fmt):
     found = decode.adapt_linears(PORTABLE, weights, Fallback(ops.REFERENCE))
     assert len(found.served) == len(list(weights.linears()))
     assert found.report[0].startswith(f"linear_decode/cpu_portable, linears: {len(found.served)} of")
-    both = decode.adapt_shared(PORTABLE, weights, Fallback(ops.REFERENCE))
-    assert len(both.served) == 2 * len(list(weights.blocks())) and set(both.functions) == {"shared"}
+    none = load.variant(decode.PROBLEM, "torch_dequant")
+    left = decode.adapt_shared(none, weights, Fallback(ops.REFERENCE))
+    assert not left.served and "the variant has no prepare_expert and expert" in left.report[1]
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch():

@@ -395,6 +395,19 @@ def test_variants_refuse_what_is_no_call(file):
         )
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("2x128x192", "192x64", "without groups"), ("128x192+64x192", "192x64", "without groups"),
+        ("128x192", "192x128", "twice as many rows as w2 columns, got 128 and 128"),
+    ],
+)  # fmt: skip
+def test_experts_that_are_none_are_refused(first, second, message):
+    w13, w2 = (made({**TINY, "shape": shape}).weights for shape in (first, second))
+    with pytest.raises(ValueError, match=message):
+        task.unpack_expert(w13, w2)
+
+
 # ---------------------------------------------------------------- how sm90_mma is launched
 
 

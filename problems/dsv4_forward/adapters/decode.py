@@ -13,7 +13,7 @@ A variant of linear_decode may define two more functions, for the shared expert:
         Both products' inputs as their matrices want them, sums in fp32, rounded to bf16 behind the product of gate and
         up, and at the end. x: bf16 (T, k), out: bf16 (T, n), both contiguous; T is 1 to 32.
 
-With a variant without them it is two calls, gate and up rounded to bf16 in between, and their product is torch's.
+Without them the fallback computes the shared expert.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,6 @@ from problems.dsv4_forward.adapters.common import (
     placed,
     uneven,
 )
-from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -126,21 +125,6 @@ class Linears:
             for out, part in zip(outs, room.split(sizes), strict=True):
                 out.copy_(part.view(out.shape))
 
-    def shared(self, x: torch.Tensor, w13: Linear, w2: Linear, limit: float, out: torch.Tensor) -> None:
-        """As experts.shared, with gate, up and the result rounded to bf16. Else as linear."""
-        mixed = torch.empty(len(x), w13.n, dtype=torch.bfloat16, device=x.device)
-        if not (self._serves(x, w13, mixed) and self._serves(x, w2, mixed)):
-            self.fallback.shared(x, w13, w2, limit, out)
-            return
-        self._run(x, w13, mixed, (), "shared")
-        v = experts.gated(mixed.float(), limit, None, torch.bfloat16)
-        self._run(v, w2, out, (), "shared")
-
-    def written(self, w13: Linear, dtype: torch.dtype) -> torch.dtype:
-        """As Experts.written."""
-        held = self.matrices.get(id(w13)) if dtype == torch.bfloat16 else None
-        return torch.bfloat16 if held and not held.reason else torch.float32
-
     def _serves(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> bool:
         if w.kind not in KINDS or x.dtype != torch.bfloat16 or not 1 <= len(x) <= self.task.MOST_TOKENS:
             return False
@@ -193,7 +177,7 @@ class Experts:
     """
 
     most: int
-    kernel: Callable[..., None]
+    kernel: Callable[..., None] | None
     prepared: dict[int, Expert]
     fallback: AllOps
 
@@ -249,13 +233,11 @@ def adapt_linears(module: ModuleType, weights: ModelWeights, fallback: Fallback)
 def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
     """Fit `module`, a variant of the problem. -> the op shared, and lines. Else as adapt_linears."""
     pairs = [(block.ffn.shared_w13, block.ffn.shared_w2) for block in weights.blocks()]
-    if not (hasattr(module, "prepare_expert") and hasattr(module, "expert")):
-        made = _linears(module, [w for pair in pairs for w in pair], fallback)
-        functions = {"shared": Rounding(made.shared, made.written)}
-        return _adapted(module, "shared experts", made, functions, weights, fallback.name)
     task = load.module(load.PROBLEMS / PROBLEM, "task")
     prepared = [make_expert(module, task, *pair) for pair in pairs if pair[0].kind in KINDS]
-    both = Experts(task.MOST_TOKENS, module.expert, {id(one.w13): one for one in prepared}, fallback.ops)
+    both = Experts(
+        task.MOST_TOKENS, getattr(module, "expert", None), {id(one.w13): one for one in prepared}, fallback.ops
+    )
     lines = common.report(_label(module, "shared experts"), "layers", prepared, weights, fallback.name)
     served = frozenset(id(w) for one in prepared if not one.reason for w in (one.w13, one.w2))
     return Adapted({"shared": Rounding(both.shared, both.written)}, lines, served)
@@ -312,6 +294,8 @@ def make_pair(module: ModuleType, made: Linears, first: Linear, second: Linear) 
 @torch.inference_mode(False)
 def make_expert(module: ModuleType, task: ModuleType, w13: Linear, w2: Linear) -> Expert:
     """Prepare both matrices of a shared expert, of one of KINDS, for `module`. ValueError as make_matrix."""
+    if not (hasattr(module, "prepare_expert") and hasattr(module, "expert")):
+        return Expert(w13, w2, "the variant has no prepare_expert and expert")
     if w2.kind != w13.kind:
         return Expert(w13, w2, f"its w2 is {w2.kind}")
     if reason := _refusal(w13) or _refusal(w2):

@@ -39,6 +39,10 @@ struct Matrix {
     const float* input_scale;  // null where an nvfp4 input stays bf16
     uint16_t* out;
     int64_t groups, n, k, quantise;
+    int64_t gate;  // 0, or the bits of the limit of a SwiGLU: the first n / 2 rows are gates, the others their ups
+
+    int64_t apart() const { return gate ? n / 2 : 1; }     // of two rows that are computed together
+    int64_t columns() const { return gate ? n / 2 : n; }  // of a group's output
 };
 
 // The matrices [first, last) have the same input.
@@ -53,17 +57,18 @@ struct Problem {
     std::vector<Link> links;
 
     // tensors: x, then codes, scales, factor, input scale and output of each matrix. numbers: format, tokens, links, then of each
-    // link its matrices, then of each matrix G, n, k and quantise.
+    // link its matrices, then of each matrix G, n, k, quantise and gate.
     Problem(void* const* tensors, const int64_t* numbers)
         : format(numbers[0]), tokens(numbers[1]), x(static_cast<const uint16_t*>(tensors[0])) {
         const int64_t* sizes = numbers + 3 + numbers[2];
         void* const* t = tensors + 1;
         for (int64_t i = 0; i < numbers[2]; i++) {
             const int64_t first = static_cast<int64_t>(matrices.size()), count = numbers[3 + i];
-            for (int64_t j = 0; j < count; j++, t += 5, sizes += 4)
+            for (int64_t j = 0; j < count; j++, t += 5, sizes += 5)
                 matrices.push_back({static_cast<const uint8_t*>(t[0]), static_cast<const uint8_t*>(t[1]),
                                     static_cast<const float*>(t[2]), static_cast<const float*>(t[3]),
-                                    static_cast<uint16_t*>(t[4]), sizes[0], sizes[1], sizes[2], sizes[3]});
+                                    static_cast<uint16_t*>(t[4]), sizes[0], sizes[1], sizes[2], sizes[3],
+                                    sizes[4]});
             links.push_back({first, first + count});
         }
     }
@@ -143,10 +148,10 @@ class Rows : cpu::Arithmetic<Isa> {
     // Rows [begin, end) of one group of a matrix for all tokens. x: fp32 (tokens, apart), at the group's columns.
     WIDE static void run(const Problem& p, const Matrix& m, int64_t group, int64_t begin, int64_t end, const float* x,
                          int64_t apart) {
-        for (int64_t row = begin; row < end; row += kRows)
+        for (int64_t row = begin; row < end; row += m.gate ? 1 : kRows)
             for (int64_t token = 0; token < p.tokens; token += Isa::kTokens) {
                 const int64_t count = std::min<int64_t>(p.tokens - token, Isa::kTokens);
-                uint16_t* out = m.out + token * m.groups * m.n + group * m.n + row;
+                uint16_t* out = m.out + (token * m.groups + group) * m.columns() + row;
                 with_tokens<1>(count, p.format, m, group, row, x + token * apart, apart, out);
             }
     }
@@ -168,7 +173,7 @@ class Rows : cpu::Arithmetic<Isa> {
         F sum[kRows][N] = {};
         for (int64_t k = 0; k < m.k; k += kPart) {
             F w[kRows][kVectors];
-            for (int r = 0; r < kRows; r++) decode<FORMAT>(m, group, row + r, k, w[r]);
+            for (int r = 0; r < kRows; r++) decode<FORMAT>(m, group, row + r * m.apart(), k, w[r]);
             for (int v = 0; v < kVectors; v++)
                 for (int t = 0; t < N; t++) {
                     const F in = get(x + t * apart + k + v * kLanes);
@@ -178,12 +183,17 @@ class Rows : cpu::Arithmetic<Isa> {
         const float factor = FORMAT != kNvfp4   ? 1.0f
                              : !m.input_scale ? m.factor[group]
                                               : m.factor[group] * m.input_scale[group];
-        for (int t = 0; t < N; t++)
+        for (int t = 0; t < N; t++) {
+            float total[kRows] = {};
             for (int r = 0; r < kRows; r++) {
-                float total = 0;
-                for (int i = 0; i < kLanes; i++) total += sum[r][t][i];
-                out[t * m.groups * m.n + r] = bf16(total * factor);
+                for (int i = 0; i < kLanes; i++) total[r] += sum[r][t][i];
+                total[r] *= factor;
+                if (!m.gate) out[t * m.groups * m.n + r] = bf16(total[r]);
             }
+            if (!m.gate) continue;
+            const float limit = from_bits(static_cast<uint32_t>(m.gate)), gate = std::min(total[0], limit);
+            out[t * m.columns()] = bf16(gate / (1 + std::exp(-gate)) * std::clamp(total[1], -limit, limit));
+        }
     }
 
     // 16 columns of a row with their scale.
@@ -229,7 +239,7 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
     std::vector<std::unique_ptr<cpu::Step>> steps;  // of each link, taking then rows
     for (const Link& link : p.links) {
         int64_t rows = 0;
-        for (int64_t i = link.first; i < link.last; i++) rows += p.matrices[i].groups * (p.matrices[i].n / kTask);
+        for (int64_t i = link.first; i < link.last; i++) rows += p.matrices[i].groups * (p.matrices[i].columns() / kTask);
         const int64_t blocks = (p.columns(link) + kBlock - 1) / kBlock;
         steps.push_back(std::make_unique<cpu::Step>(p.inputs(link) * p.tokens * blocks, 4));
         steps.push_back(std::make_unique<cpu::Step>(rows, 1));
@@ -252,12 +262,12 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
             steps[2 * i + 1]->run([&](int64_t task) {
                 int64_t which = link.first;
                 for (;; which++) {
-                    const int64_t tasks = p.matrices[which].groups * (p.matrices[which].n / kTask);
+                    const int64_t tasks = p.matrices[which].groups * (p.matrices[which].columns() / kTask);
                     if (task < tasks) break;
                     task -= tasks;
                 }
                 const Matrix& m = p.matrices[which];
-                const int64_t group = task / (m.n / kTask), row = task % (m.n / kTask) * kTask;
+                const int64_t of_group = m.columns() / kTask, group = task / of_group, row = task % of_group * kTask;
                 const float* mine = x + (m.input_scale ? which - link.first : 0) * p.tokens * columns;
                 Rows<Isa>::run(p, m, group, row, row + kTask, mine + group * m.k, columns);
             });

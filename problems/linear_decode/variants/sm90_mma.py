@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from task import BLOCK, FORMATS, MOST_TOKENS, Matrix, Weights, input_t, output_t, parts, unpack_call, unpack_weights
+from task import (
+    BLOCK,
+    FORMATS,
+    MOST_TOKENS,
+    Matrix,
+    Weights,
+    input_t,
+    output_t,
+    parts,
+    unpack_call,
+    unpack_expert,
+    unpack_weights,
+)
 
 from problems.common import build, load
 
@@ -117,16 +129,9 @@ def custom_kernel(data: input_t) -> output_t:
 
 
 def prepare_expert(w13: Weights, w2: Weights) -> State:
-    """Units of both matrices, of w13 a tile of gates and one of ups in turn. ValueError as prepare, or shapes that are
-    not (1, 2 I, k) and (1, n, I).
-    """
-    sizes = [unpack_weights(weights) for weights in (w13, w2)]
-    (fmt, first), (other, second) = sizes
-    if fmt != other or any(len(links) != 1 or len(links[0]) != 1 or links[0][0][0] != 1 for _, links in sizes):
-        raise ValueError(f"w13 and w2 must be a matrix each, of one format and without groups, got {sizes}")
-    if first[0][0][1] != 2 * second[0][0][2]:
-        raise ValueError(f"w13 must have twice as many rows as w2 columns, got {first[0][0][1]} and {second[0][0][2]}")
-    return State(fmt, (_gated(_link(fmt, w13.links[0], first[0])), _link(fmt, w2.links[0], second[0])))
+    """Units of both matrices, of w13 tiles of gates and ups in turn. ValueError as unpack_expert and prepare."""
+    fmt, (first, second) = unpack_expert(w13, w2)
+    return State(fmt, (_gated(_link(fmt, w13.links[0], first)), _link(fmt, w2.links[0], second)))
 
 
 def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> None:

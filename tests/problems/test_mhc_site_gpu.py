@@ -37,7 +37,7 @@ def outputs(data: object) -> list[torch.Tensor]:
     return [getattr(data, name).clone() for name in task.OUTPUTS]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 17, 33, 64, 127, 129, 300, 1025])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 16, 17, 33, 64, 127, 129, 300, 1025])
 @pytest.mark.parametrize("hidden", [64, 832, 4096, 7168])
 @pytest.mark.parametrize("name", OURS)
 def test_every_number_of_tokens_is_right(name, tokens, hidden):

@@ -238,6 +238,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
     const int column = blockIdx.x * COLUMNS;
     const bool spreads = warp < ROLE_WARPS;
 
+    if (thread == 32 * ROLE_WARPS) prefetch_line(p.base), prefetch_line(p.scale);  // read when all wait for them
     const Group early = group_of<S>(p, 0);
     if (thread == 0) shared.first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->first_tag);
     if (!FEW && warp >= WARPS) {
@@ -346,8 +347,7 @@ int exchange_words(int blocks) { return columns::STATE_WORDS + columns::RING * c
 int launch(void* const* tensors, void* exchange, int tokens, int hidden, int y_bytes, int second_bytes, int blocks) {
     using namespace columns;
     const Problem p = problem(tensors, static_cast<uint64_t*>(exchange), tokens, hidden, y_bytes, second_bytes);
-    bool served = false;
-    if (const cudaError_t error = launch_tokens(p, &served); served) return error;
+    if (in_clusters(p)) return launch_tokens(p);
     Plan found;
     if (!plan(tokens, hidden, blocks, &found)) return cudaErrorCooperativeLaunchTooLarge;
     switch (found.columns) {

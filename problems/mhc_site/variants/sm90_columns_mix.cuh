@@ -26,14 +26,14 @@ struct Sums {
     float low, high;
 };
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal_fast(1.0f + __expf(-x)); }
 __device__ __forceinline__ float broadcast(float v, int lane) { return __shfl_sync(ALL, v, lane); }
 
 // 1 / the root mean square of the token's copies: the squares are the products of each copy with itself.
 __device__ __forceinline__ float inverse_of_copies(Sums sums, int hidden) {
     const float square = broadcast(sums.low, 4) + broadcast(sums.low, 8) + broadcast(sums.low, 11) +
                          broadcast(sums.low, 13);
-    return rsqrtf(square / (COPIES * hidden) + NORM_EPS);
+    return rsqrtf(square * ptx::reciprocal_fast(COPIES * hidden) + NORM_EPS);
 }
 
 // Lanes 0 to 3: pre_j / the root mean square of u. |u|^2 is the sum of pre_j pre_k x'_j x'_k, so that u need not be
@@ -49,7 +49,7 @@ __device__ __forceinline__ float weights_of_u(Sums sums, float inverse, const fl
         for (int k = j; k < COPIES; ++k, ++slot)
             square += (j == k ? 1.0f : 2.0f) * broadcast(pre, j) * broadcast(pre, k) * broadcast(sums.low, slot);
     }
-    return pre * rsqrtf(fmaxf(square, 0.0f) / hidden + NORM_EPS);
+    return pre * rsqrtf(fmaxf(square, 0.0f) * ptx::reciprocal_fast(hidden) + NORM_EPS);
 }
 
 // Lanes e and e + 16: element e of the balanced combination, from its logit. Rows and columns have divisors a and b,
@@ -61,7 +61,7 @@ __device__ __forceinline__ float sinkhorn(float logit, int lane) {
     const float power = __expf(logit - most);
     float sum = power + __shfl_xor_sync(ALL, power, 1);
     sum += __shfl_xor_sync(ALL, sum, 2);
-    const float mine = power / sum + HC_EPS;
+    const float mine = power * ptx::reciprocal_fast(sum) + HC_EPS;
     float m[COPIES][COPIES], a[COPIES], b[COPIES], by_a[COPIES], by_b[COPIES];
 #pragma unroll
     for (int e = 0; e < COPIES * COPIES; ++e) m[e / COPIES][e % COPIES] = broadcast(mine, e);

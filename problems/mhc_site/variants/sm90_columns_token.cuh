@@ -1,5 +1,6 @@
-// Few tokens: a cluster of blocks has a token, each block its columns of all four copies, and sums go from block to block
-// through shared memory. All of fn is read by each cluster, every value of it straight into the register of one thread.
+// Few tokens: a cluster of blocks has one or two, each block its columns of all four copies, and sums go from block to
+// block through shared memory. All of fn is read by each cluster, every value of it straight into the register of one
+// thread, before which little may stand: a block's 16 warps take a microsecond for 450 instructions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,25 +14,20 @@
 
 namespace columns {
 
-constexpr int CLUSTER = 16;  // blocks of a token; hidden is a multiple of 64, so that each has whole quads
+constexpr int CLUSTER = 16;  // blocks; hidden is a multiple of 64, so that each has whole quads
 constexpr int QUAD = 4;      // columns of a copy that a thread has, for half of the rows of fn
 constexpr int HALF_ROWS = ROWS / 2;
 constexpr int QUADS = 64;    // threads of a half and a copy; quads beyond them come in further passes
 constexpr int TOKEN_THREADS = 2 * COPIES * QUADS, TOKEN_WARPS = TOKEN_THREADS / 32;
-constexpr int VALUES = 16;   // that a thread sums up: rows, two products x'_j x'_k, two of nothing
+constexpr int MAKERS = QUADS / 32;     // warps that make out of a token
+constexpr int VALUES = 16;   // that a thread sums up for a token: rows, two products x'_j x'_k, two of nothing
 constexpr int SENT = ROWS + PRODUCTS;  // of SLOTS
-static_assert(TOKEN_WARPS == CLUSTER, "each warp sends to one block");
 
-// A quad of each copy: two words of two bf16.
-struct Quad {
-    uint2 copy[COPIES];
-};
-
-template <int PASSES>
+template <int PASSES, int TOKENS>
 struct TokenShared {
-    Quad kept[PASSES][QUADS];  // x', of the threads that make out
-    float part[TOKEN_WARPS][VALUES];
-    float from[CLUSTER][SLOTS];  // the sums of each block of the cluster
+    uint2 x[TOKENS][PASSES][COPIES][QUADS];  // x', four bf16 each
+    float part[TOKENS][TOKEN_WARPS][VALUES];
+    float from[TOKENS][CLUSTER][SLOTS];  // the sums of each block of the cluster
     float base[ROWS], scale[3];
     uint64_t arrived;
 };
@@ -43,26 +39,11 @@ __device__ __forceinline__ float4 load_once(const float* from) {
                  : "l"(from));
     return v;
 }
-__device__ __forceinline__ void prefetch_line(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
 __device__ __forceinline__ void send(uint32_t to, float value, uint32_t barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
                  "r"(__float_as_uint(value)), "r"(barrier)
                  : "memory");
 }
-// As ptx::wait, for what other blocks of the cluster sent.
-__device__ __forceinline__ void wait_for_cluster(uint32_t barrier) {
-    uint32_t over;
-    do {
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
-                     "selp.u32 %0, 1, 0, p;\n}\n"
-                     : "=r"(over)
-                     : "r"(barrier)
-                     : "memory");
-    } while (!over);
-}
-
 __device__ __forceinline__ float4 widen(uint2 v) {
     return make_float4(low_bf16(v.x), high_bf16(v.x), low_bf16(v.y), high_bf16(v.y));
 }
@@ -75,12 +56,6 @@ __device__ __forceinline__ float4 add_scaled(float by, float4 v, float4 to) {
 __device__ __forceinline__ float add_dot(float4 a, float4 b, float to) {
     return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, to))));
 }
-__device__ __forceinline__ uint2 choose(const Quad& q, int copy) {
-    const uint2 low = copy & 1 ? q.copy[1] : q.copy[0], high = copy & 1 ? q.copy[3] : q.copy[2];
-    return copy & 2 ? high : low;
-}
-__device__ __forceinline__ float element(float4 v, int k) { return k < 2 ? (k ? v.y : v.x) : (k == 2 ? v.z : v.w); }
-
 // Four columns of an addend as they lie in memory: fp32, or bf16 in the first half. Loaded without branches, so that what
 // is loaded behind them need not wait for their values.
 struct Raw {
@@ -104,20 +79,6 @@ __device__ __forceinline__ float4 sum_of(const Problem& p, const Addends& addend
     return widen(narrow(add_scaled(1.0f, value_of(addends.second, p.second_bytes), value_of(addends.y, p.y_bytes))));
 }
 
-// x' of a quad from the copies in `q`.
-__device__ __forceinline__ Quad spread_quad(const Quad& q, float4 y, float4 post, const float4 (&comb)[COPIES]) {
-    Quad made;
-#pragma unroll
-    for (int k = 0; k < COPIES; ++k) {
-        const float by = element(post, k);
-        float4 v = make_float4(by * y.x, by * y.y, by * y.z, by * y.w);
-#pragma unroll
-        for (int j = 0; j < COPIES; ++j) v = add_scaled(element(comb[j], k), widen(q.copy[j]), v);
-        made.copy[k] = narrow(v);
-    }
-    return made;
-}
-
 // Where the parts of a slot lie: warps from `first` on, and which of their values.
 struct Source {
     int first, warps, value;
@@ -133,12 +94,11 @@ __device__ __forceinline__ Source source_of(int slot) {
 }
 
 // The block's sum of a slot.
-template <int PASSES>
-__device__ __forceinline__ float sum_of(const TokenShared<PASSES>& shared, Source of) {
+__device__ __forceinline__ float sum_of(const float (*part)[VALUES], Source of) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < TOKEN_WARPS / 2; ++i)
-        if (i < of.warps) sum += shared.part[of.first + i][of.value];
+        if (i < of.warps) sum += part[of.first + i][of.value];
     return sum;
 }
 
@@ -159,103 +119,37 @@ __device__ __forceinline__ float fold(const float (&v)[WIDTH], int lane) {
     }
 }
 
-// Grid (CLUSTER, tokens). PASSES: quads of a thread.
-template <int PASSES>
-__global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_constant__ Problem p) {
-    __shared__ TokenShared<PASSES> shared;
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int half = thread / (COPIES * QUADS), copy = thread / QUADS % COPIES;
-    const int quads = p.hidden / (CLUSTER * QUAD), rank = ptx::cluster_rank();
-    const int64_t token = blockIdx.y, column = (int64_t(rank) * quads + thread % QUADS) * QUAD;
-    const uint32_t arrived = ptx::smem_address(&shared.arrived);
-    if (thread == 0) {
-        ptx::barrier_init(arrived, 1);
-        ptx::barrier_publish();
-        ptx::arrive_and_expect_tx(arrived, CLUSTER * SENT * sizeof(float));
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+// A quad of x' of one copy, from the token's inputs: by[0] is the weight of the output, by[1 + j] of copy j.
+struct Inputs {
+    uint2 x[COPIES];
+    Addends y;
+};
+__device__ __forceinline__ uint2 spread_quad(const Problem& p, const Inputs& in, const float (&by)[1 + COPIES]) {
+    const float4 y = sum_of(p, in.y);
+    float4 v = make_float4(by[0] * y.x, by[0] * y.y, by[0] * y.z, by[0] * y.w);
+#pragma unroll
+    for (int j = 0; j < COPIES; ++j) v = add_scaled(by[1 + j], widen(in.x[j]), v);
+    return narrow(v);
+}
 
-    auto real = [&](int pass) { return thread % QUADS + pass * QUADS < quads; };
-    auto fn_at = [&](int row, int pass) {
-        return p.fn + (int64_t(half * HALF_ROWS + row) * COPIES + copy) * p.hidden + column + pass * QUADS * QUAD;
-    };
-    constexpr int EARLY = PASSES == 1 ? HALF_ROWS : 0;  // rows of fn that are asked for ahead of x': more would spill
-    const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const bool last = half == 0 && copy == 0;  // makes out
-    Quad x[PASSES];
-    float4 fn[HALF_ROWS], comb[COPIES];
-    Addends y[PASSES];
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const int64_t at = column + pass * QUADS * QUAD;
-#pragma unroll
-        for (int j = 0; j < COPIES; ++j)
-            x[pass].copy[j] = real(pass) ? *reinterpret_cast<const uint2*>(p.copies + (token * COPIES + j) * p.hidden + at)
-                                         : make_uint2(0, 0);
-        y[pass] = {load_quad(p.y, real(pass) ? p.y_bytes : 0, token * p.hidden + at),
-                   load_quad(p.second, real(pass) ? p.second_bytes : 0, token * p.hidden + at)};
-        if (last && real(pass)) prefetch_line(p.norm + at);
-    }
-    const float4 post = *reinterpret_cast<const float4*>(p.post + token * COPIES);
-#pragma unroll
-    for (int j = 0; j < COPIES; ++j)
-        comb[j] = *reinterpret_cast<const float4*>(p.comb + (token * COPIES + j) * COPIES);
-#pragma unroll
-    for (int row = 0; row < EARLY; ++row) fn[row] = real(0) ? load_once(fn_at(row, 0)) : none;
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass)
-#pragma unroll
-        for (int row = pass ? 0 : EARLY; row < HALF_ROWS; ++row)
-            if (lane % 8 == 0 && real(pass)) prefetch_line(fn_at(row, pass));
-    if (thread < ROWS) shared.base[thread] = p.base[thread];
-    if (thread >= 32 && thread < 35) shared.scale[thread - 32] = p.scale[thread - 32];
-
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) x[pass] = spread_quad(x[pass], sum_of(p, y[pass]), post, comb);
-#pragma unroll
-    for (int row = EARLY; row < HALF_ROWS; ++row) fn[row] = real(0) ? load_once(fn_at(row, 0)) : none;
-    float v[VALUES] = {};
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const uint2 mine = choose(x[pass], copy);
-        if (half == 0 && real(pass))
-            *reinterpret_cast<uint2*>(p.new_copies + (token * COPIES + copy) * p.hidden + column +
-                                      pass * QUADS * QUAD) = mine;
-        if (last) shared.kept[pass][thread] = x[pass];
-        const float4 wide = widen(mine);
-        const float4 with = half ? widen(choose(x[pass], (copy + 1) % COPIES)) : wide;
-        v[HALF_ROWS] = add_dot(wide, with, v[HALF_ROWS]);
-        if (half == 0 && copy < 2) v[HALF_ROWS + 1] = add_dot(wide, widen(choose(x[pass], copy + 2)), v[HALF_ROWS + 1]);
-#pragma unroll
-        for (int row = 0; row < HALF_ROWS; ++row) {
-            v[row] = add_dot(fn[row], wide, v[row]);
-            if (pass + 1 < PASSES) fn[row] = real(pass + 1) ? load_once(fn_at(row, pass + 1)) : none;
-        }
-    }
-    const float sum = fold(v, lane);
-    if (lane % 2 == 0) shared.part[warp][lane / 2] = sum;
-    __syncthreads();
-    // Every warp adds up the block's sums, and sends them to one block.
-    const float low = has_slot(lane) ? sum_of(shared, source_of(lane)) : 0.0f;
-    const float high = sum_of(shared, source_of(32 + lane % (SLOTS - 32)));
-    const uint32_t to = ptx::in_block(warp, ptx::smem_address(shared.from[rank])), there = ptx::in_block(warp, arrived);
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
-    if (has_slot(lane)) send(to + lane * 4, low, there);
-    if (lane < SLOTS - 32) send(to + (32 + lane) * 4, high, there);
-
-    const bool mixes = rank == CLUSTER - 1 && warp == TOKEN_WARPS - 1;
-    if (!last && !mixes) return;
+// out and new_post, new_comb of a token, when the sums of all blocks are there.
+template <int PASSES, int TOKENS>
+__device__ __forceinline__ void finish(const Problem& p, const TokenShared<PASSES, TOKENS>& shared, int t, int token,
+                                       int first_quad, int quads, bool mixes, int thread) {
+    const int lane = thread % 32;
     uint2 norm[PASSES];
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass)
-        norm[pass] = last && real(pass) ? *reinterpret_cast<const uint2*>(p.norm + column + pass * QUADS * QUAD)
-                                        : make_uint2(0, 0);
-    wait_for_cluster(arrived);
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const int quad = min(thread + pass * QUADS, quads - 1);
+        norm[pass] = *reinterpret_cast<const uint2*>(p.norm + (first_quad + quad) * QUAD);
+    }
+    ptx::wait(ptx::smem_address(&shared.arrived), 0);
     Sums sums = {0.0f, 0.0f};
 #pragma unroll
-    for (int block = 0; block < CLUSTER; ++block) {
-        sums.low += has_slot(lane) ? shared.from[block][lane] : 0.0f;
-        sums.high += shared.from[block][32 + lane % (SLOTS - 32)];
+    for (int block = 0; block < CLUSTER; ++block) sums.low += shared.from[t][block][lane];
+    if (mixes) {
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) sums.high += shared.from[t][block][32 + lane % (SLOTS - 32)];
     }
     const float inverse = inverse_of_copies(sums, p.hidden);
     if (mixes) {
@@ -269,35 +163,158 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     for (int j = 0; j < COPIES; ++j) by[j] = broadcast(weight, j);
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        if (!real(pass)) continue;
-        float4 u = none;
+        const int quad = thread + pass * QUADS;
+        if (quad >= quads) return;
+        float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int j = 0; j < COPIES; ++j) u = add_scaled(by[j], widen(shared.kept[pass][thread].copy[j]), u);
+        for (int j = 0; j < COPIES; ++j) u = add_scaled(by[j], widen(shared.x[t][pass][j][thread]), u);
         const float4 n = widen(norm[pass]);
-        *reinterpret_cast<uint2*>(p.out + token * p.hidden + column + pass * QUADS * QUAD) =
+        *reinterpret_cast<uint2*>(p.out + token * p.hidden + (first_quad + quad) * QUAD) =
             narrow(make_float4(u.x * n.x, u.y * n.y, u.z * n.z, u.w * n.w));
     }
+}
+
+// Grid (CLUSTER, ceil(tokens / TOKENS)). PASSES: quads of a thread.
+template <int PASSES, int TOKENS>
+__global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_constant__ Problem p) {
+    __shared__ TokenShared<PASSES, TOKENS> shared;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int half = thread / (COPIES * QUADS), copy = thread / QUADS % COPIES, place = thread % QUADS;
+    const int quads = p.hidden / (CLUSTER * QUAD), rank = ptx::cluster_rank(), first_quad = rank * quads;
+    const int first_token = blockIdx.y * TOKENS;
+    const uint32_t arrived = ptx::smem_address(&shared.arrived);
+    if (thread == 0) {
+        ptx::barrier_init(arrived, 1);
+        ptx::barrier_publish();
+        ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
+
+    // Threads without a quad in a pass read another's, and leave it out.
+    int column[PASSES];
+    bool real[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const int quad = place + pass * QUADS;
+        real[pass] = quad < quads, column[pass] = (first_quad + min(quad, quads - 1)) * QUAD;
+    }
+    // x' of a quad of this thread's copy: of the half's token, or with one token by the first half only.
+    const int mine = TOKENS == 2 ? half : 0, token = first_token + mine;
+    const bool spreads = (TOKENS == 2 || half == 0) && token < p.tokens;
+    Inputs in[PASSES];
+    float by[1 + COPIES];
+    if (spreads) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const __nv_bfloat16* from = p.copies + int64_t(token) * COPIES * p.hidden + column[pass];
+#pragma unroll
+            for (int j = 0; j < COPIES; ++j) in[pass].x[j] = *reinterpret_cast<const uint2*>(from + j * p.hidden);
+            const int64_t at = int64_t(token) * p.hidden + column[pass];
+            in[pass].y = {load_quad(p.y, p.y_bytes, at), load_quad(p.second, p.second_bytes, at)};
+        }
+        by[0] = p.post[token * COPIES + copy];
+#pragma unroll
+        for (int j = 0; j < COPIES; ++j) by[1 + j] = p.comb[(token * COPIES + j) * COPIES + copy];
+    }
+    float4 fn[HALF_ROWS];
+    const int apart = COPIES * p.hidden;  // from row to row
+    const float* const weights = p.fn + (half * HALF_ROWS * COPIES + copy) * p.hidden;
+#pragma unroll
+    for (int row = 0; row < HALF_ROWS; ++row) fn[row] = load_once(weights + column[0] + row * apart);
+    if (PASSES > 1 && lane % 8 == 0) {
+#pragma unroll
+        for (int pass = 1; pass < PASSES; ++pass)
+#pragma unroll
+            for (int row = 0; row < HALF_ROWS; ++row) prefetch_line(weights + column[pass] + row * apart);
+    }
+    if (thread < ROWS) shared.base[thread] = p.base[thread];
+    if (thread >= 32 && thread < 35) shared.scale[thread - 32] = p.scale[thread - 32];
+    if (warp == 2 && lane < quads * QUAD / 64 + 1) prefetch_line(p.norm + min(first_quad * QUAD + lane * 64, p.hidden - 1));
+
+    if (TOKENS == 2 || half == 0) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const uint2 made = spreads && real[pass] ? spread_quad(p, in[pass], by) : make_uint2(0, 0);
+            shared.x[mine][pass][copy][place] = made;
+            if (spreads && real[pass])
+                *reinterpret_cast<uint2*>(p.new_copies + (int64_t(token) * COPIES + copy) * p.hidden + column[pass]) = made;
+        }
+    }
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
+    __syncthreads();
+    float v[TOKENS][VALUES] = {};
+#pragma unroll 1  // two at once spill
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const float* next = weights + (first_quad + min(place + (pass + 1) * QUADS, quads - 1)) * QUAD;
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            const auto* const x = shared.x[t][pass];
+            const float4 wide = widen(x[copy][place]);
+            const float4 with = half ? widen(x[(copy + 1) % COPIES][place]) : wide;
+            v[t][HALF_ROWS] = add_dot(wide, with, v[t][HALF_ROWS]);
+            if (half == 0 && copy < 2)
+                v[t][HALF_ROWS + 1] = add_dot(wide, widen(x[copy + 2][place]), v[t][HALF_ROWS + 1]);
+#pragma unroll
+            for (int row = 0; row < HALF_ROWS; ++row) {
+                v[t][row] = add_dot(fn[row], wide, v[t][row]);
+                if (pass + 1 < PASSES && t + 1 == TOKENS) {
+                    fn[row] = load_once(next);
+                    next += apart;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+        const float sum = fold(v[t], lane);
+        if (lane % 2 == 0) shared.part[t][warp][lane / 2] = sum;
+    }
+    __syncthreads();
+    // Two warps a token add up the block's sums, and send them to every block.
+    if (warp < 2 * TOKENS) {
+        const int t = warp / 2, slot = warp % 2 ? 32 + lane : lane;
+        if (slot < SLOTS && (slot >= 32 || has_slot(lane))) {
+            const float sum = sum_of(shared.part[t], source_of(slot));
+            const uint32_t to = ptx::smem_address(&shared.from[t][rank][slot]);
+#pragma unroll
+            for (int block = 0; block < CLUSTER; ++block)
+                send(ptx::in_block(block, to), sum, ptx::in_block(block, arrived));
+        }
+        return;
+    }
+    const int finisher = warp - 2 * TOKENS;  // MAKERS warps a token, then a warp a token in one of the blocks
+    const bool mixes = finisher >= MAKERS * TOKENS;
+    const int t = mixes ? finisher - MAKERS * TOKENS : finisher / MAKERS;
+    if (t >= TOKENS || first_token + t >= p.tokens || (mixes && rank != CLUSTER - 1 - t)) return;
+    finish(p, shared, t, first_token + t, first_quad, quads, mixes, thread % QUADS);
 }
 
 // ---------------------------------------------------------------- launch
 
 constexpr int MOST_PASSES = 2;
+constexpr int FEW_TOKENS = 8;      // of a launch in clusters
+constexpr int TOKENS_BY_ONE = 4;   // up to these a cluster has one: not all GPUs have room for eight clusters at once
 
-// How many tokens at most get a cluster each: as many as run at once.
-inline cudaError_t launch_tokens(const Problem& p, bool* served) {
-    constexpr int FEW_TOKENS = 8;
-    *served = p.tokens <= FEW_TOKENS && p.hidden <= CLUSTER * QUAD * QUADS * MOST_PASSES;
-    if (!*served) return cudaSuccess;
-    const auto kernel = p.hidden <= CLUSTER * QUAD * QUADS ? token_kernel<1> : token_kernel<MOST_PASSES>;
+template <int TOKENS>
+cudaError_t launch_tokens_by(const Problem& p) {
+    const auto kernel = p.hidden <= CLUSTER * QUAD * QUADS ? token_kernel<1, TOKENS> : token_kernel<MOST_PASSES, TOKENS>;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
         return error;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = CLUSTER, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(CLUSTER, p.tokens), config.blockDim = TOKEN_THREADS;
+    config.gridDim = dim3(CLUSTER, (p.tokens + TOKENS - 1) / TOKENS), config.blockDim = TOKEN_THREADS;
     config.attrs = &attribute, config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+// Whether clusters serve the call.
+inline bool in_clusters(const Problem& p) {
+    return p.tokens <= FEW_TOKENS && p.hidden <= CLUSTER * QUAD * QUADS * MOST_PASSES;
+}
+inline cudaError_t launch_tokens(const Problem& p) {
+    return p.tokens <= TOKENS_BY_ONE ? launch_tokens_by<1>(p) : launch_tokens_by<2>(p);
 }
 
 }  // namespace columns

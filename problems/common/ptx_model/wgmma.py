@@ -61,7 +61,9 @@ def _product(d: Decoder) -> Execute:
     adds = d.lanes(further[0], "pred")
     settings = [int(o.value) for o in further[1:] if isinstance(o, Immediate)]
     signs, transposed = settings[:2], settings[2:]
-    if len(settings) != len(further) - 1 or len(transposed) != (0 if types[1] == "e4m3" else 1 if from_registers else 2):
+    if len(settings) != len(further) - 1 or len(transposed) != (
+        0 if types[1] == "e4m3" else 1 if from_registers else 2
+    ):
         raise d.refuse("its constants")
     if signs != [1, 1]:
         raise d.refuse("negated operands")

@@ -95,7 +95,10 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     const int row = blockIdx.x / plan.cluster;
     Cluster cluster{static_cast<int>(blockIdx.x) % plan.cluster, plan.cluster};
     const bool gathers = plan.room > plan.slice;  // the first block gets all scores
+    const bool early = gathers && sizes.blocks <= THREADS;  // the pages of the row are read before its length is known
     const int seen = clamped(__ldg(data.visible + row), sizes);
+    Pages<THREADS> load;
+    if (early) load.load(data, sizes, row, 0, sizes.blocks << sizes.page_shift);
     QueryParts<THREADS> query;
     if constexpr (!SCORED) {
         prefetch_table<THREADS>(data, sizes, row);
@@ -115,8 +118,8 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     cluster.say_begun();
     Slice slice{0, 0, pages};
     cut(seen, cluster, slice.first, slice.count);
-    Pages<THREADS> load;
-    load.load(data, sizes, row, slice.first, gathers && cluster.rank == 0 ? seen : slice.count);
+    if (early) slice.pages += slice.first >> sizes.page_shift;
+    else load.load(data, sizes, row, slice.first, gathers && cluster.rank == 0 ? seen : slice.count);
     Range range;
     if constexpr (SCORED) {
         const uint32_t* from = plan.scores + static_cast<int64_t>(row) * plan.slice * plan.cluster + slice.first;
@@ -139,6 +142,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
             if (cluster.rank != 0) return;
             ptx::wait(arrived, 0);
             slice.count = seen, cluster.size = 1;
+#pragma unroll 4
             for (int i = threadIdx.x; i < seen; i += THREADS) range.take(keys[i]);
         }
     }

@@ -20,9 +20,9 @@ LEAST = 256  # entries that are worth a block of a cluster: a tile for each of i
 GATHERED = 10240  # entries of a row up to which one block of its cluster chooses, faster than all together
 FEW_ROWS = 2 * BLOCKS  # above, rows are many, and small blocks run two to a multiprocessor
 SMALL = 4096  # entries whose scores leave room for that
-# Entries that each multiprocessor scores less in two launches, from which on they are faster: 5 us at 3.6 cycles an
-# entry, of which the second launch and the way through L2 take half.
-WORTH = 2400
+# Entries that each multiprocessor scores less in two launches, from which on they are faster: 2.3 us at 4.2 cycles an
+# entry, which the second launch and the way through L2 take.
+WORTH = 1000
 Pointers, Numbers, Choice = c_void_p * 6, c_int64 * 8, c_int * 6
 
 

@@ -125,7 +125,7 @@ __device__ __forceinline__ Bins whole_range(Search& s, const Range& range, Clust
 template <int THREADS>
 __device__ __forceinline__ void histogram(Search& s, const uint32_t* keys, int count, const Bins& bins,
                                           Cluster cluster) {
-#pragma unroll 2
+#pragma unroll 4
     for (int i = threadIdx.x; i < count; i += THREADS) {
         const uint32_t key = keys[i];
         if (bins.has(key)) atomicAdd(&s.bins[bins.of(key)], 1);
@@ -185,7 +185,7 @@ template <int THREADS>
 __device__ __forceinline__ void exchange(Search& s, const uint32_t* keys, int count, const Bins& bins, bool ranked,
                                          Cluster cluster) {
     uint32_t above = 0, inside = 0;
-#pragma unroll 2
+#pragma unroll 4
     for (int i = threadIdx.x; i < count; i += THREADS) {
         const uint32_t key = keys[i], bin = bins.has(key) ? bins.of(key) : 0;
         above += key > bins.high || (key >= bins.low && bin > s.bin);
@@ -213,32 +213,36 @@ __device__ __forceinline__ void exchange(Search& s, const uint32_t* keys, int co
     cluster.sync();
 }
 
+// The `need`-th largest of `many` scores, by one warp.
+__device__ __forceinline__ uint32_t ranked_score(const uint32_t* scores, uint32_t many, uint32_t need) {
+    uint32_t last = 0;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < many; i += WARP) {
+        const uint32_t key = scores[i];
+        uint32_t above = 0, least = 0;
+#pragma unroll 4
+        for (uint32_t j = 0; j < many; ++j) above += scores[j] > key, least += scores[j] >= key;
+        if (above < need && least >= need) last = key;
+    }
+    return __reduce_max_sync(~0u, last);
+}
+
 // By the first warp: the k-th score, where this slice's places begin, and how many of its scores equal to the k-th are
 // chosen. `need`: of the scores in the bin, how many are chosen. equal: the score of the bin, if all in it are the same.
 __device__ __forceinline__ void rank(Search& s, uint32_t need, bool ranked, uint32_t equal, uint32_t topk,
                                      Cluster cluster) {
     const int lane = threadIdx.x;
-    const bool alone = cluster.size == 1;
-    const uint32_t held = lane >= cluster.size ? 0 : alone ? s.inside : s.counts[lane][1];
-    uint32_t over = lane >= cluster.size ? 0 : alone ? s.above : s.counts[lane][0], same = held, last = equal;
-    const uint32_t* few = alone ? s.mine : s.few[min(lane, MOST_BLOCKS - 1)];
+    const uint32_t held = lane < cluster.size ? s.counts[lane][1] : 0;
+    uint32_t over = lane < cluster.size ? s.counts[lane][0] : 0, same = held, last = equal;
     if (ranked) {
         const uint32_t start = warps::sum_up_to(held, lane) - held, many = __shfl_sync(~0u, start + held, WARP - 1);
 #pragma unroll 1
-        for (uint32_t j = 0; j < held; ++j) s.all[start + j] = few[j];
+        for (uint32_t j = 0; j < held; ++j) s.all[start + j] = s.few[lane][j];
         __syncwarp();
-        last = 0;
-        for (uint32_t i = lane; i < many; i += WARP) {
-            const uint32_t key = s.all[i];
-            uint32_t above = 0, least = 0;
-#pragma unroll 4
-            for (uint32_t j = 0; j < many; ++j) above += s.all[j] > key, least += s.all[j] >= key;
-            if (above < need && least >= need) last = key;
-        }
-        last = __reduce_max_sync(~0u, last);
+        last = ranked_score(s.all, many, need);
         same = 0;
 #pragma unroll 1
-        for (uint32_t j = 0; j < held; ++j) over += few[j] > last, same += few[j] == last;
+        for (uint32_t j = 0; j < held; ++j) over += s.few[lane][j] > last, same += s.few[lane][j] == last;
     }
     const uint32_t left = topk - __reduce_add_sync(~0u, over);  // equals that are chosen
     const uint32_t over_before = warps::sum_up_to(over, lane) - over, same_before = warps::sum_up_to(same, lane) - same;
@@ -247,6 +251,16 @@ __device__ __forceinline__ void rank(Search& s, uint32_t need, bool ranked, uint
         s.base = over_before + min(left, same_before);
         s.quota = left - min(left, same_before);
     }
+}
+
+// The same for a block that is alone.
+__device__ __forceinline__ void rank_alone(Search& s, uint32_t need, bool ranked, uint32_t equal, uint32_t topk) {
+    const uint32_t many = s.inside, last = ranked ? ranked_score(s.mine, many, need) : equal;
+    uint32_t over = 0;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; ranked && i < many; i += WARP) over += s.mine[i] > last;
+    over = __reduce_add_sync(~0u, over);
+    if (threadIdx.x == 0) s.last = last, s.base = 0, s.quota = topk - s.above - over;
 }
 
 // put(i, place) for each chosen score i of this slice, in their order; place: in the row's output.
@@ -258,15 +272,16 @@ __device__ __forceinline__ void compact(Search& s, const uint32_t* keys, int cou
     const int first = min(warp * each, count), end = min(first + each, count);
     const uint32_t last = s.last, quota = s.quota, before = (1u << lane) - 1;
     uint32_t over = 0, same = 0;
-    for (int i = first; i < end; i += WARP) {
-        const uint32_t key = i + lane < end ? keys[i + lane] : 0;
-        over += __popc(__ballot_sync(~0u, i + lane < end && key > last));
-        same += __popc(__ballot_sync(~0u, i + lane < end && key == last));
-    }
+#pragma unroll 4
+    for (int i = first + lane; i < end; i += WARP) over += keys[i] > last, same += keys[i] == last;
+    over = __reduce_add_sync(~0u, over), same = __reduce_add_sync(~0u, same);
     if (lane == 0) s.sums[0][warp] = over, s.sums[1][warp] = same;
     __syncthreads();
     over = 0, same = 0;
-    for (int w = 0; w < warp; ++w) over += s.sums[0][w], same += s.sums[1][w];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w)
+        if (w < warp) over += s.sums[0][w], same += s.sums[1][w];
+#pragma unroll 4
     for (int i = first; i < end; i += WARP) {
         const bool inside = i + lane < end;
         const uint32_t key = inside ? keys[i + lane] : 0;
@@ -305,7 +320,10 @@ __device__ __forceinline__ void select(Search& s, const uint32_t* keys, int coun
     need -= s.over;
     const uint32_t equal = bins.low + s.bin;
     exchange<THREADS>(s, keys, count, bins, ranked, cluster);
-    if (threadIdx.x < WARP) rank(s, need, ranked, equal, topk, cluster);
+    if (threadIdx.x < WARP) {
+        if (cluster.size == 1) rank_alone(s, need, ranked, equal, topk);
+        else rank(s, need, ranked, equal, topk, cluster);
+    }
     __syncthreads();
     compact<THREADS>(s, keys, count, put);
 }

@@ -62,13 +62,17 @@ class Seen(TorchDispatchMode):
         return out
 
     def launcher(self, name: str):
+        def clusters(blocks: int, fit: object) -> int:
+            fit._obj.value = 132 // blocks  # of byref
+            return 0
+
         def launch(*arguments: object) -> int:
             if self.place:
                 several = arguments[COUNTED[name]] if name in COUNTED else SEVERAL.get(name, 1)
                 self.kernels[self.place, name] += several
             return 0
 
-        return launch
+        return clusters if name == "sm90_wgmma_few_heads.clusters" else launch
 
 
 @contextmanager

@@ -183,7 +183,8 @@ def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks):
     module = load.module(FOLDER, "variants/sm90_wgmma")
     sizes = task.Sizes(batch, 1, heads, 128, listed - 128, 64, 64)
     assert module.few_heads_for(sizes, FIT) == module.FewHeads(blocks)
-    without = module.few_heads_for(sizes, {**FIT, blocks: 0})  # a GPU without room for such a cluster
+    fit = {size: count for size, count in FIT.items() if size != blocks}  # a GPU without room for such a cluster
+    without = module.few_heads_for(sizes, fit)
     assert without is None or without.blocks != blocks
 
 

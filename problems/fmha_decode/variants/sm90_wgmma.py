@@ -1,6 +1,6 @@
 """sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few.
 
-Up to 32 heads are rows of mma.sync, 16 a block (sm90_few_heads.cu): 16 and 32 are not padded to 64.
+Up to 32 heads are rows of mma.sync, 16 a block (sm90_wgmma_few_heads.cu): 16 and 32 are not padded to 64.
 """
 
 import functools
@@ -18,9 +18,9 @@ SOURCE = Path(__file__).with_suffix(".cu")
 HEADS = 64  # of a block of threads
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 MOST_SPLITS = 128  # that combine.cuh takes
-SEESAW = SOURCE.with_name("sm90_seesaw.cu")  # for tiles of 48, with the arguments of SOURCE
+SEESAW = SOURCE.with_name("sm90_wgmma_seesaw.cu")  # for tiles of 48, with the arguments of SOURCE
 SEESAW_TILES = 1 << 30  # a block has so many tiles where SEESAW is the faster one
-FEW_HEADS = SOURCE.with_name("sm90_few_heads.cu")
+FEW_HEADS = SOURCE.with_name("sm90_wgmma_few_heads.cu")
 ROWS = 16  # heads of a block of FEW_HEADS
 MOST_FEW_HEADS = 32  # that FEW_HEADS is taken for
 # Cycles of a block, estimated: a tile, alone on its multiprocessor or with another block; all else; each block to join.
@@ -35,7 +35,7 @@ class Launch:
 
     entries: int  # of a tile, 48 or 32
     splits: int  # blocks of threads for a query's entries
-    seesaw: bool = False  # whether two warpgroups score in turn (sm90_seesaw.cu), not one
+    seesaw: bool = False  # whether two warpgroups score in turn (sm90_wgmma_seesaw.cu), not one
 
 
 def launch_for(sizes: Sizes, seesaw_tiles: int = SEESAW_TILES) -> Launch:
@@ -72,7 +72,7 @@ def cluster_for(sizes: Sizes, fit: dict[int, int]) -> tuple[FewHeads, int]:
         tiles = -(-groups // (4 * blocks))
         return waves * (FEW_FIXED + tiles * (FEW_TILE_SHARED if shared else FEW_TILE)) + blocks * FEW_JOIN
 
-    blocks = min((blocks for blocks in CLUSTERS if fit[blocks]), key=cycles)
+    blocks = min(fit, key=cycles)
     return FewHeads(blocks), cycles(blocks)
 
 
@@ -92,12 +92,18 @@ def few_heads_for(sizes: Sizes, fit: dict[int, int]) -> FewHeads | None:
 
 @functools.cache
 def clusters_that_fit() -> dict[int, int]:
-    """-> for each of CLUSTERS how many the GPU has room for at once. RuntimeError: CUDA refuses to say."""
+    """-> for those of CLUSTERS that the GPU has room for, how many at once.
+
+    RuntimeError: CUDA refuses to say, or says that there is room for none.
+    """
     ask, count = build.cuda(FEW_HEADS, "sm90").function("clusters", c_int, c_void_p), c_int()
     fit = {}
     for blocks in CLUSTERS:
         build.check(ask(blocks, byref(count)), f"clusters of {blocks} blocks")
-        fit[blocks] = count.value
+        if count.value:
+            fit[blocks] = count.value
+    if not fit:
+        raise RuntimeError(f"{FEW_HEADS.name}: the GPU must have room for a block of it, CUDA says that it has none")
     return fit
 
 

@@ -24,9 +24,11 @@ from problems.common import build
 # where the input is taken.
 QUANTISED = "decode7expertsILi8ELi8ELi1ELb1E"
 FOUR_TILES, ONE_TILE = "link_kernelILi0ELi4E", "link_kernelILi0ELi1E"
+ADDRESS_KEPT = "site_kernelILi128ELi16ELi4ELb0E"  # one row number, asked for once a tile
 SPILLS = {
     ("linear_decode", "sm90_mma", "sm90"): {FOUR_TILES: 32, ONE_TILE: 32},
     ("linear_decode", "sm90_mma", "sm100"): {FOUR_TILES: 32, ONE_TILE: 96},
+    ("mhc_site", "sm90_columns", "sm100"): {ADDRESS_KEPT: 60},
     ("moe_gemm", "sm90_grouped", "sm90"): {QUANTISED: 24},
     ("moe_gemm", "sm90_grouped", "sm100"): {QUANTISED: 32},
 }

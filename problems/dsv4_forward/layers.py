@@ -165,7 +165,7 @@ def _compressed(
     scores = ratio == CSA and batch.entries[ratio] and batch.csa_index is None  # else all visible entries are selected
     if scores:
         matrices.append(w.indexer.weights_proj)
-        projected.append(ctx.empty(len(u), ctx.config.index_n_heads))
+        projected.append(ctx.empty(len(u), ctx.config.index_n_heads, dtype=torch.float32))
     ctx.ops.matmuls(u, matrices, projected)
     if w.indexer is not None:
         index, keys = w.indexer.compressor, state.index_keys

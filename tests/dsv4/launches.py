@@ -70,7 +70,7 @@ class Seen(TorchDispatchMode):
                 self.kernels[self.place, name] += SEVERAL.get(name, 1)
             return 0
 
-        return clusters if name == "sm90_wgmma_few_heads.clusters" else launch
+        return clusters if name == "sm90_wgmma.clusters" else launch
 
 
 @contextmanager

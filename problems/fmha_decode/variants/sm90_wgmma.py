@@ -1,6 +1,6 @@
 """sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few.
 
-Up to 32 heads are rows of mma.sync, 16 a block (sm90_wgmma_few_heads.cu): 16 and 32 are not padded to 64.
+Up to 32 heads are rows of mma.sync, 16 a block (sm90_few_heads.cuh): 16 and 32 are not padded to 64.
 """
 
 import functools
@@ -18,15 +18,13 @@ SOURCE = Path(__file__).with_suffix(".cu")
 HEADS = 64  # of a block of threads
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 MOST_SPLITS = 128  # that combine.cuh takes
-SEESAW = SOURCE.with_name("sm90_wgmma_seesaw.cu")  # for tiles of 48, with the arguments of SOURCE
-SEESAW_TILES = 1 << 30  # a block has so many tiles where SEESAW is the faster one
-FEW_HEADS = SOURCE.with_name("sm90_wgmma_few_heads.cu")
-ROWS = 16  # heads of a block of FEW_HEADS
-MOST_FEW_HEADS = 32  # that FEW_HEADS is taken for
+SEESAW_TILES = 1 << 30  # a block has so many tiles where launch_seesaw is the faster one
+ROWS = 16  # heads of a block of launch_few_heads
+MOST_FEW_HEADS = 32  # that launch_few_heads is taken for
 # Cycles of a block, estimated: a tile, alone on its multiprocessor or with another block; all else; each block to join.
 FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 1600, 2000, 6000, 60
 MANY_TILE, MANY_FIXED = 3000, 15000  # of launch_for's, measured with 64 heads
-CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of FEW_HEADS that may share a list
+CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of launch_few_heads that may share a list
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,12 @@ class Launch:
 
     entries: int  # of a tile, 48 or 32
     splits: int  # blocks of threads for a query's entries
-    seesaw: bool = False  # whether two warpgroups score in turn (sm90_wgmma_seesaw.cu), not one
+    seesaw: bool = False  # whether two warpgroups score in turn (sm90_seesaw.cuh), not one
 
 
-def launch_for(sizes: Sizes, seesaw_tiles: int = SEESAW_TILES) -> Launch:
+def launch_for(sizes: Sizes) -> Launch:
     """Choose by shape only: the fewest tiles a block that one wave of blocks allows, then the fewest splits for that
-    many; small tiles where even a tile a block does not fill the GPU. seesaw_tiles: see SEESAW_TILES.
+    many; small tiles where even a tile a block does not fill the GPU.
     """
     items = sizes.batch * sizes.queries * -(-sizes.heads // HEADS)
     most = max(1, min(BLOCKS // items, MOST_SPLITS))
@@ -49,7 +47,7 @@ def launch_for(sizes: Sizes, seesaw_tiles: int = SEESAW_TILES) -> Launch:
         return Launch(32, -(-listed // 32))
     tiles = -(-listed // 48)
     each = -(-tiles // most)
-    return Launch(48, -(-tiles // each), each >= seesaw_tiles)
+    return Launch(48, -(-tiles // each), each >= SEESAW_TILES)
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def cluster_for(sizes: Sizes, fit: dict[int, int]) -> tuple[FewHeads, int]:
 
 
 def few_heads_for(sizes: Sizes, fit: dict[int, int]) -> FewHeads | None:
-    """What FEW_HEADS is launched with. None: launch_for's launch takes fewer cycles by estimate, as it does where one
+    """What launch_few_heads gets. None: launch_for's launch takes fewer cycles by estimate, as it does where one
     list has thousands of entries, or heads are more than MOST_FEW_HEADS.
     """
     if sizes.heads > MOST_FEW_HEADS:
@@ -96,20 +94,20 @@ def clusters_that_fit() -> dict[int, int]:
 
     RuntimeError: CUDA refuses to say, or says that there is room for none.
     """
-    ask, count = build.cuda(FEW_HEADS, "sm90").function("clusters", c_int, c_void_p), c_int()
+    ask, count = build.cuda(SOURCE, "sm90").function("clusters", c_int, c_void_p), c_int()
     fit = {}
     for blocks in CLUSTERS:
         build.check(ask(blocks, byref(count)), f"clusters of {blocks} blocks")
         if count.value:
             fit[blocks] = count.value
     if not fit:
-        raise RuntimeError(f"{FEW_HEADS.name}: the GPU must have room for a block of it, CUDA says that it has none")
+        raise RuntimeError("sm90_few_heads.cuh: the GPU must have room for a block of it, CUDA says that it has none")
     return fit
 
 
 def compile_for(target: str) -> list[build.Artefact]:
     """Compile for `target`, without a GPU."""
-    return [build.cuda(source, target) for source in (SOURCE, SEESAW, FEW_HEADS)]
+    return [build.cuda(SOURCE, target)]
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -117,22 +115,17 @@ def custom_kernel(data: input_t) -> output_t:
 
     ValueError as unpack says; RuntimeError: the launch.
     """
-    return attend(data, SEESAW_TILES)
-
-
-def attend(data: input_t, seesaw_tiles: int) -> output_t:
-    """custom_kernel with SEESAW from `seesaw_tiles` tiles a block on."""
     sizes = unpack(data)
-    few = few_heads_for(sizes, clusters_that_fit())
+    few = few_heads_for(sizes, clusters_that_fit()) if sizes.heads <= MOST_FEW_HEADS else None
     if few:
         return attend_few_heads(data, few)
-    launch = launch_for(sizes, seesaw_tiles)
+    launch = launch_for(sizes)
     rows = sizes.batch * sizes.queries * sizes.heads
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
-    source = SEESAW if launch.seesaw else SOURCE
-    run = build.cuda(source, "sm90").function("launch", *[c_void_p] * 12, *[c_int] * 11)
+    name = "launch_seesaw" if launch.seesaw else "launch"
+    run = build.cuda(SOURCE, "sm90").function(name, *[c_void_p] * 12, *[c_int] * 11)
     code = run(
         *(t.data_ptr() for t in data), partial.data_ptr(), stats.data_ptr(),
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
@@ -145,9 +138,9 @@ def attend(data: input_t, seesaw_tiles: int) -> output_t:
 
 
 def attend_few_heads(data: input_t, launch: FewHeads) -> output_t:
-    """custom_kernel with FEW_HEADS, which is right for any number of heads."""
+    """custom_kernel by launch_few_heads, which is right for any number of heads."""
     sizes = unpack(data)
-    run = build.cuda(FEW_HEADS, "sm90").function("launch", *[c_void_p] * 10, *[c_int] * 10)
+    run = build.cuda(SOURCE, "sm90").function("launch_few_heads", *[c_void_p] * 10, *[c_int] * 10)
     code = run(
         *(t.data_ptr() for t in data),
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,

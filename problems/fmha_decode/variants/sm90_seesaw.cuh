@@ -11,6 +11,8 @@
 // had read P of t - 2 before it wrote that. The maximum that P of t is based on comes with P of t - 1.
 //
 // Tensors as in sm90_wgmma.cu, whose launch for tiles of 48 this replaces.
+#pragma once
+
 #include "sm90_block.cuh"
 #include "sm90_products.cuh"
 
@@ -417,7 +419,7 @@ cudaError_t run(const Problem& p) {
 }  // namespace fmha::seesaw
 
 // As sm90_wgmma.cu's, with tiles of 48 entries.
-extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
+extern "C" int launch_seesaw(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
                       const float* sink, void* out, float* lse, void* partial, void* stats, int batch, int queries,
                       int heads, int nw, int nc, int page_window, int stride_window, int page_compressed,

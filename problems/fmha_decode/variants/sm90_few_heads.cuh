@@ -14,6 +14,8 @@
 //
 // q, out  bf16 (B, S, H, 512)      lse  fp32 (B, S, H)      sink  fp32 (H,)
 // caches  uint8 (pages, stride), lists  int32 (B, S, n), lengths  int32 (B,), as task.py describes them
+#pragma once
+
 #include <cuda_bf16.h>
 
 #include "launch_clusters.cuh"
@@ -506,7 +508,7 @@ extern "C" int clusters(int blocks, int* fit) {
 
 // Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; blocks: of a cluster, which has a query
 // and 16 heads, 1 to 16. -> a cudaError_t.
-extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
+extern "C" int launch_few_heads(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
                       const float* sink, void* out, float* lse, int batch, int queries, int heads, int nw, int nc,
                       int page_window, int stride_window, int page_compressed, int stride_compressed, int blocks) {

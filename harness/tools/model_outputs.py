@@ -273,7 +273,7 @@ def differences(got: Any, want: Any) -> tuple[int, float | None]:
     same = got.contiguous().view(bits) == want.contiguous().view(bits)
     size = want.double().abs().nan_to_num(0, 0, 0)
     size = torch.maximum(size, size.amax(-1, keepdim=True) / 256).clamp(min=torch.finfo(want.dtype).tiny)
-    unit = torch.exp2(size.log2().floor()) * torch.finfo(want.dtype).eps
+    unit = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - 1) * torch.finfo(want.dtype).eps
     # Equal infinities differ by NaN.
     apart = ((got.double() - want.double()).abs() / unit).masked_fill(same, 0)
     return int(same.sum()), round(float(apart.max()), 1) if bool(apart.isfinite().all()) else None

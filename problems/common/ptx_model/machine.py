@@ -264,7 +264,7 @@ class Machine:
         group.rest()
         self._here = group
         try:
-            parts = self._execute(group, self.policy.budget())
+            parts = self._execute(group, min(self.policy.budget(), self._limit - self.executed + 1))
         except Fault as fault:
             if fault.where:
                 raise

@@ -179,8 +179,9 @@ FIT = {1: 264, 2: 132, 3: 85, 4: 66, 5: 50, 6: 42, 7: 35, 8: 31, 16: 15}
     ("batch", "heads", "listed", "blocks"),
     [(1, 16, 640, 16), (32, 16, 640, 7), (128, 16, 640, 2), (32, 32, 640, 4), (128, 32, 640, 1), (8, 16, 8320, 16)],
 )
-def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks):
+def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks, monkeypatch):
     module = load.module(FOLDER, "variants/sm90_wgmma")
+    monkeypatch.setattr(module, "MOST_FEW_HEADS", 32)
     sizes = task.Sizes(batch, 1, heads, 128, listed - 128, 64, 64)
     assert module.few_heads_for(sizes, FIT) == module.FewHeads(blocks)
     fit = {size: count for size, count in FIT.items() if size != blocks}  # a GPU without room for such a cluster

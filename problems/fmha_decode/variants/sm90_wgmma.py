@@ -1,6 +1,6 @@
 """sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few.
 
-Up to 32 heads are rows of mma.sync, 16 a block (sm90_few_heads.cuh): 16 and 32 are not padded to 64.
+Up to 16 heads are rows of mma.sync (sm90_few_heads.cuh), not padded to 64.
 """
 
 import functools
@@ -20,7 +20,7 @@ BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 MOST_SPLITS = 128  # that combine.cuh takes
 SEESAW_TILES = 1 << 30  # a block has so many tiles where launch_seesaw is the faster one
 ROWS = 16  # heads of a block of launch_few_heads
-MOST_FEW_HEADS = 32  # that launch_few_heads is taken for
+MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
 # Cycles of a block, estimated: a tile, alone on its multiprocessor or with another block; all else; each block to join.
 FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 1600, 2000, 6000, 60
 MANY_TILE, MANY_FIXED = 3000, 15000  # of launch_for's, measured with 64 heads

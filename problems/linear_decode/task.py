@@ -324,9 +324,8 @@ def _unpack_matrix(matrix: Matrix, fmt: str) -> tuple[int, int, int]:
         "bf16": ((bf16, (g, n, k)), None, None),
     }[fmt]
     wanted = (*wanted, (fp32, (g,)) if fmt == "nvfp4" and matrix.quantise is True else None)
-    names = ("codes", "scales", "factor", "input_scale")
-    for name, want in zip(names, wanted, strict=True):
-        tensor = getattr(matrix, name)
+    given = {"codes": codes, "scales": matrix.scales, "factor": matrix.factor, "input_scale": matrix.input_scale}
+    for (name, tensor), want in zip(given.items(), wanted, strict=True):
         if want is None and tensor is not None:
             quantised = f" with quantise = {matrix.quantise}" if name == "input_scale" else ""
             raise ValueError(f"{name} must be None in {fmt}{quantised}, got {tensor.dtype} {tuple(tensor.shape)}")

@@ -59,10 +59,10 @@ def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adap
 def unserved(cfg: Config) -> str:
     """Return why the problem has no such model, "" if it has."""
     task = load.module(load.PROBLEMS / PROBLEM, "task")
-    for name, wanted in (
-        ("hc_mult", task.COPIES), ("hc_sinkhorn_iters", task.ITERATIONS), ("hc_eps", task.HC_EPS),
-        ("rms_norm_eps", task.NORM_EPS),
+    for name, is_, wanted in (
+        ("hc_mult", cfg.hc_mult, task.COPIES), ("hc_sinkhorn_iters", cfg.hc_sinkhorn_iters, task.ITERATIONS),
+        ("hc_eps", cfg.hc_eps, task.HC_EPS), ("rms_norm_eps", cfg.rms_norm_eps, task.NORM_EPS),
     ):  # fmt: skip
-        if getattr(cfg, name) != wanted:
-            return f"{name} must be {wanted:g}, is {getattr(cfg, name):g}"
+        if is_ != wanted:
+            return f"{name} must be {wanted:g}, is {is_:g}"
     return "" if cfg.hidden_size % UNIT == 0 else f"hidden_size must be a multiple of {UNIT}, is {cfg.hidden_size}"

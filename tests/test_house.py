@@ -226,7 +226,7 @@ def test_pips_last_lines_are_shown_where_it_fails(monkeypatch, tmp_path, capsys,
     assert (tmp_path / "pip.log").read_text().count("\n") == 100
 
 
-@pytest.mark.parametrize("name", ["nvfp4_gemv", "fmha_decode"])
+@pytest.mark.parametrize("name", ["nvfp4_gemv", "fmha_decode", "indexer"])
 def test_make_run_begins_with_one_case(name):
     done = subprocess.run(
         ["make", "--no-print-directory", "-n", "run", f"PROBLEM={name}"],

@@ -33,11 +33,12 @@ EXCEPTIONS = {
     },
     "entries": {
         "harness/sandbox/policy.py", "harness/sandbox/workdir.py", "problems/dsv4_forward/cache/batch.py",
-        "problems/dsv4_forward/cache/plan.py", "problems/dsv4_forward/kernels/indexer.py",
-        "problems/dsv4_forward/kernels/start.py",
-        "problems/dsv4_forward/layers.py", "problems/dsv4_forward/torch_ops/fmha.py",
+        "problems/dsv4_forward/adapters/indexer.py", "problems/dsv4_forward/cache/plan.py",
+        "problems/dsv4_forward/kernels/indexer.py", "problems/dsv4_forward/kernels/start.py",
+        "problems/dsv4_forward/layers.py", "problems/dsv4_forward/torch_ops/chains.py",
+        "problems/dsv4_forward/torch_ops/fmha.py",
         "problems/dsv4_forward/torch_ops/indexer.py", "problems/dsv4_forward/traffic.py",
-        "problems/dsv4_forward/wrong/index_without_relu.py",
+        "problems/dsv4_forward/wrong/choose_by_the_first_table.py", "problems/dsv4_forward/wrong/index_without_relu.py",
     },
     "private": {"harness/sandbox/process.py", "harness/sandbox/workdir.py"},  # memory, paths
     "figure": {"leaderboard/plot.py"},  # matplotlib's

@@ -6,6 +6,7 @@ from harness.runner import tree
 from problems.common import nvfp4
 
 FP4 = torch.float4_e2m1fn_x2
+GOLDEN = (5**0.5 - 1) / 2  # whose multiples, less their whole part, never repeat
 # Floating-point types with one value per element: bits after the leading one.
 BITS = {
     torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7, torch.float8_e4m3fn: 3,
@@ -91,9 +92,13 @@ def tenfold(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values plus 5; integers and packed values move by one element: their range may mean something."""
+    """Return the values plus 5 to 10, without a period, since a softmax forgets what is added to all of its logits.
+    Integers and packed values move by one element: their range may mean something.
+    """
     if tensor.dtype in BITS:
-        return cast(numbers(tensor) + 5, tensor.dtype)
+        values = numbers(tensor)
+        more = torch.arange(values.numel(), dtype=torch.float64, device=values.device).mul_(GOLDEN).frac_()
+        return cast(values + 5 * (1 + more.view(values.shape)), tensor.dtype)
     return bits(tensor).flatten().roll(1).view(tensor.shape).view(tensor.dtype)
 
 

@@ -35,7 +35,7 @@ MODEL_S, GPU_S, TESTS_S = 120, 30, 60
 # What is tested behind the stages: (problem, variant), the surest first.
 TESTS = (
     ("nvfp4_gemv", "sm100_native"), ("nvfp4_gemv", "sm100_cute"), ("moe_gemm", "sm90_grouped"),
-    ("moe_gemm", "sm90_cute"), ("moe_gemm", "sm100_cute"),
+    ("moe_gemm", "sm90_cute"), ("moe_gemm", "sm100_cute"), ("fmha_decode", "sm100_cute"),
 )  # fmt: skip
 
 

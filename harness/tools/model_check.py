@@ -7,6 +7,7 @@ It runs as a separate process, `python -m harness.tools.model_check PROBLEM VARI
 standard input and a line of JSON on standard output for each case and order.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from typing import IO, Any
 
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Recorder, Result
+from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import record, schema
 from harness.sandbox import process
@@ -47,12 +49,22 @@ ORDERS = (
 
 
 def target_of(submission: Submission) -> str:
-    """Return the target that the model stands for. UsageError: `submission` is for no GPU, or no variant of ours."""
+    """Return the target that the model stands for. UsageError: `submission` is nothing that the model can execute."""
+    name = submission.name
     if not submission.own:
-        raise UsageError(f"--device model runs variants of this checkout only, got {submission.name}: move it there")
+        raise UsageError(
+            f"--device model runs variants of this checkout only, got {name}: move it to problems/PROBLEM/variants"
+        )
     found = next((target for target in TARGETS if target in submission.targets), "")
     if not found:
-        raise UsageError(f"--device model needs a variant for {' or '.join(TARGETS)}, got one for {submission.targets}")
+        wanted, given = " or ".join(TARGETS), ", ".join(submission.targets)
+        raise UsageError(f"--device model needs a variant for {wanted}, got {name} for {given}: give --variant")
+    if submission.folder and sources.is_composition(submission.folder):
+        raise UsageError(f"--device model checks the variants of one kernel, got {name}, a whole model of many")
+    if "triton" in submission.requires:
+        raise UsageError(f"--device model executes CUDA C++ and CuTe DSL, got {name}, which is Triton")
+    if missing := [one for one in submission.requires if importlib.util.find_spec(one) is None]:
+        raise UsageError(f"--device model: {name} needs {', '.join(missing)}, which is not installed")
     return found
 
 
@@ -81,7 +93,7 @@ def run(
                 now, case = Outcome(line["status"], f"{line['order']}: {line['said']}"), cases[reached]
                 say(f"{submission.name:20} model  {case}  {line['order']:16}  {line['status']}  {line['said']}")
                 found[reached] = min((found.get(reached, now), now), key=lambda o: schema.STATUSES.index(o.status))
-                reached += line["order"] == ORDERS[-1].policy
+                reached += line["last"]
             status = child.wait()
         except TimeoutError:
             words = (
@@ -156,8 +168,14 @@ def main(argv: list[str]) -> int:
         for order in ORDERS:
             set_order(model, order)
             status, said = _checked(model, module, reference, pristine, want)
-            out.write(json.dumps({"case": number, "order": order.policy, "status": status, "said": said}) + "\n")
+            last = order == ORDERS[-1] or status != "MODEL_CHECKED"  # the first error of a case is enough
+            reply = {"case": number, "order": order.policy, "status": status, "said": said, "last": last}
+            out.write(json.dumps(reply) + "\n")
             out.flush()
+            if last:
+                break
+        if not model.launches:
+            break  # no other case would be different
     return 0
 
 

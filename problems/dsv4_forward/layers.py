@@ -1,6 +1,6 @@
 """Run one layer: `block`, then what it calls, in the order in which a token passes it.
 
-    block -> read copies -> norm -> attention -> write copies -> read copies -> norm -> moe -> write copies
+    block -> site -> attention -> site -> moe; a site writes the sublayer ahead of it to the copies, reads them, norms
     attention -> query, key -> window -> compressed entries -> indexer -> fmha -> output projections
     moe -> route -> experts + shared
 
@@ -58,6 +58,15 @@ class Context:
         self.ops.linear(x, w, out)
         return out
 
+    def two_linears(self, x: torch.Tensor, first: Linear, second: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x first^T and x second^T, one behind the other in memory where their sizes are multiples of 64."""
+        sizes = [len(x) * w.n for w in (first, second)]
+        apart = -(-sizes[0] // 64) * 64
+        room = self.empty(apart + sizes[1])
+        outs = room[: sizes[0]].view(len(x), first.n), room[apart:].view(len(x), second.n)
+        self.ops.two_linears(x, first, second, *outs)
+        return outs
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Return x, normed over its last axis."""
         out = torch.empty_like(x, dtype=self.dtype)
@@ -65,40 +74,64 @@ class Context:
         return out
 
 
-def block(copies: torch.Tensor, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context) -> torch.Tensor:
-    """Run one layer: attention, then experts; each reads the hc copies and writes them. (N, n, d) -> (N, n, d)."""
-    u, post, comb = _read_copies(copies, w.hc_attn, ctx)
-    y = attention(ctx.norm(u, w.attn_norm), w.attn, state, rope, ctx)
-    copies = _write_copies(y, copies, post, comb, ctx)
-    u, post, comb = _read_copies(copies, w.hc_ffn, ctx)
-    routed, shared = moe(ctx.norm(u, w.ffn_norm), w.ffn, ctx)
-    out = torch.empty_like(copies)
-    ctx.ops.mhc_post_sum(routed, shared, copies, post, comb, out)
-    return out
-
-
-def _read_copies(copies: torch.Tensor, site: Site, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mix the copies (N, n, d) to the input of a sublayer, u (N, d).
-
-    -> u; post fp32 (N, n) and comb fp32 (N, n, n), with which _write_copies writes the sublayer's output.
+@dataclass(frozen=True)
+class Pending:
+    """What a sublayer returned, y (N, d), or y and second (N, d), to be added up; and the hc copies (N, n, d) to which
+    it is still to be written, with which weights: post fp32 (N, n), comb fp32 (N, n, n).
     """
-    n = ctx.config.hc_mult
-    u = ctx.empty(len(copies), ctx.config.hidden_size)
-    post = ctx.empty(len(copies), n, dtype=torch.float32)
-    comb = ctx.empty(len(copies), n, n, dtype=torch.float32)
-    ctx.ops.mhc_pre(copies, site.fn, site.base, site.scale, ctx.config, u, post, comb)
-    return u, post, comb
+
+    y: torch.Tensor
+    second: torch.Tensor | None
+    copies: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+
+def block(
+    residual: torch.Tensor | Pending, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context
+) -> Pending:  # fmt: skip
+    """Run one layer: attention, then experts; each reads the hc copies (N, n, d) behind the sublayer ahead of it.
+
+    residual: the copies, or what is still to be written to them. -> what the experts returned, still to be written.
+    """
+    u, *mixing = _site(residual, w.hc_attn, w.attn_norm, ctx)
+    middle = Pending(attention(u, w.attn, state, rope, ctx), None, *mixing)
+    u, *mixing = _site(middle, w.hc_ffn, w.ffn_norm, ctx)
+    return Pending(*moe(u, w.ffn, ctx), *mixing)
+
+
+def _site(
+    residual: torch.Tensor | Pending, site: Site, norm: torch.Tensor, ctx: Context
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Write what is pending to the copies, and mix them to the input of a sublayer.
+
+    -> u, normed (N, d); the copies (N, n, d); post fp32 (N, n) and comb fp32 (N, n, n), with which the sublayer's
+    output is written to them.
+    """
+    copies = residual.copies if isinstance(residual, Pending) else residual
+    count, n, d = copies.shape
+    u, post, comb = ctx.empty(count, d), *(ctx.empty(count, *shape, dtype=torch.float32) for shape in ((n,), (n, n)))
+    weights = site.fn, site.base, site.scale
+    if not isinstance(residual, Pending):
+        mixed = torch.empty_like(u)
+        ctx.ops.mhc_pre(copies, *weights, ctx.config, mixed, post, comb)
+        ctx.ops.rms_norm(mixed, norm, ctx.config.rms_norm_eps, u)
+        return u, copies, post, comb
+    new = torch.empty_like(copies)
+    given = residual.y, residual.second, copies, residual.post, residual.comb
+    ctx.ops.mhc_site(*given, *weights, norm, ctx.config, new, u, post, comb)
+    return u, new, post, comb
 
 
 def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context) -> torch.Tensor:
     """Write the tokens' keys and the entries that they complete, then attend. u: normed (N, d) -> (N, d)."""
     cfg, ops, batch = ctx.config, ctx.ops, ctx.batch
     n_tokens, heads, width = len(u), cfg.num_attention_heads, cfg.head_dim
-    latent = ctx.norm(ctx.linear(u, w.wq_a), w.q_norm)
+    lowered, key = ctx.two_linears(u, w.wq_a, w.wkv)
+    latent = ctx.norm(lowered, w.q_norm)
     query = ctx.empty(n_tokens, heads, width)
     raised = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
     ops.norm_rotate(raised, None, cfg.rms_norm_eps, rope.cos, rope.sin, query)
-    key = ctx.linear(u, w.wkv)
     ops.write_key(key, w.kv_norm, cfg.rms_norm_eps, rope.cos, rope.sin, state.window, batch.window_target)
     index = _compressed(u, latent, w, state, rope, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
@@ -126,54 +159,55 @@ def _compressed(
     ratio, batch = state.ratio, ctx.batch
     if not ratio:
         return None
-    if ratio == CSA:
-        _compress(u, w.indexer.compressor, state.index_tail, state.index_keys, ctx.quantised_index, ratio, rope, ctx)
-    _compress(u, w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
+    compressors = [w.compressor] if w.indexer is None else [w.indexer.compressor, w.compressor]
+    matrices = [one.project for one in compressors]
+    projected = [ctx.empty(len(u), len(matrix), dtype=torch.float32) for matrix in matrices]
+    scores = ratio == CSA and batch.entries[ratio] and batch.csa_index is None  # else all visible entries are selected
+    if scores:
+        matrices.append(w.indexer.weights_proj)
+        projected.append(ctx.empty(len(u), ctx.config.index_n_heads, dtype=torch.float32))
+    ctx.ops.matmuls(u, matrices, projected)
+    if w.indexer is not None:
+        index, keys = w.indexer.compressor, state.index_keys
+        _compress(projected[0], index, state.index_tail, keys, ctx.quantised_index, ratio, rope, ctx)
+    _compress(projected[len(compressors) - 1], w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
     if not batch.entries[ratio]:
         return None
     if ratio == HCA:
         return batch.hca_index
-    if batch.csa_index is not None:  # every visible entry is selected: nothing to score
-        return batch.csa_index
-    return _select(u, latent, w.indexer, state, rope, ctx)
+    return _select(latent, projected[-1], w.indexer, state, rope, ctx) if scores else batch.csa_index
 
 
 def _compress(
-    u: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, pages: Pages, hadamard: bool, ratio: int, rope: Rope,
-    ctx: Context,
+    projected: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, pages: Pages, hadamard: bool, ratio: int,
+    rope: Rope, ctx: Context,
 ) -> None:  # fmt: skip
-    """Write the tokens to the tail, and the entries that they complete to the pages, through Hadamard if so."""
-    batch, ops = ctx.batch, ctx.ops
-    projected = ctx.empty(len(u), len(w.project), dtype=torch.float32)
-    ops.matmul(u, w.project, projected)
-    ops.write_entry(
+    """Write the tokens to the tail, and the entries that they complete to the pages, through Hadamard if so. projected:
+    fp32, the tokens' products with w.project.
+    """
+    batch = ctx.batch
+    ctx.ops.write_entry(
         projected, w.ape, w.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
         rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
     )  # fmt: skip
 
 
 def _select(
-    u: torch.Tensor, latent: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
+    latent: torch.Tensor, weights: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
 ) -> torch.Tensor:
-    """Run the indexer. -> int32 (N, index_topk) rows of the cache, -1 where fewer entries are visible."""
+    """Run the indexer. weights (N, heads): of the heads. -> int32 (N, index_topk) rows of the cache, -1 where fewer
+    entries are visible.
+    """
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
-    n_tokens, entries, k = len(u), batch.entries[CSA], cfg.index_topk
-    heads, width = cfg.index_n_heads, cfg.index_head_dim
+    n_tokens, k, heads, width = len(latent), cfg.index_topk, cfg.index_n_heads, cfg.index_head_dim
     query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
     ops.index_query(query, rope.cos, rope.sin, ctx.quantised_index, query)
-    weights = ctx.empty(n_tokens, heads)
-    ops.matmul(u, w.weights_proj, weights)
-    scores = ctx.empty(n_tokens, entries, dtype=torch.float32)
-    chosen, places = (ctx.empty(n_tokens, k, dtype=torch.int32) for _ in range(2))
+    places = ctx.empty(n_tokens, k, dtype=torch.int32)
     for start, stop, row, rows, count in _groups(batch):
-        part, shape, table = slice(start, stop), (rows, count), batch.rows[row : row + rows]
-        scored = scores[part].view(*shape, entries)
-        ops.index_scores(
+        part, shape = slice(start, stop), (rows, count)
+        ops.choose(
             query[part].view(*shape, heads, width), weights[part].view(*shape, heads), (width * heads) ** -0.5,
-            state.index_keys, table, entries, scored,
-        )  # fmt: skip
-        ops.select_places(
-            scored, batch.visible[CSA][part].view(shape), table, state.cache.per_page, chosen[part].view(*shape, k),
+            state.index_keys, batch.rows[row : row + rows], batch.visible[CSA][part].view(shape), batch.entries[CSA],
             places[part].view(*shape, k),
         )  # fmt: skip
     return places
@@ -193,12 +227,14 @@ def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
     return found
 
 
-def _write_copies(
-    y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, ctx: Context
-) -> torch.Tensor:
-    """Return the copies (N, n, d) after a sublayer that returned y (N, d); post, comb: from _read_copies."""
-    out = torch.empty_like(copies)
-    ctx.ops.mhc_post(y, copies, post, comb, out)
+def write_copies(pending: Pending, ctx: Context) -> torch.Tensor:
+    """Return the copies (N, n, d) with what is pending written to them."""
+    out = torch.empty_like(pending.copies)
+    rest = pending.copies, pending.post, pending.comb, out
+    if pending.second is None:
+        ctx.ops.mhc_post(pending.y, *rest)
+    else:
+        ctx.ops.mhc_post_sum(pending.y, pending.second, *rest)
     return out
 
 

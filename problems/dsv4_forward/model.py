@@ -12,7 +12,7 @@ import torch
 
 from problems.dsv4_forward import layers, ops
 from problems.dsv4_forward.cache.state import Batch, LayerState, State
-from problems.dsv4_forward.layers import Context, Rope
+from problems.dsv4_forward.layers import Context, Pending, Rope
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.torch_ops import rope
 from problems.dsv4_forward.weights.config import PLAIN, SWA, Config
@@ -62,9 +62,11 @@ class Model:
         model's (check).
         """
         self.check(batch, state)
-        ctx, tables, copies = self.start(batch)
+        ctx, tables, embedded = self.start(batch)
+        residual: torch.Tensor | Pending = embedded
         for number, (w, layer) in enumerate(zip(self.weights.layers, state.layers, strict=True)):
-            copies = self.block(f"layers.{number}", copies, w, layer, tables[layer.ratio], ctx)
+            residual = self.block(f"layers.{number}", residual, w, layer, tables[layer.ratio], ctx)
+        copies = _copies(residual, ctx)
         self._enter("head", copies)
         final = copies if every or len(copies) == len(batch.sequences) else copies[batch.last]
         return Output(self.logits(final, self.weights.hc_head, self.weights.norm, ctx), copies)
@@ -110,11 +112,15 @@ class Model:
         return {ratio: Rope(self._freqs[kind], cos[kind], sin[kind]) for ratio, kind in self._kinds.items()}
 
     def block(
-        self, name: str, copies: torch.Tensor, w: BlockWeights, layer: LayerState, table: Rope, ctx: Context
-    ) -> torch.Tensor:
-        """Run the layer `name`: copies (N, n, d) -> (N, n, d)."""
-        self._enter(name, copies)
-        return layers.block(copies, w, layer, table, ctx)
+        self, name: str, residual: torch.Tensor | Pending, w: BlockWeights, layer: LayerState, table: Rope, ctx: Context
+    ) -> Pending:
+        """Run the layer `name`. residual: copies (N, n, d), or what is still to be written to them, as what comes back
+        is. A probe sees copies, so that where there is one they are written before the layer and not within it.
+        """
+        if self.probe:
+            residual = _copies(residual, ctx)
+            self._enter(name, residual)
+        return layers.block(residual, w, layer, table, ctx)
 
     def logits(self, copies: torch.Tensor, site: Site, norm: torch.Tensor, ctx: Context) -> torch.Tensor:
         """Run the head: copies (M, n, d) -> fp32 (M, vocab)."""
@@ -123,6 +129,11 @@ class Model:
     def _enter(self, layer: str, copies: torch.Tensor) -> None:
         if self.probe:
             self.probe.enter(layer, copies)
+
+
+def _copies(residual: torch.Tensor | Pending, ctx: Context) -> torch.Tensor:
+    """The hc copies (N, n, d), with what is pending written to them."""
+    return layers.write_copies(residual, ctx) if isinstance(residual, Pending) else residual
 
 
 def _difference(mine: Config, other: Config) -> str:

@@ -8,13 +8,14 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from problems.common import load
-from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, moe
+from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, mhc_site, moe
+from problems.dsv4_forward.adapters import indexer as choosing
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback
-from problems.dsv4_forward.kernels import cache_rows, copies, fused
+from problems.dsv4_forward.kernels import cache_rows, copies, fused, matmuls
 from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
 from problems.dsv4_forward.kernels import start as start_kernel
@@ -52,10 +53,13 @@ class Ops:
     mhc_pre: Op
     mhc_post: Op
     mhc_post_sum: Op
+    mhc_site: Op
     mhc_head: Op
     matmul: Op
+    matmuls: Op
     linear: Op
     grouped_linear: Op
+    two_linears: Op
     rotate: Op
     norm_rotate: Op
     write: Op
@@ -66,7 +70,7 @@ class Ops:
     index_scores: Op
     select: Op
     locate: Op
-    select_places: Op
+    choose: Op
     fmha: Op
     route: Op
     experts: Op
@@ -98,6 +102,9 @@ class OpSpec:
     parts: tuple[str, ...] = ()
 
 
+_POST_SUM = chains.mhc_post_sum(SimpleNamespace(mhc_post=mhc.post))
+
+
 @dataclass(frozen=True)
 class _Steps:
     """The references that chains are made of."""
@@ -105,16 +112,21 @@ class _Steps:
     plan: Op = start.plan
     embed: Op = start.embed
     mhc_post: Op = mhc.post
+    matmul: Op = linear.matmul
+    linear: Op = linear.linear
+    mhc_post_sum: Op = _POST_SUM
     rms_norm: Op = norm.rms_norm
+    mhc_pre: Op = mhc.pre
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
+    index_scores: Op = indexer.index_scores
     select: Op = indexer.select
     locate: Op = indexer.locate
 
 
-def _spanning(chain: Callable[[chains.Parts], Op], *parts: str) -> OpSpec:
-    return OpSpec(chain.__name__, chain(_Steps()), chain=chain, parts=parts)
+def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:
+    return OpSpec(chain.__name__, chain(_Steps()), providers, chain=chain, parts=parts)
 
 
 def _nvfp4_linears(cfg: Config, fmt: str) -> str:
@@ -127,6 +139,16 @@ def _entries_of_512(cfg: Config, fmt: str) -> str:
     return "" if cfg.head_dim == 512 else f"head_dim must be 512, is {cfg.head_dim}"
 
 
+def _index_keys(cfg: Config, fmt: str) -> str:
+    if fmt in PLAIN:
+        return f"no MXFP4 keys in {fmt}"
+    heads, width = choosing.heads(), choosing.width()
+    if cfg.index_n_heads not in heads or cfg.index_head_dim != width:
+        found = f"{cfg.index_n_heads} of {cfg.index_head_dim}"
+        return f"index heads must be {' or '.join(map(str, heads))} of {width}, are {found}"
+    return ""
+
+
 def _nvfp4_experts(cfg: Config, fmt: str) -> str:
     return _clamp(cfg) if layout.KINDS[fmt].experts == "nvfp4" else f"no NVFP4 experts in {fmt}"
 
@@ -135,8 +157,12 @@ def _nvfp4_shared(cfg: Config, fmt: str) -> str:
     return _nvfp4_linears(cfg, fmt) or _clamp(cfg)
 
 
+def _bf16_sites(cfg: Config, fmt: str) -> str:
+    return f"no bf16 activations in {fmt}" if fmt == "fp32" else mhc_site.unserved(cfg)
+
+
 def _decode_linears(cfg: Config, fmt: str) -> str:
-    return decode.serves(fmt, layout.KINDS[fmt].linear)
+    return decode.serves(fmt)
 
 
 def _clamp(cfg: Config) -> str:
@@ -146,10 +172,12 @@ def _clamp(cfg: Config) -> str:
 GEMV = Provider(gemv.PROBLEM, f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt)
 MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
 FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
+INDEXER = Provider(choosing.PROBLEM, "MXFP4 keys", _index_keys, choosing.adapt)
 MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
-DECODE_LINEARS = Provider(decode.PROBLEM, "FP8 and bf16, at most 32 tokens", _decode_linears, decode.adapt_linears)
-DECODE_SHARED = Provider(decode.PROBLEM, "FP8 and bf16, at most 32 tokens", _decode_linears, decode.adapt_shared)
+DECODE_LINEARS = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_linears)
+DECODE_SHARED = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_shared)
+MHC_SITE = Provider(mhc_site.PROBLEM, "bf16, 4 copies", _bf16_sites, mhc_site.adapt)
 SPECS = (
     OpSpec("plan", start.plan),
     OpSpec("embed", start.embed),
@@ -158,10 +186,13 @@ SPECS = (
     OpSpec("mhc_pre", mhc.pre),
     OpSpec("mhc_post", mhc.post),
     _spanning(chains.mhc_post_sum, "mhc_post"),
+    _spanning(chains.mhc_site, "mhc_post", "mhc_post_sum", "mhc_pre", "rms_norm", providers=(MHC_SITE,)),
     OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
-    OpSpec("linear", linear.linear, (GEMV, MOE_LINEAR, DECODE_LINEARS)),
-    OpSpec("grouped_linear", linear.grouped_linear, (GEMV, MOE_LINEAR, DECODE_LINEARS)),
+    _spanning(chains.matmuls, "matmul"),
+    OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
+    OpSpec("grouped_linear", linear.grouped_linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
+    _spanning(chains.two_linears, "linear", providers=(DECODE_LINEARS,)),
     OpSpec("rotate", rope.rotate),
     _spanning(chains.norm_rotate, "rms_norm", "rotate"),
     OpSpec("write", writes.write),
@@ -172,16 +203,16 @@ SPECS = (
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
     OpSpec("locate", indexer.locate),
-    _spanning(chains.select_places, "select", "locate"),
+    _spanning(chains.choose, "index_scores", "select", "locate", providers=(INDEXER,)),
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
-    OpSpec("shared", experts.shared, (MOE_SHARED, DECODE_SHARED)),
+    OpSpec("shared", experts.shared, (DECODE_SHARED, MOE_SHARED)),
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
 # This folder's own; the first that has an op fills it.
-KERNELS = (start_kernel, copies, fused, cache_rows, indexer_kernel, router_kernel)
+KERNELS = (start_kernel, copies, fused, matmuls, cache_rows, indexer_kernel, router_kernel)
 
 
 @dataclass(frozen=True)
@@ -255,6 +286,9 @@ def _item(item: str, model: _Model) -> list[Choice]:
     name, _, variant = item.partition("=")
     leading = {op: _leading(op, model) for op in NAMES}
     found = [name] if name in NAMES else [op for op in NAMES if any(p.problem == name for p in leading[op])]
+    if not found:  # a problem that leads nowhere fills what it can behind others
+        leading = {op: _providers(op) for op in NAMES}
+        found = [op for op in NAMES if any(p.problem == name for p in leading[op])]
     if not found or not variant:
         problems = dict.fromkeys(provider.problem for providers in leading.values() for provider in providers)
         raise ValueError(
@@ -299,22 +333,27 @@ def _unserved(provider: Provider, model: _Model) -> str:
     return provider.serves(model.cfg, model.fmt)
 
 
-def _winner(op: str, model: _Model) -> Choice:
-    provider = _first(op, model)
+def _winner(op: str, model: _Model, asked: Provider | None = None) -> Choice:
+    provider = asked or _first(op, model)
+    reason = "no problem for it" if provider is None else _unserved(provider, model) or _winnerless(provider, model)
+    if not reason:
+        # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
+        name = load.winner(load.PROBLEMS / provider.problem, model.target)
+        variant = load.variant(provider.problem, name)
+        return Choice(op, provider.scope, f"{provider.problem}/{name}", provider, variant)
+    if asked:
+        return Choice(op, reason)
     for kernels in KERNELS:
-        if provider is None and op in kernels.OPS and model.target in kernels.TARGETS:
+        if op in kernels.OPS and model.target in kernels.TARGETS:
             name = f"dsv4_forward/{kernels.SOURCE.stem}"
             return Choice(op, "a fused kernel of this folder", name, function=kernels.ops(model.target)[op])
-    if provider is None:
-        return Choice(op, "no problem for it")
-    if reason := _unserved(provider, model):
-        return Choice(op, reason)
-    problem, folder = provider.problem, load.PROBLEMS / provider.problem
-    if model.target not in load.winners(folder):
-        return Choice(op, f"{problem} has no winner for {model.target}")
-    # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
-    name = load.winner(folder, model.target)
-    return Choice(op, provider.scope, f"{problem}/{name}", provider, load.variant(problem, name))
+    return Choice(op, reason)
+
+
+def _winnerless(provider: Provider, model: _Model) -> str:
+    """Why the provider's problem has no winner for the machine, "" if it has one."""
+    has = model.target in load.winners(load.PROBLEMS / provider.problem)
+    return "" if has else f"{provider.problem} has no winner for {model.target}"
 
 
 def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choice:
@@ -322,7 +361,7 @@ def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choi
     if variant == "reference":
         return Choice(op, "asked for")
     if variant == "winner":
-        return _winner(op, model)
+        return _winner(op, model, asked)
     provider, what = asked or _first(op, model), f"{op}={variant}"
     file = _file(provider, variant, what)
     # In the folder of the problem a file has the problem's interface.
@@ -387,8 +426,10 @@ def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str
         fallbacks |= {choice.op: order for choice in mine}
         report += (*found.report, *also)
     table = replace(REFERENCE, **functions)
-    spanning = {choice.op: choice.chain(table) for choice in choices if choice.chain}
-    return replace(table, **spanning), fallbacks, tuple(report)
+    for choice in choices:  # in the order of ops, so that a chain's parts may be chains
+        if choice.chain:
+            table = replace(table, **{choice.op: choice.chain(table)})
+    return table, fallbacks, tuple(report)
 
 
 def _fallback(

@@ -7,7 +7,7 @@ from task import Weights, input_t, output_t
 
 from problems.common import load
 
-COMPOSES = ("nvfp4_gemv", "fmha_decode", "moe_gemm", "linear_decode")
+COMPOSES = ("nvfp4_gemv", "fmha_decode", "indexer", "moe_gemm", "linear_decode", "mhc_site")
 # Variants by target, the first that the machine can run.
 WINNERS = {"cpu": ("composed",), "sm90": ("composed",), "sm100": ("composed",)}
 

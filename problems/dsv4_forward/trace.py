@@ -17,7 +17,7 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.torch_ops import chains, router
+from problems.dsv4_forward.torch_ops import router
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,13 @@ CHECKS = {
     "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
     "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
+    "mhc_site": OpCheck(("y", "copies"), ("new_copies", "out", "new_post", "new_comb"), ("new_copies", "out"), 2 * ONE),
     "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
+    "matmuls": OpCheck(("x",), ("outs",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
     "grouped_linear": OpCheck(("x",), ("out",), ("out",), ONE),
+    "two_linears": OpCheck(("x",), ("first_out", "second_out"), ("first_out", "second_out"), ONE),
     "rotate": OpCheck(("x",), ("out",), ("out",), ONE),
     "norm_rotate": OpCheck(("x",), ("out",), ("out",), 2 * ONE),  # rounds behind the norm as well
     "write": OpCheck(("rows",), ("pages",), (), ONE),
@@ -79,19 +82,20 @@ CHECKS = {
     "compress": OpCheck((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
     "write_entry": OpCheck((), ("pages",), (), 2 * ONE),
     "index_query": OpCheck(("x",), ("out",), ("out",), ONE),
-    "index_scores": OpCheck(("q", "weights"), ("out",), (), 1e-4),
+    "index_scores": OpCheck(("q",), ("out",), (), 1e-4),
     "select": OpCheck((), ("out",), (), 0.0),
     "locate": OpCheck((), ("out",), (), 0.0),
-    "select_places": OpCheck((), ("out", "places"), (), 0.0),
+    "choose": OpCheck(("q",), ("out",), (), 0.0),
     "fmha": OpCheck(("q",), ("out", "lse"), ("out",), ATTENTION),
     "route": OpCheck(("u",), ("out_ids", "out_weights"), (), 1e-4),
     "experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
     "shared": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
 }
 # Ops that decide, and the output that says what; the first two are those whose decisions are repeated.
-DECIDING = {"route": "out_ids", "select": "out", "select_places": "out"}
+DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
 STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
+NO_BLOCK = 2**20  # beyond any sequence's
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
 
 
@@ -152,8 +156,10 @@ class Recorder:
     def ops(self) -> Ops:
         table = Ops(**{name: self._wrapped(name, vars(ops.REFERENCE)[name]) for name in CHECKS})
         # An op that spans others calls them, so that each of these is compared too, and named before it.
-        spanning = {spec.name: self._wrapped(spec.name, spec.chain(table), True) for spec in ops.SPECS if spec.chain}
-        return dataclasses.replace(table, **spanning)
+        for spec in ops.SPECS:
+            if spec.chain:
+                table = dataclasses.replace(table, **{spec.name: self._wrapped(spec.name, spec.chain(table), True)})
+        return table
 
     def _wrapped(self, name: str, reference: Callable, spans: bool = False) -> Callable:
         signature = inspect.signature(reference)
@@ -180,7 +186,8 @@ class Recorder:
         want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
         got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
         if ids := DECIDING.get(name):
-            margin = margins(want[ids], got[ids], _decided_by(name, given))
+            chosen = (_entries(each[ids], given) if name == "choose" else each[ids] for each in (want, got))
+            margin = margins(*chosen, _decided_by(name, given))
             worst.take(float(margin > MARGIN) if margin == margin else margin, 1.0, ids)
             same = want[ids] == got[ids]
             want, got = ({k: v.where(same, 0) for k, v in each.items() if k != ids} for each in (want, got))
@@ -215,8 +222,7 @@ class Follower:
             copies.copy_(self.again[len(self.copies) - 1][1])
 
     def ops(self) -> Ops:
-        followed = dataclasses.replace(self.composed, route=self._route, select=self._select)
-        return dataclasses.replace(followed, select_places=chains.select_places(followed))
+        return dataclasses.replace(self.composed, route=self._route, choose=self._choose)
 
     def _next(self, op: str) -> Decision:
         decision = self.decisions[self.done]
@@ -225,12 +231,12 @@ class Follower:
         self.done += 1
         return decision
 
-    def _select(self, *args: object, **named: object) -> None:
-        given = inspect.signature(ops.REFERENCE.select).bind(*args, **named).arguments
-        self.composed.select(**given)
+    def _choose(self, *args: object, **named: object) -> None:
+        given = inspect.signature(ops.REFERENCE.choose).bind(*args, **named).arguments
+        self.composed.choose(**given)
         decision = self._next("select")
-        self._note("select", decision, given["out"])
-        given["out"].copy_(decision.ids)
+        self._note("select", decision, _entries(given["out"], given))
+        ops.REFERENCE.locate(decision.ids, given["table"], given["keys"].per_page, given["out"])
 
     def _route(self, *args: object, **named: object) -> None:
         given = inspect.signature(ops.REFERENCE.route).bind(*args, **named).arguments
@@ -280,7 +286,7 @@ def margins(want: torch.Tensor, got: torch.Tensor, scores: torch.Tensor) -> floa
 def _decided_by(name: str, given: dict) -> torch.Tensor:
     """What decides, larger wins: fp32 (..., candidates). A hash layer has no choice, nothing is near."""
     if name != "route":
-        scores = given["scores"]
+        scores = given["scores"] if name == "select" else _scored(given)
         hidden = torch.arange(scores.shape[-1], device=scores.device) >= given["visible"].unsqueeze(-1)
         return scores.masked_fill(hidden, -torch.inf)
     if given["bias"] is None:
@@ -288,6 +294,30 @@ def _decided_by(name: str, given: dict) -> torch.Tensor:
         score = torch.full((len(chosen), len(given["weight"])), -1.0, device=chosen.device)
         return score.scatter(1, chosen, 1.0)
     return router.scores(given["u"], given["weight"]) + given["bias"]
+
+
+def _scored(given: dict) -> torch.Tensor:
+    """The scores of what the op choose was given, fp32 (B, S, entries), by the reference."""
+    scores = torch.empty(*given["out"].shape[:2], given["entries"], device=given["out"].device)
+    ops.REFERENCE.index_scores(
+        given["q"].float(), given["weights"], given["scale"], given["keys"], given["table"], given["entries"], scores
+    )
+    return scores
+
+
+def _entries(places: torch.Tensor, given: dict) -> torch.Tensor:
+    """places: int32 (B, S, k), what the op choose wrote -> the entries there, int32; -1 stays, and a place that is not
+    the sequence's becomes a number that is no entry's.
+    """
+    per_page, table = given["keys"].per_page, given["table"]
+    block = torch.full((len(table), len(given["keys"].data)), NO_BLOCK, dtype=torch.int64, device=places.device)
+    used = -(-given["entries"] // per_page)
+    numbers = torch.arange(used, device=places.device).expand(len(table), used)
+    # A shorter sequence's row may name pages again behind its end.
+    block.scatter_reduce_(1, table[:, :used].long(), numbers, "amin")
+    page = places.clamp(min=0).div(per_page, rounding_mode="floor").long().flatten(1)
+    found = block.gather(1, page).view(places.shape) * per_page + places % per_page
+    return torch.where(places < 0, -1, found).int()
 
 
 def _rerun(kernel: Callable, check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dtype) -> dict:
@@ -301,14 +331,23 @@ def _rerun(kernel: Callable, check: OpCheck, given: dict, dtype: torch.dtype, ou
         if name == "pages":
             mine[name] = _unwritten(given[name])
             continue
-        kind = out_dtype if name in check.working else given[name].dtype
-        mine[name] = torch.full_like(given[name], float("nan") if kind.is_floating_point else -7, dtype=kind)
+        if name == "outs":
+            mine[name] = [_fresh(one, one.dtype) for one in given[name]]
+            continue
+        mine[name] = _fresh(given[name], out_dtype if name in check.working else given[name].dtype)
     if "tail" in mine:
         mine["tail"] = given["tail"].clone()
         # What is quantised behind is compared as it is after equal roundings.
         mine["dtype"] = dtype if "pages" in mine else out_dtype
     kernel(**mine)
+    if "outs" in mine:
+        return {f"outs[{i}]": one for i, one in enumerate(mine["outs"])}
     return {name: _written(mine) if name == "pages" else mine[name] for name in check.outputs}
+
+
+def _fresh(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One of this shape that nothing has written."""
+    return torch.full_like(tensor, float("nan") if dtype.is_floating_point else -7, dtype=dtype)
 
 
 def _unwritten(pages: Pages) -> Pages:

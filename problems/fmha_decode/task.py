@@ -141,6 +141,9 @@ TESTS = _cases(
     (3, 1, 128, 128, 1024, 64, 64, 1088, "random", "ragged"),
     (1, 1, 128, 128, 1024, 128, 32, 1024, "random", "sinks"),
     (1, 1, 64, 128, 8192, 64, 2, 8192, "sequential", "plain"),
+    (3, 1, 16, 128, 512, 64, 64, 600, "random", "ragged"),
+    (1, 2, 32, 128, 256, 64, 2, 256, "sequential", "maxima"),
+    (1, 1, 16, 128, 1024, 64, 2, 1024, "sequential", "sinks"),
     seed=1000,
 )  # fmt: skip
 
@@ -150,9 +153,9 @@ def _csa(heads: int, compressed: int, batches: tuple[int, ...], queries: int = 1
     return [(b, queries, heads, 128, compressed, 64, 64, 4096, "random", "plain") for b in batches]
 
 
-def _hca(compressed: int, batches: tuple[int, ...]) -> list[tuple]:
+def _hca(compressed: int, batches: tuple[int, ...], heads: int = 64) -> list[tuple]:
     """All entries of a sequence, in pages of 2."""
-    return [(b, 1, 64, 128, compressed, 64, 2, compressed, "sequential", "plain") for b in batches]
+    return [(b, 1, heads, 128, compressed, 64, 2, compressed, "sequential", "plain") for b in batches]
 
 
 BENCHMARKS = _cases(
@@ -162,9 +165,14 @@ BENCHMARKS = _cases(
     *_hca(8192, (1, 8)),
     *_csa(128, 1024, (1, 8, 32, 128)),
     *_csa(64, 512, (32,), queries=2),
+    # What tensor parallelism leaves of 64 and 128 heads.
+    *_csa(16, 512, (1, 32, 128)),
+    *_csa(32, 512, (32,)),
+    *_csa(16, 1024, (32,)),
+    *_hca(8192, (8,), heads=16),
     seed=1111,
 )
-BENCHMARKS_CPU = _cases(*_csa(64, 512, (1, 8)), seed=1111)
+BENCHMARKS_CPU = _cases(*_csa(64, 512, (1, 8)), *_csa(16, 512, (8,)), seed=1111)
 
 # A row is one query's head. Its error in the 2-norm may be ROW_RTOL of the larger of the result's norm and of
 # sqrt(sum_j p_j^2 |c_j|^2), which rounding each p_j to bf16 moves by 2^-9 at most and by 2^-9 / sqrt(3) at random; the

@@ -12,17 +12,21 @@ from task import (
     Sizes,
     Weights,
     input_t,
+    input_values,
     links_of,
     output_t,
     parts,
     unpack,
 )
+from torch.utils import weak
 
 from problems.common import check, fp8, nvfp4
 
 CODE_RMS = (sum(code * code for code in nvfp4.E2M1) / 16) ** 0.5  # of random e2m1 codes, 2.93
 HUGE = 2.0**40  # factor of x in "extreme", beyond fp16
 HALF = 12  # binades between the halves of a group of x in "magnitudes"
+# Of nvfp4, halves more or less, by content: of x about 1 in "plain", of tokens over 30 binades in "magnitudes".
+INPUT_SCALES = {"plain": 2.0**-8, "magnitudes": 2.0**6, "subnormal": 2.0**5, "extreme": HUGE * 2.0**-11}
 TINY = 2.0**-28  # factor of the first token in "subnormal": below the floor of the quantiser's scales
 
 
@@ -43,15 +47,18 @@ def generate_weights(
     extreme     the largest codes and scales of the format in an eighth of the places; x is 2^40 times as large; in fp8
                 every other block row is 2^60 times as large
     zeros       an eighth of the weights' blocks of 16, a quarter of x's blocks of 16, two tokens
+
+    Input scales of nvfp4 are such that groups have scales around 100; in "magnitudes" some tokens are below the least
+    scale and some above the largest, in "subnormal" scales are below 2^-6, in "extreme" a third of x is too large.
     """
     gen = torch.Generator(device).manual_seed(seed)
-    make = {"fp8": _fp8, "nvfp4": _nvfp4, "bf16": _bf16}[format]
+    make = {"fp8": _fp8, "nvfp4": _nvfp4, "bf16": _bf16, "nvfp4_a16": _nvfp4_a16}[format]
     links = []
     for number, link in enumerate(links_of(shape)):
         # Behind the first link the input is an output, which has no profile along k.
         kind = content if number == 0 or content != "magnitudes" else "plain"
         links.append(tuple(make(*sizes, kind, gen) for sizes in link))
-    return Weights(format, tuple(links))
+    return Weights(format.removesuffix("_a16"), tuple(links))
 
 
 def generate_input(
@@ -82,9 +89,9 @@ def _profile(k: int, format: str, device: str | torch.device) -> torch.Tensor:
     """Binary exponents fp32 (k,) of x, which the weights undo: a block of 128, or of 16 in nvfp4, has one. Weights and
     inputs have separate seeds, so that only shapes decide.
     """
-    width = 16 if format == "nvfp4" else BLOCK
+    width = 16 if format.startswith("nvfp4") else BLOCK
     block = torch.arange(-(-k // width), device=device)
-    span = 9 if format == "nvfp4" else 17
+    span = 9 if width == 16 else 17
     profile = (block * 5 % span - span // 2).float().repeat_interleave(width)[:k]
     return profile - HALF * _second_half(k, device) if format == "fp8" else profile
 
@@ -145,7 +152,13 @@ def _nvfp4(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> M
         scales = value.to(torch.float8_e4m3fn)
     rms = (scales.float() * undo.exp2()).square().mean((1, 2)).mul(k).sqrt()
     factor = torch.rand(groups, generator=gen, device=device).add_(0.5) / (CODE_RMS * rms)
-    return Matrix(codes, scales, factor, quantise=False)
+    size = INPUT_SCALES.get(content, INPUT_SCALES["plain"])
+    input_scale = torch.rand(groups, generator=gen, device=device).add_(0.5).mul_(size)
+    return Matrix(codes, scales, factor, quantise=True, input_scale=input_scale)
+
+
+def _nvfp4_a16(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> Matrix:
+    return _nvfp4(groups, n, k, content, gen)._replace(quantise=False, input_scale=None)
 
 
 def _bf16(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> Matrix:
@@ -170,21 +183,27 @@ def _kept(groups: int, n: int, k: int, share: float, gen: torch.Generator) -> to
 # ---------------------------------------------------------------- oracle
 
 
+# Sizes of the first link's sums, by the answer that ref_kernel returned: all calls on a content are checked with them.
+_SIZES = weak.WeakIdKeyDictionary()
+
+
 def ref_kernel(data: input_t) -> torch.Tensor:
     """out before rounding, fp64, flat as task.Outputs. A link takes the rounded output of the one before."""
-    answers, v = [], data.inputs.x
+    answers, sizes, v = [], [], data.inputs.x
     for link in data.weights.links:
-        exact = [products(data.weights.format, matrix, v)[0] for matrix in link]
-        answers += exact
-        v = exact[0].bfloat16()
-    return torch.cat([answer.flatten() for answer in answers])
+        found = [products(data.weights.format, matrix, v) for matrix in link]
+        answers += [exact for exact, _ in found]
+        sizes.append([size for _, size in found])
+        v = found[0][0].bfloat16()
+    want = torch.cat([answer.flatten() for answer in answers])
+    _SIZES[want] = sizes[0]
+    return want
 
 
 def products(fmt: str, matrix: Matrix, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """-> (out before rounding, the size of its sum: sqrt(sum of (w v)^2)), both fp64 (T, G n). v: bf16 (T, G k)."""
     groups = len(matrix.codes)
-    taken = fp8.round_trip(v.float(), BLOCK) if matrix.quantise else v
-    taken = taken.double().unflatten(1, (groups, -1))
+    taken = input_values(fmt, matrix, v).double().unflatten(1, (groups, -1))
     out, size = [], []
     for g in range(groups):
         w = values(fmt, matrix, g)
@@ -229,23 +248,25 @@ def compare(data: input_t, want: torch.Tensor, output: output_t, peer: bool = Fa
     if fault := check.form_error(output, want.shape, torch.bfloat16):
         return check.Result(False, fault)
     sizes = unpack(data._replace(outputs=Outputs(output)))
-    exact, size = _answers(data, output, sizes)
+    exact, size = _answers(data, want, output, sizes)
     if peer:
         return _in_norm(output, exact, sizes)
     result = check.elementwise(output, exact, RTOL * exact.abs() + SUM_RTOL * size, torch.bfloat16)
     return result if result.ok else check.Result(False, _placed(result.message, sizes), *_numbers(result))
 
 
-def _answers(data: input_t, output: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exact outputs and the sizes of their sums, fp64, flat as task.Outputs."""
-    exact, size, v = [], [], data.inputs.x
-    for link, got in zip(data.weights.links, parts(output, sizes), strict=True):
-        for matrix in link:
-            one, its = products(data.weights.format, matrix, v)
-            exact.append(one.flatten())
-            size.append(its.flatten())
-        v = got[0]
-    return torch.cat(exact), torch.cat(size)
+def _answers(
+    data: input_t, want: torch.Tensor, output: torch.Tensor, sizes: Sizes
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The exact outputs and the sizes of their sums, fp64, flat as task.Outputs. want: has those of the first link."""
+    first, fmt = data.weights.links[0], data.weights.format
+    size = _SIZES.get(want) or [products(fmt, matrix, data.inputs.x)[1] for matrix in first]
+    exact = list(parts(want, sizes)[0])
+    for link, got in zip(data.weights.links[1:], parts(output, sizes), strict=False):
+        found = [products(fmt, matrix, got[0]) for matrix in link]
+        exact += [one for one, _ in found]
+        size = [*size, *(its for _, its in found)]
+    return tuple(torch.cat([part.flatten() for part in some]) for some in (exact, size))
 
 
 def _in_norm(output: torch.Tensor, exact: torch.Tensor, sizes: Sizes) -> check.Result:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from problems.common import fp8, nvfp4
+
 MOST_TOKENS = 32
 BLOCK = 128  # rows and columns of an FP8 matrix that share a scale; values of a token that share one
 UNIT = 64  # n and k are multiples of it
@@ -24,18 +26,20 @@ class Matrix(NamedTuple):
     bf16   | bf16 (G, n, k)                | None                                    | None      | code
 
     Of two e2m1 in a byte the low nibble is the first along k. A scale byte s of fp8, 1 to 254, is 2^(s - 127) for a
-    block of 128 x 128. quantise: in fp8, whether the matrix's input is quantised, see Data; False in other formats.
+    block of 128 x 128. quantise: whether the matrix's input is quantised, see Data; False in bf16. input_scale: fp32
+    (G,), 2^-64 to 2^64, with which nvfp4 quantises; None in other formats, and where it does not.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor | None
     factor: torch.Tensor | None
     quantise: bool
+    input_scale: torch.Tensor | None = None
 
 
 class Weights(NamedTuple):
     """format: "fp8", "nvfp4" or "bf16". links: one after another; the matrices of a link have the same input, and so
-    the same k and quantise. A link with groups has one matrix.
+    the same k, and the same quantise; input_scale is each matrix's. A link with groups has one matrix.
     """
 
     format: str
@@ -60,9 +64,14 @@ class Data(NamedTuple):
     out of a matrix[t, g n + i] = sum over j of w[g, i, j] v[t, g k + j], summed in fp32 and rounded once to bf16.
     v is x; in the links behind the first one, the output of the first matrix of the link before, which has G k columns.
 
-    quantise: v goes through e4m3 first, in groups of 128 along k, as fp8.quantise_groups of problems/common does. A
-    group's scale is the least power of two with 448 * scale >= the largest magnitude, of at least 1e-4; codes are
-    v / scale to nearest, ties to even.
+    quantise, in fp8: v goes through e4m3 first, in groups of 128 along k, as fp8.quantise_groups of problems/common
+    does. A group's scale is the least power of two with 448 * scale >= the largest magnitude, of at least 1e-4; codes
+    are v / scale to nearest, ties to even.
+
+    quantise, in nvfp4: v goes through e2m1 first, in groups of 16 along k, as nvfp4.encode of problems/common does.
+    With u = v / input_scale of the matrix and its group, in fp32, a group's scale is the largest |u| / 6 in fp32, at
+    most 448, to e4m3; codes are u / scale in fp32, to nearest, ties to the even code, at most 6 in size. A scale of 0
+    makes the group 0. The product takes code * scale * input_scale.
     """
 
     weights: Weights
@@ -82,7 +91,8 @@ input_t = Data
 output_t = torch.Tensor  # outputs.out itself
 OUTPUTS = ("out",)  # fields of Outputs, allocated and poisoned by the judge
 
-FORMATS = ("fp8", "nvfp4", "bf16")
+FORMATS = ("fp8", "nvfp4", "bf16")  # of Weights
+KINDS = (*FORMATS, "nvfp4_a16")  # of Case: the last is nvfp4 with an input that stays bf16
 CONTENTS = ("plain", "magnitudes", "subnormal", "extreme", "zeros")
 WEIGHT_BYTES = {"fp8": 1.0, "nvfp4": 0.5625, "bf16": 2.0}  # of a weight, without fp8's scales
 
@@ -90,27 +100,33 @@ WEIGHT_BYTES = {"fp8": 1.0, "nvfp4": 0.5625, "bf16": 2.0}  # of a weight, withou
 @dataclass(frozen=True)
 class Case:
     """shape: matrices as n x k or groups x n x k, such as 1024x4096; + joins those of one link, _ links of a chain. In
-    fp8 the input of a matrix with groups is not quantised, that of the others is, as in the released model.
+    fp8 the input of a matrix with groups is not quantised, that of the others is, as in the released model; in nvfp4
+    every input is.
     """
 
-    format: str  # one of FORMATS
+    format: str  # one of KINDS
     tokens: int  # T
     shape: str
     content: str  # one of CONTENTS, as reference.py describes them
     seed: int
 
     def __post_init__(self) -> None:
-        for name, value, known in (("format", self.format, FORMATS), ("content", self.content, CONTENTS)):
+        for name, value, known in (("format", self.format, KINDS), ("content", self.content, CONTENTS)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
         if not 1 <= self.tokens <= MOST_TOKENS:
             raise ValueError(f"tokens must be 1 to {MOST_TOKENS}, got {self.tokens}")
         links_of(self.shape)
 
+    @property
+    def weight_format(self) -> str:
+        """One of FORMATS."""
+        return self.format.removesuffix("_a16")
+
     def weight_bytes(self) -> int:
         total = 0
         for groups, n, k in self._matrices():
-            total += round(groups * n * k * WEIGHT_BYTES[self.format])
+            total += round(groups * n * k * WEIGHT_BYTES[self.weight_format])
             if self.format == "fp8":
                 total += groups * -(-n // BLOCK) * -(-k // BLOCK)
         return total
@@ -186,27 +202,34 @@ _EDGES = (
     (1, "192x128+64x128_512x192_2x128x256_320x256", "plain"), (6, "256x320_448x256", "magnitudes"),
     (32, "128x192_384x128_3x64x128_128x192", "plain"), (1, "128x8256", "plain"),
 )  # fmt: skip
-TESTS = _cases(*((fmt, *row) for row in _EDGES for fmt in FORMATS), seed=1000)
+_A16 = (  # the ways in which an nvfp4 matrix takes an input that stays bf16
+    (1, "192x320", "plain"), (9, "448x576", "magnitudes"), (7, "576x1088", "extreme"), (8, "256x512", "subnormal"),
+    (17, "704x832", "zeros"), (4, "3x192x320", "magnitudes"), (32, "128x192_384x128_3x64x128_128x192", "plain"),
+)  # fmt: skip
+TESTS = _cases(
+    *((fmt, *row) for row in _EDGES for fmt in FORMATS), *(("nvfp4_a16", *row) for row in _A16), seed=1000
+)  # fmt: skip
 
+# Each shape in the format that it decides most for; tokens vary where the input's share of the time shows.
 _GPU = (
-    *(("fp8", t, FLASH["wq_b"], "plain") for t in (1, 2, 4, 8, 16, 32)),
-    *(("fp8", t, FLASH["wo_b"], "plain") for t in (1, 8, 32)),
-    *(("fp8", t, FLASH[name], "plain") for name in ("wo_a", "wq_a+wkv") for t in (1, 8)),
-    ("fp8", 1, FLASH["shared"], "plain"),
-    *(("fp8", t, PRO["wq_b"], "plain") for t in (1, 8)),
-    *(("fp8", 1, PRO[name], "plain") for name in ("wq_a+wkv", "wo_a", "wo_b", "shared")),
+    *(("fp8", t, FLASH["wq_b"], "plain") for t in (1, 2, 8, 32)),
+    *(("fp8", t, FLASH["wo_b"], "plain") for t in (4, 16)),
+    *(("fp8", t, FLASH["wq_a+wkv"], "plain") for t in (1, 8)),
+    *(("fp8", 1, FLASH[name], "plain") for name in ("wo_a", "shared")),
+    *(("fp8", 1, PRO[name], "plain") for name in ("wq_a+wkv", "wo_b")),
     *(("fp8", t, CHAIN, "plain") for t in (1, 8)),
-    *(("nvfp4", t, FLASH["wo_b"], "plain") for t in (1, 2, 4, 8, 16, 32)),
-    *(("nvfp4", t, FLASH["wq_b"], "plain") for t in (1, 8)),
-    *(("nvfp4", 1, FLASH[name], "plain") for name in ("wo_a", "wq_a+wkv", "shared")),
-    ("nvfp4", 1, PRO["wo_b"], "plain"),
+    *(("nvfp4", t, FLASH["wo_b"], "plain") for t in (1, 8, 32)),
+    *(("nvfp4", 1, FLASH[name], "plain") for name in ("wo_a", "wq_a+wkv")),
+    ("nvfp4", 4, PRO["wq_b"], "plain"),
     ("nvfp4", 1, CHAIN, "plain"),
-    *(("bf16", t, FLASH["wq_b"], "plain") for t in (1, 8, 32)),
-    *(("bf16", 1, shape, "plain") for shape in (FLASH["wq_a+wkv"], CHAIN)),
+    ("nvfp4_a16", 1, FLASH["wo_b"], "plain"),
+    ("bf16", 1, FLASH["wq_a+wkv"], "plain"),
+    ("bf16", 8, PRO["shared"], "plain"),
+    ("bf16", 1, PRO["wo_a"], "plain"),
 )
 BENCHMARKS = _cases(*_GPU, seed=1111)
 BENCHMARKS_CPU = _cases(
-    *((fmt, t, "1024x4096", "plain") for fmt in FORMATS for t in (1, 8)),
+    *((fmt, t, "1024x4096", "plain") for fmt in KINDS for t in (1, 8)),
     *((fmt, 1, "384x1024+128x1024_2048x384_2x256x1024_1024x512", "plain") for fmt in FORMATS),
     seed=1111,
 )  # fmt: skip
@@ -260,6 +283,21 @@ def unpack_weights(weights: Weights) -> tuple[str, tuple[tuple[tuple[int, int, i
     return weights.format, tuple(links)
 
 
+def unpack_expert(w13: Weights, w2: Weights) -> tuple[str, tuple[tuple[tuple[int, int, int], ...], ...]]:
+    """-> (format, sizes of both links) of an expert, whose second product takes silu(gate) up: gate is the first half
+    of w13's output, up the second. ValueError as unpack says, or they are not a matrix (1, 2 I, k) and one (1, n, I).
+    """
+    (fmt, first), (other, second) = unpack_weights(w13), unpack_weights(w2)
+    links = (*first, *second)
+    if fmt != other or len(links) != 2 or any(len(link) != 1 or link[0][0] != 1 for link in links):
+        raise ValueError(
+            f"w13 and w2 must be a matrix each, of one format and without groups, got {fmt} and {other}, {links}"
+        )
+    if links[0][0][1] != 2 * links[1][0][2]:
+        raise ValueError(f"w13 must have twice as many rows as w2 columns, got {links[0][0][1]} and {links[1][0][2]}")
+    return fmt, links
+
+
 def unpack_call(
     inputs: Inputs, outputs: Outputs, fmt: str, links: tuple[tuple[tuple[int, int, int], ...], ...]
 ) -> Sizes:
@@ -285,12 +323,15 @@ def _unpack_matrix(matrix: Matrix, fmt: str) -> tuple[int, int, int]:
         "nvfp4": ((u8, (g, n, k // 2)), (e4m3, (g, n, k // 16)), (fp32, (g,))),
         "bf16": ((bf16, (g, n, k)), None, None),
     }[fmt]
-    for name, tensor, want in zip(Matrix._fields, matrix, wanted, strict=False):  # quantise is left
+    wanted = (*wanted, (fp32, (g,)) if fmt == "nvfp4" and matrix.quantise is True else None)
+    given = {"codes": codes, "scales": matrix.scales, "factor": matrix.factor, "input_scale": matrix.input_scale}
+    for (name, tensor), want in zip(given.items(), wanted, strict=True):
         if want is None and tensor is not None:
-            raise ValueError(f"{name} must be None in {fmt}, got {tensor.dtype} {tuple(tensor.shape)}")
+            quantised = f" with quantise = {matrix.quantise}" if name == "input_scale" else ""
+            raise ValueError(f"{name} must be None in {fmt}{quantised}, got {tensor.dtype} {tuple(tensor.shape)}")
         if want is not None:
             _check(name, tensor, *want, codes.device)
-    if not isinstance(matrix.quantise, bool) or (matrix.quantise and fmt != "fp8"):
+    if not isinstance(matrix.quantise, bool) or (matrix.quantise and fmt == "bf16"):
         raise ValueError(f"quantise must be a bool, False in {fmt}, got {matrix.quantise!r}")
     return g, n, k
 
@@ -305,6 +346,15 @@ def _check(
             f"{name} must be {dtype} {shape}, contiguous, on {device}, "
             f"got {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
         )
+
+
+def input_values(fmt: str, matrix: Matrix, v: torch.Tensor) -> torch.Tensor:
+    """What of v, bf16 (T, G k), meets the matrix's weights: fp32 (T, G k), rounded as Data says if it quantises."""
+    if not matrix.quantise:
+        return v.float()
+    if fmt == "fp8":
+        return fp8.round_trip(v.float(), BLOCK)
+    return nvfp4.round_trip(v.float().unflatten(1, (len(matrix.codes), -1)), matrix.input_scale).flatten(1)
 
 
 def matrices(weights: Weights) -> Iterator[Matrix]:

@@ -74,7 +74,8 @@ def check_indices(state: State, batch: Batch, ring: int) -> None:
     assert batch.rows.shape == (len(batch.sequences), -(-bound // 128)) and batch.rows.dtype == torch.int32
     emit, target = {4: [], 128: []}, {4: [], 128: []}
     assert batch.window_index.dtype == batch.hca_index.dtype == torch.int32 and batch.hca_index.is_contiguous()
-    fields = (batch.sequence, batch.owner, batch.position, batch.window_target, *batch.visible.values(), batch.last)
+    assert {field.dtype for field in batch.visible.values()} == {torch.int32}
+    fields = (batch.sequence, batch.owner, batch.position, batch.window_target, batch.last)
     assert {field.dtype for field in (*fields, *batch.emit.values(), *batch.target.values())} == {torch.int64}
     ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(batch.position), 1)
     located = locate(batch.rows, batch.owner, ids, 32).tolist()

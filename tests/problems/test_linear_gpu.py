@@ -19,7 +19,7 @@ def prepared(name: str, data: object) -> tuple[object, object]:
 
 
 @pytest.mark.parametrize("shape", [task.FLASH["wq_a+wkv"], task.FLASH["wo_b"], "3x192x576", "64x2112_128x64"])
-@pytest.mark.parametrize("fmt", task.FORMATS)
+@pytest.mark.parametrize("fmt", task.KINDS)
 def test_a_row_has_the_same_bits_alone_and_with_any_others(fmt, shape):
     data = cases.made({**cases.TINY, "format": fmt, "shape": shape, "tokens": 32}, "cuda")
     module, given = prepared("sm90_mma", data)
@@ -35,7 +35,7 @@ def test_a_row_has_the_same_bits_alone_and_with_any_others(fmt, shape):
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 32])
-@pytest.mark.parametrize("fmt", task.FORMATS)
+@pytest.mark.parametrize("fmt", task.KINDS)
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
 def test_the_models_chain_is_right_and_repeats(file, fmt, tokens):
     skip_unless_it_runs(file, "cuda")
@@ -56,6 +56,26 @@ def test_the_larger_model_is_right(shape, tokens):
     module, given = prepared("sm90_mma", data)
     result = reference.compare(data, reference.ref_kernel(data), module.custom_kernel(given))
     assert result.ok, result.message
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 32])
+@pytest.mark.parametrize("fmt", task.KINDS)
+def test_an_expert_is_both_products(fmt, tokens):
+    """SwiGLU in the first launch's epilogue; the sizes of Flash's shared expert."""
+    case = {**cases.TINY, "format": fmt, "tokens": tokens}
+    first, second = (cases.made({**case, "shape": shape}, "cuda") for shape in ("4096x4096", "4096x2048"))
+    mma = load.variant("linear_decode", "sm90_mma")
+    x, out = first.inputs.x, torch.full((tokens, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
+    state = mma.prepare_expert(first.weights, second.weights)
+    mma.expert(state, 1.0, x, out)
+    gate, up = reference.ref_kernel(first).view(tokens, -1).chunk(2, 1)
+    v = torch.nn.functional.silu(gate.clamp(max=1.0)) * up.clamp(-1.0, 1.0)
+    want, _ = reference.products(first.weights.format, second.weights.links[0][0], v.bfloat16())
+    # Here and there a value between the two is on the other side of a rounding.
+    assert float((out.double() - want).norm() / want.norm()) < 1e-2
+    alone = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
+    mma.expert(state, 1.0, x[-1:].clone(), alone)
+    assert torch.equal(alone[0], out[-1])
 
 
 def test_a_chain_is_captured_and_replayed():

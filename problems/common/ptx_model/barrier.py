@@ -1,5 +1,6 @@
 """Barriers: mbarriers in shared memory, the numbered barriers of a block, the barrier of a cluster; and fences."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,7 +131,7 @@ def mbarrier(d: Decoder) -> Execute:
         "init": _init, "inval": _inval, "arrive": _arrive, "arrive_drop": _arrive, "expect_tx": _expect,
         "complete_tx": _complete, "try_wait": _wait, "test_wait": _wait,
     }.get(what)  # fmt: skip
-    if decoder is None or what == "arrive_drop":
+    if decoder is None:
         raise d.refuse(what)
     return decoder(d, what)
 
@@ -182,9 +183,8 @@ def _grouped(
 
 
 def _arrive(d: Decoder, what: str) -> Execute:
-    expects = d.take("expect_tx")
-    if d.take("noComplete"):
-        raise d.refuse("noComplete")
+    expects, drops = d.take("expect_tx"), what == "arrive_drop"
+    early = bool(d.take("noComplete"))  # such an arrival may not end the phase
     _space(d)
     has_state = not isinstance(d.operands[0], type(d.operands[-1])) or len(d.operands) > 1
     has_state = has_state and d.operands[0].__class__.__name__ in ("Register", "Sink")
@@ -206,7 +206,12 @@ def _arrive(d: Decoder, what: str) -> Execute:
                 barrier.tx += total  # together with the arrival: no phase may end between
                 if barrier.tx > MOST_TX:
                     raise Fault("barrier", f"{barrier.tx} bytes expected by {barrier.said()}, more than {MOST_TX}")
-            barrier.arrive(threads if expects else total, clocks.release(agents))
+            arrivals, phase = threads if expects else total, barrier.completed
+            if drops:
+                barrier.count -= arrivals  # of the phases that follow
+            barrier.arrive(arrivals, clocks.release(agents))
+            if early and barrier.completed != phase:
+                raise Fault("barrier", f"an arrival with .noComplete ends a phase of {barrier.said()}")
 
     return execute
 
@@ -277,6 +282,8 @@ class Named:
         self.past: Any = None
         self.waiting: list[Warps] = []
         self.all_threads = False
+        self.votes: list[tuple[int, int]] = []  # of bar.red: (threads with a true predicate, threads)
+        self.answers: list[Callable[[int, int], None]] = []  # hand (true ones, threads) to those who voted
 
 
 @opcode("bar", "barrier")
@@ -289,10 +296,12 @@ def block_barrier(d: Decoder) -> Execute:
         d.drop("sync")
         return lambda w, m: None  # the threads of a warp go in one order here, and meet by themselves
     d.drop("aligned")
-    if what not in ("sync", "arrive"):
+    if what not in ("sync", "arrive", "red"):
         raise d.refuse(what)
-    number = d.lanes(0, "u32")
-    count = d.lanes(1, "u32") if len(d.operands) > 1 else None
+    vote = _vote(d) if what == "red" else None
+    first = 1 if vote else 0
+    number = d.lanes(first, "u32")
+    count = d.lanes(first + 1, "u32") if len(d.operands) > 2 * first + 1 else None
 
     def execute(w: Warps, m: Mask) -> None:
         numbers = np.unique(number(w))
@@ -301,9 +310,28 @@ def block_barrier(d: Decoder) -> Execute:
         counts = None if count is None else np.unique(count(w))
         if counts is not None and (len(counts) != 1 or counts[0] % LANES or not counts[0]):
             raise Fault("barrier", f"a barrier for {list(map(int, counts))} threads")
-        _at_named(w, int(numbers[0]), None if counts is None else int(counts[0]), what == "sync")
+        if vote:
+            vote(w, w.block.named.setdefault(int(numbers[0]), Named()), m)
+        _at_named(w, int(numbers[0]), None if counts is None else int(counts[0]), what != "arrive")
 
     return execute
+
+
+def _vote(d: Decoder) -> Callable[[Warps, Named, Mask], None]:
+    """bar.red: a predicate of each thread; all get how many were true, or whether all or any were."""
+    op, type_ = d.take("popc", "and", "or"), d.type()
+    put, value = d.put(0, type_), d.get(len(d.operands) - 1, "pred")
+
+    def vote(w: Warps, named: Named, m: Mask) -> None:
+        active = w.active() if m is None else m
+        named.votes.append((int((np.broadcast_to(value(w), (w.count,)) & active).sum()), int(active.sum())))
+
+        def answer(yes: int, threads: int) -> None:
+            put(w, {"popc": np.uint32(yes), "and": yes == threads, "or": yes > 0}[op], m)
+
+        named.answers.append(answer)
+
+    return vote
 
 
 def _at_named(w: Warps, number: int, count: int | None, waits: bool) -> None:
@@ -332,6 +360,10 @@ def _at_named(w: Warps, number: int, count: int | None, waits: bool) -> None:
 def _pass(machine: "Machine", named: Named) -> None:
     """All have arrived: those that wait go on, together where they stand at the same place."""
     waiting, past = named.waiting, named.past
+    yes, threads = (sum(vote[i] for vote in named.votes) for i in (0, 1))
+    for answer in named.answers:
+        answer(yes, threads)
+    named.votes, named.answers = [], []
     named.phase += 1
     named.arrived, named.past, named.waiting = 0, None, []
     machine.events += 1

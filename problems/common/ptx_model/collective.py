@@ -92,15 +92,21 @@ def match(d: Decoder) -> Execute:
     d.drop("sync")
     mode = d.take("any", "all")
     type_ = d.type()
-    if mode != "any":
-        raise d.refuse(mode)
-    put, value, members = d.put(0, "b32"), d.lanes(1, type_), d.lanes(2, "u32")
+    outputs = d.items(0)
+    put, value, members = d.put(outputs[0], "b32"), d.lanes(1, type_), d.lanes(2, "u32")
+    put_same = d.put(outputs[1], "pred") if len(outputs) > 1 else None
 
     def execute(w: Warps, m: Mask) -> None:
         active = _see_members(w, m, members(w), "match")
         values = _by_warp(value(w))
         same = (values[:, :, None] == values[:, None, :]) & active[:, None, :]
-        put(w, (same * _BITS).sum(axis=2).astype(np.uint32).reshape(-1), m)
+        found = (same * _BITS).sum(axis=2)
+        if mode == "all":
+            every = (same | ~active[:, None, :]).all(axis=2)
+            found = np.where(every, found, 0)
+            if put_same:
+                put_same(w, every.reshape(-1), m)
+        put(w, found.astype(np.uint32).reshape(-1), m)
 
     return execute
 

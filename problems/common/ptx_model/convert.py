@@ -52,8 +52,10 @@ def _one(d: Decoder, target: str, source: str) -> Callable:
             return np.where(over, limits.max, inside.astype(NUMPY[target])).astype(NUMPY[target])
 
         return to_integer
-    d.drop("rn")
+    mode = d.take("rn", "rz", "rm", "rp") or "rn"
     ftz, sat, relu = d.take("ftz"), d.take("sat"), d.take("relu")
+    if mode != "rn" and (target != "f32" or (SIZE[source] == 8 and source != "f64")):
+        return _exactly(d, target, source, mode, read)
 
     def to_float(a: Any) -> np.ndarray:
         value = np.asarray(read(a))
@@ -67,9 +69,33 @@ def _one(d: Decoder, target: str, source: str) -> Callable:
             value = np.fmax(value, 0)
         if target == "bf16":
             return formats.to_bf16(value.astype(np.float32))
+        if target == "f32" and mode != "rn":
+            return formats.to_f32(value.astype(np.float64), mode)
         return formats.to_f16(value) if target == "f16" else value.astype(NUMPY[target])
 
     return to_float
+
+
+def _exactly(d: Decoder, target: str, source: str, mode: str, read: Callable) -> Callable:
+    """Conversions with a directed rounding that fp64 does not decide: each value by its neighbours in the target."""
+    kind: Any = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(target)
+    if kind is None:
+        raise d.refuse(f"{mode} to {target}")
+
+    def one(value: Any) -> Any:
+        exact = int(value) if source not in ("f16", "bf16", "f32", "f64") else float(value)
+        near = kind(exact)
+        if not np.isfinite(near) or not np.isfinite(np.float64(exact)):
+            return near
+        back = int(near) if isinstance(exact, int) else float(near)
+        over, way = back > exact, {"rz": -kind(near) * kind(np.inf), "rm": -kind(np.inf), "rp": kind(np.inf)}[mode]
+        return np.nextafter(near, way) if back != exact and over == (way < 0) else near
+
+    def convert(a: Any) -> np.ndarray:
+        found = np.array([one(v) for v in np.atleast_1d(np.asarray(read(a)))], kind)
+        return found.view(np.uint16) if target == "f16" else found
+
+    return convert
 
 
 def _float_in(d: Decoder, source: str) -> Callable:
@@ -126,18 +152,38 @@ def _unpacked(d: Decoder, target: str, source: str) -> Execute:
 def _packed(d: Decoder, target: str, source: str) -> Execute:
     """cvt.rn.satfinite.e4m3x2.f32 d, high, low."""
     d.drop("rn")
-    if not d.take("satfinite") or source != "f32" or target not in ("e2m1x2", "e4m3x2"):
+    if not d.take("satfinite") or source not in _SOURCES or target not in ("e2m1x2", "e4m3x2", "e5m2x2"):
         raise d.refuse(f"{source} to {target}")
     relu = d.take("relu")
+    if source != "f32":
+        return _packed_halves(d, target, source, bool(relu))
     high, low = d.get(1, "f32"), d.get(2, "f32")
     put = d.put(0, "b8" if target == "e2m1x2" else "b16")
-    one = formats.to_e2m1 if target == "e2m1x2" else formats.to_e4m3
+    one = _NARROW[target]
     shift = 4 if target == "e2m1x2" else 8
 
     def code(value: Any) -> np.ndarray:
         return one(np.atleast_1d(np.fmax(value, np.float32(0)) if relu else value)).astype(np.uint16)
 
     return lambda w, m: put(w, (code(high(w)) << np.uint16(shift) | code(low(w))).astype(f"u{shift // 4}"), m)
+
+
+_SOURCES = ("f32", "f16x2", "bf16x2")
+_NARROW = {"e2m1x2": formats.to_e2m1, "e4m3x2": formats.to_e4m3, "e5m2x2": formats.to_e5m2}
+
+
+def _packed_halves(d: Decoder, target: str, source: str, relu: bool) -> Execute:
+    """cvt.rn.satfinite.e4m3x2.f16x2 d, pair."""
+    if target == "e2m1x2":
+        raise d.refuse(f"{source} to {target}")
+    read, put = d.lanes(1, "b32"), d.put(0, "b16")
+
+    def execute(w: Warps, m: Mask) -> None:
+        halves = np.ascontiguousarray(read(w)).view(np.uint16)
+        values = halves.view(np.float16).astype(np.float32) if source == "f16x2" else formats.from_bf16(halves)
+        put(w, _NARROW[target](np.fmax(values, np.float32(0)) if relu else values).view(np.uint16), m)
+
+    return execute
 
 
 @opcode("cvta")

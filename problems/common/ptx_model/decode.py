@@ -12,7 +12,7 @@ import numpy as np
 
 from problems.common.ptx_model import parse
 from problems.common.ptx_model.faults import Fault
-from problems.common.ptx_model.memory import PARAMETER_WINDOW, RANK_SHIFT
+from problems.common.ptx_model.memory import LOCAL_WINDOW, PARAMETER_WINDOW, RANK_SHIFT
 from problems.common.ptx_model.parse import SIZE, Address, Immediate, Predicate, Register, Sink, Special, Symbol, Vector
 from problems.common.ptx_model.warps import LANES, NUMPY, Mask, Warps
 
@@ -121,7 +121,9 @@ class Decoder:
             window = PARAMETER_WINDOW if kind().itemsize == 8 else 0
             return lambda w: kind(window + at)
         if name in self.kernel.local:
-            place = kind(self.kernel.local[name] + offset)
+            # That of a call's parameter is generic from the start: it is in no space that its instructions name.
+            window = LOCAL_WINDOW if name in self.kernel.passed and kind().itemsize == 8 else 0
+            place = kind(window + self.kernel.local[name] + offset)
             return lambda w: place
         return lambda w: kind(w.block.symbol(name) + offset)
 
@@ -178,7 +180,7 @@ class Decoder:
             raise self.refuse(f"{operand} is no address")
         offset = operand.offset
         if isinstance(operand.base, Symbol) and operand.base.name not in self.kernel.parameters:
-            wide = False
+            wide = operand.base.name in self.kernel.globals
         type_ = "u64" if wide or (isinstance(operand.base, Register) and operand.base.size == 8) else "u32"
         base = self.lanes(operand.base, type_)
         if offset:
@@ -239,10 +241,16 @@ def _special(w: Warps, name: str) -> Any:
         "%smid": block.number, "%nsmid": block.launch.multiprocessors,
         "%dynamic_smem_size": block.launch.shared_bytes,
         "%total_smem_size": block.launch.shared_bytes + block.static_bytes,
-        "%lanemask_lt": np.tile((np.uint64(1) << np.arange(LANES, dtype=np.uint64)) - np.uint64(1), len(w.ids)),
         "%clock": block.machine.tick, "%clock64": block.machine.tick, "%globaltimer": block.machine.tick,
     }  # fmt: skip
-    if name in ("%envreg0",) or name not in plain:
+    if head == "" and name.startswith("%lanemask_"):
+        bit = np.uint64(1) << np.arange(LANES, dtype=np.uint64)
+        every, below = np.uint64(0xFFFFFFFF), bit - np.uint64(1)
+        masks = {"lt": below, "le": below | bit, "eq": bit, "ge": every & ~below, "gt": every & ~below & ~bit}
+        return np.tile(masks[name[10:]], len(w.ids))
+    if name in ("%envreg1", "%envreg2"):  # the address that a grid which meets as a whole counts at
+        return block.launch.meeting >> (32 if name == "%envreg1" else 0) & 0xFFFFFFFF
+    if name not in plain:
         raise Fault("not modelled", f"the special register {name}")
     return plain[name]
 

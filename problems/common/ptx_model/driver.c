@@ -32,6 +32,9 @@ typedef struct {
                       const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides, int interleave,
                       int swizzle, int l2, int fill);
     int (*clusters)(int *count, const void *kernel, const Config *config);
+    int (*register_variable)(const void *host, const char *name);
+    int (*variable)(void **address, size_t *size, const void *host);
+    int (*occupancy)(int *blocks, const void *kernel, int threads, size_t shared_bytes);
 } Model;
 
 static Model model;
@@ -56,7 +59,9 @@ void __cudaRegisterFunction(void **handle, const char *host, char *device, const
     model.register_kernel(host, name);
 }
 void __cudaRegisterVar(void **handle, char *host, char *device, const char *name, int external, size_t size,
-                       int constant, int global) {}
+                       int constant, int global) {
+    model.register_variable(host, name);
+}
 unsigned __cudaPushCallConfiguration(Dim grid, Dim block, size_t shared, void *order) {
     pushed_grid = grid, pushed_block = block, pushed_shared = shared, pushed_order = order;
     return 0;
@@ -71,6 +76,10 @@ int cudaLaunchKernel(const void *kernel, Dim grid, Dim block, void **arguments, 
 }
 int __cudaLaunchKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, void *order) {
     return cudaLaunchKernel(kernel, grid, block, arguments, shared, order);
+}
+int cudaLaunchCooperativeKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, void *order) {
+    uint64_t cooperative[9] = {2, 1};  // a launch attribute: its id, its value
+    return said(model.launch(kernel, &grid, &block, shared, arguments, cooperative, 1));
 }
 int cudaLaunchKernelExC(const Config *config, const void *kernel, void **arguments) {
     return said(model.launch(kernel, &config->grid, &config->block, config->shared_bytes, arguments,
@@ -90,9 +99,44 @@ int cudaGetDeviceCount(int *count) { return *count = 1, 0; }
 int cudaDeviceGetAttribute(int *value, int attribute, int device) { return said(model.device(attribute, value)); }
 int cudaDeviceSynchronize(void) { return 0; }
 int cudaMemsetAsync(void *to, int value, size_t size, void *order) { return memset(to, value, size), 0; }
+int cudaMemset(void *to, int value, size_t size) { return memset(to, value, size), 0; }
+int cudaMemcpy(void *to, const void *from, size_t size, int kind) { return memmove(to, from, size), 0; }
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *order) {
     return memmove(to, from, size), 0;
 }
+static int copy_variable(const void *host, void *other, size_t size, size_t offset, int to_variable) {
+    void *address;
+    size_t whole;
+    int error = model.variable(&address, &whole, host);
+    if (error || offset > whole || size > whole - offset) return said(error ? error : 1);
+    char *at = (char *)address + offset;
+    return memmove(to_variable ? at : other, to_variable ? other : at, size), 0;
+}
+int cudaMemcpyToSymbol(const void *host, const void *from, size_t size, size_t offset, int kind) {
+    return copy_variable(host, (void *)from, size, offset, 1);
+}
+int cudaMemcpyToSymbolAsync(const void *host, const void *from, size_t size, size_t offset, int kind, void *order) {
+    return copy_variable(host, (void *)from, size, offset, 1);
+}
+int cudaMemcpyFromSymbol(void *to, const void *host, size_t size, size_t offset, int kind) {
+    return copy_variable(host, to, size, offset, 0);
+}
+int cudaGetSymbolAddress(void **address, const void *host) {
+    size_t size;
+    return said(model.variable(address, &size, host));
+}
+int cudaGetSymbolSize(size_t *size, const void *host) {
+    void *address;
+    return said(model.variable(&address, size, host));
+}
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *kernel, int threads, size_t shared) {
+    return said(model.occupancy(blocks, kernel, threads, shared));
+}
+int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int threads, size_t shared,
+                                                           unsigned flags) {
+    return said(model.occupancy(blocks, kernel, threads, shared));
+}
+int cudaFuncSetCacheConfig(const void *kernel, int config) { return 0; }
 int cudaOccupancyMaxActiveClusters(int *count, const void *kernel, const Config *config) {
     return said(model.clusters(count, kernel, config));
 }

@@ -19,14 +19,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from problems.common import build, load
 from problems.common.ptx_model import parse
 from problems.common.ptx_model.faults import Fault
-from problems.common.ptx_model.launch import extent, place_globals, run_launch
-from problems.common.ptx_model.machine import Launch
-from problems.common.ptx_model.memory import LARGEST_SHARED, GlobalMemory
+from problems.common.ptx_model.launch import extent, place_globals, run_launch, variable_array
+from problems.common.ptx_model.machine import Launch, layout
+from problems.common.ptx_model.memory import LARGEST_SHARED, SHARED_START, GlobalMemory
 from problems.common.ptx_model.tensor_map import BYTES, TensorMap
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -36,6 +37,7 @@ DEFAULT_SHARED = 49_152  # dynamic bytes that a kernel may have without asking f
 INVALID_VALUE, LAUNCH_FAILURE, NOT_SUPPORTED = 1, 719, 801  # error codes of the CUDA runtime
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo")
 _MAX_SHARED, _CLUSTER = 8, 4  # cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeClusterDimension
+_COOPERATIVE = 2  # cudaLaunchAttributeCooperative
 _NON_PORTABLE = 14  # cudaFuncAttributeNonPortableClusterSizeAllowed
 _FATBIN = 0xBA55ED50  # how a container of machine code begins: magic, version, then the bytes behind these 16
 _BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 9: 16, 10: 32, 11: 32, 12: 32, 13: 4}
@@ -69,6 +71,8 @@ class Driver:
     _modules: dict[int, str] = field(default_factory=dict)  # library -> PTX
     _compiled: list[tuple[bytes, str]] = field(default_factory=list)  # cubin of CuTe DSL, its PTX
     _ptx: str = ""  # of the CUDA source that is being loaded
+    _variables: dict[int, tuple[str, str]] = field(default_factory=dict)  # host's address -> PTX, name
+    _held: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # PTX -> its variables in global memory
     _callbacks: list[Any] = field(default_factory=list)
     _library: Any = None
 
@@ -168,14 +172,41 @@ class Driver:
         for i, (at, size) in enumerate(code.parameters.values()):
             raw[at : at + size] = ctypes.string_at(arguments[i], size)
         regions = [extent(tensor) for tensor in _tensors()]
+        counted = np.zeros(64, np.uint8)
         launch = Launch(
             code, tuple(grid[:3]), tuple(block[:3]), bytes(raw), GlobalMemory(regions), shared, cluster,
             multiprocessors=MULTIPROCESSORS[self.target], poison=self.poison,
+            meeting=counted.ctypes.data if _value(attributes, count, _COOPERATIVE)[0] else 0,
         )  # fmt: skip
-        held = place_globals(launch, regions)
+        # Keeps what earlier launches left in them.
+        place_globals(launch, [*regions, extent(counted)], self._held.setdefault(host.ptx, {}))
         self.launches += 1
         self.executed += run_launch(launch, self.policy).executed
-        del held
+        return 0
+
+    def register_variable(self, host: int, name: bytes) -> int:
+        self._variables[host] = (self._ptx, name.decode())
+        return 0
+
+    def variable(self, address: Any, size: Any, host: int) -> int:
+        """Where a variable in global memory lies, for copies of the host."""
+        ptx, name = self._variables[host]
+        known = parse.variables(ptx)
+        if name not in known:
+            return INVALID_VALUE  # no kernel uses it: the compiler has dropped it
+        held = self._held.setdefault(ptx, {})
+        if name not in held:
+            held[name] = variable_array(known[name])
+        address[0], size[0] = held[name].ctypes.data, known[name].size
+        return 0
+
+    def occupancy(self, blocks: Any, kernel: int, threads: int, shared: int) -> int:
+        """Blocks of a multiprocessor, as far as threads and shared memory decide: ptxas chooses the registers."""
+        code = parse.kernels(self._kernels[kernel].ptx)[self._kernels[kernel].name].kernel
+        if threads < 1:
+            return INVALID_VALUE
+        launch = Launch(code, (1, 1, 1), (threads, 1, 1), b"", GlobalMemory([]), shared, multiprocessors=1)
+        blocks[0] = launch.resident(layout(launch)[1] - SHARED_START)
         return 0
 
     # ---- CUDA sources
@@ -205,15 +236,20 @@ class _Config(ctypes.Structure):
         return _cluster(self.attributes or 0, self.count) or (1, 1, 1)
 
 
-def _cluster(attributes: int, count: int) -> tuple[int, int, int] | None:
-    """The cluster among a launch's attributes, 72 bytes each."""
+def _value(attributes: int, count: int, wanted: int) -> tuple[int, int, int]:
+    """The first three words of a launch's attribute, 72 bytes each; zeros: it has none of this kind."""
     for i in range(count if attributes else 0):
         at = attributes + 72 * i
-        if ctypes.c_uint.from_address(at).value == _CLUSTER:
-            size = tuple((ctypes.c_uint * 3).from_address(at + 8))
-            if all(size):
-                return size
-    return None
+        if ctypes.c_uint.from_address(at).value == wanted:
+            x, y, z = (ctypes.c_uint * 3).from_address(at + 8)
+            return x, y, z
+    return 0, 0, 0
+
+
+def _cluster(attributes: int, count: int) -> tuple[int, int, int] | None:
+    """The cluster among a launch's attributes."""
+    size = _value(attributes, count, _CLUSTER)
+    return size if all(size) else None
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -286,6 +322,9 @@ def _connect(library: ctypes.CDLL, driver: Driver) -> None:
         (driver.device, (i, ctypes.POINTER(i))),
         (driver.tensor_map, (p, i, u, p, longs, longs, words, words, i, i, i, i)),
         (driver.clusters, (ctypes.POINTER(i), p, p)),
+        (driver.register_variable, (p, name)),
+        (driver.variable, (ctypes.POINTER(p), ctypes.POINTER(s), p)),
+        (driver.occupancy, (ctypes.POINTER(i), p, i, s)),
     )
     driver._callbacks = [ctypes.CFUNCTYPE(i, *types)(driver.guarded(method)) for method, types in kinds]
     table = (p * len(kinds))(*(ctypes.cast(callback, p) for callback in driver._callbacks))

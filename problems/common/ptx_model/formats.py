@@ -94,6 +94,11 @@ def to_e4m3(value: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(value), np.uint8(0x7F), codes)
 
 
+def to_e5m2(value: np.ndarray) -> np.ndarray:
+    """float32 -> codes, to nearest even, saturating at 57344 (satfinite); NaN is 0x7F."""
+    return np.where(np.isnan(value), np.uint8(0x7F), nearest(value, E5M2[:124]))
+
+
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray, mode: str = "rn") -> np.ndarray:
     """a * b + c of float32 arrays, rounded once. The product is exact in fp64. Where the sum lands on a tie of fp32
     after its own rounding, the error of that rounding decides. mode: see `to_f32`.

@@ -11,6 +11,7 @@ from problems.common.ptx_model import (
     convert,
     copies,
     fragments,
+    integers,
     loads,
     parse,
     policies,
@@ -23,7 +24,7 @@ from problems.common.ptx_model.memory import GlobalMemory
 from problems.common.ptx_model.tensor_map import TensorMap
 
 # Each of these files registers the instructions that it decodes when it is imported.
-INSTRUCTION_FILES = (barrier, collective, convert, copies, fragments, loads, scalar, tcgen05, wgmma)
+INSTRUCTION_FILES = (barrier, collective, convert, copies, fragments, integers, loads, scalar, tcgen05, wgmma)
 
 Axes = int | Sequence[int]
 
@@ -69,7 +70,9 @@ def run(
         GlobalMemory([extent(a) for a in arrays if np.ndim(a)]), shared_bytes, _axes("cluster", wanted),
         multiprocessors=multiprocessors, poison=poison,
     )  # fmt: skip
-    keep = place_globals(launch, [extent(a) for a in arrays if np.ndim(a)])
+    counted = np.zeros(64, np.uint8)
+    launch.meeting = counted.ctypes.data
+    keep = place_globals(launch, [extent(a) for a in (*arrays, counted) if np.ndim(a)], {})
     machine = run_launch(launch, policy, limit)
     del keep
     return machine
@@ -82,19 +85,24 @@ def run_launch(launch: Launch, policy: str = "eager", limit: int = INSTRUCTIONS)
     return machine
 
 
-def place_globals(launch: Launch, regions: list[tuple[int, int]]) -> list[np.ndarray]:
-    """Give the kernel's variables in global memory a place, and the launch `regions` and these as its memory. Return
-    the arrays that hold them, which must live as long as the launch.
+def place_globals(launch: Launch, regions: list[tuple[int, int]], held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Give the kernel's variables in global memory a place, and the launch `regions` and these as its memory. held: the
+    arrays that hold the variables of the module, by name, as earlier launches left them; those that lack are added.
+    Return it: it must live as long as the launch.
     """
-    held = []
     for name, variable in launch.kernel.globals.items():
-        array = np.zeros(max(16, -(-variable.size // 16) * 16), np.uint8)
-        array[: len(variable.content)] = np.frombuffer(variable.content, np.uint8)
-        held.append(array)
-        launch.globals[name] = array.ctypes.data
-    if held:
-        launch.memory = GlobalMemory([*regions, *(extent(a) for a in held)])
+        if name not in held:
+            held[name] = variable_array(variable)
+        launch.globals[name] = held[name].ctypes.data
+    launch.memory = GlobalMemory([*regions, *(extent(a) for a in held.values())])
     return held
+
+
+def variable_array(variable: parse.Variable) -> np.ndarray:
+    """uint8: a variable in global memory, with its first content."""
+    array = np.zeros(max(16, -(-variable.size // 16) * 16), np.uint8)
+    array[: len(variable.content)] = np.frombuffer(variable.content, np.uint8)
+    return array
 
 
 def extent(array: Any) -> tuple[int, int]:

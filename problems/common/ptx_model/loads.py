@@ -1,5 +1,6 @@
 """ld, st, atom, red of global, shared, local and parameter memory; prefetches and hints."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def _space(d: Decoder) -> str:
 
 
 def _resolve(space: str, address: np.ndarray) -> str:
-    """The space of generic addresses, which must all be of one."""
+    """The space of generic addresses; "" if they are of several."""
     if space:
         return "global" if space == "const" else space
     shared = (address >= SHARED_WINDOW) & (address < PARAMETER_WINDOW)
@@ -37,8 +38,15 @@ def _resolve(space: str, address: np.ndarray) -> str:
         if those.all():
             return name
         if those.any():
-            raise Fault("not modelled", "generic addresses of two spaces in one instruction")
+            return ""
     return "global"
+
+
+def _parts(address: np.ndarray) -> list[np.ndarray]:
+    """Which generic addresses are of which space."""
+    edges = np.array([SHARED_WINDOW, PARAMETER_WINDOW, LOCAL_WINDOW])
+    space = np.searchsorted(edges, address, side="right")
+    return [np.flatnonzero(space == n) for n in np.unique(space)]
 
 
 def shared_blocks(w: Warps, address: np.ndarray, own: bool) -> list[tuple[Any, np.ndarray, np.ndarray]]:
@@ -76,7 +84,14 @@ def read(
     w: Warps, space: str, address: np.ndarray, lanes: np.ndarray, unit: int, count: int, atomic: bool
 ) -> np.ndarray:
     """uint (n, count) of `unit` bytes each. lanes: int (n,), the threads that read."""
+    if space == "param" and (address >= LOCAL_WINDOW).all():
+        space = "local"  # a parameter of a call
     space, agents = _resolve(space, address), w.lane_agents[lanes]
+    if not space:
+        found = np.empty((len(address), count), UNSIGNED[unit])
+        for part in _parts(address):
+            found[part] = read(w, "", address[part], lanes[part], unit, count, atomic)
+        return found
     if space == "local":
         return np.ascontiguousarray(w.files[LOCAL][_local(w, address, lanes, unit * count)]).view(UNSIGNED[unit])
     if space == "global":
@@ -98,6 +113,10 @@ def read(
 def write(w: Warps, space: str, address: np.ndarray, lanes: np.ndarray, values: np.ndarray, atomic: bool) -> None:
     """values: uint (n, count). lanes: int (n,), the threads that write."""
     space, agents = _resolve(space, address), w.lane_agents[lanes]
+    if not space:
+        for part in _parts(address):
+            write(w, "", address[part], lanes[part], values[part], atomic)
+        return
     if space == "local":
         raw = np.ascontiguousarray(values).view(np.uint8)
         w.files[LOCAL][_local(w, address, lanes, raw.shape[1])] = raw
@@ -129,7 +148,9 @@ def load(d: Decoder) -> Execute:
     puts = [d.put(item, type_) for item in d.items(0)]
     kind = NUMPY[type_]
     base = d.operands[1].base if isinstance(d.operands[1], Address) else None
-    if space == "param" and isinstance(base, Symbol):
+    if space == "param" and isinstance(base, Symbol) and base.name in d.kernel.local:
+        space = "local"  # a parameter of a call
+    elif space == "param" and isinstance(base, Symbol):
         offset = d.kernel.parameters[base.name][0] + base.offset + d.operands[1].offset
 
         def load_parameter(w: Warps, m: Mask) -> None:
@@ -166,6 +187,9 @@ def store(d: Decoder) -> Execute:
     space = _space(d)
     strong = bool(d.take("release", "relaxed", "volatile"))
     d.drop(*_HINTS, *_SCOPES)
+    base = d.operands[0].base if isinstance(d.operands[0], Address) else None
+    if space == "param" and isinstance(base, Symbol) and base.name in d.kernel.local:
+        space = "local"  # a parameter of a call
     bits = f"b{8 * SIZE[type_]}"
     reads = [d.get(item, bits) for item in d.items(1)]
     address = d.address(0, space in ("global", "", "local"))
@@ -199,6 +223,7 @@ def _operation(d: Decoder, op: str, type_: str) -> Any:
         "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
         "xor": np.bitwise_xor, "exch": lambda a, b: b,
         "inc": lambda a, b: np.where(a >= b, a * 0, a + 1).astype(a.dtype),
+        "dec": lambda a, b: np.where((a == 0) | (a > b), b, a - 1).astype(a.dtype),
     }.get(op)  # fmt: skip
 
 
@@ -210,7 +235,7 @@ def atomic(d: Decoder) -> Execute:
     space = _space(d)
     count = _count(d)
     d.drop("relaxed", "acquire", "release", "acq_rel", *_SCOPES, *_HINTS)
-    op = d.take("add", "min", "max", "and", "or", "xor", "exch", "inc", "cas")
+    op = d.take("add", "min", "max", "and", "or", "xor", "exch", "inc", "dec", "cas")
     returns = d.instruction.op == "atom"
     first = 1 if returns else 0
     function: Any = None if op == "cas" else _operation(d, op, type_)
@@ -252,6 +277,19 @@ def nothing(d: Decoder) -> Execute:
         raise d.refuse("it spoils what it discards")
     d.left = []
     return lambda w, m: None
+
+
+@opcode("call")
+def call(d: Decoder) -> Execute:
+    """Only of what has no body in the text: others are read in the place of the call."""
+    name = re.sub(r"^.*?call\S*\s+(?:\([^)]*\)\s*,\s*)?", "", d.instruction.text).split(",")[0].strip()
+    what = "a call by address" if name.startswith("%") else f"the function {name}, whose PTX is not in the module"
+    d.left = []
+
+    def execute(w: Warps, m: Mask) -> None:
+        raise Fault("not modelled", what)
+
+    return execute
 
 
 @opcode("setmaxnreg")

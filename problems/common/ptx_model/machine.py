@@ -17,6 +17,7 @@ from problems.common.ptx_model.tensor_memory import TensorMemory
 from problems.common.ptx_model.warps import LANES, NEVER, Warps
 
 INSTRUCTIONS = 200_000_000  # executed by groups of warps, after which a run is taken to be endless
+_JUMPS = ("bra", "brx", "ret", "exit")
 IDLE_TURNS = 3  # of a group that polls memory which nobody changes, until it counts as blocked
 # Of one multiprocessor; a grid whose blocks wait for each other must fit on all of them. Registers, which may allow
 # fewer, are chosen by ptxas, whose choice the model does not see.
@@ -43,6 +44,7 @@ class Launch:
     multiprocessors: int = 132
     races: bool = True
     poison: int | None = None
+    meeting: int = 0  # address of what a cooperative grid counts at; 0: the launch is not cooperative
 
     @property
     def threads(self) -> int:
@@ -109,7 +111,7 @@ class Block:
         """The address of a variable."""
         if name in self._symbols:
             return (self.rank << RANK_SHIFT) + self._symbols[name]
-        if name in self.launch.globals:
+        if name in self.launch.globals and not self.kernel.globals[name].unreadable:
             return self.launch.globals[name]
         raise Fault("not modelled", f"the symbol {name}")
 
@@ -262,7 +264,7 @@ class Machine:
         group.rest()
         self._here = group
         try:
-            parts = self._execute(group, self.policy.budget())
+            parts = self._execute(group, min(self.policy.budget(), self._limit - self.executed + 1))
         except Fault as fault:
             if fault.where:
                 raise
@@ -319,10 +321,10 @@ class Machine:
         if pc >= len(code):
             raise Fault("not modelled", "the end of the kernel without ret")
         instruction = code[pc]
-        steers = instruction.op in ("bra", "ret", "exit", "bar", "barrier") and instruction.mods[:1] != ("warp",)
-        if instruction.op in ("bra", "ret", "exit"):
+        steers = instruction.op in (*_JUMPS, "bar", "barrier") and instruction.mods[:1] != ("warp",)
+        if instruction.op in _JUMPS:
             for mod in instruction.mods:
-                if mod != "uni":
+                if mod not in ("uni", "idx"):
                     raise Fault("not modelled", f"{instruction.op} .{mod}")
             run = instruction.op
         else:
@@ -382,6 +384,8 @@ class Machine:
             else:
                 w.pc += 1
             return None
+        if run == "brx":
+            return self._table(w, chosen)
         if run == "bra":
             target = self.launch.kernel.code[w.pc].operands[-1].target
             return self._branch(w, target, chosen)
@@ -404,9 +408,23 @@ class Machine:
             if len(groups) > 1:
                 return w.split(groups)
         w.go(w.pc + 1, w.active() & ~chosen)
-        w.go(target, chosen)
+        w.go(target, chosen.copy())
         w.take_first()
         return None
+
+    def _table(self, w: Warps, chosen: Any) -> None:
+        """brx.idx: each thread goes to the label that its number names."""
+        number, labels = self.launch.kernel.code[w.pc].operands
+        index = w.files[number.size][number.index]
+        active = w.active()
+        jump = active if chosen is None else chosen
+        if (index[jump] >= len(labels.items)).any():
+            raise Fault("bounds", f"brx.idx: label {int(index[jump].max())} of {len(labels.items)}")
+        if (active & ~jump).any():
+            w.go(w.pc + 1, active & ~jump)
+        for n in np.unique(index[jump]):
+            w.go(labels.items[int(n)].target, jump & (index == n))
+        w.take_first()
 
     def _barrier(self, w: Warps, run: Any, chosen: Any) -> list[Warps] | None:
         """bar and barrier need whole warps, all at this place."""

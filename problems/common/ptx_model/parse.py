@@ -86,6 +86,7 @@ class Variable:
     align: int
     size: int
     content: bytes = b""
+    unreadable: bool = False  # it begins with what the model cannot place, such as the addresses of functions
 
 
 @dataclass
@@ -101,10 +102,43 @@ class Kernel:
     registers: dict[int, int] = field(default_factory=lambda: {1: 0, 2: 0, 4: 0, 8: 0, 16: 0})  # bytes -> how many
     predicates: int = 0
     local: dict[str, int] = field(default_factory=dict)  # variables in a thread's own memory -> byte offset
+    passed: set[str] = field(default_factory=set)  # those of them that are parameters of calls
     local_bytes: int = 0
     cluster: tuple[int, int, int] | None = None  # .reqnctapercluster
     threads: int = 0  # .reqntid or .maxntid, 0 without one
     exact_threads: bool = False
+
+
+@dataclass
+class Function:
+    """A .func with a body. results, parameters: (name, alignment, bytes) of each; body: where its text begins."""
+
+    results: list[tuple[str, int, int]]
+    parameters: list[tuple[str, int, int]]
+    body: int
+
+
+@functools.cache
+def functions(text: str) -> dict[str, Function]:
+    """The functions of a module that have a body, by name."""
+    found = {}
+    head = re.compile(r"\.func\s+(?:\(([^)]*)\)\s*)?([\w$]+)\s*\(([^)]*)\)[^;{]*([;{])")
+    for one in head.finditer(text):
+        if one[4] == "{":
+            found[one[2]] = Function(_formals(one[1] or ""), _formals(one[3]), one.end())
+    return found
+
+
+def _formals(text: str) -> list[tuple[str, int, int]]:
+    """-> (name, alignment, bytes) of each parameter of a function. Fault: one of another form."""
+    return [_formal(part) for part in filter(None, (p.strip() for p in text.split(",")))]
+
+
+def _formal(text: str) -> tuple[str, int, int]:
+    words = re.fullmatch(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?", text)
+    if not words:
+        raise Fault("not modelled", f"the parameter {text!r} of a function")
+    return words[3], int(words[1] or SIZE[words[2]]), SIZE[words[2]] * int(words[4] or 1)
 
 
 @functools.cache
@@ -143,11 +177,15 @@ class _Reader:
             head[1], parameters, size, shared, {v.name: v for space, v in outer if space in ("global", "const")}
         )
         self._directives(text[close:brace])
-        self._scopes: list[dict[str, Register | Predicate]] = [{}]
+        self._scopes: list[dict[str, Register | Predicate | Symbol]] = [{}]
         self._labels: list[dict[str, int]] = [{}]
         self._parents = [-1]
         self._source = ""
-        self._body(text, brace + 1, text.count("\n", 0, brace) + 1)
+        self._calls: list[str] = []  # functions whose bodies are being read, the outermost first
+        self._tables: dict[str, list[str]] = {}  # of .branchtargets
+        pending: list[tuple[int, str, int, str]] = []
+        self._body(text, brace + 1, pending, 0)
+        self._operands(pending)
 
     def _directives(self, text: str) -> None:
         if found := re.search(r"\.reqnctapercluster\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", text):
@@ -157,11 +195,12 @@ class _Reader:
             self.kernel.exact_threads = found[1] == "req"
             self.kernel.threads = int(found[2]) * int(found[3] or 1) * int(found[4] or 1)
 
-    def _body(self, text: str, at: int, line: int) -> None:
-        """First find all scopes, registers and labels, then read the operands, which may name what comes later."""
-        pending: list[tuple[int, str, int, str]] = []
-        scope, statement, first = 0, "", line
-        stack = [0]
+    def _body(self, text: str, at: int, pending: list, scope: int) -> None:
+        """First find all scopes, registers and labels, then read the operands, which may name what comes later. A
+        function that is called is read in the place of the call.
+        """
+        statement, line = "", text.count("\n", 0, at) + 1
+        first, stack = line, [scope]
         for raw in _lines(text, at):
             left = raw.partition("//")[0].strip()
             if re.match(r"\.loc\s", left) and not statement:
@@ -171,23 +210,23 @@ class _Reader:
             while left:
                 if not statement:
                     if left[0] == "{":
-                        scope = len(self._scopes)
-                        self._scopes.append({})
-                        self._labels.append({})
-                        self._parents.append(stack[-1])
+                        scope = self._scope(stack[-1])
                         stack.append(scope)
                         left = left[1:].lstrip()
                         continue
                     if left[0] == "}":
                         stack.pop()
                         if not stack:
-                            return self._operands(pending)
+                            return
                         scope = stack[-1]
                         left = left[1:].lstrip()
                         continue
-                    if found := re.match(r"([$\w]+):(?!:)\s*", left):
+                    if found := re.match(r"([$\w]+)\s*:(?!:)\s*", left):
                         self._labels[scope][found[1]] = len(pending)
                         left = left[found.end() :]
+                        if left.startswith(".branchtargets"):
+                            names = left.removeprefix(".branchtargets").partition(";")[0]
+                            self._tables[found[1]] = [name.strip() for name in names.split(",")]
                         continue
                     first = line
                 part, semicolon, rest = left.partition(";")
@@ -196,31 +235,89 @@ class _Reader:
                 if semicolon:
                     if statement.startswith("."):
                         self._declare(statement, scope)
+                    elif found := re.match(r"(?:@(!?)([%\w$]+)\s+)?(call\b.*)", statement, re.S):
+                        behind = f"$behind{len(pending)}"  # of a call with a predicate
+                        if found[2]:
+                            guard = f"@{'' if found[1] else '!'}{found[2]} bra {behind}"
+                            pending.append((scope, guard, first, self._source))
+                        self._call(text, found[3], scope, pending, first)
+                        self._labels[scope][behind] = len(pending)
                     elif statement:
-                        pending.append((scope, statement, first, self._source))
+                        pending.append((scope, self._returning(statement), first, self._source))
                     statement = ""
             line += 1
         raise Fault("not modelled", f"the body of {self.kernel.name} does not end")
 
+    def _scope(self, parent: int) -> int:
+        """A new scope within `parent`; -1: within none."""
+        self._scopes.append({})
+        self._labels.append({})
+        self._parents.append(parent)
+        return len(self._scopes) - 1
+
+    def _returning(self, statement: str) -> str:
+        """In the body of a function `ret` goes on behind the call."""
+        return re.sub(r"(^|\s)ret(\.uni)?$", r"\1bra $return", statement) if self._calls else statement
+
+    def _call(self, text: str, statement: str, scope: int, pending: list, line: int) -> None:
+        """Read the body of a function in the place of its call, with registers and labels apart from all others."""
+        found = re.fullmatch(_CALL, statement, re.S)
+        groups = found.groups() if found else ("", "", "")  # a call by address, or of another form
+        results, (name, *_), given = ([w.strip() for w in (part or "").split(",")] for part in groups)
+        results, given = list(filter(None, results)), list(filter(None, given))
+        known = functions(text).get(name)
+        if name == "vprintf" and results:
+            pending.append((scope, f"st.param.b32 [{results[0]}], 0", line, self._source))
+        elif name == "__assertfail":
+            pending.append((scope, "trap", line, self._source))
+        elif known is None:
+            pending.append((scope, statement, line, self._source))  # an error only where it is executed
+        elif name in self._calls:
+            raise Fault("not modelled", f"the function {name}, which calls itself, at PTX line {line}")
+        else:
+            inner, source = self._scope(-1), self._source
+            for (formal, *_), actual in zip(known.results + known.parameters, results + given, strict=True):
+                self._scopes[inner][formal] = self._find(actual, scope)
+            self._calls.append(name)
+            self._body(text, known.body, pending, inner)
+            self._calls.pop()
+            self._labels[inner]["$return"] = len(pending)
+            self._source = source
+
     def _declare(self, statement: str, scope: int) -> None:
-        if statement.startswith((".pragma", ".branchtargets")):
+        if statement.startswith((".pragma", ".branchtargets", ".callprototype")):
             return
-        if found := re.match(r"\.reg\s+\.(\w+)\s+(.*)$", statement, re.S):
+        if statement.startswith(".param"):  # of a call: memory of the thread
+            name, align, size = _formal(statement)
+            own = f"{name}#{len(self.kernel.local)}"
+            self._scopes[scope][name] = Symbol(own)
+            self._place(own, align, size)
+            self.kernel.passed.add(own)
+            return
+        if found := re.match(r"\.reg\s*\.(\w+)\s+(.*)$", statement, re.S):
             for name in found[2].split(","):
                 many = re.match(r"\s*([%\w$]+)<(\d+)>\s*$", name)
                 names = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name.strip()]
                 self._scopes[scope].update((one, self._register(found[1])) for one in names)
             return
         if statement.startswith(".shared"):
-            self.kernel.shared.append(_variable(statement, "shared"))
+            variable = _variable(statement, "shared")
+            if variable not in self.kernel.shared:  # a function may be called twice
+                self.kernel.shared.append(variable)
             return
         if statement.startswith(".local"):
             variable = _variable(statement, "local")
-            at = -(-max(self.kernel.local_bytes, LOCAL_START) // variable.align) * variable.align
-            self.kernel.local[variable.name] = at
-            self.kernel.local_bytes = at + variable.size
+            own = f"{variable.name}#{len(self.kernel.local)}"  # a function's is another in every place of a call
+            self._scopes[scope][variable.name] = Symbol(own)
+            self._place(own, variable.align, variable.size)
             return
         raise Fault("not modelled", f"{statement.split()[0]} in {self.kernel.name}: {statement[:80]}")
+
+    def _place(self, name: str, align: int, size: int) -> None:
+        """Give a variable its place in the thread's memory."""
+        at = -(-max(self.kernel.local_bytes, LOCAL_START) // align) * align
+        self.kernel.local[name] = at
+        self.kernel.local_bytes = at + size
 
     def _register(self, kind: str) -> Register | Predicate:
         kernel = self.kernel
@@ -241,7 +338,7 @@ class _Reader:
             word, tab, more = word.partition("\t")
             rest = (more + " " + rest) if tab else rest
             op, *mods = re.sub(r"::", "\0", word).split(".")
-            operands = tuple(self._operand(one, scope) for one in _split(rest))
+            operands = () if op == "call" else tuple(self._operand(one, scope) for one in _split(rest))
             self.kernel.code.append(
                 Instruction(
                     op,
@@ -280,6 +377,8 @@ class _Reader:
             return number
         if text[0] == "%":
             return Special(text)
+        if text in self._tables:
+            return Vector(tuple(self._operand(one, scope) for one in self._tables[text]))
         label = scope
         while label >= 0:
             if text in self._labels[label]:
@@ -293,6 +392,9 @@ class _Reader:
         if not plus:
             return self._operand(text.strip(), scope), 0
         return self._operand(base.strip(), scope), int(offset.strip(), 0)
+
+
+_CALL = r"call(?:\.uni)?\s+(?:\(([^)]*)\)\s*,\s*)?([\w$]+)\s*(?:,\s*\(([^)]*)\))?"
 
 
 def _lines(text: str, at: int):
@@ -356,10 +458,19 @@ def _variable(statement: str, space: str) -> Variable:
     unit = SIZE[found[2]]
     count = 1 if found[4] is None else int(found[4] or 0)
     content = b""
+    if found[5] and re.search(r"[A-Za-z_$]", re.sub(r"0[xX][0-9a-fA-F]+", "", found[5])):
+        # Addresses of functions or variables: an error only where a kernel uses the variable.
+        return Variable(found[3], int(found[1]), unit * count, unreadable=True)
     if found[5]:
         numbers = re.findall(r"-?(?:0[xX][0-9a-fA-F]+|\d+)", found[5].strip(" {}"))
         content = b"".join((int(n, 0) % 2 ** (8 * unit)).to_bytes(unit, "little") for n in numbers)
     return Variable(found[3], int(found[1]), unit * count, content)
+
+
+@functools.cache
+def variables(text: str) -> dict[str, Variable]:
+    """A module's variables in global memory, by name."""
+    return {v.name: v for space, v in _outside(re.sub(r"/\*.*?\*/", "", text, flags=re.S)) if space != "shared"}
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 import ctypes
 import ctypes.util
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,8 @@ def _rounded(op: str, type_: str, mode: str) -> Callable | None:
         return None if type_[:2] in ("f3", "f6") or op == "mul" else {
             "add": formats.sum_to_odd, "sub": lambda a, b: formats.sum_to_odd(a, -b),
         }[op]  # fmt: skip
+    if type_ == "f64":
+        return _double(op, mode)
     if type_ not in ("f32", "f32x2"):
         raise Fault("not modelled", f"{op}.{mode} of {type_}")
     return {
@@ -97,8 +101,31 @@ def _rounded(op: str, type_: str, mode: str) -> Callable | None:
     }[op]  # fmt: skip
 
 
+def _double(op: str, mode: str) -> Callable:
+    """fp64 with a directed rounding, by exact fractions."""
+    towards = {"rz": lambda x: -math.inf if x > 0 else math.inf, "rm": lambda x: -math.inf, "rp": lambda x: math.inf}
+
+    def one(a: float, b: float, c: float) -> float:
+        near = _FMA(a, b, c)
+        if not math.isfinite(near):
+            return near
+        error = Fraction(near) - (Fraction(a) * Fraction(b) + Fraction(c))
+        way = towards[mode](near)
+        return math.nextafter(near, way) if error and (error > 0) == (way < 0) else near
+
+    every = np.vectorize(one, otypes=[np.float64])
+    return {
+        "add": lambda a, b: every(a, 1.0, b), "sub": lambda a, b: every(a, 1.0, -np.asarray(b)),
+        "mul": lambda a, b: every(a, b, 0.0), "fma": every,
+    }[op]  # fmt: skip
+
+
 @opcode("add", "sub", "min", "max", "mul")
 def arithmetic(d: Decoder) -> Execute:
+    if "cc" in d.left:
+        from problems.common.ptx_model.integers import carried
+
+        return carried(d, d.instruction.op, False)
     type_, op = d.type(), d.instruction.op
     if _is_float(type_):
         function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax}[op]
@@ -115,33 +142,9 @@ def arithmetic(d: Decoder) -> Execute:
     if op == "mul":
         return _product(d, type_)
     function = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}[op]
-    if op in ("add", "sub") and d.take("cc"):
-        return _with_carry(d, type_, op, False)
     if d.take("sat"):
         raise d.refuse("saturating integers")
     return simple(d, type_, function)
-
-
-def _with_carry(d: Decoder, type_: str, op: str, carry_in: bool, out: bool = True) -> Execute:
-    if op != "add" or SIZE[type_] != 4:
-        raise d.refuse("a carry of anything but 32-bit additions")
-    left, right, put = d.get(1, "u32"), d.get(2, "u32"), d.put(0, "u32")
-
-    def execute(w: Warps, m: Mask) -> None:
-        total = left(w).astype(np.uint64) + right(w).astype(np.uint64)
-        if carry_in:
-            total = total + w.specials["carry"]
-        if out:
-            w.specials["carry"] = np.broadcast_to(total >> np.uint64(32), (w.count,)).copy()
-        put(w, (total & np.uint64(0xFFFFFFFF)).astype(np.uint32), m)
-
-    return execute
-
-
-@opcode("addc")
-def add_with_carry(d: Decoder) -> Execute:
-    type_ = d.type()
-    return _with_carry(d, type_, "add", True, bool(d.take("cc")))
 
 
 def _high(type_: str) -> Callable:
@@ -168,7 +171,21 @@ def _product(d: Decoder, type_: str) -> Execute:
 
 @opcode("mul24", "mad24")
 def short_product(d: Decoder) -> Execute:
-    raise d.refuse("24-bit products")
+    """Products of the low 24 bits: .lo the low 32 of the 48 bits, .hi the high ones."""
+    type_ = d.type()
+    shift = 16 if d.take("lo", "hi") == "hi" else 0
+    signed = type_ == "s32"
+
+    def low24(a: Any) -> np.ndarray:
+        wide = np.asarray(a).astype(np.int64) & 0xFFFFFF
+        return np.where(signed & (wide >> 23 == 1), wide - (1 << 24), wide)
+
+    def product(a: Any, b: Any, c: Any = 0) -> np.ndarray:
+        return ((low24(a) * low24(b) >> shift & 0xFFFFFFFF).astype(np.uint32).view(NUMPY[type_]) + c).astype(
+            NUMPY[type_]
+        )
+
+    return simple(d, type_, product)
 
 
 def _fused(d: Decoder, type_: str, mode: str) -> Execute:
@@ -178,6 +195,8 @@ def _fused(d: Decoder, type_: str, mode: str) -> Execute:
         if type_ == "f32x2":
             return simple(d, "b64", _packed_f32(d, function))
         return simple(d, type_, _float(d, type_, function))
+    if mode != "rn" and type_ == "f64":
+        return simple(d, type_, _double("fma", mode))
     if mode != "rn":
         raise d.refuse(f"{mode} of {type_}")
     if type_ == "f64":
@@ -197,6 +216,10 @@ _FMA.restype, _FMA.argtypes = ctypes.c_double, [ctypes.c_double] * 3
 
 @opcode("mad", "fma")
 def multiply_add(d: Decoder) -> Execute:
+    if "cc" in d.left:
+        from problems.common.ptx_model.integers import carried
+
+        return carried(d, "mad", False)
     type_ = d.type()
     if _is_float(type_):
         return _fused(d, type_, d.take("rn", "rz", "rm", "rp") or "rn")
@@ -215,8 +238,9 @@ def multiply_add(d: Decoder) -> Execute:
 def division(d: Decoder) -> Execute:
     type_ = d.type()
     if _is_float(type_):
-        d.drop("rn", "full", "approx")  # the approximate forms are taken as exact ones
-        return simple(d, type_, _float(d, type_, np.divide))
+        d.drop("full", "approx")  # the approximate forms are taken as exact ones
+        mode = d.take("rn", "rz", "rm", "rp") or "rn"
+        return simple(d, type_, _float(d, type_, np.divide if mode == "rn" else _directed(d, type_, np.divide, mode)))
 
     def divided(a: Any, b: Any) -> Any:
         return np.where(b == 0, NUMPY[type_](-1 if type_[0] == "s" else np.iinfo(NUMPY[type_]).max), _quotient(a, b))
@@ -224,6 +248,15 @@ def division(d: Decoder) -> Execute:
     if d.instruction.op == "div":
         return simple(d, type_, divided)
     return simple(d, type_, lambda a, b: np.where(b == 0, a, a - _quotient(a, b) * b))
+
+
+def _directed(d: Decoder, type_: str, function: Callable, mode: str) -> Callable:
+    """A quotient or root of fp32 with another rounding than to nearest: that of fp64 differs from the exact value by
+    less than what separates it from any fp32 that it is not equal to.
+    """
+    if type_ != "f32":
+        raise d.refuse(f"{mode} of {type_}")
+    return lambda *values: formats.to_f32(function(*(np.asarray(v, np.float64) for v in values)), mode)
 
 
 def _quotient(a: Any, b: Any) -> Any:
@@ -331,14 +364,26 @@ def insert(d: Decoder) -> Execute:
 def find_bit(d: Decoder) -> Execute:
     shiftamt = d.take("shiftamt")
     type_ = d.type()
-    if type_ not in ("u32", "b32"):
-        raise d.refuse(type_)
+    bits = np.uint32(8 * SIZE[type_] - 1)
 
     def highest(a: Any) -> np.ndarray:
-        place = np.floor(np.log2(np.maximum(a, 1).astype(np.float64))).astype(np.uint32)
-        return np.where(a == 0, np.uint32(0xFFFFFFFF), np.uint32(31) - place if shiftamt else place)
+        place = _highest(np.where(a < 0, ~a, a) if type_[0] == "s" else a)
+        return np.where(place == NONE, NONE, bits - place if shiftamt else place)
 
     return simple(d, type_, highest, "u32")
+
+
+NONE = np.uint32(0xFFFFFFFF)
+
+
+def _highest(a: Any) -> np.ndarray:
+    """The place of the highest set bit, uint32; NONE where there is none."""
+    left, place = np.asarray(a).astype(np.uint64), np.full(np.shape(a), NONE, np.uint32)
+    for step in (32, 16, 8, 4, 2, 1):
+        more = left >> np.uint64(step) > 0
+        place = np.where(more, np.where(place == NONE, 0, place) + np.uint32(step), place).astype(np.uint32)
+        left = np.where(more, left >> np.uint64(step), left)
+    return np.where(left == 0, NONE, np.where(place == NONE, 0, place)).astype(np.uint32)
 
 
 @opcode("brev", "popc", "clz")
@@ -348,20 +393,12 @@ def bit_counts(d: Decoder) -> Execute:
     if d.instruction.op == "popc":
         return simple(d, type_, lambda a: np.bitwise_count(a).astype(np.uint32), "u32")
     if d.instruction.op == "clz":
-        if bits != 32:
-            raise d.refuse(type_)
-        return simple(
-            d,
-            type_,
-            lambda a: np.where(a == 0, 32, 31 - np.log2(np.maximum(a, 1).astype(np.float64)).astype(int)),
-            "u32",
-        )
-    if bits != 32:
-        raise d.refuse(type_)
+        return simple(d, type_, lambda a: np.uint32(bits - 1) - _highest(a), "u32")
 
     def reversed_bits(a: Any) -> np.ndarray:
         a = np.atleast_1d(np.asarray(a))
-        return np.packbits(np.unpackbits(a.view(np.uint8), bitorder="little").reshape(-1, 32), 1).view(">u4")[:, 0]
+        lowest_first = np.unpackbits(np.ascontiguousarray(a).view(np.uint8), bitorder="little").reshape(-1, bits)
+        return np.packbits(lowest_first, 1).view(f">u{bits // 8}")[:, 0].astype(NUMPY[type_])
 
     return simple(d, type_, reversed_bits)
 
@@ -438,7 +475,7 @@ def _ordered_ne(a: Any, b: Any) -> Any:
 @opcode("setp", "set")
 def compare(d: Decoder) -> Execute:
     if d.instruction.op == "set":
-        raise d.refuse("set")
+        return _set(d)
     type_ = d.type()
     name = d.left.pop(0)
     combine = d.take("and", "or", "xor")
@@ -463,6 +500,37 @@ def compare(d: Decoder) -> Execute:
         targets[0](w, result, m)
         if len(targets) > 1:
             targets[1](w, other, m)
+
+    return execute
+
+
+def _set(d: Decoder) -> Execute:
+    """As setp, but what is written is a number: 1.0 for floats, all ones for integers; or 0."""
+    type_, result = d.type(), d.type()
+    name = d.left.pop(0)
+    if d.take("and", "or", "xor"):
+        raise d.refuse("a further predicate")
+    function = (_UNORDERED if _is_float(type_) and name in _UNORDERED else _COMPARE)[name]
+    function = _ordered_ne if _is_float(type_) and name == "ne" else function
+    packed = type_ in _PAIRS
+    each = type_.removesuffix("x2")
+    if type_ == "f32":
+        function = _ftz_inputs(d, function)
+    elif _is_float(type_) and type_ != "f64":
+        d.drop("ftz")
+        function = _half_inputs(each, function)
+    size = SIZE[result] // (2 if packed else 1)
+    bits = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80}.get(result.removesuffix("x2"), 2 ** (8 * size) - 1)
+    yes = np.array([bits], f"u{size}").view(np.float32 if result == "f32" else f"u{size}")[0]
+    if packed != (result in _PAIRS):
+        raise d.refuse(f"{type_} to {result}")
+    left, right, put = d.lanes(1, type_), d.lanes(2, type_), d.put(0, result)
+    if not packed:
+        return lambda w, m: put(w, np.where(function(left(w), right(w)), yes, yes * 0).astype(NUMPY[result]), m)
+
+    def execute(w: Warps, m: Mask) -> None:
+        a, b = (np.ascontiguousarray(get(w)).view(np.uint16) for get in (left, right))
+        put(w, np.where(function(a, b), yes, yes * 0).astype(np.uint16).view(np.uint32), m)
 
     return execute
 
@@ -540,6 +608,11 @@ def _approximate(function: Callable) -> Callable:
     return lambda a: function(np.asarray(a, np.float64)).astype(np.float32)
 
 
+def _coarse(a: Any) -> np.ndarray:
+    """fp64 without its low 32 bits."""
+    return (np.ascontiguousarray(a, np.float64).view(np.uint64) & np.uint64(0xFFFFFFFF << 32)).view(np.float64)
+
+
 _FUNCTIONS = {
     "ex2": np.exp2, "lg2": np.log2, "rcp": lambda a: 1 / a, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
     "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
@@ -550,11 +623,17 @@ _FUNCTIONS = {
 def functions(d: Decoder) -> Execute:
     op, type_ = d.instruction.op, d.type()
     approximate = d.take("approx")
-    if not approximate and (not d.take("rn") or op not in ("rcp", "sqrt")):
-        raise d.refuse("neither approx nor rn")
+    mode = "" if approximate else d.take("rn", "rz", "rm", "rp")
+    if not approximate and (not mode or op not in ("rcp", "sqrt")):
+        raise d.refuse("neither approx nor a rounding")
+    if mode not in ("", "rn"):
+        return simple(d, type_, _float(d, type_, _directed(d, type_, _FUNCTIONS[op], mode)))
     halves = type_ in ("f16", "bf16", "f16x2", "bf16x2") and op in ("ex2", "tanh")
     if type_ == "f64" and not approximate:
         return simple(d, type_, _FUNCTIONS[op])  # IEEE says how these two are rounded
+    if type_ == "f64" and op in ("rcp", "rsqrt"):
+        d.drop("ftz")
+        return simple(d, type_, lambda a: _coarse(_FUNCTIONS[op](_coarse(a))))
     if type_ != "f32" and not halves:
         raise d.refuse(type_)
     if halves and type_.startswith("bf16") and op == "ex2" and d.take("ftz"):

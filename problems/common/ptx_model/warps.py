@@ -84,7 +84,7 @@ class Warps:
             if place == pc:
                 self.others[i] = (pc, there | mask)
                 return
-        self.others.append((pc, mask))
+        self.others.append((pc, mask.copy()))  # it may be a predicate itself, which the next turn of a loop overwrites
 
     def take_first(self) -> None:
         """Go on with the threads that stand first in the text; those that run now have been left with `go`."""

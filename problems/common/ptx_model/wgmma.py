@@ -8,12 +8,13 @@ from problems.common.ptx_model import descriptors
 from problems.common.ptx_model.copies import groups_of, wait_groups
 from problems.common.ptx_model.decode import Decoder, Execute, opcode
 from problems.common.ptx_model.faults import Fault
-from problems.common.ptx_model.fragments import HALVES, a_fragment, sums, to_registers
+from problems.common.ptx_model.fragments import ELEMENTS, HALVES, Sums, a_fragment, numbers
 from problems.common.ptx_model.parse import Immediate, Vector
 from problems.common.ptx_model.races import Past
 from problems.common.ptx_model.warps import LANES, Mask, Warps
 
 _GROUP = 4  # warps of a warpgroup
+_BYTES = 32  # along k of one instruction, in every type
 
 
 @opcode("wgmma")
@@ -43,27 +44,32 @@ def warpgroup(d: Decoder) -> Execute:
 
 
 def _product(d: Decoder) -> Execute:
-    shape = re.fullmatch(r"m64n(\d+)k16", d.left.pop(0))
+    shape = re.fullmatch(r"m64n(\d+)k(\d+)", d.left.pop(0))
     types, d.left = d.left, []
-    if shape is None or types[0] != "f32" or types[1] != types[2] or types[1] not in HALVES:
+    if shape is None or len(types) != 3 or not {types[1], types[2]} <= {*ELEMENTS}:
         raise d.refuse(" ".join(types))
-    columns, type_ = int(shape[1]), types[1]
-    accumulators = d.items(0)
-    puts, reads = [d.put(item, "f32") for item in accumulators], [d.lanes(item, "f32") for item in accumulators]
-    if len(accumulators) != columns // 2:
-        raise d.refuse(f"{len(accumulators)} sums for {columns} columns")
+    columns, a_type, b_type = int(shape[1]), *types[1:]
+    size = ELEMENTS[a_type][0]().itemsize
+    whole = a_type in ("s8", "u8")
+    if int(shape[2]) * size != _BYTES or size != ELEMENTS[b_type][0]().itemsize or (size > 1 and a_type != b_type):
+        raise d.refuse(f"{shape[0]} {' '.join(types)}")
+    if whole != (b_type in ("s8", "u8")) or types[0] not in (("s32",) if whole else ("f32", "f16")):
+        raise d.refuse(" ".join(types))
+    accumulated = Sums(d, d.items(0), types[0])
+    if accumulated.count != columns // 2:
+        raise d.refuse(f"{accumulated.count} sums for {columns} columns")
     from_registers = isinstance(d.operands[1], Vector)
     left = [d.lanes(item, "b32") for item in d.items(1)] if from_registers else [d.lanes(1, "b64")]
     right = d.lanes(2, "b64")
     further = d.operands[3:]
     adds = d.lanes(further[0], "pred")
     settings = [int(o.value) for o in further[1:] if isinstance(o, Immediate)]
-    signs, transposed = settings[:2], settings[2:]
-    if len(settings) != len(further) - 1 or len(transposed) != (1 if from_registers else 2):
+    signs, transposed = ([1, 1], settings) if whole else (settings[:2], settings[2:])
+    majors = 0 if a_type not in HALVES else 1 if from_registers else 2
+    if len(settings) != len(further) - 1 or len(transposed) != majors or not {*signs} <= {1, -1}:
         raise d.refuse("its constants")
-    if signs != [1, 1]:
-        raise d.refuse("negated operands")
-    a_k_major, b_k_major = from_registers or not transposed[0], not transposed[-1]
+    sign = signs[0] * signs[1]
+    a_k_major, b_k_major = from_registers or not any(transposed[:1]), not any(transposed[-1:])
 
     def execute(w: Warps, m: Mask) -> None:
         some = w.whole("wgmma")
@@ -86,17 +92,14 @@ def _product(d: Decoder) -> Execute:
                 if not some[warp] or first != warp:
                     continue
                 past = pasts[int(w.ids[warp]) // _GROUP]
-                b = _operand(block, b_name, columns, b_k_major, type_, past)
+                b = sign * _operand(block, b_name, columns, b_k_major, b_type, past)
                 those = [i for i, name in enumerate(b_names) if some[i] and name == b_name and _same(w, i, warp)]
                 if from_registers:
                     packed = np.array([get(w) for get in left]).reshape(4, -1, LANES)
-                    total[those] = a_fragment(packed, type_)[those] @ b.T
+                    total[those] = a_fragment(packed, a_type)[those] @ b.T
                 else:
-                    _from_shared(w, those, a_names, a_k_major, type_, block, past, b, total)
-            before = sums(np.array([get(w) for get in reads]).reshape(len(reads), -1, LANES))
-            result = (total + np.where(adding[:, None, None], before, np.float32(0))).astype(np.float32)
-            for put, value in zip(puts, to_registers(result).reshape(len(puts), -1), strict=True):
-                put(w, value, mask)
+                    _from_shared(w, those, a_names, a_k_major, a_type, block, past, b, total)
+            accumulated.put(w, total + np.where(adding[:, None, None], accumulated.get(w), 0.0), mask)
 
         work = block.machine.issue("wgmma", ("wgmma", id(w)), run)
         if not work.done:
@@ -121,10 +124,10 @@ def _uniform(values: np.ndarray, some: np.ndarray) -> list[int]:
 
 
 def _operand(block, descriptor: int, rows: int, k_major: bool, type_: str, past: Past) -> np.ndarray:
-    """float64 (rows, 16)."""
-    index = descriptors.wgmma(descriptor).index(rows, 16, 2, k_major)
-    raw = block.shared.read_bytes(index, past, False)
-    return HALVES[type_](np.ascontiguousarray(raw).view(np.uint16)).astype(np.float64)
+    """float64 (rows, k)."""
+    size = ELEMENTS[type_][0]().itemsize
+    index = descriptors.wgmma(descriptor).index(rows, _BYTES // size, size, k_major)
+    return numbers(block.shared.read_bytes(index, past, False), type_)
 
 
 def _from_shared(w, those, names, k_major, type_, block, past, b, total) -> None:

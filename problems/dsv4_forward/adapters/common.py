@@ -26,7 +26,9 @@ class Linears(Protocol):
 class AllOps(Linears, Protocol):
     """The ops that have adapters: ops.Ops has them, for one."""
 
+    mhc_site: Callable[..., None]
     fmha: Callable[..., None]
+    choose: Callable[..., None]
     experts: Callable[..., None]
     shared: Callable[..., None]
 

@@ -82,6 +82,48 @@ def _(
     _task("fmha_decode").unpack(data)
 
 
+@torch.library.custom_op("dsv4::mhc_site", mutates_args=("new_copies", "out", "new_post", "new_comb"))
+def mhc_site(
+    y: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+    fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, norm: torch.Tensor, new_copies: torch.Tensor,
+    out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
+) -> None:  # fmt: skip
+    """What lies between two sublayers, by the winner for the device. Tensors as task.Data of mhc_site. ValueError as
+    task.unpack says, or where the device has no winner.
+    """
+    data = (y, second, copies, post, comb, fn, base, scale, norm, new_copies, out, new_post, new_comb)
+    _winner("mhc_site", y.device).custom_kernel(_task("mhc_site").Data(*data))
+
+
+@mhc_site.register_fake
+def _(
+    y: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+    fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, norm: torch.Tensor, new_copies: torch.Tensor,
+    out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
+) -> None:  # fmt: skip
+    data = (y, second, copies, post, comb, fn, base, scale, norm, new_copies, out, new_post, new_comb)
+    _task("mhc_site").unpack(_task("mhc_site").Data(*data))
+
+
+@torch.library.custom_op("dsv4::indexer", mutates_args=("out",))
+def indexer(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, visible: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """out = the places of the k keys that q scores highest, by the winner for the device. Tensors as task.Data of
+    indexer. ValueError as task.unpack says, or where the device has no winner.
+    """
+    _winner("indexer", q.device).custom_kernel(_task("indexer").Data(q, weights, keys, table, visible, out))
+
+
+@indexer.register_fake
+def _(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, visible: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    _task("indexer").unpack(_task("indexer").Data(q, weights, keys, table, visible, out))
+
+
 _held: dict[
     tuple[str, str], tuple[tuple, object]
 ] = {}  # by problem and name: task.Weights, what the winner made of them

@@ -21,13 +21,13 @@ Shapes = dict[str, tuple[int, ...]]
 class Lists:
     """Views of the lists of N tokens of B sequences, as Plan.views makes them.
 
-    int64: position (N,); window_target (N,), the row of the window's pages that the token's key is written to; visible,
-    by ratio (N,): entries that the token sees; target, by ratio (Em,): the row of the cache that the entry of the token
-    emit[i] is written to, of the last page, which is never read, if the token ends no entry.
-    int32: window_index (N, 128), the window's rows at position - 127..position, -1 before token 0; rows (B, blocks),
-    those of the block table, as far as `bound`; csa_index (N, entries), hca_index (N, entries): places of all entries,
-    -1 beyond `visible`. csa_index None: there are more entries than index_topk, so that an indexer chooses; each None:
-    no layer has the ratio.
+    int64: position (N,); window_target (N,), the row of the window's pages that the token's key is written to; target,
+    by ratio (Em,): the row of the cache that the entry of the token emit[i] is written to, of the last page, which is
+    never read, if the token ends no entry.
+    int32: visible, by ratio (N,): entries that the token sees; window_index (N, 128), the window's rows at
+    position - 127..position, -1 before token 0; rows (B, blocks), those of the block table, as far as `bound`;
+    csa_index (N, entries), hca_index (N, entries): places of all entries, -1 beyond `visible`. csa_index None: there
+    are more entries than index_topk, so that an indexer chooses; each None: no layer has the ratio.
     """
 
     position: torch.Tensor
@@ -73,13 +73,14 @@ class Plan:
         tokens = (len(self.sequence),)
         shapes: Shapes = {"position": tokens, "window_target": tokens}
         for ratio, emit in self.emit.items():
-            shapes |= {f"visible{ratio}": tokens, f"target{ratio}": (len(emit),)}
+            shapes[f"target{ratio}"] = (len(emit),)
         return shapes
 
     def list_shapes(self) -> Shapes:
         """Shapes of the int32 lists, in the order in which they lie."""
         tokens, blocks = len(self.sequence), -(-self.bound // BLOCK_TOKENS)
         shapes: Shapes = {"window_index": (tokens, WINDOW), "rows": (len(self.sequence_ids), blocks)}
+        shapes |= {f"visible{ratio}": (tokens,) for ratio in self.emit}
         if CSA in self.emit and self.entries[CSA] <= self.topk:
             shapes["csa_index"] = tokens, self.entries[CSA]
         if HCA in self.emit:

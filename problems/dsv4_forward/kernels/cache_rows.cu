@@ -4,6 +4,7 @@
 // The formulas are those of torch_ops/norm.py, rope.py, compressor.py and cache/pages.py. All arithmetic is fp32; T,
 // bf16 or fp32, is the dtype of activations, to which values are rounded wherever the chain of ops would store them.
 // Every launcher returns the CUDA error of its launch.
+#include "launch.cuh"
 #include "rows.cuh"
 
 namespace {
@@ -18,6 +19,8 @@ template <typename T>
 __global__ void norm_rotate_kernel(const T* x, const T* weight, const float* cosine, const float* sine, T* out,
                                    int each, int d, int half, float eps) {
     extern __shared__ float row[];
+    programmatic::wait();
+    programmatic::trigger();
     const long long at = static_cast<long long>(blockIdx.x) * d, token = blockIdx.x / each;
     rows::load_row(x + at, row, d);
     rows::norm(row, weight, d, eps);
@@ -32,6 +35,8 @@ template <typename T>
 __global__ void write_kernel(const T* x, const T* weight, const float* cosine, const float* sine, Pages pages,
                              const long long* index, int half, int turned, float eps) {
     extern __shared__ float row[];
+    programmatic::wait();
+    programmatic::trigger();
     const long long token = blockIdx.x;
     rows::load_row(x + token * pages.width, row, pages.width);
     if (cosine) {
@@ -106,6 +111,8 @@ __global__ void compress_kernel(Compressor c, const T* weight, T* out, Pages pag
                                 int turned) {
     extern __shared__ float row[];
     __shared__ Source sources[MOST_POOLED];
+    programmatic::wait();
+    programmatic::trigger();
     if (blockIdx.x >= c.emitted) {
         store_token(c, blockIdx.x - c.emitted);
         return;
@@ -134,26 +141,25 @@ __global__ void compress_kernel(Compressor c, const T* weight, T* out, Pages pag
 template <typename T>
 int norm_rotate(const void* x, const void* weight, const float* cosine, const float* sine, void* out, int vectors,
                 int each, int d, int half, float eps) {
-    norm_rotate_kernel<<<vectors, THREADS, d * sizeof(float)>>>(
-        static_cast<const T*>(x), static_cast<const T*>(weight), cosine, sine, static_cast<T*>(out), each, d, half, eps);
-    return cudaGetLastError();
+    return programmatic::launch(norm_rotate_kernel<T>, dim3(vectors), dim3(THREADS), d * sizeof(float),
+                                static_cast<const T*>(x), static_cast<const T*>(weight), cosine, sine,
+                                static_cast<T*>(out), each, d, half, eps);
 }
 
 template <typename T>
 int write(const void* x, const void* weight, const float* cosine, const float* sine, const Pages& pages,
           const long long* index, int count, int half, int turned, float eps) {
-    write_kernel<<<count, THREADS, pages.width * sizeof(float)>>>(static_cast<const T*>(x),
-                                                                  static_cast<const T*>(weight), cosine, sine, pages,
-                                                                  index, half, turned, eps);
-    return cudaGetLastError();
+    return programmatic::launch(write_kernel<T>, dim3(count), dim3(THREADS), pages.width * sizeof(float),
+                                static_cast<const T*>(x), static_cast<const T*>(weight), cosine, sine, pages, index,
+                                half, turned, eps);
 }
 
 template <typename T>
 int compress(const Compressor& c, const void* weight, void* out, const Pages& pages, const long long* index,
              int turned) {
-    compress_kernel<<<c.emitted + c.tokens, THREADS, c.width * sizeof(float)>>>(
-        c, static_cast<const T*>(weight), static_cast<T*>(out), pages, index, turned);
-    return cudaGetLastError();
+    return programmatic::launch(compress_kernel<T>, dim3(c.emitted + c.tokens), dim3(THREADS),
+                                c.width * sizeof(float), c, static_cast<const T*>(weight), static_cast<T*>(out), pages,
+                                index, turned);
 }
 
 }  // namespace

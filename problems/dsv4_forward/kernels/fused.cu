@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "launch.cuh"
 #include "rows.cuh"
 
 namespace {
@@ -20,6 +21,8 @@ __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 // A block a row of d values. weight may be null.
 template <typename T>
 __global__ void rms_norm_kernel(const T* x, const T* weight, T* out, int d, float eps) {
+    programmatic::wait();
+    programmatic::trigger();
     const long long row = static_cast<long long>(blockIdx.x) * d;
     float square = 0.0f;
     for (int i = threadIdx.x; i < d; i += THREADS) {
@@ -44,9 +47,14 @@ __global__ void rms_norm_eights_kernel(const uint4* x, const uint4* weight, uint
 #pragma unroll
     for (int k = 0; k < EIGHTS; k++) {
         const int i = threadIdx.x + k * THREADS;
-        if (i >= eights) continue;
-        values[k] = x[row + i];
-        if (weight) weights[k] = weight[i];
+        if (weight && i < eights) weights[k] = weight[i];  // no kernel writes it
+    }
+    programmatic::wait();
+    programmatic::trigger();
+#pragma unroll
+    for (int k = 0; k < EIGHTS; k++) {
+        const int i = threadIdx.x + k * THREADS;
+        if (i < eights) values[k] = x[row + i];
     }
 #pragma unroll
     for (int k = 0; k < EIGHTS; k++) {
@@ -80,6 +88,8 @@ __global__ void rms_norm_eights_kernel(const uint4* x, const uint4* weight, uint
 template <typename T>
 __global__ void rotate_kernel(T* x, const float* cosine, const float* sine, long long vectors, int each, int d,
                               int half, float sign) {
+    programmatic::wait();
+    programmatic::trigger();
     const long long at = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
     if (at >= vectors * half) return;
     const long long vector = at / half;
@@ -158,6 +168,8 @@ __global__ void collapse_kernel(const T* copies, const float* mixed, const float
 // A thread a value of y: out_k = post_k y + sum_j comb_jk copies_j.
 template <typename T>
 __global__ void spread_kernel(const T* y, const T* copies, const float* post, const float* comb, T* out, int d) {
+    programmatic::wait();
+    programmatic::trigger();
     const long long token = blockIdx.y;
     const int i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= d) return;
@@ -176,22 +188,18 @@ template <typename T>
 int rms_norm(const void* x, const void* weight, void* out, int rows, int d, float eps) {
     const auto places = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(weight) |
                         reinterpret_cast<uintptr_t>(out);
-    if (sizeof(T) == 2 && d % 8 == 0 && d <= 8 * EIGHTS * THREADS && places % 16 == 0) {
-        rms_norm_eights_kernel<<<rows, THREADS>>>(static_cast<const uint4*>(x), static_cast<const uint4*>(weight),
-                                                  static_cast<uint4*>(out), d, eps);
-        return cudaGetLastError();
-    }
-    rms_norm_kernel<<<rows, THREADS>>>(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(out), d,
-                                       eps);
-    return cudaGetLastError();
+    if (sizeof(T) == 2 && d % 8 == 0 && d <= 8 * EIGHTS * THREADS && places % 16 == 0)
+        return programmatic::launch(rms_norm_eights_kernel, dim3(rows), dim3(THREADS), 0, static_cast<const uint4*>(x),
+                                    static_cast<const uint4*>(weight), static_cast<uint4*>(out), d, eps);
+    return programmatic::launch(rms_norm_kernel<T>, dim3(rows), dim3(THREADS), 0, static_cast<const T*>(x),
+                                static_cast<const T*>(weight), static_cast<T*>(out), d, eps);
 }
 
 template <typename T>
 int rotate(void* x, const float* cosine, const float* sine, long long vectors, int each, int d, int half, float sign) {
     const long long blocks = (vectors * half + THREADS - 1) / THREADS;
-    rotate_kernel<<<static_cast<unsigned>(blocks), THREADS>>>(static_cast<T*>(x), cosine, sine, vectors, each, d, half,
-                                                               sign);
-    return cudaGetLastError();
+    return programmatic::launch(rotate_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(THREADS), 0,
+                                static_cast<T*>(x), cosine, sine, vectors, each, d, half, sign);
 }
 
 template <typename T>
@@ -208,9 +216,9 @@ int read_copies(const void* copies, const float* fn, const float* base, const fl
 template <typename T>
 int write_copies(const void* y, const void* copies, const float* post, const float* comb, void* out, int tokens,
                  int d) {
-    spread_kernel<<<dim3((d + THREADS - 1) / THREADS, tokens), THREADS>>>(
-        static_cast<const T*>(y), static_cast<const T*>(copies), post, comb, static_cast<T*>(out), d);
-    return cudaGetLastError();
+    return programmatic::launch(spread_kernel<T>, dim3((d + THREADS - 1) / THREADS, tokens), dim3(THREADS), 0,
+                                static_cast<const T*>(y), static_cast<const T*>(copies), post, comb,
+                                static_cast<T*>(out), d);
 }
 
 }  // namespace

@@ -230,13 +230,13 @@ constexpr int DIGITS = 5;
 __constant__ const int SHIFTS[DIGITS] = {43, 32, 22, 11, 0};
 __constant__ const int SIZES[DIGITS] = {11, 11, 10, 11, 11};
 
-// What is to be selected from: row r of scores (rows, entries), the first visible[r]; places by the row of table
-// (sequences, blocks), `tokens` rows of scores a sequence. places null: none are wanted.
+// What is to be selected from: row r of scores (rows, entries), the first visible[r]. out gets their places, by the row
+// of table (sequences, blocks), `tokens` rows of scores a sequence; their numbers where table is null.
 struct Selection {
     const float* scores;
-    const long long* visible;
+    const int* visible;
     const int* table;
-    int *out, *places;
+    int* out;
     int entries, chosen, tokens, blocks, per_page;
 };
 
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(const Selection 
     programmatic::trigger();
     const long long row = blockIdx.x;
     const float* scores = s.scores + row * s.entries;
-    const int visible = static_cast<int>(max(0LL, min(s.visible[row], static_cast<long long>(s.entries))));
+    const int visible = max(0, min(s.visible[row], s.entries));
     int size = 2;
     while (size < s.chosen) size *= 2;
     for (int i = threadIdx.x; i < MOST_CHOSEN; i += SELECT_THREADS) best[i] = 0;
@@ -337,10 +337,9 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(const Selection 
         const int i = base + threadIdx.x;
         if (i >= s.chosen) continue;
         const int id = i < count ? id_of(best[i]) : -1;
-        s.out[row * s.chosen + i] = id;
-        if (!s.places) continue;
+        const bool located = s.table && id >= 0;
         const int* table = s.table + row / s.tokens * s.blocks;
-        s.places[row * s.chosen + i] = id < 0 ? -1 : table[id / s.per_page] * s.per_page + id % s.per_page;
+        s.out[row * s.chosen + i] = located ? table[id / s.per_page] * s.per_page + id % s.per_page : id;
     }
 }
 
@@ -391,10 +390,10 @@ extern "C" int launch_index_scores(const void* q, const void* weights, uint8_t* 
     return programmatic::launch(scores_kernel, dim3(count, min(tiles, most)), dim3(SCORE_THREADS), 0, s);
 }
 
-// places null: ids only, and table and what follows are not read.
-extern "C" int launch_select(const float* scores, const long long* visible, const int* table, int* out, int* places,
-                             int count, int entries, int chosen, int tokens, int blocks, int per_page) {
-    const Selection s = {scores, visible, table, out, places, entries, chosen, tokens, blocks, per_page};
+// As Selection says.
+extern "C" int launch_select(const float* scores, const int* visible, const int* table, int* out, int count,
+                             int entries, int chosen, int tokens, int blocks, int per_page) {
+    const Selection s = {scores, visible, table, out, entries, chosen, tokens, blocks, per_page};
     return programmatic::launch(select_kernel, dim3(count), dim3(SELECT_THREADS), 0, s);
 }
 

@@ -1,4 +1,4 @@
-"""Compute the lightning indexer in CUDA: queries, scores, the selection and its places, one launch each.
+"""Compute the lightning indexer in CUDA: queries, scores, the selection, places; one launch each.
 
 In torch these are about 50 operations. The interfaces and formulas are those of torch_ops/indexer.py and chains.py.
 """
@@ -14,7 +14,7 @@ from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.kernels.cache_rows import KINDS as PAGE_KINDS
 
 TARGETS = ("sm90", "sm100")
-OPS = ("index_query", "index_scores", "select", "locate", "select_places")
+OPS = ("index_query", "index_scores", "select", "locate", "choose")
 SOURCE = Path(__file__).with_suffix(".cu")
 KINDS = (torch.float32, torch.bfloat16)
 MOST_CHOSEN = 2048  # entries that are sorted in shared memory
@@ -30,7 +30,10 @@ def compile_for(target: str) -> list[build.Artefact]:
 def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
     made = Indexer(build.cuda(SOURCE, target))
-    return {name: getattr(made, name) for name in OPS}
+    return {
+        "index_query": made.index_query, "index_scores": made.index_scores, "select": made.select,
+        "locate": made.locate, "choose": made.choose,
+    }  # fmt: skip
 
 
 class Indexer:
@@ -44,7 +47,7 @@ class Indexer:
         self._scores = built.function(
             "launch_index_scores", p, p, p, c_longlong, i, i, i, p, p, c_float, *[i] * 7
         )  # fmt: skip
-        self._choose = built.function("launch_select", *[p] * 5, *[i] * 6)
+        self._chosen = built.function("launch_select", *[p] * 4, *[i] * 6)
         self._places = built.function("launch_locate", p, p, p, c_longlong, i, i, i, i)
 
     def index_query(
@@ -88,7 +91,7 @@ class Indexer:
 
     def select(self, scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
         """Compute torch_ops indexer.select."""
-        self._select(scores, visible, None, 1, out, None)
+        self._select(scores, visible, None, 1, out)
 
     def locate(self, ids: torch.Tensor, table: torch.Tensor, per_page: int, out: torch.Tensor) -> None:
         """Compute torch_ops indexer.locate."""
@@ -102,31 +105,29 @@ class Indexer:
             )  # fmt: skip
             build.check(code, "locate")
 
-    def select_places(
-        self, scores: torch.Tensor, visible: torch.Tensor, table: torch.Tensor, per_page: int, out: torch.Tensor,
-        places: torch.Tensor,
+    def choose(
+        self, q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor,
+        visible: torch.Tensor, entries: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Compute chains.select_places."""
-        self._select(scores, visible, table, per_page, out, places)
+        """Compute chains.choose, in two launches."""
+        scores = torch.empty(*q.shape[:2], entries, dtype=torch.float32, device=q.device)
+        self.index_scores(q, weights, scale, keys, table, entries, scores)
+        self._select(scores, visible, table, keys.per_page, out)
 
     def _select(
-        self, scores: torch.Tensor, visible: torch.Tensor, table: torch.Tensor | None, per_page: int, out: torch.Tensor,
-        places: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+        self, scores: torch.Tensor, visible: torch.Tensor, table: torch.Tensor | None, per_page: int, out: torch.Tensor
+    ) -> None:
         (batch, tokens, entries), chosen = scores.shape, out.shape[2]
         _expect("scores", scores, torch.float32, (batch, tokens, entries))
-        _expect("visible", visible, torch.int64, (batch, tokens))
+        _expect("visible", visible, torch.int32, (batch, tokens))
         _expect("out", out, torch.int32, (batch, tokens, chosen))
         if entries > MOST_ENTRIES or chosen > MOST_CHOSEN:
             most = f"scores must be of at most {MOST_ENTRIES} entries, and out of {MOST_CHOSEN}"
             raise ValueError(f"{most}, got {entries} and {chosen}")
-        blocks = 0
-        if table is not None and places is not None:
-            blocks = _blocks(table, batch, entries, per_page)
-            _expect("places", places, torch.int32, (batch, tokens, chosen))
+        blocks = 0 if table is None else _blocks(table, batch, entries, per_page)
         if out.numel():
-            code = self._choose(
-                scores.data_ptr(), visible.data_ptr(), _pointer(table), out.data_ptr(), _pointer(places),
+            code = self._chosen(
+                scores.data_ptr(), visible.data_ptr(), None if table is None else table.data_ptr(), out.data_ptr(),
                 batch * tokens, entries, chosen, tokens, blocks, per_page,
             )  # fmt: skip
             build.check(code, "select")
@@ -145,10 +146,6 @@ def _blocks(table: torch.Tensor, batch: int, entries: int, per_page: int) -> int
 def _kind(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in KINDS:
         raise ValueError(f"{name} must be fp32 or bf16, got {tensor.dtype}")
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

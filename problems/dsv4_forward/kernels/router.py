@@ -1,6 +1,7 @@
-"""Compute the op route with a matmul and one kernel: scores, the choice of experts and their weights.
+"""Compute the op route in one launch for up to 32 tokens in bf16, else with a matmul and one kernel behind it.
 
-In torch these are 11 launches. The interface and formulas are those of torch_ops/router.py.
+In torch these are 12 launches. The one launch reads the router's matrix before the kernel ahead has ended: no launch
+just ahead may write it. The interface and formulas are those of torch_ops/router.py.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ OPS = ("route",)
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_CHOSEN = 32  # one a lane
 MOST_EXPERTS = 1024  # 32 a lane, whose choices are the bits of a word
+FEW_TOKENS, FEW_EXPERTS = 32, 384  # that one launch takes, as in the source
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -34,7 +36,8 @@ class Router:
     """The op on one build."""
 
     def __init__(self, built: build.Artefact) -> None:
-        self._route = built.function("launch_route", *[c_void_p] * 6, c_int, c_int, c_int, c_float)
+        self._choose = built.function("launch_choose", *[c_void_p] * 6, c_int, c_int, c_int, c_float)
+        self._route = built.function("launch_route", *[c_void_p] * 7, *[c_int] * 4, c_float)
 
     def route(
         self, u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None,
@@ -58,14 +61,30 @@ class Router:
             _expect("bias", bias, torch.float32, (experts,))
         if table is not None:
             _expect("table", table, torch.int64, (len(table), chosen))
-        logits = torch.empty(len(u), experts, dtype=torch.float32, device=u.device)
-        linear.matmul(u, weight, logits)
+        if u.dim() != 2 or weight.shape != (experts, u.shape[1]):
+            raise ValueError(f"u and weight must be (N, d) and (E, d), got {tuple(u.shape)} and {tuple(weight.shape)}")
         if not len(u):
             return
-        given = (None if tensor is None else tensor.data_ptr() for tensor in (logits, bias, table))
+        given = (None if tensor is None else tensor.data_ptr() for tensor in (bias, table))
         written = (tensor.data_ptr() for tensor in (tokens, out_ids, out_weights))
-        code = self._route(*given, *written, len(u), experts, chosen, cfg.routed_scaling_factor)
+        if len(u) <= FEW_TOKENS and experts <= FEW_EXPERTS and _loads_whole(u) and _loads_whole(weight):
+            sizes = len(u), experts, u.shape[1], chosen
+            code = self._route(
+                u.data_ptr(), weight.data_ptr(), *given, *written, *sizes, cfg.routed_scaling_factor
+            )  # fmt: skip
+        else:
+            logits = torch.empty(len(u), experts, dtype=torch.float32, device=u.device)
+            linear.matmul(u, weight, logits)
+            code = self._choose(
+                logits.data_ptr(), *given, *written, len(u), experts, chosen, cfg.routed_scaling_factor
+            )  # fmt: skip
         build.check(code, "route")
+
+
+def _loads_whole(matrix: torch.Tensor) -> bool:
+    """Whether its rows are bf16 and begin at multiples of 16 bytes."""
+    aligned = matrix.data_ptr() % 16 == 0 and matrix.shape[1] % 8 == 0
+    return matrix.dtype == torch.bfloat16 and aligned and matrix.is_contiguous()
 
 
 def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -24,8 +24,8 @@ __device__ void store(__nv_bfloat16* p, float value) { *p = __float2bfloat16_rn(
 // Of one ratio: `emitted` tokens that may end an entry; index (tokens, entries), or null where none is wanted.
 struct Entries {
     const long long* emit;
-    long long *visible, *target;
-    int* index;
+    long long* target;
+    int *visible, *index;
     int ratio, emitted, entries;
 };
 

@@ -26,7 +26,7 @@ def _fields(pointers: str, numbers: str) -> list[tuple[str, type]]:
 
 
 class _Entries(ctypes.Structure):
-    _fields_ = _fields("emit visible target index", "ratio emitted entries")
+    _fields_ = _fields("emit target visible index", "ratio emitted entries")
 
 
 class _Plan(ctypes.Structure):
@@ -51,7 +51,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernel, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
     made = Start(build.cuda(SOURCE, target))
-    return {name: getattr(made, name) for name in OPS}
+    return {"plan": made.plan, "embed": made.embed, "start": made.start}
 
 
 class Start:
@@ -112,7 +112,7 @@ def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
             emit = given.emit[ratio]
             _expect("emit", emit, long, (min(len(emit), count),))
             made.of[place] = _Entries(
-                emit.data_ptr(), out.visible[ratio].data_ptr(), out.target[ratio].data_ptr(),
+                emit.data_ptr(), out.target[ratio].data_ptr(), out.visible[ratio].data_ptr(),
                 _pointer(index), ratio, len(emit), given.entries[ratio],
             )  # fmt: skip
     return made

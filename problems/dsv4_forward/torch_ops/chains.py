@@ -5,7 +5,7 @@ parts, and its reference is the chain of their references. Values between the st
 if each step were called by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +13,8 @@ import torch
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.plan import Plan
 from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.weights.config import Config
+from problems.dsv4_forward.weights.linear import Linear
 
 
 class Parts(Protocol):
@@ -21,10 +23,15 @@ class Parts(Protocol):
     plan: Callable[..., None]
     embed: Callable[..., None]
     mhc_post: Callable[..., None]
+    mhc_post_sum: Callable[..., None]
+    linear: Callable[..., None]
+    matmul: Callable[..., None]
     rms_norm: Callable[..., None]
+    mhc_pre: Callable[..., None]
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+    index_scores: Callable[..., None]
     select: Callable[..., None]
     locate: Callable[..., None]
 
@@ -56,6 +63,54 @@ def mhc_post_sum(parts: Parts) -> Callable[..., None]:
         """
         y = torch.empty(first.shape, dtype=copies.dtype, device=copies.device)
         parts.mhc_post(torch.add(first.float(), second.float(), out=y), copies, post, comb, out)
+
+    return run
+
+
+def two_linears(parts: Parts) -> Callable[..., None]:
+    """Return the op that multiplies one input by two matrices."""
+
+    def run(
+        x: torch.Tensor, first: Linear, second: Linear, first_out: torch.Tensor, second_out: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Do linear(x, first, first_out) and linear(x, second, second_out). ValueError as linear."""
+        parts.linear(x, first, first_out)
+        parts.linear(x, second, second_out)
+
+    return run
+
+
+def matmuls(parts: Parts) -> Callable[..., None]:
+    """Return the op that multiplies the same tokens by several plain matrices."""
+
+    def run(x: torch.Tensor, weights: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """Write outs[i] = x @ weights[i]^T, each as matmul. ValueError: another number of outs, or as matmul."""
+        for weight, out in zip(weights, outs, strict=True):
+            parts.matmul(x, weight, out)
+
+    return run
+
+
+def mhc_site(parts: Parts) -> Callable[..., None]:
+    """Return the op that lies between two sublayers: it writes one's output to the hc copies, and reads and norms the
+    next one's input.
+    """
+
+    def run(
+        y: torch.Tensor, second: torch.Tensor | None, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+        fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, cfg: Config,
+        new_copies: torch.Tensor, out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write new_copies (N, n, d) as mhc_post of y, or where there is a second addend, as mhc_post_sum of both; then
+        new_post and new_comb as mhc_pre of these, and out (N, d), what mhc_pre mixes, normed with weight (d,).
+        """
+        if second is None:
+            parts.mhc_post(y, copies, post, comb, new_copies)
+        else:
+            parts.mhc_post_sum(y, second, copies, post, comb, new_copies)
+        u = torch.empty_like(out)
+        parts.mhc_pre(new_copies, fn, base, scale, cfg, u, new_post, new_comb)
+        parts.rms_norm(u, weight, cfg.rms_norm_eps, out)
 
     return run
 
@@ -126,15 +181,22 @@ def index_query(parts: Parts) -> Callable[..., None]:
     return run
 
 
-def select_places(parts: Parts) -> Callable[..., None]:
-    """Return the op that selects the best entries and finds their places."""
+def choose(parts: Parts) -> Callable[..., None]:
+    """Return the op that scores the entries that queries see, and finds the places of the best."""
 
     def run(
-        scores: torch.Tensor, visible: torch.Tensor, table: torch.Tensor, per_page: int, out: torch.Tensor,
-        places: torch.Tensor,
+        q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor, visible: torch.Tensor,
+        entries: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write what select(scores, visible, out) and locate(out, table, per_page, places) write."""
-        parts.select(scores, visible, out)
-        parts.locate(out, table, per_page, places)
+        """Write the places of the k best of the first visible[b, s] entries, in any order, then -1 where fewer.
+
+        q, weights, scale, keys, table, entries: as index_scores, scale above 0; visible: as select; out: int32
+        (B, S, k). Attention's entries lie at the places of their keys.
+        """
+        scores = torch.empty(*out.shape[:2], entries, dtype=torch.float32, device=out.device)
+        parts.index_scores(q, weights, scale, keys, table, entries, scores)
+        ids = torch.empty_like(out)
+        parts.select(scores, visible, ids)
+        parts.locate(ids, table, keys.per_page, out)
 
     return run

@@ -48,7 +48,7 @@ def index_scores(
 def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
     """Write out[b, s]: the k entries of the highest scores among the first visible[b, s], best first, -1 where fewer.
 
-    scores: fp32 (B, S, entries); visible: int64 (B, S), at most entries; out: int32 (B, S, k). Of equal scores the
+    scores: fp32 (B, S, entries); visible: int32 (B, S), at most entries; out: int32 (B, S, k). Of equal scores the
     lower id wins (0 and -0 are equal), on every device: torch.topk does not promise it. ValueError: a dtype.
     """
     if scores.dtype != torch.float32 or out.dtype != torch.int32:

@@ -13,39 +13,19 @@
 //
 // q, out  bf16 (B, S, H, 512)      lse  fp32 (B, S, H)      sink  fp32 (H,)
 // caches  uint8 (pages, stride), lists  int32 (B, S, n), lengths  int32 (B,), as task.py describes them
-#include "combine.cuh"
-#include "launch.cuh"
-#include "ptx.cuh"
-#include "sm90_gather.cuh"
+#include "sm90_block.cuh"
+#include "sm90_few_heads.cuh"  // launch_few_heads, for up to 16 heads
 #include "sm90_products.cuh"
+#include "sm90_seesaw.cuh"  // launch_seesaw, with the arguments of launch
 
 namespace fmha {
 
-constexpr int BLOCK_M = 64;  // heads of a block
 constexpr int NUM_THREADS = 640, NUM_PRODUCER_THREADS = 256;  // 128 that score come behind the producers
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
-// P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
-constexpr float RESCALE_THRESHOLD = 8.f;
-constexpr int SHARED_LIMIT = 227 * 1024;
 static_assert(PARTS == 2, "a part is half of what each warpgroup of values adds");
 
 // Registers a thread of each warpgroup while it works.
 constexpr int PRODUCER_REGISTERS = 48, SOFTMAX_REGISTERS = 64, VALUE_REGISTERS = 160, LAUNCH_REGISTERS = 96;
 static_assert(2 * PRODUCER_REGISTERS + SOFTMAX_REGISTERS + 2 * VALUE_REGISTERS <= LAUNCH_REGISTERS * NUM_THREADS / 128);
-
-struct Problem {
-    const __nv_bfloat16* q;
-    Cache window, compressed;
-    const int *window_index, *window_length, *compressed_index, *compressed_length;
-    const float* sink;
-    __nv_bfloat16* out;
-    float* lse;
-    __half* partial;  // of splits: (splits, B S H, 512)
-    float4* stats;    // of splits: (splits, B S H), see combine.cuh
-    int rows, heads, nw, nc;        // rows: B S H
-    Divisor queries, tiles, splits;  // S; tiles of BLOCK_M heads
-};
 
 // Shared memory in bytes from a multiple of 1024.
 template <int BLOCK_N>
@@ -73,39 +53,6 @@ struct Layout {
     static_assert(MASKS % 16 == 0 && FULL_BARRIERS % 8 == 0, "vector loads, barriers");
     static_assert(BYTES + 1024 <= SHARED_LIMIT, "with room to align the start");
 };
-
-// What a block works on.
-struct Item {
-    int query, head, heads, split, batch;  // query: of B S; heads: of the block that exist, from `head` on
-    __device__ __forceinline__ Item(const Problem& p)
-        : query(p.tiles(blockIdx.x)), head((blockIdx.x - query * p.tiles.by) * BLOCK_M),
-          heads(min(BLOCK_M, p.heads - head)), split(blockIdx.y), batch(p.queries(query)) {}
-};
-
-// ---- device helpers
-
-__device__ __forceinline__ int2 lengths(const Problem& p, int batch) {
-    return make_int2(min(max(__ldg(p.window_length + batch), 0), p.nw),
-                     min(max(__ldg(p.compressed_length + batch), 0), p.nc));
-}
-
-__device__ __forceinline__ void store16(void* to, uint4 v) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-
-// The block's queries into shared memory, zeros for heads that do not exist. A warpgroup; cp_async_wait_all waits for
-// them.
-__device__ __forceinline__ void load_queries(const Problem& p, const Item& item, uint32_t to) {
-    const __nv_bfloat16* const q = p.q + (int64_t(item.query) * p.heads + item.head) * HEAD_DIM;
-    int const thread = threadIdx.x % 128, given = item.heads * (HEAD_DIM / 8);
-#pragma unroll 4
-    for (int at = thread; at < BLOCK_M * HEAD_DIM / 8; at += 128) {
-        int const row = at / 64, tile = at / 8 % 8, c = at % 8;
-        cp_async16(to + tile * (BLOCK_M * 128) + row * 128 + (c ^ row % 8) * 16, q + (at < given ? at * 8 : 0),
-                   at < given);
-    }
-}
 
 // ---- scores: warpgroup 2
 
@@ -249,30 +196,6 @@ __device__ __forceinline__ void softmax_consumer(const Problem& p, const Item& i
 
 // ---- values: warpgroups 3 and 4
 
-// O of this lane's two rows times the rows' factors, as 16-bit values, into `to`, (heads, 512), by way of the place of
-// the queries.
-template <bool SPLIT>
-__device__ __forceinline__ void write_rows(const float (&o)[2][64], float upper, float lower, int half, int heads,
-                                           uint32_t staging, uint16_t* to) {
-    int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, matrix_row = 16 * warp + lane % 16;
-    auto const pair = [&](int i, float factor) {
-        float const a = o[i / 64][i % 64] * factor, b = o[i / 64][i % 64 + 1] * factor;
-        return SPLIT ? pack_f16x2(a, b) : pack_bf16x2(a, b);
-    };
-    staging += half * (TILES / 2) * (BLOCK_M * 128);
-#pragma unroll
-    for (int i = 0; i < 32; i += 2)
-        stmatrix_x4(staging + i / 8 * (BLOCK_M * 128) + matrix_row * 128 + ((i % 8 + lane / 16) ^ matrix_row % 8) * 16,
-                       pair(4 * i, upper), pair(4 * i + 2, lower), pair(4 * i + 4, upper), pair(4 * i + 6, lower));
-    __syncwarp();
-    int const tile = lane / 8, c = lane % 8;  // a warp writes 256 dims of a row at a time
-#pragma unroll 4
-    for (int row = 16 * warp; row < min(heads, 16 * warp + 16); ++row) {
-        uint4 const v = load_shared16(staging + tile * (BLOCK_M * 128) + row * 128 + (c ^ row % 8) * 16);
-        store16(to + row * HEAD_DIM + half * (HEAD_DIM / 2) + lane * 8, v);
-    }
-}
-
 // O += P V over the block's tiles, of this warpgroup's half of the dims.
 template <int BLOCK_N>
 __device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count, uint32_t smem) {
@@ -315,40 +238,6 @@ __device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count
     }
 }
 
-// O as result or as a split's part of it.
-template <int BLOCK_N, bool SPLIT>
-__device__ __forceinline__ void epilogue(const Problem& p, const Item& item, const float (&o)[2][64], int half,
-                                       uint32_t smem) {
-    using At = Layout<BLOCK_N>;
-    int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
-    float upper = __uint_as_float(load_shared(smem + At::FACTOR + 4 * row));
-    float lower = __uint_as_float(load_shared(smem + At::FACTOR + 4 * row + 32));
-    int64_t const at = int64_t(item.query) * p.heads + item.head;
-    if (SPLIT) {
-        // Largest magnitude of a row's half to [2^14, 2^15), where fp16 has 11 bits down to 2^-28 of it.
-        float largest[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < 128; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(o[i / 64][i % 64]));
-        int64_t const place = int64_t(item.split) * p.rows + at;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float& factor = h ? lower : upper;
-            largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
-            largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2)) * factor;
-            // Exponents of 15 to 254: both powers are normal, and factor, at most 1 or so, times the first is finite.
-            uint32_t const exponent = max(__float_as_uint(largest[h]) >> 23, 15u);
-            factor *= __uint_as_float((268 - exponent) << 23);
-            if (lane % 4 == 0 && row + 8 * h < item.heads)
-                (&p.stats[place + row + 8 * h].y)[half] = __uint_as_float((exponent - 14) << 23);
-        }
-        auto const to = reinterpret_cast<uint16_t*>(p.partial) + place * HEAD_DIM;
-        write_rows<true>(o, upper, lower, half, item.heads, smem, to);
-    } else {
-        auto const to = reinterpret_cast<uint16_t*>(p.out) + at * HEAD_DIM;
-        write_rows<false>(o, upper, lower, half, item.heads, smem, to);
-    }
-}
-
 template <int BLOCK_N, bool SPLIT>
 __device__ __forceinline__ void value_consumer(const Problem& p, const Item& item, uint32_t smem) {
     using At = Layout<BLOCK_N>;
@@ -360,7 +249,7 @@ __device__ __forceinline__ void value_consumer(const Problem& p, const Item& ite
     int const count = share<BLOCK_N, SPLIT>(length.x, length.y, item.split, p.splits).count;
     add_tiles<BLOCK_N>(o, half, count, smem);
     wait(smem + At::DONE_BARRIER, 0);  // and so all scores are done: the queries' place is free
-    if (count) epilogue<BLOCK_N, SPLIT>(p, item, o, half, smem);
+    if (count) write_result<SPLIT>(p, item, o, half, smem + At::SMEM_Q, smem + At::FACTOR);
 }
 
 // ---- kernel
@@ -434,11 +323,7 @@ cudaError_t run(const Problem& p) {
     if (!SPLIT) return cudaGetLastError();
     auto const started = cudaGetLastError();
     if (started != cudaSuccess) return started;
-    int const splits = p.splits.by;
-    bool const many = splits > COMBINE_BATCH;  // more than one group has under way at once
-    auto const combine = many ? fmha::combine<4, 1> : fmha::combine<1, 4>;
-    return programmatic::launch(combine, dim3(many ? p.rows : (p.rows + 3) / 4), dim3(256), 0, p.partial, p.stats,
-                                p.sink, p.out, p.lse, p.rows, p.heads, splits);
+    return join(p);
 }
 
 }  // namespace fmha

@@ -1,6 +1,10 @@
-"""sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few."""
+"""sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few.
 
-from ctypes import c_int, c_void_p
+Up to 16 heads are rows of mma.sync (sm90_few_heads.cuh), not padded to 64.
+"""
+
+import functools
+from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +18,13 @@ SOURCE = Path(__file__).with_suffix(".cu")
 HEADS = 64  # of a block of threads
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 MOST_SPLITS = 128  # that combine.cuh takes
+SEESAW_TILES = 1 << 30  # a block has so many tiles where launch_seesaw is the faster one
+ROWS = 16  # heads of a block of launch_few_heads
+MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
+# Cycles of a block, estimated: a tile, alone on its multiprocessor or with another block; all else; each block to join.
+FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 1600, 2000, 6000, 60
+MANY_TILE, MANY_FIXED = 3000, 15000  # of launch_for's, measured with 64 heads
+CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of launch_few_heads that may share a list
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,7 @@ class Launch:
 
     entries: int  # of a tile, 48 or 32
     splits: int  # blocks of threads for a query's entries
+    seesaw: bool = False  # whether two warpgroups score in turn (sm90_seesaw.cuh), not one
 
 
 def launch_for(sizes: Sizes) -> Launch:
@@ -35,7 +47,62 @@ def launch_for(sizes: Sizes) -> Launch:
         return Launch(32, -(-listed // 32))
     tiles = -(-listed // 48)
     each = -(-tiles // most)
-    return Launch(48, -(-tiles // each))
+    return Launch(48, -(-tiles // each), each >= SEESAW_TILES)
+
+
+@dataclass(frozen=True)
+class FewHeads:
+    """How a query's entries are shared out where heads are few."""
+
+    blocks: int  # of a cluster, which has a query and 16 heads: one of CLUSTERS
+
+
+def cluster_for(sizes: Sizes, fit: dict[int, int]) -> tuple[FewHeads, int]:
+    """Choose by shape, and by how many clusters of each size the GPU has room for at once, what takes the fewest cycles
+    by estimate. -> the launch, its cycles.
+    """
+    items = sizes.batch * sizes.queries * -(-sizes.heads // ROWS)
+    groups = -(-(sizes.window + sizes.compressed) // 8)
+
+    def cycles(blocks: int) -> int:
+        waves = -(-items // fit[blocks])
+        shared = min(items, fit[blocks]) * blocks > BLOCKS  # two blocks on a multiprocessor
+        tiles = -(-groups // (4 * blocks))
+        return waves * (FEW_FIXED + tiles * (FEW_TILE_SHARED if shared else FEW_TILE)) + blocks * FEW_JOIN
+
+    blocks = min(fit, key=cycles)
+    return FewHeads(blocks), cycles(blocks)
+
+
+def few_heads_for(sizes: Sizes, fit: dict[int, int]) -> FewHeads | None:
+    """What launch_few_heads gets. None: launch_for's launch takes fewer cycles by estimate, as it does where one
+    list has thousands of entries, or heads are more than MOST_FEW_HEADS.
+    """
+    if sizes.heads > MOST_FEW_HEADS:
+        return None
+    few, cycles = cluster_for(sizes, fit)
+    many = launch_for(sizes)
+    tiles = -(-(sizes.window + sizes.compressed) // (many.entries * many.splits))
+    blocks = sizes.batch * sizes.queries * -(-sizes.heads // HEADS) * many.splits
+    waves = -(-blocks // BLOCKS)
+    return few if cycles <= waves * (MANY_FIXED + tiles * MANY_TILE) else None
+
+
+@functools.cache
+def clusters_that_fit() -> dict[int, int]:
+    """-> for those of CLUSTERS that the GPU has room for, how many at once.
+
+    RuntimeError: CUDA refuses to say, or says that there is room for none.
+    """
+    ask, count = build.cuda(SOURCE, "sm90").function("clusters", c_int, c_void_p), c_int()
+    fit = {}
+    for blocks in CLUSTERS:
+        build.check(ask(blocks, byref(count)), f"clusters of {blocks} blocks")
+        if count.value:
+            fit[blocks] = count.value
+    if not fit:
+        raise RuntimeError("sm90_few_heads.cuh: the GPU must have room for a block of it, CUDA says that it has none")
+    return fit
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -49,18 +116,37 @@ def custom_kernel(data: input_t) -> output_t:
     ValueError as unpack says; RuntimeError: the launch.
     """
     sizes = unpack(data)
+    few = few_heads_for(sizes, clusters_that_fit()) if sizes.heads <= MOST_FEW_HEADS else None
+    if few:
+        return attend_few_heads(data, few)
     launch = launch_for(sizes)
     rows = sizes.batch * sizes.queries * sizes.heads
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
-    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 12, *[c_int] * 11)
+    name = "launch_seesaw" if launch.seesaw else "launch"
+    run = build.cuda(SOURCE, "sm90").function(name, *[c_void_p] * 12, *[c_int] * 11)
     code = run(
         *(t.data_ptr() for t in data), partial.data_ptr(), stats.data_ptr(),
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
         sizes.page_window.bit_length() - 1, data.window.shape[1],
         sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
         launch.splits, launch.entries,
+    )  # fmt: skip
+    build.check(code, "launch")
+    return data.out, data.lse
+
+
+def attend_few_heads(data: input_t, launch: FewHeads) -> output_t:
+    """custom_kernel by launch_few_heads, which is right for any number of heads."""
+    sizes = unpack(data)
+    run = build.cuda(SOURCE, "sm90").function("launch_few_heads", *[c_void_p] * 10, *[c_int] * 10)
+    code = run(
+        *(t.data_ptr() for t in data),
+        sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
+        sizes.page_window.bit_length() - 1, data.window.shape[1],
+        sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
+        launch.blocks,
     )  # fmt: skip
     build.check(code, "launch")
     return data.out, data.lse

@@ -36,8 +36,13 @@ struct Matrix {
     const uint8_t* codes;
     const uint8_t* scales;
     const float* factor;
+    const float* input_scale;  // null where an nvfp4 input stays bf16
     uint16_t* out;
     int64_t groups, n, k, quantise;
+    int64_t gate;  // 0, or the bits of the limit of a SwiGLU: the first n / 2 rows are gates, the others their ups
+
+    int64_t apart() const { return gate ? n / 2 : 1; }     // of two rows that are computed together
+    int64_t columns() const { return gate ? n / 2 : n; }  // of a group's output
 };
 
 // The matrices [first, last) have the same input.
@@ -51,23 +56,26 @@ struct Problem {
     std::vector<Matrix> matrices;
     std::vector<Link> links;
 
-    // tensors: x, then codes, scales, factor and output of each matrix. numbers: format, tokens, links, then of each
-    // link its matrices, then of each matrix G, n, k and quantise.
+    // tensors: x, then codes, scales, factor, input scale and output of each matrix. numbers: format, tokens, links, then of each
+    // link its matrices, then of each matrix G, n, k, quantise and gate.
     Problem(void* const* tensors, const int64_t* numbers)
         : format(numbers[0]), tokens(numbers[1]), x(static_cast<const uint16_t*>(tensors[0])) {
         const int64_t* sizes = numbers + 3 + numbers[2];
         void* const* t = tensors + 1;
         for (int64_t i = 0; i < numbers[2]; i++) {
             const int64_t first = static_cast<int64_t>(matrices.size()), count = numbers[3 + i];
-            for (int64_t j = 0; j < count; j++, t += 4, sizes += 4)
+            for (int64_t j = 0; j < count; j++, t += 5, sizes += 5)
                 matrices.push_back({static_cast<const uint8_t*>(t[0]), static_cast<const uint8_t*>(t[1]),
-                                    static_cast<const float*>(t[2]), static_cast<uint16_t*>(t[3]), sizes[0], sizes[1],
-                                    sizes[2], sizes[3]});
+                                    static_cast<const float*>(t[2]), static_cast<const float*>(t[3]),
+                                    static_cast<uint16_t*>(t[4]), sizes[0], sizes[1], sizes[2], sizes[3],
+                                    sizes[4]});
             links.push_back({first, first + count});
         }
     }
 
     int64_t columns(const Link& link) const { return matrices[link.first].groups * matrices[link.first].k; }
+    // Inputs of a link: each nvfp4 matrix quantises its own.
+    int64_t inputs(const Link& link) const { return matrices[link.first].input_scale ? link.last - link.first : 1; }
 };
 
 inline float from_bits(uint32_t bits) {
@@ -106,6 +114,28 @@ inline void take(const uint16_t* from, float* to, int64_t count, bool quantise) 
     }
 }
 
+// The nearest e4m3, ties to even, of 0 to 448.
+inline float nearest_e4m3(float value) {
+    const float eighth = from_bits(to_bits(std::max(value, 0.015625f)) & 0x7F800000) * 0.125f;
+    return (value / eighth + 12582912.0f - 12582912.0f) * eighth;
+}
+
+// kPart values of a token, bf16 -> fp32 code * scale, without the input scale: nvfp4.encode.
+inline void take_nvfp4(const uint16_t* from, float* to, float input_scale) {
+    float most = 0;
+    for (int64_t i = 0; i < kPart; i++) {
+        to[i] = from_bits(static_cast<uint32_t>(from[i]) << 16) / input_scale;
+        most = std::max(most, std::fabs(to[i]));
+    }
+    const float scale = nearest_e4m3(std::min(most / 6.0f, 448.0f));
+    for (int64_t i = 0; i < kPart; i++) {
+        // The power of two at or below the value, at least 1: codes are a half of it apart.
+        const float value = scale != 0 ? std::clamp(to[i] / scale, -6.0f, 6.0f) : 0.0f;
+        const float half = from_bits(to_bits(std::max(std::fabs(value), 1.0f)) & 0x7F800000) * 0.5f;
+        to[i] = (value / half + 12582912.0f - 12582912.0f) * half * scale;
+    }
+}
+
 template <class Isa>
 class Rows : cpu::Arithmetic<Isa> {
   public:
@@ -118,10 +148,10 @@ class Rows : cpu::Arithmetic<Isa> {
     // Rows [begin, end) of one group of a matrix for all tokens. x: fp32 (tokens, apart), at the group's columns.
     WIDE static void run(const Problem& p, const Matrix& m, int64_t group, int64_t begin, int64_t end, const float* x,
                          int64_t apart) {
-        for (int64_t row = begin; row < end; row += kRows)
+        for (int64_t row = begin; row < end; row += m.gate ? 1 : kRows)
             for (int64_t token = 0; token < p.tokens; token += Isa::kTokens) {
                 const int64_t count = std::min<int64_t>(p.tokens - token, Isa::kTokens);
-                uint16_t* out = m.out + token * m.groups * m.n + group * m.n + row;
+                uint16_t* out = m.out + (token * m.groups + group) * m.columns() + row;
                 with_tokens<1>(count, p.format, m, group, row, x + token * apart, apart, out);
             }
     }
@@ -143,20 +173,27 @@ class Rows : cpu::Arithmetic<Isa> {
         F sum[kRows][N] = {};
         for (int64_t k = 0; k < m.k; k += kPart) {
             F w[kRows][kVectors];
-            for (int r = 0; r < kRows; r++) decode<FORMAT>(m, group, row + r, k, w[r]);
+            for (int r = 0; r < kRows; r++) decode<FORMAT>(m, group, row + r * m.apart(), k, w[r]);
             for (int v = 0; v < kVectors; v++)
                 for (int t = 0; t < N; t++) {
                     const F in = get(x + t * apart + k + v * kLanes);
                     for (int r = 0; r < kRows; r++) sum[r][t] = Isa::fma(w[r][v], in, sum[r][t]);
                 }
         }
-        const float factor = FORMAT == kNvfp4 ? m.factor[group] : 1.0f;
-        for (int t = 0; t < N; t++)
+        const float factor = FORMAT != kNvfp4   ? 1.0f
+                             : !m.input_scale ? m.factor[group]
+                                              : m.factor[group] * m.input_scale[group];
+        for (int t = 0; t < N; t++) {
+            float total[kRows] = {};
             for (int r = 0; r < kRows; r++) {
-                float total = 0;
-                for (int i = 0; i < kLanes; i++) total += sum[r][t][i];
-                out[t * m.groups * m.n + r] = bf16(total * factor);
+                for (int i = 0; i < kLanes; i++) total[r] += sum[r][t][i];
+                total[r] *= factor;
+                if (!m.gate) out[t * m.groups * m.n + r] = bf16(total[r]);
             }
+            if (!m.gate) continue;
+            const float limit = from_bits(static_cast<uint32_t>(m.gate)), gate = std::min(total[0], limit);
+            out[t * m.columns()] = bf16(gate / (1 + std::exp(-gate)) * std::clamp(total[1], -limit, limit));
+        }
     }
 
     // 16 columns of a row with their scale.
@@ -195,15 +232,16 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
     static cpu::Scratch<float> scratch;
     const std::lock_guard lock(mutex);
     int64_t most = 0, work = 0;
-    for (const Link& link : p.links) most = std::max(most, p.columns(link));
+    for (const Link& link : p.links) most = std::max(most, p.inputs(link) * p.columns(link));
     for (const Matrix& m : p.matrices) work += m.groups * m.n * m.k * (3 + p.tokens) / 4;
     float* const x = scratch.take(p.tokens * most);
 
     std::vector<std::unique_ptr<cpu::Step>> steps;  // of each link, taking then rows
     for (const Link& link : p.links) {
         int64_t rows = 0;
-        for (int64_t i = link.first; i < link.last; i++) rows += p.matrices[i].groups * (p.matrices[i].n / kTask);
-        steps.push_back(std::make_unique<cpu::Step>(p.tokens * ((p.columns(link) + kBlock - 1) / kBlock), 4));
+        for (int64_t i = link.first; i < link.last; i++) rows += p.matrices[i].groups * (p.matrices[i].columns() / kTask);
+        const int64_t blocks = (p.columns(link) + kBlock - 1) / kBlock;
+        steps.push_back(std::make_unique<cpu::Step>(p.inputs(link) * p.tokens * blocks, 4));
         steps.push_back(std::make_unique<cpu::Step>(rows, 1));
     }
     return cpu::on_threads(std::clamp<int64_t>(work / kThreadWork, 1, cores), [&](int64_t) {
@@ -212,20 +250,26 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
             const Link& link = p.links[i];
             const Matrix& first = p.matrices[link.first];
             const int64_t columns = p.columns(link), blocks = (columns + kBlock - 1) / kBlock;
-            steps[2 * i]->run([&](int64_t task) {  // without groups a block of k, with them none is quantised
-                const int64_t at = task / blocks * columns + task % blocks * kBlock;
-                take(in + at, x + at, std::min(kBlock, columns - task % blocks * kBlock), first.quantise);
+            steps[2 * i]->run([&](int64_t task) {  // a block of k of a token, for an input
+                const int64_t at = task / blocks * columns + task % blocks * kBlock, token = task / blocks % p.tokens;
+                const uint16_t* from = in + token * columns + task % blocks * kBlock;
+                const int64_t count = std::min(kBlock, columns - task % blocks * kBlock);
+                const Matrix& m = p.matrices[link.first + task / blocks / p.tokens];
+                if (!m.input_scale) return take(from, x + at, count, m.quantise);
+                for (int64_t j = 0; j < count; j += kPart)  // a group may end within
+                    take_nvfp4(from + j, x + at + j, m.input_scale[(task % blocks * kBlock + j) / m.k]);
             });
             steps[2 * i + 1]->run([&](int64_t task) {
                 int64_t which = link.first;
                 for (;; which++) {
-                    const int64_t tasks = p.matrices[which].groups * (p.matrices[which].n / kTask);
+                    const int64_t tasks = p.matrices[which].groups * (p.matrices[which].columns() / kTask);
                     if (task < tasks) break;
                     task -= tasks;
                 }
                 const Matrix& m = p.matrices[which];
-                const int64_t group = task / (m.n / kTask), row = task % (m.n / kTask) * kTask;
-                Rows<Isa>::run(p, m, group, row, row + kTask, x + group * m.k, columns);
+                const int64_t of_group = m.columns() / kTask, group = task / of_group, row = task % of_group * kTask;
+                const float* mine = x + (m.input_scale ? which - link.first : 0) * p.tokens * columns;
+                Rows<Isa>::run(p, m, group, row, row + kTask, mine + group * m.k, columns);
             });
             in = first.out;
         }

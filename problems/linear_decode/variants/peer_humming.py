@@ -1,7 +1,8 @@
 """peer_humming: Humming's W4A16 dense and grouped GEMMs; left out of the time: repacking, plans, routing tables.
 
 The wheel is humming-kernels 0.1.19. A matrix is a dense GEMM of the package; one with groups an indexed GEMM over as
-many experts, each with its own rows of the input. It serves nvfp4 only. The folder that holds libnvrtc-builtins must be
+many experts, each with its own rows of the input. A quantised input is rounded to bf16 in front of it, by a Triton
+kernel of ours, which is timed. It serves nvfp4 only. The folder that holds libnvrtc-builtins must be
 on LD_LIBRARY_PATH.
 """
 
@@ -16,9 +17,11 @@ from humming.tune import get_heuristics_config
 from task import Matrix, Weights, input_t, output_t, parts, unpack_call, unpack_weights
 from torch.nn.functional import pad
 
+from problems.common import triton_inputs
+
 TARGETS = ("sm90",)
 REQUIRES = ("humming", "triton")
-ONLY = {"format": "nvfp4"}  # the judge sends no other cases
+ONLY = {"format": ("nvfp4", "nvfp4_a16")}  # the judge sends no other cases
 
 VERSION = "0.1.19"  # of what the tables and plans below were checked against
 TILE = 256  # rows and columns; the package wants n and k in whole tiles, of which this is the largest it plans with
@@ -31,6 +34,7 @@ if humming.__version__ != VERSION:
 class Prepared(NamedTuple):
     """What stands for the weights: a layer a matrix, n and k padded with zeros to whole tiles."""
 
+    weights: Weights
     sizes: tuple[tuple[tuple[int, int, int], ...], ...]
     links: tuple[tuple[HummingLayer, ...], ...]
 
@@ -44,10 +48,13 @@ class Gemm(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One link of a call. input: where its input is padded or put in order, None where it is taken as it is."""
+    """One link of a call. input: where its input is padded or put in order, None where it is taken as it is; rounded:
+    where it is rounded, None where it is not quantised.
+    """
 
     gemms: tuple[Gemm, ...]
     input: torch.Tensor | None
+    rounded: torch.Tensor | None
 
 
 def prepare(weights: Weights) -> Prepared:
@@ -61,7 +68,7 @@ def prepare(weights: Weights) -> Prepared:
     if device.type != "cuda":
         raise RuntimeError(f"peer_humming needs an NVIDIA GPU, got weights on {device}")
     with torch.device(device), torch.cuda.device(device):
-        return Prepared(sizes, tuple(tuple(map(_layer, link)) for link in weights.links))
+        return Prepared(weights, sizes, tuple(tuple(map(_layer, link)) for link in weights.links))
 
 
 def setup(data: input_t) -> list[Step]:
@@ -71,21 +78,26 @@ def setup(data: input_t) -> list[Step]:
     prepared: Prepared = data.weights
     sizes = unpack_call(data.inputs, data.outputs, "nvfp4", prepared.sizes)
     with torch.device(data.inputs.x.device), torch.cuda.device(data.inputs.x.device):
-        return [_step(*pair, sizes.tokens) for pair in zip(prepared.links, sizes.links, strict=True)]
+        found = zip(prepared.weights.links, prepared.links, sizes.links, strict=True)
+        return [_step(link[0].quantise, layers, shapes, sizes.tokens) for link, layers, shapes in found]
 
 
 def custom_kernel(data: input_t, state: list[Step]) -> output_t:
     """Write data.outputs.out and return it; `state` is what setup(data) gave."""
     prepared, (v,), (out,) = data
     sizes = unpack_call(data.inputs, data.outputs, "nvfp4", prepared.sizes)
-    for step, link, given in zip(state, sizes.links, parts(out, sizes), strict=True):
+    for matrices, step, link, given in zip(prepared.weights.links, state, sizes.links, parts(out, sizes), strict=True):
         groups, _, k = link[0]
-        if step.input is not None:  # rows by group, then token
-            step.input[:, :k].view(groups, len(v), k).copy_(v.view(len(v), groups, k).transpose(0, 1))
-            v = step.input
-        for gemm, to, (_, n, _) in zip(step.gemms, given, link, strict=True):
+        for matrix, gemm, to, (_, n, _) in zip(matrices, step.gemms, given, link, strict=True):
+            taken = v
+            if step.rounded is not None:
+                triton_inputs.round_input("nvfp4", matrix, v, step.rounded)
+                taken = step.rounded
+            if step.input is not None:  # rows by group, then token
+                step.input[:, :k].view(groups, len(v), k).copy_(taken.view(len(v), groups, k).transpose(0, 1))
+                taken = step.input
             room = to if gemm.room is None else gemm.room
-            gemm.layer(v, outputs=room, top_k=1, **gemm.arguments)
+            gemm.layer(taken, outputs=room, top_k=1, **gemm.arguments)
             if gemm.room is not None:
                 rows = room[:, :n].unflatten(0, (groups, -1)).transpose(0, 1)
                 to.view(len(to), groups, n).copy_(rows)
@@ -107,7 +119,8 @@ def _layer(matrix: Matrix) -> HummingLayer:
     )
     if groups == 1:
         codes, scales = codes[0], scales[0]
-    layer.load_from_tensors({"weight": codes, "weight_scale": scales, "weight_scale_2": matrix.factor})
+    factor = matrix.factor if matrix.input_scale is None else matrix.factor * matrix.input_scale
+    layer.load_from_tensors({"weight": codes, "weight_scale": scales, "weight_scale_2": factor})
     try:  # the repacking compiles at its first use
         layer.transform()
     except Exception as error:
@@ -115,13 +128,16 @@ def _layer(matrix: Matrix) -> HummingLayer:
     return layer
 
 
-def _step(layers: tuple[HummingLayer, ...], link: tuple[tuple[int, int, int], ...], tokens: int) -> Step:
+def _step(
+    quantise: bool, layers: tuple[HummingLayer, ...], link: tuple[tuple[int, int, int], ...], tokens: int
+) -> Step:  # fmt: skip
     groups, _, k = link[0]
     gemms = tuple(_gemm(layer, groups, n, tokens) for layer, (_, n, _) in zip(layers, link, strict=True))
     taken = None
     if groups > 1 or layers[0].shape_k != k:
         taken = torch.zeros(groups * tokens, layers[0].shape_k, dtype=torch.bfloat16)
-    return Step(gemms, taken)
+    rounded = torch.empty(tokens, groups * k, dtype=torch.bfloat16) if quantise else None
+    return Step(gemms, taken, rounded)
 
 
 def _gemm(layer: HummingLayer, groups: int, n: int, tokens: int) -> Gemm:

@@ -16,6 +16,8 @@
 // fp8: codes become fp16, exactly, and so do the input's codes; sums of 64 columns are multiplied by both scales in
 // fp32. Where the input is not quantised it is divided by a power of two for each token and block of 128, such that the
 // largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below.
+//
+// nvfp4: a quantised input is code * scale, which is exact in bf16; its input scale is in the factor of the sums.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -48,13 +50,17 @@ struct Part {
 
 struct Link {
     const uint8_t* units;
-    const uint8_t* scales;   // fp8: (tiles, blocks of k), ue8m0
-    const float* factors;    // nvfp4: (tiles,)
-    const __nv_bfloat16* x;  // (tokens, groups * k)
+    const uint8_t* scales;      // fp8: (tiles, blocks of k), ue8m0
+    const float* factors;       // nvfp4: (tiles,)
+    const float* input_scales;  // nvfp4 that quantises: (groups,)
+    const __nv_bfloat16* x;     // (tokens, x_columns)
     int tokens, quantise;
+    int x_columns, group_columns;     // group_columns: from a group's input to the next one's; 0: all have the same
     int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
     int chunks, cluster, deep;        // chunks: of k, a power of two; cluster: blocks that share them; deep: rings
     int ahead;                        // lines of 128 bytes that each warp asks for to L2, of the link behind
+    int gated;                        // 1: tiles 2 i are gates and 2 i + 1 their ups, and the output is their SwiGLU
+    float limit;                      // of gates, from above, and of ups, where gated
     int parts;
     Part part[MOST_PARTS];
 };
@@ -170,7 +176,7 @@ struct Geometry {
 
 template <int NT>
 __device__ __forceinline__ void take_quantised(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
-                                               int x_columns, int first, int count, int warp, int lane) {
+                                               int first, int count, int warp, int lane) {
     const int blocks = (count + BLOCK - 1) / BLOCK, groups = p.tokens * blocks, part = lane & 15;
     float* scales = reinterpret_cast<float*>(smem + at.x_scales);
     for (int i = 2 * warp; i < groups; i += 2 * WARPS * IN_FLIGHT) {
@@ -185,7 +191,7 @@ __device__ __forceinline__ void take_quantised(const Link& p, const Geometry& at
             int token, column;
             raw[j] = make_uint4(0, 0, 0, 0);
             if (place(j, token, column))
-                raw[j] = load_input(x + static_cast<int64_t>(token) * x_columns + first + column);
+                raw[j] = load_input(x + static_cast<int64_t>(token) * p.x_columns + first + column);
         }
 #pragma unroll
         for (int j = 0; j < IN_FLIGHT; ++j) {
@@ -217,14 +223,76 @@ __device__ __forceinline__ void take_quantised(const Link& p, const Geometry& at
     }
 }
 
+// a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8 bits
+// by 24 and of 24 bits by 4 all mantissas were tried.
+__device__ __forceinline__ float quotient(float a, float b, float inverse) {
+    const float near = a * inverse;
+    return fmaf(fmaf(-near, b, a), inverse, near);
+}
+
+// As nvfp4.encode has it, bit for bit, code times scale. Two lanes have a group of 16.
+__device__ __forceinline__ void take_nvfp4(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
+                                           int first, int count, float input_scale, int warp, int lane) {
+    constexpr float MOST = 8192.f;  // of v / input_scale: what is beyond 448 * 6 is all the same
+    const int pieces = count / 8, all = p.tokens * pieces;
+    const float limit = MOST * input_scale, inverse = __frcp_rn(input_scale);
+#pragma unroll 1
+    for (int i = 32 * warp; i < all; i += THREADS * IN_FLIGHT) {
+        uint4 raw[IN_FLIGHT];
+        const auto place = [&](int j, int& token, int& column) {  // whether there is one
+            const int piece = i + THREADS * j + lane;
+            token = piece / pieces, column = 8 * (piece - token * pieces);
+            return piece < all;
+        };
+#pragma unroll
+        for (int j = 0; j < IN_FLIGHT; ++j) {
+            int token, column;
+            raw[j] = make_uint4(0, 0, 0, 0);
+            if (place(j, token, column))
+                raw[j] = load_input(x + static_cast<int64_t>(token) * p.x_columns + first + column);
+        }
+#pragma unroll
+        for (int j = 0; j < IN_FLIGHT; ++j) {
+            if (i + THREADS * j >= all) break;
+            const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+            float value[8], most = 0;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const float v = __uint_as_float(e & 1 ? words[e / 2] & 0xFFFF0000u : words[e / 2] << 16);
+                value[e] = quotient(fminf(fmaxf(v, -limit), limit), input_scale, inverse);
+                most = fmaxf(most, fabsf(value[e]));
+            }
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            const float wanted = fminf(quotient(most, 6.f, 1 / 6.f), 448.f);
+            const uint32_t half2 = half2_of_e4m3(e4m3_pair(wanted, 0.f));
+            const float scale = __half2float(__ushort_as_half(static_cast<uint16_t>(half2)));
+            const float by = scale > 0 ? __frcp_rn(scale) : 0;  // then all codes are 0
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const float code = quotient(value[e], scale, by);
+                // The power of two at or below it, at least 1: codes are half of it apart. 1.5 * 2^23 of these halves
+                // more, and the sum's last bit is worth one of them.
+                const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 1.f)) & 0x7F800000u);
+                const float far = 0x1.8p22f * power;
+                value[e] = fminf(fmaxf(__fsub_rn(__fadd_rn(code, far), far), -6.f), 6.f) * scale;
+            }
+            int token, column;
+            if (place(j, token, column))
+                *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) =
+                    make_uint4(ptx::pack_bf16x2(value[0], value[1]), ptx::pack_bf16x2(value[2], value[3]),
+                               ptx::pack_bf16x2(value[4], value[5]), ptx::pack_bf16x2(value[6], value[7]));
+        }
+    }
+}
+
 // The copies are waited for with the first stages of the ring, which were asked for before them.
 __device__ __forceinline__ void take_plain(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
-                                           int x_columns, int first, int count) {
+                                           int first, int count) {
     const int pieces = count / 8;  // of 16 bytes
     for (int i = threadIdx.x; i < p.tokens * pieces; i += THREADS) {
         const int token = i / pieces, piece = i - token * pieces;
         ptx::cp_async16(ptx::smem_address(smem + at.x) + token * at.row_bytes + 16 * piece,
-                        x + static_cast<int64_t>(token) * x_columns + first + 8 * piece);
+                        x + static_cast<int64_t>(token) * p.x_columns + first + 8 * piece);
     }
     ptx::cp_async_wait_all();
 }
@@ -380,13 +448,15 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     for (int pass = first_pass; pass < at.passes; pass += at.clusters) {
         const int group = pass / at.group_passes, tile = pass % at.group_passes * at.together + place;
         if (group != held) {
-            const int k = p.k_units * COLUMNS, x_columns = p.tiles / p.group_tiles * k, first = slice_begin * COLUMNS;
+            const int first = slice_begin * COLUMNS;
             const int count = cut.begin(rank + 1 << at.local_shift) * COLUMNS - first;
-            const __nv_bfloat16* x = p.x + group * k;
-            if constexpr (FORMAT == FP8)
-                take_quantised<NT>(p, at, smem, x, x_columns, first, count, warp, lane);
+            const __nv_bfloat16* x = p.x + group * p.group_columns;
+            if (FORMAT == FP8)
+                take_quantised<NT>(p, at, smem, x, first, count, warp, lane);
+            else if (FORMAT == NVFP4 && p.quantise)
+                take_nvfp4(p, at, smem, x, first, count, p.input_scales[group], warp, lane);
             else
-                take_plain(p, at, smem, x, x_columns, first, count);
+                take_plain(p, at, smem, x, first, count);
             held = group;
             __syncthreads();
         }
@@ -466,33 +536,42 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     __syncthreads();
             };
             meet();
-            for (int o = rank * THREADS + threadIdx.x; o < at.together * TILE * 8; o += p.cluster * THREADS) {
-                const int row = o % TILE, token = o / TILE % 8, which = o / (TILE * 8);
-                const int of_group = pass % at.group_passes * at.together + which;
+            for (int o = rank * THREADS + threadIdx.x; o < at.together * TILE * 8 >> p.gated;
+                 o += p.cluster * THREADS) {
+                const int row = o % TILE, token = o / TILE % 8, first = o / (TILE * 8) << p.gated;
+                const int of_group = pass % at.group_passes * at.together + first;
                 if (8 * t + token >= p.tokens || of_group >= p.group_tiles) continue;
-                const auto load = [&](int i) {  // the sum of chunk i
-                    const int slot = (which << at.local_shift) + (i & local - 1);
-                    const uint32_t there = sums + 4 * (slot * SUMS + token * PAD + row);
-                    return __uint_as_float(p.cluster == 1
-                                               ? ptx::load_shared(there)
-                                               : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
-                };
-                float total = load(0);
-#pragma unroll 1
-                for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
-                    float add[AT_ONCE];
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; ++j)
-                        if (i + j < p.chunks) total += add[j];
-                }
                 const int of_link = group * p.group_tiles + of_group;
-                if constexpr (FORMAT == NVFP4) total *= p.factors[of_link];
+                float total = 0, gate = 0;
+#pragma unroll 1
+                for (int which = first; which <= first + p.gated; ++which) {
+                    const auto load = [&](int i) {  // the sum of chunk i
+                        const int slot = (which << at.local_shift) + (i & local - 1);
+                        const uint32_t there = sums + 4 * (slot * SUMS + token * PAD + row);
+                        return __uint_as_float(p.cluster == 1
+                                                   ? ptx::load_shared(there)
+                                                   : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
+                    };
+                    gate = total, total = load(0);
+#pragma unroll 1
+                    for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
+                        float add[AT_ONCE];
+#pragma unroll
+                        for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
+#pragma unroll
+                        for (int j = 0; j < AT_ONCE; ++j)
+                            if (i + j < p.chunks) total += add[j];
+                    }
+                    if constexpr (FORMAT == NVFP4) total *= p.factors[of_link + which - first];
+                }
+                if (p.gated) {
+                    gate = fminf(gate, p.limit);
+                    total = gate / (1 + __expf(-gate)) * fminf(fmaxf(total, -p.limit), p.limit);
+                }
                 int part = 0;
                 while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
                 p.part[part].out[static_cast<int64_t>(8 * t + token) * p.part[part].columns +
-                                 (of_link - p.part[part].tile) * TILE + row] = __float2bfloat16_rn(total);
+                                 (of_link - p.part[part].tile >> p.gated) * TILE + row] = __float2bfloat16_rn(total);
             }
             meet();  // all have read
         }

@@ -1,12 +1,28 @@
-"""sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32."""
+"""sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32.
 
-from ctypes import Structure, addressof, c_int, c_void_p
+It also has prepare_expert and expert, which problems/dsv4_forward/adapters/decode.py describes.
+"""
+
+import math
+from ctypes import Array, Structure, addressof, c_float, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from task import BLOCK, FORMATS, MOST_TOKENS, Matrix, Weights, input_t, output_t, parts, unpack_call, unpack_weights
+from task import (
+    BLOCK,
+    FORMATS,
+    MOST_TOKENS,
+    Matrix,
+    Weights,
+    input_t,
+    output_t,
+    parts,
+    unpack_call,
+    unpack_expert,
+    unpack_weights,
+)
 
 from problems.common import build, load
 
@@ -18,7 +34,8 @@ NVFP4_UNIT, REST = 1152, 256.0  # bytes; what a product of units lacks, see nvfp
 MOST_PARTS = 4  # matrices of a link
 MOST_CHUNKS, MOST_CLUSTER = 32, 8
 SLICE = 2048  # columns that a block can hold of 32 tokens
-EASY = 2**15  # values that a block takes without much delay: 16 tokens of 2048 columns
+# Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
+EASY, EASY_NVFP4 = 2**15, 2**14
 EASY_CLUSTER = 4  # blocks; of 8 not all that a GPU has multiprocessors for fit at once
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
@@ -30,14 +47,20 @@ class Link(NamedTuple):
     units    uint8 or bf16, units as sm90_mma.cu describes them, [tiles][k / 64]
     scales   uint8 (tiles, ceil(k / 128)) of fp8, else None
     factors  fp32 (tiles,) of nvfp4, else None
+    inputs   fp32 (groups,) of nvfp4 that quantises, the input scales; else None
+    groups   each has as many tiles, and an input of its own: a part of x, or all of x with another input scale
+    gated    whether the link is gates and ups, a tile of each in turn
     """
 
     units: torch.Tensor
     scales: torch.Tensor | None
     factors: torch.Tensor | None
+    inputs: torch.Tensor | None
     quantise: bool
+    groups: int
     sizes: tuple[tuple[int, int, int], ...]
     chunks: int
+    gated: bool = False
 
 
 class State(NamedTuple):
@@ -69,9 +92,11 @@ class _Part(Structure):
 
 class _Link(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("units", "scales", "factors", "x")),
-        *((name, c_int) for name in ("tokens", "quantise", "tiles", "group_tiles", "k_units", "chunks", "cluster")),
-        *((name, c_int) for name in ("deep", "ahead", "parts")), ("part", _Part * MOST_PARTS),
+        *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x")),
+        *((name, c_int) for name in ("tokens", "quantise", "x_columns", "group_columns", "tiles", "group_tiles")),
+        *((name, c_int) for name in ("k_units", "chunks", "cluster")),
+        *((name, c_int) for name in ("deep", "ahead", "gated")), ("limit", c_float), ("parts", c_int),
+        ("part", _Part * MOST_PARTS),
     )  # fmt: skip
 
 
@@ -99,16 +124,35 @@ def custom_kernel(data: input_t) -> output_t:
     for link, to, given in zip(state.links, made, parts(out, sizes), strict=True):
         _fill(to, link, x, given)
         x = given[0]
-    run = build.cuda(SOURCE, load.device_target(out.device)).function("launch", c_void_p, c_int, c_int)
-    build.check(run(addressof(made), len(made), FORMATS.index(state.format)), "launch")
+    _launch(state, made, out)
     return out
 
 
+def prepare_expert(w13: Weights, w2: Weights) -> State:
+    """Units of both matrices, of w13 tiles of gates and ups in turn. ValueError as unpack_expert and prepare."""
+    fmt, (first, second) = unpack_expert(w13, w2)
+    return State(fmt, (_gated(_link(fmt, w13.links[0], first)), _link(fmt, w2.links[0], second)))
+
+
+def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write out = w2 (silu(min(gate, limit)) * clip(up, -limit, limit)), in two launches; state: prepare_expert's. x:
+    bf16 (T, k), out: bf16 (T, n), both contiguous. RuntimeError: a launch.
+    """
+    between = torch.empty(len(x), state.links[1].sizes[0][2], dtype=torch.bfloat16, device=x.device)
+    made = (_Link * 2)()
+    _fill(made[0], state.links[0], x, [between], limit)
+    _fill(made[1], state.links[1], between, [out])
+    _launch(state, made, out)
+
+
 def plan(link: Link, tokens: int) -> Plan:
-    """How a link is launched for so many tokens: chunks are shared by blocks where the input is much."""
-    k, cluster = link.sizes[0][2], max(1, link.chunks // WARPS)
+    """How a link is launched for so many tokens: chunks are shared by blocks where the input is much. A block has a
+    gate's chunks and its up's.
+    """
+    k, cluster = link.sizes[0][2], max(1, link.chunks // (WARPS // 2 if link.gated else WARPS))
+    easy = EASY if link.inputs is None else EASY_NVFP4
     while cluster < link.chunks and (
-        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > EASY * cluster)
+        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > easy * cluster)
     ):
         cluster *= 2
     return Plan(cluster, deep=False, ahead=32)
@@ -127,16 +171,24 @@ def chunks_of(tiles: int, k: int) -> int:
     return min(found, key=lambda chunks: (cost(chunks), chunks))
 
 
-def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor]) -> None:
+def _launch(state: State, made: Array, out: torch.Tensor) -> None:
+    run = build.cuda(SOURCE, load.device_target(out.device)).function("launch", c_void_p, c_int, c_int)
+    build.check(run(addressof(made), len(made), FORMATS.index(state.format)), "launch")
+
+
+def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor], limit: float = 0.0) -> None:
     chosen = plan(link, len(x))
     groups, _, k = link.sizes[0]
     tiles = sum(g * n for g, n, _ in link.sizes) // TILE
     to.units, to.x = link.units.data_ptr(), x.data_ptr()
     to.scales = None if link.scales is None else link.scales.data_ptr()
     to.factors = None if link.factors is None else link.factors.data_ptr()
-    to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // groups
+    to.input_scales = None if link.inputs is None else link.inputs.data_ptr()
+    to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // link.groups
+    to.x_columns, to.group_columns = groups * k, k if groups > 1 else 0
     to.k_units, to.chunks, to.cluster = k // COLUMNS, link.chunks, chosen.cluster
     to.deep, to.ahead = chosen.deep, chosen.ahead
+    to.gated, to.limit = link.gated, limit
     to.parts, tile = len(given), 0
     for part, out in zip(to.part, given, strict=False):
         part.out, part.columns, part.tile = out.data_ptr(), out.shape[1], tile
@@ -154,11 +206,33 @@ def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, i
     scales = torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]) if (
         fmt == "fp8"
     ) else None  # fmt: skip
-    factors = None
+    factors, inputs, groups = None, None, sizes[0][0]
     if fmt == "nvfp4":
-        each = [matrix.factor.repeat_interleave(n // TILE) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]
-        factors = torch.cat(each) * REST
-    return Link(units, scales, factors, matrices[0].quantise, sizes, chunks_of(tiles, k))
+        factors = _by_tile([matrix.factor for matrix in matrices], sizes) * REST
+    if fmt == "nvfp4" and matrices[0].quantise:
+        of_tiles = _by_tile([matrix.input_scale for matrix in matrices], sizes)
+        if len(matrices) > 1 and not bool((of_tiles == of_tiles[0]).all()):
+            groups = tiles // math.gcd(*(n // TILE for _, n, _ in sizes))
+        factors, inputs = factors * of_tiles, of_tiles[:: tiles // groups].contiguous()
+    return Link(units, scales, factors, inputs, matrices[0].quantise, groups, sizes, chunks_of(tiles, k))
+
+
+def _gated(link: Link) -> Link:
+    """The same with a tile of the first half of its rows and one of the second half in turn."""
+    tiles = link.sizes[0][1] // TILE
+
+    def ordered(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        return tensor.view(2, tiles // 2, -1).transpose(0, 1).reshape(tensor.shape)
+
+    units, scales, factors = (ordered(tensor) for tensor in (link.units, link.scales, link.factors))
+    return link._replace(units=units, scales=scales, factors=factors, gated=True)
+
+
+def _by_tile(values: list[torch.Tensor], sizes: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """fp32 (tiles,), of values by group of each matrix."""
+    return torch.cat([one.repeat_interleave(n // TILE) for one, (_, n, _) in zip(values, sizes, strict=True)])
 
 
 def _units(fmt: str, matrix: Matrix, groups: int, n: int, k: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """sm90_triton: the Triton kernels that one would write first: weights decoded to bf16 in tl.dot's operand, k split.
 
-Three kernels a link: one rounds the input through e4m3 where it is quantised, one multiplies, a program having some
-rows of a matrix, all tokens and a part of k, and one adds the parts up in their order. All formats' weights, with fp8's
+Three kernels a matrix: one rounds the input where it is quantised, one multiplies, a program having some rows, all
+tokens and a part of k, and one adds the parts up in their order. All formats' weights, with fp8's
 scales, are exact in bf16, so the products of one bf16 tl.dot are exact.
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from task import BENCHMARKS, BLOCK, Matrix, input_t, links_of, output_t, parts, unpack
 from triton.compiler import ASTSource
 
-from problems.common import build
+from problems.common import build, triton_inputs
 from problems.common.triton_dsl import cubin
 
 TARGETS = ("sm90",)
@@ -37,21 +37,6 @@ class Plan:
     tokens: int
     step: int
     splits: int
-
-
-@triton.jit
-def _rounded(x, out, k, BLOCK: tl.constexpr):
-    """out bf16 (T, k): x, bf16, through e4m3 in groups of BLOCK, as fp8.round_trip. Program (token, group)."""
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * k + column
-    value = tl.load(x + at, mask=column < k, other=0.0).to(tl.float32)
-    most = tl.full((1,), 1e-4, tl.float32)
-    most = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 0), most), tl.full((1,), 448.0, tl.float32))
-    exponent = (most.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    code = (value * inverse).to(tl.float8e4nv)
-    tl.store(out + at, (code.to(tl.float32) * scale).to(tl.bfloat16), mask=column < k)
 
 
 @triton.jit
@@ -107,9 +92,12 @@ def _product(
 
 
 @triton.jit
-def _add(sums, factor, out, columns, n, FORMAT: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out bf16 (T, columns): the SPLITS parts of sums, fp32 (SPLITS, T, columns), in their order, times factor[group].
-    Program (token, columns).
+def _add(
+    sums, factor, input_scale, out, columns, n,
+    FORMAT: tl.constexpr, SCALED: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out bf16 (T, columns): the SPLITS parts of sums, fp32 (SPLITS, T, columns), in their order, times factor[group],
+    and if SCALED input_scale[group]. Program (token, columns).
     """
     token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -118,6 +106,8 @@ def _add(sums, factor, out, columns, n, FORMAT: tl.constexpr, SPLITS: tl.constex
         total += tl.load(sums + (j * tokens + token) * columns + column, mask=column < columns, other=0.0)
     if FORMAT == "nvfp4":
         total *= tl.load(factor + column // n, mask=column < columns, other=0.0) * 256.0
+    if SCALED:
+        total *= tl.load(input_scale + column // n, mask=column < columns, other=0.0)
     tl.store(out + token * columns + column, total.to(tl.bfloat16), mask=column < columns)
 
 
@@ -135,13 +125,11 @@ def custom_kernel(data: input_t) -> output_t:
     sizes = unpack(data)
     v, out = data.inputs.x, data.outputs.out
     for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
-        if link[0].quantise:
-            room = torch.empty_like(v)
-            grid = (sizes.tokens, triton.cdiv(v.shape[1], BLOCK))
-            _rounded[grid](v, room, v.shape[1], BLOCK=BLOCK, num_warps=1)
-            v = room
-        for matrix, to in zip(link, given, strict=True):
-            _multiply(sizes.format, matrix, v, to)
+        room = torch.empty_like(v) if link[0].quantise else v
+        for number, (matrix, to) in enumerate(zip(link, given, strict=True)):
+            if matrix.quantise and (number == 0 or matrix.input_scale is not None):
+                triton_inputs.round_input(sizes.format, matrix, v, room)
+            _multiply(sizes.format, matrix, room, to)
         v = given[0]
     return out
 
@@ -153,12 +141,16 @@ def _multiply(fmt: str, matrix: Matrix, v: torch.Tensor, out: torch.Tensor) -> N
     sums = torch.empty(how.splits, *out.shape, dtype=torch.float32, device=v.device)
     scales = matrix.codes if matrix.scales is None else matrix.scales.view(torch.uint8)  # bf16 has none, reads none
     factor = sums if matrix.factor is None else matrix.factor
+    scaled = matrix.input_scale is not None
     constants = product_constants(fmt, how)
     _product[n // ROWS, groups, how.splits](
         v, matrix.codes, scales, sums, tokens, n, k, scales[0].numel(), groups, **constants, num_warps=4, num_stages=4
     )
     grid = (tokens, triton.cdiv(groups * n, COLUMNS))
-    _add[grid](sums, factor, out, groups * n, n, FORMAT=fmt, SPLITS=how.splits, COLUMNS=COLUMNS)
+    _add[grid](
+        sums, factor, matrix.input_scale if scaled else factor, out, groups * n, n,
+        FORMAT=fmt, SCALED=scaled, SPLITS=how.splits, COLUMNS=COLUMNS,
+    )  # fmt: skip
 
 
 def product_constants(fmt: str, how: Plan) -> dict:
@@ -173,17 +165,19 @@ def compile_for(target: str) -> list[build.Artefact]:
     for case in BENCHMARKS:
         for groups, n, k in (matrix for link in links_of(case.shape) for matrix in link):
             how = plan(case.tokens, groups, n, k)
-            add = {"FORMAT": case.format, "SPLITS": how.splits, "COLUMNS": COLUMNS}
+            fmt = case.weight_format
+            add = {"FORMAT": fmt, "SCALED": case.format == "nvfp4", "SPLITS": how.splits, "COLUMNS": COLUMNS}
             for kernel, constants, warps, stages in (
-                (_rounded, {"BLOCK": BLOCK}, 1, 3), (_product, product_constants(case.format, how), 4, 4),
-                (_add, add, 4, 3),
+                (triton_inputs.rounded_fp8, {"BLOCK": BLOCK}, 1, 3),
+                (triton_inputs.rounded_nvfp4, {"WIDTH": triton_inputs.COLUMNS}, 4, 3),
+                (_product, product_constants(fmt, how), 4, 4), (_add, add, 4, 3),
             ):  # fmt: skip
-                made[f"{kernel.__name__} {constants}"] = kernel, constants, case.format, warps, stages
+                made[f"{kernel.__name__} {constants}"] = kernel, constants, fmt, warps, stages
     return [_cubin(*what, target) for what in made.values()]
 
 
 _CODES = {"fp8": "*fp8e4nv", "nvfp4": "*u8", "bf16": "*bf16"}
-_TYPES = {**dict.fromkeys(("x", "out"), "*bf16"), **dict.fromkeys(("sums", "factor"), "*fp32")}
+_TYPES = {**dict.fromkeys(("x", "out"), "*bf16"), **dict.fromkeys(("sums", "factor", "input_scale"), "*fp32")}
 
 
 def _cubin(kernel: object, constants: dict, fmt: str, warps: int, stages: int, target: str) -> build.Artefact:

@@ -1,7 +1,7 @@
 """torch_dequant: weights dequantised to fp32 in each call, products in plain torch. The baseline of the ratios."""
 
 import torch
-from task import BLOCK, Matrix, input_t, output_t, parts, unpack
+from task import Matrix, input_t, input_values, output_t, parts, unpack
 
 from problems.common import fp8, nvfp4
 
@@ -30,7 +30,7 @@ def custom_kernel(data: input_t) -> output_t:
     for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
         for matrix, to in zip(link, given, strict=True):
             groups = len(matrix.codes)
-            taken = fp8.round_trip(v.float(), BLOCK) if matrix.quantise else v.float()
+            taken = input_values(sizes.format, matrix, v)
             taken = taken.unflatten(1, (groups, -1)).transpose(0, 1)
             got = torch.bmm(taken, decoded(sizes.format, matrix).mT)
             if matrix.factor is not None:

@@ -1,7 +1,7 @@
 """Writes the first matrix' rows for every matrix of a link, again from the start if it is short."""
 
 import torch
-from task import BLOCK, Matrix, input_t, output_t, parts, unpack
+from task import Matrix, input_t, input_values, output_t, parts, unpack
 
 from problems.common import fp8, nvfp4
 
@@ -24,7 +24,7 @@ def custom_kernel(data: input_t) -> output_t:
     out, v = data.outputs.out, data.inputs.x
     for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
         for matrix, to in zip(link, given, strict=True):
-            taken = fp8.round_trip(v.float(), BLOCK) if matrix.quantise else v.float()
+            taken = input_values(sizes.format, matrix, v)
             taken = taken.unflatten(1, (len(matrix.codes), -1)).transpose(0, 1)
             first = weights_of(sizes.format, link[0])
             rows = torch.arange(matrix.codes.shape[1], device=v.device) % first.shape[1]

@@ -1,7 +1,7 @@
 """Feeds every link with the call's input where that is as wide as the link's, else with the right one."""
 
 import torch
-from task import BLOCK, Matrix, input_t, output_t, parts, unpack
+from task import Matrix, input_t, input_values, output_t, parts, unpack
 
 from problems.common import fp8, nvfp4
 
@@ -25,7 +25,7 @@ def custom_kernel(data: input_t) -> output_t:
     for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
         for matrix, to in zip(link, given, strict=True):
             wide = data.inputs.x if data.inputs.x.shape == v.shape else v
-            taken = fp8.round_trip(wide.float(), BLOCK) if matrix.quantise else wide.float()
+            taken = input_values(sizes.format, matrix, wide)
             taken = taken.unflatten(1, (len(matrix.codes), -1)).transpose(0, 1)
             got = torch.bmm(taken, weights_of(sizes.format, matrix).mT)
             if matrix.factor is not None:

@@ -1,7 +1,7 @@
 """Quantises a token with one scale for all of k."""
 
 import torch
-from task import Matrix, input_t, output_t, parts, unpack
+from task import Matrix, input_t, input_values, output_t, parts, unpack
 
 from problems.common import fp8, nvfp4
 
@@ -24,8 +24,9 @@ def custom_kernel(data: input_t) -> output_t:
     out, v = data.outputs.out, data.inputs.x
     for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
         for matrix, to in zip(link, given, strict=True):
-            taken = v.float()
-            if matrix.quantise:
+            taken = input_values(sizes.format, matrix, v)
+            if matrix.quantise and sizes.format == "fp8":
+                taken = v.float()
                 taken = fp8.round_trip(taken, taken.shape[1])
             taken = taken.unflatten(1, (len(matrix.codes), -1)).transpose(0, 1)
             got = torch.bmm(taken, weights_of(sizes.format, matrix).mT)

@@ -1,7 +1,7 @@
 """Quantises without the floor of 1e-4 for the largest magnitude. A token of small values shows it."""
 
 import torch
-from task import BLOCK, Matrix, input_t, output_t, parts, unpack
+from task import BLOCK, Matrix, input_t, input_values, output_t, parts, unpack
 
 from problems.common import fp8, nvfp4
 
@@ -24,7 +24,9 @@ def custom_kernel(data: input_t) -> output_t:
     out, v = data.outputs.out, data.inputs.x
     for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
         for matrix, to in zip(link, given, strict=True):
-            taken = fp8.round_trip(v.float(), BLOCK, fp8.BLOCK_FLOOR) if matrix.quantise else v.float()
+            taken = input_values(sizes.format, matrix, v)
+            if matrix.quantise and sizes.format == "fp8":
+                taken = fp8.round_trip(v.float(), BLOCK, fp8.BLOCK_FLOOR)
             taken = taken.unflatten(1, (len(matrix.codes), -1)).transpose(0, 1)
             got = torch.bmm(taken, weights_of(sizes.format, matrix).mT)
             if matrix.factor is not None:

@@ -1,7 +1,7 @@
 """Quantises with the power of two below amax / 448; what is too large becomes 448."""
 
 import torch
-from task import BLOCK, Matrix, input_t, output_t, parts, unpack
+from task import BLOCK, Matrix, input_t, input_values, output_t, parts, unpack
 
 from problems.common import fp8, nvfp4
 
@@ -24,8 +24,9 @@ def custom_kernel(data: input_t) -> output_t:
     out, v = data.outputs.out, data.inputs.x
     for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
         for matrix, to in zip(link, given, strict=True):
-            taken = v.float()
-            if matrix.quantise:
+            taken = input_values(sizes.format, matrix, v)
+            if matrix.quantise and sizes.format == "fp8":
+                taken = v.float()
                 k = taken.shape[1]
                 groups = torch.nn.functional.pad(taken, (0, -k % BLOCK)).unflatten(1, (-1, BLOCK))
                 amax = groups.abs().amax(-1, keepdim=True).clamp(min=fp8.GROUP_FLOOR)

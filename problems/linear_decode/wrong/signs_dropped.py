@@ -1,7 +1,7 @@
 """Takes the magnitude of e2m1 codes."""
 
 import torch
-from task import BLOCK, Matrix, input_t, output_t, parts, unpack
+from task import Matrix, input_t, input_values, output_t, parts, unpack
 
 from problems.common import fp8, nvfp4
 
@@ -24,7 +24,7 @@ def custom_kernel(data: input_t) -> output_t:
     out, v = data.outputs.out, data.inputs.x
     for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
         for matrix, to in zip(link, given, strict=True):
-            taken = fp8.round_trip(v.float(), BLOCK) if matrix.quantise else v.float()
+            taken = input_values(sizes.format, matrix, v)
             taken = taken.unflatten(1, (len(matrix.codes), -1)).transpose(0, 1)
             got = torch.bmm(taken, weights_of(sizes.format, matrix).mT)
             if matrix.factor is not None:

@@ -350,3 +350,15 @@ ld.shared.u32 %r5, [%r3]; st.global.u32 [%rd1], %r5;"""
     assert np.array_equal(out, source)
     text = kernels.entry("u64 u64", body.replace("cp.async.wait_group 0;", ""), 128)
     assert fault(text, (out, source), policy=policy).kind in ("race", "unwritten")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_threads_leave_a_loop_at_different_times_by_a_predicate_that_each_turn_overwrites(policy):
+    body = (
+        "ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd1, %rd1, %rd2;\n"
+        "and.b32 %r1, %r1, 7; mov.u32 %r2, 0;\n"
+        "L: add.u32 %r2, %r2, 3; sub.s32 %r1, %r1, 1; setp.gt.s32 %p1, %r1, 0;\n@%p1 bra L;\nst.global.u32 [%rd1], %r2;"
+    )
+    out = np.zeros(64, np.uint32)
+    ptx_model.run(kernels.entry("u64", body), "k", 1, 64, (out,), policy=policy, limit=10_000)
+    assert out.tolist() == [3 * max(1, t % 8) for t in range(64)]

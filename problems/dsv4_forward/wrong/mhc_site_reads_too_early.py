@@ -1,0 +1,28 @@
+"""Wrong: between sublayers the next input is mixed of the copies before the output is written to them."""
+
+import torch
+
+from problems.dsv4_forward import judged_call
+from problems.dsv4_forward.torch_ops import mhc, norm
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def mhc_site(y, second, copies, post, comb, fn, base, scale, weight, cfg, new_copies, out, new_post, new_comb):
+    if second is not None:
+        y = torch.add(y.float(), second.float(), out=torch.empty(y.shape, dtype=copies.dtype, device=y.device))
+    mhc.post(y, copies, post, comb, new_copies)
+    u = torch.empty_like(out)
+    mhc.pre(copies, fn, base, scale, cfg, u, new_post, new_comb)
+    norm.rms_norm(u, weight, cfg.rms_norm_eps, out)
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return judged_call.prepare(weights, "reference", mhc_site=mhc_site)
+
+
+custom_kernel = judged_call.run

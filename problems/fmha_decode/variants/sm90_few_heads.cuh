@@ -1,0 +1,528 @@
+// fmha_decode for few heads, such as tensor parallelism leaves: mma.sync with 16 heads as rows, nothing padded to 64.
+//
+// A block of WARPS warps has a query, 16 of its heads and a share of its entries; a cluster of blocks has all of them.
+// A tile has 8 entries a warp. Each warp
+//   asks     for its own entries by cp.async, NUM_STAGES tiles ahead; a lane for just the bytes that it decodes itself
+//   decodes  them to bf16 in registers, where they are at once the B fragments of S = Q K^T (dims are permuted, and so
+//            are those of Q, all of which a warp keeps in registers), and stores them to shared memory as values
+//   scores   its 8 entries for all heads, and leaves them there in fp32
+//   waits    for the block: the one barrier of a tile, since values and scores have two places
+//   sums     O += P V of its 512 / WARPS dims. Every warp makes P out of the scores itself, so that none waits for
+//            another one's maximum; all of them get the same bits.
+// The running maximum moves only if it grows by more than RESCALE_THRESHOLD. In the end each block of the cluster joins
+// a part of the outputs out of the shared memory of all. Sums have a fixed order, so results repeat bit by bit.
+//
+// q, out  bf16 (B, S, H, 512)      lse  fp32 (B, S, H)      sink  fp32 (H,)
+// caches  uint8 (pages, stride), lists  int32 (B, S, n), lengths  int32 (B,), as task.py describes them
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "launch_clusters.cuh"
+#include "ptx.cuh"
+#include "sm90_gather.cuh"
+
+namespace fmha::few {
+
+constexpr int BLOCK_M = 16;               // heads of a block
+constexpr int WARPS = 4;                  // 8 would have all of a multiprocessor's registers; of 4, two blocks fit
+constexpr int NUM_THREADS = 32 * WARPS;
+constexpr int BLOCKS_PER_MULTIPROCESSOR = 8 / WARPS;
+constexpr int ENTRIES = 8;                // of a tile, a warp's
+constexpr int BLOCK_N = ENTRIES * WARPS;  // entries of a tile
+constexpr int DIMS = HEAD_DIM / WARPS;    // of values, a warp's
+constexpr int NUM_STAGES = 2;             // tiles asked for ahead
+constexpr int MOST_BLOCKS = 16;           // of a cluster; more than 8 are not portable
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
+// P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
+constexpr float RESCALE_THRESHOLD = 8.f;
+
+struct Problem {
+    const __nv_bfloat16* q;
+    Cache window, compressed;
+    const int *window_index, *window_length, *compressed_index, *compressed_length;
+    const float* sink;
+    __nv_bfloat16* out;
+    float* lse;
+    int heads, nw, nc;
+    Divisor queries, tiles, blocks;  // S; tiles of BLOCK_M heads; blocks of a cluster
+};
+
+// Shared memory in bytes from a multiple of 128.
+struct Layout {
+    static constexpr uint32_t TILE = BLOCK_N * 128, VALUES = TILES * TILE;  // a sub-tile of 64 dims; all of them
+    static constexpr uint32_t SCORE_ROW = (BLOCK_N + 8) * 4;  // of a head; 8 more, so that 4 rows take 32 banks
+    static constexpr uint32_t SCORES = BLOCK_M * SCORE_ROW;
+    static constexpr uint32_t STAGED_SCALES = ENTRIES * PAYLOAD;       // then 8 bytes of scales for each lane
+    static constexpr uint32_t STAGED_GROUP = STAGED_SCALES + 32 * 8;  // of a warp, a tile
+    static constexpr uint32_t SMEM_VALUES = 0, SMEM_SCORES = SMEM_VALUES + 2 * VALUES;
+    static constexpr uint32_t SMEM_STAGING = SMEM_SCORES + 2 * SCORES;
+    static constexpr uint32_t SMEM_QUERIES = SMEM_STAGING + NUM_STAGES * WARPS * STAGED_GROUP;  // see Queries
+    static constexpr uint32_t BYTES = SMEM_QUERIES + 4 * 32 * 16;
+    // In the end, where values and scores were.
+    static constexpr uint32_t SUM_ROW = (HEAD_DIM + 8) * 4;  // of a head: fp32
+    static constexpr uint32_t SMEM_SUMS = 0, SMEM_STATS = BLOCK_M * SUM_ROW;    // [BLOCK_M] of 16 bytes: see leave_sums
+    static constexpr uint32_t SMEM_WEIGHTS = SMEM_STATS + BLOCK_M * 16;         // float [BLOCK_M][MOST_BLOCKS]
+    static_assert(SMEM_WEIGHTS + BLOCK_M * MOST_BLOCKS * 4 <= SMEM_STAGING, "nothing may be on its way there");
+    static_assert(SMEM_STAGING % 16 == 0 && STAGED_GROUP % 16 == 0 && SUM_ROW % 16 == 0, "vector accesses");
+};
+constexpr int SHARED = Layout::BYTES + 128;  // with room to align the start
+static_assert(BLOCKS_PER_MULTIPROCESSOR * (SHARED + 1024) <= 228 * 1024, "of a multiprocessor; 1024 of each are taken");
+
+// What a block works on.
+struct Item {
+    int query, head, heads, batch, rank;  // query: of B S; heads: of the block that exist, from `head` on
+    __device__ __forceinline__ explicit Item(const Problem& p) : rank(cluster_rank()) {
+        int const cluster = p.blocks(blockIdx.x);
+        query = p.tiles(cluster), head = (cluster - query * p.tiles.by) * BLOCK_M;
+        heads = min(BLOCK_M, p.heads - head), batch = p.queries(query);
+    }
+};
+
+// The list positions that a block walks: from `first` to `last`, of which those below `window` are the window's.
+struct Share {
+    int window, first, last, count;  // count: tiles
+    __device__ __forceinline__ Share(int window, int compressed, int rank, Divisor blocks) : window(window) {
+        int const total = window + compressed, groups = (total + ENTRIES - 1) / ENTRIES;
+        first = blocks(groups * rank) * ENTRIES, last = min(int(blocks(groups * (rank + 1))) * ENTRIES, total);
+        count = (max(last - first, 0) + BLOCK_N - 1) / BLOCK_N;
+    }
+};
+
+// ---- device helpers
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last COUNT groups that this thread has committed are there.
+template <int COUNT>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
+}
+// d (16, 8) += a (16, 16) b (8, 16)^T. Lane l holds of d rows l / 4 and 8 on, columns 2 (l % 4) and one on.
+__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Four 8x8 matrices of 16-bit values, each transposed; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t from) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared_pair(uint32_t to, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ float4 load_cluster16(uint32_t from) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_global16(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+
+// ---- queries
+
+// A warp's A fragments of all 512 dims: of sub-tile t, step s of 16 dims. Of its 64 dims a lane has the 16 that it
+// decodes of an entry: from 16 (lane % 4) on, and in the sub-tile of bf16 8 from 8 (lane % 4) and 8 from 32 later on.
+// That last sub-tile's fragments are in shared memory, [4 steps][32 lanes] of 16 bytes, for want of registers.
+struct Queries {
+    uint32_t words[2][FP8_TILES][8];  // of row lane / 4 and of the one 8 below: pairs of dims, in order
+    uint32_t last;                    // this lane's words of the last sub-tile
+
+    // The block's barrier must follow.
+    __device__ __forceinline__ void load(const Problem& p, const Item& item, uint32_t smem) {
+        last = smem + threadIdx.x % 32 * 16;
+        int const lane = threadIdx.x % 32, quarter = lane % 4;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            int const row = lane / 4 + 8 * h;
+            bool const exists = row < item.heads;
+            const __nv_bfloat16* const q =
+                p.q + (int64_t(item.query) * p.heads + item.head + (exists ? row : 0)) * HEAD_DIM;
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+                int const at = 64 * t + (t < FP8_TILES ? 16 : 8) * quarter;
+                if (t == FP8_TILES && threadIdx.x >= 32) continue;  // one warp brings these for all
+                uint4 low = load_global16(q + at), high = load_global16(q + at + (t < FP8_TILES ? 8 : 32));
+                if (!exists) low = high = make_uint4(0, 0, 0, 0);
+                uint32_t const eight[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    if (t < FP8_TILES)
+                        words[h][t][i] = eight[i];
+                    else
+                        store_shared(last + i / 2 * 512 + i % 2 * 8 + h * 4, eight[i]);
+                }
+            }
+        }
+    }
+    // sums (heads, this warp's 8 entries) += this sub-tile of Q times `low` and `high`, a lane's 16 dims of an entry.
+    // Four sums, since the next mma of one waits for the last.
+    __device__ __forceinline__ void multiply(float (&sums)[4][4], int t, uint4 low, uint4 high) const {
+        uint32_t const k[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+            if (t < FP8_TILES) {
+                mma(sums[s], words[0][t][2 * s], words[1][t][2 * s], words[0][t][2 * s + 1], words[1][t][2 * s + 1],
+                    k[2 * s], k[2 * s + 1]);
+            } else {
+                uint4 const a = load_shared16(last + s * 512);
+                mma(sums[s], a.x, a.y, a.z, a.w, k[2 * s], k[2 * s + 1]);
+            }
+        }
+    }
+};
+
+// ---- gathering: a warp's 8 entries of each tile
+
+struct Gather {
+    Lists const& lists;
+    Share share;
+    uint32_t staging;             // this warp's stages are WARPS groups apart
+    uint32_t live[NUM_STAGES];    // of the tiles that are asked for, the next one first: bit 4 i: entry i is one
+    int next;                     // index of this lane's entry in the first tile that is not asked for yet
+
+    __device__ __forceinline__ int position(int tile) const {
+        return share.first + tile * BLOCK_N + threadIdx.x / 32 * ENTRIES + threadIdx.x % 32 / 4;
+    }
+    __device__ __forceinline__ int index(int tile) const {
+        int const at = position(tile);
+        return load_if(at < share.window ? lists.window_index + at : lists.compressed_index + (at - share.window),
+                       at < share.last, -1);
+    }
+    __device__ __forceinline__ uint32_t staged(int tile) const {
+        return staging + tile % NUM_STAGES * (WARPS * Layout::STAGED_GROUP);
+    }
+    // Ask for a tile, of which this lane's entry has this index. Returns which of the warp's entries there are.
+    __device__ __forceinline__ uint32_t ask(int tile, int index) const {
+        int const lane = threadIdx.x % 32;
+        bool const entry = index >= 0;
+        const uint8_t *payload, *scale;
+        lists.locate(index, position(tile) < share.window, payload, scale);
+        if (!entry) payload = scale = lists.window.pages;  // not read: zeros come
+        uint32_t const to = staged(tile), at = to + lane / 4 * PAYLOAD + lane % 4 * 16;
+#pragma unroll
+        for (int j = 0; j < PAYLOAD / 64; ++j) cp_async16(at + 64 * j, payload + lane % 4 * 16 + 64 * j, entry);
+        cp_async8(to + Layout::STAGED_SCALES + 8 * lane, scale, entry);
+        cp_async_commit();
+        return __ballot_sync(~0u, entry);
+    }
+    __device__ __forceinline__ void begin(const int (&first)[NUM_STAGES + 1]) {
+#pragma unroll
+        for (int i = 0; i < NUM_STAGES; ++i) live[i] = ask(i, first[i]);
+        next = first[NUM_STAGES];
+    }
+    // Behind the decoding of `tile`.
+    __device__ __forceinline__ void advance(int tile) {
+#pragma unroll
+        for (int i = 0; i + 1 < NUM_STAGES; ++i) live[i] = live[i + 1];
+        live[NUM_STAGES - 1] = ask(tile + NUM_STAGES, next);
+        next = index(tile + NUM_STAGES + 1);
+    }
+};
+
+// ---- scores
+
+// Decode this warp's entries of a tile to `values`, and leave their scores at `scores`.
+__device__ __forceinline__ void score(const Queries& queries, uint32_t staged, uint32_t live, uint32_t values,
+                                      uint32_t scores) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+    uint32_t const from = staged + row * PAYLOAD + quarter * 16;
+    uint32_t const to = values + (warp * ENTRIES + row) * 128, low_chunk = (2 * quarter ^ row) * 16;
+    uint2 const scales = load_shared8(staged + Layout::STAGED_SCALES + 8 * lane);
+    float sums[4][4] = {};
+#pragma unroll
+    for (int t = 0; t < FP8_TILES; ++t) {
+        uint4 const codes = load_shared16(from + 64 * t);
+        uint32_t const scale = scale_pair((t < 4 ? scales.x : scales.y) >> 8 * (t % 4) & 0xFF);
+        uint4 const low = decode8(codes.x, codes.y, scale), high = decode8(codes.z, codes.w, scale);
+        queries.multiply(sums, t, low, high);
+        store_shared16(to + t * Layout::TILE + low_chunk, low);
+        store_shared16(to + t * Layout::TILE + (low_chunk ^ 16), high);
+    }
+    uint4 const low = load_shared16(from + NOPE), high = load_shared16(from + NOPE + 64);
+    queries.multiply(sums, FP8_TILES, low, high);
+    store_shared16(to + FP8_TILES * Layout::TILE + (quarter ^ row) * 16, low);
+    store_shared16(to + FP8_TILES * Layout::TILE + ((4 + quarter) ^ row) * 16, high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[0][i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    bool const left = live >> 8 * quarter & 1, right = live >> (8 * quarter + 4) & 1;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        store_shared_pair(scores + (row + 8 * h) * Layout::SCORE_ROW + (warp * ENTRIES + 2 * quarter) * 4,
+                          left ? sums[0][2 * h] : -INFINITY, right ? sums[0][2 * h + 1] : -INFINITY);
+}
+
+// ---- values
+
+// Of a lane's two rows, lane / 4 and 8 below. Every warp of the block has the same.
+struct Softmax {
+    float top[2] = {-INFINITY, -INFINITY};  // running maximum, up to RESCALE_THRESHOLD too small; -inf: no entry so far
+    float sum[2] = {0, 0}, rounded[2] = {0, 0};  // of this lane's columns: of p, for lse; of p in bf16, which P V has
+};
+
+// The A fragments of a tile's P out of its scores; O is rescaled where a maximum moves.
+__device__ __forceinline__ void probabilities(Softmax& softmax, float (&o)[DIMS / 8][4], uint32_t scores,
+                                              uint32_t (&pairs)[BLOCK_N / 16][4]) {
+    int const lane = threadIdx.x % 32;
+    float s[2][BLOCK_N / 4];
+    float largest[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        uint32_t const from = scores + (lane / 4 + 8 * h) * Layout::SCORE_ROW + lane % 4 * 8;
+        largest[h] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) {
+            float2 const two = load_shared_pair(from + 32 * i);
+            s[h][2 * i] = two.x, s[h][2 * i + 1] = two.y;
+            largest[h] = fmaxf(largest[h], fmaxf(two.x, two.y));
+        }
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2)) * TO_LOG2;
+    }
+    bool const moves[2] = {largest[0] > softmax.top[0] + RESCALE_THRESHOLD,
+                           largest[1] > softmax.top[1] + RESCALE_THRESHOLD};
+    if (__any_sync(~0u, moves[0] || moves[1])) {
+        float alpha[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            alpha[h] = moves[h] ? exp2_fast(softmax.top[h] - largest[h]) : 1.f;
+            softmax.top[h] = moves[h] ? largest[h] : softmax.top[h];
+            softmax.sum[h] *= alpha[h], softmax.rounded[h] *= alpha[h];
+        }
+#pragma unroll
+        for (int n = 0; n < DIMS / 8; ++n)
+            o[n][0] *= alpha[0], o[n][1] *= alpha[0], o[n][2] *= alpha[1], o[n][3] *= alpha[1];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float const zero = softmax.top[h] == -INFINITY ? 0.f : softmax.top[h];
+        float exact = 0, as_bf16 = 0;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) {
+            float const a = exp2_fast(fmaf(s[h][2 * i], TO_LOG2, -zero));
+            float const b = exp2_fast(fmaf(s[h][2 * i + 1], TO_LOG2, -zero));
+            uint32_t const pair = pairs[i / 2][i % 2 * 2 + h] = pack_bf16x2(a, b);
+            exact += a + b;
+            as_bf16 += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000);
+        }
+        softmax.sum[h] += exact, softmax.rounded[h] += as_bf16;
+    }
+}
+
+// O += P V of this warp's dims.
+__device__ __forceinline__ void add_values(float (&o)[DIMS / 8][4], const uint32_t (&pairs)[BLOCK_N / 16][4],
+                                           uint32_t values) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; ++k) {
+        // Lanes 0-15 name entries 0-15 of the left 8 dims, lanes 16-31 of the right ones.
+        uint32_t const row = values + (16 * k + lane % 16) * 128 + warp * (DIMS / 64) * Layout::TILE;
+#pragma unroll
+        for (int n = 0; n < DIMS / 8; n += 2) {
+            uint4 const v =
+                ldmatrix_x4_trans(row + n / 8 * Layout::TILE + ((n % 8 + lane / 16) ^ lane % 8) * 16);
+            mma(o[n], pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3], v.x, v.y);
+            mma(o[n + 1], pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3], v.z, v.w);
+        }
+    }
+}
+
+// ---- joining: what the blocks of a cluster have summed
+
+// The block's O in fp32, and of each head (running maximum, sum of p, sum of p in bf16), to its shared memory.
+__device__ __forceinline__ void leave_sums(Softmax& softmax, const float (&o)[DIMS / 8][4], uint32_t smem) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2) {
+            softmax.sum[h] += __shfl_xor_sync(~0u, softmax.sum[h], lanes);
+            softmax.rounded[h] += __shfl_xor_sync(~0u, softmax.rounded[h], lanes);
+        }
+        uint32_t const to = smem + Layout::SMEM_SUMS + (row + 8 * h) * Layout::SUM_ROW +
+                            (warp * DIMS + 2 * (lane % 4)) * 4;
+#pragma unroll
+        for (int n = 0; n < DIMS / 8; ++n) store_shared_pair(to + 32 * n, o[n][2 * h], o[n][2 * h + 1]);
+        if (warp == 0 && lane % 4 == 0)
+            store_shared16(smem + Layout::SMEM_STATS + (row + 8 * h) * 16,
+                           make_uint4(__float_as_uint(softmax.top[h]), __float_as_uint(softmax.sum[h]),
+                                      __float_as_uint(softmax.rounded[h]), 0));
+    }
+}
+
+// What the sums of each block are to be multiplied by, [BLOCK_M][MOST_BLOCKS] to shared memory; and lse.
+__device__ __forceinline__ void weigh(const Problem& p, const Item& item, uint32_t smem) {
+    constexpr int LANES = NUM_THREADS / BLOCK_M, EACH = MOST_BLOCKS / LANES;  // lanes of a head, blocks of a lane
+    int const row = threadIdx.x / LANES, lane = threadIdx.x % LANES, blocks = p.blocks.by;
+    float4 stats[EACH];
+    float top = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        int const block = lane + i * LANES;
+        stats[i] = make_float4(-INFINITY, 0, 0, 0);
+        if (block < blocks) stats[i] = load_cluster16(in_block(block, smem + Layout::SMEM_STATS + row * 16));
+        top = fmaxf(top, stats[i].x);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < LANES; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+    bool const any = top > -INFINITY;
+    float weights[EACH], sum = 0, rounded = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        weights[i] = any ? exp2_fast(stats[i].x - top) : 0.f;
+        sum = fmaf(weights[i], stats[i].y, sum), rounded = fmaf(weights[i], stats[i].z, rounded);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < LANES; lanes *= 2)
+        sum += __shfl_xor_sync(~0u, sum, lanes), rounded += __shfl_xor_sync(~0u, rounded, lanes);
+    int const head = item.head + min(row, item.heads - 1);
+    // Infinite if the sink drowns all else; `any`: then the largest p is at least 2^-RESCALE_THRESHOLD.
+    float const denominator = rounded + exp2_fast(__ldg(p.sink + head) * LOG2E - top);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        store_shared(smem + Layout::SMEM_WEIGHTS + (row * MOST_BLOCKS + lane + i * LANES) * 4,
+                     __float_as_uint(any ? weights[i] / denominator : 0.f));
+    if (item.rank == 0 && lane == 0 && row < item.heads)
+        p.lse[int64_t(item.query) * p.heads + head] = any ? (top + log2f(sum)) / LOG2E : INFINITY;
+}
+
+// This block's part of the outputs: every p.blocks.by-th piece of NUM_THREADS times 4 dims.
+__device__ __forceinline__ void join(const Problem& p, const Item& item, uint32_t smem) {
+    constexpr int BATCH = 4;  // blocks that a thread reads at once
+    __nv_bfloat16* const out = p.out + (int64_t(item.query) * p.heads + item.head) * HEAD_DIM;
+    int const blocks = p.blocks.by;
+#pragma unroll 2
+    for (int at = (item.rank * NUM_THREADS + threadIdx.x) * 4; at < item.heads * HEAD_DIM;
+         at += blocks * NUM_THREADS * 4) {
+        int const row = at / HEAD_DIM;
+        uint32_t const from = smem + Layout::SMEM_SUMS + row * Layout::SUM_ROW + at % HEAD_DIM * 4;
+        uint32_t const weights = smem + Layout::SMEM_WEIGHTS + row * MOST_BLOCKS * 4;
+        float sum[4] = {};
+#pragma unroll 1
+        for (int first = 0; first < blocks; first += BATCH) {
+            float4 v[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)  // past the last block the last one again, whose weight there is 0
+                v[i] = load_cluster16(in_block(min(first + i, blocks - 1), from));
+            uint4 const four = load_shared16(weights + first * 4);
+            float const weight[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
+                                     __uint_as_float(four.w)};
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                sum[0] = fmaf(weight[i], v[i].x, sum[0]), sum[1] = fmaf(weight[i], v[i].y, sum[1]);
+                sum[2] = fmaf(weight[i], v[i].z, sum[2]), sum[3] = fmaf(weight[i], v[i].w, sum[3]);
+            }
+        }
+        *reinterpret_cast<uint2*>(out + at) = make_uint2(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]));
+    }
+}
+
+// ---- kernel
+
+// Grid (B S tiles of heads, times blocks of a cluster).
+__global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend(const __grid_constant__ Problem p) {
+    extern __shared__ uint8_t dynamic[];
+    uint32_t const smem = (smem_address(dynamic) + 127) & ~127u;
+    Item const item(p);
+    Lists const lists = {p.window, p.compressed, p.window_index + int64_t(item.query) * p.nw,
+                         p.compressed_index + int64_t(item.query) * p.nc};
+
+    // Lists are nearly always full: their first indices are asked for together with the lengths, not after them.
+    int const window = min(max(__ldg(p.window_length + item.batch), 0), p.nw);
+    int const compressed = min(max(__ldg(p.compressed_length + item.batch), 0), p.nc);
+    uint32_t const staging = smem + Layout::SMEM_STAGING + threadIdx.x / 32 * Layout::STAGED_GROUP;
+    Gather gather = {lists, Share(p.nw, p.nc, item.rank, p.blocks), staging};
+    int first[NUM_STAGES + 1];
+#pragma unroll
+    for (int i = 0; i <= NUM_STAGES; ++i) first[i] = gather.index(i);
+    Queries queries;
+    queries.load(p, item, smem + Layout::SMEM_QUERIES);
+    if (window != p.nw || compressed != p.nc) {
+        gather.share = Share(window, compressed, item.rank, p.blocks);
+#pragma unroll
+        for (int i = 0; i <= NUM_STAGES; ++i) first[i] = gather.index(i);
+    }
+    gather.begin(first);
+    __syncthreads();
+
+    float o[DIMS / 8][4] = {};
+    Softmax softmax;
+#pragma unroll 1
+    for (int tile = 0; tile < gather.share.count; ++tile) {
+        uint32_t const values = smem + Layout::SMEM_VALUES + tile % 2 * Layout::VALUES;
+        uint32_t const scores = smem + Layout::SMEM_SCORES + tile % 2 * Layout::SCORES;
+        cp_async_wait<NUM_STAGES - 1>();
+        score(queries, gather.staged(tile), gather.live[0], values, scores);
+        gather.advance(tile);
+        __syncthreads();
+        uint32_t pairs[BLOCK_N / 16][4];
+        probabilities(softmax, o, scores, pairs);
+        add_values(o, pairs, values);
+    }
+    cp_async_wait<0>();  // none may land after the block has ended
+    __syncthreads();     // and the last values are read
+    leave_sums(softmax, o, smem);
+    cluster_sync();
+    weigh(p, item, smem);
+    __syncthreads();
+    join(p, item, smem);
+    cluster_sync();  // the others may still read this block's
+}
+
+// ---- launcher
+
+inline cudaError_t prepare(int blocks) {
+    auto const error = cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    if (error != cudaSuccess || blocks <= 8) return error;
+    return cudaFuncSetAttribute(attend, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+}  // namespace fmha::few
+
+// Clusters of `blocks` blocks, 1 to 16, that this GPU has room for at once, into *fit. -> a cudaError_t.
+extern "C" int clusters(int blocks, int* fit) {
+    auto const error = fmha::few::prepare(blocks);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = blocks, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks), config.blockDim = dim3(fmha::few::NUM_THREADS);
+    config.dynamicSmemBytes = fmha::few::SHARED, config.attrs = &attribute, config.numAttrs = 1;
+    return cudaOccupancyMaxActiveClusters(fit, fmha::few::attend, &config);
+}
+
+// Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; blocks: of a cluster, which has a query
+// and 16 heads, 1 to 16. -> a cudaError_t.
+extern "C" int launch_few_heads(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
+                      const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
+                      const float* sink, void* out, float* lse, int batch, int queries, int heads, int nw, int nc,
+                      int page_window, int stride_window, int page_compressed, int stride_compressed, int blocks) {
+    int const tiles = (heads + fmha::few::BLOCK_M - 1) / fmha::few::BLOCK_M;
+    fmha::few::Problem const p = {
+        static_cast<const __nv_bfloat16*>(q),
+        {window, uint32_t(stride_window), uint32_t(page_window)},
+        {compressed, uint32_t(stride_compressed), uint32_t(page_compressed)},
+        window_index, window_length, compressed_index, compressed_length, sink,
+        static_cast<__nv_bfloat16*>(out), lse, heads, nw, nc,
+        fmha::Divisor(queries), fmha::Divisor(tiles), fmha::Divisor(blocks),
+    };
+    auto const error = fmha::few::prepare(blocks);
+    if (error != cudaSuccess) return error;
+    return programmatic::launch_clusters(fmha::few::attend, dim3(batch * queries * tiles * blocks),
+                                         dim3(fmha::few::NUM_THREADS), fmha::few::SHARED, blocks, false, p);
+}

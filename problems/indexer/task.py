@@ -1,0 +1,232 @@
+"""indexer: DeepSeek-V4's lightning indexer: score paged MXFP4 or FP8 keys with 64 heads, keep the top k, exactly.
+
+One key of 128 values an entry is shared by all index heads. Out come the places of the chosen entries in the pages, as
+attention takes them. Scores are needed by nothing else.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from problems.common import fp8, index_pages, nvfp4
+
+DIM = index_pages.DIM  # values of a key and of a query's head, 128
+HEADS = (32, 64)  # index heads of a query, of the tiny and of the released models
+RATIO = 4  # tokens that an entry stands for
+
+
+class Data(NamedTuple):
+    """One call's tensors: contiguous, on one device, each based at a multiple of 256 bytes.
+
+    q        bf16 (B, S, H, 128), H 32 or 64; the values of a head are those of e4m3 times one power of two
+    weights  fp32 (B, S, H), of either sign
+    keys     uint8 (pages, stride): pages of P keys in mxfp4 or fp8, as problems/common/index_pages.py describes them;
+             P and the format follow from the stride
+    table    int32 (B, blocks): entry i of sequence b is the key at place table[b, i // P] * P + i % P
+    visible  int32 (B, S), 0 to blocks * P: query (b, s) sees the entries 0 to visible[b, s] - 1 of its sequence
+    out      int32 (B, S, k), the output: the places of the min(k, visible) entries of the highest scores, in any order,
+             and -1 behind them; score_i = sum_h weights[h] * max(0, q[h] . key_i). Of equal scores the lower i wins; a
+             score of -0 equals +0.
+
+    Blocks that visible entries lie in are different pages of a row of the table, in no order; of two rows they may be
+    the same. All else may be anything: entries of the table behind them, keys that no query sees, NaN codes there too.
+    Of keys that are seen: no code is NaN; in mxfp4 a group's scale byte is at most 14 below the largest of the key's
+    groups that are not zero, a group of zeros has any byte up to that one; an fp8 scale is positive. Magnitudes other
+    than 0 are: of q 2^-40 to 2^20, of weights 2^-40 to 2^20, of key values 2^-60 to 2^40.
+    """
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    keys: torch.Tensor
+    table: torch.Tensor
+    visible: torch.Tensor
+    out: torch.Tensor
+
+
+class Sizes(NamedTuple):
+    batch: int  # B
+    queries: int  # S, of each sequence
+    heads: int  # H
+    topk: int  # k
+    blocks: int  # of a row of the table
+    per_page: int  # P
+    kind: str  # "mxfp4" or "fp8"
+
+
+input_t = Data
+output_t = torch.Tensor  # out itself
+OUTPUTS = ("out",)  # allocated and poisoned by the judge
+OPAQUE = ("keys", "table", "visible")
+PRECISION = "e4m3"  # of queries and keys, which have no more bits
+
+CONTENTS = (
+    "plain", "ragged", "magnitudes", "spread", "exact", "near", "sparse", "ties", "zeros", "negative", "outlier",
+    "rising", "falling",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int  # sequences, B
+    queries: int  # new tokens of each, S
+    heads: int  # H
+    entries: int  # that the last query sees
+    topk: int  # k
+    kind: str  # format of the keys, "mxfp4" or "fp8"
+    per_page: int  # P
+    content: str  # one of CONTENTS, as reference.generate_input describes them
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.content not in CONTENTS or self.kind not in index_pages.CODES or self.heads not in HEADS:
+            raise ValueError(f"content must be of {CONTENTS}, kind mxfp4 or fp8, heads of {HEADS}, got {self}")
+        index_pages.form(index_pages.page_bytes(self.per_page, self.kind))
+
+    def seen(self) -> list[int]:
+        """Entries that each query of a sequence sees whose tokens fill its last entry: one more every RATIO tokens."""
+        tokens = RATIO * self.entries
+        return [max(0, (tokens - self.queries + s + 1) // RATIO) for s in range(self.queries)]
+
+    def bytes_moved(self) -> int:
+        """Least memory traffic: keys, queries, weights, table and lengths once, places once. Queries of a sequence
+        share its keys; where every visible entry is chosen no key is read.
+        """
+        keys = self.entries if self.entries > self.topk else 0
+        blocks = -(-self.entries // self.per_page)
+        rows = self.batch * self.queries
+        query = sum(n > self.topk for n in self.seen()) * self.batch * self.heads * (2 * DIM + 4)
+        shared = self.batch * (keys * index_pages.page_bytes(1, self.kind) + 4 * blocks)
+        return shared + query + rows * 4 * (1 + self.topk)
+
+    def flops(self) -> int:
+        """Of the products of queries and keys, of queries that see more than k entries."""
+        return 2 * DIM * self.heads * self.batch * sum(n for n in self.seen() if n > self.topk)
+
+
+def _cases(*rows: tuple, seed: int) -> list[Case]:
+    """Rows (B, S, H, entries, k, format, P, content); each gets a separate seed."""
+    return [Case(*row, seed=seed + i) for i, row in enumerate(rows)]
+
+
+# Entries around tiles of 16 to 128 and pages, around k, and prime; B, S, H all different where there are several.
+TESTS = _cases(
+    (1, 1, 64, 40, 16, "mxfp4", 16, "plain"),
+    (1, 1, 64, 24, 32, "mxfp4", 32, "plain"),
+    (3, 1, 64, 131, 16, "mxfp4", 32, "ragged"),
+    (2, 3, 32, 129, 32, "mxfp4", 16, "exact"),
+    (5, 1, 64, 257, 64, "mxfp4", 32, "ties"),
+    (2, 1, 64, 1024, 512, "mxfp4", 32, "near"),
+    (3, 2, 64, 521, 512, "mxfp4", 32, "ragged"),
+    (1, 1, 64, 513, 512, "mxfp4", 64, "ties"),
+    (2, 1, 64, 700, 512, "mxfp4", 32, "zeros"),
+    (2, 1, 32, 300, 64, "mxfp4", 64, "negative"),
+    (1, 2, 64, 1100, 64, "mxfp4", 32, "outlier"),
+    (2, 1, 64, 600, 128, "mxfp4", 32, "rising"),
+    (2, 1, 64, 600, 128, "mxfp4", 128, "falling"),
+    (3, 1, 64, 777, 256, "mxfp4", 32, "magnitudes"),
+    (2, 1, 64, 900, 128, "mxfp4", 32, "spread"),
+    (1, 2, 64, 1500, 256, "mxfp4", 32, "near"),
+    (1, 75, 64, 18, 8, "mxfp4", 16, "exact"),
+    (2, 67, 32, 33, 16, "mxfp4", 32, "plain"),
+    (2, 1, 64, 131, 32, "fp8", 16, "exact"),
+    (3, 2, 64, 321, 64, "fp8", 64, "ragged"),
+    (1, 1, 32, 300, 64, "fp8", 64, "ties"),
+    (2, 1, 64, 500, 64, "fp8", 32, "magnitudes"),
+    (2, 1, 64, 450, 128, "fp8", 64, "sparse"),
+    (2, 1, 64, 650, 128, "mxfp4", 32, "sparse"),
+    (1, 1, 64, 1537, 1024, "fp8", 64, "plain"),
+    (1, 1, 64, 4099, 1024, "mxfp4", 32, "near"),
+    (1, 1, 64, 8192, 512, "mxfp4", 32, "plain"),
+    (2, 1, 64, 2100, 1024, "mxfp4", 64, "ties"),
+    seed=1000,
+)  # fmt: skip
+
+
+def _decode(entries: int, batches: tuple[int, ...], k: int = 512, kind: str = "mxfp4", queries: int = 1) -> list[tuple]:
+    return [(b, queries, 64, entries, k, kind, {"mxfp4": 32, "fp8": 64}[kind], "plain") for b in batches]
+
+
+BENCHMARKS = _cases(
+    *_decode(1024, (32,)),
+    *_decode(8192, (1, 32, 128)),
+    *_decode(32768, (1, 8, 32)),
+    *_decode(262144, (1, 4)),
+    *_decode(32768, (1,), k=1024),
+    *_decode(32768, (8,), kind="fp8"),
+    *_decode(32768, (8,), queries=2),
+    *_decode(1024, (1,), queries=4096),  # prefill of 4096 tokens
+    seed=1111,
+)
+BENCHMARKS_CPU = _cases(*_decode(8192, (1, 4)), *_decode(8192, (1,), kind="fp8"), seed=1111)
+
+# A row is one query. It is exact if for all its heads and visible entries the values of q are whole multiples of some
+# power of two and those of the key too, with sum_d |q_d key_d| <= 2^DOT_BITS times their product, so that tensor cores,
+# which keep 13 bits behind the leading one of a step's largest term or sum, lose nothing; and if likewise
+# sum_h |w_h| sum_d |q_hd key_d| <= 2^SUM_BITS times the least multiple among its heads, so that fp32 loses nothing in
+# any order. Then the chosen entries must be those of the reference.
+DOT_BITS = 12
+SUM_BITS = 24
+# Otherwise score_i may be off by SCORE_RTOL |key_i| sqrt(sum_h w_h^2 |q_h|^2), and no chosen entry may be so much worse
+# than one left out that this does not explain it. FP8 tensor cores cut each of the 33 terms of a step at 2^-13 of the
+# power of two of the largest: of Gaussian values, whose sum reaches 8 times a term's root mean square, that is an error
+# of 0.6 * sqrt(33) * 8 / 2^13 terms a step, twice that in four steps, or 2^-14.4 |q| |key|, and heads add up
+# independently. DeepGEMM's scores on an H200 are off by 1.4e-4 of their norm, which is 2^-16.3 in this measure. A bound
+# of 5 times the former.
+SCORE_RTOL = 2.0**-12
+
+
+def unpack(data: Data) -> Sizes:
+    """Sizes of one call. ValueError, naming the tensor, where a dtype, shape, layout or device is not as `Data` says.
+
+    The table and what is visible are not read: on a GPU that would wait for it.
+    """
+    if (data.q.dim(), data.table.dim(), data.out.dim(), data.keys.dim()) != (4, 2, 3, 2):
+        raise ValueError(
+            f"q must be (B, S, H, {DIM}), keys (pages, stride), table (B, blocks), out (B, S, k), got "
+            f"{tuple(data.q.shape)}, {tuple(data.keys.shape)}, {tuple(data.table.shape)}, {tuple(data.out.shape)}"
+        )
+    b, s, h, _ = data.q.shape
+    blocks, k = data.table.shape[1], data.out.shape[2]
+    if min(b, s, blocks, k, len(data.keys)) < 1 or h not in HEADS:
+        raise ValueError(
+            f"q, keys, table and out must not be empty, and H one of {HEADS}, got B={b} S={s} H={h} k={k} "
+            f"blocks={blocks} pages={len(data.keys)}"
+        )
+    wanted = (
+        (torch.bfloat16, (b, s, h, DIM)), (torch.float32, (b, s, h)), (torch.uint8, tuple(data.keys.shape)),
+        (torch.int32, (b, blocks)), (torch.int32, (b, s)), (torch.int32, (b, s, k)),
+    )  # fmt: skip
+    device = data.q.device
+    for name, tensor, (dtype, shape) in zip(Data._fields, data, wanted, strict=True):
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
+            raise ValueError(
+                f"{name} must be {dtype} {shape}, contiguous, on {device}, "
+                f"got {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
+            )
+    try:
+        per_page, kind = index_pages.form(data.keys.shape[1])
+    except ValueError as error:
+        raise ValueError(f"keys: {error}") from None
+    return Sizes(b, s, h, k, blocks, per_page, kind)
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """codes: uint8 (..., 64 or 128); scales: uint8 (..., 4) -> fp32 (..., 128), exactly but for fp8 scales that are no
+    powers of two, whose products are rounded once.
+    """
+    if codes.shape[-1] == DIM:
+        return fp8.decode_e4m3(codes.view(torch.float8_e4m3fn)).mul_(scales.contiguous().view(torch.float32))
+    return (
+        nvfp4.decode(codes)
+        .unflatten(-1, (-1, index_pages.GROUP))
+        .mul_(fp8.decode_ue8m0(scales).unsqueeze(-1))
+        .flatten(-2)
+    )
+
+
+def read_keys(pages: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """place: int64 (...) -> the keys there, fp32 (..., 128), as dequantise gives them; index_pages.read says what comes
+    of places outside of the pages.
+    """
+    return dequantise(*index_pages.read(pages, place))

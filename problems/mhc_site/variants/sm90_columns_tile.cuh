@@ -1,0 +1,355 @@
+// What a block does with a tile of tokens and its columns: load, add the sublayer's output and make out, by spreaders;
+// multiply by fn and by themselves, by multipliers.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "ptx.cuh"
+#include "sm90_columns_mix.cuh"
+
+namespace columns {
+
+constexpr int ROLE_WARPS = 8;  // of each of two: spreaders make x' and out, multipliers the sums
+constexpr int WARPS = 2 * ROLE_WARPS;
+constexpr int ROLE_THREADS = 32 * ROLE_WARPS, NUM_THREADS = 32 * WARPS;
+constexpr int MIXERS = 4;  // warps besides, in pairs, which mix tokens while the others are ahead
+// Numbered barriers: of all warps; of spreaders; of multipliers; of both; of a pair of mixers, and the next of the other
+// pair; where spreaders tell multipliers of a tile, by turns.
+constexpr int BLOCK_BARRIER = 0, SPREAD_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
+constexpr int READY_BARRIER = 6, READY_BARRIERS = 4;  // who tells of the fifth has had the weights of the second
+// Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
+constexpr int MIXER_REGISTERS = 64, COLUMN_REGISTERS = 104;
+constexpr int LAG = 2;              // tiles from the sums to out
+constexpr int RING = 4;             // tiles between blocks: who writes the fifth has had the weights of the first
+constexpr int MOST_TILE = 32;       // tokens
+constexpr int STATE_WORDS = 16;     // of 8 bytes, ahead of the exchange
+constexpr int EIGHT = 8;            // bf16 of a 16-byte access
+
+// The tensors of task.Data, and how the launch is cut.
+struct Problem {
+    const void *y, *second;
+    const __nv_bfloat16* copies;
+    const float *post, *comb, *fn, *base, *scale;
+    const __nv_bfloat16* norm;
+    __nv_bfloat16 *new_copies, *out;
+    float *new_post, *new_comb;
+    State* state;
+    uint64_t* exchange;
+    int tokens, hidden;
+    int y_bytes, second_bytes;  // of a value, 2 of bf16 or 4 of fp32; second 0: there is none
+    uint32_t turns;             // tiles of a group
+};
+
+inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidden, int y_bytes, int second_bytes) {
+    auto bf16 = [&](int i) { return static_cast<__nv_bfloat16*>(t[i]); };
+    auto fp32 = [&](int i) { return static_cast<float*>(t[i]); };
+    return {t[0], t[1], bf16(2), fp32(3), fp32(4), fp32(5), fp32(6), fp32(7), bf16(8), bf16(9), bf16(10), fp32(11),
+            fp32(12), reinterpret_cast<State*>(exchange), exchange + STATE_WORDS, tokens, hidden, y_bytes,
+            second_bytes, 0};
+}
+
+// TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.
+template <int COLUMNS_, int TILE_, int UNITS_>
+struct Shape {
+    static constexpr int UNITS = UNITS_;
+    static constexpr int UNIT = 16 * TILE_ * (COLUMNS_ / EIGHT);  // bytes from one to the next
+    static constexpr int COLUMNS = COLUMNS_, TILE = TILE_;
+    static constexpr int LANES = COLUMNS / EIGHT;            // threads of a token, eight columns each
+    static constexpr int ITEMS = TILE * LANES;               // of a tile, one or two for each spreader
+    static constexpr int K_STEPS = COPIES * COLUMNS / 16;    // of the product, 16 columns of a copy each
+    static constexpr int STEPS = K_STEPS / ROLE_WARPS;       // of a multiplier
+    // Bytes of a copy and of a token. What they are above a multiple of 128 keeps ldmatrix free of conflicts, for eight
+    // tokens of one copy and for all copies of two tokens, four apart.
+    static constexpr int COPY = COLUMNS * 2 + 16, ROW = COPIES * COPY + 48;
+    static constexpr int X_STAGES = LAG + 2, Y_STAGES = 2;
+    static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
+    static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
+    static_assert(K_STEPS % ROLE_WARPS == 0 && ITEMS % 32 == 0 && LANES <= 32 && TILE % 16 == 0 && PARTS >= 1);
+
+    struct Shared {
+        uint8_t x[X_STAGES][TILE][ROW];  // the copies, then x' in their place
+        uint4 y[Y_STAGES][UNITS][TILE][LANES];  // of the first addend, then of the second
+        float4 mixing[Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
+        float4 dots[ROLE_WARPS][TILE][ROWS / 4];
+        float products[PARTS][TILE][PRODUCTS];
+        float weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
+        float part[WARPS][SLOTS];
+        uint32_t first_tag;
+    };
+};
+
+// Brings a line of 128 bytes to L2.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+template <int LEFT>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Ask for eight columns of an addend, `offset` values behind `from`: a unit of bf16 or two of fp32.
+template <class S>
+__device__ __forceinline__ void load_units(uint32_t to, const uint8_t* from, int bytes, int offset, bool real) {
+    ptx::cp_async16(to, from + offset * bytes, real);
+    if (bytes == 4) ptx::cp_async16(to + S::UNIT, from + offset * bytes + 16, real);
+}
+
+// Ask for a tile's copies, y, post and comb. Zeros beyond the group's tokens and the copies' columns. Each spreader later
+// uses the columns that it asked for, post and comb all of them. The copies of one call wait as one.
+template <class S>
+__device__ __forceinline__ void load_tile(const Problem& p, int first, int tokens, int tile, int column,
+                                          typename S::Shared& shared, int thread) {
+    const int count = tokens - tile * S::TILE;
+    const int64_t row = first + tile * S::TILE;
+    if (count > 0) {
+        const int of_y = p.y_bytes / 2;
+        const auto* const y = static_cast<const uint8_t*>(p.y) + row * p.hidden * p.y_bytes;
+        const auto* const second = static_cast<const uint8_t*>(p.second) + row * p.hidden * p.second_bytes;
+        const __nv_bfloat16* const copies = p.copies + row * COPIES * p.hidden;
+#pragma unroll 1
+        for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
+            const int token = item / S::LANES, lane = item % S::LANES, at = column + lane * EIGHT;
+            const bool real = token < count && at < p.hidden;
+            const int offset = token * p.hidden + at;  // from the tile's first
+            const uint32_t unit = ptx::smem_address(&shared.y[tile % S::Y_STAGES][0][token][lane]);
+            load_units<S>(unit, y, p.y_bytes, offset, real);
+            if (p.second_bytes) load_units<S>(unit + of_y * S::UNIT, second, p.second_bytes, offset, real);
+            const __nv_bfloat16* from = copies + (offset + (COPIES - 1) * token * p.hidden);
+            const uint32_t to = ptx::smem_address(shared.x[tile % S::X_STAGES][token]) + 2 * EIGHT * lane;
+#pragma unroll
+            for (int j = 0; j < COPIES; ++j, from += p.hidden) ptx::cp_async16(to + j * S::COPY, from, real);
+        }
+        for (int i = thread; i < S::TILE * (1 + COPIES); i += ROLE_THREADS) {
+            const int token = i / (1 + COPIES), part = i % (1 + COPIES);
+            const float* from = part ? p.comb + ((row + token) * COPIES + part - 1) * COPIES : p.post + (row + token) * COPIES;
+            ptx::cp_async16(ptx::smem_address(&shared.mixing[tile % S::Y_STAGES][token][part]), from, token < count);
+        }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Add eight columns of an addend, in one unit of bf16 or two of fp32, the first of them unit `from`, TILE * LANES apart.
+template <class S>
+__device__ __forceinline__ void add_units(const uint4* from, int bytes, float (&sum)[EIGHT]) {
+    const uint4 a = *from, b = bytes == 4 ? from[S::TILE * S::LANES] : a;
+    const uint32_t words[EIGHT] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < EIGHT; ++i) {
+        const float narrow = i % 2 ? high_bf16(words[i / 2]) : low_bf16(words[i / 2]);
+        sum[i] += bytes == 4 ? __uint_as_float(words[i]) : narrow;
+    }
+}
+
+// What the sublayer ahead returned, eight columns of it, rounded.
+template <class S>
+__device__ __forceinline__ uint4 output_of(const Problem& p, const typename S::Shared& shared, int tile, int token,
+                                           int lane) {
+    const uint4* const units = &shared.y[tile % S::Y_STAGES][0][token][lane];
+    if (p.y_bytes == 2 && !p.second_bytes) return *units;
+    float sum[EIGHT] = {};
+    add_units<S>(units, p.y_bytes, sum);
+    if (p.second_bytes) add_units<S>(units + p.y_bytes / 2 * S::TILE * S::LANES, p.second_bytes, sum);
+    return make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
+                      ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
+}
+
+// x' of eight columns at a time, into shared memory and new_copies.
+template <class S>
+__device__ __forceinline__ void spread(const Problem& p, int first, int count, int tile, int column,
+                                       typename S::Shared& shared, int thread) {
+#pragma unroll 1
+    for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
+        const int token = item / S::LANES, lane = item % S::LANES, at = lane * EIGHT;
+        uint8_t* const row = shared.x[tile % S::X_STAGES][token] + 2 * at;
+        const float4* mixing = shared.mixing[tile % S::Y_STAGES][token];
+        const float4 post = mixing[0];
+        float4 comb[COPIES];
+        uint4 x[COPIES];
+#pragma unroll
+        for (int j = 0; j < COPIES; ++j) {
+            comb[j] = mixing[1 + j];
+            x[j] = *reinterpret_cast<const uint4*>(row + j * S::COPY);
+        }
+        const uint4 y = output_of<S>(p, shared, tile, token, lane);
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            auto of = [pair](uint4& v) -> uint32_t& { return pair < 2 ? (pair ? v.y : v.x) : (pair == 2 ? v.z : v.w); };
+            uint4 all = y;
+            const float y0 = low_bf16(of(all)), y1 = high_bf16(of(all));
+            float made[COPIES][2];
+#pragma unroll
+            for (int k = 0; k < COPIES; ++k) {
+                auto element = [k](const float4& v) { return k < 2 ? (k ? v.y : v.x) : (k == 2 ? v.z : v.w); };
+                made[k][0] = element(post) * y0, made[k][1] = element(post) * y1;
+#pragma unroll
+                for (int j = 0; j < COPIES; ++j) {
+                    made[k][0] = fmaf(element(comb[j]), low_bf16(of(x[j])), made[k][0]);
+                    made[k][1] = fmaf(element(comb[j]), high_bf16(of(x[j])), made[k][1]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < COPIES; ++k) of(x[k]) = ptx::pack_bf16x2(made[k][0], made[k][1]);
+        }
+        const bool real = token < count && column + at < p.hidden;
+        __nv_bfloat16* to = p.new_copies + int64_t(first + tile * S::TILE) * COPIES * p.hidden +
+                            (token * COPIES * p.hidden + column + at);
+#pragma unroll
+        for (int k = 0; k < COPIES; ++k, to += p.hidden) {
+            *reinterpret_cast<uint4*>(row + k * S::COPY) = x[k];
+            if (real) *reinterpret_cast<uint4*>(to) = x[k];
+        }
+    }
+}
+
+// A warp's columns of fn, each value as the sum of two bf16, which is off by 2^-17 of it at most: the second factor of
+// mma.m16n8k16, three times eight rows of fn.
+template <class S>
+struct Weights {
+    static constexpr int ROW_TILES = ROWS / 8;
+    uint32_t high[S::STEPS][ROW_TILES][2], low[S::STEPS][ROW_TILES][2];
+
+    __device__ __forceinline__ void load(const float* fn, int hidden, int column, int warp, int lane) {
+#pragma unroll
+        for (int s = 0; s < S::STEPS; ++s) {
+            const int k = 16 * (warp * S::STEPS + s), copy = k / S::COLUMNS, at = column + k % S::COLUMNS;
+            float2 value[ROW_TILES][2];
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                const float* from = fn + (int64_t(8 * tile + lane / 4) * COPIES + copy) * hidden + at + lane % 4 * 2;
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    value[tile][half] = at < hidden ? *reinterpret_cast<const float2*>(from + 8 * half)
+                                                    : make_float2(0.0f, 0.0f);
+            }
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float2 v = value[tile][half];
+                    const uint32_t h = ptx::pack_bf16x2(v.x, v.y);
+                    high[s][tile][half] = h;
+                    low[s][tile][half] = ptx::pack_bf16x2(v.x - low_bf16(h), v.y - high_bf16(h));
+                }
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&a)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The tile's tokens times this warp's columns of fn.
+template <class S>
+__device__ __forceinline__ void multiply(const Weights<S>& fn, int count, int tile, typename S::Shared& shared,
+                                         int warp, int lane) {
+    constexpr int ROW_TILES = Weights<S>::ROW_TILES, IN_COPY = S::COLUMNS / 16;
+#pragma unroll
+    for (int from = 0; from < S::TILE; from += 16) {
+        if (from >= count) return;
+        float sum[ROW_TILES][4] = {};
+        const uint32_t row = ptx::smem_address(shared.x[tile % S::X_STAGES][from + lane % 16]) + lane / 16 * 16;
+#pragma unroll
+        for (int s = 0; s < S::STEPS; ++s) {
+            const int k = warp * S::STEPS + s;
+            uint32_t a[4];
+            ldmatrix_x4(a, row + k / IN_COPY * S::COPY + k % IN_COPY * 32);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; ++t) mma(sum[t], a, fn.low[s][t]);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; ++t) mma(sum[t], a, fn.high[s][t]);
+        }
+#pragma unroll
+        for (int t = 0; t < ROW_TILES; ++t) {
+            float* to = reinterpret_cast<float*>(shared.dots[warp][from + lane / 4]) + 8 * t + lane % 4 * 2;
+            *reinterpret_cast<float2*>(to) = make_float2(sum[t][0], sum[t][1]);
+            *reinterpret_cast<float2*>(to + 8 * ROWS) = make_float2(sum[t][2], sum[t][3]);
+        }
+    }
+}
+
+// The products x'_j x'_k of four tokens over a part of the columns: the sixteen copies times themselves, of which the
+// blocks on the diagonal are kept. Rows of a fragment are columns of the other factor's as they lie.
+template <class S>
+__device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& shared, int warp, int lane) {
+    constexpr int STEPS = S::COLUMNS / 16 / S::PARTS, APART = 4;  // between the four tokens
+    const int group = warp % S::GROUPS, part = warp / S::GROUPS;
+    const int first = group / APART * 16 + group % APART;
+    const uint32_t row = ptx::smem_address(shared.x[tile % S::X_STAGES][first + lane % 16 / COPIES * APART]) +
+                         lane % COPIES * S::COPY + lane / 16 * 16 + 32 * STEPS * part;
+    float low[4] = {}, high[4] = {};  // of the first two tokens, of the others
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+        uint32_t a[4];
+        ldmatrix_x4(a, row + 32 * s);
+        mma(low, a, {a[0], a[2]});
+        mma(high, a, {a[1], a[3]});
+    }
+    // Element (r, c) of a block of eight: lane 4 r + c / 2. Copy j of token r / 4 times copy k of token c / 4.
+    const int r = lane / 4, c = lane % 4 * 2, j = r % COPIES;
+    if (r / COPIES != c / COPIES) return;
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+        const int k = c % COPIES + of, token = first + r / COPIES * APART;
+        if (k < j) continue;
+        const int at = j * COPIES - j * (j - 1) / 2 + k - j;
+        shared.products[part][token][at] = low[of];
+        shared.products[part][token + 2 * APART][at] = high[2 + of];
+    }
+}
+
+// The norm's weight for the eight columns of each of a spreader's items.
+template <class S>
+__device__ __forceinline__ uint4 norm_of(const Problem& p, int column, int thread) {
+    static_assert(ROLE_THREADS % S::LANES == 0);
+    const int at = column + thread % S::LANES * EIGHT;
+    return at < p.hidden ? *reinterpret_cast<const uint4*>(p.norm + at) : make_uint4(0, 0, 0, 0);
+}
+
+// out of eight columns at a time, of the tile's x' and weights.
+template <class S>
+__device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int first, int count, int tile, int column,
+                                          const typename S::Shared& shared, int thread) {
+    const int at = column + thread % S::LANES * EIGHT;
+    if (at >= p.hidden) return;
+    __nv_bfloat16* const to = p.out + int64_t(first + tile * S::TILE) * p.hidden + at;
+    const uint32_t by[4] = {norm.x, norm.y, norm.z, norm.w};
+#pragma unroll 1
+    for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
+        const int token = item / S::LANES;
+        if (token >= count) return;
+        const uint8_t* const row = shared.x[tile % S::X_STAGES][token] + 2 * EIGHT * (thread % S::LANES);
+        float u[EIGHT] = {};
+#pragma unroll
+        for (int j = 0; j < COPIES; ++j) {
+            const float weight = shared.weights[tile % 2][token][j];
+            const uint4 x = *reinterpret_cast<const uint4*>(row + j * S::COPY);
+            const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u[2 * i] = fmaf(weight, low_bf16(pairs[i]), u[2 * i]);
+                u[2 * i + 1] = fmaf(weight, high_bf16(pairs[i]), u[2 * i + 1]);
+            }
+        }
+        uint32_t made[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            made[i] = ptx::pack_bf16x2(u[2 * i] * low_bf16(by[i]), u[2 * i + 1] * high_bf16(by[i]));
+        *reinterpret_cast<uint4*>(to + token * p.hidden) = make_uint4(made[0], made[1], made[2], made[3]);
+    }
+}
+
+}  // namespace columns

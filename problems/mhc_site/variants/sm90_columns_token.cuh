@@ -1,0 +1,320 @@
+// Few tokens: a cluster of blocks has one or two, each block its columns of all four copies, and sums go from block to
+// block through shared memory. All of fn is read by each cluster, every value of it straight into the register of one
+// thread, before which little may stand: a block's 16 warps take a microsecond for 450 instructions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ptx.cuh"
+#include "sm90_columns_mix.cuh"
+#include "sm90_columns_tile.cuh"
+
+namespace columns {
+
+constexpr int CLUSTER = 16;  // blocks; hidden is a multiple of 64, so that each has whole quads
+constexpr int QUAD = 4;      // columns of a copy that a thread has, for half of the rows of fn
+constexpr int HALF_ROWS = ROWS / 2;
+constexpr int QUADS = 64;    // threads of a half and a copy; quads beyond them come in further passes
+constexpr int TOKEN_THREADS = 2 * COPIES * QUADS, TOKEN_WARPS = TOKEN_THREADS / 32;
+constexpr int MAKERS = QUADS / 32;     // warps that make out of a token
+constexpr int VALUES = 16;   // that a thread sums up for a token: rows, two products x'_j x'_k, two of nothing
+constexpr int SENT = ROWS + PRODUCTS;  // of SLOTS
+
+template <int PASSES, int TOKENS>
+struct TokenShared {
+    uint2 x[TOKENS][PASSES][COPIES][QUADS];  // x', four bf16 each
+    float part[TOKENS][TOKEN_WARPS][VALUES];
+    float from[TOKENS][CLUSTER][SLOTS];  // the sums of each block of the cluster
+    float base[ROWS], scale[3];
+    uint64_t arrived;
+};
+
+__device__ __forceinline__ float4 load_once(const float* from) {
+    float4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(from));
+    return v;
+}
+__device__ __forceinline__ void send(uint32_t to, float value, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(__float_as_uint(value)), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ float4 widen(uint2 v) {
+    return make_float4(low_bf16(v.x), high_bf16(v.x), low_bf16(v.y), high_bf16(v.y));
+}
+__device__ __forceinline__ uint2 narrow(float4 v) {
+    return make_uint2(ptx::pack_bf16x2(v.x, v.y), ptx::pack_bf16x2(v.z, v.w));
+}
+__device__ __forceinline__ float4 add_scaled(float by, float4 v, float4 to) {
+    return make_float4(fmaf(by, v.x, to.x), fmaf(by, v.y, to.y), fmaf(by, v.z, to.z), fmaf(by, v.w, to.w));
+}
+__device__ __forceinline__ float add_dot(float4 a, float4 b, float to) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, to))));
+}
+// Four columns of an addend as they lie in memory: fp32, or bf16 in the first half. Loaded without branches, so that what
+// is loaded behind them need not wait for their values.
+struct Raw {
+    uint2 half[2];
+};
+struct Addends {
+    Raw y, second;
+};
+__device__ __forceinline__ Raw load_quad(const void* from, int bytes, int64_t at) {
+    const auto* quad = reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(from) + at * bytes);
+    const uint2 none = make_uint2(0, 0);
+    return {{bytes ? quad[0] : none, bytes == 4 ? quad[1] : none}};
+}
+__device__ __forceinline__ float4 value_of(const Raw& raw, int bytes) {
+    if (bytes != 4) return widen(raw.half[0]);
+    return make_float4(__uint_as_float(raw.half[0].x), __uint_as_float(raw.half[0].y), __uint_as_float(raw.half[1].x),
+                       __uint_as_float(raw.half[1].y));
+}
+// Four columns of what the sublayer ahead returned, rounded.
+__device__ __forceinline__ float4 sum_of(const Problem& p, const Addends& addends) {
+    return widen(narrow(add_scaled(1.0f, value_of(addends.second, p.second_bytes), value_of(addends.y, p.y_bytes))));
+}
+
+// Where the parts of a slot lie: warps from `first` on, and which of their values.
+struct Source {
+    int first, warps, value;
+};
+__device__ __forceinline__ Source source_of(int slot) {
+    if (slot < COPIES || slot >= POST) {
+        const int row = slot < COPIES ? slot : slot - POST + COPIES;
+        return {row / HALF_ROWS * TOKEN_WARPS / 2, TOKEN_WARPS / 2, row % HALF_ROWS};
+    }
+    // x'_j x'_k of 00 01 02 03 11 12 13 22 23 33: its pair of warps, and 8 for the second product.
+    const int at = 0x3629517840ull >> 4 * (slot - COPIES) & 15;
+    return {at % 8 * 2, 2, HALF_ROWS + at / 8};
+}
+
+// The block's sum of a slot.
+__device__ __forceinline__ float sum_of(const float (*part)[VALUES], Source of) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < TOKEN_WARPS / 2; ++i)
+        if (i < of.warps) sum += part[of.first + i][of.value];
+    return sum;
+}
+
+// Add up WIDTH values over a warp: with 16 of them, lanes 2 i and 2 i + 1 get the sum of the i-th.
+template <int WIDTH>
+__device__ __forceinline__ float fold(const float (&v)[WIDTH], int lane) {
+    if constexpr (WIDTH == 1) {
+        return v[0] + __shfl_xor_sync(ALL, v[0], 1);
+    } else {
+        constexpr int LEFT = WIDTH / 2;
+        float kept[LEFT];
+#pragma unroll
+        for (int i = 0; i < LEFT; ++i) {
+            const float a = v[i], b = v[i + LEFT];
+            kept[i] = (lane & WIDTH ? b : a) + __shfl_xor_sync(ALL, lane & WIDTH ? a : b, WIDTH);
+        }
+        return fold(kept, lane);
+    }
+}
+
+// A quad of x' of one copy, from the token's inputs: by[0] is the weight of the output, by[1 + j] of copy j.
+struct Inputs {
+    uint2 x[COPIES];
+    Addends y;
+};
+__device__ __forceinline__ uint2 spread_quad(const Problem& p, const Inputs& in, const float (&by)[1 + COPIES]) {
+    const float4 y = sum_of(p, in.y);
+    float4 v = make_float4(by[0] * y.x, by[0] * y.y, by[0] * y.z, by[0] * y.w);
+#pragma unroll
+    for (int j = 0; j < COPIES; ++j) v = add_scaled(by[1 + j], widen(in.x[j]), v);
+    return narrow(v);
+}
+
+// out and new_post, new_comb of a token, when the sums of all blocks are there.
+template <int PASSES, int TOKENS>
+__device__ __forceinline__ void finish(const Problem& p, const TokenShared<PASSES, TOKENS>& shared, int t, int token,
+                                       int first_quad, int quads, bool mixes, int thread) {
+    const int lane = thread % 32;
+    uint2 norm[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const int quad = min(thread + pass * QUADS, quads - 1);
+        norm[pass] = *reinterpret_cast<const uint2*>(p.norm + (first_quad + quad) * QUAD);
+    }
+    ptx::wait(ptx::smem_address(&shared.arrived), 0);
+    Sums sums = {0.0f, 0.0f};
+#pragma unroll
+    for (int block = 0; block < CLUSTER; ++block) sums.low += shared.from[t][block][lane];
+    if (mixes) {
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) sums.high += shared.from[t][block][32 + lane % (SLOTS - 32)];
+    }
+    const float inverse = inverse_of_copies(sums, p.hidden);
+    if (mixes) {
+        write_mixing(sums, inverse, shared.base, shared.scale, p.new_post + token * COPIES,
+                     p.new_comb + token * COPIES * COPIES, lane);
+        return;
+    }
+    const float weight = weights_of_u(sums, inverse, shared.base, shared.scale, p.hidden, lane);
+    float by[COPIES];
+#pragma unroll
+    for (int j = 0; j < COPIES; ++j) by[j] = broadcast(weight, j);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const int quad = thread + pass * QUADS;
+        if (quad >= quads) return;
+        float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int j = 0; j < COPIES; ++j) u = add_scaled(by[j], widen(shared.x[t][pass][j][thread]), u);
+        const float4 n = widen(norm[pass]);
+        *reinterpret_cast<uint2*>(p.out + token * p.hidden + (first_quad + quad) * QUAD) =
+            narrow(make_float4(u.x * n.x, u.y * n.y, u.z * n.z, u.w * n.w));
+    }
+}
+
+// Grid (CLUSTER, ceil(tokens / TOKENS)). PASSES: quads of a thread.
+template <int PASSES, int TOKENS>
+__global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_constant__ Problem p) {
+    __shared__ TokenShared<PASSES, TOKENS> shared;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int half = thread / (COPIES * QUADS), copy = thread / QUADS % COPIES, place = thread % QUADS;
+    const int quads = p.hidden / (CLUSTER * QUAD), rank = ptx::cluster_rank(), first_quad = rank * quads;
+    const int first_token = blockIdx.y * TOKENS;
+    const uint32_t arrived = ptx::smem_address(&shared.arrived);
+    if (thread == 0) {
+        ptx::barrier_init(arrived, 1);
+        ptx::barrier_publish();
+        ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
+
+    // Threads without a quad in a pass read another's, and leave it out.
+    int column[PASSES];
+    bool real[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const int quad = place + pass * QUADS;
+        real[pass] = quad < quads, column[pass] = (first_quad + min(quad, quads - 1)) * QUAD;
+    }
+    // x' of a quad of this thread's copy: of the half's token, or with one token by the first half only.
+    const int mine = TOKENS == 2 ? half : 0, token = first_token + mine;
+    const bool spreads = (TOKENS == 2 || half == 0) && token < p.tokens;
+    Inputs in[PASSES];
+    float by[1 + COPIES];
+    if (spreads) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const __nv_bfloat16* from = p.copies + int64_t(token) * COPIES * p.hidden + column[pass];
+#pragma unroll
+            for (int j = 0; j < COPIES; ++j) in[pass].x[j] = *reinterpret_cast<const uint2*>(from + j * p.hidden);
+            const int64_t at = int64_t(token) * p.hidden + column[pass];
+            in[pass].y = {load_quad(p.y, p.y_bytes, at), load_quad(p.second, p.second_bytes, at)};
+        }
+        by[0] = p.post[token * COPIES + copy];
+#pragma unroll
+        for (int j = 0; j < COPIES; ++j) by[1 + j] = p.comb[(token * COPIES + j) * COPIES + copy];
+    }
+    float4 fn[HALF_ROWS];
+    const int apart = COPIES * p.hidden;  // from row to row
+    const float* const weights = p.fn + (half * HALF_ROWS * COPIES + copy) * p.hidden;
+#pragma unroll
+    for (int row = 0; row < HALF_ROWS; ++row) fn[row] = load_once(weights + column[0] + row * apart);
+    if (PASSES > 1 && lane % 8 == 0) {
+#pragma unroll
+        for (int pass = 1; pass < PASSES; ++pass)
+#pragma unroll
+            for (int row = 0; row < HALF_ROWS; ++row) prefetch_line(weights + column[pass] + row * apart);
+    }
+    if (thread < ROWS) shared.base[thread] = p.base[thread];
+    if (thread >= 32 && thread < 35) shared.scale[thread - 32] = p.scale[thread - 32];
+    if (warp == 2 && lane < quads * QUAD / 64 + 1) prefetch_line(p.norm + min(first_quad * QUAD + lane * 64, p.hidden - 1));
+
+    if (TOKENS == 2 || half == 0) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const uint2 made = spreads && real[pass] ? spread_quad(p, in[pass], by) : make_uint2(0, 0);
+            shared.x[mine][pass][copy][place] = made;
+            if (spreads && real[pass])
+                *reinterpret_cast<uint2*>(p.new_copies + (int64_t(token) * COPIES + copy) * p.hidden + column[pass]) = made;
+        }
+    }
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
+    __syncthreads();
+    float v[TOKENS][VALUES] = {};
+#pragma unroll 1  // two at once spill
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const float* next = weights + (first_quad + min(place + (pass + 1) * QUADS, quads - 1)) * QUAD;
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            const auto* const x = shared.x[t][pass];
+            const float4 wide = widen(x[copy][place]);
+            const float4 with = half ? widen(x[(copy + 1) % COPIES][place]) : wide;
+            v[t][HALF_ROWS] = add_dot(wide, with, v[t][HALF_ROWS]);
+            if (half == 0 && copy < 2)
+                v[t][HALF_ROWS + 1] = add_dot(wide, widen(x[copy + 2][place]), v[t][HALF_ROWS + 1]);
+#pragma unroll
+            for (int row = 0; row < HALF_ROWS; ++row) {
+                v[t][row] = add_dot(fn[row], wide, v[t][row]);
+                if (pass + 1 < PASSES && t + 1 == TOKENS) {
+                    fn[row] = load_once(next);
+                    next += apart;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+        const float sum = fold(v[t], lane);
+        if (lane % 2 == 0) shared.part[t][warp][lane / 2] = sum;
+    }
+    __syncthreads();
+    // Two warps a token add up the block's sums, and send them to every block.
+    if (warp < 2 * TOKENS) {
+        const int t = warp / 2, slot = warp % 2 ? 32 + lane : lane;
+        if (slot < SLOTS && (slot >= 32 || has_slot(lane))) {
+            const float sum = sum_of(shared.part[t], source_of(slot));
+            const uint32_t to = ptx::smem_address(&shared.from[t][rank][slot]);
+#pragma unroll
+            for (int block = 0; block < CLUSTER; ++block)
+                send(ptx::in_block(block, to), sum, ptx::in_block(block, arrived));
+        }
+        return;
+    }
+    const int finisher = warp - 2 * TOKENS;  // MAKERS warps a token, then a warp a token in one of the blocks
+    const bool mixes = finisher >= MAKERS * TOKENS;
+    const int t = mixes ? finisher - MAKERS * TOKENS : finisher / MAKERS;
+    if (t >= TOKENS || first_token + t >= p.tokens || (mixes && rank != CLUSTER - 1 - t)) return;
+    finish(p, shared, t, first_token + t, first_quad, quads, mixes, thread % QUADS);
+}
+
+// ---------------------------------------------------------------- launch
+
+constexpr int MOST_PASSES = 2;
+constexpr int FEW_TOKENS = 8;      // of a launch in clusters
+constexpr int TOKENS_BY_ONE = 4;   // up to these a cluster has one: not all GPUs have room for eight clusters at once
+
+template <int TOKENS>
+cudaError_t launch_tokens_by(const Problem& p) {
+    const auto kernel = p.hidden <= CLUSTER * QUAD * QUADS ? token_kernel<1, TOKENS> : token_kernel<MOST_PASSES, TOKENS>;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
+        return error;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = CLUSTER, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(CLUSTER, (p.tokens + TOKENS - 1) / TOKENS), config.blockDim = TOKEN_THREADS;
+    config.attrs = &attribute, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+// Whether clusters serve the call.
+inline bool in_clusters(const Problem& p) {
+    return p.tokens <= FEW_TOKENS && p.hidden <= CLUSTER * QUAD * QUADS * MOST_PASSES;
+}
+inline cudaError_t launch_tokens(const Problem& p) {
+    return p.tokens <= TOKENS_BY_ONE ? launch_tokens_by<1>(p) : launch_tokens_by<2>(p);
+}
+
+}  // namespace columns

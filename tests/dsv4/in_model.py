@@ -1,0 +1,59 @@
+"""Run tests of kernels that are for a GPU in the model that executes PTX on the CPU (problems/common/ptx_model)."""
+
+import functools
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from problems.common.ptx_model import driver
+from tests.support import ROOT
+
+TARGET = "sm90"
+# In a process of its own, since the model takes CUDA's place in the whole process.
+SCRIPT = """
+from tests.dsv4 import in_model
+model = in_model.installed()
+import {module} as tests
+in_model.call(tests, {calls}, model)
+"""
+
+
+def run(module: str, calls: list[tuple[str, dict]]) -> None:
+    """Call test functions of `module` by name, with these arguments and the ops of its `kernel`, on CPU tensors. Names
+    of dtypes become dtypes. AssertionError, with what the process said, if one fails.
+    """
+    command = [sys.executable, "-c", SCRIPT.format(module=module, calls=repr(calls))]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def installed() -> driver.Driver:
+    """The model in place of CUDA, with references that compute as on a CPU."""
+    model = driver.install(TARGET)
+    torch.Tensor.is_cuda = property(lambda tensor: False)  # ty: ignore[invalid-assignment]
+    return model
+
+
+def call(tests: ModuleType, calls: list[tuple[str, dict]], model: driver.Driver) -> None:
+    """In the process of the model."""
+    tests.DEVICE = "cpu"  # ty: ignore[unresolved-attribute]
+    ops = {name: _checked(op, model) for name, op in tests.kernel.ops(TARGET).items()}
+    for name, arguments in calls:
+        test = getattr(tests, name)
+        known = {"ops": ops} if "ops" in inspect.signature(test).parameters else {}
+        test(**known, **{key: getattr(torch, str(value), value) for key, value in arguments.items()})
+
+
+def _checked(op: Callable[..., None], model: driver.Driver) -> Callable[..., None]:
+    @functools.wraps(op)
+    def checked(*arguments: object, **named: object) -> None:
+        try:
+            op(*arguments, **named)
+        finally:
+            model.check()
+
+    return checked

@@ -1,0 +1,121 @@
+"""The op mhc_site: its chain, the adapter of the problem's variants, what the model carries from layer to layer."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import model as forward
+from problems.dsv4_forward import ops, trace
+from problems.dsv4_forward.adapters import mhc_site, operators
+from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.model import Model
+from problems.dsv4_forward.weights import config, tree
+
+FOLDER = load.PROBLEMS / mhc_site.PROBLEM
+task, reference = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
+CFG = dataclasses.replace(config.TINY, hidden_size=192)
+OP_NAMES = ("y", "second", "copies", "post", "comb", "fn", "base", "scale", "norm")
+
+
+def call(op: object, data: object, dtype: torch.dtype = torch.bfloat16) -> tuple:
+    """What the op makes of the problem's inputs, activations in `dtype`."""
+    given = [getattr(data, name) for name in OP_NAMES]
+    given = [t.to(dtype) if t.dtype == torch.bfloat16 else t for t in given]
+    outputs = tuple(torch.full_like(getattr(data, name), torch.nan) for name in task.OUTPUTS)
+    outputs = tuple(t.to(dtype) if t.dtype == torch.bfloat16 else t for t in outputs)
+    op(given[0], given[1] if len(given[1]) else None, *given[2:], CFG, *outputs)
+    return outputs
+
+
+def adapted() -> object:
+    module = load.variant(mhc_site.PROBLEM, load.winner(FOLDER, "cpu"))
+    return mhc_site.adapt(module, None, Fallback(ops.REFERENCE)).functions["mhc_site"]
+
+
+@pytest.mark.parametrize("addends", task.ADDENDS)
+@pytest.mark.parametrize("content", ["alike", "magnitudes", "zeros"])
+def test_the_winner_and_the_chain_of_references_are_right(content, addends):
+    data = reference.generate_input(5, 192, addends, content, 3, "cpu")
+    for op in (adapted(), ops.REFERENCE.mhc_site):
+        assert reference.check_implementation(data, call(op, data)) == (True, "")
+
+
+def test_calls_that_the_kernel_does_not_serve_are_the_references():
+    data = reference.generate_input(5, 192, "bf16", "alike", 3, "cpu")
+    for got, want in zip(
+        *(call(op, data, torch.float32) for op in (adapted(), ops.REFERENCE.mhc_site)), strict=True
+    ):  # fmt: skip
+        assert torch.equal(got, want)
+
+
+def test_tensors_that_lie_elsewhere_are_copied():
+    data = reference.generate_input(5, 192, "bf16", "alike", 3, "cpu")
+    wide = torch.zeros(5, 4, 200, dtype=torch.bfloat16)
+    copies = wide[:, :, 4:196].copy_(data.copies)
+    outputs = [torch.full_like(getattr(data, name), torch.nan) for name in task.OUTPUTS]
+    outputs[0] = torch.empty_like(wide)[:, :, 4:196]
+    adapted()(data.y, None, copies, data.post, data.comb, data.fn, data.base, data.scale, data.norm, CFG, *outputs)
+    for got, want in zip(outputs, call(adapted(), data), strict=True):
+        assert torch.equal(got, want)
+    empty = data._replace(**{name: getattr(data, name)[:0] for name in ("y", "copies", "post", "comb", *task.OUTPUTS)})
+    assert all(not len(t) for t in call(adapted(), empty))
+
+
+def test_only_models_of_the_problems_numbers_are_served():
+    assert mhc_site.unserved(CFG) == ""
+    for change, said in (
+        ({"hc_mult": 2}, "hc_mult must be 4, is 2"), ({"hc_eps": 1e-5}, "hc_eps must be 1e-06, is 1e-05"),
+        ({"hidden_size": 200}, "hidden_size must be a multiple of 64, is 200"),
+    ):  # fmt: skip
+        assert mhc_site.unserved(SimpleNamespace(**{**vars(CFG), **change})) == said
+
+
+def test_the_winner_fills_the_op_where_activations_are_bf16():
+    for fmt in ("bf16", "fp32"):
+        chosen = ops.choose("winners", "cpu", tree.random(config.TINY, fmt, seed=1))
+        filled = f"mhc_site/{load.winner(FOLDER, 'cpu')}"
+        assert chosen.names["mhc_site"] == (filled if fmt == "bf16" else "reference")
+    mine = ops.choose("mhc_site=reference,rms_norm=reference", "cpu", tree.random(config.TINY, "bf16", seed=1))
+    assert mine.ops.mhc_site is ops.REFERENCE.mhc_site
+
+
+class Seen:
+    """A probe that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.copies: list[torch.Tensor] = []
+
+    def enter(self, layer: str, copies: torch.Tensor) -> None:
+        self.copies.append(copies.clone())
+
+
+def logits_of(weights: object, table: object, probe: object) -> torch.Tensor:
+    state = State(weights.config, weights.format, sequences=1, blocks=2, device="cpu")
+    sequence = state.open()[0]
+    return forward.feed(Model(weights, table, probe=probe), state, {sequence: [3, 1, 4, 1, 5]})
+
+
+def test_what_is_carried_from_layer_to_layer_is_what_a_probe_sees_written():
+    """A site within a layer, and one across two, give the same bits as writing and reading by themselves."""
+    weights = tree.random(config.TINY, "bf16", seed=2)
+    probe, calls = Seen(), []
+
+    def counted(*given: object) -> None:
+        calls.append(None)
+        ops.REFERENCE.mhc_site(*given)
+
+    table = dataclasses.replace(ops.REFERENCE, mhc_site=counted)
+    carried = logits_of(weights, table, None)
+    assert len(calls) == 2 * config.TINY.num_hidden_layers - 1
+    assert torch.equal(carried, logits_of(weights, table, probe))
+    assert len(calls) == 3 * config.TINY.num_hidden_layers - 1, "with a probe only the sites within layers"
+    assert len(probe.copies) == config.TINY.num_hidden_layers + 1 and "mhc_site" in trace.CHECKS
+
+
+def test_the_operator_is_one_of_torch():
+    data = reference.generate_input(2, 64, "bf16+bf16", "plain", 3, "cpu")
+    torch.library.opcheck(operators.mhc_site, tuple(data))

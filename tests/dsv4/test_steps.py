@@ -1,0 +1,267 @@
+"""Decode steps one after the other: they stay near the unfused chain, repeat bit for bit, and rows are independent."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from harness.tools import latency as timing
+from problems.common import build, load
+from problems.dsv4_forward import latency, ops
+from problems.dsv4_forward.cache.state import Batch, State
+from problems.dsv4_forward.generate.mtp import Speculative
+from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.weights.config import FORMATS
+
+TASK = load.module(load.PROBLEMS / "dsv4_forward", "task")
+CONTEXT = 130  # tokens of each sequence before the steps
+ROOM = 4  # steps that a prepared case has room for, for each that it is made for
+# On a GPU, the formats whose rows depend on how many others there are.
+DEPENDENT = {
+    "fp32": "fp32 products are cuBLAS's",
+    "bf16": "attention over plain pages and the routed experts are torch's",
+    "nvfp4": "a token by itself is nvfp4_gemv's, several are moe_gemm's",
+}
+
+
+def each_format(strict: bool) -> list:
+    """FORMATS; the dependent ones fail, or may fail if not strict."""
+    marks = {fmt: [pytest.mark.xfail(reason=reason, strict=strict)] for fmt, reason in DEPENDENT.items()}
+    return [pytest.param(fmt, marks=marks.get(fmt, [])) for fmt in FORMATS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def for_graphs() -> Iterator[None]:
+    """Every kernel is built once, so that a graph can record it, and runs where it is recorded."""
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(build.capturable())
+        if torch.cuda.is_available():
+            inside.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(timing.PER_THREAD)))
+        yield
+
+
+@dataclass
+class Steps:
+    """A decode step of several sequences, recorded in a graph on a GPU. run() does one."""
+
+    made: latency.Decode
+    run: Callable[[], None]
+    step: latency.Step
+
+    def logits(self, forced: torch.Tensor) -> torch.Tensor:
+        """The logits, fp32 (steps, B, V), of steps that get the tokens `forced`, int64 (steps, B)."""
+        self.made.reset()
+        found = []
+        for tokens in forced:
+            self.made.tokens.copy_(tokens)
+            self.run()
+            found.append(self.step.logits.clone())
+        return torch.stack(found)
+
+
+def prepared(name: str, fmt: str, batch: int, steps: int, device: str) -> latency.Decode:
+    case = {"config": name, "format": fmt, "batch": batch, "context": CONTEXT}
+    return latency.prepare(case, -(-steps // ROOM), device)
+
+
+def recorded(made: latency.Decode, unfused: bool = False) -> Steps:
+    """unfused: with the references of ops that span others and of those that this folder's kernels fill; on a CPU,
+    where none does, of all.
+    """
+    made.reset()  # steps that are recorded are done a few times before
+    chosen = made.choose()
+    step = made.step(chosen, unfused_ops(chosen) if unfused else ())
+    return Steps(made, step if made.tokens.device.type == "cpu" else timing._capture(step).replay, step)
+
+
+def unfused_ops(chosen: ops.Chosen) -> list[str]:
+    spanning = {spec.name for spec in ops.SPECS if spec.chain}
+    fused = [op for op, name in chosen.names.items() if op in spanning or name.startswith("dsv4_forward/")]
+    filled = [op for op, name in chosen.names.items() if name != "reference"]
+    return fused if any(op in spanning for op in filled) else filled
+
+
+def drawn(steps: int, batch: int, vocab: int, device: str) -> torch.Tensor:
+    return torch.randint(vocab, (steps, batch), generator=torch.Generator().manual_seed(3)).to(device)
+
+
+# Fused and unfused.
+
+
+def stays_near(name: str, fmt: str, steps: int, device: str) -> None:
+    """Every step is within what honest kernels differ by, and the last ones differ no more than the first."""
+    made = prepared(name, fmt, 2, steps, device)
+    forced = drawn(steps, 2, made.made.config.vocab_size, device)
+    fused, plain = (recorded(made, unfused).logits(forced) for unfused in (False, True))
+    assert bool(fused.isfinite().all())
+    error = (fused - plain).norm(dim=2) / plain.norm(dim=2)
+    worst = int(error.amax(1).argmax())
+    assert float(error.max()) <= TASK.logits_rtol(name, fmt), f"step {worst}: {error[worst].tolist()}"
+    first, last = (float(part.median()) for part in (error[: steps // 4], error[-(steps // 4) :]))
+    assert last <= 2 * first + 1e-5, f"the median error is {first:.3g} in the first quarter, {last:.3g} in the last"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["released", "nvfp4"])
+@torch.inference_mode()
+def test_2000_steps_stay_near_the_unfused_chain(fmt):
+    stays_near("tiny-k", fmt, 2000, "cuda")
+
+
+@torch.inference_mode()
+def test_steps_stay_near_the_unfused_chain():
+    stays_near("tiny", "nvfp4", 12, "cpu")
+
+
+# The same bits.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 8])
+@torch.inference_mode()
+def test_1000_replays_of_a_step_are_equal_bit_for_bit(batch):
+    """Logits, the next tokens, and all that the step has written."""
+    made = prepared("tiny-k", "nvfp4", batch, ROOM, "cuda")
+    steps = recorded(made)
+
+    def once() -> tuple[torch.Tensor, ...]:
+        made.reset()
+        steps.run()
+        return steps.step.logits.view(torch.int32), made.tokens, made.state.buffer
+
+    first = [part.clone() for part in once()]
+    other = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for got, want in zip(once(), first, strict=True):
+            other += (got != want).sum()
+    assert int(other) == 0
+
+
+def alone_and_together(made: latency.Decode, table: ops.Ops, rows: Sequence[int], steps: int) -> list[int]:
+    """The rows whose logits are others alone than in the batch, in one of so many steps."""
+    model, batch = Model(made.made, table), len(made.sequences)
+    forced = drawn(steps, batch, made.made.config.vocab_size, str(made.tokens.device))
+
+    def logits(chosen: list[int]) -> torch.Tensor:
+        made.reset()
+        sequences, found = tuple(made.sequences[row] for row in chosen), []
+        for tokens in forced[:, chosen]:
+            pass_ = made.state.step(sequences, tokens.clone(), static=True, bound=made.bound)
+            found.append(model.forward(pass_, made.state).logits.clone())
+            made.state.length.index_add_(0, pass_.sequence_ids, pass_.advance)
+        return torch.stack(found, 1)
+
+    together = logits(list(range(batch)))
+    return [row for row in rows if not torch.equal(logits([row])[0], together[row])]
+
+
+# By op that multiplies by a matrix: the arguments that have a row for each token.
+ROWS = {
+    "linear": ("x", "out"), "grouped_linear": ("x", "out"), "matmul": ("x", "out"),
+    "mhc_pre": ("copies", "out", "post", "comb"), "mhc_head": ("copies", "out"),
+    "route": ("u", "tokens", "out_ids", "out_weights"), "experts": ("x", "ids", "weights", "out"),
+    "shared": ("x", "out"), "fmha": ("q", "window_index", "index", "out", "lse"),
+    "index_scores": ("q", "weights", "table", "out"),
+}  # fmt: skip
+
+
+def by_row(table: ops.Ops) -> ops.Ops:
+    """The same ops, these called for each token by itself."""
+
+    def split(op: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            given = inspect.signature(op).bind(*arguments).arguments
+            rows = {name: given[name] for name in names if given[name] is not None}
+            for row in range(len(given[names[0]])):
+                op(**given | {name: value[row : row + 1] for name, value in rows.items()})
+
+        return call
+
+    table = dataclasses.replace(table, **{name: split(getattr(table, name), of) for name, of in ROWS.items()})
+    return dataclasses.replace(table, **{spec.name: spec.chain(table) for spec in ops.SPECS if spec.chain})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", each_format(strict=True))
+@torch.inference_mode()
+def test_a_row_alone_and_in_a_batch_of_eight_has_the_same_bits(fmt):
+    made = prepared("tiny-k", fmt, 8, 12, "cuda")
+    assert alone_and_together(made, made.choose().ops, (0, 3, 7), 5) == []
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@torch.inference_mode()
+def test_nothing_but_the_products_of_a_cpu_mixes_rows(fmt):
+    """With the references called a row at a time: of a CPU's matrix products the bits depend on the batch."""
+    made = prepared("tiny", fmt, 8, 4, "cpu")
+    assert alone_and_together(made, by_row(ops.REFERENCE), (0, 5), 3) == []
+
+
+# Drafting.
+
+
+def drafting(name: str, fmt: str, device: str) -> tuple[Model, config.Config]:
+    cfg = config.find(name)
+    if not cfg.num_nextn_predict_layers:
+        cfg = dataclasses.replace(cfg, compress_ratios=(*cfg.ratios, 0), num_nextn_predict_layers=1)
+    weights = tree.quick(cfg, fmt, seed=5, device=device)
+    return Model(weights, ops.choose("winners", load.device_target(device), weights).ops), cfg
+
+
+def equals_greedy(model: Model, fmt: str, prompt: list[int], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With guesses that are right in half of the steps, by turns; the others are the prediction layer's own."""
+
+    def opened() -> tuple[State, int]:
+        state = State(model.config, fmt, sequences=1, blocks=3, device=str(model.weights.embed.device))
+        return state, state.open()[0]
+
+    state, sequence = opened()
+    want = [int(feed(model, state, {sequence: prompt})[0].argmax())]
+    while len(want) < count + 2:
+        want.append(int(feed(model, state, {sequence: want[-1:]})[0].argmax()))
+    own, passes = Speculative._draft, []
+
+    def draft(self: Speculative, batch: Batch, copies: torch.Tensor, following: Sequence[int], row: int) -> None:
+        own(self, batch, copies, following, row)
+        place = int(batch.position[row]) + 2 - len(prompt)  # of the token to guess, behind the prompt
+        passes.append(place)
+        if place > 0 and sum(one > 0 for one in passes) % 2:
+            self._guess = want[place]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Speculative, "_draft", draft)
+        state, sequence = opened()
+        speculative = Speculative(model, state, sequence)
+        got, accepted, steps = [speculative.prefill(prompt)], [], speculative.steps()
+        while len(got) < count:
+            step = next(steps)
+            got += step.tokens
+            accepted.append(step.accepted)
+    assert got[:count] == want[:count]
+    assert all(accepted[::2]), "every other guess was the right one"
+
+
+def prompts(count: int, vocab: int) -> list[list[int]]:
+    gen = torch.Generator().manual_seed(9)
+    return [torch.randint(vocab, (3 + 7 * i,), generator=gen).tolist() for i in range(count)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", each_format(strict=False))  # a last bit seldom makes another token
+@torch.inference_mode()
+def test_drafting_equals_greedy_for_20_prompts(fmt, monkeypatch):
+    model, cfg = drafting("tiny-k", fmt, "cuda")
+    for prompt in prompts(20, cfg.vocab_size):
+        equals_greedy(model, fmt, prompt, 10, monkeypatch)
+
+
+@torch.inference_mode()
+def test_drafting_equals_greedy(monkeypatch):
+    model, cfg = drafting("tiny", "fp32", "cpu")
+    for prompt in prompts(20, cfg.vocab_size)[::9]:
+        equals_greedy(model, "fp32", prompt, 12, monkeypatch)

@@ -1,0 +1,298 @@
+"""indexer: the oracle against loops, the generator's contents, the checker, the CPU variants."""
+
+import functools
+
+import pytest
+import torch
+
+from problems.common import index_pages, load
+from tests.problems import variants
+
+FOLDER = load.PROBLEMS / "indexer"
+task = load.module(FOLDER, "task")
+reference = load.module(FOLDER, "reference")
+SMALL = {
+    "batch": 2, "queries": 2, "heads": 32, "entries": 37, "topk": 5, "kind": "mxfp4", "per_page": 16,
+    "content": "exact", "seed": 3,
+}  # fmt: skip
+SEEDS = range(5)
+CASES = [case for case in task.TESTS if case.entries <= 1600]
+
+
+@functools.cache
+def solved(case: object, more: int = 0, device: str = "cpu") -> tuple[object, torch.Tensor]:
+    """Inputs and answer of a test case, with another seed."""
+    data = reference.generate_input(**{**vars(case), "seed": case.seed + 1000 * more}, device=device)
+    return data, reference.ref_kernel(data)
+
+
+def small(**changes: object) -> tuple[object, torch.Tensor]:
+    data = reference.generate_input(**{**SMALL, **changes}, device="cpu")
+    return data, reference.ref_kernel(data)
+
+
+def by_hand(data: object, b: int, s: int) -> list[int]:
+    """The chosen places of a row, in the order of the entries, by loops over Python numbers."""
+    per_page = task.unpack(data).per_page
+    seen = int(data.visible[b, s])
+    places = [int(data.table[b, i // per_page]) * per_page + i % per_page for i in range(seen)]
+    scores = []
+    for place in places:
+        key = task.read_keys(data.keys, torch.tensor(place)).double()
+        dots = [max(0.0, float(head.double() @ key)) for head in data.q[b, s]]
+        scores.append(sum(float(w) * dot for w, dot in zip(data.weights[b, s], dots, strict=True)))
+    best = sorted(range(seen), key=lambda i: (-scores[i], i))[: data.out.shape[2]]
+    return [places[i] for i in sorted(best)]
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("content", ["exact", "ties", "ragged", "spread"])
+def test_the_oracle_is_what_the_formula_says(content, kind):
+    data, want = small(content=content, kind=kind)
+    for b in range(2):
+        for s in range(2):
+            chosen = by_hand(data, b, s)
+            assert want[b, s].tolist() == chosen + [-1] * (SMALL["topk"] - len(chosen))
+
+
+def test_an_mxfp4_key_is_what_its_bytes_say():
+    pages = torch.randint(256, (3, index_pages.page_bytes(16, "mxfp4")), dtype=torch.uint8)
+    pages[1, 64 * 5 : 64 * 6] = torch.arange(64) * 3 % 256
+    pages[1, 64 * 16 + 4 * 5 : 64 * 16 + 4 * 6] = torch.tensor([127, 120, 130, 127])
+    key = task.read_keys(pages, torch.tensor(16 + 5))
+    levels = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    for d in range(128):
+        code = (d // 2 * 3 % 256) >> 4 * (d % 2) & 15
+        assert float(key[d]) == levels[code] * 2.0 ** ([0, -7, 3, 0][d // 32])
+
+
+def test_an_fp8_key_is_what_its_bytes_say():
+    pages = torch.randint(256, (2, index_pages.page_bytes(32, "fp8")), dtype=torch.uint8)
+    codes = torch.arange(128).byte() % 127
+    pages[1, 128 * 7 : 128 * 8] = codes
+    pages[1, 128 * 32 + 28 : 128 * 32 + 32] = torch.tensor([0.3]).view(torch.uint8)
+    want = codes.view(torch.float8_e4m3fn).float() * torch.tensor(0.3)
+    assert torch.equal(task.read_keys(pages, torch.tensor([32 + 7]))[0], want)
+
+
+@pytest.mark.parametrize(("kind", "rel"), [("mxfp4", 0.15), ("fp8", 0.04)])
+def test_quantised_keys_are_near(kind, rel):
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(3)) * 2.0 ** torch.arange(-4, 5).unsqueeze(1)
+    got = task.dequantise(*reference.quantised(x, kind))
+    assert float((got - x).norm() / x.norm()) < rel
+    assert torch.equal(task.dequantise(*reference.quantised(got, kind)), got)
+
+
+def test_unpack_says_the_sizes():
+    assert task.unpack(small()[0]) == (2, 2, 32, 5, 4, 16, "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("q", lambda t: t.float()), ("q", lambda t: t[0]), ("q", lambda t: t[..., :64]), ("H", lambda t: t[:, :, :8]),
+        ("weights", lambda t: t.double()), ("weights", lambda t: t[:, :1]), ("keys", lambda t: t[:, :-4]),
+        ("keys", lambda t: t[:, ::2]), ("table", lambda t: t.long()), ("table", lambda t: t[:1]),
+        ("visible", lambda t: t.long()), ("visible", lambda t: t[:, :1]), ("out", lambda t: t.long()),
+        ("out", lambda t: t.mT), ("out", lambda t: t.to("meta")),
+    ],
+)  # fmt: skip
+def test_unpack_names_the_tensor_that_is_wrong(name, change):
+    data = small()[0]
+    field = "q" if name == "H" else name
+    with pytest.raises(ValueError, match=name):
+        task.unpack(data._replace(**{field: change(getattr(data, field))}))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.content in reference.WHOLE], ids=str)
+def test_whole_numbers_make_exact_rows(case):
+    for more in range(2):
+        data, want = solved(case, more)
+        assert bool(reference.answer(data, want).exact.all())
+
+
+@pytest.mark.parametrize("content", ["plain", "magnitudes", "spread", "rising"])
+def test_other_rows_are_not_exact(content):
+    case = next(case for case in CASES if case.content == content and case.entries > case.topk)
+    assert not bool(reference.answer(*solved(case)).exact.any())
+
+
+def test_least_bit_is_the_power_of_two_that_divides():
+    x = torch.tensor([0.75, -3.0, 8.0, 0.0, 2.0**-30, 1 + 2.0**-20], dtype=torch.float64)
+    want = [0.25, 1.0, 8.0, float("inf"), 2.0**-30, 2.0**-20]
+    assert reference._least_bit(x).tolist() == want
+
+
+def test_any_order_is_right():
+    data, want = small()
+    turned = want.flip(2).contiguous()
+    assert reference.compare(data, want, turned).ok
+
+
+def _put(want: torch.Tensor, at: tuple, value: int) -> torch.Tensor:
+    changed = want.clone()
+    changed[at] = value
+    return changed
+
+
+def test_wrong_forms_are_refused():
+    data, want = small(content="ragged", batch=6, entries=60, topk=8)
+    short = int((data.visible[:, 1] == 7).nonzero()[0])  # one entry fewer than there is room for
+    full = int((data.visible[:, 1] == 60).nonzero()[0])
+    assert reference.compare(data, want, want).ok
+    other = int(want[(full + 1) % 6].max())
+    for output, word in (
+        (_put(want, (full, 1, 0), -1), "then -1"), (_put(want, (full, 1, 0), int(want[full, 1, 1])), "different"),
+        (_put(want, (short, 1, 7), int(want[short, 1, 0])), "then -1"), (_put(want, (short, 1, 7), -2), "then -1"),
+        (_put(want, (full, 1, 0), 2**30), "different"), (_put(want, (full, 1, 0), other), "visible"),
+        (want.long(), "torch.int32"), (want[:, :1], "mismatch"), ((want,), "torch.Tensor"),
+    ):  # fmt: skip
+        result = reference.compare(data, want, output)
+        assert not result.ok and word in result.message, (word, result.message)
+
+
+def _scores(data: object, want: torch.Tensor) -> torch.Tensor:
+    return reference.answer(data, want).score
+
+
+def test_equal_scores_count_in_exact_rows_and_not_for_baselines():
+    data, want = small(content="ties", batch=1, queries=1, entries=200, topk=20)
+    score = _scores(data, want)[0]
+    place = reference._places(data, slice(0, 1))[0]
+    chosen = [int((place == p).nonzero()) for p in want[0, 0]]
+    worst = min(chosen, key=lambda i: float(score[i]))
+    equal = [i for i in range(200) if float(score[i]) == float(score[worst]) and i not in chosen]
+    assert equal
+    swapped = torch.where(want == place[worst], place[equal[-1]].int(), want)
+    assert not reference.compare(data, want, swapped).ok
+    assert reference.compare(data, want, swapped, baseline=True).ok
+
+
+def test_the_margin_admits_what_errors_explain_and_no_more():
+    data, want = small(content="plain", batch=1, queries=1, entries=900, topk=100)
+    known = reference.answer(data, want)
+    place, score = reference._places(data, slice(0, 1))[0], known.score[0]
+    order = score.argsort(descending=True)
+    last = order[99]
+    for other in order[100:140].tolist():
+        swapped = torch.where(want == place[last], place[other].int(), want)
+        gap, admitted = float(score[last] - score[other]), float(known.error[0, last] + known.error[0, other])
+        low = min(float(score[i] + known.error[0, i]) for i in [*order[:99].tolist(), other])
+        explained = low >= max(float(score[i] - known.error[0, i]) for i in order[99:].tolist() if i != other)
+        assert reference.compare(data, want, swapped).ok == explained
+        assert explained or gap > 0
+        if gap > 2 * admitted:
+            assert not explained
+
+
+@pytest.mark.parametrize("name", ["cpu_portable", "cpu_avx512", "torch_eager"])
+def test_cpu_variants_are_right(name):
+    variants.skip_unless_it_runs(FOLDER / "variants" / f"{name}.py", "cpu")
+    module = load.variant("indexer", name)
+    for case in CASES[::2] if name == "torch_eager" else CASES:
+        data, want = solved(case)
+        got = module.custom_kernel(data._replace(out=torch.full_like(data.out, -(2**31))))
+        result = reference.compare(data, want, got)
+        assert result.ok, f"{case}: {result.message}"
+
+
+@pytest.mark.parametrize("name", ["cpu_portable", "cpu_avx512"])
+def test_a_table_that_names_no_page_is_an_error(name):
+    variants.skip_unless_it_runs(FOLDER / "variants" / f"{name}.py", "cpu")
+    for entries, topk in ((37, 5), (4, 5)):
+        data, _ = small(entries=entries, topk=topk)
+        for page in (-1, len(data.keys)):
+            bad = data._replace(table=torch.full_like(data.table, page))
+            with pytest.raises(RuntimeError, match="outside the pages"):
+                load.variant("indexer", name).custom_kernel(bad)
+
+
+def _missed(file: object) -> list[int]:
+    """Seeds whose contents the file gets right in every case."""
+    module = load.from_file(FOLDER, file)
+    return [more for more in SEEDS if not any(_refused(module, case, more) for case in CASES)]
+
+
+def _refused(module: object, case: object, more: int) -> bool:
+    data, want = solved(case, more)
+    got = module.custom_kernel(data._replace(out=torch.full_like(data.out, -(2**31))))
+    return not reference.compare(data, want, got).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted((FOLDER / "wrong").glob("*.py")), ids=lambda file: file.stem)
+def test_every_wrong_file_is_refused_with_five_contents(file):
+    assert not _missed(file)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def _called(file: object, case: object, launches: int = 1) -> list[torch.Tensor]:
+    """What so many calls of a variant write."""
+    module, baseline = load.module(FOLDER, f"variants/{file.stem}"), file.stem.startswith("peer_")
+    data = solved(case, device="cuda")[0]
+    data = data._replace(out=torch.empty_like(data.out))
+    prepared = (module.setup(data),) if baseline else ()
+    found = []
+    for _ in range(launches):
+        data.out.fill_(-(2**31))
+        found.append(module.custom_kernel(data, *prepared).clone())
+    return found
+
+
+def _served(file: object, case: object) -> bool:
+    only = load.constants(file, "ONLY").get("ONLY", {})
+    return all(getattr(case, name) == value for name, value in only.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", variants.made_for(FOLDER, "sm90"), ids=lambda file: file.stem)
+def test_every_gpu_variant_is_right_in_every_case(file):
+    variants.skip_unless_it_runs(file, "cuda")
+    for case in filter(functools.partial(_served, file), task.TESTS):
+        data, want = solved(case, device="cuda")
+        result = reference.compare(data, want, _called(file, case)[0], file.stem.startswith("peer_"))
+        assert result.ok, f"{case}: {result.message}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", task.BENCHMARKS, ids=str)
+def test_the_winner_is_right_in_every_benchmark(case):
+    file = FOLDER / "variants" / f"{load.winner(FOLDER, 'sm90')}.py"
+    variants.skip_unless_it_runs(file, "cuda")
+    data = reference.generate_input(**vars(case), device="cuda")
+    want = reference.ref_kernel(data)
+    result = reference.compare(data, want, load.module(FOLDER, f"variants/{file.stem}").custom_kernel(data))
+    assert result.ok, result.message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("content", ["ties", "zeros", "outlier", "plain"])
+def test_the_winner_repeats_itself_bit_by_bit(content):
+    file = FOLDER / "variants" / f"{load.winner(FOLDER, 'sm90')}.py"
+    variants.skip_unless_it_runs(file, "cuda")
+    first, *others = _called(file, next(c for c in reversed(task.TESTS) if c.content == content), 20)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("content", "kind"), [("ties", "mxfp4"), ("ragged", "mxfp4"), ("near", "fp8")])
+def test_every_way_to_share_a_row_is_right(cluster, content, kind, monkeypatch):
+    """Clusters of every size, in one launch with few and many warps and in two, where one block chooses and where all
+    do, with slices that are empty.
+    """
+    file = FOLDER / "variants" / "sm90_cluster.py"
+    variants.skip_unless_it_runs(file, "cuda")
+    module = load.module(FOLDER, "variants/sm90_cluster")
+    case = task.Case(3, 2, 64, 1300, 200, kind, 32, content, 99)
+    data, want = solved(case, device="cuda")
+    tiles = -(-data.table.shape[1] * 32 // module.TILE)
+    part = -(-tiles // cluster) * module.TILE
+    for chunk, warpgroups, gathers in ((0, 4, False), (0, 2, False), (192, 4, False), (0, 4, True), (0, 2, True)):
+        chunks = -(-tiles * module.TILE // chunk) if chunk else 0
+        launch = module.Launch(cluster, part, cluster * part if gathers else part, chunk, chunks, warpgroups)
+        monkeypatch.setattr(module, "launch_for", lambda *_, launch=launch: launch)
+        result = reference.compare(data, want, module.custom_kernel(data._replace(out=torch.empty_like(data.out))))
+        assert result.ok, f"{launch}: {result.message}"

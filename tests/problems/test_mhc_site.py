@@ -1,0 +1,300 @@
+"""mhc_site: the oracle against loops over scalars, contents, the checker, wrong files and CPU variants."""
+
+import dataclasses
+import functools
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from problems.common import build, load
+from problems.dsv4_forward.torch_ops import mhc, norm
+from problems.dsv4_forward.weights import config
+from tests.problems.variants import made_for, skip_unless_it_runs
+
+FOLDER = load.PROBLEMS / "mhc_site"
+task = load.module(FOLDER, "task")
+reference = load.module(FOLDER, "reference")
+WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
+SMALL = [case for case in task.TESTS if case.tokens * case.hidden <= 12_000]  # enough to catch every file of wrong/
+TINY = {"tokens": 2, "hidden": 64, "addends": "bf16", "content": "plain", "seed": 5}
+N, EPS = 4, 1e-6
+
+
+def named(case: object) -> str:
+    return f"{case.tokens}x{case.hidden}-{case.addends}-{case.content}"
+
+
+@functools.cache
+def solved(case: object) -> tuple[object, tuple]:
+    """Data and answer of a case. Whoever writes to outputs takes poisoned(data) first."""
+    data = reference.generate_input(**vars(case), device="cpu")
+    return data, reference.ref_kernel(data)
+
+
+def poisoned(data: object) -> object:
+    return data._replace(**{name: torch.full_like(getattr(data, name), torch.nan) for name in task.OUTPUTS})
+
+
+def rounded(data: object, want: tuple) -> tuple:
+    """The answer in the outputs' types."""
+    return tuple(w.to(getattr(data, name).dtype) for name, w in zip(task.OUTPUTS, want, strict=True))
+
+
+# ---------------------------------------------------------------- task
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("y", lambda t: t[0]), ("y", lambda t: t.half()), ("second", lambda t: t.half()),
+        ("second", lambda t: t.new_zeros(1, 64)), ("second", lambda t: t[:, :32]),
+        ("y", lambda t: t[:, :32]), ("copies", lambda t: t.float()),
+        ("copies", lambda t: t.transpose(1, 2)), ("post", lambda t: t[:, :3]), ("comb", lambda t: t.mT),
+        ("fn", lambda t: t[:23]), ("fn", lambda t: t.bfloat16()), ("base", lambda t: t.double()),
+        ("scale", lambda t: t[:2]), ("norm", lambda t: t.float()), ("norm", lambda t: t.to("meta")),
+        ("new_copies", lambda t: t[:1]), ("out", lambda t: t.half()), ("new_post", lambda t: t.mT),
+        ("new_comb", lambda t: t.flatten(1)),
+    ],
+)  # fmt: skip
+def test_unpack_names_the_tensor_that_is_wrong(name, change):
+    data = reference.generate_input(**TINY, device="cpu")
+    assert task.unpack(data) == (2, 64)
+    with pytest.raises(ValueError, match=rf"^{name} must"):
+        task.unpack(data._replace(**{name: change(getattr(data, name))}))
+
+
+@pytest.mark.parametrize("change", [{"tokens": 0}, {"hidden": 96}, {"content": "other"}, {"addends": "fp8"}])
+def test_cases_out_of_bounds_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        task.Case(**{**TINY, **change})
+
+
+def test_cases_have_the_sizes_of_the_models_and_those_that_kernels_fail_at():
+    assert {(c.tokens, c.hidden) for c in task.BENCHMARKS} == {
+        (t, d) for t in (1, 8, 32, 128, 1024, 4096) for d in (4096, 7168)
+    }  # fmt: skip
+    assert {c.content for c in task.TESTS} == set(task.CONTENTS)
+    assert {c.addends for c in task.TESTS} == set(task.ADDENDS)
+    assert {c.tokens for c in task.BENCHMARKS if c.addends == "bf16+bf16"} == {1, 8, 128, 4096}
+    assert sum(c.hidden % 128 == 64 for c in task.TESTS) > 8 and {4096, 7168} < {c.hidden for c in task.TESTS}
+    assert {c.tokens % 16 for c in task.TESTS} > {0, 1, 2, 3, 15} and {c.tokens % 32 for c in task.TESTS} > {0, 1, 31}
+    one = task.BENCHMARKS[0]
+    assert one.bytes_moved() == 2 * 10 * 4096 + 160 + 4 * (24 * 4 * 4096 + 27) + 2 * 4096
+    one, two = (task.Case(3, 64, addends, "plain", 1).bytes_moved() for addends in ("bf16", "bf16+fp32"))
+    assert two - one == 3 * 64 * 4
+
+
+# ---------------------------------------------------------------- oracle
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def balanced(rows: list[list[float]]) -> list[list[float]]:
+    m = []
+    for row in rows:
+        powers = [math.exp(a - max(row)) for a in row]
+        m.append([p / sum(powers) + EPS for p in powers])
+    for turn in range(20):
+        if turn:
+            m = [[v / (sum(row) + EPS) for v in row] for row in m]
+        sums = [sum(row[k] for row in m) + EPS for k in range(N)]
+        m = [[v / sums[k] for k, v in enumerate(row)] for row in m]
+    return m
+
+
+def bf16(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float64).bfloat16())
+
+
+def site_of(data: object, t: int) -> tuple[list, list, list, list]:
+    """The four outputs of token t, from the definition, in Python's numbers."""
+    x, y, d = data.copies[t].tolist(), data.y[t].tolist(), data.y.shape[1]
+    if len(data.second):
+        y = [bf16(float(np.float32(a) + np.float32(b))) for a, b in zip(y, data.second[t].tolist(), strict=True)]
+    post, comb = data.post[t].tolist(), data.comb[t].tolist()
+    new = [[post[k] * y[i] + sum(comb[j][k] * x[j][i] for j in range(N)) for i in range(d)] for k in range(N)]
+    taken = [[bf16(v) for v in row] for row in new]
+    v = [value for row in taken for value in row]
+    inverse = 1 / math.sqrt(math.fsum(a * a for a in v) / len(v) + EPS)
+    z = [math.fsum(a * b for a, b in zip(row, v, strict=True)) * inverse for row in data.fn.double().tolist()]
+    scale = [data.scale[0 if r < N else 1 if r < 2 * N else 2].item() for r in range(24)]
+    logit = [a * s + b for a, s, b in zip(z, scale, data.base.tolist(), strict=True)]
+    pre = [sigmoid(a) + EPS for a in logit[:N]]
+    u = [sum(p * row[i] for p, row in zip(pre, taken, strict=True)) for i in range(d)]
+    rms = math.sqrt(math.fsum(a * a for a in u) / d + EPS)
+    out = [w * a / rms for w, a in zip(data.norm.tolist(), u, strict=True)]
+    made = balanced([logit[2 * N + N * j : 3 * N + N * j] for j in range(N)])
+    return new, out, [2 * sigmoid(a) for a in logit[N : 2 * N]], made
+
+
+@pytest.mark.parametrize("content", task.CONTENTS)
+@pytest.mark.parametrize("addends", ["bf16", "bf16+bf16", "fp32+fp32"])
+def test_reference_is_the_definition(addends, content):
+    data = reference.generate_input(**{**TINY, "addends": addends, "content": content}, device="cpu")
+    for t in range(2):
+        for got, want in zip(reference.ref_kernel(data), site_of(data, t), strict=True):
+            torch.testing.assert_close(got[t], torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+def test_reference_is_what_the_composed_model_computes():
+    """The ops of the model's layers, one after the other, in fp32 on bf16 copies."""
+    data = reference.generate_input(**{**TINY, "hidden": 256, "tokens": 7, "content": "alike"}, device="cpu")
+    cfg = dataclasses.replace(config.TINY, hidden_size=256)
+    assert (cfg.hc_mult, cfg.hc_sinkhorn_iters, cfg.hc_eps, cfg.rms_norm_eps) == (
+        task.COPIES, task.ITERATIONS, task.HC_EPS, task.NORM_EPS
+    )  # fmt: skip
+    new, out, post, comb = (torch.empty_like(getattr(data, name)) for name in task.OUTPUTS)
+    u = torch.empty(7, 256)
+    mhc.post(data.y, data.copies, data.post, data.comb, new)
+    mhc.pre(new, data.fn, data.base, data.scale, cfg, u, post, comb)
+    norm.rms_norm(u, data.norm, cfg.rms_norm_eps, out)
+    assert reference.check_implementation(data, (new, out, post, comb)) == (True, "")
+
+
+# ---------------------------------------------------------------- generator
+
+
+def test_contents_hold_what_they_promise():
+    def made(content: str) -> object:
+        return reference.generate_input(64, 128, "bf16", content, 3, "cpu")
+
+    size = made("magnitudes").copies.float().norm(dim=(1, 2))
+    assert float(size.max() / size.min()) > 2**12
+    zeros = made("zeros")
+    assert not zeros.y[0].any() and not zeros.copies[0].any()
+    assert 10 < int((zeros.y == 0).all(1).sum()) < 40 and 10 < int((zeros.copies == 0).flatten(1).all(1).sum()) < 40
+    data = made("cancelling")
+    assert float((data.copies[:, 0] + data.copies[:, 2]).float().norm() / data.copies[:, 0].float().norm()) < 0.02
+    new = reference.ref_kernel(made("saturated"))
+    assert float(new[2].min()) < 1e-4 and float(new[2].max()) > 1.999 and float(new[3].max()) > 0.99
+    data = made("tiny_pre")
+    z, _ = reference.mixed(data, reference.ref_kernel(data)[0].bfloat16())
+    assert float(torch.sigmoid(reference.logits(data, z, reference.PRE, 0)).max()) < 1e-7
+    assert bool((made("positive").copies >= 0).all())
+    data = reference.generate_input(64, 128, "fp32+fp32", "cancelling", 3, "cpu")
+    assert float(task.summed(data).float().norm() / data.second.norm()) < 0.02
+
+
+def test_generator_is_a_function_of_its_seed():
+    given = {**TINY, "addends": "bf16+bf16"}
+    first, again, other = (reference.generate_input(**{**given, "seed": seed}, device="cpu") for seed in (5, 5, 6))
+    for name in set(task.Data._fields) - set(task.OUTPUTS):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+        assert not torch.equal(getattr(first, name), getattr(other, name)), name
+
+
+# ---------------------------------------------------------------- checker
+
+
+@pytest.mark.parametrize("case", task.TESTS, ids=named)
+def test_the_answer_itself_is_right(case):
+    data, want = solved(case)
+    assert all(bool(w.isfinite().all()) for w in want)
+    result = reference.compare(data, want, rounded(data, want))
+    assert result.ok, result.message
+    assert reference.compare(data, want, rounded(data, want), True).ok
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("content", ["plain", "saturated", "cancelling"])
+def test_one_element_beyond_its_tolerance_is_refused(content, place):
+    data, want = solved(task.Case(3, 192, "bf16", content, 11))
+    right = rounded(data, want)
+    rights, tolerances = reference.follow(data, right[0])
+    wants, admitted = (want[0], *rights), (reference.copies_tolerance(data, want[0]), *tolerances)
+    off = wants[place] + 2 * admitted[place]
+    flat = int((off.to(right[place].dtype).double() - wants[place]).abs().sub(admitted[place]).argmax())
+    bad = [t.clone() for t in right]
+    bad[place].view(-1)[flat] = off.view(-1)[flat].to(bad[place].dtype)
+    result = reference.compare(data, want, tuple(bad))
+    assert not result.ok and task.OUTPUTS[place] in result.message
+    bad[place].view(-1)[flat] = torch.nan
+    assert not reference.compare(data, want, tuple(bad)).ok
+
+
+def test_the_form_of_the_outputs_is_checked():
+    data, want = solved(task.Case(2, 64, "bf16", "plain", 5))
+    right = rounded(data, want)
+    for bad in (list(right), right[:3], (right[0].float(), *right[1:]), (*right[:3], right[3].flatten(1))):
+        assert "want" in reference.compare(data, want, bad).message
+
+
+def test_u_may_be_rounded_and_the_norm_summed_from_products():
+    """What the reference of the model does, and what a kernel does that has no second look at u."""
+    for case in SMALL:
+        data, want = solved(case)
+        right = rounded(data, want)
+        x = right[0].float()
+        z, _ = reference.mixed(data, right[0])
+        pre = (torch.sigmoid(reference.logits(data, z, reference.PRE, 0)) + EPS).float()
+        u = torch.bmm(pre.unsqueeze(1), x).squeeze(1)
+        products = torch.bmm(x, x.mT)
+        square = torch.einsum("tj,tk,tjk->t", pre, pre, products).unsqueeze(1).clamp_min(0)
+        of_products = u * torch.rsqrt(square / u.shape[1] + EPS) * data.norm.float()
+        once = u.bfloat16().float()
+        of_rounded = torch.nn.functional.rms_norm(once, once.shape[1:], data.norm.float(), EPS)
+        for out in (of_products, of_rounded):
+            result = reference.compare(data, want, (right[0], out.bfloat16(), *right[2:]))
+            assert result.ok, (named(case), result.message)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_files_are_refused(name):
+    module = load.from_file(FOLDER, FOLDER / "wrong" / f"{name}.py")
+    for case in SMALL:
+        data, want = solved(case)
+        data = poisoned(data)
+        if not reference.compare(data, want, module.custom_kernel(data)).ok:
+            return
+    pytest.fail(f"{name} passes every small case")
+
+
+def test_there_are_wrong_files_enough():
+    assert len(WRONG) >= 12
+
+
+# ---------------------------------------------------------------- variants
+
+
+CPU = [file.stem for file in made_for(FOLDER, "cpu")]
+
+
+@pytest.fixture(params=CPU)
+def variant(request) -> object:
+    skip_unless_it_runs(FOLDER / "variants" / f"{request.param}.py", "cpu")
+    return load.variant("mhc_site", request.param)
+
+
+def test_cpu_variants_are_right(variant):
+    for case in SMALL:
+        data, want = solved(case)
+        data = poisoned(data)
+        before = [t.clone() for t in data[: -len(task.OUTPUTS)]]
+        result = reference.compare(data, want, variant.custom_kernel(data))
+        assert result.ok, (named(case), result.message)
+        assert all(torch.equal(a, b) for a, b in zip(before, data, strict=False)), "an input was changed"
+
+
+def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(variant):
+    if "eager" in variant.__name__:
+        pytest.skip("torch chooses by the number of tokens")
+    data = poisoned(reference.generate_input(19, 320, "bf16+fp32", "magnitudes", 7, "cpu"))
+    whole = [t.clone() for t in variant.custom_kernel(data)]
+    for some in (slice(0, 1), slice(3, 8), slice(6, 19)):
+        each = ("y", "second", "copies", "post", "comb", *task.OUTPUTS)
+        part = data._replace(**{name: getattr(data, name)[some].clone() for name in each})
+        for got, want in zip(variant.custom_kernel(part), whole, strict=True):
+            assert torch.equal(got, want[some])
+
+
+def test_the_kernel_for_sm90_keeps_its_promises():
+    """No spilled register; exactly the kernels that the launcher chooses from."""
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    kernels = load.variant("mhc_site", "sm90_columns").compile_for("sm90")[0].kernels()
+    assert len(kernels) == 11 and all(isinstance(k, build.Kernel) and not k.spill_bytes for k in kernels)

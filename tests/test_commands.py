@@ -29,7 +29,7 @@ SMALL = {  # a problem's small case, and for the whole model a short end-to-end 
     "indexer": ["--case", "entries=40"],
     "moe_gemm": ["--case", "tokens=1 experts=1"],
     "mhc_site": ["--case", "tokens=1 hidden=64"],
-    "linear_decode": ["--case", "format=fp8 shape=128x320+64x320"],
+    "linear_decode": ["--case", "format=fp8 tokens=2 shape=192x320"],
     "dsv4_forward": ["--case", "config=tiny format=fp32 batch=1"],
 }
 CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]

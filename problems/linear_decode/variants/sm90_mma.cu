@@ -20,7 +20,7 @@
 // nvfp4: a quantised input is code * scale, which is exact in bf16; its input scale is in the factor of the sums.
 //
 // Each block brings its input into that form itself, or, with more tokens, the input is taken ahead: quantise_kernel
-// writes the same bits to memory once, and blocks copy them. In a chain of nvfp4 the epilogue of the link ahead does it.
+// writes the same bits to memory once, and blocks copy them. In a chain of nvfp4 the epilogue of the link ahead does.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -40,6 +40,7 @@ constexpr int MOST_PARTS = 4;           // matrices of a link
 constexpr int AT_ONCE = 5;              // sums that a thread loads together: 16 chunks are 1 and three times 5
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
+constexpr int MOST_SHARED = 227 << 10;  // bytes of shared memory that a block can have
 constexpr int IN_FLIGHT = 4;            // 16-byte loads of the input that a thread waits for together
 constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
 constexpr int PIECE = 8;                // values of the input that a lane takes: 16 bytes
@@ -186,6 +187,7 @@ struct Geometry {
     int sums, x, x_scales, row_bytes; // offsets in shared memory, and from a token's input to the next
     int bytes;                        // of shared memory
     int clusters;                     // of the grid
+    int held_shift;                   // sums of 8 tokens that a warp has there at once, as a power of two
 
     // ring: bytes of all stages; granule: units that chunks begin at multiples of
     Geometry(const Link& p, int format, int nt, int ring, int granule, int sms) {
@@ -196,10 +198,12 @@ struct Geometry {
         passes = p.tiles / p.group_tiles * group_passes;
         const int slice = Cut{p.k_units, p.chunks, granule}.longest(local) * COLUMNS;  // columns of a block, at most
         row_bytes = 2 * slice + ROW_PAD;
-        sums = ring;
-        x = sums + WARPS * SUMS * 4;
+        x = ring;
         x_scales = x + (p.tokens * row_bytes + 15) / 16 * 16;
-        bytes = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
+        sums = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
+        const int of_eight = WARPS * SUMS * 4;
+        for (held_shift = 0; 2 << held_shift <= nt && sums + (of_eight << held_shift + 1) <= MOST_SHARED;) ++held_shift;
+        bytes = sums + (of_eight << held_shift);
         clusters = min(passes, sms / p.cluster);
     }
 };
@@ -626,17 +630,19 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             fetch_ahead<FORMAT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
 
         // ---- the chunks' sums, in the order of k
+        const int held_shift = NT == 1 ? 0 : at.held_shift;
 #pragma unroll 1
-        for (int t = 0; t < NT; ++t) {
+        for (int t = 0; t < NT; t += 1 << held_shift) {
             const uint32_t sums = ptx::smem_address(smem + at.sums), mine = sums + warp * SUMS * 4;
 #pragma unroll
             for (int u = 0; u < NT; ++u)
-                if (u == t)
+                if (u >> held_shift == t >> held_shift)
 #pragma unroll
                     for (int q = 0; q < 2; ++q)
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
-                            ptx::store_shared(mine + 4 * ((2 * c + (i & 1)) * PAD + 16 * q + g + 4 * (i & 2)),
+                            ptx::store_shared(mine + 4 * ((u - t) * WARPS * SUMS + (2 * c + (i & 1)) * PAD + 16 * q +
+                                                          g + 4 * (i & 2)),
                                               __float_as_uint(sum[q][u][i]));
             const auto meet = [&] {
                 if (p.cluster > 1)
@@ -645,10 +651,10 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     __syncthreads();
             };
             meet();
-            const int own = thread();
-            for (int o = (own / 32 * p.cluster + rank) * 32 + own % 32; o < at.together * TILE * 8 >> p.gated;
-                 o += p.cluster * THREADS) {
-                const int row = o % TILE, token = o / TILE % 8, first = o / (TILE * 8) << p.gated;
+            const int own = thread(), outputs = at.together * (TILE * 8 << held_shift) >> p.gated;
+            for (int o = (own / 32 * p.cluster + rank) * 32 + own % 32; o < outputs; o += p.cluster * THREADS) {
+                const int row = o % TILE, token = o / TILE & (8 << held_shift) - 1;
+                const int first = o / (TILE * 8) >> held_shift << p.gated;
                 const int of_group = pass % at.group_passes * at.together + first;
                 if (8 * t + token >= p.tokens || of_group >= p.group_tiles) continue;
                 const int of_link = group * p.group_tiles + of_group;
@@ -657,7 +663,8 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                 for (int which = first; which <= first + p.gated; ++which) {
                     const auto load = [&](int i) {  // the sum of chunk i
                         const int slot = (which << at.local_shift) + (i & local - 1);
-                        const uint32_t there = sums + 4 * (slot * SUMS + token * PAD + row);
+                        const uint32_t there =
+                            sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + row);
                         return __uint_as_float(p.cluster == 1
                                                    ? ptx::load_shared(there)
                                                    : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));

@@ -151,18 +151,11 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// threadIdx.x, read where it is used: the compiler keeps nothing of it through a loop that has no register left.
-__device__ __forceinline__ int thread() {
-    int i;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-    return i;
-}
-
 // All threads of the cluster meet, and know what was written before. One warp says so for its block, behind the block's
 // own barrier: such a release waits for all that the warp has under way, up to global memory, and 16 of them queue.
 __device__ __forceinline__ void cluster_meet() {
     __syncthreads();
-    if (thread() < 32)
+    if (threadIdx.x < 32)
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     else
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -651,7 +644,7 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     __syncthreads();
             };
             meet();
-            const int own = thread(), outputs = at.together * (TILE * 8 << held_shift) >> p.gated;
+            const int own = threadIdx.x, outputs = at.together * (TILE * 8 << held_shift) >> p.gated;
             for (int o = (own / 32 * p.cluster + rank) * 32 + own % 32; o < outputs; o += p.cluster * THREADS) {
                 const int row = o % TILE, token = o / TILE & (8 << held_shift) - 1;
                 const int first = o / (TILE * 8) >> held_shift << p.gated;

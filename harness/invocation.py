@@ -11,7 +11,7 @@ from harness.judge import console, device_lock, journal, next_command, plan, spr
 from harness.judge.events import Events
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
-from harness.judge.selection import Selection
+from harness.judge.selection import Selection, rule_broken
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import Problem, Submission, UsageError, reading
@@ -162,10 +162,14 @@ class Run:
         if not cases:
             raise UsageError(f"--case must match a test case of {submission.name}, which {submission.limits}")
         judged, compiled = Result(submission, target), Result(submission, target)
+        if broken := rule_broken(submission):
+            judged.status, judged.reason = broken.status, broken.reason
+            compiled.status, compiled.reason = broken.status, broken.reason
         if args.mode == "leaderboard":
             record.see_writable(self.machine)
-            self._compile([compiled])
-        if compiled.status == "COMPILE_ERROR":
+            if not broken:
+                self._compile([compiled])
+        if compiled.status in ("COMPILE_ERROR", "RULE_BROKEN"):
             judged = compiled
         else:
             judged.tests = model_check.run(self.problem, submission, cases, console.say, args.timeout)

@@ -12,7 +12,10 @@ WORD = re.compile("stream", re.IGNORECASE)
 # the attribute, and its value, which is an int at the front of a union, say the same.
 SPELLED = (
     (re.compile(r"\bcudaLaunchAttributeProgrammaticStreamSerialization\b"), "static_cast<cudaLaunchAttributeID>(6)"),
-    (re.compile(r"\b(\w+)\.val\.programmaticStreamSerializationAllowed\b"), r"*reinterpret_cast<int*>(&\1.val)"),
+    (
+        re.compile(r"\b(\w+(?:\[\d+\])?)\.val\.programmaticStreamSerializationAllowed\b"),
+        r"*reinterpret_cast<int*>(&\1.val)",
+    ),
 )
 SPELLED_NOTE = (
     "// Attribute 6 is programmatic dependent launch, on the default queue; its name has a word that is refused.\n"

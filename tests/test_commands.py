@@ -29,7 +29,7 @@ SMALL = {  # a problem's small case, and for the whole model a short end-to-end 
     "indexer": ["--case", "entries=40"],
     "moe_gemm": ["--case", "tokens=1 experts=1"],
     "mhc_site": ["--case", "tokens=1 hidden=64"],
-    "linear_decode": ["--case", "format=fp8 shape=64x64"],
+    "linear_decode": ["--case", "format=fp8 tokens=2 shape=192x320"],
     "dsv4_forward": ["--case", "config=tiny format=fp32 batch=1"],
 }
 CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]
@@ -155,6 +155,9 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
         assert generate.main([*words, "--tokens", "3"]) in (0, None)
     elif program == "-m" and words[0] in ("tests.exploits.exploit_table", "tests.support.code_sections"):
         assert subprocess.run([sys.executable, "-m", words[0], "--help"], cwd=ROOT, capture_output=True).returncode == 0
+    elif program == "-m" and words[0] == "harness.tools.model_outputs":
+        command = [sys.executable, "-m", *(words if words[1] == "table" else [*words[:2], "--help"])]
+        assert subprocess.run(command, cwd=there, capture_output=True).returncode == 0
     elif program == "harness/tools/bringup_sm100.py":
         assert subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True).returncode == 0
     elif program == "-m" and words[0] == "harness.problem.task_yml":

@@ -138,18 +138,24 @@ class Selection:
         return chosen
 
 
-def refusal(submission: Submission, device: str, target: str) -> Outcome | None:
-    """Return why a submission may not, or cannot, run on a GPU of architecture `target`, or a CPU. UsageError: nothing
-    can run, since nvcc is missing.
-    """
+def rule_broken(submission: Submission) -> Outcome | None:
+    """Return which rules the submission's text breaks, before any of it runs."""
     with reading(submission.file.name):
         with sources.rooted(submission.tree):
             files = scan.closure(submission.file, submission.folder)
         findings = [f for f in scan.findings(files, submission.baseline, submission.own) if not f.warns]
+    return Outcome("RULE_BROKEN", "\n".join(map(str, findings))) if findings else None
+
+
+def refusal(submission: Submission, device: str, target: str) -> Outcome | None:
+    """Return why a submission may not, or cannot, run on a GPU of architecture `target`, or a CPU. UsageError: nothing
+    can run, since nvcc is missing.
+    """
+    if broken := rule_broken(submission):
+        return broken
+    with reading(submission.file.name):
         missing = [name for name in submission.requires if importlib.util.find_spec(name) is None]
         flags = load.missing_cpu_flags(submission.file)
-    if findings:
-        return Outcome("RULE_BROKEN", "\n".join(map(str, findings)))
     if target not in submission.targets:
         return Outcome("UNSUPPORTED", f"made for {', '.join(submission.targets)}, this run is on {target}")
     if missing:

@@ -10,6 +10,7 @@ standard input and a line of JSON on standard output for each case and order.
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -217,6 +218,8 @@ def _checked(model: Any, module: Any, reference: Any, pristine: Any, want: Any) 
         return "COMPILE_ERROR", str(error)
     except Exception as error:
         fault = model.faults[0] if model.faults else error
+        if named := re.search(r"undefined symbol: (\w+)", str(fault)):
+            return "RUNTIME_ERROR", f"the model has no {named[1]}: docs/blackwell.md says what host code may call"
         return "RUNTIME_ERROR", f"{type(fault).__name__}: {fault}"
     result = reference.compare(pristine, want, output, False)
     launches, executed = model.launches - before[0], model.executed - before[1]

@@ -14,6 +14,7 @@ docs/model_outputs.jsonl.
 
 import argparse
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -63,13 +64,16 @@ def main(argv: list[str]) -> int:
     if options.verb == "table":
         render()
         return 0
-    if options.verb == "compare":
-        return _compare_all(options.files, options.out)
-    if len(options.of) not in (0, 3):
+    if options.verb == "write" and len(options.of) not in (0, 3):
         parser.error(f"write FOLDER needs PROBLEM VARIANT WORDS or nothing behind it, got {options.of}")
-    options.folder.mkdir(parents=True, exist_ok=True)
     try:
+        if options.verb == "compare":
+            return _compare_all(options.files, options.out)
+        options.folder.mkdir(parents=True, exist_ok=True)
         return _write(options.folder, *options.of) if options.of else _write_all(options.folder)
+    except OSError as error:
+        print(f"FOLDER must be a folder that can be made and written, got {options.folder}: {error}", file=sys.stderr)
+        return 2
     except folders.UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -91,6 +95,7 @@ def _write(folder: Path, problem_name: str, variant: str, words: str) -> int:
 
     problem = folders.find(problem_name)
     chosen = problem.variant(variant)
+    model_check.target_of(chosen)
     if TARGET not in chosen.targets:
         raise folders.UsageError(f"VARIANT must be for {TARGET}, got {variant}, which is for {chosen.targets}")
     exact = "exact" in words.split()
@@ -237,12 +242,17 @@ def _compare(file: Path) -> list[dict]:
     """A line for each output. ValueError: the file is not of this tool, or of other sources than are here."""
     import torch
 
-    kept = torch.load(file, weights_only=True)
+    try:
+        kept = torch.load(file, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ValueError("it is no file that write made") from error
     if "exact" not in kept:
         raise ValueError("an older file: write it again")
     problem, variant, case = kept["problem"], kept["variant"], kept["case"]
     if kept["sources"] != _sources(problem, variant):
         raise ValueError(f"the sources of {problem}/{variant} have changed since it was written: write it again")
+    if not torch.cuda.is_available():
+        raise ValueError("comparing needs an NVIDIA GPU and a torch that was built with CUDA: there is none here")
     names = load.module(load.PROBLEMS / problem, "task").OUTPUTS
     return [
         {

@@ -362,7 +362,7 @@ def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choi
         return Choice(op, "asked for")
     if variant == "winner":
         return _winner(op, model, asked)
-    provider, what = asked or _first(op, model), f"{op}={variant}"
+    provider, what = asked or _having(op, variant, model), f"{op}={variant}"
     file = _file(provider, variant, what)
     # In the folder of the problem a file has the problem's interface.
     others = provider is not None and load.PROBLEMS / provider.problem in file.parents
@@ -376,8 +376,21 @@ def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choi
     return Choice(op, provider.scope, f"{provider.problem}/{file.stem}", provider, module)
 
 
+def _having(op: str, variant: str, model: _Model) -> Provider | None:
+    """The provider whose problem has a variant of that name, the first that can fill the op first; else that one."""
+    first = _first(op, model)
+    for provider in (*([first] if first else []), *_providers(op)):
+        if any((folder / f"{variant}.py").is_file() for folder in _folders(provider)):
+            return provider
+    return first
+
+
+def _folders(provider: Provider) -> list[Path]:
+    return [load.PROBLEMS / provider.problem / part for part in ("variants", "wrong")]
+
+
 def _file(provider: Provider | None, variant: str, what: str) -> Path:
-    folders = [load.PROBLEMS / provider.problem / part for part in ("variants", "wrong")] if provider else []
+    folders = _folders(provider) if provider else []
     folders.append(Path(__file__).parent / "wrong")
     for file in (*(folder / f"{variant}.py" for folder in folders), Path(variant)):
         if file.suffix == ".py" and file.is_file():

@@ -25,7 +25,6 @@ ROOM = 4  # steps that a prepared case has room for, for each that it is made fo
 DEPENDENT = {
     "fp32": "fp32 products are cuBLAS's",
     "bf16": "attention over plain pages and the routed experts are torch's",
-    "nvfp4": "a token by itself is nvfp4_gemv's, several are moe_gemm's",
 }
 
 

@@ -96,3 +96,12 @@ def test_what_the_model_cannot_execute_is_refused_before_anything_runs():
     ):
         with pytest.raises(model_check.UsageError, match=said):
             model_check.target_of(folders.find(problem).variant(variant))
+
+
+def test_text_that_breaks_a_rule_is_refused_before_anything_runs(tmp_path):
+    folder = tmp_path / "nvfp4_gemv"
+    shutil.copytree(ROOT / "problems" / "nvfp4_gemv", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "variants" / "sm100_native.py"
+    file.write_text(file.read_text() + "\n\ndef unused():\n    return torch.cuda.Stream()\n")
+    ran = run("--variant", "sm100_native", "--mode", "test", "--case", CASE, problem=str(folder))
+    assert ran.returncode == 3 and "RULE_BROKEN" in ran.stdout and "MODEL_CHECKED" not in ran.stdout, ran.stdout

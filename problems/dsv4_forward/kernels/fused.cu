@@ -1,4 +1,4 @@
-// The small steps around the matrix products, one or two launches each: RMSNorm, rotation, mHC mixing.
+// The small steps around the matrix products, a launch each: RMSNorm, rotation, and writing the hc copies.
 //
 // All arithmetic is fp32; activations are T, bf16 or fp32, and each output is rounded once. The formulas are those of
 // torch_ops/norm.py, rope.py and mhc.py. Every launcher returns the CUDA error of its launch.
@@ -14,9 +14,7 @@ namespace {
 
 using namespace rows;
 
-constexpr int HC_MULT = 4;                     // n: copies of the residual
-constexpr int ROWS = (2 + HC_MULT) * HC_MULT;  // of a mixing matrix: pre, post, combination
-__device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+constexpr int HC_MULT = 4;  // n: copies of the residual
 
 // A block a row of d values. weight may be null.
 template <typename T>
@@ -102,69 +100,6 @@ __global__ void rotate_kernel(T* x, const float* cosine, const float* sine, long
     store(p + 1, a * s + b * c);
 }
 
-// Block (r, token): row r of fn times the token's copies, width values; r == rows: the sum of their squares.
-template <typename T>
-__global__ void mix_kernel(const T* copies, const float* fn, float* mixed, int rows, int width) {
-    const int row = blockIdx.x;
-    const T* x = copies + static_cast<long long>(blockIdx.y) * width;
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < width; i += THREADS) {
-        const float value = load(x + i);
-        sum += value * (row == rows ? value : fn[static_cast<long long>(row) * width + i]);
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) mixed[static_cast<long long>(blockIdx.y) * (rows + 1) + row] = sum;
-}
-
-// Sinkhorn on 16 threads of a warp, thread 4 j + k holding m_jk of a token: rows are over k, columns over j.
-__device__ float sinkhorn(float logit, int iterations, float eps) {
-    auto row_of = [](float v, auto join) {
-        v = join(v, __shfl_xor_sync(ALL, v, 1));
-        return join(v, __shfl_xor_sync(ALL, v, 2));
-    };
-    auto column_of = [](float v) {
-        v += __shfl_xor_sync(ALL, v, 4);
-        return v + __shfl_xor_sync(ALL, v, 8);
-    };
-    auto add = [](float a, float b) { return a + b; };
-    auto larger = [](float a, float b) { return fmaxf(a, b); };
-    float m = expf(logit - row_of(logit, larger));
-    m = m / row_of(m, add) + eps;
-    m = m / (column_of(m) + eps);
-    for (int i = 1; i < iterations; i++) {
-        m = m / (row_of(m, add) + eps);
-        m = m / (column_of(m) + eps);
-    }
-    return m;
-}
-
-// Block (part, token): THREADS values of u = sum_j pre_j copies_j; the first block of a token also makes post and comb.
-// mixed: rows + 1 a token, from mix_kernel. post null: the head, which has only pre.
-template <typename T>
-__global__ void collapse_kernel(const T* copies, const float* mixed, const float* base, const float* scale, T* out,
-                                float* post, float* comb, int rows, int d, float norm_eps, float eps, int iterations) {
-    const long long token = blockIdx.y;
-    const float* z = mixed + token * (rows + 1);
-    const float inverse = rsqrtf(z[rows] / (HC_MULT * d) + norm_eps);
-    float pre[HC_MULT];
-    for (int j = 0; j < HC_MULT; j++) pre[j] = sigmoid(z[j] * inverse * scale[0] + base[j]) + eps;
-    const int i = blockIdx.x * THREADS + threadIdx.x;
-    if (i < d) {
-        const T* x = copies + token * HC_MULT * d + i;
-        float sum = 0.0f;
-        for (int j = 0; j < HC_MULT; j++) sum += pre[j] * load(x + static_cast<long long>(j) * d);
-        store(out + token * d + i, sum);
-    }
-    if (post == nullptr || blockIdx.x != 0 || threadIdx.x >= 32) return;
-    const int lane = threadIdx.x % (HC_MULT * HC_MULT);  // the warp's upper half repeats the lower
-    const float m = sinkhorn(z[2 * HC_MULT + lane] * inverse * scale[2] + base[2 * HC_MULT + lane], iterations, eps);
-    if (threadIdx.x < HC_MULT * HC_MULT) comb[token * HC_MULT * HC_MULT + lane] = m;
-    if (threadIdx.x < HC_MULT) {
-        const int k = HC_MULT + lane;
-        post[token * HC_MULT + lane] = 2.0f * sigmoid(z[k] * inverse * scale[1] + base[k]);
-    }
-}
-
 // A thread a value of y: out_k = post_k y + sum_j comb_jk copies_j.
 template <typename T>
 __global__ void spread_kernel(const T* y, const T* copies, const float* post, const float* comb, T* out, int d) {
@@ -203,17 +138,6 @@ int rotate(void* x, const float* cosine, const float* sine, long long vectors, i
 }
 
 template <typename T>
-int read_copies(const void* copies, const float* fn, const float* base, const float* scale, float* mixed, void* out,
-               float* post, float* comb, int tokens, int d, float norm_eps, float eps, int iterations) {
-    const int rows = post ? ROWS : HC_MULT;
-    const T* x = static_cast<const T*>(copies);
-    mix_kernel<<<dim3(rows + 1, tokens), THREADS>>>(x, fn, mixed, rows, HC_MULT * d);
-    collapse_kernel<<<dim3((d + THREADS - 1) / THREADS, tokens), THREADS>>>(
-        x, mixed, base, scale, static_cast<T*>(out), post, comb, rows, d, norm_eps, eps, iterations);
-    return cudaGetLastError();
-}
-
-template <typename T>
 int write_copies(const void* y, const void* copies, const float* post, const float* comb, void* out, int tokens,
                  int d) {
     return programmatic::launch(spread_kernel<T>, dim3((d + THREADS - 1) / THREADS, tokens), dim3(THREADS), 0,
@@ -231,13 +155,6 @@ extern "C" int launch_rms_norm(const void* x, const void* weight, void* out, int
 extern "C" int launch_rotate(void* x, const float* cosine, const float* sine, long long vectors, int each, int d,
                              int half, float sign, int bf16) {
     return (bf16 ? rotate<__nv_bfloat16> : rotate<float>)(x, cosine, sine, vectors, each, d, half, sign);
-}
-
-extern "C" int launch_read_copies(const void* copies, const float* fn, const float* base, const float* scale,
-                                 float* mixed, void* out, float* post, float* comb, int tokens, int d, float norm_eps,
-                                 float eps, int iterations, int bf16) {
-    return (bf16 ? read_copies<__nv_bfloat16> : read_copies<float>)(copies, fn, base, scale, mixed, out, post, comb,
-                                                                    tokens, d, norm_eps, eps, iterations);
 }
 
 extern "C" int launch_write_copies(const void* y, const void* copies, const float* post, const float* comb, void* out,

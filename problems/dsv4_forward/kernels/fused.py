@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.weights.config import Config
 
 TARGETS = ("sm90", "sm100")
-OPS = ("rms_norm", "rotate", "mhc_pre", "mhc_post", "mhc_head")
+OPS = ("rms_norm", "rotate", "mhc_post")
 SOURCE = Path(__file__).with_suffix(".cu")
 HC_MULT = 4
 
@@ -28,10 +27,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
     made = Fused(build.cuda(SOURCE, target))
-    return {
-        "rms_norm": made.rms_norm, "rotate": made.rotate, "mhc_pre": made.mhc_pre, "mhc_post": made.mhc_post,
-        "mhc_head": made.mhc_head,
-    }  # fmt: skip
+    return {"rms_norm": made.rms_norm, "rotate": made.rotate, "mhc_post": made.mhc_post}
 
 
 class Fused:
@@ -42,9 +38,6 @@ class Fused:
         self._norm = built.function("launch_rms_norm", *pointers[:3], c_int, c_int, c_float, c_int)
         self._rotate = built.function(
             "launch_rotate", *pointers[:3], c_longlong, c_int, c_int, c_int, c_float, c_int
-        )  # fmt: skip
-        self._read = built.function(
-            "launch_read_copies", *pointers[:8], c_int, c_int, c_float, c_float, c_int, c_int
         )  # fmt: skip
         self._write = built.function("launch_write_copies", *pointers[:5], c_int, c_int, c_int)
 
@@ -72,20 +65,6 @@ class Fused:
         )  # fmt: skip
         build.check(code, "rotate")
 
-    def mhc_pre(
-        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
-        out: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Compute torch_ops mhc.pre."""
-        self._read_copies(copies, fn, base, scale, cfg, out, post.data_ptr(), comb.data_ptr())
-
-    def mhc_head(
-        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
-        out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Compute torch_ops mhc.head."""
-        self._read_copies(copies, fn, base, scale, cfg, out, None, None)
-
     def mhc_post(
         self, y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -94,17 +73,6 @@ class Fused:
         tokens, n, d = _shape(copies)
         pointers = (t.data_ptr() for t in (y, copies, post, comb, out))
         build.check(self._write(*pointers, tokens, d, bf16), "mhc_post")
-
-    def _read_copies(
-        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
-        out: torch.Tensor, post: int | None, comb: int | None,
-    ) -> None:  # fmt: skip
-        bf16 = _bf16(copies, out)
-        tokens, n, d = _shape(copies)
-        mixed = torch.empty(tokens, len(fn) + 1, dtype=torch.float32, device=copies.device)
-        pointers = (t.data_ptr() for t in (copies, fn, base, scale, mixed, out))
-        code = self._read(*pointers, post, comb, tokens, d, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters, bf16)
-        build.check(code, "mhc_pre" if post else "mhc_head")
 
 
 def _shape(copies: torch.Tensor) -> torch.Size:

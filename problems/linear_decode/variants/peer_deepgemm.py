@@ -32,7 +32,7 @@ class Gemm(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What stands for the weights. links: of each matrix a Gemm, or where it has groups bf16 (G, k, n)."""
+    """What replaces the weights. links: of each matrix a Gemm, or where it has groups bf16 (G, k, n)."""
 
     sizes: tuple[tuple[tuple[int, int, int], ...], ...]
     links: tuple[tuple[Gemm | torch.Tensor, ...], ...]

@@ -32,7 +32,7 @@ if humming.__version__ != VERSION:
 
 
 class Prepared(NamedTuple):
-    """What stands for the weights: a layer a matrix, n and k padded with zeros to whole tiles."""
+    """What replaces the weights: a layer a matrix, n and k padded with zeros to whole tiles."""
 
     weights: Weights
     sizes: tuple[tuple[tuple[int, int, int], ...], ...]

@@ -17,7 +17,7 @@ REQUIRES = ("triton",)
 
 
 class Prepared(NamedTuple):
-    """What stands for the weights: the matrices, and bf16 (G, k, n) views for each."""
+    """What replaces the weights: the matrices, and bf16 (G, k, n) views for each."""
 
     weights: Weights
     sizes: tuple[tuple[tuple[int, int, int], ...], ...]

@@ -151,17 +151,6 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// All threads of the cluster meet, and know what was written before. One warp says so for its block, behind the block's
-// own barrier: such a release waits for all that the warp has under way, up to global memory, and 16 of them queue.
-__device__ __forceinline__ void cluster_meet() {
-    __syncthreads();
-    if (threadIdx.x < 32)
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    else
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // The power of two that a group of 128 is divided by, and its inverse; most: the largest magnitude.
 __device__ __forceinline__ float2 group_scale(float most, bool quantise) {
     if (quantise) {  // the least one with 448 * scale >= most, which counts as 1e-4 or more: fp8.ue8m0_scale
@@ -639,7 +628,7 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                                               __float_as_uint(sum[q][u][i]));
             const auto meet = [&] {
                 if (p.cluster > 1)
-                    cluster_meet();
+                    ptx::cluster_sync();
                 else
                     __syncthreads();
             };

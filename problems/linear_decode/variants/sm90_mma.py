@@ -37,7 +37,7 @@ SLICE = 2048  # columns that a block can hold of 32 tokens
 # Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
 EASY, EASY_NVFP4 = 2**15, 2**14
 EASY_CLUSTER = 4  # blocks; of 8 not all that a GPU has multiprocessors for fit at once
-AHEAD = 2  # tokens, at most 8, that each block quantises itself; more are quantised once, by a kernel ahead
+AHEAD = 8  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
 

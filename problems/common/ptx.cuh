@@ -81,9 +81,16 @@ __device__ __forceinline__ uint32_t in_block(uint32_t rank, uint32_t at) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
-// Wait for all threads of the cluster. What they wrote before is visible, in shared memory too.
+// Wait for all threads of the cluster. What they wrote before is visible, in shared memory too. One warp says so for its
+// block, behind the block's own barrier: such a release waits for all that the warp has under way, up to global memory,
+// and the releases of 16 warps queue.
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    __syncthreads();
+    if (threadIdx.x < 32)
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // Of another block's shared memory, at an address from in_block.
 __device__ __forceinline__ uint32_t load_cluster(uint32_t from) {

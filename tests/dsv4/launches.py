@@ -35,7 +35,7 @@ SEVERAL = {
     "copies.launch_mix_copies": 2, "sm90_wgmma.launch": 2, "sm90_grouped.decode_experts": 2,
     "sm90_grouped.decode_linear": 2,
 }  # fmt: skip
-COUNTED = {"sm90_mma.launch": 1}  # launchers of several kernels: which of their arguments says how many
+COUNTED = {"sm90_mma.launch": (1, 2)}  # launchers of several kernels: arguments whose sum says how many
 LIBRARY = ("mm", "bmm", "addmm", "baddbmm")  # products that torch leaves to cuBLAS
 CONTEXT, BOUND = 300, 310  # tokens of each sequence before the step, and as far as its lists reach
 PLACES = {SWA: "a layer of the window only", HCA: "an HCA layer", CSA: "a CSA layer that scores"}
@@ -68,7 +68,7 @@ class Seen(TorchDispatchMode):
 
         def launch(*arguments: object) -> int:
             if self.place:
-                several = arguments[COUNTED[name]] if name in COUNTED else SEVERAL.get(name, 1)
+                several = sum(arguments[i] for i in COUNTED[name]) if name in COUNTED else SEVERAL.get(name, 1)
                 self.kernels[self.place, name] += several
             return 0
 

@@ -18,6 +18,9 @@
 // largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below.
 //
 // nvfp4: a quantised input is code * scale, which is exact in bf16; its input scale is in the factor of the sums.
+//
+// Each block brings its input into that form itself, or, with more tokens, the input is taken ahead: quantise_kernel
+// writes the same bits to memory once, and blocks copy them. In a chain of nvfp4 the epilogue of the link ahead does.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -37,8 +40,11 @@ constexpr int MOST_PARTS = 4;           // matrices of a link
 constexpr int AT_ONCE = 5;              // sums that a thread loads together: 16 chunks are 1 and three times 5
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
+constexpr int MOST_SHARED = 227 << 10;  // bytes of shared memory that a block can have
 constexpr int IN_FLIGHT = 4;            // 16-byte loads of the input that a thread waits for together
 constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
+constexpr int PIECE = 8;                // values of the input that a lane takes: 16 bytes
+constexpr int QUANTISERS = 128;         // threads of a block of quantise_kernel
 enum Format { FP8, NVFP4, BF16 };
 
 // ---- what the host fills in (sm90_mma.py, Link)
@@ -54,6 +60,10 @@ struct Link {
     const float* factors;       // nvfp4: (tiles,)
     const float* input_scales;  // nvfp4 that quantises: (groups,)
     const __nv_bfloat16* x;     // (tokens, x_columns)
+    // The input taken ahead, null where blocks take x themselves: (tokens, groups, k) of bf16, or for fp8 of fp16, and
+    // for fp8 the scales (tokens, groups, blocks of k).
+    uint16_t* taken;
+    float* taken_scales;
     int tokens, quantise;
     int x_columns, group_columns;     // group_columns: from a group's input to the next one's; 0: all have the same
     int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
@@ -63,12 +73,17 @@ struct Link {
     float limit;                      // of gates, from above, and of ups, where gated
     int parts;
     Part part[MOST_PARTS];
+
+    __host__ __device__ int groups() const { return tiles / group_tiles; }
 };
 
-// What a kernel knows of the link behind; units: null if there is none.
+// What a kernel knows of the link behind; units: null if there is none; taken: null if it is not written here.
 struct Next {
     const uint8_t* units;
     int tiles, k_units, chunks;
+    uint16_t* taken;
+    const float* input_scales;
+    int x_columns, taken_columns;
 };
 
 // ---- the formats
@@ -154,6 +169,7 @@ struct Geometry {
     int sums, x, x_scales, row_bytes; // offsets in shared memory, and from a token's input to the next
     int bytes;                        // of shared memory
     int clusters;                     // of the grid
+    int held_shift;                   // sums of 8 tokens that a warp has there at once, as a power of two
 
     // ring: bytes of all stages; granule: units that chunks begin at multiples of
     Geometry(const Link& p, int format, int nt, int ring, int granule, int sms) {
@@ -164,26 +180,140 @@ struct Geometry {
         passes = p.tiles / p.group_tiles * group_passes;
         const int slice = Cut{p.k_units, p.chunks, granule}.longest(local) * COLUMNS;  // columns of a block, at most
         row_bytes = 2 * slice + ROW_PAD;
-        sums = ring;
-        x = sums + WARPS * SUMS * 4;
+        x = ring;
         x_scales = x + (p.tokens * row_bytes + 15) / 16 * 16;
-        bytes = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
+        sums = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
+        const int of_eight = WARPS * SUMS * 4;
+        for (held_shift = 0; 2 << held_shift <= nt && sums + (of_eight << held_shift + 1) <= MOST_SHARED;) ++held_shift;
+        bytes = sums + (of_eight << held_shift);
         clusters = min(passes, sms / p.cluster);
     }
 };
 
-// ---- the input to shared memory: columns from first_unit on, of one group of the link
+// ---- a piece of the input as the products take it; the same bits wherever it is done
 
-template <int NT>
-__device__ __forceinline__ void take_quantised(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
-                                               int first, int count, int warp, int lane) {
+// Half a warp has a group of 128. -> fp16; scale: of the group.
+__device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scale) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    float value[PIECE], most = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        value[2 * w] = __uint_as_float(words[w] << 16);
+        value[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
+        most = fmaxf(most, fmaxf(fabsf(value[2 * w]), fabsf(value[2 * w + 1])));
+    }
+#pragma unroll
+    for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+    const float2 both = group_scale(most, quantise);
+    uint32_t pairs[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const float low = value[2 * w] * both.y, high = value[2 * w + 1] * both.y;
+        pairs[w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+    }
+    scale = both.x;
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8 bits
+// by 24 and of 24 bits by 4 all mantissas were tried.
+__device__ __forceinline__ float quotient(float a, float b, float inverse) {
+    const float near = a * inverse;
+    return fmaf(fmaf(-near, b, a), inverse, near);
+}
+
+// nvfp4.encode, bit for bit, in three steps: a value by the input scale, the scale of a group, code times scale.
+__device__ __forceinline__ float nvfp4_divided(float v, float input_scale, float inverse) {
+    const float limit = 8192.f * input_scale;  // what is beyond 448 * 6 is all the same
+    return quotient(fminf(fmaxf(v, -limit), limit), input_scale, inverse);
+}
+
+__device__ __forceinline__ float nvfp4_scale(float most) {
+    const float wanted = fminf(quotient(most, 6.f, 1 / 6.f), 448.f);
+    const uint32_t half2 = half2_of_e4m3(e4m3_pair(wanted, 0.f));
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(half2)));
+}
+
+// by: 1 / scale, or 0 for a scale of 0, and then all codes are 0.
+__device__ __forceinline__ float nvfp4_value(float divided, float scale, float by) {
+    const float code = quotient(divided, scale, by);
+    // The power of two at or below it, at least 1: codes are half of it apart. 1.5 * 2^23 of these halves more, and the
+    // sum's last bit is worth one of them.
+    const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 1.f)) & 0x7F800000u);
+    const float far = 0x1.8p22f * power;
+    return fminf(fmaxf(__fsub_rn(__fadd_rn(code, far), far), -6.f), 6.f) * scale;
+}
+
+// Two lanes have a group of 16. -> bf16.
+__device__ __forceinline__ uint4 nvfp4_piece(uint4 raw, float input_scale, float inverse) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    float value[PIECE], most = 0;
+#pragma unroll
+    for (int e = 0; e < PIECE; ++e) {
+        const float v = __uint_as_float(e & 1 ? words[e / 2] & 0xFFFF0000u : words[e / 2] << 16);
+        value[e] = nvfp4_divided(v, input_scale, inverse);
+        most = fmaxf(most, fabsf(value[e]));
+    }
+    const float scale = nvfp4_scale(fmaxf(most, __shfl_xor_sync(~0u, most, 1)));
+    const float by = scale > 0 ? __frcp_rn(scale) : 0;
+#pragma unroll
+    for (int e = 0; e < PIECE; ++e) value[e] = nvfp4_value(value[e], scale, by);
+    return make_uint4(ptx::pack_bf16x2(value[0], value[1]), ptx::pack_bf16x2(value[2], value[3]),
+                      ptx::pack_bf16x2(value[4], value[5]), ptx::pack_bf16x2(value[6], value[7]));
+}
+
+// A lane has one value of a token, a bf16, which is column `column` of the link behind: writes it where that takes it.
+__device__ __forceinline__ void write_behind(const Next& next, int token, int column, float v) {
+    const int k = next.k_units * COLUMNS;
+#pragma unroll 1
+    for (; column < next.taken_columns; column += next.x_columns) {  // a copy for each input scale of the column
+        const float input_scale = next.input_scales[column / k];
+        const float divided = nvfp4_divided(v, input_scale, __frcp_rn(input_scale));
+        float most = fabsf(divided);
+#pragma unroll
+        for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+        const float scale = nvfp4_scale(most), value = nvfp4_value(divided, scale, scale > 0 ? __frcp_rn(scale) : 0);
+        next.taken[static_cast<int64_t>(token) * next.taken_columns + column] =
+            __bfloat16_as_ushort(__float2bfloat16_rn(value));
+    }
+}
+
+// A lane a piece: 16 lanes have 128 columns of a group of a token, less at its end.
+template <int FORMAT>
+__global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_constant__ Link p) {
+    programmatic::trigger();  // blocks of the link may begin to copy their weights
+    programmatic::wait();     // until the link ahead has written the input, and has read what is written here
+    const int k = p.k_units * COLUMNS, blocks = (k + BLOCK - 1) / BLOCK, groups = p.groups();
+    const int index = blockIdx.x * QUANTISERS + threadIdx.x, part = index % (BLOCK / PIECE);
+    const int block = index / (BLOCK / PIECE) % blocks, row = index / (BLOCK / PIECE) / blocks;
+    const int token = row / groups, group = row % groups, column = block * BLOCK + PIECE * part;
+    const bool inside = token < p.tokens && column < k;
+    uint4 piece = make_uint4(0, 0, 0, 0);
+    if (inside) piece = load_input(p.x + static_cast<int64_t>(token) * p.x_columns + group * p.group_columns + column);
+    float scale = 0;
+    if constexpr (FORMAT == FP8) {
+        piece = fp8_piece(piece, p.quantise, scale);
+    } else {
+        const float input_scale = p.input_scales[group];
+        piece = nvfp4_piece(piece, input_scale, __frcp_rn(input_scale));
+    }
+    if (!inside) return;
+    *reinterpret_cast<uint4*>(p.taken + static_cast<int64_t>(row) * k + column) = piece;
+    if (FORMAT == FP8 && part == 0) p.taken_scales[row * blocks + block] = scale;
+}
+
+// ---- the input to shared memory: columns from first_unit on, of one group of the link. What is not taken ahead is of
+// up to 8 tokens.
+
+__device__ __forceinline__ void take_fp8(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
+                                         int first, int count, int warp, int lane) {
     const int blocks = (count + BLOCK - 1) / BLOCK, groups = p.tokens * blocks, part = lane & 15;
     float* scales = reinterpret_cast<float*>(smem + at.x_scales);
     for (int i = 2 * warp; i < groups; i += 2 * WARPS * IN_FLIGHT) {
         uint4 raw[IN_FLIGHT];
         const auto place = [&](int j, int& token, int& column) {  // half a warp a group; whether there is one
             const int group = i + 2 * WARPS * j + (lane >> 4);
-            token = group / blocks, column = (group - token * blocks) * BLOCK + 8 * part;
+            token = group / blocks, column = (group - token * blocks) * BLOCK + PIECE * part;
             return group < groups && column < count;
         };
 #pragma unroll
@@ -198,50 +328,25 @@ __device__ __forceinline__ void take_quantised(const Link& p, const Geometry& at
             if (i + 2 * WARPS * j >= groups) break;
             int token, column;
             const bool inside = place(j, token, column);
-            const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
-            float value[8], most = 0;
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                value[2 * w] = __uint_as_float(words[w] << 16);
-                value[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
-                most = fmaxf(most, fmaxf(fabsf(value[2 * w]), fabsf(value[2 * w + 1])));
-            }
-#pragma unroll
-            for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-            const float2 scale = group_scale(most, p.quantise);
-            uint32_t pairs[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                const float low = value[2 * w] * scale.y, high = value[2 * w + 1] * scale.y;
-                pairs[w] = p.quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
-            }
-            if (inside)
-                *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) =
-                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            if (inside && part == 0) scales[column / BLOCK * NT * 8 + token] = scale.x;
+            float scale;
+            const uint4 piece = fp8_piece(raw[j], p.quantise, scale);
+            if (!inside) continue;
+            *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) = piece;
+            if (part == 0) scales[column / BLOCK * 8 + token] = scale;
         }
     }
 }
 
-// a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8 bits
-// by 24 and of 24 bits by 4 all mantissas were tried.
-__device__ __forceinline__ float quotient(float a, float b, float inverse) {
-    const float near = a * inverse;
-    return fmaf(fmaf(-near, b, a), inverse, near);
-}
-
-// As nvfp4.encode has it, bit for bit, code times scale. Two lanes have a group of 16.
 __device__ __forceinline__ void take_nvfp4(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
                                            int first, int count, float input_scale, int warp, int lane) {
-    constexpr float MOST = 8192.f;  // of v / input_scale: what is beyond 448 * 6 is all the same
-    const int pieces = count / 8, all = p.tokens * pieces;
-    const float limit = MOST * input_scale, inverse = __frcp_rn(input_scale);
+    const int pieces = count / PIECE, all = p.tokens * pieces;
+    const float inverse = __frcp_rn(input_scale);
 #pragma unroll 1
     for (int i = 32 * warp; i < all; i += THREADS * IN_FLIGHT) {
         uint4 raw[IN_FLIGHT];
         const auto place = [&](int j, int& token, int& column) {  // whether there is one
             const int piece = i + THREADS * j + lane;
-            token = piece / pieces, column = 8 * (piece - token * pieces);
+            token = piece / pieces, column = PIECE * (piece - token * pieces);
             return piece < all;
         };
 #pragma unroll
@@ -254,33 +359,10 @@ __device__ __forceinline__ void take_nvfp4(const Link& p, const Geometry& at, ui
 #pragma unroll
         for (int j = 0; j < IN_FLIGHT; ++j) {
             if (i + THREADS * j >= all) break;
-            const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
-            float value[8], most = 0;
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const float v = __uint_as_float(e & 1 ? words[e / 2] & 0xFFFF0000u : words[e / 2] << 16);
-                value[e] = quotient(fminf(fmaxf(v, -limit), limit), input_scale, inverse);
-                most = fmaxf(most, fabsf(value[e]));
-            }
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-            const float wanted = fminf(quotient(most, 6.f, 1 / 6.f), 448.f);
-            const uint32_t half2 = half2_of_e4m3(e4m3_pair(wanted, 0.f));
-            const float scale = __half2float(__ushort_as_half(static_cast<uint16_t>(half2)));
-            const float by = scale > 0 ? __frcp_rn(scale) : 0;  // then all codes are 0
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const float code = quotient(value[e], scale, by);
-                // The power of two at or below it, at least 1: codes are half of it apart. 1.5 * 2^23 of these halves
-                // more, and the sum's last bit is worth one of them.
-                const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 1.f)) & 0x7F800000u);
-                const float far = 0x1.8p22f * power;
-                value[e] = fminf(fmaxf(__fsub_rn(__fadd_rn(code, far), far), -6.f), 6.f) * scale;
-            }
+            const uint4 piece = nvfp4_piece(raw[j], input_scale, inverse);
             int token, column;
             if (place(j, token, column))
-                *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) =
-                    make_uint4(ptx::pack_bf16x2(value[0], value[1]), ptx::pack_bf16x2(value[2], value[3]),
-                               ptx::pack_bf16x2(value[4], value[5]), ptx::pack_bf16x2(value[6], value[7]));
+                *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) = piece;
         }
     }
 }
@@ -288,13 +370,25 @@ __device__ __forceinline__ void take_nvfp4(const Link& p, const Geometry& at, ui
 // The copies are waited for with the first stages of the ring, which were asked for before them.
 __device__ __forceinline__ void take_plain(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
                                            int first, int count) {
-    const int pieces = count / 8;  // of 16 bytes
+    const int pieces = count / PIECE;
     for (int i = threadIdx.x; i < p.tokens * pieces; i += THREADS) {
         const int token = i / pieces, piece = i - token * pieces;
         ptx::cp_async16(ptx::smem_address(smem + at.x) + token * at.row_bytes + 16 * piece,
-                        x + static_cast<int64_t>(token) * p.x_columns + first + 8 * piece);
+                        x + static_cast<int64_t>(token) * p.x_columns + first + PIECE * piece);
     }
     ptx::cp_async_wait_all();
+}
+
+// Scales of an input taken ahead.
+template <int NT>
+__device__ __forceinline__ void take_scales(const Link& p, const Geometry& at, uint8_t* smem, int group, int first,
+                                            int count) {
+    const int blocks = (count + BLOCK - 1) / BLOCK, of_k = (p.k_units * COLUMNS + BLOCK - 1) / BLOCK;
+    float* scales = reinterpret_cast<float*>(smem + at.x_scales);
+    for (int i = threadIdx.x; i < p.tokens * blocks; i += THREADS) {
+        const int token = i / blocks, block = i - token * blocks;
+        scales[block * NT * 8 + token] = p.taken_scales[(token * p.groups() + group) * of_k + first / BLOCK + block];
+    }
 }
 
 // ---- products of one stage: from: this lane's bytes in the ring; input[t]: its row of the input at the stage's unit
@@ -451,12 +545,13 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             const int first = slice_begin * COLUMNS;
             const int count = cut.begin(rank + 1 << at.local_shift) * COLUMNS - first;
             const __nv_bfloat16* x = p.x + group * p.group_columns;
-            if (FORMAT == FP8)
-                take_quantised<NT>(p, at, smem, x, first, count, warp, lane);
-            else if (FORMAT == NVFP4 && p.quantise)
+            if (NT == 1 && FORMAT == FP8 && !p.taken)
+                take_fp8(p, at, smem, x, first, count, warp, lane);
+            else if (NT == 1 && FORMAT == NVFP4 && p.quantise && !p.taken)
                 take_nvfp4(p, at, smem, x, first, count, p.input_scales[group], warp, lane);
             else
                 take_plain(p, at, smem, x, first, count);
+            if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, first, count);
             held = group;
             __syncthreads();
         }
@@ -517,17 +612,19 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             fetch_ahead<FORMAT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
 
         // ---- the chunks' sums, in the order of k
+        const int held_shift = NT == 1 ? 0 : at.held_shift;
 #pragma unroll 1
-        for (int t = 0; t < NT; ++t) {
+        for (int t = 0; t < NT; t += 1 << held_shift) {
             const uint32_t sums = ptx::smem_address(smem + at.sums), mine = sums + warp * SUMS * 4;
 #pragma unroll
             for (int u = 0; u < NT; ++u)
-                if (u == t)
+                if (u >> held_shift == t >> held_shift)
 #pragma unroll
                     for (int q = 0; q < 2; ++q)
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
-                            ptx::store_shared(mine + 4 * ((2 * c + (i & 1)) * PAD + 16 * q + g + 4 * (i & 2)),
+                            ptx::store_shared(mine + 4 * ((u - t) * WARPS * SUMS + (2 * c + (i & 1)) * PAD + 16 * q +
+                                                          g + 4 * (i & 2)),
                                               __float_as_uint(sum[q][u][i]));
             const auto meet = [&] {
                 if (p.cluster > 1)
@@ -536,9 +633,10 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     __syncthreads();
             };
             meet();
-            for (int o = rank * THREADS + threadIdx.x; o < at.together * TILE * 8 >> p.gated;
-                 o += p.cluster * THREADS) {
-                const int row = o % TILE, token = o / TILE % 8, first = o / (TILE * 8) << p.gated;
+            const int own = threadIdx.x, outputs = at.together * (TILE * 8 << held_shift) >> p.gated;
+            for (int o = (own / 32 * p.cluster + rank) * 32 + own % 32; o < outputs; o += p.cluster * THREADS) {
+                const int row = o % TILE, token = o / TILE & (8 << held_shift) - 1;
+                const int first = o / (TILE * 8) >> held_shift << p.gated;
                 const int of_group = pass % at.group_passes * at.together + first;
                 if (8 * t + token >= p.tokens || of_group >= p.group_tiles) continue;
                 const int of_link = group * p.group_tiles + of_group;
@@ -547,7 +645,8 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                 for (int which = first; which <= first + p.gated; ++which) {
                     const auto load = [&](int i) {  // the sum of chunk i
                         const int slot = (which << at.local_shift) + (i & local - 1);
-                        const uint32_t there = sums + 4 * (slot * SUMS + token * PAD + row);
+                        const uint32_t there =
+                            sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + row);
                         return __uint_as_float(p.cluster == 1
                                                    ? ptx::load_shared(there)
                                                    : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
@@ -570,8 +669,12 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                 }
                 int part = 0;
                 while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
-                p.part[part].out[static_cast<int64_t>(8 * t + token) * p.part[part].columns +
-                                 (of_link - p.part[part].tile >> p.gated) * TILE + row] = __float2bfloat16_rn(total);
+                const int column = (of_link - p.part[part].tile >> p.gated) * TILE + row;
+                const __nv_bfloat16 rounded = __float2bfloat16_rn(total);
+                p.part[part].out[static_cast<int64_t>(8 * t + token) * p.part[part].columns + column] = rounded;
+                // A warp has 32 columns of a token here: two whole groups.
+                if (FORMAT == NVFP4 && next.taken && part == 0)
+                    write_behind(next, 8 * t + token, column, __bfloat162float(rounded));
             }
             meet();  // all have read
         }
@@ -593,9 +696,17 @@ cudaError_t run(const Link& p, const Next& next, bool behind) {
     return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, p, next, at);
 }
 
+template <int FORMAT>
+cudaError_t quantise(const Link& p, bool behind) {
+    const int lanes = p.tokens * p.groups() * ((p.k_units * COLUMNS + BLOCK - 1) / BLOCK) * (BLOCK / PIECE);
+    const dim3 grid((lanes + QUANTISERS - 1) / QUANTISERS);
+    return programmatic::launch_clusters(quantise_kernel<FORMAT>, grid, QUANTISERS, 0, 1, behind, p);
+}
+
 // Rings of two depths for up to 8 tokens: the deeper one leaves no room for the next link's blocks.
 template <int FORMAT, int FEW, int MANY>
 cudaError_t choose(const Link& p, const Next& next, bool behind) {
+    if (p.tokens > 8 && (FORMAT == FP8 || p.quantise) && !p.taken) return cudaErrorInvalidValue;
     if (p.tokens > 16) return run<FORMAT, 4, FEW>(p, next, behind);
     if (p.tokens > 8) return run<FORMAT, 2, FEW>(p, next, behind);
     return p.deep ? run<FORMAT, 1, MANY>(p, next, behind) : run<FORMAT, 1, FEW>(p, next, behind);
@@ -605,15 +716,31 @@ cudaError_t choose(const Link& p, const Next& next, bool behind) {
 
 extern "C" {
 
-// given: `count` Links, each behind the first one dependent on the one ahead; format: as in Format. -> a cudaError_t.
-int launch(const void* given, int count, int format) {
+// given: `count` Links, all kernels behind the first one dependent on the one ahead. A kernel takes the input of the
+// first `ahead` of them; the others' `taken` is written by the link ahead. format: as in Format. -> a cudaError_t.
+int launch(const void* given, int count, int ahead, int format) {
     const Link* links = static_cast<const Link*>(given);  // a type of this file, which would hide the function
     for (int i = 0; i < count; ++i) {
+        Link link = links[i];
+        if (i < ahead)
+            if (cudaError_t error = format == FP8 ? quantise<FP8>(link, i > 0) : quantise<NVFP4>(link, i > 0))
+                return error;
+        if (link.taken) {
+            link.x = reinterpret_cast<const __nv_bfloat16*>(link.taken);
+            link.group_columns = link.k_units * COLUMNS, link.x_columns = link.groups() * link.group_columns;
+        }
         Next next = {};
-        if (i + 1 < count) next = {links[i + 1].units, links[i + 1].tiles, links[i + 1].k_units, links[i + 1].chunks};
-        const cudaError_t error = format == FP8     ? choose<FP8, 2, 4>(links[i], next, i > 0)
-                                  : format == NVFP4 ? choose<NVFP4, 3, 7>(links[i], next, i > 0)
-                                                    : choose<BF16, 2, 4>(links[i], next, i > 0);
+        if (i + 1 < count) {
+            const Link& behind = links[i + 1];
+            next = {behind.units, behind.tiles, behind.k_units, behind.chunks};
+            next.input_scales = behind.input_scales, next.x_columns = behind.x_columns;
+            next.taken_columns = behind.groups() * behind.k_units * COLUMNS;
+            if (i + 1 >= ahead) next.taken = behind.taken;
+        }
+        const bool early = i > 0 || ahead > 0;
+        const cudaError_t error = format == FP8     ? choose<FP8, 2, 4>(link, next, early)
+                                  : format == NVFP4 ? choose<NVFP4, 3, 7>(link, next, early)
+                                                    : choose<BF16, 2, 4>(link, next, early);
         if (error) return error;
     }
     return cudaSuccess;

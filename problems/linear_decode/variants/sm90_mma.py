@@ -37,6 +37,7 @@ SLICE = 2048  # columns that a block can hold of 32 tokens
 # Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
 EASY, EASY_NVFP4 = 2**15, 2**14
 EASY_CLUSTER = 4  # blocks; of 8 not all that a GPU has multiprocessors for fit at once
+AHEAD = 8  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
 
@@ -92,7 +93,7 @@ class _Part(Structure):
 
 class _Link(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x")),
+        *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x", "taken", "taken_scales")),
         *((name, c_int) for name in ("tokens", "quantise", "x_columns", "group_columns", "tiles", "group_tiles")),
         *((name, c_int) for name in ("k_units", "chunks", "cluster")),
         *((name, c_int) for name in ("deep", "ahead", "gated")), ("limit", c_float), ("parts", c_int),
@@ -135,7 +136,7 @@ def prepare_expert(w13: Weights, w2: Weights) -> State:
 
 
 def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = w2 (silu(min(gate, limit)) * clip(up, -limit, limit)), in two launches; state: prepare_expert's. x:
+    """Write out = w2 (silu(min(gate, limit)) * clip(up, -limit, limit)); state: prepare_expert's. x:
     bf16 (T, k), out: bf16 (T, n), both contiguous. RuntimeError: a launch.
     """
     between = torch.empty(len(x), state.links[1].sizes[0][2], dtype=torch.bfloat16, device=x.device)
@@ -172,8 +173,24 @@ def chunks_of(tiles: int, k: int) -> int:
 
 
 def _launch(state: State, made: Array, out: torch.Tensor) -> None:
-    run = build.cuda(SOURCE, load.device_target(out.device)).function("launch", c_void_p, c_int, c_int)
-    build.check(run(addressof(made), len(made), FORMATS.index(state.format)), "launch")
+    rooms, ahead = [], 0
+    for i, (link, to) in enumerate(zip(state.links, made, strict=True)):
+        if to.tokens > AHEAD and (link.quantise or link.scales is not None):
+            rooms += _take_ahead(link, to, out.device)
+            ahead += state.format == "fp8" or i == 0  # of nvfp4 the others are quantised by the link ahead
+    run = build.cuda(SOURCE, load.device_target(out.device)).function("launch", c_void_p, *[c_int] * 3)
+    build.check(run(addressof(made), len(made), ahead, FORMATS.index(state.format)), "launch")
+
+
+def _take_ahead(link: Link, to: _Link, device: torch.device) -> list[torch.Tensor]:
+    """Memory for the link's input as its products take it, see `taken` in sm90_mma.cu; to be held until the launch."""
+    rows, k = to.tokens * link.groups, link.sizes[0][2]
+    rooms = [torch.empty(rows, k, dtype=torch.bfloat16, device=device)]
+    to.taken = rooms[0].data_ptr()
+    if link.scales is not None:
+        rooms.append(torch.empty(rows, -(-k // BLOCK), dtype=torch.float32, device=device))
+        to.taken_scales = rooms[1].data_ptr()
+    return rooms
 
 
 def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor], limit: float = 0.0) -> None:

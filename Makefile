@@ -37,7 +37,7 @@ board: setup
 
 # A file's tests all go to one worker: what they share, from a judgement to a model, is made once.
 test: setup
-	$(VENV_PYTHON) -m pytest -q $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist loadfile")
+	$(VENV_PYTHON) -m pytest -q $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist loadfile --no-loadscope-reorder")
 
 test-slow: setup
 	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu"

@@ -30,7 +30,7 @@ SMALL = {  # a problem's small case, and for the whole model a short end-to-end 
     "moe_gemm": ["--case", "tokens=1 experts=1"],
     "mhc_site": ["--case", "tokens=1 hidden=64"],
     "linear_decode": ["--case", "format=fp8 tokens=2 shape=192x320"],
-    "dsv4_forward": ["--case", "config=tiny format=fp32 batch=1"],
+    "dsv4_forward": ["--case", "config=tiny format=fp32 batch=1 phase=decode"],
 }
 CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]
 STOPS = {"--check-only", "--lint", "--sanitize"}

@@ -15,7 +15,7 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import ops, traffic
-from problems.dsv4_forward.adapters.common import Rounding
+from problems.dsv4_forward.adapters.common import rewrapped
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.kernels.argmax import argmax
@@ -169,13 +169,14 @@ def _table(chosen: Chosen, without: Collection[str], named: bool) -> Ops:
 def _named(name: str, op: Op) -> Op:
     """Return the op, each call of which is a range of the profiler."""
 
-    function = op.function if isinstance(op, Rounding) else op
+    def wrap(function: Op) -> Op:
+        def call(*args: Any, **more: Any) -> None:
+            with torch.profiler.record_function(f"op {name}"):
+                function(*args, **more)
 
-    def call(*args: Any, **more: Any) -> None:
-        with torch.profiler.record_function(f"op {name}"):
-            function(*args, **more)
+        return call
 
-    return dataclasses.replace(op, function=call) if isinstance(op, Rounding) else call
+    return rewrapped(op, wrap)
 
 
 @functools.lru_cache(maxsize=1)  # of one model at a time: they fill the GPU

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from problems.dsv4_forward.adapters.common import sum_dtype
+from problems.dsv4_forward.adapters.common import joined, sum_dtype
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
@@ -238,20 +238,23 @@ def write_copies(pending: Pending, ctx: Context) -> torch.Tensor:
     return out
 
 
-def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the routed experts' sum and the shared expert, to be added up. u: normed (N, d) -> (N, d) each, fp32 but
-    where a kernel has rounded it to bf16.
+def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the routed experts' sum and the shared expert, to be added up; or their sum and None. u: normed (N, d) ->
+    (N, d) each, fp32 but where a kernel has rounded it to bf16.
     """
     cfg, ops = ctx.config, ctx.ops
     ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
     gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
     router = w.router
     ops.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
-    routed = ctx.empty(*u.shape, dtype=sum_dtype(ops.experts, w.w13, u))
-    shared = ctx.empty(*u.shape, dtype=sum_dtype(ops.shared, w.shared_w13, u))
-    ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
-    ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
-    return routed, shared
+    if joined(ops.all_experts, w.w13, u):
+        outs = (ctx.empty(*u.shape, dtype=u.dtype),)
+    else:
+        dtypes = sum_dtype(ops.experts, w.w13, u), sum_dtype(ops.shared, w.shared_w13, u)
+        outs = tuple(ctx.empty(*u.shape, dtype=dtype) for dtype in dtypes)
+    weights = w.w13, w.w2, w.shared_w13, w.shared_w2
+    ops.all_experts(u, ids, gates, *weights, cfg.swiglu_limit, outs=outs)
+    return outs[0], outs[1] if len(outs) == 2 else None
 
 
 def head(copies: torch.Tensor, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context) -> torch.Tensor:

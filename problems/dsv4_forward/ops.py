@@ -14,7 +14,7 @@ from problems.common import load
 from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, mhc_site, moe
 from problems.dsv4_forward.adapters import indexer as choosing
 from problems.dsv4_forward.adapters import linear as moe_linear
-from problems.dsv4_forward.adapters.common import Adapted, Fallback
+from problems.dsv4_forward.adapters.common import Adapted, Fallback, Joined
 from problems.dsv4_forward.kernels import cache_rows, copies, fused, matmuls
 from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
@@ -75,6 +75,7 @@ class Ops:
     route: Op
     experts: Op
     shared: Op
+    all_experts: Op
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ class _Steps:
     index_scores: Op = indexer.index_scores
     select: Op = indexer.select
     locate: Op = indexer.locate
+    experts: Op = experts.experts
+    shared: Op = experts.shared
 
 
 def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:
@@ -208,6 +211,7 @@ SPECS = (
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
     OpSpec("shared", experts.shared, (DECODE_SHARED, MOE_SHARED)),
+    _spanning(chains.all_experts, "experts", "shared", providers=(MOE_EXPERTS,)),
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
@@ -442,6 +446,8 @@ def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str
     for choice in choices:  # in the order of ops, so that a chain's parts may be chains
         if choice.chain:
             table = replace(table, **{choice.op: choice.chain(table)})
+    if isinstance(table.all_experts, Joined):
+        table = replace(table, all_experts=replace(table.all_experts, otherwise=chains.all_experts(table)))
     return table, fallbacks, tuple(report)
 
 

@@ -15,9 +15,11 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import ops
+from problems.dsv4_forward.adapters.common import Joined, joined
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.torch_ops import router
+from problems.dsv4_forward.weights.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ CHECKS = {
     "route": OpCheck(("u",), ("out_ids", "out_weights"), (), 1e-4),
     "experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
     "shared": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
+    "all_experts": OpCheck(("x",), ("outs",), (), MOE, MOE_QUANTISED),
 }
 # Ops that decide, and the output that says what; the first two are those whose decisions are repeated.
 DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
@@ -159,7 +162,12 @@ class Recorder:
         for spec in ops.SPECS:
             if spec.chain:
                 table = dataclasses.replace(table, **{spec.name: self._wrapped(spec.name, spec.chain(table), True)})
-        return table
+        # One output where the kernel has one, so that it is compared.
+        one = table.all_experts
+        return dataclasses.replace(table, all_experts=Joined(one, self._joined, one))
+
+    def _joined(self, w13: Linear, x: torch.Tensor) -> bool:
+        return self.composed is not None and joined(self.composed.all_experts, w13, x.to(self.dtype))
 
     def _wrapped(self, name: str, reference: Callable, spans: bool = False) -> Callable:
         signature = inspect.signature(reference)

@@ -31,6 +31,7 @@ class AllOps(Linears, Protocol):
     choose: Callable[..., None]
     experts: Callable[..., None]
     shared: Callable[..., None]
+    all_experts: Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,36 @@ class Rounding:
 
     def __call__(self, *arguments: object, **named: object) -> None:
         self.function(*arguments, **named)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The op all_experts where a kernel adds up routed experts and the shared one. function: the op, for calls that it
+    serves and one output; otherwise: the op, for the others; serves: (w13, x) -> whether one output may be asked for.
+    """
+
+    function: Callable[..., None]
+    serves: Callable[[Linear, torch.Tensor], bool]
+    otherwise: Callable[..., None]
+
+    def __call__(self, *arguments: object, outs: Sequence[torch.Tensor]) -> None:
+        (self.function if len(outs) == 1 else self.otherwise)(*arguments, outs=outs)
+
+
+def joined(op: Callable[..., None], w13: Linear, x: torch.Tensor) -> bool:
+    """Return whether all experts of x come as one sum."""
+    return isinstance(op, Joined) and op.serves(w13, x)
+
+
+def rewrapped(
+    op: Callable[..., None], wrap: Callable[[Callable[..., None]], Callable[..., None]]
+) -> Callable[..., None]:
+    """Return the op with each of its functions wrapped, and what it says of itself as it was."""
+    if isinstance(op, Rounding):
+        return dataclasses.replace(op, function=wrap(op.function))
+    if isinstance(op, Joined):
+        return dataclasses.replace(op, function=wrap(op.function), otherwise=wrap(op.otherwise))
+    return wrap(op)
 
 
 def sum_dtype(op: Callable[..., None], w13: Linear, x: torch.Tensor) -> torch.dtype:

@@ -1,12 +1,19 @@
-"""Compute the ops experts and shared with a variant of moe_gemm.
+"""Compute the ops experts, shared and all_experts with a variant of moe_gemm.
 
 The model has gate and up rows in one matrix, in that order, with one scale_2 and one input_scale an expert, so that the
 problem's Weights are views of its tensors. (Loading refuses a checkpoint whose w1 and w3 differ in these two.) What a
 variant's prepare lays out anew comes on top; the report says how much.
+
+A variant may define two functions more, and MOST_WITH_SHARED, and compute all_experts then:
+
+* `prepare_with_shared(weights, shared)`: Weights of the routed experts and of the shared one, as a single expert -> (state
+  of the first, as prepare returns it; state of all). ValueError: as prepare.
+* `with_shared(data)`: as custom_kernel of a call of up to MOST_WITH_SHARED tokens, with the second state, and the shared
+  expert's output, with weight 1, in the sum that is rounded.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -18,6 +25,7 @@ from problems.dsv4_forward.adapters.common import (
     Adapted,
     AllOps,
     Fallback,
+    Joined,
     Rounding,
     check_values,
     fits,
@@ -37,13 +45,14 @@ ROOM = 4096  # tokens; for more, the shared expert's ids and weights are made in
 @dataclass(frozen=True)
 class PreparedExperts:
     """The experts of a layer, routed or shared. state: what the variant's calls get as their weights, None where
-    `reason` says why there are none.
+    `reason` says why there are none; everyone: the same of routed experts with the shared one, where there is that.
     """
 
     w13: Linear
     w2: Linear
     reason: str
     state: object = None
+    everyone: object = None
 
     @property
     def name(self) -> str:
@@ -52,9 +61,9 @@ class PreparedExperts:
 
 @dataclass(frozen=True)
 class Experts:
-    """The two ops. task: the problem's; kernel: a custom_kernel of it; prepared: by id() of w13, which they keep alive;
+    """The ops. task: the problem's; kernel: a custom_kernel of it; prepared: by id() of w13, which they keep alive;
     fallback: computes the calls that the kernel does not serve. ids, weights: int32 zeros and fp32 ones (ROOM, 1), the
-    routing of a shared expert.
+    routing of a shared expert. with_shared: of the variant, for `most` tokens, 0 where there is none.
     """
 
     task: ModuleType
@@ -63,6 +72,8 @@ class Experts:
     fallback: AllOps
     ids: torch.Tensor
     weights: torch.Tensor
+    with_shared: Callable[..., object] | None = None
+    most: int = 0
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, limit: float,
@@ -88,6 +99,19 @@ class Experts:
         else:
             self._run(held, limit, x, *self._everyone(len(x)), out)
 
+    def serves(self, w13: Linear, x: torch.Tensor) -> bool:
+        """Return whether all_experts has a kernel for w13 and x."""
+        held = self.prepared.get(id(w13)) if x.dtype == torch.bfloat16 and len(x) <= self.most else None
+        return held is not None and held.everyone is not None
+
+    def all_experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, shared_w13: Linear,
+        shared_w2: Linear, limit: float, outs: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """As chains.all_experts with one output, where `serves` says so. ValueError: as experts."""
+        held = self._weights_of(x, w13, w2, outs[0])
+        self._run(held, limit, x, ids, weights, outs[0], held.everyone)
+
     def written(self, w13: Linear, dtype: torch.dtype) -> torch.dtype:
         """Return bf16 if the kernel serves w13 and x of `dtype`, else fp32."""
         held = self.prepared.get(id(w13)) if dtype == torch.bfloat16 else None
@@ -108,7 +132,7 @@ class Experts:
 
     def _run(
         self, held: PreparedExperts, limit: float, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor, everyone: object = None,
     ) -> None:  # fmt: skip
         if limit != self.task.LIMIT:
             raise ValueError(f"limit must be {self.task.LIMIT}, got {limit}")
@@ -122,7 +146,10 @@ class Experts:
         if x.device.type == "cpu":  # elsewhere to look at ids would wait for the device
             self.task.unpack_call(inputs, outputs, held.w13.k)
             self.task.validate(inputs, len(held.w13.weight))
-        self.kernel(self.task.Data(held.state, inputs, outputs))
+        if everyone is None:
+            self.kernel(self.task.Data(held.state, inputs, outputs))
+        else:
+            self.with_shared(self.task.Data(everyone, inputs, outputs))
         if room is not out:
             out.copy_(room)
 
@@ -131,18 +158,24 @@ class Experts:
 
 
 def adapt_experts(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
-    """Fit `module`, a variant of the problem. -> the op experts, and lines on what it keeps and does not serve.
+    """Fit `module`, a variant of the problem. -> the ops experts and all_experts, and lines on what it keeps and does
+    not serve.
 
     Reads the weights, waits for the device. ValueError, naming the layer: weights that the problem has not, or what the
     variant's prepare refuses.
     """
     prepared = [
-        prepare_experts(module, block.ffn.w13, block.ffn.w2, block.ffn.router.table)
+        prepare_experts(
+            module, block.ffn.w13, block.ffn.w2, block.ffn.router.table, (block.ffn.shared_w13, block.ffn.shared_w2)
+        )
         for block in weights.blocks() if block.ffn.w13.kind == "nvfp4"
     ]  # fmt: skip
     made = _experts(module, weights, prepared, fallback)
     lines = report(f"{label(module)}, routed experts", "layers", prepared, weights)
-    return Adapted({"experts": Rounding(made.experts, made.written)}, lines)
+    together = sum(one.everyone is not None for one in prepared)
+    lines = (*lines, f"{label(module)}, with the shared expert: {together} of {len(prepared)} layers")
+    joined = Joined(made.all_experts, made.serves, fallback.ops.all_experts)
+    return Adapted({"experts": Rounding(made.experts, made.written), "all_experts": joined}, lines)
 
 
 def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
@@ -167,36 +200,63 @@ def _experts(module: ModuleType, weights: ModelWeights, prepared: list[PreparedE
     ids = torch.zeros(ROOM, 1, dtype=torch.int32, device=device)
     ones = torch.ones(ROOM, 1, dtype=torch.float32, device=device)
     known = {id(one.w13): one for one in prepared}
-    return Experts(task, module.custom_kernel, known, fallback.ops, ids, ones)
+    more = (module.with_shared, module.MOST_WITH_SHARED) if hasattr(module, "with_shared") else ()
+    return Experts(task, module.custom_kernel, known, fallback.ops, ids, ones, *more)
 
 
 # ---------------------------------------------------------------- weights
 
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
-def prepare_experts(module: ModuleType, w13: Linear, w2: Linear, table: torch.Tensor | None = None) -> PreparedExperts:
+def prepare_experts(
+    module: ModuleType, w13: Linear, w2: Linear, table: torch.Tensor | None = None,
+    shared: tuple[Linear, Linear] | None = None,
+) -> PreparedExperts:  # fmt: skip
     """Prepare the experts of one layer for `module`.
 
-    w13 (E, 2 I, H), nvfp4; w2 (E, H, I). table: int64 (V, K), the experts of a token, where the router has one.
+    w13 (E, 2 I, H), nvfp4; w2 (E, H, I). table: int64 (V, K), the experts of a token, where the router has one. shared:
+    the same of the shared expert, which counts as one more where the module has that and it is of their form.
     ValueError as adapt_experts.
     """
     made = PreparedExperts(w13, w2, _refusal(w13, w2, table))
     if made.reason:
         return made
+    weights = _weights(w13, w2)
+    together = shared and hasattr(module, "prepare_with_shared") and _alike(w13, w2, *shared)
+    one_more = _weights(*shared) if together else None
+    try:
+        if one_more is not None:
+            state, everyone = module.prepare_with_shared(weights, one_more)
+            return dataclasses.replace(made, state=state, everyone=everyone)
+        state = module.prepare(weights) if hasattr(module, "prepare") else weights
+    except ValueError as error:
+        raise ValueError(f"{made.name}: {error}") from error
+    return dataclasses.replace(made, state=state)
+
+
+def _weights(w13: Linear, w2: Linear) -> tuple:
+    """The problem's Weights. ValueError: values that it has not."""
     task = load.module(load.PROBLEMS / PROBLEM, "task")
+    for w in (w13, w2):
+        check_values(w)
     in_scales = [torch.ones_like(w.scale_2) if w.input_scale is None else w.input_scale for w in (w13, w2)]
     weights = task.Weights(
         w13.weight, w13.scale, w13.scale_2, w2.weight, w2.scale, w2.scale_2, *in_scales,
         activation="nvfp4" if w13.quantise_input else "bf16",
     )  # fmt: skip
-    for w in (w13, w2):
-        check_values(w)
     try:
         task.unpack_weights(weights)
-        state = module.prepare(weights) if hasattr(module, "prepare") else weights
     except ValueError as error:
-        raise ValueError(f"{made.name}: {error}") from error
-    return dataclasses.replace(made, state=state)
+        raise ValueError(f"{w13.name.removesuffix('.w13')}: {error}") from error
+    return weights
+
+
+def _alike(w13: Linear, w2: Linear, shared_w13: Linear, shared_w2: Linear) -> bool:
+    """Whether the shared expert is as one of the routed experts."""
+    if shared_w13.kind != "nvfp4" or _refusal(shared_w13, shared_w2, None):
+        return False
+    same = (w13.quantise_input, w13.n, w13.k) == (shared_w13.quantise_input, shared_w13.n, shared_w13.k)
+    return same and (w2.n, w2.k) == (shared_w2.n, shared_w2.k)
 
 
 def _refusal(w13: Linear, w2: Linear, table: torch.Tensor | None) -> str:

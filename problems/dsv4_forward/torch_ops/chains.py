@@ -34,6 +34,8 @@ class Parts(Protocol):
     index_scores: Callable[..., None]
     select: Callable[..., None]
     locate: Callable[..., None]
+    experts: Callable[..., None]
+    shared: Callable[..., None]
 
 
 def start(parts: Parts) -> Callable[..., None]:
@@ -198,5 +200,24 @@ def choose(parts: Parts) -> Callable[..., None]:
         ids = torch.empty_like(out)
         parts.select(scores, visible, ids)
         parts.locate(ids, table, keys.per_page, out)
+
+    return run
+
+
+def all_experts(parts: Parts) -> Callable[..., None]:
+    """Return the op of the routed experts and the one of every token."""
+
+    def run(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, shared_w13: Linear,
+        shared_w2: Linear, limit: float, outs: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Do experts(x, ids, weights, w13, w2, limit, outs[0]) and shared(x, shared_w13, shared_w2, limit, outs[1]); or
+        with one output write the fp32 sum of both to it, rounded once. outs: fp32 or bf16 (N, d). ValueError as these.
+        """
+        addends = outs if len(outs) == 2 else [torch.empty_like(x, dtype=torch.float32) for _ in range(2)]
+        parts.experts(x, ids, weights, w13, w2, limit, addends[0])
+        parts.shared(x, shared_w13, shared_w2, limit, addends[1])
+        if len(outs) == 1:
+            outs[0].copy_(addends[0].add_(addends[1]))
 
     return run

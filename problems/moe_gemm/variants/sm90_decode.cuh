@@ -305,8 +305,7 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows) {
     if (p.stages < 2 || SORTING * p.experts * 2 + n * 2 > p.stages * STAGE_BYTES) return cudaErrorInvalidValue;
     if (p.quantised) {
         const int width = p.linear ? p.inner : p.hidden, all = n * (width / 16);
-        quantise_rows<<<(all + 127) / 128, 128>>>(p.x, p.linear ? nullptr : p.ids, p.linear ? p.in2 : p.in13, rows, n,
-                                                  p.topk, p.experts, width);
+        quantise_rows<<<(all + 127) / 128, 128>>>(p, rows, width);
         if (const cudaError_t code = cudaGetLastError()) return code;
         p.x = rows;
     }

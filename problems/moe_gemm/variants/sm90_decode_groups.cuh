@@ -1,6 +1,7 @@
 // What sm90_decode works on: the slots t k + j of all tokens, sorted by expert into groups of up to 8 NT, and a block's
 // part of the work. Each block finds that for itself, in its shared memory. An expert's slots stay in their own order,
-// so that results repeat. Slots whose id is no expert are left out.
+// so that results repeat. Slots whose id is no expert are left out. Where there is a shared expert, the last one, the
+// last slot of each token is its, with weight 1, and ids and routing have one column less.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,14 +24,15 @@ struct Problem {
     const uint8_t *w13, *w2;  // units
     const float *g13, *g2, *in13, *in2;
     const __nv_bfloat16* x;   // (T, H); of quantised: (T k, H), each slot's as its expert has it
-    const int* ids;           // (T, k)
-    const float* routing;     // (T, k)
+    const int* ids;           // (T, k), of shared: (T, k - 1)
+    const float* routing;     // as ids
     __nv_bfloat16 *out, *v;   // (T, H), (T k, I)
     // [BATCHES][COUNTER_APART]: of each batch, how many blocks have ended its first product, in all launches.
     unsigned long long* arrived;
     int tokens, topk, experts, hidden, inner;
     int stages, groups;       // of the ring; room for groups
     bool quantised, linear;   // linear: only the second product, of x (T, I) by w2
+    bool shared;              // the last expert has all tokens
     uint32_t nothing;         // 0, which the compiler does not know
 };
 
@@ -50,9 +52,18 @@ __device__ __forceinline__ void put_groups(Group* groups, int e, int start, int 
     }
 }
 
+__device__ __forceinline__ bool is_shared(const Problem& p, int slot) { return p.shared && (slot + 1) % p.topk == 0; }
+__device__ __forceinline__ int routed_place(const Problem& p, int slot) {  // of a slot in ids and routing
+    return p.shared ? slot - slot / p.topk : slot;
+}
+
 __device__ __forceinline__ int expert_of(const Problem& p, int slot) {  // or one that sorts last and is none
-    const int e = p.linear ? 0 : p.ids[slot];
-    return e < 0 || e >= p.experts ? 0x7FFFFFFF : e;
+    if (is_shared(p, slot)) return p.experts - 1;
+    const int e = p.linear ? 0 : p.ids[routed_place(p, slot)];
+    return e < 0 || e >= p.experts - int(p.shared) ? 0x7FFFFFFF : e;
+}
+__device__ __forceinline__ float routing_of(const Problem& p, int slot) {
+    return p.linear || is_shared(p, slot) ? 1.f : p.routing[routed_place(p, slot)];
 }
 
 // Up to 32 slots: one warp, a slot a lane.
@@ -61,7 +72,7 @@ __device__ __forceinline__ void sort_few(const Problem& p, Group* groups, uint16
                                          uint32_t* words, int lane) {
     const int n = p.tokens * p.topk;
     const int e = lane < n ? expert_of(p, lane) : 0x7FFFFFFF;
-    const float mine = lane < n && !p.linear ? p.routing[lane] : 1.f;
+    const float mine = lane < n ? routing_of(p, lane) : 1.f;
     const unsigned same = __match_any_sync(~0u, e);
     const bool leads = e != 0x7FFFFFFF && lane == __ffs(same) - 1;
     const int tokens = __popc(same), parts = leads ? (tokens + 8 * NT - 1) / (8 * NT) : 0;
@@ -133,7 +144,7 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
         if (e != 0x7FFFFFFF) {
             const int to = seen[warp * p.experts + e] + rank[slot];
             slots[to] = slot;
-            routing[to] = p.linear ? 1.f : p.routing[slot];
+            routing[to] = routing_of(p, slot);
         }
     }
 }

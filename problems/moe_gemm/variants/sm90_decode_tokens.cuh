@@ -35,16 +35,16 @@ __device__ __forceinline__ float quantised(float x, float input_scale, float sca
     return rintf(x * 2 * inverse) * __uint_as_float(power) * 0.5f * scale;
 }
 
-// x (T, width), in (E) -> to (T k, width): each slot's row as its expert's input scale quantises it; zeros for an id that
-// is no expert. Every thread makes 16 values. ids null: all slots have the first scale.
-__global__ void quantise_rows(const __nv_bfloat16* x, const int* ids, const float* in, __nv_bfloat16* to, int slots,
-                              int topk, int experts, int width) {
+// p.x (T, width) -> to (T k, width): each slot's row as its expert's input scale quantises it; zeros for an id that is
+// no expert. Every thread makes 16 values.
+__global__ void quantise_rows(const Problem p, __nv_bfloat16* to, int width) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x, blocks = width / 16;
-    if (i >= slots * blocks) return;
-    const int slot = i / blocks, block = i % blocks, e = ids ? ids[slot] : 0;
+    if (i >= p.tokens * p.topk * blocks) return;
+    const int slot = i / blocks, block = i % blocks, e = expert_of(p, slot);
     uint4 word[2] = {};
-    if (e >= 0 && e < experts) {
-        const uint4* from = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(slot / topk) * width) + 2 * block;
+    if (e < p.experts) {
+        const uint4* from =
+            reinterpret_cast<const uint4*>(p.x + static_cast<int64_t>(slot / p.topk) * width) + 2 * block;
         word[0] = from[0], word[1] = from[1];
         __nv_bfloat162* two = reinterpret_cast<__nv_bfloat162*>(word);
         float most = 0;
@@ -53,7 +53,7 @@ __global__ void quantise_rows(const __nv_bfloat16* x, const int* ids, const floa
             const float2 values = __bfloat1622float2(two[j]);
             most = fmaxf(most, fmaxf(fabsf(values.x), fabsf(values.y)));
         }
-        const float input_scale = in[e], scale = block_scale(most, input_scale);
+        const float input_scale = (p.linear ? p.in2 : p.in13)[e], scale = block_scale(most, input_scale);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float2 values = __bfloat1622float2(two[j]);

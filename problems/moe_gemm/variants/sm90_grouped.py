@@ -15,6 +15,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 1152  # bytes of 32 rows by 64 columns, see nvfp4_units.cuh
 BOX = 8  # unit rows that a copy of the kernel for many brings
 MOST_TOKENS = 256  # of a launch of the kernel for few
+MOST_WITH_SHARED = 32  # tokens of a call of `with_shared`: more pass over the shared expert's weights too often
 MANY = 12  # tokens an expert on average from which the kernel for many is quicker
 DENSE = range(12, 257)  # tokens of a single expert for which its columns are split over blocks
 
@@ -51,14 +52,43 @@ def compile_for(target: str) -> list[build.Artefact]:
 def prepare(weights: Weights) -> State:
     """Units of both matrices. ValueError as unpack_weights says; RuntimeError: the launch."""
     unpack_weights(weights)
-    w13 = _units(weights.w13, weights.s13, interleaved=True)
-    w2 = _units(weights.w2, weights.s2, interleaved=False)
+    w13, w2 = _units(True, (weights.w13, weights.s13)), _units(False, (weights.w2, weights.s2))
+    return _state(w13, w2, [scale.clone() for scale in _scales(weights)], weights.activation)
+
+
+def _scales(weights: Weights) -> tuple[torch.Tensor, ...]:
+    return weights.g13, weights.g2, weights.in_scale13, weights.in_scale2
+
+
+def _state(w13: torch.Tensor, w2: torch.Tensor, scales: list[torch.Tensor], activation: str) -> State:
+    """scales: as _scales."""
+    g13, g2, in_scale13, in_scale2 = scales
     counters = build.cuda(SOURCE, load.device_target(w13.device)).function("decode_counters")()
     return State(
-        w13, weights.g13.clone(), w2, weights.g2.clone(), weights.in_scale13.clone(), weights.in_scale2.clone(),
-        torch.zeros(counters, dtype=torch.int64, device=w13.device),
-        torch.zeros((), dtype=torch.int32, device=w13.device), _map(w13), _map(w2), weights.activation,
+        w13, g13, w2, g2, in_scale13, in_scale2, torch.zeros(counters, dtype=torch.int64, device=w13.device),
+        torch.zeros((), dtype=torch.int32, device=w13.device), _map(w13), _map(w2), activation,
     )  # fmt: skip
+
+
+def prepare_with_shared(weights: Weights, shared: Weights) -> tuple[State, State]:
+    """Units of the routed experts, as prepare, and of these with the shared one behind them, in the same memory.
+
+    shared: of one expert, with H, I and the activation of `weights`. ValueError: it is not that, or as prepare.
+    """
+    unpack_weights(weights)
+    unpack_weights(shared)
+    if len(shared.w13) != 1 or shared.w13.shape[1:] != weights.w13.shape[1:] or shared.activation != weights.activation:
+        raise ValueError(
+            f"shared must have one expert as the {len(weights.w13)} others, w13 (1, {weights.w13.shape[1]}, "
+            f"{weights.w13.shape[2]}) and activation {weights.activation}, got {tuple(shared.w13.shape)} and "
+            f"{shared.activation}"
+        )
+    both = weights, shared
+    w13 = _units(True, *((one.w13, one.s13) for one in both))
+    w2 = _units(False, *((one.w2, one.s2) for one in both))
+    scales = [torch.cat(pair) for pair in zip(*map(_scales, both), strict=True)]
+    everyone = _state(w13, w2, scales, weights.activation)
+    return _state(w13[:-1], w2[:-1], [one[:-1] for one in scales], weights.activation), everyone
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -77,12 +107,31 @@ def custom_kernel(data: input_t) -> output_t:
     if wgmma and tokens > MOST_TOKENS and tokens * topk >= MANY * experts:
         _run("prefill", state, data, (tokens, topk, experts, hidden, inner))
         return out
+    _decode(data, tokens, topk, shared=False)
+    return out
+
+
+def with_shared(data: input_t) -> output_t:
+    """Do as custom_kernel, and add the shared expert's output, with weight 1, before the sum is rounded.
+
+    data.weights: the second state of prepare_with_shared; topk_ids: routed experts only. For few tokens,
+    MOST_WITH_SHARED or less. ValueError, RuntimeError as custom_kernel.
+    """
+    tokens, topk = unpack_call(data.inputs, data.outputs, 64 * data.weights.w13.shape[2])
+    _decode(data, tokens, topk + 1, shared=True)
+    return data.outputs.out
+
+
+def _decode(data: input_t, tokens: int, topk: int, shared: bool) -> None:
+    """The kernel for few tokens. shared: the last expert has all of them, and counts in topk."""
+    state, (x, ids, routing), (out,) = data
+    hidden, inner, experts = 64 * state.w13.shape[2], 64 * state.w2.shape[2], len(state.w13)
     _check_columns(max(hidden, inner))
     tiles = 2 if tokens * topk > 2 * experts and hidden <= 4096 and inner <= 2048 else 1
     slots, quantised = min(tokens, MOST_TOKENS) * topk, state.activation == "nvfp4"
     v = torch.empty(slots, inner, dtype=torch.bfloat16, device=x.device)
     rows = torch.empty(slots if quantised else 0, hidden, dtype=torch.bfloat16, device=x.device)
-    run = build.cuda(SOURCE, target).function("decode_experts", *[c_void_p] * 13, *[c_int] * 8)
+    run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_experts", *[c_void_p] * 13, *[c_int] * 9)
     for first in range(0, tokens, MOST_TOKENS):
         count = min(MOST_TOKENS, tokens - first)
         code = run(
@@ -90,10 +139,9 @@ def custom_kernel(data: input_t) -> output_t:
             state.w2.data_ptr(), state.g2.data_ptr(), state.in_scale2.data_ptr(),
             x[first].data_ptr(), ids[first].data_ptr(), routing[first].data_ptr(), out[first].data_ptr(),
             v.data_ptr(), rows.data_ptr(), state.arrived.data_ptr(),
-            count, topk, experts, hidden, inner, quantised, tiles, _blocks(x.device),
+            count, topk, experts, hidden, inner, quantised, shared, tiles, _blocks(x.device),
         )  # fmt: skip
         build.check(code, "decode_experts")
-    return out
 
 
 def _run(kernel: str, state: State, data: input_t, sizes: tuple[int, ...]) -> None:
@@ -119,7 +167,7 @@ def prepare_linear(
     if packed.shape[0] % 64 or packed.shape[1] % 32:
         raise ValueError(f"packed must be (n, k / 2) with n and k in multiples of 64, got {tuple(packed.shape)}")
     _check_columns(2 * packed.shape[1])
-    weight = _units(packed[None], scales[None], interleaved=False)
+    weight = _units(False, (packed[None], scales[None]))
     return LinearState(weight, g.clone(), None if in_scale is None else in_scale.clone())
 
 
@@ -142,13 +190,18 @@ def linear(state: LinearState, x: torch.Tensor, out: torch.Tensor) -> None:
         build.check(code, "decode_linear")
 
 
-def _units(packed: torch.Tensor, scales: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """packed (E, rows, columns / 2), scales (E, rows, columns / 16) -> uint8 (E, rows / 32, columns / 64, 1152)."""
-    experts, rows, columns = packed.shape[0], packed.shape[1], 2 * packed.shape[2]
-    units = torch.empty(experts, rows // 32, columns // 64, UNIT, dtype=torch.uint8, device=packed.device)
+def _units(interleaved: bool, *parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Of parts packed (E, rows, columns / 2), scales (E, rows, columns / 16): uint8 (all E, rows / 32, columns / 64, 1152)."""
+    packed = parts[0][0]
+    rows, columns = packed.shape[1], 2 * packed.shape[2]
+    shape = sum(len(codes) for codes, _ in parts), rows // 32, columns // 64, UNIT
+    units = torch.empty(shape, dtype=torch.uint8, device=packed.device)
     run = build.cuda(SOURCE, load.device_target(packed.device)).function("repack_units", *[c_void_p] * 3, *[c_int] * 4)
-    pointers = (t.data_ptr() for t in (packed, scales, units))
-    build.check(run(*pointers, experts, rows, columns, interleaved), "repack_units")
+    first = 0
+    for codes, scales in parts:
+        pointers = codes.data_ptr(), scales.data_ptr(), units[first].data_ptr()
+        build.check(run(*pointers, len(codes), rows, columns, interleaved), "repack_units")
+        first += len(codes)
     return units
 
 

@@ -47,19 +47,33 @@ struct Product {
         return (line * WARPS + warp) * LINE + half * LINE / 2 + lane % 4 * 8;
     }
 
-    // The matrix from a line on, DEPTH lines.
-    __device__ __forceinline__ void load(int line) {
+    // Line `line` of the matrix, into place d.
+    __device__ __forceinline__ void load(int line, int d) {
         const int row = first + threadIdx.x % 32 / 4;
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++)
+        for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    b[d][tile][half] = load_eight(matrix, row + tile * TILE, rows, column(line + d, half), columns);
+            for (int half = 0; half < 2; half++)
+                b[d][tile][half] = load_eight(matrix, row + tile * TILE, rows, column(line, half), columns);
     }
 
-    // All lines, of which the first ones were loaded.
+    // Before the kernel ahead has ended: the first DEPTH lines to registers, the others to the L2 cache.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) load(d, d);
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, lines = (columns + LINE * WARPS - 1) / (LINE * WARPS);
+#if !NO_PREFETCH
+        for (int line = DEPTH + lane / TILE; line < lines; line += 32 / TILE)
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                const int row = first + tile * TILE + lane % TILE, at = (line * WARPS + warp) * LINE;
+                if (row < rows && at < columns)
+                    asm volatile("prefetch.global.L2 [%0];" ::"l"(matrix + static_cast<long long>(row) * columns + at));
+            }
+#endif
+    }
+
+    // All lines, behind begin(): a line's place is loaded anew when it has been multiplied.
     __device__ __forceinline__ void multiply(const __nv_bfloat16* x, int tokens) {
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++)
@@ -69,9 +83,8 @@ struct Product {
                 for (int i = 0; i < 4; i++) c[pair][tile][i] = 0.0f;
         const int lines = (columns + LINE * WARPS - 1) / (LINE * WARPS), token = threadIdx.x % 32 / 4;
         for (int line = 0; line < lines; line += DEPTH) {
-            if (line) load(line);
 #pragma unroll
-            for (int d = 0; d < DEPTH; d++)
+            for (int d = 0; d < DEPTH; d++) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     uint4 values[2 * PAIRS] = {};
@@ -91,6 +104,8 @@ struct Product {
                         }
                     }
                 }
+                if (line + DEPTH < lines) load(line + DEPTH + d, d);
+            }
         }
     }
 

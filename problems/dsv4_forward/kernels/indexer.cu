@@ -4,6 +4,7 @@
 // the tensor cores where both are exact in bf16. Every launcher returns the CUDA error of its launch.
 #include "launch.cuh"
 #include "rows.cuh"
+#include "warp_rows.cuh"
 
 namespace {
 
@@ -11,15 +12,37 @@ using rows::Pages;
 
 constexpr unsigned ALL = 0xffffffffu;
 
-// The value of the e2m1 code in the low four bits: exponent and fraction where a small float has them.
-__device__ float e2m1(uint32_t code) {
-    const float size = __uint_as_float((code & 7) << 22) * 0x1p126f;
-    return code & 8 ? -size : size;
-}
+using warp_rows::e2m1;
 
 // ---------------------------------------------------------------- queries
 
-// Block v: vector v of width d, `each` of them a token: rotated, and if so through Hadamard and FP4.
+constexpr int QUERY_WARPS = rows::THREADS / 32, QUERY_WIDTH = 128;
+
+// A warp a vector of QUERY_WIDTH values, `each` of them a token: rotated, and if so through Hadamard and FP4.
+__global__ void __launch_bounds__(rows::THREADS)
+query_warps_kernel(const __nv_bfloat16* x, const float* cosine, const float* sine, __nv_bfloat16* out, int vectors,
+                   int each, int half, int quantise) {
+    using Row = warp_rows::Row<QUERY_WIDTH>;
+    programmatic::wait();
+    programmatic::trigger();
+    const int vector = blockIdx.x * QUERY_WARPS + threadIdx.x / 32, token = vector / each;
+    if (vector >= vectors) return;
+    const long long at = static_cast<long long>(vector) * QUERY_WIDTH;
+    typename Row::Words words;
+    typename Row::Turn turn;
+    words.load(x + at);
+    turn.load(cosine + token * half, sine + token * half, half);
+    Row row;
+    row.take(words);
+    row.rotate(turn, half);
+    if (quantise) {
+        row.hadamard();
+        row.quantise_key();
+    }
+    row.store(out + at);
+}
+
+// Block v: vector v of width d, as above.
 template <typename T>
 __global__ void query_kernel(const T* x, const float* cosine, const float* sine, T* out, int each, int d, int half,
                              int quantise) {
@@ -358,6 +381,11 @@ __global__ void locate_kernel(const int* ids, const int* table, int* places, lon
 template <typename T>
 int query(const void* x, const float* cosine, const float* sine, void* out, int vectors, int each, int d, int half,
           int quantise) {
+    if constexpr (sizeof(T) == 2)
+        if (d == QUERY_WIDTH && (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out)) % 16 == 0)
+            return programmatic::launch(query_warps_kernel, dim3((vectors + QUERY_WARPS - 1) / QUERY_WARPS),
+                                        dim3(rows::THREADS), 0, static_cast<const T*>(x), cosine, sine,
+                                        static_cast<T*>(out), vectors, each, half, quantise);
     return programmatic::launch(query_kernel<T>, dim3(vectors), dim3(rows::THREADS), d * sizeof(float),
                                 static_cast<const T*>(x), cosine, sine, static_cast<T*>(out), each, d, half, quantise);
 }

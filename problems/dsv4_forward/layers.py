@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from problems.dsv4_forward.adapters.common import sum_dtype
-from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.weights.config import CSA, HCA, Config
@@ -22,7 +21,6 @@ from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import (
     AttentionWeights,
     BlockWeights,
-    CompressorWeights,
     FfnWeights,
     IndexerWeights,
     Site,
@@ -130,10 +128,11 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     lowered, key = ctx.two_linears(u, w.wq_a, w.wkv)
     latent = ctx.norm(lowered, w.q_norm)
     query = ctx.empty(n_tokens, heads, width)
+    entries, gates = _entries(u, w, state, rope, ctx)
     raised = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    ops.norm_rotate(raised, None, cfg.rms_norm_eps, rope.cos, rope.sin, query)
-    ops.write_key(key, w.kv_norm, cfg.rms_norm_eps, rope.cos, rope.sin, state.window, batch.window_target)
-    index = _compressed(u, latent, w, state, rope, ctx)
+    turn = cfg.rms_norm_eps, rope.cos, rope.sin
+    ops.layer_rows((raised, None, *turn, query), (key, w.kv_norm, *turn, state.window, batch.window_target), entries)
+    index = _visible(latent, gates, w, state, rope, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
     ops.fmha(
@@ -149,47 +148,53 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     return ctx.linear(low.view(n_tokens, -1), w.wo_b)
 
 
-def _compressed(
-    u: torch.Tensor, latent: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context
-) -> torch.Tensor | None:
-    """Write the compressed entries that the tokens complete. -> int32 (N, entries) rows of the cache to attend to.
+def _entries(
+    u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context
+) -> tuple[list[tuple], torch.Tensor | None]:
+    """Multiply by the matrices of the compressors, and by the index weights where entries are scored.
 
-    None: the layer has no compressed entries, or there are none yet.
+    -> the arguments of write_entry for each compressor, which is still to be called; fp32 (N, index heads), or None.
     """
-    ratio, batch = state.ratio, ctx.batch
-    if not ratio:
-        return None
-    compressors = [w.compressor] if w.indexer is None else [w.indexer.compressor, w.compressor]
-    matrices = [one.project for one in compressors]
-    projected = [ctx.empty(len(u), len(matrix), dtype=torch.float32) for matrix in matrices]
-    scores = ratio == CSA and batch.entries[ratio] and batch.csa_index is None  # else all visible entries are selected
-    if scores:
-        matrices.append(w.indexer.weights_proj)
-        projected.append(ctx.empty(len(u), ctx.config.index_n_heads, dtype=torch.float32))
-    ctx.ops.matmuls(u, matrices, projected)
+    if not state.ratio:
+        return [], None
+    compressors = [(w.compressor, state.tail, state.cache, False)]
     if w.indexer is not None:
-        index, keys = w.indexer.compressor, state.index_keys
-        _compress(projected[0], index, state.index_tail, keys, ctx.quantised_index, ratio, rope, ctx)
-    _compress(projected[len(compressors) - 1], w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
-    if not batch.entries[ratio]:
-        return None
-    if ratio == HCA:
-        return batch.hca_index
-    return _select(latent, projected[-1], w.indexer, state, rope, ctx) if scores else batch.csa_index
+        index = w.indexer.compressor, state.index_tail, state.index_keys, ctx.quantised_index
+        compressors = [index, *compressors]
+    matrices = [one.project for one, *_ in compressors]
+    projected = [ctx.empty(len(u), len(matrix), dtype=torch.float32) for matrix in matrices]
+    gates = None
+    if _scores(state, ctx):
+        gates = ctx.empty(len(u), ctx.config.index_n_heads, dtype=torch.float32)
+        matrices.append(w.indexer.weights_proj)
+    ctx.ops.matmuls(u, matrices, projected if gates is None else [*projected, gates])
+    batch, ratio = ctx.batch, state.ratio
+    return [
+        (
+            product, one.ape, one.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
+            rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
+        )
+        for product, (one, tail, pages, hadamard) in zip(projected, compressors, strict=True)
+    ], gates  # fmt: skip
 
 
-def _compress(
-    projected: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, pages: Pages, hadamard: bool, ratio: int,
-    rope: Rope, ctx: Context,
-) -> None:  # fmt: skip
-    """Write the tokens to the tail, and the entries that they complete to the pages, through Hadamard if so. projected:
-    fp32, the tokens' products with w.project.
+def _scores(state: LayerState, ctx: Context) -> bool:
+    """Whether the layer scores entries; else all visible ones are selected, or it has none."""
+    return bool(state.ratio == CSA and ctx.batch.entries[CSA] and ctx.batch.csa_index is None)
+
+
+def _visible(
+    latent: torch.Tensor, gates: torch.Tensor | None, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context
+) -> torch.Tensor | None:
+    """Return int32 (N, entries), rows of the cache to attend to, when the entries are written.
+
+    None: the layer has no compressed entries, or there are none yet. gates: as _entries returned them.
     """
-    batch = ctx.batch
-    ctx.ops.write_entry(
-        projected, w.ape, w.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
-        rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
-    )  # fmt: skip
+    if not state.ratio or not ctx.batch.entries[state.ratio]:
+        return None
+    if state.ratio == HCA:
+        return ctx.batch.hca_index
+    return ctx.batch.csa_index if gates is None else _select(latent, gates, w.indexer, state, rope, ctx)
 
 
 def _select(

@@ -238,7 +238,12 @@ def test_an_entry_does_not_depend_on_other_sequences(ops):
 def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
     """One launch has the bits of a launch each."""
     count = len(lengths)
-    x, key, weight, (cos, sin) = draw(count, 8, 512, dtype=dtype), draw(count, 512, dtype=dtype), draw(512), turns(count)
+    x, key, weight, (cos, sin) = (
+        draw(count, 8, 512, dtype=dtype),
+        draw(count, 512, dtype=dtype),
+        draw(512),
+        turns(count),
+    )
     index = torch.randperm(35, generator=torch.Generator().manual_seed(count))[:count].to(DEVICE)
     found = []
     for together in (True, False):

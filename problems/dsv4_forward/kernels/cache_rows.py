@@ -104,7 +104,7 @@ class Entries:
         self._pool(*given, pages.width, None, pages, index, hadamard, into)
 
     def layer_rows(self, queries: tuple, key: tuple, entries: Sequence[tuple]) -> None:
-        """Compute chains.layer_rows: in one launch what has the dtype and widths of layer_rows.cuh, the rest by itself."""
+        """Compute chains.layer_rows, in one launch; what layer_rows.cuh does not take, in one each before it."""
         into = create_string_buffer(STEP_BYTES)
         self.norm_rotate(*queries, into=into)
         self.write_key(*key, into=into)

@@ -31,6 +31,9 @@ class Parts(Protocol):
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+    norm_rotate: Callable[..., None]
+    write_key: Callable[..., None]
+    write_entry: Callable[..., None]
     index_scores: Callable[..., None]
     select: Callable[..., None]
     locate: Callable[..., None]
@@ -162,6 +165,23 @@ def write_entry(parts: Parts) -> Callable[..., None]:
         )
         if len(emit):
             parts.write(pooled, pages, index, hadamard)
+
+    return run
+
+
+def layer_rows(parts: Parts) -> Callable[..., None]:
+    """Return the op that makes all rows of a layer behind its projections: queries, keys, and the entries of every
+    compressor.
+    """
+
+    def run(queries: tuple, key: tuple, entries: Sequence[tuple]) -> None:
+        """Do norm_rotate(*queries), write_key(*key), and write_entry(*entry) for each of entries, in any order: no
+        output of one is an input or output of another. ValueError as these.
+        """
+        parts.norm_rotate(*queries)
+        parts.write_key(*key)
+        for entry in entries:
+            parts.write_entry(*entry)
 
     return run
 

@@ -22,7 +22,6 @@ from problems.dsv4_forward.weights.tree import (
     AttentionWeights,
     BlockWeights,
     FfnWeights,
-    IndexerWeights,
     Site,
 )
 
@@ -130,9 +129,17 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     query = ctx.empty(n_tokens, heads, width)
     entries, gates = _entries(u, w, state, rope, ctx)
     raised = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
+    scoring = (
+        None
+        if gates is None
+        else ctx.linear(latent, w.indexer.wq_b).view(n_tokens, cfg.index_n_heads, cfg.index_head_dim)
+    )
     turn = cfg.rms_norm_eps, rope.cos, rope.sin
-    ops.layer_rows((raised, None, *turn, query), (key, w.kv_norm, *turn, state.window, batch.window_target), entries)
-    index = _visible(latent, gates, w, state, rope, ctx)
+    ops.layer_rows(
+        (raised, None, *turn, query), (key, w.kv_norm, *turn, state.window, batch.window_target), entries,
+        None if scoring is None else (scoring, rope.cos, rope.sin, ctx.quantised_index, scoring),
+    )  # fmt: skip
+    index = _visible(scoring, gates, state, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
     ops.fmha(
@@ -171,10 +178,10 @@ def _entries(
     batch, ratio = ctx.batch, state.ratio
     return [
         (
-            product, one.ape, one.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
+            part, one.ape, one.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
             rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
         )
-        for product, (one, tail, pages, hadamard) in zip(projected, compressors, strict=True)
+        for part, (one, tail, pages, hadamard) in zip(projected, compressors, strict=True)
     ], gates  # fmt: skip
 
 
@@ -184,29 +191,26 @@ def _scores(state: LayerState, ctx: Context) -> bool:
 
 
 def _visible(
-    latent: torch.Tensor, gates: torch.Tensor | None, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context
+    scoring: torch.Tensor | None, gates: torch.Tensor | None, state: LayerState, ctx: Context
 ) -> torch.Tensor | None:
     """Return int32 (N, entries), rows of the cache to attend to, when the entries are written.
 
-    None: the layer has no compressed entries, or there are none yet. gates: as _entries returned them.
+    None: the layer has no compressed entries, or there are none yet. scoring, gates: None, or as _select takes them.
     """
     if not state.ratio or not ctx.batch.entries[state.ratio]:
         return None
     if state.ratio == HCA:
         return ctx.batch.hca_index
-    return ctx.batch.csa_index if gates is None else _select(latent, gates, w.indexer, state, rope, ctx)
+    return ctx.batch.csa_index if gates is None else _select(scoring, gates, state, ctx)
 
 
-def _select(
-    latent: torch.Tensor, weights: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
-) -> torch.Tensor:
-    """Run the indexer. weights (N, heads): of the heads. -> int32 (N, index_topk) rows of the cache, -1 where fewer
-    entries are visible.
+def _select(query: torch.Tensor, weights: torch.Tensor, state: LayerState, ctx: Context) -> torch.Tensor:
+    """Choose entries. query (N, heads, width): the indexer's; weights (N, heads): of the heads.
+
+    -> int32 (N, index_topk) rows of the cache, -1 where fewer entries are visible.
     """
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
-    n_tokens, k, heads, width = len(latent), cfg.index_topk, cfg.index_n_heads, cfg.index_head_dim
-    query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    ops.index_query(query, rope.cos, rope.sin, ctx.quantised_index, query)
+    (n_tokens, heads, width), k = query.shape, cfg.index_topk
     places = ctx.empty(n_tokens, k, dtype=torch.int32)
     for start, stop, row, rows, count in _groups(batch):
         part, shape = slice(start, stop), (rows, count)

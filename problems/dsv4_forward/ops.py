@@ -66,8 +66,8 @@ class Ops:
     write_key: Op
     compress: Op
     write_entry: Op
-    layer_rows: Op
     index_query: Op
+    layer_rows: Op
     index_scores: Op
     select: Op
     locate: Op
@@ -105,7 +105,8 @@ class OpSpec:
 
 _POST_SUM = chains.mhc_post_sum(SimpleNamespace(mhc_post=mhc.post))
 _ROWS = SimpleNamespace(rms_norm=norm.rms_norm, rotate=rope.rotate, compress=compressor.compress, write=writes.write)
-_NORM_ROTATE, _WRITE_KEY, _WRITE_ENTRY = chains.norm_rotate(_ROWS), chains.write_key(_ROWS), chains.write_entry(_ROWS)
+_NORM_ROTATE, _WRITE_KEY = chains.norm_rotate(_ROWS), chains.write_key(_ROWS)
+_WRITE_ENTRY, _INDEX_QUERY = chains.write_entry(_ROWS), chains.index_query(_ROWS)
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class _Steps:
     norm_rotate: Op = _NORM_ROTATE
     write_key: Op = _WRITE_KEY
     write_entry: Op = _WRITE_ENTRY
+    index_query: Op = _INDEX_QUERY
     index_scores: Op = indexer.index_scores
     select: Op = indexer.select
     locate: Op = indexer.locate
@@ -205,8 +207,8 @@ SPECS = (
     _spanning(chains.write_key, "rms_norm", "rotate", "write"),
     OpSpec("compress", compressor.compress),
     _spanning(chains.write_entry, "compress", "write"),
-    _spanning(chains.layer_rows, "norm_rotate", "write_key", "write_entry"),
     _spanning(chains.index_query, "rotate"),
+    _spanning(chains.layer_rows, "norm_rotate", "write_key", "write_entry", "index_query"),
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
     OpSpec("locate", indexer.locate),

@@ -81,8 +81,8 @@ CHECKS = {
     "write_key": OpCheck(("x",), ("pages",), (), 2 * ONE),
     "compress": OpCheck((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
     "write_entry": OpCheck((), ("pages",), (), 2 * ONE),
-    "layer_rows": OpCheck((), (), (), 2 * ONE),  # its calls are compared as those of its parts
     "index_query": OpCheck(("x",), ("out",), ("out",), ONE),
+    "layer_rows": OpCheck((), (), (), 2 * ONE),  # its calls are compared as those of its parts
     "index_scores": OpCheck(("q",), ("out",), (), 1e-4),
     "select": OpCheck((), ("out",), (), 0.0),
     "locate": OpCheck((), ("out",), (), 0.0),
@@ -97,7 +97,7 @@ DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
 STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
 # The parts of layer_rows, and what is behind its name in their lines.
-ROWS = {"norm_rotate": "", "write_key": ", keys", "write_entry": ", entries"}
+ROWS = {"norm_rotate": "", "write_key": ", keys", "write_entry": ", entries", "index_query": ", index"}
 NO_BLOCK = 2**20  # beyond any sequence's
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
 
@@ -199,14 +199,15 @@ class Recorder:
 
     def _compare_rows(self, given: dict) -> None:
         """All calls of layer_rows at once, each with the budget that it has by itself."""
-        names = ["norm_rotate", "write_key", *("write_entry" for _ in given["entries"])]
-        calls = [
-            inspect.signature(vars(ops.REFERENCE)[name]).bind(*one).arguments
-            for name, one in zip(names, (given["queries"], given["key"], *given["entries"]), strict=True)
-        ]
+        given = {"index": None} | given
+        compressed = [("write_entry", one) for one in given["compressed"]]
+        index = [("index_query", given["index"])] if given["index"] else []
+        every = [("norm_rotate", given["queries"]), ("write_key", given["key"]), *compressed, *index]
+        names = [name for name, _ in every]
+        calls = [inspect.signature(vars(ops.REFERENCE)[name]).bind(*one).arguments for name, one in every]
         mine = [_copies(CHECKS[name], one, self.dtype, self.dtype) for name, one in zip(names, calls, strict=True)]
-        queries, key, *entries = (tuple(one.values()) for one in mine)
-        self.composed.layer_rows(queries, key, entries)
+        queries, key, *rest = (tuple(one.values()) for one in mine)
+        self.composed.layer_rows(queries, key, rest[: len(compressed)], *rest[len(compressed) :])
         for name, one, got in zip(names, calls, mine, strict=True):
             check = CHECKS[name]
             want = _rerun(vars(ops.REFERENCE)[name], check, one, self.dtype, torch.float32)

@@ -37,7 +37,7 @@ SEVERAL = {
 }  # fmt: skip
 COUNTED = {"sm90_mma.launch": (1, 2)}  # launchers of several kernels: arguments whose sum says how many
 # Launchers that add to what another one launches, if their last argument is given.
-ADDING = {f"cache_rows.launch_{name}" for name in ("norm_rotate", "write", "compress")}
+ADDING = {f"cache_rows.launch_{name}" for name in ("norm_rotate", "write", "compress", "index_query")}
 LIBRARY = ("mm", "bmm", "addmm", "baddbmm")  # products that torch leaves to cuBLAS
 CONTEXT, BOUND = 300, 310  # tokens of each sequence before the step, and as far as its lists reach
 PLACES = {SWA: "a layer of the window only", HCA: "an HCA layer", CSA: "a CSA layer that scores"}

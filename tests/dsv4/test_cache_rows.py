@@ -10,7 +10,7 @@ from problems.dsv4_forward import ops as table
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.kernels import cache_rows as kernel
 from problems.dsv4_forward.torch_ops import rope
-from problems.dsv4_forward.weights.config import TINY
+from problems.dsv4_forward.weights.config import CSA, TINY
 from tests.dsv4 import in_model
 
 DEVICE = "cuda"
@@ -68,7 +68,7 @@ def same_rows(got: Pages, want: Pages, index: torch.Tensor) -> None:
 @pytest.mark.parametrize("target", kernel.TARGETS)
 def test_it_compiles_without_spills(target):
     kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
-    assert len(kernels) == 8 and not any(one.spill_bytes for one in kernels)
+    assert len(kernels) == 10 and not any(one.spill_bytes for one in kernels)
 
 
 def test_wrong_arguments_are_named():
@@ -86,6 +86,15 @@ def test_wrong_arguments_are_named():
         kernel._width(8193)
     with pytest.raises(ValueError, match="power of two"):
         kernel._turned(True, 96)
+    made, turn = kernel.Entries.__new__(kernel.Entries), torch.zeros(3, 8)
+    x, narrow = torch.zeros(3, 2, 64), torch.zeros(3, 2, 48)
+    for given, wanted in (
+        ((x, turn, turn, True, x.bfloat16()), "all be bf16 or all fp32"), ((x, turn[:2], turn, True, x), "cos must be"),
+        ((x, turn, turn, True, x[:, :1].contiguous()), "out must be"),
+        ((narrow, turn, turn, True, narrow), "power of two from 32 on as its width, got 48"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=wanted):
+            made.index_query(*given)
 
 
 @pytest.mark.gpu
@@ -233,6 +242,37 @@ def test_an_entry_does_not_depend_on_other_sequences(ops):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 64, 128), (3, 5, 128), (7, 2, 256), (2, 3, 32)])
+def test_index_query(ops, tokens, heads, width, dtype):
+    x, freqs = draw(tokens, heads, width, dtype=dtype), rope.frequencies(TINY, CSA, DEVICE)[: width // 2]
+    position = torch.arange(tokens, device=DEVICE) * 977 + 5
+    cos, sin = rope.angles(position, freqs)
+    for quantise in (False, True):
+        want, got = torch.empty_like(x), torch.full_like(x, float("nan"))
+        REFERENCE.index_query(x, cos, sin, quantise, want)
+        ops["index_query"](x, cos, sin, quantise, got)
+        error, size = (got.float() - want.float()).norm(dim=-1), want.float().norm(dim=-1)
+        # A sum in another order moves a value across a rounding now and then, and then a code.
+        assert bool((error <= (0.1 if quantise else 2.0**-8) * size).all())
+        assert float(error.norm()) <= (0.04 if quantise else 2.0**-8) * float(size.norm())
+        one = x[-1:].clone()  # a token by itself, in place
+        ops["index_query"](one, cos[-1:].contiguous(), sin[-1:].contiguous(), quantise, one)
+        assert torch.equal(one, got[-1:])
+
+
+@pytest.mark.gpu
+def test_queries_that_are_no_numbers(ops):
+    x = draw(2, 3, 128, dtype=BF16)
+    x[0, 1, 5], x[1, 2, 127] = float("nan"), float("inf")
+    cos, sin = torch.ones(2, 32, device=DEVICE), torch.zeros(2, 32, device=DEVICE)
+    want, got = torch.empty_like(x), torch.empty_like(x)
+    REFERENCE.index_query(x, cos, sin, True, want)
+    ops["index_query"](x, cos, sin, True, got)
+    assert torch.equal(got.isnan(), want.isnan()) and bool(got.isnan().any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("ratios", [(), (128,), (4, 4)])
 @pytest.mark.parametrize("lengths", [[127], [3, 255, 6]])
 def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
@@ -249,7 +289,9 @@ def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
     for together in (True, False):
         query, window = torch.full_like(x, float("nan")), made_pages("entry", torch.uint8, 512)
         queries, written = (x, None, 1e-6, cos, sin, query), (key, weight.to(dtype), 1e-6, cos, sin, window, index)
-        entries, outputs = [], [query, window.data]
+        scored, entries = draw(count, 4, 128, dtype=dtype), []
+        index_query = (scored, cos, sin, True, scored) if len(ratios) == 2 else None
+        outputs = [query, window.data, scored]
         for i, ratio in enumerate(ratios):
             width, kind = (128, "index") if i < len(ratios) - 1 else (512, "entry")
             given = compressor(ratio, width, lengths, [1] * count, dtype)
@@ -257,12 +299,14 @@ def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
             entries.append((*given.values(), pages, index, kind == "index"))
             outputs += [given["tail"], pages.data]
         if together:
-            ops["layer_rows"](queries, written, entries)
+            ops["layer_rows"](queries, written, entries, index_query)
         else:
             ops["norm_rotate"](*queries)
             ops["write_key"](*written)
             for entry in entries:
                 ops["write_entry"](*entry)
+            if index_query:
+                ops["index_query"](*index_query)
         found.append([one.view(torch.uint8) for one in outputs])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -275,6 +319,7 @@ def test_in_the_model_of_a_gpu():
         ("test_write_key", {"count": 3, **entry, **bf16}),
         ("test_write_entry", {"ratio": 4, "width": 512, "lengths": [5, 11, 1], "counts": [3, 5, 1], **entry}),
         ("test_write_entry", {"ratio": 128, "width": 512, "lengths": [100, 0], "counts": [30, 130], **entry}),
+        ("test_index_query", {"tokens": 3, "heads": 5, "width": 128, **bf16}), ("test_queries_that_are_no_numbers", {}),
         ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [3, 255, 6], "ratios": (4, 4), **bf16}),
         ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [127], "ratios": (128,), "dtype": "float32"}),
     ])  # fmt: skip

@@ -120,6 +120,33 @@ __global__ void compress_kernel(Compressor c, const T* weight, T* out, Pages pag
     rows::write(row, pages, index[blockIdx.x]);
 }
 
+// Block v: vector v of width d, `each` of them a token: rotated, and if so through Hadamard and FP4.
+template <typename T>
+__global__ void query_kernel(const T* x, const float* cosine, const float* sine, T* out, int each, int d, int half,
+                             int quantise) {
+    extern __shared__ float row[];
+    programmatic::wait();
+    programmatic::trigger();
+    const long long at = static_cast<long long>(blockIdx.x) * d, token = blockIdx.x / each;
+    rows::load_row(x + at, row, d);
+    for (int i = threadIdx.x; i < half; i += THREADS)
+        rows::rotate_pair<T>(row, d, half, i, cosine[token * half + i], sine[token * half + i]);
+    __syncthreads();
+    if (!quantise) {
+        rows::store_row(row, out + at, d);
+        return;
+    }
+    rows::hadamard<T>(row, d);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int group = warp; group < d / rows::KEY_GROUP; group += THREADS / 32) {
+        const float value = row[group * rows::KEY_GROUP + lane];
+        const uint32_t byte = rows::ue8m0(rows::warp_amax(rows::magnitude(value)), rows::E2M1_MAX, rows::KEY_FLOOR);
+        const float scale = rows::ue8m0_value(byte);
+        const uint32_t code = rows::e2m1_code(__fdiv_rn(value, scale));
+        rows::store(out + at + group * rows::KEY_GROUP + lane, warp_rows::e2m1(code) * scale);
+    }
+}
+
 template <typename T>
 int norm_rotate(const void* x, const void* weight, const float* cosine, const float* sine, void* out, int vectors,
                 int each, int d, int half, float eps, Step* into) {
@@ -159,6 +186,19 @@ int compress(const Compressor& c, const void* weight, void* out, const Pages& pa
                                 index, turned);
 }
 
+template <typename T>
+int index_query(const void* x, const float* cosine, const float* sine, void* out, int vectors, int each, int d,
+                int half, int quantise, Step* into) {
+    if constexpr (sizeof(T) == 2) {
+        const layer_rows::IndexQueries queries = {static_cast<const T*>(x), static_cast<T*>(out), cosine, sine,
+                                                  vectors, each, half, quantise};
+        const int code = layer_rows::add(into, queries, d);
+        if (code >= 0) return code;
+    }
+    return programmatic::launch(query_kernel<T>, dim3(vectors), dim3(THREADS), d * sizeof(float),
+                                static_cast<const T*>(x), cosine, sine, static_cast<T*>(out), each, d, half, quantise);
+}
+
 }  // namespace
 
 // bf16 in the launchers: 1 for T = bf16, 0 for T = fp32. kind: of the pages, as rows::Kind. turned: through Hadamard.
@@ -187,6 +227,12 @@ extern "C" int launch_compress(const float* projected, const float* ape, const f
                           emitted,   size,    ratio, halves,   width,    half,  eps};
     const Pages pages = {data, page_bytes, kind, per_page, width, rope};
     return (bf16 ? compress<__nv_bfloat16> : compress<float>)(c, weight, out, pages, index, turned, into);
+}
+
+extern "C" int launch_index_query(const void* x, const float* cosine, const float* sine, void* out, int vectors,
+                                  int each, int d, int half, int quantise, int bf16, Step* into) {
+    return (bf16 ? index_query<__nv_bfloat16> : index_query<float>)(x, cosine, sine, out, vectors, each, d, half,
+                                                                    quantise, into);
 }
 
 // What the others have added to `step`, zeros before them.

@@ -15,7 +15,7 @@ from problems.common import build
 from problems.dsv4_forward.cache.pages import Pages
 
 TARGETS = ("sm90", "sm100")
-OPS = ("norm_rotate", "write", "write_key", "compress", "write_entry", "layer_rows")
+OPS = ("norm_rotate", "write", "write_key", "compress", "write_entry", "index_query", "layer_rows")
 SOURCE = Path(__file__).with_suffix(".cu")
 KINDS = {
     ("plain", torch.float32): 0, ("plain", torch.bfloat16): 1, ("entry", torch.uint8): 2, ("index", torch.uint8): 3
@@ -24,6 +24,7 @@ MOST_POOLED = 128  # tokens that an entry pools
 MOST_WIDTH = 8192  # values of a row: what 48 KB of shared memory hold beside the sources of an entry, rounded down
 
 
+KEY_GROUP = 32  # values that share a scale in the indexer
 STEP_BYTES = 1024  # room for what one launch of layer_rows is given
 
 
@@ -37,7 +38,7 @@ def ops(target: str) -> dict[str, Callable[..., None]]:
     made = Entries(build.cuda(SOURCE, target))
     return {
         "norm_rotate": made.norm_rotate, "write": made.write, "write_key": made.write_key, "compress": made.compress,
-        "write_entry": made.write_entry, "layer_rows": made.layer_rows,
+        "write_entry": made.write_entry, "index_query": made.index_query, "layer_rows": made.layer_rows,
     }  # fmt: skip
 
 
@@ -53,6 +54,7 @@ class Entries:
         self._compress = built.function(
             "launch_compress", *[p] * 7, *[i] * 7, f, p, p, p, c_longlong, i, i, i, p, i, i, p
         )  # fmt: skip
+        self._index_query = built.function("launch_index_query", *[p] * 4, *[i] * 6, p)
         self._layer_rows = built.function("launch_layer_rows", p)
 
     def norm_rotate(
@@ -103,13 +105,31 @@ class Entries:
         given = projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype
         self._pool(*given, pages.width, None, pages, index, hadamard, into)
 
-    def layer_rows(self, queries: tuple, key: tuple, entries: Sequence[tuple]) -> None:
+    def index_query(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, quantise: bool, out: torch.Tensor,
+        into: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Compute chains.index_query; out of the shape and dtype of x. into: of layer_rows."""
+        (tokens, heads, width), bf16 = x.shape, _bf16(x, out)
+        half = _half(cos, sin, tokens, _width(width))
+        if out.shape != x.shape:
+            raise ValueError(f"out must be {tuple(x.shape)}, got {tuple(out.shape)}")
+        if quantise and (width & width - 1 or width < KEY_GROUP):
+            raise ValueError(f"x must have a power of two from {KEY_GROUP} on as its width, got {width}")
+        if x.numel():
+            pointers = (tensor.data_ptr() for tensor in (x, cos, sin, out))
+            code = self._index_query(*pointers, tokens * heads, heads, width, half, quantise, bf16, into)
+            build.check(code, "index_query")
+
+    def layer_rows(self, queries: tuple, key: tuple, compressed: Sequence[tuple], index: tuple | None = None) -> None:
         """Compute chains.layer_rows, in one launch; what layer_rows.cuh does not take, in one each before it."""
         into = create_string_buffer(STEP_BYTES)
         self.norm_rotate(*queries, into=into)
         self.write_key(*key, into=into)
-        for entry in entries:
-            self.write_entry(*entry, into=into)
+        for one in compressed:
+            self.write_entry(*one, into=into)
+        if index is not None:
+            self.index_query(*index, into=into)
         build.check(self._layer_rows(into), "layer_rows")
 
     def _write_rows(

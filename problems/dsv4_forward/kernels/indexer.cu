@@ -1,4 +1,4 @@
-// The lightning indexer: queries, scores of all entries, the best of them and their places. One launch each.
+// The lightning indexer: scores of all entries, the best of them and their places. One launch each.
 //
 // The formulas are those of torch_ops/indexer.py and chains.py. Scores are fp32 sums; queries and keys are multiplied on
 // the tensor cores where both are exact in bf16. Every launcher returns the CUDA error of its launch.
@@ -13,61 +13,6 @@ using rows::Pages;
 constexpr unsigned ALL = 0xffffffffu;
 
 using warp_rows::e2m1;
-
-// ---------------------------------------------------------------- queries
-
-constexpr int QUERY_WARPS = rows::THREADS / 32, QUERY_WIDTH = 128;
-
-// A warp a vector of QUERY_WIDTH values, `each` of them a token: rotated, and if so through Hadamard and FP4.
-__global__ void __launch_bounds__(rows::THREADS)
-query_warps_kernel(const __nv_bfloat16* x, const float* cosine, const float* sine, __nv_bfloat16* out, int vectors,
-                   int each, int half, int quantise) {
-    using Row = warp_rows::Row<QUERY_WIDTH>;
-    programmatic::wait();
-    programmatic::trigger();
-    const int vector = blockIdx.x * QUERY_WARPS + threadIdx.x / 32, token = vector / each;
-    if (vector >= vectors) return;
-    const long long at = static_cast<long long>(vector) * QUERY_WIDTH;
-    typename Row::Words words;
-    typename Row::Turn turn;
-    words.load(x + at);
-    turn.load(cosine + token * half, sine + token * half, half);
-    Row row;
-    row.take(words);
-    row.rotate(turn, half);
-    if (quantise) {
-        row.hadamard();
-        row.quantise_key();
-    }
-    row.store(out + at);
-}
-
-// Block v: vector v of width d, as above.
-template <typename T>
-__global__ void query_kernel(const T* x, const float* cosine, const float* sine, T* out, int each, int d, int half,
-                             int quantise) {
-    extern __shared__ float row[];
-    programmatic::wait();
-    programmatic::trigger();
-    const long long at = static_cast<long long>(blockIdx.x) * d, token = blockIdx.x / each;
-    rows::load_row(x + at, row, d);
-    for (int i = threadIdx.x; i < half; i += rows::THREADS)
-        rows::rotate_pair<T>(row, d, half, i, cosine[token * half + i], sine[token * half + i]);
-    __syncthreads();
-    if (!quantise) {
-        rows::store_row(row, out + at, d);
-        return;
-    }
-    rows::hadamard<T>(row, d);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int group = warp; group < d / rows::KEY_GROUP; group += rows::THREADS / 32) {
-        const float value = row[group * rows::KEY_GROUP + lane];
-        const uint32_t byte = rows::ue8m0(rows::warp_amax(rows::magnitude(value)), rows::E2M1_MAX, rows::KEY_FLOOR);
-        const float scale = rows::ue8m0_value(byte);
-        const uint32_t code = rows::e2m1_code(__fdiv_rn(value, scale));
-        rows::store(out + at + group * rows::KEY_GROUP + lane, e2m1(code) * scale);
-    }
-}
 
 // ---------------------------------------------------------------- scores
 
@@ -378,18 +323,6 @@ __global__ void locate_kernel(const int* ids, const int* table, int* places, lon
     places[at] = id < 0 ? -1 : mine[id / per_page] * per_page + id % per_page;
 }
 
-template <typename T>
-int query(const void* x, const float* cosine, const float* sine, void* out, int vectors, int each, int d, int half,
-          int quantise) {
-    if constexpr (sizeof(T) == 2)
-        if (d == QUERY_WIDTH && (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out)) % 16 == 0)
-            return programmatic::launch(query_warps_kernel, dim3((vectors + QUERY_WARPS - 1) / QUERY_WARPS),
-                                        dim3(rows::THREADS), 0, static_cast<const T*>(x), cosine, sine,
-                                        static_cast<T*>(out), vectors, each, half, quantise);
-    return programmatic::launch(query_kernel<T>, dim3(vectors), dim3(rows::THREADS), d * sizeof(float),
-                                static_cast<const T*>(x), cosine, sine, static_cast<T*>(out), each, d, half, quantise);
-}
-
 // The tensor cores' kernel takes them: exact in bf16, and pages whose rows begin at multiples of 16 bytes.
 bool fits(const Scores& s, int q_bf16) {
     const bool exact = s.keys.kind == rows::PLAIN_BF16 || s.keys.kind == rows::INDEX;
@@ -399,11 +332,6 @@ bool fits(const Scores& s, int q_bf16) {
 }  // namespace
 
 // *_bf16 in the launchers: 1 for bf16, 0 for fp32. kind: of the pages, as rows::Kind.
-extern "C" int launch_index_query(const void* x, const float* cosine, const float* sine, void* out, int vectors,
-                                  int each, int d, int half, int quantise, int bf16) {
-    return (bf16 ? query<__nv_bfloat16> : query<float>)(x, cosine, sine, out, vectors, each, d, half, quantise);
-}
-
 extern "C" int launch_index_scores(const void* q, const void* weights, uint8_t* data, long long page_bytes, int kind,
                                    int per_page, int width, const int* table, float* out, float scale, int sequences,
                                    int tokens, int heads, int blocks, int entries, int q_bf16, int weights_bf16) {

@@ -1,5 +1,5 @@
-// All rows of a decode step's layer that are normed and rotated, in one launch: queries, the tokens' keys, and the entries
-// that compressors make. bf16, in rows of 512 or 128 values; a warp a query or key, a block an entry.
+// All rows of a decode step's layer that are normed and rotated, in one launch: queries, the indexer's too, the tokens' keys, and
+// the entries that compressors make. bf16, in rows of 512 or 128 values; a warp a query or key, a block an entry.
 #pragma once
 
 #include "launch.cuh"
@@ -49,6 +49,14 @@ struct Keys {
     int count;
 };
 
+// x, out: (count, NARROW) bf16, `each` of them a token; cosine, sine: (tokens, half). quantise: through Hadamard and FP4.
+struct IndexQueries {
+    const __nv_bfloat16* x;
+    __nv_bfloat16* out;
+    const float *cosine, *sine;
+    int count, each, half, quantise;
+};
+
 // What a compressor completes, to rows index[i] of the pages. turned: through Hadamard. end: the blocks up to its last one.
 struct Entries {
     Compressor of;
@@ -66,6 +74,7 @@ struct Step {
     float eps;
     Entries entries[MOST_ENTRIES];
     int compressors;
+    IndexQueries index;
 };
 
 // The row of token `last` - back, whose entry ends at token `at` of the call. No kv: it is before token 0.
@@ -235,13 +244,11 @@ __device__ inline void norm_rotate(const Step& s, int number) {
     using Row = warp_rows::Row<WIDTH>;
     const bool key = number < s.keys.count;
     const int vector = key ? number : number - s.keys.count, token = key ? vector : vector / s.queries.each;
-    const bool there = key || vector < s.queries.count;
     const __nv_bfloat16 *weight = key ? s.keys.weight : s.queries.weight, *x = key ? s.keys.x : s.queries.x;
     typename Row::Words weights, words;
     if (weight) weights.load(weight);  // no kernel writes them
     programmatic::wait();
     programmatic::trigger();
-    if (!there) return;
     words.load(x + static_cast<long long>(vector) * WIDTH);
     typename Row::Turn turn;
     turn.load(s.cosine + token * s.half, s.sine + token * s.half, s.half);
@@ -254,6 +261,28 @@ __device__ inline void norm_rotate(const Step& s, int number) {
         row.write(s.keys.pages, to);
     else
         row.store(s.queries.out + static_cast<long long>(vector) * WIDTH);
+}
+
+// The warp's query of the indexer.
+__device__ inline void index_query(const IndexQueries& q, int vector) {
+    using Row = warp_rows::Row<NARROW>;
+    programmatic::wait();
+    programmatic::trigger();
+    if (vector >= q.count) return;
+    const int token = vector / q.each;
+    const long long at = static_cast<long long>(vector) * NARROW;
+    typename Row::Words words;
+    typename Row::Turn turn;
+    words.load(q.x + at);
+    turn.load(q.cosine + token * q.half, q.sine + token * q.half, q.half);
+    Row row;
+    row.take(words);
+    row.rotate(turn, q.half);
+    if (q.quantise) {
+        row.hadamard();
+        row.quantise_key();
+    }
+    row.store(q.out + at);
 }
 
 // POOLS: there are compressors; their shared memory and registers are not for the others.
@@ -270,7 +299,11 @@ __global__ void __launch_bounds__(THREADS, POOLS ? 2 : 4) layer_rows_kernel(cons
             before = s.entries[i].end;
         }
     }
-    norm_rotate(s, (blockIdx.x - before) * WARPS + threadIdx.x / 32);
+    const int number = (blockIdx.x - before) * WARPS + threadIdx.x / 32, others = s.keys.count + s.queries.count;
+    if (number < others)
+        norm_rotate(s, number);
+    else
+        index_query(s.index, number - others);
 }
 
 inline bool at_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
@@ -308,7 +341,7 @@ inline bool same_angles(Step& s, const float* cosine, const float* sine, int hal
 inline int launch(Step& s) {
     int blocks = 0;
     for (int i = 0; i < s.compressors; i++) s.entries[i].end = blocks += s.entries[i].of.emitted + s.entries[i].of.tokens;
-    blocks += (s.keys.count + s.queries.count + WARPS - 1) / WARPS;
+    blocks += (s.keys.count + s.queries.count + s.index.count + WARPS - 1) / WARPS;
     if (!blocks) return 0;
     return programmatic::launch(s.compressors ? layer_rows_kernel<true> : layer_rows_kernel<false>, dim3(blocks),
                                 dim3(THREADS), 0, s);
@@ -333,6 +366,13 @@ inline int add(Step* into, const Entries& entries) {
     Step one = {}, &s = into ? *into : one;
     if (!fits(entries) || s.compressors == MOST_ENTRIES) return -1;
     s.entries[s.compressors++] = entries;
+    return into ? 0 : launch(s);
+}
+
+inline int add(Step* into, const IndexQueries& queries, int d) {
+    Step one = {}, &s = into ? *into : one;
+    if (d != NARROW || !at_16_bytes(queries.x) || !at_16_bytes(queries.out) || s.index.count) return -1;
+    s.index = queries;
     return into ? 0 : launch(s);
 }
 

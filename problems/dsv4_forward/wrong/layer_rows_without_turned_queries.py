@@ -1,4 +1,4 @@
-"""Wrong: queries are not rotated; keys and entries are right."""
+"""Wrong: queries are not rotated; keys and compressed are right."""
 
 from problems.dsv4_forward import judged_call
 from problems.dsv4_forward.ops import REFERENCE
@@ -6,8 +6,8 @@ from problems.dsv4_forward.ops import REFERENCE
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def layer_rows(queries, key, entries):
-    REFERENCE.layer_rows(queries, key, entries)
+def layer_rows(queries, key, compressed, index=None):
+    REFERENCE.layer_rows(queries, key, compressed, index)
     x, weight, eps, _, _, out = queries
     REFERENCE.rms_norm(x, weight, eps, out)
 

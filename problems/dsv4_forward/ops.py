@@ -309,12 +309,14 @@ def _item(item: str, model: _Model) -> list[Choice]:
 
 def _chained(choices: Mapping[str, Choice]) -> list[Choice]:
     """The ops that span others, hold the reference, and have a part that does not: they are chains of their parts."""
-    return [
-        Choice(spec.name, f"the chain of {', '.join(spec.parts)}", "its parts", chain=spec.chain)
-        for spec in SPECS
-        if spec.chain and choices[spec.name].name == "reference"
-        and any(choices[part].name != "reference" for part in spec.parts)
-    ]  # fmt: skip
+    found: dict[str, Choice] = {}
+    for spec in SPECS:
+        known = {**choices, **found}
+        filled = any(known[part].name != "reference" for part in spec.parts)
+        if spec.chain and known[spec.name].name == "reference" and filled:
+            why = f"the chain of {', '.join(spec.parts)}"
+            found[spec.name] = Choice(spec.name, why, "its parts", chain=spec.chain)
+    return list(found.values())
 
 
 def _providers(op: str) -> tuple[Provider, ...]:

@@ -34,32 +34,29 @@ __global__ void rms_norm_kernel(const T* x, const T* weight, T* out, int d, floa
     }
 }
 
-constexpr int MOST_THREADS = 512;  // of a row: 8 or 16 values a thread, so rows of up to 8192
+constexpr int EIGHTS = 4;  // of a row, in the registers of a thread: rows of up to 8192 values
 
-// The same for rows of whole 16 bytes, EIGHTS of them a thread: each is read once, weights before the kernel ahead ends.
-template <int EIGHTS>
-__global__ void __launch_bounds__(MOST_THREADS)
-rms_norm_eights_kernel(const uint4* x, const uint4* weight, uint4* out, int d, float eps) {
-    __shared__ float smem_parts[MOST_THREADS / 32];
-    const int eights = d / 8, warps = blockDim.x / 32;
+// The same for rows of whole 16 bytes: each is read once, weights while the sum is made.
+__global__ void rms_norm_eights_kernel(const uint4* x, const uint4* weight, uint4* out, int d, float eps) {
+    const int eights = d / 8;
     const long long row = static_cast<long long>(blockIdx.x) * eights;
     uint4 values[EIGHTS], weights[EIGHTS];
     float square = 0.0f;
 #pragma unroll
     for (int k = 0; k < EIGHTS; k++) {
-        const int i = threadIdx.x + k * blockDim.x;
-        weights[k] = values[k] = make_uint4(0, 0, 0, 0);
+        const int i = threadIdx.x + k * THREADS;
         if (weight && i < eights) weights[k] = weight[i];  // no kernel writes it
     }
     programmatic::wait();
     programmatic::trigger();
 #pragma unroll
     for (int k = 0; k < EIGHTS; k++) {
-        const int i = threadIdx.x + k * blockDim.x;
+        const int i = threadIdx.x + k * THREADS;
         if (i < eights) values[k] = x[row + i];
     }
 #pragma unroll
     for (int k = 0; k < EIGHTS; k++) {
+        if (threadIdx.x + k * THREADS >= eights) continue;
         const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(values + k);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -67,15 +64,10 @@ rms_norm_eights_kernel(const uint4* x, const uint4* weight, uint4* out, int d, f
             square += two.x * two.x + two.y * two.y;
         }
     }
-    for (int step = 16; step; step /= 2) square += __shfl_xor_sync(ALL, square, step);
-    if (threadIdx.x % 32 == 0) smem_parts[threadIdx.x / 32] = square;
-    __syncthreads();
-    float total = 0.0f;
-    for (int w = 0; w < warps; w++) total += smem_parts[w];
-    const float inverse = rsqrtf(total / d + eps);
+    const float inverse = rsqrtf(block_sum(square) / d + eps);
 #pragma unroll
     for (int k = 0; k < EIGHTS; k++) {
-        const int i = threadIdx.x + k * blockDim.x;
+        const int i = threadIdx.x + k * THREADS;
         if (i >= eights) continue;
         __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(values + k);
         const __nv_bfloat162* factors = reinterpret_cast<const __nv_bfloat162*>(weights + k);
@@ -131,13 +123,9 @@ template <typename T>
 int rms_norm(const void* x, const void* weight, void* out, int rows, int d, float eps) {
     const auto places = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(weight) |
                         reinterpret_cast<uintptr_t>(out);
-    if (sizeof(T) == 2 && d % 8 == 0 && d <= 16 * MOST_THREADS && places % 16 == 0) {
-        const bool two = d > 8 * MOST_THREADS;
-        const int each = two ? 2 : 1, threads = (d / 8 + each * 32 - 1) / (each * 32) * 32;
-        return programmatic::launch(two ? rms_norm_eights_kernel<2> : rms_norm_eights_kernel<1>, dim3(rows),
-                                    dim3(threads), 0, static_cast<const uint4*>(x), static_cast<const uint4*>(weight),
-                                    static_cast<uint4*>(out), d, eps);
-    }
+    if (sizeof(T) == 2 && d % 8 == 0 && d <= 8 * EIGHTS * THREADS && places % 16 == 0)
+        return programmatic::launch(rms_norm_eights_kernel, dim3(rows), dim3(THREADS), 0, static_cast<const uint4*>(x),
+                                    static_cast<const uint4*>(weight), static_cast<uint4*>(out), d, eps);
     return programmatic::launch(rms_norm_kernel<T>, dim3(rows), dim3(THREADS), 0, static_cast<const T*>(x),
                                 static_cast<const T*>(weight), static_cast<T*>(out), d, eps);
 }

@@ -14,10 +14,7 @@ constexpr int WARPS = THREADS / 32;
 constexpr int WIDTH = 512, NARROW = 128;  // of a head, a key and an entry; of an entry of the indexer
 constexpr int MOST_POOLED = 128;          // tokens that an entry pools
 constexpr int MOST_ENTRIES = 2;           // compressors of a layer
-#ifndef TOGETHER_TOKENS
-#define TOGETHER_TOKENS 4
-#endif
-constexpr int TOGETHER = TOGETHER_TOKENS;  // tokens whose rows a thread has under way
+constexpr int TOGETHER = 4;               // tokens whose rows a thread has under way
 constexpr float INFINITE = __builtin_huge_valf();
 
 // A compressor. projected: (tokens, 2, wide), kv then gate, wide = halves * width; tail: (sequences, size, 2, wide).
@@ -102,7 +99,7 @@ struct Pooled {
 };
 
 __device__ __forceinline__ float exp_of(float gate, float largest) {
-    return expf(gate - (largest == -INFINITE ? 0.0f : largest));  // of no token: 0
+    return __expf(gate - (largest == -INFINITE ? 0.0f : largest));  // of no token: 0
 }
 
 // Channels `channel` to channel + 3 of tokens [from, until) of an entry: the softmax over gates, times kv. The window

@@ -7,18 +7,10 @@
 namespace {
 
 constexpr int MOST_MATRICES = 4;
-#ifndef MATMUL_WARPS
-#define MATMUL_WARPS 8
-#define MATMUL_LINES 4
-#define MATMUL_RESIDENT 3
-#endif
-constexpr int WARPS = MATMUL_WARPS, THREADS = 32 * WARPS;
-constexpr int LINES = MATMUL_LINES;     // of few::Product
-#ifndef MATMUL_FEWEST
-#define MATMUL_FEWEST 128
-#endif
-constexpr int FEWEST_BLOCKS = MATMUL_FEWEST;  // about one a multiprocessor
-constexpr int RESIDENT = MATMUL_RESIDENT;  // blocks that a multiprocessor has room for: all weights of a layer are then under way at once
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int LINES = 8;            // of few::Product: with up to 8 tokens a block has 4096 columns of 8 rows under way
+constexpr int RESIDENT = 2;         // blocks that a multiprocessor has room for
+constexpr int FEWEST_BLOCKS = 128;  // about one a multiprocessor
 
 // matrix: (rows, columns); out: (tokens, rows), bf16 or fp32; end: the blocks up to its last one.
 struct Matrix {
@@ -34,7 +26,7 @@ struct Matrices {
 };
 
 template <int TILES, int OCTETS>
-__global__ void __launch_bounds__(THREADS, OCTETS == 4 && TILES > 1 ? (RESIDENT + 1) / 2 : RESIDENT) matmuls_kernel(const Matrices of) {
+__global__ void __launch_bounds__(THREADS, RESIDENT) matmuls_kernel(const Matrices of) {
     using Product = few::Product<WARPS, TILES, OCTETS, LINES>;
     __shared__ float smem_sums[Product::SUMS];
     Matrix mine = of.each[0];

@@ -83,6 +83,11 @@ class Pending:
     post: torch.Tensor
     comb: torch.Tensor
 
+    def rows(self, index: torch.Tensor) -> "Pending":
+        """What is pending for some tokens, int64 (M,)."""
+        second = None if self.second is None else self.second[index]
+        return Pending(self.y[index], second, self.copies[index], self.post[index], self.comb[index])
+
 
 def block(
     residual: torch.Tensor | Pending, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context
@@ -263,10 +268,23 @@ def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, tor
     return routed, shared
 
 
-def head(copies: torch.Tensor, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context) -> torch.Tensor:
-    """Mix the copies behind the last layer, norm them, multiply by the head. (M, n, d) -> logits fp32 (M, vocab)."""
-    mixed = ctx.empty(len(copies), ctx.config.hidden_size)
-    ctx.ops.mhc_head(copies, site.fn, site.base, site.scale, ctx.config, mixed)
-    out = ctx.empty(len(copies), ctx.config.vocab_size, dtype=torch.float32)
-    ctx.ops.matmul(ctx.norm(mixed, norm), weight, out)
-    return out
+def whole_site(head: Site, config: Config) -> Site:
+    """Return the head's mix as one of a sublayer, whose other rows and scales are zero: what they give is not read."""
+    rows, scales = config.hc_rows - len(head.fn), 3 - len(head.scale)
+    wide = ((0, 0, 0, rows), (0, rows), (0, scales))
+    parts = zip((head.fn, head.base, head.scale), wide, strict=True)
+    return Site(*(torch.nn.functional.pad(tensor, by) for tensor, by in parts))
+
+
+def head(
+    residual: torch.Tensor | Pending, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mix the copies behind the last layer, norm them, multiply by the head.
+
+    residual: the copies (M, n, d), or what is still to be written to them; site: as whole_site returned it. -> logits
+    fp32 (M, vocab); the copies.
+    """
+    u, copies, *_ = _site(residual, site, norm, ctx)
+    out = ctx.empty(len(u), ctx.config.vocab_size, dtype=torch.float32)
+    ctx.ops.matmul(u, weight, out)
+    return out, copies

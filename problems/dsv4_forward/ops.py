@@ -54,7 +54,6 @@ class Ops:
     mhc_post: Op
     mhc_post_sum: Op
     mhc_site: Op
-    mhc_head: Op
     matmul: Op
     matmuls: Op
     linear: Op
@@ -195,7 +194,6 @@ SPECS = (
     OpSpec("mhc_post", mhc.post),
     _spanning(chains.mhc_post_sum, "mhc_post"),
     _spanning(chains.mhc_site, "mhc_post", "mhc_post_sum", "mhc_pre", "rms_norm", providers=(MHC_SITE,)),
-    OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
     _spanning(chains.matmuls, "matmul"),
     OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),

@@ -69,7 +69,6 @@ CHECKS = {
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
     "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
     "mhc_site": OpCheck(("y", "copies"), ("new_copies", "out", "new_post", "new_comb"), ("new_copies", "out"), 2 * ONE),
-    "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
     "matmuls": OpCheck(("x",), ("outs",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),

@@ -46,7 +46,7 @@ from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.trace import CHECKS, WHOLE, Follower, Recorder
+from problems.dsv4_forward.trace import CHECKS, Follower, Recorder
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import Config
 from problems.dsv4_forward.weights.tree import ModelWeights
@@ -228,10 +228,9 @@ def check(case: Case, text: str, target: str, attribute: bool = False, count: Co
 def _say_kernels(recorder: Recorder) -> list[str]:
     """Print a line for each op: its worst call. -> what is past its budget, in the order of the pass."""
     print(f"  {'kernel':<16}{'calls':>7}{'error':>11}{'budget':>11}{'cosine':>10}  worst in")
-    for op in (name + of for name in CHECKS for of in ("", WHOLE)):
+    names = {name for _, name in recorder.worst}
+    for op in sorted(names, key=lambda name: (tuple(CHECKS).index(name.partition(",")[0]), name)):
         seen = [worst for (_, name), worst in recorder.worst.items() if name == op]
-        if not seen:
-            continue
         worst = max(seen, key=lambda w: float("inf") if w.error != w.error else w.error)
         calls = sum(w.calls for w in seen)
         print(f"  {op:<16}{calls:>7}{worst.error:>11.2e}{worst.budget:>11.2e}{worst.cosine:>10.6f}  {worst.layer}")

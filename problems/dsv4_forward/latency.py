@@ -18,7 +18,7 @@ from problems.dsv4_forward import ops, traffic
 from problems.dsv4_forward.adapters.common import rewrapped
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
-from problems.dsv4_forward.kernels.argmax import argmax
+from problems.dsv4_forward.kernels.argmax import Longer, argmax
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.ops import Chosen, Op, Ops
 from problems.dsv4_forward.weights import config, tree
@@ -54,8 +54,7 @@ class Step:
     def __call__(self) -> None:
         batch = self.state.step(self.sequences, self.tokens, static=True, bound=self.bound)
         self.logits = self.model.forward(batch, self.state).logits
-        argmax(self.logits, self.tokens)
-        self.state.length.index_add_(0, batch.sequence_ids, batch.advance)
+        argmax(self.logits, self.tokens, Longer(self.state.length, batch.sequence_ids, batch.advance))
 
 
 @dataclass

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from problems.dsv4_forward.adapters.common import joined, sum_dtype
-from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.weights.config import CSA, HCA, Config
@@ -22,9 +21,7 @@ from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import (
     AttentionWeights,
     BlockWeights,
-    CompressorWeights,
     FfnWeights,
-    IndexerWeights,
     Site,
 )
 
@@ -86,6 +83,11 @@ class Pending:
     post: torch.Tensor
     comb: torch.Tensor
 
+    def rows(self, index: torch.Tensor) -> "Pending":
+        """What is pending for some tokens, int64 (M,)."""
+        second = None if self.second is None else self.second[index]
+        return Pending(self.y[index], second, self.copies[index], self.post[index], self.comb[index])
+
 
 def block(
     residual: torch.Tensor | Pending, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context
@@ -130,10 +132,19 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     lowered, key = ctx.two_linears(u, w.wq_a, w.wkv)
     latent = ctx.norm(lowered, w.q_norm)
     query = ctx.empty(n_tokens, heads, width)
+    entries, gates = _entries(u, w, state, rope, ctx)
     raised = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    ops.norm_rotate(raised, None, cfg.rms_norm_eps, rope.cos, rope.sin, query)
-    ops.write_key(key, w.kv_norm, cfg.rms_norm_eps, rope.cos, rope.sin, state.window, batch.window_target)
-    index = _compressed(u, latent, w, state, rope, ctx)
+    scoring = (
+        None
+        if gates is None
+        else ctx.linear(latent, w.indexer.wq_b).view(n_tokens, cfg.index_n_heads, cfg.index_head_dim)
+    )
+    turn = cfg.rms_norm_eps, rope.cos, rope.sin
+    ops.layer_rows(
+        (raised, None, *turn, query), (key, w.kv_norm, *turn, state.window, batch.window_target), entries,
+        None if scoring is None else (scoring, rope.cos, rope.sin, ctx.quantised_index, scoring),
+    )  # fmt: skip
+    index = _visible(scoring, gates, state, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
     ops.fmha(
@@ -149,59 +160,62 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     return ctx.linear(low.view(n_tokens, -1), w.wo_b)
 
 
-def _compressed(
-    u: torch.Tensor, latent: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context
-) -> torch.Tensor | None:
-    """Write the compressed entries that the tokens complete. -> int32 (N, entries) rows of the cache to attend to.
+def _entries(
+    u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context
+) -> tuple[list[tuple], torch.Tensor | None]:
+    """Multiply by the matrices of the compressors, and by the index weights where entries are scored.
 
-    None: the layer has no compressed entries, or there are none yet.
+    -> the arguments of write_entry for each compressor, which is still to be called; fp32 (N, index heads), or None.
     """
-    ratio, batch = state.ratio, ctx.batch
-    if not ratio:
-        return None
-    compressors = [w.compressor] if w.indexer is None else [w.indexer.compressor, w.compressor]
-    matrices = [one.project for one in compressors]
-    projected = [ctx.empty(len(u), len(matrix), dtype=torch.float32) for matrix in matrices]
-    scores = ratio == CSA and batch.entries[ratio] and batch.csa_index is None  # else all visible entries are selected
-    if scores:
-        matrices.append(w.indexer.weights_proj)
-        projected.append(ctx.empty(len(u), ctx.config.index_n_heads, dtype=torch.float32))
-    ctx.ops.matmuls(u, matrices, projected)
+    if not state.ratio:
+        return [], None
+    compressors = [(w.compressor, state.tail, state.cache, False)]
     if w.indexer is not None:
-        index, keys = w.indexer.compressor, state.index_keys
-        _compress(projected[0], index, state.index_tail, keys, ctx.quantised_index, ratio, rope, ctx)
-    _compress(projected[len(compressors) - 1], w.compressor, state.tail, state.cache, False, ratio, rope, ctx)
-    if not batch.entries[ratio]:
-        return None
-    if ratio == HCA:
-        return batch.hca_index
-    return _select(latent, projected[-1], w.indexer, state, rope, ctx) if scores else batch.csa_index
+        index = w.indexer.compressor, state.index_tail, state.index_keys, ctx.quantised_index
+        compressors = [index, *compressors]
+    matrices = [one.project for one, *_ in compressors]
+    projected = [ctx.empty(len(u), len(matrix), dtype=torch.float32) for matrix in matrices]
+    gates = None
+    if _scores(state, ctx):
+        gates = ctx.empty(len(u), ctx.config.index_n_heads, dtype=torch.float32)
+        matrices.append(w.indexer.weights_proj)
+    ctx.ops.matmuls(u, matrices, projected if gates is None else [*projected, gates])
+    batch, ratio = ctx.batch, state.ratio
+    return [
+        (
+            part, one.ape, one.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
+            rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
+        )
+        for part, (one, tail, pages, hadamard) in zip(projected, compressors, strict=True)
+    ], gates  # fmt: skip
 
 
-def _compress(
-    projected: torch.Tensor, w: CompressorWeights, tail: torch.Tensor, pages: Pages, hadamard: bool, ratio: int,
-    rope: Rope, ctx: Context,
-) -> None:  # fmt: skip
-    """Write the tokens to the tail, and the entries that they complete to the pages, through Hadamard if so. projected:
-    fp32, the tokens' products with w.project.
+def _scores(state: LayerState, ctx: Context) -> bool:
+    """Whether the layer scores entries; else all visible ones are selected, or it has none."""
+    return bool(state.ratio == CSA and ctx.batch.entries[CSA] and ctx.batch.csa_index is None)
+
+
+def _visible(
+    scoring: torch.Tensor | None, gates: torch.Tensor | None, state: LayerState, ctx: Context
+) -> torch.Tensor | None:
+    """Return int32 (N, entries), rows of the cache to attend to, when the entries are written.
+
+    None: the layer has no compressed entries, or there are none yet. scoring, gates: None, or as _select takes them.
     """
-    batch = ctx.batch
-    ctx.ops.write_entry(
-        projected, w.ape, w.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
-        rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
-    )  # fmt: skip
+    if not state.ratio or not ctx.batch.entries[state.ratio]:
+        return None
+    if state.ratio == HCA:
+        return ctx.batch.hca_index
+    return ctx.batch.csa_index if gates is None else _select(scoring, gates, state, ctx)
 
 
-def _select(
-    latent: torch.Tensor, weights: torch.Tensor, w: IndexerWeights, state: LayerState, rope: Rope, ctx: Context
-) -> torch.Tensor:
-    """Run the indexer. weights (N, heads): of the heads. -> int32 (N, index_topk) rows of the cache, -1 where fewer
-    entries are visible.
+def _select(query: torch.Tensor, weights: torch.Tensor, state: LayerState, ctx: Context) -> torch.Tensor:
+    """Choose entries. query (N, heads, width): the indexer's; weights (N, heads): of the heads.
+
+    -> int32 (N, index_topk) rows of the cache, -1 where fewer entries are visible.
     """
     cfg, batch, ops = ctx.config, ctx.batch, ctx.ops
-    n_tokens, k, heads, width = len(latent), cfg.index_topk, cfg.index_n_heads, cfg.index_head_dim
-    query = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    ops.index_query(query, rope.cos, rope.sin, ctx.quantised_index, query)
+    (n_tokens, heads, width), k = query.shape, cfg.index_topk
     places = ctx.empty(n_tokens, k, dtype=torch.int32)
     for start, stop, row, rows, count in _groups(batch):
         part, shape = slice(start, stop), (rows, count)
@@ -257,10 +271,23 @@ def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, tor
     return outs[0], outs[1] if len(outs) == 2 else None
 
 
-def head(copies: torch.Tensor, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context) -> torch.Tensor:
-    """Mix the copies behind the last layer, norm them, multiply by the head. (M, n, d) -> logits fp32 (M, vocab)."""
-    mixed = ctx.empty(len(copies), ctx.config.hidden_size)
-    ctx.ops.mhc_head(copies, site.fn, site.base, site.scale, ctx.config, mixed)
-    out = ctx.empty(len(copies), ctx.config.vocab_size, dtype=torch.float32)
-    ctx.ops.matmul(ctx.norm(mixed, norm), weight, out)
-    return out
+def whole_site(head: Site, config: Config) -> Site:
+    """Return the head's mix as one of a sublayer, whose other rows and scales are zero: what they give is not read."""
+    rows, scales = config.hc_rows - len(head.fn), 3 - len(head.scale)
+    wide = ((0, 0, 0, rows), (0, rows), (0, scales))
+    parts = zip((head.fn, head.base, head.scale), wide, strict=True)
+    return Site(*(torch.nn.functional.pad(tensor, by) for tensor, by in parts))
+
+
+def head(
+    residual: torch.Tensor | Pending, site: Site, norm: torch.Tensor, weight: torch.Tensor, ctx: Context
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mix the copies behind the last layer, norm them, multiply by the head.
+
+    residual: the copies (M, n, d), or what is still to be written to them; site: as whole_site returned it. -> logits
+    fp32 (M, vocab); the copies.
+    """
+    u, copies, *_ = _site(residual, site, norm, ctx)
+    out = ctx.empty(len(u), ctx.config.vocab_size, dtype=torch.float32)
+    ctx.ops.matmul(u, weight, out)
+    return out, copies

@@ -53,6 +53,8 @@ class Model:
         kinds = {kind: ratio for ratio, kind in self._kinds.items()}
         rows = [rope.frequencies(self.config, kinds[kind], weights.embed.device) for kind in sorted(kinds)]
         self._freqs = torch.stack(rows)  # fp32 (kinds, r / 2)
+        self._head = layers.whole_site(weights.hc_head, self.config)
+        self.draft_head = layers.whole_site(weights.mtp.hc_head, self.config) if weights.mtp else None
 
     def forward(self, batch: Batch, state: State, every: bool = False) -> Output:
         """Run one pass over the batch that `state` planned: write the tokens' state, return logits.
@@ -66,10 +68,13 @@ class Model:
         residual: torch.Tensor | Pending = embedded
         for number, (w, layer) in enumerate(zip(self.weights.layers, state.layers, strict=True)):
             residual = self.block(f"layers.{number}", residual, w, layer, tables[layer.ratio], ctx)
-        copies = _copies(residual, ctx)
-        self._enter("head", copies)
-        final = copies if every or len(copies) == len(batch.sequences) else copies[batch.last]
-        return Output(self.logits(final, self.weights.hc_head, self.weights.norm, ctx), copies)
+        if self.probe:
+            residual = _copies(residual, ctx)
+            self._enter("head", residual)
+        if every or len(batch.tokens) == len(batch.sequences):
+            return Output(*self.logits(residual, self._head, self.weights.norm, ctx))
+        last = residual.rows(batch.last) if isinstance(residual, Pending) else residual[batch.last]
+        return Output(self.logits(last, self._head, self.weights.norm, ctx)[0], _copies(residual, ctx))
 
     def check(self, batch: Batch, state: State) -> None:
         """Raise ValueError unless the state is of this model, in its format, on its device, and planned the batch."""
@@ -122,9 +127,11 @@ class Model:
             self._enter(name, residual)
         return layers.block(residual, w, layer, table, ctx)
 
-    def logits(self, copies: torch.Tensor, site: Site, norm: torch.Tensor, ctx: Context) -> torch.Tensor:
-        """Run the head: copies (M, n, d) -> fp32 (M, vocab)."""
-        return layers.head(copies, site, norm, self.weights.head, ctx)
+    def logits(
+        self, residual: torch.Tensor | Pending, site: Site, norm: torch.Tensor, ctx: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the head on copies (M, n, d), or what is still to be written to them. -> fp32 (M, vocab), the copies."""
+        return layers.head(residual, site, norm, self.weights.head, ctx)
 
     def _enter(self, layer: str, copies: torch.Tensor) -> None:
         if self.probe:

@@ -54,7 +54,6 @@ class Ops:
     mhc_post: Op
     mhc_post_sum: Op
     mhc_site: Op
-    mhc_head: Op
     matmul: Op
     matmuls: Op
     linear: Op
@@ -67,6 +66,7 @@ class Ops:
     compress: Op
     write_entry: Op
     index_query: Op
+    layer_rows: Op
     index_scores: Op
     select: Op
     locate: Op
@@ -104,6 +104,9 @@ class OpSpec:
 
 
 _POST_SUM = chains.mhc_post_sum(SimpleNamespace(mhc_post=mhc.post))
+_ROWS = SimpleNamespace(rms_norm=norm.rms_norm, rotate=rope.rotate, compress=compressor.compress, write=writes.write)
+_NORM_ROTATE, _WRITE_KEY = chains.norm_rotate(_ROWS), chains.write_key(_ROWS)
+_WRITE_ENTRY, _INDEX_QUERY = chains.write_entry(_ROWS), chains.index_query(_ROWS)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,10 @@ class _Steps:
     rotate: Op = rope.rotate
     compress: Op = compressor.compress
     write: Op = writes.write
+    norm_rotate: Op = _NORM_ROTATE
+    write_key: Op = _WRITE_KEY
+    write_entry: Op = _WRITE_ENTRY
+    index_query: Op = _INDEX_QUERY
     index_scores: Op = indexer.index_scores
     select: Op = indexer.select
     locate: Op = indexer.locate
@@ -190,7 +197,6 @@ SPECS = (
     OpSpec("mhc_post", mhc.post),
     _spanning(chains.mhc_post_sum, "mhc_post"),
     _spanning(chains.mhc_site, "mhc_post", "mhc_post_sum", "mhc_pre", "rms_norm", providers=(MHC_SITE,)),
-    OpSpec("mhc_head", mhc.head),
     OpSpec("matmul", linear.matmul),
     _spanning(chains.matmuls, "matmul"),
     OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
@@ -203,6 +209,7 @@ SPECS = (
     OpSpec("compress", compressor.compress),
     _spanning(chains.write_entry, "compress", "write"),
     _spanning(chains.index_query, "rotate"),
+    _spanning(chains.layer_rows, "norm_rotate", "write_key", "write_entry", "index_query"),
     OpSpec("index_scores", indexer.index_scores),
     OpSpec("select", indexer.select),
     OpSpec("locate", indexer.locate),
@@ -304,12 +311,14 @@ def _item(item: str, model: _Model) -> list[Choice]:
 
 def _chained(choices: Mapping[str, Choice]) -> list[Choice]:
     """The ops that span others, hold the reference, and have a part that does not: they are chains of their parts."""
-    return [
-        Choice(spec.name, f"the chain of {', '.join(spec.parts)}", "its parts", chain=spec.chain)
-        for spec in SPECS
-        if spec.chain and choices[spec.name].name == "reference"
-        and any(choices[part].name != "reference" for part in spec.parts)
-    ]  # fmt: skip
+    found: dict[str, Choice] = {}
+    for spec in SPECS:
+        known = {**choices, **found}
+        filled = any(known[part].name != "reference" for part in spec.parts)
+        if spec.chain and known[spec.name].name == "reference" and filled:
+            why = f"the chain of {', '.join(spec.parts)}"
+            found[spec.name] = Choice(spec.name, why, "its parts", chain=spec.chain)
+    return list(found.values())
 
 
 def _providers(op: str) -> tuple[Provider, ...]:

@@ -71,7 +71,6 @@ CHECKS = {
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
     "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
     "mhc_site": OpCheck(("y", "copies"), ("new_copies", "out", "new_post", "new_comb"), ("new_copies", "out"), 2 * ONE),
-    "mhc_head": OpCheck(("copies",), ("out",), ("out",), ONE),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
     "matmuls": OpCheck(("x",), ("outs",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
@@ -84,6 +83,7 @@ CHECKS = {
     "compress": OpCheck((), ("out",), ("out",), 2 * ONE),  # rounds before the norm as well
     "write_entry": OpCheck((), ("pages",), (), 2 * ONE),
     "index_query": OpCheck(("x",), ("out",), ("out",), ONE),
+    "layer_rows": OpCheck((), (), (), 2 * ONE),  # its calls are compared as those of its parts
     "index_scores": OpCheck(("q",), ("out",), (), 1e-4),
     "select": OpCheck((), ("out",), (), 0.0),
     "locate": OpCheck((), ("out",), (), 0.0),
@@ -98,6 +98,8 @@ CHECKS = {
 DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
 STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
+# The parts of layer_rows, and what is behind its name in their lines.
+ROWS = {"norm_rotate": "", "write_key": ", keys", "write_entry": ", entries", "index_query": ", index"}
 NO_BLOCK = 2**20  # beyond any sequence's
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
 
@@ -187,18 +189,41 @@ class Recorder:
         return call
 
     def _compare(self, name: str, given: dict) -> None:
+        if name == "layer_rows":
+            return self._compare_rows(given)
         check = CHECKS[name]
-        budget, budget_of_all = check.budgets(given)
         layer = "embedding" if name in STARTING else self.layer
-        worst = self.worst.setdefault((layer, name), Worst(layer, name, budget))
         want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
         got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
         if ids := DECIDING.get(name):
             chosen = (_entries(each[ids], given) if name == "choose" else each[ids] for each in (want, got))
             margin = margins(*chosen, _decided_by(name, given))
+            worst = self.worst.setdefault((layer, name), Worst(layer, name, check.budget))
             worst.take(float(margin > MARGIN) if margin == margin else margin, 1.0, ids)
             same = want[ids] == got[ids]
             want, got = ({k: v.where(same, 0) for k, v in each.items() if k != ids} for each in (want, got))
+        self._take(layer, name, check.budgets(given), want, got)
+
+    def _compare_rows(self, given: dict) -> None:
+        """All calls of layer_rows at once, each with the budget that it has by itself."""
+        given = {"index": None} | given
+        compressed = [("write_entry", one) for one in given["compressed"]]
+        index = [("index_query", given["index"])] if given["index"] else []
+        every = [("norm_rotate", given["queries"]), ("write_key", given["key"]), *compressed, *index]
+        names = [name for name, _ in every]
+        calls = [inspect.signature(vars(ops.REFERENCE)[name]).bind(*one).arguments for name, one in every]
+        mine = [_copies(CHECKS[name], one, self.dtype, self.dtype) for name, one in zip(names, calls, strict=True)]
+        queries, key, *rest = (tuple(one.values()) for one in mine)
+        self.composed.layer_rows(queries, key, rest[: len(compressed)], *rest[len(compressed) :])
+        for name, one, got in zip(names, calls, mine, strict=True):
+            check = CHECKS[name]
+            want = _rerun(vars(ops.REFERENCE)[name], check, one, self.dtype, torch.float32)
+            self._take(self.layer, "layer_rows" + ROWS[name], check.budgets(one), want, _outputs(check, got))
+
+    def _take(self, layer: str, name: str, budgets: tuple[float, float | None], want: dict, got: dict) -> None:
+        """Compare the outputs of a call by name. budgets: of OpCheck.budgets."""
+        budget, budget_of_all = budgets
+        worst = self.worst.setdefault((layer, name), Worst(layer, name, budget))
         for output, value in want.items():
             worst.take(*_apart(got[output], value), output)
             if budget_of_all is not None:
@@ -329,9 +354,16 @@ def _entries(places: torch.Tensor, given: dict) -> torch.Tensor:
 
 
 def _rerun(kernel: Callable, check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dtype) -> dict:
-    """Run a kernel on copies: activations rounded to `dtype`, fresh outputs. The reference's are fp32: it rounds where
-    the format does, in between, but not at the end.
+    """Run a kernel on copies. The reference's outputs are fp32: it rounds where the format does, in between, but not at
+    the end. -> the outputs.
     """
+    mine = _copies(check, given, dtype, out_dtype)
+    kernel(**mine)
+    return _outputs(check, mine)
+
+
+def _copies(check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dtype) -> dict:
+    """The arguments of a call with activations rounded to `dtype`, and fresh outputs."""
     mine = dict(given)
     for name in check.activations:
         mine[name] = given[name].to(dtype)
@@ -347,7 +379,11 @@ def _rerun(kernel: Callable, check: OpCheck, given: dict, dtype: torch.dtype, ou
         mine["tail"] = given["tail"].clone()
         # What is quantised behind is compared as it is after equal roundings.
         mine["dtype"] = dtype if "pages" in mine else out_dtype
-    kernel(**mine)
+    return mine
+
+
+def _outputs(check: OpCheck, mine: dict) -> dict:
+    """What a call with these arguments has written, by name."""
     if "outs" in mine:
         return {f"outs[{i}]": one for i, one in enumerate(mine["outs"])}
     return {name: _written(mine) if name == "pages" else mine[name] for name in check.outputs}

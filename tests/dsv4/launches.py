@@ -36,6 +36,8 @@ SEVERAL = {
     "sm90_grouped.decode_linear": 2,
 }  # fmt: skip
 COUNTED = {"sm90_mma.launch": (1, 2)}  # launchers of several kernels: arguments whose sum says how many
+# Launchers that add to what another one launches, if their last argument is given.
+ADDING = {f"cache_rows.launch_{name}" for name in ("norm_rotate", "write", "compress", "index_query")}
 LIBRARY = ("mm", "bmm", "addmm", "baddbmm")  # products that torch leaves to cuBLAS
 CONTEXT, BOUND = 300, 310  # tokens of each sequence before the step, and as far as its lists reach
 PLACES = {SWA: "a layer of the window only", HCA: "an HCA layer", CSA: "a CSA layer that scores"}
@@ -67,7 +69,7 @@ class Seen(TorchDispatchMode):
             return 0
 
         def launch(*arguments: object) -> int:
-            if self.place:
+            if self.place and not (name in ADDING and arguments[-1] is not None):
                 several = sum(arguments[i] for i in COUNTED[name]) if name in COUNTED else SEVERAL.get(name, 1)
                 self.kernels[self.place, name] += several
             return 0

@@ -26,7 +26,13 @@ def rows(shape: tuple[int, int], device: str) -> torch.Tensor:
 
 def found(logits: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
-    argmax.argmax(logits, out)
+    length = torch.arange(len(logits) + 2, device=logits.device)
+    sequences = torch.arange(len(logits), device=logits.device).flip(0) + 1
+    argmax.argmax(logits, out, argmax.Longer(length, sequences, 10 * sequences))
+    assert length.tolist() == [0, *(11 * i for i in range(1, len(logits) + 1)), len(logits) + 1]
+    again = torch.empty_like(out)
+    argmax.argmax(logits, again)
+    assert torch.equal(again, out)
     return out
 
 
@@ -62,3 +68,10 @@ def test_on_a_gpu_it_is_what_a_cpu_finds(shape):
 def test_other_shapes_and_dtypes_are_refused(logits, out):
     with pytest.raises(ValueError, match="logits, out must be fp32"):
         argmax.argmax(logits, out)
+
+
+def test_lengths_of_other_sizes_are_refused():
+    logits, one = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    for wrong in (one[:1], one.int()):
+        with pytest.raises(ValueError, match="int64 vectors, the first two of 2"):
+            argmax.argmax(logits, one.clone(), argmax.Longer(one, wrong, one))

@@ -8,9 +8,10 @@ import torch
 from problems.common import load
 from problems.dsv4_forward import ops as table
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels import cache_rows
+from problems.dsv4_forward.kernels import cache_rows as kernel
 from problems.dsv4_forward.torch_ops import rope
-from problems.dsv4_forward.weights.config import TINY
+from problems.dsv4_forward.weights.config import CSA, TINY
+from tests.dsv4 import in_model
 
 DEVICE = "cuda"
 REFERENCE = table.REFERENCE
@@ -23,7 +24,7 @@ ROW = {"plain": 2.0**-8, "entry": 2.0**-6, "index": 0.1}
 
 @pytest.fixture(scope="module")
 def ops():
-    return cache_rows.ops(load.device_target(DEVICE))
+    return kernel.ops(load.device_target(DEVICE))
 
 
 def draw(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
@@ -64,27 +65,36 @@ def same_rows(got: Pages, want: Pages, index: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("target", cache_rows.TARGETS)
+@pytest.mark.parametrize("target", kernel.TARGETS)
 def test_it_compiles_without_spills(target):
-    kernels = [kernel for artefact in cache_rows.compile_for(target) for kernel in artefact.kernels()]
-    assert len(kernels) == 6 and not any(kernel.spill_bytes for kernel in kernels)
+    kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
+    assert len(kernels) == 10 and not any(one.spill_bytes for one in kernels)
 
 
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="all be bf16 or all fp32"):
-        cache_rows._bf16(torch.zeros(2), torch.zeros(2, dtype=BF16))
+        kernel._bf16(torch.zeros(2), torch.zeros(2, dtype=BF16))
     with pytest.raises(ValueError, match="contiguous"):
-        cache_rows._bf16(torch.zeros(2, 3).t())
+        kernel._bf16(torch.zeros(2, 3).t())
     with pytest.raises(ValueError, match="index must be int64"):
-        cache_rows._long("index", torch.zeros(2, dtype=torch.int32))
+        kernel._long("index", torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="cos must be fp32"):
-        cache_rows._half(torch.zeros(2, 4), torch.zeros(2, 4), 3, 64)
+        kernel._half(torch.zeros(2, 4), torch.zeros(2, 4), 3, 64)
     with pytest.raises(ValueError, match="at most 3 pairs"):
-        cache_rows._half(torch.zeros(2, 4), torch.zeros(2, 4), 2, 6)
+        kernel._half(torch.zeros(2, 4), torch.zeros(2, 4), 2, 6)
     with pytest.raises(ValueError, match="1 to 8192 values, got 8193"):
-        cache_rows._width(8193)
+        kernel._width(8193)
     with pytest.raises(ValueError, match="power of two"):
-        cache_rows._turned(True, 96)
+        kernel._turned(True, 96)
+    made, turn = kernel.Entries.__new__(kernel.Entries), torch.zeros(3, 8)
+    x, narrow = torch.zeros(3, 2, 64), torch.zeros(3, 2, 48)
+    for given, wanted in (
+        ((x, turn, turn, True, x.bfloat16()), "all be bf16 or all fp32"), ((x, turn[:2], turn, True, x), "cos must be"),
+        ((x, turn, turn, True, x[:, :1].contiguous()), "out must be"),
+        ((narrow, turn, turn, True, narrow), "power of two from 32 on as its width, got 48"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=wanted):
+            made.index_query(*given)
 
 
 @pytest.mark.gpu
@@ -228,3 +238,88 @@ def test_an_entry_does_not_depend_on_other_sequences(ops):
     alone = {name: given[name][2:] for name in ("projected", "position", "sequence")}
     ops["compress"](**given | alone | {"tail": given["tail"].clone(), "emit": given["emit"][:1]}, out=one)
     assert torch.equal(one, every[2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 64, 128), (3, 5, 128), (7, 2, 256), (2, 3, 32)])
+def test_index_query(ops, tokens, heads, width, dtype):
+    x, freqs = draw(tokens, heads, width, dtype=dtype), rope.frequencies(TINY, CSA, DEVICE)[: width // 2]
+    position = torch.arange(tokens, device=DEVICE) * 977 + 5
+    cos, sin = rope.angles(position, freqs)
+    for quantise in (False, True):
+        want, got = torch.empty_like(x), torch.full_like(x, float("nan"))
+        REFERENCE.index_query(x, cos, sin, quantise, want)
+        ops["index_query"](x, cos, sin, quantise, got)
+        error, size = (got.float() - want.float()).norm(dim=-1), want.float().norm(dim=-1)
+        # A sum in another order moves a value across a rounding now and then, and then a code.
+        assert bool((error <= (0.1 if quantise else 2.0**-8) * size).all())
+        assert float(error.norm()) <= (0.04 if quantise else 2.0**-8) * float(size.norm())
+        one = x[-1:].clone()  # a token by itself, in place
+        ops["index_query"](one, cos[-1:].contiguous(), sin[-1:].contiguous(), quantise, one)
+        assert torch.equal(one, got[-1:])
+
+
+@pytest.mark.gpu
+def test_queries_that_are_no_numbers(ops):
+    x = draw(2, 3, 128, dtype=BF16)
+    x[0, 1, 5], x[1, 2, 127] = float("nan"), float("inf")
+    cos, sin = torch.ones(2, 32, device=DEVICE), torch.zeros(2, 32, device=DEVICE)
+    want, got = torch.empty_like(x), torch.empty_like(x)
+    REFERENCE.index_query(x, cos, sin, True, want)
+    ops["index_query"](x, cos, sin, True, got)
+    assert torch.equal(got.isnan(), want.isnan()) and bool(got.isnan().any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("ratios", [(), (128,), (4, 4)])
+@pytest.mark.parametrize("lengths", [[127], [3, 255, 6]])
+def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
+    """One launch has the bits of a launch each."""
+    count = len(lengths)
+    x, key, weight, (cos, sin) = (
+        draw(count, 8, 512, dtype=dtype),
+        draw(count, 512, dtype=dtype),
+        draw(512),
+        turns(count),
+    )
+    index = torch.randperm(35, generator=torch.Generator().manual_seed(count))[:count].to(DEVICE)
+    found = []
+    for together in (True, False):
+        query, window = torch.full_like(x, float("nan")), made_pages("entry", torch.uint8, 512)
+        queries, written = (x, None, 1e-6, cos, sin, query), (key, weight.to(dtype), 1e-6, cos, sin, window, index)
+        scored, entries = draw(count, 4, 128, dtype=dtype), []
+        index_query = (scored, cos, sin, True, scored) if len(ratios) == 2 else None
+        outputs = [query, window.data, scored]
+        for i, ratio in enumerate(ratios):
+            width, kind = (128, "index") if i < len(ratios) - 1 else (512, "entry")
+            given = compressor(ratio, width, lengths, [1] * count, dtype)
+            given["emit"], pages = torch.arange(count, device=DEVICE), made_pages(kind, torch.uint8, width)
+            entries.append((*given.values(), pages, index, kind == "index"))
+            outputs += [given["tail"], pages.data]
+        if together:
+            ops["layer_rows"](queries, written, entries, index_query)
+        else:
+            ops["norm_rotate"](*queries)
+            ops["write_key"](*written)
+            for entry in entries:
+                ops["write_entry"](*entry)
+            if index_query:
+                ops["index_query"](*index_query)
+        found.append([one.view(torch.uint8) for one in outputs])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_in_the_model_of_a_gpu():
+    bf16, entry = {"dtype": "bfloat16"}, {"kind": "entry", "stored": "uint8"}
+    in_model.run(__name__, [
+        ("test_norm_rotate", {"shape": (3, 5, 512), **bf16}), ("test_norm_rotate", {"shape": (2, 3, 70), **bf16}),
+        ("test_write_key", {"count": 3, **entry, **bf16}),
+        ("test_write_entry", {"ratio": 4, "width": 512, "lengths": [5, 11, 1], "counts": [3, 5, 1], **entry}),
+        ("test_write_entry", {"ratio": 128, "width": 512, "lengths": [100, 0], "counts": [30, 130], **entry}),
+        ("test_index_query", {"tokens": 3, "heads": 5, "width": 128, **bf16}), ("test_queries_that_are_no_numbers", {}),
+        ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [3, 255, 6], "ratios": (4, 4), **bf16}),
+        ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [127], "ratios": (128,), "dtype": "float32"}),
+    ])  # fmt: skip

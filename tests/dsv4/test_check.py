@@ -46,7 +46,7 @@ def test_every_wrong_kernel_is_named_with_its_layer(case, capsys):
         case.run(recorder.ops(), torch.float32, recorder, None)
     faults = check._say_kernels(recorder)
     for op in CHECKS:
-        first = "head" if op == "mhc_head" else next(layer for (layer, name) in recorder.worst if name == op)
+        first = next(layer for (layer, name) in recorder.worst if name == op)
         named = [fault for fault in faults if f" {op}: " in fault]
         assert named, f"{op} passes"
         assert named[0].startswith(f"{first} {op}: "), named[0]

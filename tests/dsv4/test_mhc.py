@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from problems.dsv4_forward import layers
 from problems.dsv4_forward.torch_ops import mhc
 from problems.dsv4_forward.weights import config
+from problems.dsv4_forward.weights.tree import Site
 
 CFG = dataclasses.replace(config.TINY, hidden_size=40)  # d is no multiple of n squared, n d none of a vector's width
 N, D = 4, CFG.hidden_size
@@ -177,8 +179,8 @@ def test_one_entry_of_the_combination_moves_one_lane():
 
 def test_head_is_the_formula():
     fn, base, scale = weights(rows=N, scales=1)
-    x, out = copies(), torch.full((5, D), math.nan)
-    mhc.head(x, fn, base, scale, CFG, out)
+    x, whole = copies(), layers.whole_site(Site(fn, base, scale), CFG)
+    out, *_ = ours(x, whole.fn, whole.base, whole.scale)
     rows = []
     for token in x:
         z = mixed(token, fn)
@@ -235,7 +237,6 @@ def test_nothing_reads_a_tensor_on_the_host():
         u, post, comb = (torch.empty(s) for s in ((5, D), (5, N), (5, N, N)))
         mhc.pre(x, *given, CFG, u, post, comb)
         mhc.post(u, x, post, comb, torch.empty(5, N, D))
-        mhc.head(x, given[0][:N], given[1][:N], given[2][:1], CFG, u)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def alone_and_together(made: latency.Decode, table: ops.Ops, rows: Sequence[int]
 # By op that multiplies by a matrix: the arguments that have a row for each token.
 ROWS = {
     "linear": ("x", "out"), "grouped_linear": ("x", "out"), "matmul": ("x", "out"),
-    "mhc_pre": ("copies", "out", "post", "comb"), "mhc_head": ("copies", "out"),
+    "mhc_pre": ("copies", "out", "post", "comb"),
     "route": ("u", "tokens", "out_ids", "out_weights"), "experts": ("x", "ids", "weights", "out"),
     "shared": ("x", "out"), "fmha": ("q", "window_index", "index", "out", "lse"),
     "index_scores": ("q", "weights", "table", "out"),

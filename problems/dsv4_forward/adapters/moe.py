@@ -6,10 +6,10 @@ variant's prepare lays out anew comes on top; the report says how much.
 
 A variant may define two functions more, and MOST_WITH_SHARED, and compute all_experts then:
 
-* `prepare_with_shared(weights, shared)`: Weights of the routed experts and of the shared one, as a single expert -> (state
-  of the first, as prepare returns it; state of all). ValueError: as prepare.
-* `with_shared(data)`: as custom_kernel of a call of up to MOST_WITH_SHARED tokens, with the second state, and the shared
-  expert's output, with weight 1, in the sum that is rounded.
+* `prepare_with_shared(weights, shared)`: Weights of the routed experts, and of the shared one as a single expert ->
+  (state of the first, as prepare returns it; state of all). ValueError: as prepare.
+* `with_shared(data)`: as custom_kernel of a call of up to MOST_WITH_SHARED tokens, with the second state, and the
+  shared expert's output, with weight 1, in the sum that is rounded.
 """
 
 import dataclasses

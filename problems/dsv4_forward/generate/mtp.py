@@ -12,7 +12,6 @@ import torch
 
 from problems.dsv4_forward.cache.state import Batch, OutOfBlocks, State
 from problems.dsv4_forward.cache.token_ids import check_tensor
-from problems.dsv4_forward.layers import write_copies
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights.config import SWA
 from problems.dsv4_forward.weights.tree import MtpWeights
@@ -37,7 +36,7 @@ def draft(model: Model, batch: Batch, state: State, copies: torch.Tensor, follow
     count, n, d = copies.shape
     before = ctx.linear(ctx.norm(copies, w.hnorm).view(count * n, d), w.h_proj).view(count, n, d)
     pending = model.block("mtp.0", before + token.unsqueeze(1), w.block, state.mtp, tables[SWA], ctx)
-    return model.logits(write_copies(pending, ctx), w.hc_head, w.norm, ctx)
+    return model.logits(pending, model.draft_head, w.norm, ctx)[0]
 
 
 def _prediction(model: Model) -> MtpWeights:

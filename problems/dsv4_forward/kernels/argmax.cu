@@ -1,4 +1,5 @@
-// The place of the largest logit of each row, in one launch: a cluster of blocks a row.
+// The place of the largest logit of each row, in one launch: a cluster of blocks a row. And what a step does beside: the
+// rows' sequences become longer.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
@@ -24,8 +25,14 @@ __device__ uint64_t warp_max(uint64_t best) {
     return best;
 }
 
+// length[sequences[r]] += advance[r] for row r; length null: nothing.
+struct Longer {
+    long long* length;
+    const long long *sequences, *advance;
+};
+
 __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(THREADS) argmax_kernel(const float* logits, long long* out,
-                                                                                 int width) {
+                                                                                 int width, const Longer longer) {
     __shared__ uint64_t of_warps[WARPS], of_blocks[BLOCKS];
     const auto cluster = cooperative_groups::this_cluster();
     const int part = cluster.block_rank(), row = blockIdx.x / BLOCKS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -59,13 +66,16 @@ __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(THREADS) argmax_kerne
     if (part == 0 && warp == 0) {
         best = warp_max(lane < BLOCKS ? of_blocks[lane] : 0);
         if (lane == 0) out[row] = static_cast<long long>(~static_cast<uint32_t>(best));
+        if (lane == 0 && longer.length) longer.length[longer.sequences[row]] += longer.advance[row];
     }
 }
 
 }  // namespace
 
-// logits (rows, width), rows at a multiple of 16 bytes where width is one of 4 -> out (rows).
-extern "C" int launch_argmax(const float* logits, long long* out, int rows, int width) {
-    argmax_kernel<<<rows * BLOCKS, THREADS>>>(logits, out, width);
+// logits (rows, width), rows at a multiple of 16 bytes where width is one of 4 -> out (rows). length: null, or of
+// sequences, no two of which are the same.
+extern "C" int launch_argmax(const float* logits, long long* out, int rows, int width, long long* length,
+                             const long long* sequences, const long long* advance) {
+    argmax_kernel<<<rows * BLOCKS, THREADS>>>(logits, out, width, Longer{length, sequences, advance});
     return cudaGetLastError();
 }

@@ -6,13 +6,18 @@
 // Every launcher returns the CUDA error of its launch.
 #include "launch.cuh"
 #include "rows.cuh"
+#include "layer_rows.cuh"
 
 namespace {
 
 using rows::Pages;
 using rows::THREADS;
 
-constexpr int MOST_POOLED = 128;  // tokens that an entry pools
+using layer_rows::Compressor;
+using layer_rows::find;
+using layer_rows::MOST_POOLED;
+using layer_rows::Source;
+using layer_rows::Step;
 
 // Block v: vector v of width d, `each` of them a token. weight may be null.
 template <typename T>
@@ -49,21 +54,7 @@ __global__ void write_kernel(const T* x, const T* weight, const float* cosine, c
     rows::write(row, pages, index[token]);
 }
 
-// A compressor. projected: (tokens, 2, wide), kv then gate, wide = halves * width; tail: (sequences, size, 2, wide).
-struct Compressor {
-    const float *projected, *ape, *freqs;
-    const long long *position, *sequence, *emit;
-    float* tail;
-    int tokens, emitted, size, ratio, halves, width, half;
-    float eps;
-};
-
-// Where a token's row is: in this call's projections, with ape still to be added to its gate, or in the ring.
-struct Source {
-    const float *kv, *gate, *ape;
-};
-
-__device__ void store_token(const Compressor& c, int token) {
+__device__ void store_any_token(const Compressor& c, int token) {
     const int wide = c.halves * c.width;
     const long long position = c.position[token];
     const float* from = c.projected + static_cast<long long>(token) * 2 * wide;
@@ -73,15 +64,6 @@ __device__ void store_token(const Compressor& c, int token) {
         to[i] = from[i];
         to[wide + i] = from[wide + i] + ape[i];
     }
-}
-
-// The row of token `last` - back, whose entry ends at token `at` of the call. No kv: it is before token 0.
-__device__ Source find(const Compressor& c, int at, long long last, int back) {
-    const int wide = c.halves * c.width;
-    const long long sequence = c.sequence[at], token = last - back, place = max(token, 0LL), row = at - back;
-    const bool here = row >= 0 && c.sequence[max(row, 0LL)] == sequence && c.position[max(row, 0LL)] == token;
-    const float* from = here ? c.projected + row * 2 * wide : c.tail + (sequence * c.size + place % c.size) * 2 * wide;
-    return {token < 0 ? nullptr : from, from + wide, here ? c.ape + place % c.ratio * wide : nullptr};
 }
 
 // One channel of an entry: the softmax over the tokens' gates, times their kv. The window before: the first half.
@@ -114,7 +96,7 @@ __global__ void compress_kernel(Compressor c, const T* weight, T* out, Pages pag
     programmatic::wait();
     programmatic::trigger();
     if (blockIdx.x >= c.emitted) {
-        store_token(c, blockIdx.x - c.emitted);
+        store_any_token(c, blockIdx.x - c.emitted);
         return;
     }
     const int at = static_cast<int>(c.emit[blockIdx.x]), count = c.halves * c.ratio;
@@ -138,9 +120,42 @@ __global__ void compress_kernel(Compressor c, const T* weight, T* out, Pages pag
     rows::write(row, pages, index[blockIdx.x]);
 }
 
+// Block v: vector v of width d, `each` of them a token: rotated, and if so through Hadamard and FP4.
+template <typename T>
+__global__ void query_kernel(const T* x, const float* cosine, const float* sine, T* out, int each, int d, int half,
+                             int quantise) {
+    extern __shared__ float row[];
+    programmatic::wait();
+    programmatic::trigger();
+    const long long at = static_cast<long long>(blockIdx.x) * d, token = blockIdx.x / each;
+    rows::load_row(x + at, row, d);
+    for (int i = threadIdx.x; i < half; i += THREADS)
+        rows::rotate_pair<T>(row, d, half, i, cosine[token * half + i], sine[token * half + i]);
+    __syncthreads();
+    if (!quantise) {
+        rows::store_row(row, out + at, d);
+        return;
+    }
+    rows::hadamard<T>(row, d);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int group = warp; group < d / rows::KEY_GROUP; group += THREADS / 32) {
+        const float value = row[group * rows::KEY_GROUP + lane];
+        const uint32_t byte = rows::ue8m0(rows::warp_amax(rows::magnitude(value)), rows::E2M1_MAX, rows::KEY_FLOOR);
+        const float scale = rows::ue8m0_value(byte);
+        const uint32_t code = rows::e2m1_code(__fdiv_rn(value, scale));
+        rows::store(out + at + group * rows::KEY_GROUP + lane, warp_rows::e2m1(code) * scale);
+    }
+}
+
 template <typename T>
 int norm_rotate(const void* x, const void* weight, const float* cosine, const float* sine, void* out, int vectors,
-                int each, int d, int half, float eps) {
+                int each, int d, int half, float eps, Step* into) {
+    if constexpr (sizeof(T) == 2) {
+        const layer_rows::Queries queries = {static_cast<const T*>(x), static_cast<const T*>(weight),
+                                             static_cast<T*>(out), vectors, each};
+        const int code = layer_rows::add(into, queries, d, cosine, sine, half, eps);
+        if (code >= 0) return code;
+    }
     return programmatic::launch(norm_rotate_kernel<T>, dim3(vectors), dim3(THREADS), d * sizeof(float),
                                 static_cast<const T*>(x), static_cast<const T*>(weight), cosine, sine,
                                 static_cast<T*>(out), each, d, half, eps);
@@ -148,7 +163,12 @@ int norm_rotate(const void* x, const void* weight, const float* cosine, const fl
 
 template <typename T>
 int write(const void* x, const void* weight, const float* cosine, const float* sine, const Pages& pages,
-          const long long* index, int count, int half, int turned, float eps) {
+          const long long* index, int count, int half, int turned, float eps, Step* into) {
+    if constexpr (sizeof(T) == 2) {
+        const layer_rows::Keys keys = {static_cast<const T*>(x), static_cast<const T*>(weight), pages, index, count};
+        const int code = cosine && !turned ? layer_rows::add(into, keys, cosine, sine, half, eps) : -1;
+        if (code >= 0) return code;
+    }
     return programmatic::launch(write_kernel<T>, dim3(count), dim3(THREADS), pages.width * sizeof(float),
                                 static_cast<const T*>(x), static_cast<const T*>(weight), cosine, sine, pages, index,
                                 half, turned, eps);
@@ -156,36 +176,64 @@ int write(const void* x, const void* weight, const float* cosine, const float* s
 
 template <typename T>
 int compress(const Compressor& c, const void* weight, void* out, const Pages& pages, const long long* index,
-             int turned) {
+             int turned, Step* into) {
+    if constexpr (sizeof(T) == 2) {
+        const int code = out ? -1 : layer_rows::add(into, {c, static_cast<const T*>(weight), pages, index, turned});
+        if (code >= 0) return code;
+    }
     return programmatic::launch(compress_kernel<T>, dim3(c.emitted + c.tokens), dim3(THREADS),
                                 c.width * sizeof(float), c, static_cast<const T*>(weight), static_cast<T*>(out), pages,
                                 index, turned);
 }
 
+template <typename T>
+int index_query(const void* x, const float* cosine, const float* sine, void* out, int vectors, int each, int d,
+                int half, int quantise, Step* into) {
+    if constexpr (sizeof(T) == 2) {
+        const layer_rows::IndexQueries queries = {static_cast<const T*>(x), static_cast<T*>(out), cosine, sine,
+                                                  vectors, each, half, quantise};
+        const int code = layer_rows::add(into, queries, d);
+        if (code >= 0) return code;
+    }
+    return programmatic::launch(query_kernel<T>, dim3(vectors), dim3(THREADS), d * sizeof(float),
+                                static_cast<const T*>(x), cosine, sine, static_cast<T*>(out), each, d, half, quantise);
+}
+
 }  // namespace
 
 // bf16 in the launchers: 1 for T = bf16, 0 for T = fp32. kind: of the pages, as rows::Kind. turned: through Hadamard.
+// into: null, or where rows are added that launch_layer_rows is to launch; those that it does not take are launched.
 extern "C" int launch_norm_rotate(const void* x, const void* weight, const float* cosine, const float* sine, void* out,
-                                  int vectors, int each, int d, int half, float eps, int bf16) {
+                                  int vectors, int each, int d, int half, float eps, int bf16,
+                                  Step* into) {
     return (bf16 ? norm_rotate<__nv_bfloat16> : norm_rotate<float>)(x, weight, cosine, sine, out, vectors, each, d,
-                                                                    half, eps);
+                                                                    half, eps, into);
 }
 
 extern "C" int launch_write(const void* x, const void* weight, const float* cosine, const float* sine, uint8_t* data,
                             long long page_bytes, int kind, int per_page, int width, int rope, const long long* index,
-                            int count, int half, int turned, float eps, int bf16) {
+                            int count, int half, int turned, float eps, int bf16, Step* into) {
     const Pages pages = {data, page_bytes, kind, per_page, width, rope};
     return (bf16 ? write<__nv_bfloat16> : write<float>)(x, weight, cosine, sine, pages, index, count, half, turned,
-                                                        eps);
+                                                        eps, into);
 }
 
 extern "C" int launch_compress(const float* projected, const float* ape, const float* freqs, const long long* position,
                                const long long* sequence, const long long* emit, float* tail, int tokens, int emitted,
                                int size, int ratio, int halves, int width, int half, float eps, const void* weight,
                                void* out, uint8_t* data, long long page_bytes, int kind, int per_page, int rope,
-                               const long long* index, int turned, int bf16) {
+                               const long long* index, int turned, int bf16, Step* into) {
     const Compressor c = {projected, ape,     freqs, position, sequence, emit,  tail, tokens,
                           emitted,   size,    ratio, halves,   width,    half,  eps};
     const Pages pages = {data, page_bytes, kind, per_page, width, rope};
-    return (bf16 ? compress<__nv_bfloat16> : compress<float>)(c, weight, out, pages, index, turned);
+    return (bf16 ? compress<__nv_bfloat16> : compress<float>)(c, weight, out, pages, index, turned, into);
 }
+
+extern "C" int launch_index_query(const void* x, const float* cosine, const float* sine, void* out, int vectors,
+                                  int each, int d, int half, int quantise, int bf16, Step* into) {
+    return (bf16 ? index_query<__nv_bfloat16> : index_query<float>)(x, cosine, sine, out, vectors, each, d, half,
+                                                                    quantise, into);
+}
+
+// What the others have added to `step`, zeros before them.
+extern "C" int launch_layer_rows(Step* step) { return layer_rows::launch(*step); }

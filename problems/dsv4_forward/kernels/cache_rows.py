@@ -5,8 +5,8 @@ write. The interfaces and formulas are those of torch_ops/chains.py, writes.py a
 bf16 or all fp32; pages are of every kind.
 """
 
-from collections.abc import Callable
-from ctypes import c_float, c_int, c_longlong, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import Array, c_float, c_int, c_longlong, c_void_p, create_string_buffer
 from pathlib import Path
 
 import torch
@@ -15,13 +15,17 @@ from problems.common import build
 from problems.dsv4_forward.cache.pages import Pages
 
 TARGETS = ("sm90", "sm100")
-OPS = ("norm_rotate", "write", "write_key", "compress", "write_entry")
+OPS = ("norm_rotate", "write", "write_key", "compress", "write_entry", "index_query", "layer_rows")
 SOURCE = Path(__file__).with_suffix(".cu")
 KINDS = {
     ("plain", torch.float32): 0, ("plain", torch.bfloat16): 1, ("entry", torch.uint8): 2, ("index", torch.uint8): 3
 }  # fmt: skip
 MOST_POOLED = 128  # tokens that an entry pools
 MOST_WIDTH = 8192  # values of a row: what 48 KB of shared memory hold beside the sources of an entry, rounded down
+
+
+KEY_GROUP = 32  # values that share a scale in the indexer
+STEP_BYTES = 1024  # room for what one launch of layer_rows is given
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -34,7 +38,7 @@ def ops(target: str) -> dict[str, Callable[..., None]]:
     made = Entries(build.cuda(SOURCE, target))
     return {
         "norm_rotate": made.norm_rotate, "write": made.write, "write_key": made.write_key, "compress": made.compress,
-        "write_entry": made.write_entry,
+        "write_entry": made.write_entry, "index_query": made.index_query, "layer_rows": made.layer_rows,
     }  # fmt: skip
 
 
@@ -45,37 +49,39 @@ class Entries:
 
     def __init__(self, built: build.Artefact) -> None:
         p, i, f = c_void_p, c_int, c_float
-        self._norm_rotate = built.function("launch_norm_rotate", *[p] * 5, i, i, i, i, f, i)
-        self._write = built.function("launch_write", *[p] * 5, c_longlong, i, i, i, i, p, i, i, i, f, i)
+        self._norm_rotate = built.function("launch_norm_rotate", *[p] * 5, i, i, i, i, f, i, p)
+        self._write = built.function("launch_write", *[p] * 5, c_longlong, i, i, i, i, p, i, i, i, f, i, p)
         self._compress = built.function(
-            "launch_compress", *[p] * 7, *[i] * 7, f, p, p, p, c_longlong, i, i, i, p, i, i
+            "launch_compress", *[p] * 7, *[i] * 7, f, p, p, p, c_longlong, i, i, i, p, i, i, p
         )  # fmt: skip
+        self._index_query = built.function("launch_index_query", *[p] * 4, *[i] * 6, p)
+        self._layer_rows = built.function("launch_layer_rows", p)
 
     def norm_rotate(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor, into: Array | None = None,
     ) -> None:  # fmt: skip
-        """Compute chains.norm_rotate; weight of the dtype of x."""
+        """Compute chains.norm_rotate; weight of the dtype of x. into: of layer_rows."""
         bf16 = _bf16(x, out, *(() if weight is None else (weight,)))
         d, half = _width(x.shape[-1]), _half(cos, sin, len(x), x.shape[-1])
         vectors = x.numel() // d
         if vectors:
             code = self._norm_rotate(
                 x.data_ptr(), _pointer(weight), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), vectors,
-                vectors // len(x), d, half, eps, bf16,
+                vectors // len(x), d, half, eps, bf16, into,
             )  # fmt: skip
             build.check(code, "norm_rotate")
 
     def write(self, rows: torch.Tensor, pages: Pages, index: torch.Tensor, hadamard: bool = False) -> None:
         """Compute writes.write."""
-        self._write_rows(rows, None, 0.0, None, None, pages, index, hadamard)
+        self._write_rows(rows, None, 0.0, None, None, pages, index, hadamard, None)
 
     def write_key(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor, pages: Pages,
-        index: torch.Tensor,
+        index: torch.Tensor, into: Array | None = None,
     ) -> None:  # fmt: skip
-        """Compute chains.write_key; weight of the dtype of x."""
-        self._write_rows(x, weight, eps, cos, sin, pages, index, False)
+        """Compute chains.write_key; weight of the dtype of x. into: of layer_rows."""
+        self._write_rows(x, weight, eps, cos, sin, pages, index, False, into)
 
     def compress(
         self, projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
@@ -85,20 +91,50 @@ class Entries:
         """Compute compressor.compress; the tokens of a sequence lie one behind the other, as a batch has them."""
         _bf16(out, norm_weight)
         given = projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype
-        self._pool(*given, out.shape[1], out.data_ptr(), None, None, False)
+        self._pool(*given, out.shape[1], out.data_ptr(), None, None, False, None)
 
     def write_entry(
         self, projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
         sequence: torch.Tensor, tail: torch.Tensor, emit: torch.Tensor, ratio: int, overlap: bool, freqs: torch.Tensor,
         eps: float, dtype: torch.dtype, pages: Pages, index: torch.Tensor, hadamard: bool = False,
+        into: Array | None = None,
     ) -> None:  # fmt: skip
-        """Compute chains.write_entry, tokens as in compress. A token of `emit` that ends no window writes nothing."""
+        """Compute chains.write_entry, tokens as in compress. A token of `emit` that ends no window writes nothing.
+        into: of layer_rows.
+        """
         given = projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype
-        self._pool(*given, pages.width, None, pages, index, hadamard)
+        self._pool(*given, pages.width, None, pages, index, hadamard, into)
+
+    def index_query(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, quantise: bool, out: torch.Tensor,
+        into: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Compute chains.index_query; out of the shape and dtype of x. into: of layer_rows."""
+        (tokens, heads, width), bf16 = x.shape, _bf16(x, out)
+        half = _half(cos, sin, tokens, _width(width))
+        if out.shape != x.shape:
+            raise ValueError(f"out must be {tuple(x.shape)}, got {tuple(out.shape)}")
+        if quantise and (width & width - 1 or width < KEY_GROUP):
+            raise ValueError(f"x must have a power of two from {KEY_GROUP} on as its width, got {width}")
+        if x.numel():
+            pointers = (tensor.data_ptr() for tensor in (x, cos, sin, out))
+            code = self._index_query(*pointers, tokens * heads, heads, width, half, quantise, bf16, into)
+            build.check(code, "index_query")
+
+    def layer_rows(self, queries: tuple, key: tuple, compressed: Sequence[tuple], index: tuple | None = None) -> None:
+        """Compute chains.layer_rows, in one launch; what layer_rows.cuh does not take, in one each before it."""
+        into = create_string_buffer(STEP_BYTES)
+        self.norm_rotate(*queries, into=into)
+        self.write_key(*key, into=into)
+        for one in compressed:
+            self.write_entry(*one, into=into)
+        if index is not None:
+            self.index_query(*index, into=into)
+        build.check(self._layer_rows(into), "layer_rows")
 
     def _write_rows(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor | None,
-        sin: torch.Tensor | None, pages: Pages, index: torch.Tensor, hadamard: bool,
+        sin: torch.Tensor | None, pages: Pages, index: torch.Tensor, hadamard: bool, into: Array | None,
     ) -> None:  # fmt: skip
         bf16 = _bf16(x, *(() if weight is None else (weight,)))
         if tuple(x.shape) != (len(index), _width(pages.width)):
@@ -108,7 +144,7 @@ class Entries:
         if len(x):
             code = self._write(
                 x.data_ptr(), _pointer(weight), _pointer(cos), _pointer(sin), *_pages(pages), _long("index", index),
-                len(x), half, hadamard, eps, bf16,
+                len(x), half, hadamard, eps, bf16, into,
             )  # fmt: skip
             build.check(code, "write")
 
@@ -116,7 +152,7 @@ class Entries:
         self, projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
         sequence: torch.Tensor, tail: torch.Tensor, emit: torch.Tensor, ratio: int, overlap: bool, freqs: torch.Tensor,
         eps: float, dtype: torch.dtype, width: int, out: int | None, pages: Pages | None, index: torch.Tensor | None,
-        hadamard: bool,
+        hadamard: bool, into: Array | None,
     ) -> None:  # fmt: skip
         halves = 2 if overlap else 1
         wide, pooled = halves * width, halves * ratio
@@ -138,7 +174,7 @@ class Entries:
             projected.data_ptr(), ape.data_ptr(), freqs.data_ptr(), _long("position", position),
             _long("sequence", sequence), _long("emit", emit), tail.data_ptr(), len(projected), len(emit),
             tail.shape[1], ratio, halves, width, len(freqs), eps, norm_weight.data_ptr(), out, *where,
-            None if index is None else _long("index", index), hadamard, int(dtype == torch.bfloat16),
+            None if index is None else _long("index", index), hadamard, int(dtype == torch.bfloat16), into,
         )  # fmt: skip
         build.check(code, "compress")
 

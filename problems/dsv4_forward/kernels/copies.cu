@@ -40,14 +40,15 @@ constexpr int STEPS = 4;                         // of 16 columns, that a warp m
 constexpr int PART = WARPS * STEPS * 16;         // columns of the copies that a block sums over
 constexpr int BLOCK_M = 16;                      // tokens of a tile
 constexpr int MANY_BLOCKS = 264;                 // two a multiprocessor
+constexpr int TILES = ROWS / 8;                  // of 8 rows of the matrix
 constexpr int TERMS = 3;                         // bf16 values whose sum is an fp32 value
 
-// Sums of a token: `rows` products with the mixing matrix, then that of the squares. In memory (tokens, parts, rows + 1).
+// Sums of a token: ROWS products with the mixing matrix, then that of the squares. In memory (tokens, parts, ROWS + 1).
 struct Mix {
     const void* copies;
     const float* fn;
     float* sums;
-    int tokens, rows, width, parts;  // width: HC_MULT * d
+    int tokens, width, parts;  // width: HC_MULT * d
 };
 
 __device__ void load_pair(const float* p, float (&to)[2]) {
@@ -80,7 +81,6 @@ __device__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
 }
 
 // This warp's columns of the mixing matrix as operands of mma, in TERMS each: row lane / 4 of a tile of 8 rows.
-template <int TILES>
 __device__ void load_matrix(const Mix& mix, int column0, uint32_t (&b)[STEPS][TILES][TERMS][2]) {
     const int lane = threadIdx.x % 32;
     for (int k = 0; k < STEPS; k++)
@@ -88,7 +88,7 @@ __device__ void load_matrix(const Mix& mix, int column0, uint32_t (&b)[STEPS][TI
             for (int i = 0; i < 2; i++) {
                 const int row = 8 * n + lane / 4, column = column0 + 16 * k + 8 * i + lane % 4 * 2;
                 float pair[2] = {0.0f, 0.0f};
-                if (row < mix.rows && column < mix.width)
+                if (column < mix.width)
                     load_pair(mix.fn + static_cast<long long>(row) * mix.width + column, pair);
                 uint32_t terms[TERMS];
                 split_pair<TERMS>(pair, terms);
@@ -98,14 +98,14 @@ __device__ void load_matrix(const Mix& mix, int column0, uint32_t (&b)[STEPS][TI
 
 // Block (part, group): the sums over columns part * PART and on, of every gridDim.y-th tile of tokens. A warp has STEPS
 // times 16 of the columns; its products with a tile are c, rows lane / 4 and lane / 4 + 8 of the tokens.
-template <typename T, int TILES>
+template <typename T>
 __global__ void __launch_bounds__(THREADS, 1) mix_kernel(const Mix mix) {
     constexpr int X_TERMS = sizeof(T) == 4 ? TERMS : 1;
     __shared__ float smem_sums[WARPS][BLOCK_M][8 * TILES + 1];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int column0 = blockIdx.x * PART + warp * STEPS * 16;
     uint32_t b[STEPS][TILES][TERMS][2];
-    load_matrix<TILES>(mix, column0, b);  // weights: no kernel writes them
+    load_matrix(mix, column0, b);  // weights: no kernel writes them
     programmatic::wait();
     programmatic::trigger();
     for (int token0 = blockIdx.y * BLOCK_M; token0 < mix.tokens; token0 += gridDim.y * BLOCK_M) {
@@ -137,27 +137,26 @@ __global__ void __launch_bounds__(THREADS, 1) mix_kernel(const Mix mix) {
         if (lane % 4 == 0)
             for (int i = 0; i < 2; i++) smem_sums[warp][lane / 4 + 8 * i][8 * TILES] = squares[i];
         __syncthreads();
-        const int count = mix.rows + 1;
+        constexpr int count = ROWS + 1;
         for (int base = 0; base < BLOCK_M * count; base += THREADS) {
             const int at = base + threadIdx.x, token = token0 + at / count, row = at % count;
             if (at >= BLOCK_M * count || token >= mix.tokens) continue;
             float total = 0.0f;
             for (int w = 0; w < WARPS; w++)
-                total += smem_sums[w][at / count][row == mix.rows ? 8 * TILES : row];
+                total += smem_sums[w][at / count][row == ROWS ? 8 * TILES : row];
             mix.sums[(static_cast<long long>(token) * mix.parts + blockIdx.x) * count + row] = total;
         }
     }
 }
 
-// What collapse_kernel writes: out (tokens, d), post (tokens, n), comb (tokens, n, n). post null: the head, which has
-// only pre.
+// What collapse_kernel writes: out (tokens, d), post (tokens, n), comb (tokens, n, n).
 template <typename T>
 struct Collapse {
     const T* copies;
     const float *sums, *base, *scale;
     T* out;
     float *post, *comb;
-    int rows, parts, d, iterations;
+    int parts, d, iterations;
     float norm_eps, eps;
 };
 
@@ -187,11 +186,11 @@ __device__ float sinkhorn(float logit, int iterations, float eps) {
 // post and comb.
 template <typename T>
 __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to) {
-    __shared__ float partial[WARPS][32], z[32];  // of each sum; rows + 1 are at most 25
+    __shared__ float partial[WARPS][32], z[32];  // of each sum
     programmatic::wait();
     programmatic::trigger();
     const long long token = blockIdx.x;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = to.rows + 1;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = ROWS + 1;
     float sum = 0.0f;
     if (lane < count)
         for (int part = warp; part < to.parts; part += WARPS) sum += to.sums[(token * to.parts + part) * count + lane];
@@ -203,7 +202,7 @@ __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to)
         z[lane] = total;
     }
     __syncthreads();
-    const float inverse = rsqrtf(z[to.rows] / (HC_MULT * to.d) + to.norm_eps);
+    const float inverse = rsqrtf(z[ROWS] / (HC_MULT * to.d) + to.norm_eps);
     float pre[HC_MULT];
     for (int j = 0; j < HC_MULT; j++) pre[j] = sigmoid(z[j] * inverse * to.scale[0] + to.base[j]) + to.eps;
     for (int base = blockIdx.y * THREADS; base < to.d; base += gridDim.y * THREADS) {
@@ -214,7 +213,7 @@ __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to)
         for (int j = 0; j < HC_MULT; j++) mixed += pre[j] * load(x + static_cast<long long>(j) * to.d);
         store(to.out + token * to.d + i, mixed);
     }
-    if (to.post == nullptr || blockIdx.y != 0 || warp != 0) return;
+    if (blockIdx.y != 0 || warp != 0) return;
     const int cell = lane % (HC_MULT * HC_MULT), row = 2 * HC_MULT + cell;  // the warp's upper half repeats the lower
     const float m = sinkhorn(z[row] * inverse * to.scale[2] + to.base[row], to.iterations, to.eps);
     if (lane < HC_MULT * HC_MULT) to.comb[token * HC_MULT * HC_MULT + cell] = m;
@@ -226,13 +225,12 @@ __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to)
 template <typename T>
 int read_copies(const void* copies, const float* fn, const float* base, const float* scale, float* sums, void* out,
                 float* post, float* comb, int tokens, int d, float norm_eps, float eps, int iterations) {
-    const int rows = post ? ROWS : HC_MULT, width = HC_MULT * d, parts = (width + PART - 1) / PART;
-    const Mix mix = {copies, fn, sums, tokens, rows, width, parts};
+    const int width = HC_MULT * d, parts = (width + PART - 1) / PART;
+    const Mix mix = {copies, fn, sums, tokens, width, parts};
     const int tiles = (tokens + BLOCK_M - 1) / BLOCK_M, groups = max(1, min(tiles, MANY_BLOCKS / parts));
-    const int failed = programmatic::launch(post ? mix_kernel<T, ROWS / 8> : mix_kernel<T, 1>, dim3(parts, groups),
-                                            dim3(THREADS), 0, mix);
+    const int failed = programmatic::launch(mix_kernel<T>, dim3(parts, groups), dim3(THREADS), 0, mix);
     if (failed) return failed;
-    const Collapse<T> to = {static_cast<const T*>(copies), sums, base, scale, static_cast<T*>(out), post, comb, rows,
+    const Collapse<T> to = {static_cast<const T*>(copies), sums, base, scale, static_cast<T*>(out), post, comb,
                             parts, d, iterations, norm_eps, eps};
     const int columns = (d + THREADS - 1) / THREADS, each = max(1, MANY_BLOCKS / tokens);
     return programmatic::launch(collapse_kernel<T>, dim3(tokens, min(columns, each)), dim3(THREADS), 0, to);
@@ -280,8 +278,7 @@ int spread_sum(const Addend& first, const Addend& second, const void* copies, co
 
 }  // namespace
 
-// bf16, *_bf16: 1 for bf16, 0 for fp32. sums: fp32 (tokens, parts, rows + 1), parts = ceil(4 d / PART). post null: the
-// head.
+// bf16, *_bf16: 1 for bf16, 0 for fp32. sums: fp32 (tokens, parts, ROWS + 1), parts = ceil(4 d / PART).
 extern "C" int launch_mix_copies(const void* copies, const float* fn, const float* base, const float* scale,
                                  float* sums, void* out, float* post, float* comb, int tokens, int d, float norm_eps,
                                  float eps, int iterations, int bf16) {

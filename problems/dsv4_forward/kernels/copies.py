@@ -14,7 +14,7 @@ from problems.common import build
 from problems.dsv4_forward.weights.config import Config
 
 TARGETS = ("sm90", "sm100")
-OPS = ("mhc_pre", "mhc_post_sum", "mhc_head")
+OPS = ("mhc_pre", "mhc_post_sum")
 SOURCE = Path(__file__).with_suffix(".cu")
 HC_MULT = 4
 PART = 512  # columns that a block sums over, as in the source
@@ -29,7 +29,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
     made = Copies(build.cuda(SOURCE, target))
-    return {"mhc_pre": made.mhc_pre, "mhc_post_sum": made.mhc_post_sum, "mhc_head": made.mhc_head}
+    return {"mhc_pre": made.mhc_pre, "mhc_post_sum": made.mhc_post_sum}
 
 
 class Copies:
@@ -46,39 +46,22 @@ class Copies:
         out: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
     ) -> None:  # fmt: skip
         """Compute torch_ops mhc.pre; 4 copies, out of their dtype."""
-        tokens = len(copies)
-        for name, tensor, shape in (("post", post, (tokens, HC_MULT)), ("comb", comb, (tokens, HC_MULT, HC_MULT))):
-            _expect(name, tensor, torch.float32, shape)
-        self._read(copies, fn, base, scale, cfg, out, post, comb)
-
-    def mhc_head(
-        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
-        out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Compute torch_ops mhc.head; 4 copies, out of their dtype."""
-        self._read(copies, fn, base, scale, cfg, out, None, None)
-
-    def _read(
-        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
-        out: torch.Tensor, post: torch.Tensor | None, comb: torch.Tensor | None,
-    ) -> None:  # fmt: skip
         tokens, n, d = _copies(copies)
-        rows, scales = ((2 + n) * n, 3) if post is not None else (n, 1)
         for name, tensor, dtype, shape in (
+            ("post", post, torch.float32, (tokens, n)), ("comb", comb, torch.float32, (tokens, n, n)),
             ("copies", copies, copies.dtype, (tokens, n, d)), ("out", out, copies.dtype, (tokens, d)),
-            ("fn", fn, torch.float32, (rows, n * d)), ("base", base, torch.float32, (rows,)),
-            ("scale", scale, torch.float32, (scales,)),
+            ("fn", fn, torch.float32, (cfg.hc_rows, n * d)), ("base", base, torch.float32, (cfg.hc_rows,)),
+            ("scale", scale, torch.float32, (3,)),
         ):  # fmt: skip
             _expect(name, tensor, dtype, shape)
         if tokens:
             parts = -(-n * d // PART)
-            sums = torch.empty(tokens, parts, rows + 1, dtype=torch.float32, device=copies.device)
-            pointers = (tensor.data_ptr() for tensor in (copies, fn, base, scale, sums, out))
+            sums = torch.empty(tokens, parts, cfg.hc_rows + 1, dtype=torch.float32, device=copies.device)
+            pointers = (tensor.data_ptr() for tensor in (copies, fn, base, scale, sums, out, post, comb))
             code = self._mix(
-                *pointers, _pointer(post), _pointer(comb), tokens, d, cfg.rms_norm_eps, cfg.hc_eps,
-                cfg.hc_sinkhorn_iters, KINDS.index(copies.dtype),
-            )  # fmt: skip
-            build.check(code, "mhc_pre" if post is not None else "mhc_head")
+                *pointers, tokens, d, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters, KINDS.index(copies.dtype)
+            )
+            build.check(code, "mhc_pre")
 
     def mhc_post_sum(
         self, first: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
@@ -108,10 +91,6 @@ def _copies(copies: torch.Tensor) -> torch.Size:
     if copies.dtype not in KINDS:
         raise ValueError(f"copies must be fp32 or bf16, got {copies.dtype}")
     return copies.shape
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

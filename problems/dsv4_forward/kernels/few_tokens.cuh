@@ -47,19 +47,47 @@ struct Product {
         return (line * WARPS + warp) * LINE + half * LINE / 2 + lane % 4 * 8;
     }
 
-    // The matrix from a line on, DEPTH lines.
-    __device__ __forceinline__ void load(int line) {
+    // Line `line` of the matrix, into place d.
+    __device__ __forceinline__ void load(int line, int d) {
         const int row = first + threadIdx.x % 32 / 4;
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++)
+        for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    b[d][tile][half] = load_eight(matrix, row + tile * TILE, rows, column(line + d, half), columns);
+            for (int half = 0; half < 2; half++)
+                b[d][tile][half] = load_eight(matrix, row + tile * TILE, rows, column(line, half), columns);
     }
 
-    // All lines, of which the first ones were loaded.
+    // The first DEPTH lines, which multiply() goes on from.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) load(d, d);
+    }
+
+    // Line `line` of the tokens times what is in place d.
+    __device__ __forceinline__ void multiply_line(const __nv_bfloat16* x, int tokens, int line, int d) {
+        const int token = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 values[2 * PAIRS] = {};
+#pragma unroll
+            for (int octet = 0; octet < OCTETS; octet++)
+                values[octet] = load_eight(x, octet * TILE + token, tokens, column(line, half), columns);
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++) {
+                const uint4 low = values[2 * pair], high = values[2 * pair + 1];
+                const uint32_t a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+                    const uint4 w = b[d][tile][half];
+                    const uint32_t of[2][2] = {{w.x, w.y}, {w.z, w.w}};
+                    mma(c[pair][tile], a[0], of[0]);
+                    mma(c[pair][tile], a[1], of[1]);
+                }
+            }
+        }
+    }
+
+    // All lines, behind begin(). Where they are more than DEPTH, a place is loaded again when it has been multiplied.
     __device__ __forceinline__ void multiply(const __nv_bfloat16* x, int tokens) {
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++)
@@ -67,31 +95,18 @@ struct Product {
             for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) c[pair][tile][i] = 0.0f;
-        const int lines = (columns + LINE * WARPS - 1) / (LINE * WARPS), token = threadIdx.x % 32 / 4;
-        for (int line = 0; line < lines; line += DEPTH) {
-            if (line) load(line);
+        const int lines = (columns + LINE * WARPS - 1) / (LINE * WARPS);
+        if (lines <= DEPTH) {  // without a branch between loads of x
 #pragma unroll
-            for (int d = 0; d < DEPTH; d++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    uint4 values[2 * PAIRS] = {};
-#pragma unroll
-                    for (int octet = 0; octet < OCTETS; octet++)
-                        values[octet] = load_eight(x, octet * TILE + token, tokens, column(line + d, half), columns);
-#pragma unroll
-                    for (int pair = 0; pair < PAIRS; pair++) {
-                        const uint4 low = values[2 * pair], high = values[2 * pair + 1];
-                        const uint32_t a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
-#pragma unroll
-                        for (int tile = 0; tile < TILES; tile++) {
-                            const uint4 w = b[d][tile][half];
-                            const uint32_t of[2][2] = {{w.x, w.y}, {w.z, w.w}};
-                            mma(c[pair][tile], a[0], of[0]);
-                            mma(c[pair][tile], a[1], of[1]);
-                        }
-                    }
-                }
+            for (int d = 0; d < DEPTH; d++) multiply_line(x, tokens, d, d);
+            return;
         }
+        for (int line = 0; line < lines; line += DEPTH)
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                multiply_line(x, tokens, line + d, d);
+                if (line + DEPTH < lines) load(line + DEPTH + d, d);
+            }
     }
 
     // Into shared memory, (WARPS, TOKENS, ROWS).

@@ -1,9 +1,10 @@
-// The lightning indexer: queries, scores of all entries, the best of them and their places. One launch each.
+// The lightning indexer: scores of all entries, the best of them and their places. One launch each.
 //
 // The formulas are those of torch_ops/indexer.py and chains.py. Scores are fp32 sums; queries and keys are multiplied on
 // the tensor cores where both are exact in bf16. Every launcher returns the CUDA error of its launch.
 #include "launch.cuh"
 #include "rows.cuh"
+#include "warp_rows.cuh"
 
 namespace {
 
@@ -11,40 +12,7 @@ using rows::Pages;
 
 constexpr unsigned ALL = 0xffffffffu;
 
-// The value of the e2m1 code in the low four bits: exponent and fraction where a small float has them.
-__device__ float e2m1(uint32_t code) {
-    const float size = __uint_as_float((code & 7) << 22) * 0x1p126f;
-    return code & 8 ? -size : size;
-}
-
-// ---------------------------------------------------------------- queries
-
-// Block v: vector v of width d, `each` of them a token: rotated, and if so through Hadamard and FP4.
-template <typename T>
-__global__ void query_kernel(const T* x, const float* cosine, const float* sine, T* out, int each, int d, int half,
-                             int quantise) {
-    extern __shared__ float row[];
-    programmatic::wait();
-    programmatic::trigger();
-    const long long at = static_cast<long long>(blockIdx.x) * d, token = blockIdx.x / each;
-    rows::load_row(x + at, row, d);
-    for (int i = threadIdx.x; i < half; i += rows::THREADS)
-        rows::rotate_pair<T>(row, d, half, i, cosine[token * half + i], sine[token * half + i]);
-    __syncthreads();
-    if (!quantise) {
-        rows::store_row(row, out + at, d);
-        return;
-    }
-    rows::hadamard<T>(row, d);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int group = warp; group < d / rows::KEY_GROUP; group += rows::THREADS / 32) {
-        const float value = row[group * rows::KEY_GROUP + lane];
-        const uint32_t byte = rows::ue8m0(rows::warp_amax(rows::magnitude(value)), rows::E2M1_MAX, rows::KEY_FLOOR);
-        const float scale = rows::ue8m0_value(byte);
-        const uint32_t code = rows::e2m1_code(__fdiv_rn(value, scale));
-        rows::store(out + at + group * rows::KEY_GROUP + lane, e2m1(code) * scale);
-    }
-}
+using warp_rows::e2m1;
 
 // ---------------------------------------------------------------- scores
 
@@ -355,13 +323,6 @@ __global__ void locate_kernel(const int* ids, const int* table, int* places, lon
     places[at] = id < 0 ? -1 : mine[id / per_page] * per_page + id % per_page;
 }
 
-template <typename T>
-int query(const void* x, const float* cosine, const float* sine, void* out, int vectors, int each, int d, int half,
-          int quantise) {
-    return programmatic::launch(query_kernel<T>, dim3(vectors), dim3(rows::THREADS), d * sizeof(float),
-                                static_cast<const T*>(x), cosine, sine, static_cast<T*>(out), each, d, half, quantise);
-}
-
 // The tensor cores' kernel takes them: exact in bf16, and pages whose rows begin at multiples of 16 bytes.
 bool fits(const Scores& s, int q_bf16) {
     const bool exact = s.keys.kind == rows::PLAIN_BF16 || s.keys.kind == rows::INDEX;
@@ -371,11 +332,6 @@ bool fits(const Scores& s, int q_bf16) {
 }  // namespace
 
 // *_bf16 in the launchers: 1 for bf16, 0 for fp32. kind: of the pages, as rows::Kind.
-extern "C" int launch_index_query(const void* x, const float* cosine, const float* sine, void* out, int vectors,
-                                  int each, int d, int half, int quantise, int bf16) {
-    return (bf16 ? query<__nv_bfloat16> : query<float>)(x, cosine, sine, out, vectors, each, d, half, quantise);
-}
-
 extern "C" int launch_index_scores(const void* q, const void* weights, uint8_t* data, long long page_bytes, int kind,
                                    int per_page, int width, const int* table, float* out, float scale, int sequences,
                                    int tokens, int heads, int blocks, int entries, int q_bf16, int weights_bf16) {

@@ -1,6 +1,6 @@
-"""Compute the lightning indexer in CUDA: queries, scores, the selection, places; one launch each.
+"""Compute the lightning indexer in CUDA: scores, the selection, places; one launch each.
 
-In torch these are about 50 operations. The interfaces and formulas are those of torch_ops/indexer.py and chains.py.
+In torch these are about 40 operations. The interfaces and formulas are those of torch_ops/indexer.py and chains.py.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.kernels.cache_rows import KINDS as PAGE_KINDS
 
 TARGETS = ("sm90", "sm100")
-OPS = ("index_query", "index_scores", "select", "locate", "choose")
+OPS = ("index_scores", "select", "locate", "choose")
 SOURCE = Path(__file__).with_suffix(".cu")
 KINDS = (torch.float32, torch.bfloat16)
 MOST_CHOSEN = 2048  # entries that are sorted in shared memory
@@ -31,8 +31,7 @@ def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
     made = Indexer(build.cuda(SOURCE, target))
     return {
-        "index_query": made.index_query, "index_scores": made.index_scores, "select": made.select,
-        "locate": made.locate, "choose": made.choose,
+        "index_scores": made.index_scores, "select": made.select, "locate": made.locate, "choose": made.choose,
     }  # fmt: skip
 
 
@@ -43,29 +42,11 @@ class Indexer:
 
     def __init__(self, built: build.Artefact) -> None:
         p, i = c_void_p, c_int
-        self._query = built.function("launch_index_query", *[p] * 4, *[i] * 6)
         self._scores = built.function(
             "launch_index_scores", p, p, p, c_longlong, i, i, i, p, p, c_float, *[i] * 7
         )  # fmt: skip
         self._chosen = built.function("launch_select", *[p] * 4, *[i] * 6)
         self._places = built.function("launch_locate", p, p, p, c_longlong, i, i, i, i)
-
-    def index_query(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, quantise: bool, out: torch.Tensor
-    ) -> None:
-        """Compute chains.index_query; out of the dtype of x."""
-        (tokens, heads, width), half = x.shape, cos.shape[-1]
-        _kind("x", x)
-        _expect("x", x, x.dtype, (tokens, heads, width))
-        _expect("out", out, x.dtype, (tokens, heads, width))
-        for name, tensor in (("cos", cos), ("sin", sin)):
-            _expect(name, tensor, torch.float32, (tokens, half))
-        if 2 * half > width or (quantise and (width & width - 1 or width < 32)):
-            raise ValueError(f"x must have a power of two from 32 on, and {2 * half}, as its width, got {width}")
-        if x.numel():
-            pointers = (tensor.data_ptr() for tensor in (x, cos, sin, out))
-            code = self._query(*pointers, tokens * heads, heads, width, half, quantise, KINDS.index(x.dtype))
-            build.check(code, "index_query")
 
     def index_scores(
         self, q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor, entries: int,

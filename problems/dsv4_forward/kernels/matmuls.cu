@@ -7,9 +7,10 @@
 namespace {
 
 constexpr int MOST_MATRICES = 4;
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int LINES = 8;     // of few::Product
-constexpr int RESIDENT = 4;  // blocks that a multiprocessor has room for: all weights of a layer are then under way at once
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int LINES = 8;            // of few::Product: with up to 8 tokens a block has 4096 columns of 8 rows under way
+constexpr int RESIDENT = 2;         // blocks that a multiprocessor has room for
+constexpr int FEWEST_BLOCKS = 128;  // about one a multiprocessor
 
 // matrix: (rows, columns); out: (tokens, rows), bf16 or fp32; end: the blocks up to its last one.
 struct Matrix {
@@ -25,7 +26,7 @@ struct Matrices {
 };
 
 template <int TILES, int OCTETS>
-__global__ void __launch_bounds__(THREADS, TILES == 4 ? RESIDENT - 1 : RESIDENT) matmuls_kernel(const Matrices of) {
+__global__ void __launch_bounds__(THREADS, RESIDENT) matmuls_kernel(const Matrices of) {
     using Product = few::Product<WARPS, TILES, OCTETS, LINES>;
     __shared__ float smem_sums[Product::SUMS];
     Matrix mine = of.each[0];
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(THREADS, TILES == 4 ? RESIDENT - 1 : RESIDENT)
     for (int i = 1; i < MOST_MATRICES; i++)
         if (i < of.count && blockIdx.x >= of.each[i - 1].end) mine = of.each[i], before = of.each[i - 1].end;
     Product product = {mine.matrix, (static_cast<int>(blockIdx.x) - before) * Product::ROWS, mine.rows, of.columns};
-    product.load(0);  // weights: no kernel writes them
+    product.begin();  // weights: no kernel writes them
     programmatic::wait();
     programmatic::trigger();
     product.multiply(of.x, of.tokens);
@@ -52,13 +53,21 @@ __global__ void __launch_bounds__(THREADS, TILES == 4 ? RESIDENT - 1 : RESIDENT)
     }
 }
 
-template <int TILES, int OCTETS>
-int multiply(Matrices& of) {
+// Blocks of TILES * few::TILE rows each.
+int blocks_of(Matrices& of, int tiles) {
     int blocks = 0;
     for (int i = 0; i < of.count; i++) {
-        blocks += (of.each[i].rows + TILES * few::TILE - 1) / (TILES * few::TILE);
+        blocks += (of.each[i].rows + tiles * few::TILE - 1) / (tiles * few::TILE);
         of.each[i].end = blocks;
     }
+    return blocks;
+}
+
+template <int TILES, int OCTETS>
+int multiply(Matrices& of) {
+    const int blocks = blocks_of(of, TILES);
+    if constexpr (TILES > 1)
+        if (blocks < FEWEST_BLOCKS) return multiply<TILES / 2, OCTETS>(of);
     return programmatic::launch(matmuls_kernel<TILES, OCTETS>, dim3(blocks), dim3(THREADS), 0, of);
 }
 
@@ -71,7 +80,7 @@ extern "C" int launch_matmuls(const void* x, const void* const* matrices, void* 
     of.x = static_cast<const __nv_bfloat16*>(x), of.count = count, of.tokens = tokens, of.columns = columns;
     for (int i = 0; i < count; i++)
         of.each[i] = {static_cast<const __nv_bfloat16*>(matrices[i]), outs[i], rows[i], bf16[i], 0};
-    // With more tokens a block reads more of them, so it has more rows. Bits do not depend on that.
+    // With more tokens a block reads more of them, so it has more rows if there are enough. Bits do not depend on that.
     if (tokens <= 2) return multiply<1, 1>(of);
     if (tokens <= few::TILE) return multiply<2, 1>(of);
     return tokens <= 2 * few::TILE ? multiply<2, 2>(of) : multiply<4, 4>(of);

@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(THREADS, 1) route_kernel(const Route r) {
     __shared__ float smem_logits[few::MOST_TOKENS / CLUSTER][FEW_EXPERTS], smem_bias[FEW_EXPERTS];
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, rank = cluster_rank();
     Product product = {r.weight, rank * Product::ROWS, r.experts, r.hidden};
-    product.load(0);  // weights: no kernel writes them
+    product.begin();  // weights: no kernel writes them
     if (r.bias && threadIdx.x < r.experts) smem_bias[threadIdx.x] = r.bias[threadIdx.x];
     programmatic::wait();
     programmatic::trigger();

@@ -31,6 +31,10 @@ class Parts(Protocol):
     rotate: Callable[..., None]
     compress: Callable[..., None]
     write: Callable[..., None]
+    norm_rotate: Callable[..., None]
+    write_key: Callable[..., None]
+    write_entry: Callable[..., None]
+    index_query: Callable[..., None]
     index_scores: Callable[..., None]
     select: Callable[..., None]
     locate: Callable[..., None]
@@ -179,6 +183,25 @@ def index_query(parts: Parts) -> Callable[..., None]:
         turned = torch.empty_like(x)
         parts.rotate(x, cos, sin, turned)
         out.copy_(formats.round_trip_fp4(formats.hadamard(turned)) if quantise else turned)
+
+    return run
+
+
+def layer_rows(parts: Parts) -> Callable[..., None]:
+    """Return the op that makes all rows of a layer behind its projections: queries, keys, the entries of every
+    compressor, and the indexer's queries.
+    """
+
+    def run(queries: tuple, key: tuple, compressed: Sequence[tuple], index: tuple | None = None) -> None:
+        """Do norm_rotate(*queries), write_key(*key), write_entry(*one) for each of compressed, and index_query(*index),
+        in any order: no output of one is an input or output of another. ValueError as these.
+        """
+        parts.norm_rotate(*queries)
+        parts.write_key(*key)
+        for one in compressed:
+            parts.write_entry(*one)
+        if index is not None:
+            parts.index_query(*index)
 
     return run
 

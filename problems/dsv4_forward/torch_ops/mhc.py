@@ -22,7 +22,7 @@ def pre(
     ValueError: a shape or dtype is not that.
     """
     n = cfg.hc_mult
-    _check(copies, fn, base, scale, cfg, cfg.hc_rows, 3)
+    _check(copies, fn, base, scale, cfg)
     _expect("post", post, (len(copies), n), torch.float32)
     _expect("comb", comb, (len(copies), n, n), torch.float32)
     values, mixed = _mix(copies, fn, cfg.rms_norm_eps)
@@ -48,18 +48,6 @@ def post(y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.
     _expect("out", out, (tokens, n, d))
     written = post.unsqueeze(2) * y.float().unsqueeze(1)
     out.copy_(written.baddbmm_(comb.transpose(1, 2), copies.float()))
-
-
-def head(
-    copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, out: torch.Tensor
-) -> None:
-    """Mix the copies for the output head: out (N, d) = sum_j pre_j copies_j, pre = sigmoid + hc_eps.
-
-    copies: fp32 or bf16 (N, n, d). fn: fp32 (n, n d), base: fp32 (n,), scale: fp32 (1,). ValueError: not that.
-    """
-    _check(copies, fn, base, scale, cfg, cfg.hc_mult, 1)
-    values, mixed = _mix(copies, fn, cfg.rms_norm_eps)
-    _collapse(values, _sigmoid(mixed, base, scale).add_(cfg.hc_eps), out)
 
 
 def _mix(copies: torch.Tensor, fn: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,14 +89,12 @@ def _sinkhorn(m: torch.Tensor, iterations: int, eps: float, out: torch.Tensor) -
     torch.mul(m.mul_(by_row), by_column.transpose(1, 2), out=out)
 
 
-def _check(
-    copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, rows: int, scales: int
-) -> None:
+def _check(copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config) -> None:
     width = cfg.hc_mult * cfg.hidden_size
     _expect("copies", copies, (len(copies), cfg.hc_mult, cfg.hidden_size))
-    _expect("fn", fn, (rows, width), torch.float32)
-    _expect("base", base, (rows,), torch.float32)
-    _expect("scale", scale, (scales,), torch.float32)
+    _expect("fn", fn, (cfg.hc_rows, width), torch.float32)
+    _expect("base", base, (cfg.hc_rows,), torch.float32)
+    _expect("scale", scale, (3,), torch.float32)
 
 
 def _expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:

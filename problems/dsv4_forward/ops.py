@@ -131,8 +131,8 @@ class _Steps:
     index_scores: Op = indexer.index_scores
     select: Op = indexer.select
     locate: Op = indexer.locate
-    experts: Op = experts.experts
     shared: Op = experts.shared
+    experts: Op = experts.experts
 
 
 def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:

@@ -76,8 +76,8 @@ class Joined:
     serves: Callable[[Linear, torch.Tensor], bool]
     otherwise: Callable[..., None]
 
-    def __call__(self, *arguments: object, outs: Sequence[torch.Tensor]) -> None:
-        (self.function if len(outs) == 1 else self.otherwise)(*arguments, outs=outs)
+    def __call__(self, *arguments: object, outs: Sequence[torch.Tensor], **named: object) -> None:
+        (self.function if len(outs) == 1 else self.otherwise)(*arguments, outs=outs, **named)
 
 
 def joined(op: Callable[..., None], w13: Linear, x: torch.Tensor) -> bool:

@@ -172,8 +172,10 @@ def adapt_experts(module: ModuleType, weights: ModelWeights, fallback: Fallback)
     ]  # fmt: skip
     made = _experts(module, weights, prepared, fallback)
     lines = report(f"{label(module)}, routed experts", "layers", prepared, weights)
-    together = sum(one.everyone is not None for one in prepared)
-    lines = (*lines, f"{label(module)}, with the shared expert: {together} of {len(prepared)} layers")
+    if made.most:
+        together = sum(one.everyone is not None for one in prepared)
+        said = f"up to {made.most} tokens with the shared expert: {together} of {len(prepared)} layers"
+        lines = (*lines, f"{label(module)}, {said}")
     joined = Joined(made.all_experts, made.serves, fallback.ops.all_experts)
     return Adapted({"experts": Rounding(made.experts, made.written), "all_experts": joined}, lines)
 

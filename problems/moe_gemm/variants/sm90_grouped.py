@@ -191,8 +191,8 @@ def linear(state: LinearState, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _units(interleaved: bool, *parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Of pairs of codes (E, rows, columns / 2) and scales (E, rows, columns / 16): uint8 (all E, rows / 32, columns / 64,
-    UNIT).
+    """Of pairs of codes (E, rows, columns / 2) and scales (E, rows, columns / 16), one behind the other: uint8 (all E,
+    rows / 32, columns / 64, UNIT).
     """
     packed = parts[0][0]
     rows, columns = packed.shape[1], 2 * packed.shape[2]

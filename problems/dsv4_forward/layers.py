@@ -262,13 +262,14 @@ def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, tor
     router = w.router
     ops.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
     if joined(ops.all_experts, w.w13, u):
-        outs = (ctx.empty(*u.shape, dtype=u.dtype),)
-    else:
-        dtypes = sum_dtype(ops.experts, w.w13, u), sum_dtype(ops.shared, w.shared_w13, u)
-        outs = tuple(ctx.empty(*u.shape, dtype=dtype) for dtype in dtypes)
-    weights = w.w13, w.w2, w.shared_w13, w.shared_w2
-    ops.all_experts(u, ids, gates, *weights, cfg.swiglu_limit, outs=outs)
-    return outs[0], outs[1] if len(outs) == 2 else None
+        total = ctx.empty(*u.shape, dtype=u.dtype)
+        ops.all_experts(u, ids, gates, w.w13, w.w2, w.shared_w13, w.shared_w2, cfg.swiglu_limit, total)
+        return total, None
+    routed = ctx.empty(*u.shape, dtype=sum_dtype(ops.experts, w.w13, u))
+    shared = ctx.empty(*u.shape, dtype=sum_dtype(ops.shared, w.shared_w13, u))
+    ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
+    ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
+    return routed, shared
 
 
 def whole_site(head: Site, config: Config) -> Site:

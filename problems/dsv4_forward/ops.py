@@ -439,6 +439,8 @@ def _function(file: Path, name: str) -> Op:
 def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str, tuple[str, ...]], tuple[str, ...]]:
     """Fit each variant to the weights, once for all ops of an adapter. -> the ops, their fallbacks by name, lines."""
     functions = {choice.op: choice.function for choice in choices if choice.function}
+    if "all_experts" in functions:  # a layer asks for the op where it says what it serves
+        functions["all_experts"] = Joined(functions["all_experts"], lambda _w13, _x: True)
     filled = [choice for choice in choices if choice.module]
     used = {choice.provider.problem: choice for choice in reversed(filled)}
     fallbacks: dict[str, tuple[str, ...]] = {}
@@ -455,8 +457,6 @@ def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str
     for choice in choices:  # in the order of ops, so that a chain's parts may be chains
         if choice.chain:
             table = replace(table, **{choice.op: choice.chain(table)})
-    if isinstance(table.all_experts, Joined):
-        table = replace(table, all_experts=replace(table.all_experts, otherwise=chains.all_experts(table)))
     return table, fallbacks, tuple(report)
 
 

@@ -92,7 +92,7 @@ CHECKS = {
     "route": OpCheck(("u",), ("out_ids", "out_weights"), (), 1e-4),
     "experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
     "shared": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
-    "all_experts": OpCheck(("x",), ("outs",), (), MOE, MOE_QUANTISED),
+    "all_experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
 }
 # Ops that decide, and the output that says what; the first two are those whose decisions are repeated.
 DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
@@ -164,9 +164,8 @@ class Recorder:
         for spec in ops.SPECS:
             if spec.chain:
                 table = dataclasses.replace(table, **{spec.name: self._wrapped(spec.name, spec.chain(table), True)})
-        # One output where the kernel has one, so that it is compared.
-        one = table.all_experts
-        return dataclasses.replace(table, all_experts=Joined(one, self._joined, one))
+        # A layer asks for this op where the kernel has it, so that it is compared.
+        return dataclasses.replace(table, all_experts=Joined(table.all_experts, self._joined))
 
     def _joined(self, w13: Linear, x: torch.Tensor) -> bool:
         return self.composed is not None and joined(self.composed.all_experts, w13, x.to(self.dtype))

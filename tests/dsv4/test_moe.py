@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import check, ops
+from problems.dsv4_forward import check, layers, ops
 from problems.dsv4_forward.adapters import common, gemv, moe, operators
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Fallback, sum_dtype
@@ -396,3 +396,111 @@ def test_the_ops_on_the_gpu_never_wait():
             torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(got, want, strict=True):
         close(one, other, "nvfp4")
+
+
+# ---------------------------------------------------------------- with the shared expert
+
+
+class Together:
+    """A variant that has routed experts and the shared one in one call of up to 4 tokens."""
+
+    __name__ = "problems.moe_gemm.variants.together"
+    MOST_WITH_SHARED = 4
+    custom_kernel = staticmethod(GROUPED.custom_kernel)
+
+    @staticmethod
+    def prepare_with_shared(weights, shared):
+        both = [
+            torch.cat(pair) if isinstance(pair[0], torch.Tensor) else pair[0]
+            for pair in zip(weights, shared, strict=True)
+        ]
+        return weights, type(weights)(*both)
+
+    @staticmethod
+    def with_shared(data):
+        weights, (x, ids, routing), outputs = data
+        last = ids.new_full((len(ids), 1), len(weights.w13) - 1)
+        inputs = type(data.inputs)(x, torch.cat([ids, last], 1), torch.cat([routing, torch.ones(len(ids), 1)], 1))
+        return GROUPED.custom_kernel(type(data)(weights, inputs, outputs))
+
+
+@pytest.mark.parametrize("activation", TASK.ACTIVATIONS)
+def test_a_kernel_may_have_routed_experts_and_the_shared_one(activation):
+    x, ids, gates, w13, w2, limit = call(4, 8, 2, 64, 128, activation)
+    _, _, _, *shared, _ = call(9, 1, 1, 64, 128, activation)
+    made = moe.prepare_experts(Together, w13, w2, None, tuple(shared))
+    both = moe.Experts(
+        TASK, Together.custom_kernel, {id(w13): made}, ops.REFERENCE, ids, gates, Together.with_shared, 4
+    )  # fmt: skip
+    want, found = torch.empty(4, 64), torch.empty(4, 64, dtype=torch.bfloat16)
+    arguments = x, ids, gates, w13, w2, *shared, limit
+    ops.REFERENCE.all_experts(*arguments, want)
+    assert both.serves(w13, x) and not both.serves(w13, x.float())
+    assert not both.serves(w13, torch.cat([x, x])) and not both.serves(shared[0], x)
+    both.all_experts(*arguments, found)
+    close(found, want, activation)
+    alone = torch.empty_like(found)
+    ops.REFERENCE.experts(x, ids, gates, w13, w2, limit, alone)
+    assert float(apart(alone, want).min()) > 0.1, "the shared expert must count"
+    other = dataclasses.replace(shared[0], quantise_input=not w13.quantise_input)
+    for unlike in ((other, shared[1]), call(9, 1, 1, 64, 64, activation)[3:5]):
+        assert moe.prepare_experts(Together, w13, w2, None, unlike).everyone is None
+
+
+def test_a_model_asks_for_one_output_where_a_kernel_has_it(model):
+    """And calls both ops for more tokens."""
+    found = moe.adapt_experts(Together(), model, Fallback(ops.REFERENCE))
+    assert found.report[-1] == "moe_gemm/together, up to 4 tokens with the shared expert: 4 of 4 layers"
+    table = dataclasses.replace(ops.REFERENCE, **found.functions)
+    ffn, seen = next(iter(model.blocks())).ffn, []
+    counted = common.rewrapped(table.all_experts, lambda op: lambda *args: seen.append(len(args[0])))
+    context = SimpleNamespace(
+        config=SMALL, ops=dataclasses.replace(table, all_experts=counted), batch=SimpleNamespace(tokens=None),
+        empty=lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype),
+    )  # fmt: skip
+    context.ops = dataclasses.replace(context.ops, route=lambda *args: args[6].copy_(torch.arange(args[6].shape[1])))
+    for tokens in (4, 5):
+        first, second = layers.moe(inputs(tokens, SMALL.hidden_size), ffn, context)
+        assert (second is None) == (tokens == 4) and first.dtype == torch.bfloat16
+    assert seen == [4]
+
+
+SHARED_CASES = [(1, 8, 6, 128, 64), (5, 4, 2, 64, 192), (32, 256, 6, 512, 128)]  # tokens, E, k, H, I
+DEVICE = "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", TASK.ACTIVATIONS)
+@pytest.mark.parametrize("sizes", SHARED_CASES)
+def test_the_shared_expert_is_one_more_that_all_tokens_have(sizes, activation):
+    """Bit for bit: named in ids it gives the same, and so do the routed experts alone, beside it and by themselves."""
+    tokens, size, topk, hidden, inner = sizes
+    variant = load.variant(moe.PROBLEM, "sm90_grouped")
+    case = {
+        "tokens": tokens, "experts": size + 1, "topk": topk, "hidden": hidden, "inner": inner, "router": "uniform",
+        "activation": activation, "content": "plain", "seed": 5, "device": DEVICE,
+    }  # fmt: skip
+    made, (given, _) = REFERENCE.generate_weights(**case), REFERENCE.generate_input(**case)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randperm(size, generator=generator)[:topk] for _ in range(tokens)]).int().to(DEVICE)
+    routed, shared = (
+        type(made)(*(one[part].contiguous() if isinstance(one, torch.Tensor) else one for one in made))
+        for part in (slice(0, size), slice(size, None))
+    )
+    alone, both = variant.prepare_with_shared(routed, shared)
+    named = torch.cat([ids, torch.full_like(ids[:, :1], size)], 1)
+    weights = torch.cat([given.topk_weights, torch.ones_like(given.topk_weights[:, :1])], 1)
+
+    def out(function, state, *routing):
+        room = torch.full((tokens, hidden), math.nan, dtype=torch.bfloat16, device=DEVICE)
+        return function(TASK.Data(state, TASK.Inputs(given.x, *routing), TASK.Outputs(room)))
+
+    found = out(variant.with_shared, both, ids, given.topk_weights)
+    assert torch.equal(found, out(variant.custom_kernel, both, named, weights))
+    routed_only = out(variant.custom_kernel, alone, ids, given.topk_weights)
+    assert torch.equal(routed_only, out(variant.custom_kernel, variant.prepare(routed), ids, given.topk_weights))
+    last = out(variant.with_shared, both, ids[-1:].repeat(tokens, 1), given.topk_weights)  # others in the batch
+    if tokens > 1:
+        single = TASK.Inputs(given.x[-1:], ids[-1:], given.topk_weights[-1:])
+        row = TASK.Outputs(torch.empty(1, hidden, dtype=torch.bfloat16, device=DEVICE))
+        assert torch.equal(variant.with_shared(TASK.Data(both, single, row))[0], last[-1])

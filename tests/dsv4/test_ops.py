@@ -77,7 +77,7 @@ def test_a_problem_named_fills_the_ops_that_it_has_calls_of(model):
     with pytest.raises(ValueError, match="experts=torch_grouped: swiglu_limit must be 10, is 1"):
         ops.choose("moe_gemm=torch_grouped", "cpu", model["nvfp4"])
     of_linears = ops.choose("linear_decode=torch_dequant", "cpu", model["released"]).names
-    assert {op for op, name in of_linears.items() if name != "reference"} == {*LINEARS, "shared"}
+    assert {op for op, name in of_linears.items() if name not in ("reference", "its parts")} == {*LINEARS, "shared"}
     behind = ops.choose("nvfp4_gemv=winner", "cpu", model["nvfp4"]).names
     winner = load.winner(load.PROBLEMS / gemv.PROBLEM, "cpu")
     assert behind["linear"] == behind["grouped_linear"] == f"nvfp4_gemv/{winner}"
@@ -225,7 +225,7 @@ PARTS = {"two_linears": "its parts"}
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
         ("winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant",
          {"linear": "linear_decode/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros", "two_linears": DECODE,
-          "shared": DECODE}),
+          "shared": DECODE, "all_experts": "its parts"}),
         ("winners,reference", {}),
         ("rms_norm=reference", {}),
         ("rms_norm=winner", {}),

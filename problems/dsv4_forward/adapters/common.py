@@ -68,16 +68,15 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Joined:
-    """The op all_experts where a kernel adds up routed experts and the shared one. function: the op, for calls that it
-    serves and one output; otherwise: the op, for the others; serves: (w13, x) -> whether one output may be asked for.
+    """The op all_experts, where a kernel fills it. serves: (w13, x) -> whether it has this call: a layer makes the
+    others with the ops experts and shared.
     """
 
     function: Callable[..., None]
     serves: Callable[[Linear, torch.Tensor], bool]
-    otherwise: Callable[..., None]
 
-    def __call__(self, *arguments: object, outs: Sequence[torch.Tensor], **named: object) -> None:
-        (self.function if len(outs) == 1 else self.otherwise)(*arguments, outs=outs, **named)
+    def __call__(self, *arguments: object, **named: object) -> None:
+        self.function(*arguments, **named)
 
 
 def joined(op: Callable[..., None], w13: Linear, x: torch.Tensor) -> bool:
@@ -88,12 +87,8 @@ def joined(op: Callable[..., None], w13: Linear, x: torch.Tensor) -> bool:
 def rewrapped(
     op: Callable[..., None], wrap: Callable[[Callable[..., None]], Callable[..., None]]
 ) -> Callable[..., None]:
-    """Return the op with each of its functions wrapped, and what it says of itself as it was."""
-    if isinstance(op, Rounding):
-        return dataclasses.replace(op, function=wrap(op.function))
-    if isinstance(op, Joined):
-        return dataclasses.replace(op, function=wrap(op.function), otherwise=wrap(op.otherwise))
-    return wrap(op)
+    """Return the op with its function wrapped, and what it says of itself as it was."""
+    return dataclasses.replace(op, function=wrap(op.function)) if isinstance(op, Rounding | Joined) else wrap(op)
 
 
 def sum_dtype(op: Callable[..., None], w13: Linear, x: torch.Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ A variant may define two functions more, and MOST_WITH_SHARED, and compute all_e
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -106,11 +106,14 @@ class Experts:
 
     def all_experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, shared_w13: Linear,
-        shared_w2: Linear, limit: float, outs: Sequence[torch.Tensor],
+        shared_w2: Linear, limit: float, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """As chains.all_experts with one output, where `serves` says so. ValueError: as experts."""
-        held = self._weights_of(x, w13, w2, outs[0])
-        self._run(held, limit, x, ids, weights, outs[0], held.everyone)
+        """As chains.all_experts; the fallback computes what this does not serve. ValueError: as experts."""
+        if self.serves(w13, x):
+            held = self._weights_of(x, w13, w2, out)
+            self._run(held, limit, x, ids, weights, out, held.everyone)
+        else:
+            self.fallback.all_experts(x, ids, weights, w13, w2, shared_w13, shared_w2, limit, out)
 
     def written(self, w13: Linear, dtype: torch.dtype) -> torch.dtype:
         """Return bf16 if the kernel serves w13 and x of `dtype`, else fp32."""
@@ -176,7 +179,7 @@ def adapt_experts(module: ModuleType, weights: ModelWeights, fallback: Fallback)
         together = sum(one.everyone is not None for one in prepared)
         said = f"up to {made.most} tokens with the shared expert: {together} of {len(prepared)} layers"
         lines = (*lines, f"{label(module)}, {said}")
-    joined = Joined(made.all_experts, made.serves, fallback.ops.all_experts)
+    joined = Joined(made.all_experts, made.serves)
     return Adapted({"experts": Rounding(made.experts, made.written), "all_experts": joined}, lines)
 
 

@@ -228,19 +228,18 @@ def choose(parts: Parts) -> Callable[..., None]:
 
 
 def all_experts(parts: Parts) -> Callable[..., None]:
-    """Return the op of the routed experts and the one of every token."""
+    """Return the op that adds up the routed experts and the one of every token."""
 
     def run(
         x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, shared_w13: Linear,
-        shared_w2: Linear, limit: float, outs: Sequence[torch.Tensor],
+        shared_w2: Linear, limit: float, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Do experts(x, ids, weights, w13, w2, limit, outs[0]) and shared(x, shared_w13, shared_w2, limit, outs[1]); or
-        with one output write the fp32 sum of both to it, rounded once. outs: fp32 or bf16 (N, d). ValueError as these.
+        """Write the fp32 sum of what experts(x, ids, weights, w13, w2, limit, ...) and shared(x, shared_w13, shared_w2,
+        limit, ...) write, rounded once, to out, fp32 or bf16 (N, d). ValueError as these.
         """
-        addends = outs if len(outs) == 2 else [torch.empty_like(x, dtype=torch.float32) for _ in range(2)]
-        parts.experts(x, ids, weights, w13, w2, limit, addends[0])
-        parts.shared(x, shared_w13, shared_w2, limit, addends[1])
-        if len(outs) == 1:
-            outs[0].copy_(addends[0].add_(addends[1]))
+        routed, shared = (torch.empty(out.shape, dtype=torch.float32, device=out.device) for _ in range(2))
+        parts.experts(x, ids, weights, w13, w2, limit, routed)
+        parts.shared(x, shared_w13, shared_w2, limit, shared)
+        out.copy_(routed.add_(shared))
 
     return run

@@ -1,0 +1,24 @@
+"""Wrong: the shared expert counts with the weight of a token's first expert, not with 1."""
+
+from problems.dsv4_forward import judged_call
+from problems.dsv4_forward.ops import REFERENCE
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def all_experts(x, ids, weights, w13, w2, shared_w13, shared_w2, limit, out):
+    shared = out.new_empty(out.shape)
+    REFERENCE.experts(x, ids, weights, w13, w2, limit, out)
+    REFERENCE.shared(x, shared_w13, shared_w2, limit, shared)
+    out.add_(shared * weights[:, :1])
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return judged_call.prepare(weights, "reference", all_experts=all_experts)
+
+
+custom_kernel = judged_call.run

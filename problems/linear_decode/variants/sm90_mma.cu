@@ -1,10 +1,11 @@
 // linear_decode on Hopper: every weight is read once and meets up to 32 tokens in mma.sync, in registers.
 //
-// A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k,
-// its weights coming through a ring that is filled with cp.async: a lane copies exactly the bytes that it reads later, so a
-// warp waits for nobody else. 16 / chunks tiles are under way in a block at once; then the chunks' sums are added in
-// the order of k, whatever the number of tokens, so a token's bits do not depend on the others. With many tokens a
-// cluster of blocks shares a tile's chunks, so that a block holds a part of the input only.
+// A block of 16 warps holds its tokens' input in shared memory; one thread asks for it with bulk copies. A warp
+// multiplies a tile of 32 rows by a chunk of k, its weights coming through a ring that is filled with cp.async: a lane
+// copies exactly the bytes that it reads later, so a warp waits for nobody else. 16 / chunks tiles are under way in a
+// block at once; then the chunks' sums are added in the order of k, whatever the number of tokens, so a token's bits do
+// not depend on the others. With many tokens a cluster of blocks shares a tile's chunks, so that a block holds a part of
+// the input only.
 //
 // Weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64], each a stage of the ring or two. Lane l = 4 g + c
 // owns columns 16 c .. 16 c + 15 of rows g, g + 8, g + 16 and g + 24, and step j of a unit takes columns 4 j .. 4 j + 3
@@ -41,18 +42,10 @@ constexpr int AT_ONCE = 5;              // sums that a thread loads together: 16
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
 constexpr int MOST_SHARED = 227 << 10;  // bytes of shared memory that a block can have
-constexpr int BARRIER = 16;             // bytes of shared memory before the input
+constexpr int BARRIER = 16;             // bytes before the input, with the barrier that it arrives at
 constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
 constexpr int PIECE = 8;                // values of the input that a lane takes: 16 bytes
 constexpr int QUANTISERS = 128;         // threads of a block of quantise_kernel
-#ifndef FP8_FEW
-#define FP8_FEW 2
-#define FP8_MANY 4
-#endif
-#ifndef NV_FEW
-#define NV_FEW 3
-#define NV_MANY 7
-#endif
 enum Format { FP8, NVFP4, BF16 };
 
 // ---- what the host fills in (sm90_mma.py, Link)
@@ -94,13 +87,6 @@ struct Next {
     int x_columns, taken_columns;
 };
 
-// Keeps a value in a register, where it would be computed again and again.
-#ifdef NO_HOLD
-#define HOLD(value)
-#else
-#define HOLD(value) asm volatile("" : "+r"(value))
-#endif
-
 // ---- the formats
 
 template <int FORMAT>
@@ -140,6 +126,9 @@ constexpr int log2_of(int power) {
 }
 
 // ---- device helpers
+
+// Keeps a value in a register, where it would be computed again and again.
+__device__ __forceinline__ void hold(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t bytes) {
     uint32_t pair;
@@ -202,7 +191,6 @@ struct Geometry {
     int clusters;                     // of the grid
     int held_shift;                   // sums of 8 tokens that a warp has there at once, as a power of two
     int early;                        // 1: the kernel ahead may still be under way
-    int slot;
 
     // ring: bytes of all stages; granule: units that chunks begin at multiples of
     Geometry(const Link& p, int format, int nt, int ring, int granule, int sms, bool early)
@@ -220,11 +208,7 @@ struct Geometry {
         const int of_eight = WARPS * SUMS * 4;
         for (held_shift = 0; 2 << held_shift <= nt && sums + (of_eight << held_shift + 1) <= MOST_SHARED;) ++held_shift;
         bytes = sums + (of_eight << held_shift);
-        #ifdef TWO
-        clusters = min(passes, sms * (nt == 1 && bytes <= 112 << 10 ? 2 : 1) / p.cluster);
-#else
-        clusters = min(passes, sms / p.cluster);
-#endif
+                clusters = min(passes, sms / p.cluster);
     }
 };
 
@@ -490,25 +474,9 @@ __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int war
     }
 }
 
-#ifdef STAMPS
-__device__ unsigned long long stamps[4][2][264][12][2];
-int stamp_slot = 0;
-#define STAMP(n)                                                                                   \
-    do {                                                                                           \
-        if (lane == 0 && (warp == 0 || warp == WARPS - 1)) {                                       \
-            unsigned long long t;                                                                  \
-            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");                        \
-            stamps[at.slot][warp != 0][blockIdx.x][n][0] = t;                                      \
-            stamps[at.slot][warp != 0][blockIdx.x][n][1] = clock64();                              \
-        }                                                                                          \
-    } while (0)
-#else
-#define STAMP(n) (void)0
-#endif
-
 // NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks.
 template <int FORMAT, int NT, int STAGES>
-__global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, 1)
     link_kernel(const __grid_constant__ Link p, const __grid_constant__ Next next,
                 const __grid_constant__ Geometry at) {
     extern __shared__ __align__(128) uint8_t smem[];
@@ -520,8 +488,8 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     const int chunk = (rank << at.local_shift) + (warp & local - 1);
     const Cut cut = {p.k_units, at.chunk_shift, Ring::UNITS};
     const int begin = cut.begin(chunk);
-    int length = cut.begin(chunk + 1) - begin;
-    HOLD(length);
+    uint32_t length = cut.begin(chunk + 1) - begin;
+    hold(length);
     const int slice_begin = cut.begin(rank << at.local_shift), first = slice_begin * COLUMNS;
     const int count = cut.begin(rank + 1 << at.local_shift) * COLUMNS - first;
     const auto ask_for = [&](int group) { copy_input(p, at, smem, p.x + group * p.group_columns, first, count); };
@@ -533,11 +501,10 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
         ptx::barrier_init(ptx::smem_address(smem + at.x - BARRIER), 1);
         ptx::barrier_publish();
     }
-    STAMP(0);
 
     // ---- copies, in the order of use
     uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;
-    HOLD(ring);
+    hold(ring);
     int ahead = first_pass, left = 0;  // the next pass to copy for, stages of the one that is being copied
     const uint8_t* from = nullptr;
     const auto fill = [&](uint32_t to) {
@@ -562,34 +529,31 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    // fp8: lane i has the scale of block i of the next 32; of a pass asked for before the input is waited for
-    const auto scale_of = [&](int group, int tile, int unit) -> uint32_t {
+    // What a warp needs of a tile besides its units. fp8: lane i the scale of block i of the 32 from `unit` on; nvfp4:
+    // the factor.
+    const auto scale_of = [&](int group, int tile, uint32_t unit) -> uint32_t {
         const uint32_t row = group * p.group_tiles + tile, block = unit / 2 + lane;
-        return FORMAT == FP8 && tile < p.group_tiles && static_cast<int>(block) < (begin + length + 1) / 2
-                   ? p.scales[row * ((p.k_units + 1) / 2) + block] : 0;
+        if (FORMAT == BF16 || tile >= p.group_tiles) return 0;
+        if (FORMAT == NVFP4) return __float_as_uint(p.factors[row]);
+        return block < (begin + length + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + block] : 0;
     };
-    uint32_t mine = 0;
+    const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise);
+    const auto input_scale_of = [&](int group) { return FORMAT == NVFP4 && converts ? p.input_scales[group] : 1.f; };
+    uint32_t mine = 0;  // both are asked for before the input is waited for
+    float input_scale = 1;
     // The input first where no kernel ahead is to be waited for, else the weights.
 #pragma unroll 1
     for (int step = 0; step < 2; ++step) {
         const int group = group_of(first_pass);
         if (step == at.early) {
             programmatic::wait();  // until the link ahead has written the input
-            STAMP(2);
             if (threadIdx.x == 0) ask_for(group);
             continue;
         }
 #pragma unroll 1
         for (int i = 0; i < STAGES; ++i) fill(ring + i * Ring::BYTES);
-        const int tile = tile_of(first_pass, group);
-        mine = scale_of(group, tile, begin);
-        if (FORMAT == NVFP4 && threadIdx.x == 0)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(p.factors + group * p.group_tiles + tile));
-#ifdef TOUCH
-        asm volatile("" ::"r"(p.part[0].tile), "l"(p.part[0].out), "r"(p.gated), "f"(p.limit), "l"(next.units), "r"(next.chunk_shift), "l"(next.taken), "r"(at.sums), "r"(p.parts));
-#endif
+        mine = scale_of(group, tile_of(first_pass, group), begin), input_scale = input_scale_of(group);
         programmatic::trigger();  // the next link may begin to copy its weights
-        STAMP(1);
     }
     __syncthreads();  // all know the barrier
 
@@ -599,8 +563,8 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
         rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c +
                   (begin - slice_begin) * COLUMNS * 2;
     uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c + (begin - slice_begin) / 2 * NT * 32;
-    if (NT == 1) HOLD(rows[0]);
-    if (FORMAT == FP8) HOLD(x_scales);
+    if (NT == 1) hold(rows[0]);
+    if (FORMAT == FP8) hold(x_scales);
 
     int stage = 0, held = -1;  // held: group whose input is in shared memory
     uint32_t parity = 0;
@@ -608,30 +572,27 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     for (int pass = first_pass; pass < at.passes; pass += at.clusters) {
         const int group = group_of(pass), tile = tile_of(pass, group);
         if (group != held) {
-            if (held >= 0 && threadIdx.x == 0) ask_for(group);
+            if (held >= 0) {
+                if (threadIdx.x == 0) ask_for(group);
+                input_scale = input_scale_of(group);
+            }
             if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, first, count);
             ptx::wait(ptx::smem_address(smem + at.x - BARRIER), parity);
-            STAMP(3);
             parity ^= 1;
-            if (NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise))
-                convert_input<FORMAT>(p, at, smem, count, FORMAT == NVFP4 ? p.input_scales[group] : 1, threadIdx.x);
+            if constexpr (NT == 1 && FORMAT != BF16)
+                if (converts) convert_input<FORMAT>(p, at, smem, count, input_scale, threadIdx.x);
             held = group;
             __syncthreads();
-            STAMP(4);
         }
-#ifdef FETCH_EARLY
-        if (next.units && pass == first_pass)
-            fetch_ahead<FORMAT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
-#endif
         float sum[2][NT][4] = {};
         if (tile < p.group_tiles) {
-            if (FORMAT == FP8 && pass != first_pass) mine = scale_of(group, tile, begin);
+            if (FORMAT != BF16 && pass != first_pass) mine = scale_of(group, tile, begin);
 #pragma unroll 1
-            for (int unit = 0; unit < length; ++unit) {  // of the chunk
+            for (uint32_t unit = 0; unit < length; ++unit) {  // of the chunk
                 uint32_t input[NT];
 #pragma unroll
                 for (int t = 0; t < NT; ++t) input[t] = rows[t] + unit * COLUMNS * 2;
-                const uint32_t block = static_cast<uint32_t>(unit) / 2;
+                const uint32_t block = unit / 2;
                 if constexpr (FORMAT == FP8) {
                     if (unit % 64 == 0 && unit) mine = scale_of(group, tile, begin + unit);
                 }
@@ -673,28 +634,27 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             }
         }
 
-        STAMP(5);
-#ifndef FETCH_EARLY
         if (next.units && pass + at.clusters >= at.passes)
             fetch_ahead<FORMAT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
-#endif
 
         // ---- the chunks' sums, in the order of k
         const int held_shift = NT == 1 ? 0 : at.held_shift;
 #pragma unroll 1
         for (int t = 0; t < NT; t += 1 << held_shift) {
             const uint32_t sums = ptx::smem_address(smem + at.sums), warp_sums = sums + warp * SUMS * 4;
+            const float factor = FORMAT == NVFP4 ? __uint_as_float(mine) : 1;
 #pragma unroll
             for (int u = 0; u < NT; ++u)
                 if (u >> held_shift == t >> held_shift)
 #pragma unroll
-                    for (int q = 0; q < 2; ++q)
+                    for (int i = 0; i < 4; ++i) {
+                        const int token = 2 * c + (i & 1), row = g + 4 * (i & 2);
+                        const uint32_t to = warp_sums + 4 * ((u - t) * WARPS * SUMS + token * PAD + row);
+                        if (8 * u + token < p.tokens)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (8 * u + 2 * c + (i & 1) < p.tokens)
-                            ptx::store_shared(warp_sums + 4 * ((u - t) * WARPS * SUMS + (2 * c + (i & 1)) * PAD + 16 * q +
-                                                          g + 4 * (i & 2)),
-                                              __float_as_uint(sum[q][u][i]));
+                            for (int q = 0; q < 2; ++q)
+                                ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
+                    }
             const auto meet = [&] {
                 if (p.cluster > 1)
                     ptx::cluster_sync();
@@ -702,7 +662,6 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     __syncthreads();
             };
             meet();
-            STAMP(6);
             const int own = threadIdx.x, first_shift = at.tile_shift - p.gated;  // tiles, or pairs of them
             const int outputs = min(8 << held_shift, p.tokens - 8 * t) * TILE << first_shift;
             for (int o = (own / 32 * p.cluster + rank) * 32 + own % 32; o < outputs; o += p.cluster * THREADS) {
@@ -732,7 +691,6 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                         for (int j = 0; j < AT_ONCE; ++j)
                             if (i + j < p.chunks) total += add[j];
                     }
-                    if constexpr (FORMAT == NVFP4) total *= p.factors[of_link + which - first];
                 }
                 if (p.gated) {
                     gate = fminf(gate, p.limit);
@@ -747,27 +705,28 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                 if (FORMAT == NVFP4 && next.taken && part == 0)
                     write_behind(next, 8 * t + token, column, __bfloat162float(rounded));
             }
-            STAMP(7);
             meet();  // all have read
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
-    STAMP(8);
 }
 
 // ---- launcher
 
-template <int FORMAT, int NT, int STAGES>
+// FEW: stages that there is always room for.
+template <int FORMAT, int NT, int STAGES, int FEW>
 cudaError_t run(const Link& p, const Next& next, bool behind) {
     int sms = 0;
     if (cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0)) return error;
-    Geometry at(p, FORMAT, NT, WARPS * STAGES * Stage<FORMAT>::BYTES, Stage<FORMAT>::UNITS, sms,
+    const Geometry at(p, FORMAT, NT, WARPS * STAGES * Stage<FORMAT>::BYTES, Stage<FORMAT>::UNITS, sms,
                       behind);
-#ifdef STAMPS
-    at.slot = stamp_slot++ & 3;
-#endif
+    if (at.bytes > MOST_SHARED && STAGES > FEW) return run<FORMAT, NT, FEW, FEW>(p, next, behind);
     const auto kernel = link_kernel<FORMAT, NT, STAGES>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.bytes))
+        return error;
+    // A multiprocessor divides its memory anew only when it is idle: the same for all links, so that they can overlap.
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                 cudaSharedmemCarveoutMaxShared))
         return error;
     const dim3 grid(at.clusters * p.cluster);
     return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, p, next, at);
@@ -780,15 +739,13 @@ cudaError_t quantise(const Link& p, bool behind) {
     return programmatic::launch_clusters(quantise_kernel<FORMAT>, grid, QUANTISERS, 0, 1, behind, p);
 }
 
-// Rings of two depths for up to 8 tokens: the deeper one leaves no room for the next link's blocks.
+// Rings of two depths for up to 8 tokens.
 template <int FORMAT, int FEW, int MANY>
 cudaError_t choose(const Link& p, const Next& next, bool behind) {
     if (p.tokens > 8 && (FORMAT == FP8 || p.quantise) && !p.taken) return cudaErrorInvalidValue;
-#ifndef ONLY_FEW
-    if (p.tokens > 16) return run<FORMAT, 4, FEW>(p, next, behind);
-    if (p.tokens > 8) return run<FORMAT, 2, FEW>(p, next, behind);
-#endif
-    return p.deep ? run<FORMAT, 1, MANY>(p, next, behind) : run<FORMAT, 1, FEW>(p, next, behind);
+    if (p.tokens > 16) return run<FORMAT, 4, FEW, FEW>(p, next, behind);
+    if (p.tokens > 8) return run<FORMAT, 2, FEW, FEW>(p, next, behind);
+    return p.deep ? run<FORMAT, 1, MANY, FEW>(p, next, behind) : run<FORMAT, 1, FEW, FEW>(p, next, behind);
 }
 
 }  // namespace
@@ -816,13 +773,9 @@ int launch(const void* given, int count, int ahead, int format) {
             next.taken_columns = behind.groups() * behind.k_units * COLUMNS;
             if (i + 1 >= ahead) next.taken = behind.taken;
         }
-#ifdef EARLY_FIRST
-        const bool early = true;
-#else
         const bool early = i > 0 || ahead > 0;
-#endif
-        const cudaError_t error = format == FP8     ? choose<FP8, FP8_FEW, FP8_MANY>(link, next, early)
-                                  : format == NVFP4 ? choose<NVFP4, NV_FEW, NV_MANY>(link, next, early)
+        const cudaError_t error = format == FP8     ? choose<FP8, 2, 4>(link, next, early)
+                                  : format == NVFP4 ? choose<NVFP4, 3, 7>(link, next, early)
                                                     : choose<BF16, 2, 4>(link, next, early);
         if (error) return error;
     }
@@ -830,13 +783,6 @@ int launch(const void* given, int count, int ahead, int format) {
 }
 
 // NVFP4 codes (matrices, rows, columns / 2) and scales (matrices, rows, columns / 16) -> units. -> a cudaError_t.
-#ifdef STAMPS
-int read_stamps(void* to) {
-    stamp_slot = 0;
-    if (cudaError_t e = cudaDeviceSynchronize()) return e;
-    return cudaMemcpyFromSymbol(to, stamps, sizeof(stamps));
-}
-#endif
 int repack_nvfp4(const uint8_t* codes, const uint8_t* scales, uint8_t* to, int matrices, int rows, int columns) {
     return units::repack(codes, scales, to, matrices, rows, columns, false);
 }

@@ -1,10 +1,11 @@
 // linear_decode on Hopper: every weight is read once and meets up to 32 tokens in mma.sync, in registers.
 //
-// A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k,
-// its weights coming through a ring that is filled with cp.async: a lane copies exactly the bytes that it reads later, so a
-// warp waits for nobody else. 16 / chunks tiles are under way in a block at once; then the chunks' sums are added in
-// the order of k, whatever the number of tokens, so a token's bits do not depend on the others. With many tokens a
-// cluster of blocks shares a tile's chunks, so that a block holds a part of the input only.
+// A block of 16 warps holds its tokens' input in shared memory; one thread asks for it with bulk copies. A warp
+// multiplies a tile of 32 rows by a chunk of k, its weights coming through a ring that is filled with cp.async: a lane
+// copies exactly the bytes that it reads later, so a warp waits for nobody else. 16 / chunks tiles are under way in a
+// block at once; then the chunks' sums are added in the order of k, whatever the number of tokens, so a token's bits do
+// not depend on the others. With many tokens a cluster of blocks shares a tile's chunks, so that a block holds a part of
+// the input only.
 //
 // Weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64], each a stage of the ring or two. Lane l = 4 g + c
 // owns columns 16 c .. 16 c + 15 of rows g, g + 8, g + 16 and g + 24, and step j of a unit takes columns 4 j .. 4 j + 3
@@ -41,7 +42,7 @@ constexpr int AT_ONCE = 5;              // sums that a thread loads together: 16
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
 constexpr int MOST_SHARED = 227 << 10;  // bytes of shared memory that a block can have
-constexpr int IN_FLIGHT = 4;            // 16-byte loads of the input that a thread waits for together
+constexpr int BARRIER = 16;             // bytes before the input, with the barrier that it arrives at
 constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
 constexpr int PIECE = 8;                // values of the input that a lane takes: 16 bytes
 constexpr int QUANTISERS = 128;         // threads of a block of quantise_kernel
@@ -80,7 +81,7 @@ struct Link {
 // What a kernel knows of the link behind; units: null if there is none; taken: null if it is not written here.
 struct Next {
     const uint8_t* units;
-    int tiles, k_units, chunks;
+    int tiles, k_units, chunk_shift;
     uint16_t* taken;
     const float* input_scales;
     int x_columns, taken_columns;
@@ -95,22 +96,39 @@ struct Stage {
     static constexpr int UNITS = FORMAT == FP8 ? BLOCK / COLUMNS : 1;  // chunks of k begin at multiples of this
 };
 
-// How k is cut: chunk i is units [begin(i), begin(i + 1)).
+// How k is cut: chunk i of 2^shift is units [begin(i), begin(i + 1)).
 struct Cut {
-    int k_units, chunks, granule;
+    int k_units, shift, granule;
 
     __host__ __device__ int granules() const { return (k_units + granule - 1) / granule; }
     __host__ __device__ int begin(int chunk) const {
-        const int at = chunk * granules() / chunks * granule;
+        const int at = (chunk * granules() >> shift) * granule;
         return at < k_units ? at : k_units;
     }
     // Units that `count` chunks one after another have at most, to whole granules.
     __host__ __device__ int longest(int count) const {
-        return (count * granules() + chunks - 1) / chunks * granule;
+        return (count * granules() + (1 << shift) - 1 >> shift) * granule;
     }
 };
 
+// Quotients by the same number, 1 or more, of numbers that times it are below 2^32.
+struct Divisor {
+    uint32_t by, inverse;
+
+    __host__ __device__ explicit Divisor(uint32_t by) : by(by), inverse(0xFFFFFFFFu / by + 1) {}
+    __device__ __forceinline__ uint32_t quotient(uint32_t of) const { return by == 1 ? of : __umulhi(of, inverse); }
+};
+
+constexpr int log2_of(int power) {
+    int log = 0;
+    while (1 << log < power) ++log;
+    return log;
+}
+
 // ---- device helpers
+
+// Keeps a value in a register, where it would be computed again and again.
+__device__ __forceinline__ void hold(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t bytes) {
     uint32_t pair;
@@ -164,29 +182,33 @@ __device__ __forceinline__ float2 group_scale(float most, bool quantise) {
 
 // What the host works out for all blocks, so that the kernel has it in constant memory and not in registers.
 struct Geometry {
-    int local_shift, together;        // chunks of a block, as a power of two; tiles at once
-    int group_passes, passes;         // times that a block's tiles are taken, of one group and of all
+    int local_shift, chunk_shift;     // chunks of a block and of k, as powers of two
+    int cluster_shift, tile_shift;    // blocks of a cluster and tiles at once, as powers of two
+    Divisor group_passes;             // times that a block's tiles are taken, of one group
+    int passes;                       // and of all
     int sums, x, x_scales, row_bytes; // offsets in shared memory, and from a token's input to the next
     int bytes;                        // of shared memory
     int clusters;                     // of the grid
     int held_shift;                   // sums of 8 tokens that a warp has there at once, as a power of two
+    int early;                        // 1: the kernel ahead may still be under way
 
     // ring: bytes of all stages; granule: units that chunks begin at multiples of
-    Geometry(const Link& p, int format, int nt, int ring, int granule, int sms) {
+    Geometry(const Link& p, int format, int nt, int ring, int granule, int sms, bool early)
+        : group_passes((p.group_tiles + WARPS * p.cluster / p.chunks - 1) / (WARPS * p.cluster / p.chunks)),
+          early(early) {
         const int local = p.chunks / p.cluster;
-        for (local_shift = 0; 1 << local_shift < local;) ++local_shift;
-        together = WARPS / local;
-        group_passes = (p.group_tiles + together - 1) / together;
-        passes = p.tiles / p.group_tiles * group_passes;
-        const int slice = Cut{p.k_units, p.chunks, granule}.longest(local) * COLUMNS;  // columns of a block, at most
+        local_shift = log2_of(local), chunk_shift = log2_of(p.chunks), cluster_shift = log2_of(p.cluster);
+        tile_shift = log2_of(WARPS / local);
+        passes = p.tiles / p.group_tiles * group_passes.by;
+        const int slice = Cut{p.k_units, chunk_shift, granule}.longest(local) * COLUMNS;  // of a block, at most
         row_bytes = 2 * slice + ROW_PAD;
-        x = ring;
+        x = ring + BARRIER;
         x_scales = x + (p.tokens * row_bytes + 15) / 16 * 16;
         sums = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
         const int of_eight = WARPS * SUMS * 4;
         for (held_shift = 0; 2 << held_shift <= nt && sums + (of_eight << held_shift + 1) <= MOST_SHARED;) ++held_shift;
         bytes = sums + (of_eight << held_shift);
-        clusters = min(passes, sms / p.cluster);
+                clusters = min(passes, sms / p.cluster);
     }
 };
 
@@ -302,91 +324,58 @@ __global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_const
     if (FORMAT == FP8 && part == 0) p.taken_scales[row * blocks + block] = scale;
 }
 
-// ---- the input to shared memory: columns from first_unit on, of one group of the link. What is not taken ahead is of
-// up to 8 tokens.
+// ---- the input to shared memory: columns from first_unit on, of one group of the link
 
-__device__ __forceinline__ void take_fp8(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
-                                         int first, int count, int warp, int lane) {
-    const int blocks = (count + BLOCK - 1) / BLOCK, groups = p.tokens * blocks, part = lane & 15;
-    float* scales = reinterpret_cast<float*>(smem + at.x_scales);
-    for (int i = 2 * warp; i < groups; i += 2 * WARPS * IN_FLIGHT) {
-        uint4 raw[IN_FLIGHT];
-        const auto place = [&](int j, int& token, int& column) {  // half a warp a group; whether there is one
-            const int group = i + 2 * WARPS * j + (lane >> 4);
-            token = group / blocks, column = (group - token * blocks) * BLOCK + PIECE * part;
-            return group < groups && column < count;
-        };
-#pragma unroll
-        for (int j = 0; j < IN_FLIGHT; ++j) {
-            int token, column;
-            raw[j] = make_uint4(0, 0, 0, 0);
-            if (place(j, token, column))
-                raw[j] = load_input(x + static_cast<int64_t>(token) * p.x_columns + first + column);
-        }
-#pragma unroll
-        for (int j = 0; j < IN_FLIGHT; ++j) {
-            if (i + 2 * WARPS * j >= groups) break;
-            int token, column;
-            const bool inside = place(j, token, column);
-            float scale;
-            const uint4 piece = fp8_piece(raw[j], p.quantise, scale);
-            if (!inside) continue;
-            *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) = piece;
-            if (part == 0) scales[column / BLOCK * 8 + token] = scale;
-        }
-    }
-}
-
-__device__ __forceinline__ void take_nvfp4(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
-                                           int first, int count, float input_scale, int warp, int lane) {
-    const int pieces = count / PIECE, all = p.tokens * pieces;
-    const float inverse = __frcp_rn(input_scale);
-#pragma unroll 1
-    for (int i = 32 * warp; i < all; i += THREADS * IN_FLIGHT) {
-        uint4 raw[IN_FLIGHT];
-        const auto place = [&](int j, int& token, int& column) {  // whether there is one
-            const int piece = i + THREADS * j + lane;
-            token = piece / pieces, column = PIECE * (piece - token * pieces);
-            return piece < all;
-        };
-#pragma unroll
-        for (int j = 0; j < IN_FLIGHT; ++j) {
-            int token, column;
-            raw[j] = make_uint4(0, 0, 0, 0);
-            if (place(j, token, column))
-                raw[j] = load_input(x + static_cast<int64_t>(token) * p.x_columns + first + column);
-        }
-#pragma unroll
-        for (int j = 0; j < IN_FLIGHT; ++j) {
-            if (i + THREADS * j >= all) break;
-            const uint4 piece = nvfp4_piece(raw[j], input_scale, inverse);
-            int token, column;
-            if (place(j, token, column))
-                *reinterpret_cast<uint4*>(smem + at.x + token * at.row_bytes + 2 * column) = piece;
-        }
-    }
-}
-
-// The copies are waited for with the first stages of the ring, which were asked for before them.
-__device__ __forceinline__ void take_plain(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
+// One thread asks for all rows. What the block read there before must be behind a barrier.
+__device__ __forceinline__ void copy_input(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
                                            int first, int count) {
-    const int pieces = count / PIECE;
-    for (int i = threadIdx.x; i < p.tokens * pieces; i += THREADS) {
-        const int token = i / pieces, piece = i - token * pieces;
-        ptx::cp_async16(ptx::smem_address(smem + at.x) + token * at.row_bytes + 16 * piece,
-                        x + static_cast<int64_t>(token) * p.x_columns + first + PIECE * piece);
+    const uint32_t barrier = ptx::smem_address(smem + at.x - BARRIER);
+    const uint64_t policy = ptx::l2_evict_normal();
+    ptx::fence_proxy_async_shared();
+    ptx::arrive_and_expect_tx(barrier, p.tokens * count * 2);
+#pragma unroll 1
+    for (int token = 0; token < p.tokens; ++token)
+        ptx::tma_load_1d(barrier + BARRIER + token * at.row_bytes,
+                         x + static_cast<int64_t>(token) * p.x_columns + first, 2 * count, barrier, policy);
+}
+
+// In place, from bf16 to what the products take; up to 8 tokens.
+template <int FORMAT>
+__device__ __forceinline__ void convert_input(const Link& p, const Geometry& at, uint8_t* smem, int count,
+                                              float input_scale, int thread) {
+    const Divisor pieces(FORMAT == FP8 ? (count + BLOCK - 1) / BLOCK * (BLOCK / PIECE) : count / PIECE);
+    const int all = p.tokens * pieces.by;
+    const float inverse = __frcp_rn(input_scale);
+    const int whole = (all + 31) / 32 * 32;  // lanes meet in fp8_piece and nvfp4_piece
+#pragma unroll 1
+    for (int i = thread; i < whole; i += THREADS) {
+        const int token = pieces.quotient(i), piece = i - token * pieces.by;
+        const uint32_t here = ptx::smem_address(smem + at.x) + token * at.row_bytes + 2 * PIECE * piece;
+        const bool inside = i < all && PIECE * piece < count;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (inside) v = ptx::load_shared16(here);
+        if constexpr (FORMAT == FP8) {
+            float scale;
+            v = fp8_piece(v, p.quantise, scale);
+            if (inside && piece % (BLOCK / PIECE) == 0)
+                reinterpret_cast<float*>(smem + at.x_scales)[piece / (BLOCK / PIECE) * 8 + token] = scale;
+        } else {
+            v = nvfp4_piece(v, input_scale, inverse);
+        }
+        if (inside) ptx::store_shared16(here, v);
     }
-    ptx::cp_async_wait_all();
 }
 
 // Scales of an input taken ahead.
 template <int NT>
 __device__ __forceinline__ void take_scales(const Link& p, const Geometry& at, uint8_t* smem, int group, int first,
                                             int count) {
-    const int blocks = (count + BLOCK - 1) / BLOCK, of_k = (p.k_units * COLUMNS + BLOCK - 1) / BLOCK;
+    const int of_k = (p.k_units * COLUMNS + BLOCK - 1) / BLOCK;
+    const Divisor blocks((count + BLOCK - 1) / BLOCK);
     float* scales = reinterpret_cast<float*>(smem + at.x_scales);
-    for (int i = threadIdx.x; i < p.tokens * blocks; i += THREADS) {
-        const int token = i / blocks, block = i - token * blocks;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.tokens * blocks.by; i += THREADS) {
+        const int token = blocks.quotient(i), block = i - token * blocks.by;
         scales[block * NT * 8 + token] = p.taken_scales[(token * p.groups() + group) * of_k + first / BLOCK + block];
     }
 }
@@ -474,8 +463,8 @@ template <int FORMAT, int STAGES>
 __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int warp, int lane) {
     using Ring = Stage<FORMAT>;
     constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT;
-    const int chunk = warp % next.chunks, tile = warp / next.chunks;
-    const Cut cut = {next.k_units, next.chunks, Ring::UNITS};
+    const int chunk = warp & (1 << next.chunk_shift) - 1, tile = warp >> next.chunk_shift;
+    const Cut cut = {next.k_units, next.chunk_shift, Ring::UNITS};
     const int begin = cut.begin(chunk), length = (cut.begin(chunk + 1) - begin) * UNIT_BYTES;
     if (tile >= next.tiles) return;
     const uint8_t* from = next.units + (static_cast<int64_t>(tile) * next.k_units + begin) * UNIT_BYTES;
@@ -487,30 +476,44 @@ __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int war
 
 // NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks.
 template <int FORMAT, int NT, int STAGES>
-__global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, 1)
     link_kernel(const __grid_constant__ Link p, const __grid_constant__ Next next,
                 const __grid_constant__ Geometry at) {
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT>;
     constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT, TOGETHER = NT < 2 ? NT : 2;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
-    const int rank = blockIdx.x % p.cluster, first_pass = blockIdx.x / p.cluster;
+    const int rank = blockIdx.x & p.cluster - 1, first_pass = blockIdx.x >> at.cluster_shift;
     const int local = 1 << at.local_shift, place = warp >> at.local_shift;
     const int chunk = (rank << at.local_shift) + (warp & local - 1);
-    const Cut cut = {p.k_units, p.chunks, Ring::UNITS};
-    const int begin = cut.begin(chunk), end = cut.begin(chunk + 1);
-    const int slice_begin = cut.begin(rank << at.local_shift);
+    const Cut cut = {p.k_units, at.chunk_shift, Ring::UNITS};
+    const int begin = cut.begin(chunk);
+    uint32_t length = cut.begin(chunk + 1) - begin;
+    hold(length);
+    const int slice_begin = cut.begin(rank << at.local_shift), first = slice_begin * COLUMNS;
+    const int count = cut.begin(rank + 1 << at.local_shift) * COLUMNS - first;
+    const auto ask_for = [&](int group) { copy_input(p, at, smem, p.x + group * p.group_columns, first, count); };
+    const auto group_of = [&](int pass) { return static_cast<int>(at.group_passes.quotient(pass)); };
+    const auto tile_of = [&](int pass, int group) {  // of the group
+        return (pass - group * static_cast<int>(at.group_passes.by) << at.tile_shift) + place;
+    };
+    if (threadIdx.x == 0) {
+        ptx::barrier_init(ptx::smem_address(smem + at.x - BARRIER), 1);
+        ptx::barrier_publish();
+    }
 
     // ---- copies, in the order of use
-    const uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;
+    uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;
+    hold(ring);
     int ahead = first_pass, left = 0;  // the next pass to copy for, stages of the one that is being copied
     const uint8_t* from = nullptr;
     const auto fill = [&](uint32_t to) {
         while (!left && ahead < at.passes) {
-            const int group = ahead / at.group_passes, tile = ahead % at.group_passes * at.together + place;
+            const int group = group_of(ahead), tile = tile_of(ahead, group);
             if (tile < p.group_tiles) {
-                from = p.units + (static_cast<int64_t>(group * p.group_tiles + tile) * p.k_units + begin) * UNIT_BYTES;
-                left = (end - begin) * Ring::OF_UNIT;
+                const uint32_t unit = (group * p.group_tiles + tile) * p.k_units + begin;  // of the link
+                from = p.units + static_cast<uint64_t>(unit) * UNIT_BYTES;
+                left = length * Ring::OF_UNIT;
             }
             ahead += at.clusters;
         }
@@ -526,49 +529,72 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
+    // What a warp needs of a tile besides its units. fp8: lane i the scale of block i of the 32 from `unit` on; nvfp4:
+    // the factor.
+    const auto scale_of = [&](int group, int tile, uint32_t unit) -> uint32_t {
+        const uint32_t row = group * p.group_tiles + tile, block = unit / 2 + lane;
+        if (FORMAT == BF16 || tile >= p.group_tiles) return 0;
+        if (FORMAT == NVFP4) return __float_as_uint(p.factors[row]);
+        return block < (begin + length + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + block] : 0;
+    };
+    const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise);
+    const auto input_scale_of = [&](int group) { return FORMAT == NVFP4 && converts ? p.input_scales[group] : 1.f; };
+    uint32_t mine = 0;  // both are asked for before the input is waited for
+    float input_scale = 1;
+    // The input first where no kernel ahead is to be waited for, else the weights.
 #pragma unroll 1
-    for (int i = 0; i < STAGES; ++i) fill(ring + i * Ring::BYTES);
-    programmatic::trigger();  // the next link may begin to copy its weights
-    programmatic::wait();     // until the link ahead has written the input
+    for (int step = 0; step < 2; ++step) {
+        const int group = group_of(first_pass);
+        if (step == at.early) {
+            programmatic::wait();  // until the link ahead has written the input
+            if (threadIdx.x == 0) ask_for(group);
+            continue;
+        }
+#pragma unroll 1
+        for (int i = 0; i < STAGES; ++i) fill(ring + i * Ring::BYTES);
+        mine = scale_of(group, tile_of(first_pass, group), begin), input_scale = input_scale_of(group);
+        programmatic::trigger();  // the next link may begin to copy its weights
+    }
+    __syncthreads();  // all know the barrier
 
-    uint32_t rows[NT];  // of the input, at the lane's first columns of the slice
+    uint32_t rows[NT];  // of the input, at the lane's first columns of the chunk
 #pragma unroll
     for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
-        rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c;
-    const uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c;
+        rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c +
+                  (begin - slice_begin) * COLUMNS * 2;
+    uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c + (begin - slice_begin) / 2 * NT * 32;
+    if (NT == 1) hold(rows[0]);
+    if (FORMAT == FP8) hold(x_scales);
 
     int stage = 0, held = -1;  // held: group whose input is in shared memory
+    uint32_t parity = 0;
 #pragma unroll 1
     for (int pass = first_pass; pass < at.passes; pass += at.clusters) {
-        const int group = pass / at.group_passes, tile = pass % at.group_passes * at.together + place;
+        const int group = group_of(pass), tile = tile_of(pass, group);
         if (group != held) {
-            const int first = slice_begin * COLUMNS;
-            const int count = cut.begin(rank + 1 << at.local_shift) * COLUMNS - first;
-            const __nv_bfloat16* x = p.x + group * p.group_columns;
-            if (NT == 1 && FORMAT == FP8 && !p.taken)
-                take_fp8(p, at, smem, x, first, count, warp, lane);
-            else if (NT == 1 && FORMAT == NVFP4 && p.quantise && !p.taken)
-                take_nvfp4(p, at, smem, x, first, count, p.input_scales[group], warp, lane);
-            else
-                take_plain(p, at, smem, x, first, count);
+            if (held >= 0) {
+                if (threadIdx.x == 0) ask_for(group);
+                input_scale = input_scale_of(group);
+            }
             if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, first, count);
+            ptx::wait(ptx::smem_address(smem + at.x - BARRIER), parity);
+            parity ^= 1;
+            if constexpr (NT == 1 && FORMAT != BF16)
+                if (converts) convert_input<FORMAT>(p, at, smem, count, input_scale, threadIdx.x);
             held = group;
             __syncthreads();
         }
         float sum[2][NT][4] = {};
         if (tile < p.group_tiles) {
-            uint32_t mine = 0;  // fp8: lane i has the scale of block i of the next 32
+            if (FORMAT != BF16 && pass != first_pass) mine = scale_of(group, tile, begin);
 #pragma unroll 1
-            for (int unit = begin; unit < end; ++unit) {
+            for (uint32_t unit = 0; unit < length; ++unit) {  // of the chunk
                 uint32_t input[NT];
 #pragma unroll
-                for (int t = 0; t < NT; ++t) input[t] = rows[t] + (unit - slice_begin) * COLUMNS * 2;
-                const int in_chunk = unit - begin, block = in_chunk / 2;
+                for (int t = 0; t < NT; ++t) input[t] = rows[t] + unit * COLUMNS * 2;
+                const uint32_t block = unit / 2;
                 if constexpr (FORMAT == FP8) {
-                    if (in_chunk % 64 == 0) {
-                        const int64_t row = group * p.group_tiles + tile, at = unit / 2 + lane;
-                        mine = at < (end + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + at] : 0;
-                    }
+                    if (unit % 64 == 0 && unit) mine = scale_of(group, tile, begin + unit);
                 }
 #pragma unroll
                 for (int half = 0; half < Ring::OF_UNIT; ++half) {
@@ -576,7 +602,7 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     const uint32_t here = ring + stage * Ring::BYTES;
                     if constexpr (FORMAT == FP8) {
                         const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block % 32) << 23);
-                        const uint32_t scales_at = x_scales + (unit - slice_begin) / 2 * NT * 32;
+                        const uint32_t scales_at = x_scales + block * NT * 32;
 #pragma unroll
                         for (int t = 0; t < NT; t += TOGETHER) {  // not all at once: registers
                             uint32_t some[TOGETHER];
@@ -615,17 +641,20 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
         const int held_shift = NT == 1 ? 0 : at.held_shift;
 #pragma unroll 1
         for (int t = 0; t < NT; t += 1 << held_shift) {
-            const uint32_t sums = ptx::smem_address(smem + at.sums), mine = sums + warp * SUMS * 4;
+            const uint32_t sums = ptx::smem_address(smem + at.sums), warp_sums = sums + warp * SUMS * 4;
+            const float factor = FORMAT == NVFP4 ? __uint_as_float(mine) : 1;
 #pragma unroll
             for (int u = 0; u < NT; ++u)
                 if (u >> held_shift == t >> held_shift)
 #pragma unroll
-                    for (int q = 0; q < 2; ++q)
+                    for (int i = 0; i < 4; ++i) {
+                        const int token = 2 * c + (i & 1), row = g + 4 * (i & 2);
+                        const uint32_t to = warp_sums + 4 * ((u - t) * WARPS * SUMS + token * PAD + row);
+                        if (8 * u + token < p.tokens)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            ptx::store_shared(mine + 4 * ((u - t) * WARPS * SUMS + (2 * c + (i & 1)) * PAD + 16 * q +
-                                                          g + 4 * (i & 2)),
-                                              __float_as_uint(sum[q][u][i]));
+                            for (int q = 0; q < 2; ++q)
+                                ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
+                    }
             const auto meet = [&] {
                 if (p.cluster > 1)
                     ptx::cluster_sync();
@@ -633,12 +662,13 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                     __syncthreads();
             };
             meet();
-            const int own = threadIdx.x, outputs = at.together * (TILE * 8 << held_shift) >> p.gated;
+            const int own = threadIdx.x, first_shift = at.tile_shift - p.gated;  // tiles, or pairs of them
+            const int outputs = min(8 << held_shift, p.tokens - 8 * t) * TILE << first_shift;
             for (int o = (own / 32 * p.cluster + rank) * 32 + own % 32; o < outputs; o += p.cluster * THREADS) {
-                const int row = o % TILE, token = o / TILE & (8 << held_shift) - 1;
-                const int first = o / (TILE * 8) >> held_shift << p.gated;
-                const int of_group = pass % at.group_passes * at.together + first;
-                if (8 * t + token >= p.tokens || of_group >= p.group_tiles) continue;
+                const int row = o % TILE, token = o / TILE >> first_shift;
+                const int first = (o / TILE & (1 << first_shift) - 1) << p.gated;
+                const int of_group = tile - place + first;
+                if (of_group >= p.group_tiles) continue;
                 const int of_link = group * p.group_tiles + of_group;
                 float total = 0, gate = 0;
 #pragma unroll 1
@@ -661,7 +691,6 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                         for (int j = 0; j < AT_ONCE; ++j)
                             if (i + j < p.chunks) total += add[j];
                     }
-                    if constexpr (FORMAT == NVFP4) total *= p.factors[of_link + which - first];
                 }
                 if (p.gated) {
                     gate = fminf(gate, p.limit);
@@ -684,13 +713,20 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
 
 // ---- launcher
 
-template <int FORMAT, int NT, int STAGES>
+// FEW: stages that there is always room for.
+template <int FORMAT, int NT, int STAGES, int FEW>
 cudaError_t run(const Link& p, const Next& next, bool behind) {
     int sms = 0;
     if (cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0)) return error;
-    const Geometry at(p, FORMAT, NT, WARPS * STAGES * Stage<FORMAT>::BYTES, Stage<FORMAT>::UNITS, sms);
+    const Geometry at(p, FORMAT, NT, WARPS * STAGES * Stage<FORMAT>::BYTES, Stage<FORMAT>::UNITS, sms,
+                      behind);
+    if (at.bytes > MOST_SHARED && STAGES > FEW) return run<FORMAT, NT, FEW, FEW>(p, next, behind);
     const auto kernel = link_kernel<FORMAT, NT, STAGES>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.bytes))
+        return error;
+    // A multiprocessor divides its memory anew only when it is idle: the same for all links, so that they can overlap.
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                 cudaSharedmemCarveoutMaxShared))
         return error;
     const dim3 grid(at.clusters * p.cluster);
     return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, p, next, at);
@@ -703,13 +739,13 @@ cudaError_t quantise(const Link& p, bool behind) {
     return programmatic::launch_clusters(quantise_kernel<FORMAT>, grid, QUANTISERS, 0, 1, behind, p);
 }
 
-// Rings of two depths for up to 8 tokens: the deeper one leaves no room for the next link's blocks.
+// Rings of two depths for up to 8 tokens.
 template <int FORMAT, int FEW, int MANY>
 cudaError_t choose(const Link& p, const Next& next, bool behind) {
     if (p.tokens > 8 && (FORMAT == FP8 || p.quantise) && !p.taken) return cudaErrorInvalidValue;
-    if (p.tokens > 16) return run<FORMAT, 4, FEW>(p, next, behind);
-    if (p.tokens > 8) return run<FORMAT, 2, FEW>(p, next, behind);
-    return p.deep ? run<FORMAT, 1, MANY>(p, next, behind) : run<FORMAT, 1, FEW>(p, next, behind);
+    if (p.tokens > 16) return run<FORMAT, 4, FEW, FEW>(p, next, behind);
+    if (p.tokens > 8) return run<FORMAT, 2, FEW, FEW>(p, next, behind);
+    return p.deep ? run<FORMAT, 1, MANY, FEW>(p, next, behind) : run<FORMAT, 1, FEW, FEW>(p, next, behind);
 }
 
 }  // namespace
@@ -732,7 +768,7 @@ int launch(const void* given, int count, int ahead, int format) {
         Next next = {};
         if (i + 1 < count) {
             const Link& behind = links[i + 1];
-            next = {behind.units, behind.tiles, behind.k_units, behind.chunks};
+            next = {behind.units, behind.tiles, behind.k_units, log2_of(behind.chunks)};
             next.input_scales = behind.input_scales, next.x_columns = behind.x_columns;
             next.taken_columns = behind.groups() * behind.k_units * COLUMNS;
             if (i + 1 >= ahead) next.taken = behind.taken;

@@ -36,7 +36,7 @@ MOST_CHUNKS, MOST_CLUSTER = 32, 8
 SLICE = 2048  # columns that a block can hold of 32 tokens
 # Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
 EASY, EASY_NVFP4 = 2**15, 2**14
-EASY_CLUSTER = 4  # blocks; of 8 not all that a GPU has multiprocessors for fit at once
+EASY_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
 AHEAD = 8  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
@@ -78,8 +78,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """cluster: blocks that share a tile; deep: rings of about 8 KB a warp, not 4; ahead: lines of 128 bytes of the link
-    behind that each warp asks for to L2.
+    """cluster: blocks that share a tile; deep: rings of about 8 KB a warp, where that fits, not 4; ahead: lines of 128
+    bytes of the link behind that each warp asks for to L2.
     """
 
     cluster: int
@@ -146,9 +146,10 @@ def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> No
     _launch(state, made, out)
 
 
-def plan(link: Link, tokens: int) -> Plan:
+def plan(link: Link, tokens: int, chained: bool) -> Plan:
     """How a link is launched for so many tokens: chunks are shared by blocks where the input is much. A block has a
-    gate's chunks and its up's.
+    gate's chunks and its up's. In a chain rings are deep: with room for two blocks on a multiprocessor, two of one link
+    meet there and keep the others waiting.
     """
     k, cluster = link.sizes[0][2], max(1, link.chunks // (WARPS // 2 if link.gated else WARPS))
     easy = EASY if link.inputs is None else EASY_NVFP4
@@ -156,7 +157,7 @@ def plan(link: Link, tokens: int) -> Plan:
         tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > easy * cluster)
     ):
         cluster *= 2
-    return Plan(cluster, deep=False, ahead=32)
+    return Plan(cluster, deep=chained, ahead=32)
 
 
 def chunks_of(tiles: int, k: int) -> int:
@@ -175,6 +176,8 @@ def chunks_of(tiles: int, k: int) -> int:
 def _launch(state: State, made: Array, out: torch.Tensor) -> None:
     rooms, ahead = [], 0
     for i, (link, to) in enumerate(zip(state.links, made, strict=True)):
+        chosen = plan(link, to.tokens, chained=len(made) > 1)
+        to.cluster, to.deep, to.ahead = chosen.cluster, chosen.deep, chosen.ahead
         if to.tokens > AHEAD and (link.quantise or link.scales is not None):
             rooms += _take_ahead(link, to, out.device)
             ahead += state.format == "fp8" or i == 0  # of nvfp4 the others are quantised by the link ahead
@@ -194,7 +197,6 @@ def _take_ahead(link: Link, to: _Link, device: torch.device) -> list[torch.Tenso
 
 
 def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor], limit: float = 0.0) -> None:
-    chosen = plan(link, len(x))
     groups, _, k = link.sizes[0]
     tiles = sum(g * n for g, n, _ in link.sizes) // TILE
     to.units, to.x = link.units.data_ptr(), x.data_ptr()
@@ -203,8 +205,7 @@ def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor], lim
     to.input_scales = None if link.inputs is None else link.inputs.data_ptr()
     to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // link.groups
     to.x_columns, to.group_columns = groups * k, k if groups > 1 else 0
-    to.k_units, to.chunks, to.cluster = k // COLUMNS, link.chunks, chosen.cluster
-    to.deep, to.ahead = chosen.deep, chosen.ahead
+    to.k_units, to.chunks = k // COLUMNS, link.chunks
     to.gated, to.limit = link.gated, limit
     to.parts, tile = len(given), 0
     for part, out in zip(to.part, given, strict=False):

@@ -150,3 +150,24 @@ def attend_few_heads(data: input_t, launch: FewHeads) -> output_t:
     )  # fmt: skip
     build.check(code, "launch")
     return data.out, data.lse
+
+
+def attend_at_once(data: input_t, blocks: int, clustered: bool, flags: tuple[str, ...] = ()) -> output_t:
+    """custom_kernel by launch_at_once, which is right for any number of heads. clustered: whether blocks that share a
+    list join their sums in a cluster, not in a second kernel.
+    """
+    sizes, device = unpack(data), data.q.device
+    left = 0 if clustered else blocks
+    rows = sizes.batch * sizes.queries * sizes.heads
+    parts = torch.empty((left, rows, HEAD_DIM), dtype=torch.float32, device=device)
+    stats = torch.empty((left, rows, 4), dtype=torch.float32, device=device)
+    run = build.cuda(SOURCE, "sm90", flags).function("launch_at_once", *[c_void_p] * 12, *[c_int] * 10)
+    code = run(
+        *(t.data_ptr() for t in data), parts.data_ptr() if left else None, stats.data_ptr() if left else None,
+        sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
+        sizes.page_window.bit_length() - 1, data.window.shape[1],
+        sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
+        blocks,
+    )  # fmt: skip
+    build.check(code, "launch")
+    return data.out, data.lse

@@ -141,16 +141,13 @@ def test_every_gpu_variant_repeats_itself_bit_by_bit(file):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seesaw", [False, True])
 @pytest.mark.parametrize(("entries", "splits"), [(48, 1), (48, 2), (48, 3), (32, 3)])
-def test_every_launch_of_the_winner_is_right_in_every_case(monkeypatch, entries, splits, seesaw):
+def test_every_launch_of_the_winner_is_right_in_every_case(monkeypatch, entries, splits):
     """Of splits more than a list has tiles, too."""
     file = FOLDER / "variants" / "sm90_wgmma.py"
     skip_unless_it_runs(file, "cuda")
     module = load.module(FOLDER, f"variants/{file.stem}")
-    if seesaw and entries != 48:
-        pytest.skip("two warpgroups score in turn only in tiles of 48")
-    monkeypatch.setattr(module, "launch_for", lambda *_: module.Launch(entries, splits, seesaw))
+    monkeypatch.setattr(module, "launch_for", lambda *_: module.Launch(entries, splits))
     monkeypatch.setattr(module, "few_heads_for", lambda *_: None)
     for case in task.TESTS:
         result = run(file, case, "cuda")

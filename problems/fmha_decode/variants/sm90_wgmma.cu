@@ -13,11 +13,9 @@
 //
 // q, out  bf16 (B, S, H, 512)      lse  fp32 (B, S, H)      sink  fp32 (H,)
 // caches  uint8 (pages, stride), lists  int32 (B, S, n), lengths  int32 (B,), as task.py describes them
-#include "sm90_at_once.cuh"  // launch_at_once, for up to 16 heads
 #include "sm90_block.cuh"
 #include "sm90_few_heads.cuh"  // launch_few_heads, for up to 16 heads
 #include "sm90_products.cuh"
-#include "sm90_seesaw.cuh"  // launch_seesaw, with the arguments of launch
 
 namespace fmha {
 

@@ -18,7 +18,6 @@ SOURCE = Path(__file__).with_suffix(".cu")
 HEADS = 64  # of a block of threads
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 MOST_SPLITS = 128  # that combine.cuh takes
-SEESAW_TILES = 1 << 30  # a block has so many tiles where launch_seesaw is the faster one
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
 # Cycles of a block, estimated: a tile, alone on its multiprocessor or with another block; all else; each block to join.
@@ -33,7 +32,6 @@ class Launch:
 
     entries: int  # of a tile, 48 or 32
     splits: int  # blocks of threads for a query's entries
-    seesaw: bool = False  # whether two warpgroups score in turn (sm90_seesaw.cuh), not one
 
 
 def launch_for(sizes: Sizes) -> Launch:
@@ -47,7 +45,7 @@ def launch_for(sizes: Sizes) -> Launch:
         return Launch(32, -(-listed // 32))
     tiles = -(-listed // 48)
     each = -(-tiles // most)
-    return Launch(48, -(-tiles // each), each >= SEESAW_TILES)
+    return Launch(48, -(-tiles // each))
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,7 @@ def custom_kernel(data: input_t) -> output_t:
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
-    name = "launch_seesaw" if launch.seesaw else "launch"
-    run = build.cuda(SOURCE, "sm90").function(name, *[c_void_p] * 12, *[c_int] * 11)
+    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 12, *[c_int] * 11)
     code = run(
         *(t.data_ptr() for t in data), partial.data_ptr(), stats.data_ptr(),
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
@@ -147,27 +144,6 @@ def attend_few_heads(data: input_t, launch: FewHeads) -> output_t:
         sizes.page_window.bit_length() - 1, data.window.shape[1],
         sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
         launch.blocks,
-    )  # fmt: skip
-    build.check(code, "launch")
-    return data.out, data.lse
-
-
-def attend_at_once(data: input_t, blocks: int, clustered: bool, flags: tuple[str, ...] = ()) -> output_t:
-    """custom_kernel by launch_at_once, which is right for any number of heads. clustered: whether blocks that share a
-    list join their sums in a cluster, not in a second kernel.
-    """
-    sizes, device = unpack(data), data.q.device
-    left = 0 if clustered else blocks
-    rows = sizes.batch * sizes.queries * sizes.heads
-    parts = torch.empty((left, rows, HEAD_DIM), dtype=torch.float32, device=device)
-    stats = torch.empty((left, rows, 4), dtype=torch.float32, device=device)
-    run = build.cuda(SOURCE, "sm90", flags).function("launch_at_once", *[c_void_p] * 12, *[c_int] * 10)
-    code = run(
-        *(t.data_ptr() for t in data), parts.data_ptr() if left else None, stats.data_ptr() if left else None,
-        sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
-        sizes.page_window.bit_length() - 1, data.window.shape[1],
-        sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
-        blocks,
     )  # fmt: skip
     build.check(code, "launch")
     return data.out, data.lse

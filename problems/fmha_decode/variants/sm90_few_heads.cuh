@@ -68,8 +68,10 @@ struct Layout {
     static constexpr uint32_t SMEM_SUMS = 0, SMEM_RECEIVED = SMEM_SUMS + BLOCK_M * SUM_ROW;  // see Pieces
     // [MOST_BLOCKS][BLOCK_M] of 16 bytes: running maximum, sum of p, sum of p in bf16, nothing
     static constexpr uint32_t SMEM_STATS = SMEM_RECEIVED + (UNITS + MOST_BLOCKS) * 16;
-    static constexpr uint32_t SMEM_SCALES = SMEM_STATS + MOST_BLOCKS * BLOCK_M * 16;  // float [MOST_BLOCKS][WARPS][BLOCK_M]
-    static constexpr uint32_t SMEM_WEIGHTS = SMEM_SCALES + MOST_BLOCKS * WARPS * BLOCK_M * 4;  // float [BLOCK_M][MOST_BLOCKS]
+    // float [MOST_BLOCKS][WARPS][BLOCK_M]
+    static constexpr uint32_t SMEM_SCALES = SMEM_STATS + MOST_BLOCKS * BLOCK_M * 16;
+    // float [BLOCK_M][MOST_BLOCKS]
+    static constexpr uint32_t SMEM_WEIGHTS = SMEM_SCALES + MOST_BLOCKS * WARPS * BLOCK_M * 4;
     static_assert(SMEM_WEIGHTS + BLOCK_M * MOST_BLOCKS * 4 <= 2 * VALUES, "room");
     static_assert(SMEM_STAGING % 16 == 0 && STAGED_GROUP % 16 == 0 && SUM_ROW % 16 == 0, "vector accesses");
 };
@@ -419,7 +421,8 @@ __device__ __forceinline__ void send_sums(const Left& left, Pieces const& pieces
     uint4 units[UNITS / NUM_THREADS];
 #pragma unroll
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
-        uint32_t const unit = threadIdx.x + i * NUM_THREADS, row = unit / (HEAD_DIM / 8), column = unit % (HEAD_DIM / 8);
+        uint32_t const unit = threadIdx.x + i * NUM_THREADS;
+        uint32_t const row = unit / (HEAD_DIM / 8), column = unit % (HEAD_DIM / 8);
         units[i] = load_shared16(smem + Layout::SMEM_SUMS + row * Layout::SUM_ROW + column * 16);
     }
 #pragma unroll
@@ -502,8 +505,10 @@ __device__ __forceinline__ void join(const Problem& p, const Item& item, Pieces 
                 sum[2 * i] = fmaf(weight, pair.x, sum[2 * i]), sum[2 * i + 1] = fmaf(weight, pair.y, sum[2 * i + 1]);
             }
         }
-        *reinterpret_cast<uint4*>(out + unit * 8) = make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]),
-                                                               pack_bf16x2(sum[4], sum[5]), pack_bf16x2(sum[6], sum[7]));
+        uint32_t made[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) made[i] = pack_bf16x2(sum[2 * i], sum[2 * i + 1]);
+        *reinterpret_cast<uint4*>(out + unit * 8) = make_uint4(made[0], made[1], made[2], made[3]);
     }
 }
 

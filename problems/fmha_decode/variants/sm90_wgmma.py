@@ -20,8 +20,8 @@ BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 MOST_SPLITS = 128  # that combine.cuh takes
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
-# Cycles of a block: a tile, measured alone on its multiprocessor and with another block; all else, estimated; each block
-# to join.
+# Cycles of a block: a tile, measured alone on its multiprocessor and with another block; all else, estimated; each
+# block to join.
 FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 2300, 3000, 8400, 60
 MANY_TILE, MANY_FIXED = 3000, 15000  # of launch_for's, measured with 64 heads
 CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of launch_few_heads that may share a list

@@ -9,14 +9,16 @@
 //   waits    for the block: the one barrier of a tile, since values and scores have two places
 //   sums     O += P V of its 512 / WARPS dims. Every warp makes P out of the scores itself, so that none waits for
 //            another one's maximum; all of them get the same bits.
-// The running maximum moves only if it grows by more than RESCALE_THRESHOLD. In the end each block of the cluster joins
-// a part of the outputs out of the shared memory of all. Sums have a fixed order, so results repeat bit by bit.
+// The running maximum moves only if it grows by more than RESCALE_THRESHOLD. In the end each block of the cluster gets
+// the sums of all others for a part of the outputs, as fp16 with a scale, and joins them. Sums have a fixed order, so
+// results repeat bit by bit.
 //
 // q, out  bf16 (B, S, H, 512)      lse  fp32 (B, S, H)      sink  fp32 (H,)
 // caches  uint8 (pages, stride), lists  int32 (B, S, n), lengths  int32 (B,), as task.py describes them
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include "launch_clusters.cuh"
 #include "ptx.cuh"
@@ -33,6 +35,7 @@ constexpr int BLOCK_N = ENTRIES * WARPS;  // entries of a tile
 constexpr int DIMS = HEAD_DIM / WARPS;    // of values, a warp's
 constexpr int NUM_STAGES = 2;             // tiles asked for ahead
 constexpr int MOST_BLOCKS = 16;           // of a cluster; more than 8 are not portable
+constexpr int UNITS = BLOCK_M * HEAD_DIM / 8;  // of 8 dims, 16 bytes of fp16: a block's sums
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
 // P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
@@ -60,11 +63,16 @@ struct Layout {
     static constexpr uint32_t SMEM_STAGING = SMEM_SCORES + 2 * SCORES;
     static constexpr uint32_t SMEM_QUERIES = SMEM_STAGING + NUM_STAGES * WARPS * STAGED_GROUP;  // see Queries
     static constexpr uint32_t BYTES = SMEM_QUERIES + 4 * 32 * 16;
-    // In the end, where values and scores were.
-    static constexpr uint32_t SUM_ROW = (HEAD_DIM + 8) * 4;  // of a head: fp32
-    static constexpr uint32_t SMEM_SUMS = 0, SMEM_STATS = BLOCK_M * SUM_ROW;    // [BLOCK_M] of 16 bytes: see leave_sums
-    static constexpr uint32_t SMEM_WEIGHTS = SMEM_STATS + BLOCK_M * 16;         // float [BLOCK_M][MOST_BLOCKS]
-    static_assert(SMEM_WEIGHTS + BLOCK_M * MOST_BLOCKS * 4 <= SMEM_STAGING, "nothing may be on its way there");
+    // In the end, where values were.
+    static constexpr uint32_t SUM_ROW = (HEAD_DIM + 8) * 2;  // of a head: fp16; 8 more, so that 8 rows take 32 banks
+    static constexpr uint32_t SMEM_SUMS = 0, SMEM_RECEIVED = SMEM_SUMS + BLOCK_M * SUM_ROW;  // see Pieces
+    // [MOST_BLOCKS][BLOCK_M] of 16 bytes: running maximum, sum of p, sum of p in bf16, nothing
+    static constexpr uint32_t SMEM_STATS = SMEM_RECEIVED + (UNITS + MOST_BLOCKS) * 16;
+    // float [MOST_BLOCKS][WARPS][BLOCK_M]
+    static constexpr uint32_t SMEM_SCALES = SMEM_STATS + MOST_BLOCKS * BLOCK_M * 16;
+    // float [BLOCK_M][MOST_BLOCKS]
+    static constexpr uint32_t SMEM_WEIGHTS = SMEM_SCALES + MOST_BLOCKS * WARPS * BLOCK_M * 4;
+    static_assert(SMEM_WEIGHTS + BLOCK_M * MOST_BLOCKS * 4 <= 2 * VALUES, "room");
     static_assert(SMEM_STAGING % 16 == 0 && STAGED_GROUP % 16 == 0 && SUM_ROW % 16 == 0, "vector accesses");
 };
 constexpr int SHARED = Layout::BYTES + 128;  // with room to align the start
@@ -119,13 +127,25 @@ __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t from) {
 __device__ __forceinline__ void store_shared_pair(uint32_t to, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
 }
-__device__ __forceinline__ float4 load_cluster16(uint32_t from) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(from)
+// To another block's shared memory, at an address from in_block.
+__device__ __forceinline__ void store_cluster(uint32_t to, uint32_t v) {
+    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_cluster16(uint32_t to, uint4 v) {
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
-    return v;
+}
+// The two halves of cluster_sync, behind the block's barrier: what is between them need not wait.
+__device__ __forceinline__ void cluster_arrive() {
+    if (threadIdx.x < 32)
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ float4 load_stats(uint32_t from) {
+    uint4 const v = load_shared16(from);
+    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), 0);
 }
 __device__ __forceinline__ uint4 load_global16(const void* from) {
     uint4 v;
@@ -244,16 +264,18 @@ __device__ __forceinline__ void score(const Queries& queries, uint32_t staged, u
     uint32_t const to = values + (warp * ENTRIES + row) * 128, low_chunk = (2 * quarter ^ row) * 16;
     uint2 const scales = load_shared8(staged + Layout::STAGED_SCALES + 8 * lane);
     float sums[4][4] = {};
+    uint4 next = load_shared16(from);
 #pragma unroll
     for (int t = 0; t < FP8_TILES; ++t) {
-        uint4 const codes = load_shared16(from + 64 * t);
+        uint4 const codes = next;
         uint32_t const scale = scale_pair((t < 4 ? scales.x : scales.y) >> 8 * (t % 4) & 0xFF);
         uint4 const low = decode8(codes.x, codes.y, scale), high = decode8(codes.z, codes.w, scale);
+        next = load_shared16(from + 64 * (t + 1));  // ahead of stores, which it would wait for
         queries.multiply(sums, t, low, high);
         store_shared16(to + t * Layout::TILE + low_chunk, low);
         store_shared16(to + t * Layout::TILE + (low_chunk ^ 16), high);
     }
-    uint4 const low = load_shared16(from + NOPE), high = load_shared16(from + NOPE + 64);
+    uint4 const low = next, high = load_shared16(from + NOPE + 64);
     queries.multiply(sums, FP8_TILES, low, high);
     store_shared16(to + FP8_TILES * Layout::TILE + (quarter ^ row) * 16, low);
     store_shared16(to + FP8_TILES * Layout::TILE + ((4 + quarter) ^ row) * 16, high);
@@ -343,24 +365,84 @@ __device__ __forceinline__ void add_values(float (&o)[DIMS / 8][4], const uint32
 
 // ---- joining: what the blocks of a cluster have summed
 
-// The block's O in fp32, and of each head (running maximum, sum of p, sum of p in bf16), to its shared memory.
-__device__ __forceinline__ void leave_sums(Softmax& softmax, const float (&o)[DIMS / 8][4], uint32_t smem) {
-    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
+// Which units of the sums each block joins: from `first` of it on, up to the next one's. It gets `most` of each block.
+struct Pieces {
+    Divisor blocks;
+    uint32_t most;
+    __device__ __forceinline__ explicit Pieces(Divisor blocks) : blocks(blocks), most(blocks(UNITS + blocks.by - 1)) {}
+    __device__ __forceinline__ uint32_t first(uint32_t block) const { return blocks(block * UNITS); }
+    __device__ __forceinline__ uint32_t owner(uint32_t unit) const { return (blocks.by * (unit + 1) - 1) / UNITS; }
+    // Where a block has its unit of the sums of block `from`.
+    __device__ __forceinline__ uint32_t received(uint32_t from, uint32_t unit, uint32_t block) const {
+        return Layout::SMEM_RECEIVED + (from * most + unit - first(block)) * 16;
+    }
+};
+
+// What the sums of this lane's two rows have been divided by, powers of two, and their stats.
+struct Left {
+    float scale[2];
+    float4 stats[2];
+};
+// The block's O to its shared memory as fp16, of which 1 to 2 is the largest of a row in a warp's dims.
+__device__ __forceinline__ Left leave_sums(Softmax& softmax, const float (&o)[DIMS / 8][4], uint32_t smem) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Left left;
+    float inverse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+        float largest = 0;
+#pragma unroll
+        for (int n = 0; n < DIMS / 8; ++n)
+            largest = fmaxf(largest, fmaxf(fabsf(o[n][2 * h]), fabsf(o[n][2 * h + 1])));
 #pragma unroll
         for (int lanes = 1; lanes < 4; lanes *= 2) {
             softmax.sum[h] += __shfl_xor_sync(~0u, softmax.sum[h], lanes);
             softmax.rounded[h] += __shfl_xor_sync(~0u, softmax.rounded[h], lanes);
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
         }
-        uint32_t const to = smem + Layout::SMEM_SUMS + (row + 8 * h) * Layout::SUM_ROW +
-                            (warp * DIMS + 2 * (lane % 4)) * 4;
+        uint32_t const exponent = __float_as_uint(largest) & 0x7F800000;
+        left.scale[h] = __uint_as_float(exponent), inverse[h] = __uint_as_float((254u << 23) - exponent);
+        left.stats[h] = make_float4(softmax.top[h], softmax.sum[h], softmax.rounded[h], 0);
+    }
+    // Of the four matrices of a store: lanes 0-15 rows 0-15 of the left 8 dims, lanes 16-31 of the right ones.
+    uint32_t const to = smem + Layout::SMEM_SUMS + lane % 16 * Layout::SUM_ROW + (warp * DIMS / 8 + lane / 16) * 16;
 #pragma unroll
-        for (int n = 0; n < DIMS / 8; ++n) store_shared_pair(to + 32 * n, o[n][2 * h], o[n][2 * h + 1]);
-        if (warp == 0 && lane % 4 == 0)
-            store_shared16(smem + Layout::SMEM_STATS + (row + 8 * h) * 16,
-                           make_uint4(__float_as_uint(softmax.top[h]), __float_as_uint(softmax.sum[h]),
-                                      __float_as_uint(softmax.rounded[h]), 0));
+    for (int n = 0; n < DIMS / 8; n += 2)
+        stmatrix_x4(to + n * 16, pack_f16x2(o[n][0] * inverse[0], o[n][1] * inverse[0]),
+                    pack_f16x2(o[n][2] * inverse[1], o[n][3] * inverse[1]),
+                    pack_f16x2(o[n + 1][0] * inverse[0], o[n + 1][1] * inverse[0]),
+                    pack_f16x2(o[n + 1][2] * inverse[1], o[n + 1][3] * inverse[1]));
+    return left;
+}
+
+// Each unit to the block that joins it; scales and stats to all blocks.
+__device__ __forceinline__ void send_sums(const Left& left, Pieces const& pieces, int rank, uint32_t smem) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint4 units[UNITS / NUM_THREADS];
+#pragma unroll
+    for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
+        uint32_t const unit = threadIdx.x + i * NUM_THREADS;
+        uint32_t const row = unit / (HEAD_DIM / 8), column = unit % (HEAD_DIM / 8);
+        units[i] = load_shared16(smem + Layout::SMEM_SUMS + row * Layout::SUM_ROW + column * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
+        uint32_t const unit = threadIdx.x + i * NUM_THREADS, owner = pieces.owner(unit);
+        store_cluster16(in_block(owner, smem + pieces.received(rank, unit, owner)), units[i]);
+    }
+    if (lane % 4) return;
+#pragma unroll 1
+    for (uint32_t block = 0; block < pieces.blocks.by; ++block) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            int const row = lane / 4 + 8 * h;
+            store_cluster(in_block(block, smem + Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4),
+                          __float_as_uint(left.scale[h]));
+            if (warp == h)
+                store_cluster16(in_block(block, smem + Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16),
+                                make_uint4(__float_as_uint(left.stats[h].x), __float_as_uint(left.stats[h].y),
+                                           __float_as_uint(left.stats[h].z), 0));
+        }
     }
 }
 
@@ -374,7 +456,7 @@ __device__ __forceinline__ void weigh(const Problem& p, const Item& item, uint32
     for (int i = 0; i < EACH; ++i) {
         int const block = lane + i * LANES;
         stats[i] = make_float4(-INFINITY, 0, 0, 0);
-        if (block < blocks) stats[i] = load_cluster16(in_block(block, smem + Layout::SMEM_STATS + row * 16));
+        if (block < blocks) stats[i] = load_stats(smem + Layout::SMEM_STATS + (block * BLOCK_M + row) * 16);
         top = fmaxf(top, stats[i].x);
     }
 #pragma unroll
@@ -400,34 +482,33 @@ __device__ __forceinline__ void weigh(const Problem& p, const Item& item, uint32
         p.lse[int64_t(item.query) * p.heads + head] = any ? (top + log2f(sum)) / LOG2E : INFINITY;
 }
 
-// This block's part of the outputs: every p.blocks.by-th piece of NUM_THREADS times 4 dims.
-__device__ __forceinline__ void join(const Problem& p, const Item& item, uint32_t smem) {
-    constexpr int BATCH = 4;  // blocks that a thread reads at once
+// This block's part of the outputs.
+__device__ __forceinline__ void join(const Problem& p, const Item& item, Pieces const& pieces, uint32_t smem) {
     __nv_bfloat16* const out = p.out + (int64_t(item.query) * p.heads + item.head) * HEAD_DIM;
-    int const blocks = p.blocks.by;
-#pragma unroll 2
-    for (int at = (item.rank * NUM_THREADS + threadIdx.x) * 4; at < item.heads * HEAD_DIM;
-         at += blocks * NUM_THREADS * 4) {
-        int const row = at / HEAD_DIM;
-        uint32_t const from = smem + Layout::SMEM_SUMS + row * Layout::SUM_ROW + at % HEAD_DIM * 4;
-        uint32_t const weights = smem + Layout::SMEM_WEIGHTS + row * MOST_BLOCKS * 4;
-        float sum[4] = {};
+    uint32_t const end = min(pieces.first(item.rank + 1), uint32_t(item.heads * HEAD_DIM / 8));
 #pragma unroll 1
-        for (int first = 0; first < blocks; first += BATCH) {
-            float4 v[BATCH];
+    for (uint32_t unit = pieces.first(item.rank) + threadIdx.x; unit < end; unit += NUM_THREADS) {
+        uint32_t const row = unit / (HEAD_DIM / 8), warp = unit % (HEAD_DIM / 8) / (DIMS / 8);
+        uint32_t const weights = smem + Layout::SMEM_WEIGHTS + row * MOST_BLOCKS * 4;
+        uint32_t const scales = smem + Layout::SMEM_SCALES + (warp * BLOCK_M + row) * 4;
+        uint32_t const from = smem + pieces.received(0, unit, item.rank);
+        float sum[8] = {};
+#pragma unroll 4
+        for (uint32_t block = 0; block < pieces.blocks.by; ++block) {
+            float const weight = __uint_as_float(load_shared(weights + block * 4)) *
+                                 __uint_as_float(load_shared(scales + block * (WARPS * BLOCK_M * 4)));
+            uint4 const v = load_shared16(from + block * pieces.most * 16);
+            uint32_t const pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i)  // past the last block the last one again, whose weight there is 0
-                v[i] = load_cluster16(in_block(min(first + i, blocks - 1), from));
-            uint4 const four = load_shared16(weights + first * 4);
-            float const weight[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
-                                     __uint_as_float(four.w)};
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                sum[0] = fmaf(weight[i], v[i].x, sum[0]), sum[1] = fmaf(weight[i], v[i].y, sum[1]);
-                sum[2] = fmaf(weight[i], v[i].z, sum[2]), sum[3] = fmaf(weight[i], v[i].w, sum[3]);
+            for (int i = 0; i < 4; ++i) {
+                float2 const pair = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+                sum[2 * i] = fmaf(weight, pair.x, sum[2 * i]), sum[2 * i + 1] = fmaf(weight, pair.y, sum[2 * i + 1]);
             }
         }
-        *reinterpret_cast<uint2*>(out + at) = make_uint2(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]));
+        uint32_t made[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) made[i] = pack_bf16x2(sum[2 * i], sum[2 * i + 1]);
+        *reinterpret_cast<uint4*>(out + unit * 8) = make_uint4(made[0], made[1], made[2], made[3]);
     }
 }
 
@@ -449,14 +530,14 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
     int first[NUM_STAGES + 1];
 #pragma unroll
     for (int i = 0; i <= NUM_STAGES; ++i) first[i] = gather.index(i);
-    Queries queries;
-    queries.load(p, item, smem + Layout::SMEM_QUERIES);
     if (window != p.nw || compressed != p.nc) {
         gather.share = Share(window, compressed, item.rank, p.blocks);
 #pragma unroll
         for (int i = 0; i <= NUM_STAGES; ++i) first[i] = gather.index(i);
     }
     gather.begin(first);
+    Queries queries;  // behind the entries, which take longer
+    queries.load(p, item, smem + Layout::SMEM_QUERIES);
     __syncthreads();
 
     float o[DIMS / 8][4] = {};
@@ -475,12 +556,17 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
     }
     cp_async_wait<0>();  // none may land after the block has ended
     __syncthreads();     // and the last values are read
-    leave_sums(softmax, o, smem);
+    // From here on other blocks may write where this one's values were.
+    cluster_arrive();
+    Left const left = leave_sums(softmax, o, smem);
+    cluster_wait();
+    __syncthreads();
+    Pieces const pieces(p.blocks);
+    send_sums(left, pieces, item.rank, smem);
     cluster_sync();
     weigh(p, item, smem);
     __syncthreads();
-    join(p, item, smem);
-    cluster_sync();  // the others may still read this block's
+    join(p, item, pieces, smem);
 }
 
 // ---- launcher

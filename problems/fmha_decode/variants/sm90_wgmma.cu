@@ -16,7 +16,6 @@
 #include "sm90_block.cuh"
 #include "sm90_few_heads.cuh"  // launch_few_heads, for up to 16 heads
 #include "sm90_products.cuh"
-#include "sm90_seesaw.cuh"  // launch_seesaw, with the arguments of launch
 
 namespace fmha {
 

@@ -18,11 +18,11 @@ SOURCE = Path(__file__).with_suffix(".cu")
 HEADS = 64  # of a block of threads
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
 MOST_SPLITS = 128  # that combine.cuh takes
-SEESAW_TILES = 1 << 30  # a block has so many tiles where launch_seesaw is the faster one
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
-# Cycles of a block, estimated: a tile, alone on its multiprocessor or with another block; all else; each block to join.
-FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 1600, 2000, 6000, 60
+# Cycles of a block: a tile, measured alone on its multiprocessor and with another block; all else, estimated; each
+# block to join.
+FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 2300, 3000, 8400, 60
 MANY_TILE, MANY_FIXED = 3000, 15000  # of launch_for's, measured with 64 heads
 CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of launch_few_heads that may share a list
 
@@ -33,7 +33,6 @@ class Launch:
 
     entries: int  # of a tile, 48 or 32
     splits: int  # blocks of threads for a query's entries
-    seesaw: bool = False  # whether two warpgroups score in turn (sm90_seesaw.cuh), not one
 
 
 def launch_for(sizes: Sizes) -> Launch:
@@ -47,7 +46,7 @@ def launch_for(sizes: Sizes) -> Launch:
         return Launch(32, -(-listed // 32))
     tiles = -(-listed // 48)
     each = -(-tiles // most)
-    return Launch(48, -(-tiles // each), each >= SEESAW_TILES)
+    return Launch(48, -(-tiles // each))
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,7 @@ def custom_kernel(data: input_t) -> output_t:
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
-    name = "launch_seesaw" if launch.seesaw else "launch"
-    run = build.cuda(SOURCE, "sm90").function(name, *[c_void_p] * 12, *[c_int] * 11)
+    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 12, *[c_int] * 11)
     code = run(
         *(t.data_ptr() for t in data), partial.data_ptr(), stats.data_ptr(),
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,

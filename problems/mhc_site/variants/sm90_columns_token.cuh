@@ -183,13 +183,6 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     const int quads = p.hidden / (CLUSTER * QUAD), rank = ptx::cluster_rank(), first_quad = rank * quads;
     const int first_token = blockIdx.y * TOKENS;
     const uint32_t arrived = ptx::smem_address(&shared.arrived);
-    if (thread == 0) {
-        ptx::barrier_init(arrived, 1);
-        ptx::barrier_publish();
-        ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
-    }
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
-
     // Threads without a quad in a pass read another's, and leave it out.
     int column[PASSES];
     bool real[PASSES];
@@ -230,6 +223,13 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     if (thread < ROWS) shared.base[thread] = p.base[thread];
     if (thread >= 32 && thread < 35) shared.scale[thread - 32] = p.scale[thread - 32];
     if (warp == 2 && lane < quads * QUAD / 64 + 1) prefetch_line(p.norm + min(first_quad * QUAD + lane * 64, p.hidden - 1));
+    // Behind all loads, and not by a warp that makes x': publishing takes its warp more than a thousand cycles.
+    if (thread == TOKEN_THREADS - 32) {
+        ptx::barrier_init(arrived, 1);
+        ptx::barrier_publish();
+        ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
 
     if (TOKENS == 2 || half == 0) {
 #pragma unroll

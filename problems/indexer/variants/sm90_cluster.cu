@@ -4,6 +4,7 @@
 // then blocks all over it score, and clusters search what they wrote.
 #include <cuda_runtime.h>
 
+#include "sm90_join.cuh"
 #include "sm90_score.cuh"
 #include "sm90_select.cuh"
 
@@ -177,6 +178,118 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     score<FP8, WARPGROUPS>(data, sizes, slice, query, ring, [&](int i, uint32_t key) { to[i] = key; });
 }
 
+#ifdef STAMPS
+__device__ long long stamps[1024][16];
+#define STAMP(i) do { if (threadIdx.x == 0) { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); \
+    stamps[(blockIdx.y * gridDim.x + blockIdx.x) % 1024][i] = (i) == 0 ? t : clock64(); } } while (0)
+#else
+#define STAMP(i)
+#endif
+
+// Blocks of a row that are done. The last one sets it back, so that every launch begins with zeros.
+constexpr int MOST_JOINED = 264;  // rows
+__device__ uint32_t done[MOST_JOINED];
+
+// One launch without clusters: block (part, row) scores a part of the row's entries, and the last of a row to end
+// chooses. Rows see at most 64 entries a thread; plan.scores has room for as many of each row.
+template <bool FP8, int WARPGROUPS>
+__global__ void __launch_bounds__(WARPGROUPS * 128, 1)
+    score_and_join(const Tensors data, const Sizes sizes, const Plan plan) {
+    constexpr int THREADS = WARPGROUPS * 128;
+    extern __shared__ __align__(1024) unsigned char raw[];
+    STAMP(0);
+    STAMP(1);
+    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    uint8_t* ring = raw + sizeof(Shared);
+    Gathered& gathered = *reinterpret_cast<Gathered*>(ring);  // when the ring is done with
+    static_assert(sizeof(Gathered) <= WARPGROUPS * 4 * Ring<FP8>::BYTES, "it lies in the ring");
+    int* pages = reinterpret_cast<int*>(ring + WARPGROUPS * 4 * Ring<FP8>::BYTES);
+    const int row = blockIdx.y, part = blockIdx.x;
+    const int* table = data.table + static_cast<int64_t>(row / sizes.queries) * sizes.blocks;
+    const int seen = clamped(__ldg(data.visible + row), sizes);
+    const bool early = sizes.blocks <= 2 * THREADS;  // the pages of the row are read before its length is known
+    int page[2] = {};
+    if (early) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (threadIdx.x + i * THREADS < sizes.blocks) page[i] = __ldg(table + threadIdx.x + i * THREADS);
+    } else {
+        prefetch_table<THREADS>(data, sizes, row);
+    }
+    QueryParts<THREADS> query;
+    query.load(data, sizes, row);
+    begin<THREADS>(shared.search);
+    if (threadIdx.x == 0) shared.search.lowest = ~0u;
+    if (seen <= sizes.topk) {
+        take_all<THREADS>(data, sizes, row, seen, {part, plan.chunks});
+        return;
+    }
+    const int tiles = (seen + TILE - 1) / TILE, each = (tiles + plan.chunks - 1) / plan.chunks * TILE;
+    const int parts = (tiles * TILE + each - 1) / each;  // that have entries
+    if (part >= parts) return;
+    Slice slice{part * each, min(each, seen - part * each), pages};
+    STAMP(2);
+    query.store(shared.query);
+    if (early) {
+        const int from = slice.first >> sizes.page_shift, upto = slice.first + slice.count - 1 >> sizes.page_shift;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = threadIdx.x + i * THREADS;
+            if (at >= from && at <= upto) pages[at - from] = page[i];
+        }
+    } else {
+        Pages<THREADS> load;
+        load.load(data, sizes, row, slice.first, slice.count);
+        load.store(pages);
+    }
+    ptx::fence_proxy_async_shared();
+    __syncthreads();
+    STAMP(3);
+    const int log_each = log_each_of<THREADS>(seen);
+    uint32_t* scores = plan.scores + static_cast<int64_t>(row) * (THREADS * 64);
+    begin_scores<FP8, WARPGROUPS>(data, sizes, slice, ring);
+    score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, ring, [&](int i, uint32_t key) {
+        scores[stored_at<THREADS>(slice.first + i, log_each)] = key;
+    });
+    STAMP(4);
+    __syncthreads();
+    STAMP(5);
+    if (parts > 1) {
+        if (threadIdx.x == 0) {
+            __threadfence();
+            shared.search.bin = atomicInc(&done[row], parts - 1);
+            __threadfence();
+        }
+        __syncthreads();
+        if (shared.search.bin != parts - 1) return;
+    }
+    STAMP(6);
+    Search& search = shared.search;
+    const int topk = sizes.topk;
+    const int many = log_each == 3   ? gather<THREADS, 3>(search, gathered, scores, seen, topk)
+                     : log_each == 4 ? gather<THREADS, 4>(search, gathered, scores, seen, topk)
+                     : log_each == 5 ? gather<THREADS, 5>(search, gathered, scores, seen, topk)
+                                     : gather<THREADS, 6>(search, gathered, scores, seen, topk);
+    STAMP(7);
+    int* out = data.out + static_cast<int64_t>(row) * topk;
+    const auto chosen = [&](int entry, int to) {
+        const int in_page = entry & (1 << sizes.page_shift) - 1;
+        out[to] = __ldg(table + (entry >> sizes.page_shift)) << sizes.page_shift | in_page;
+    };
+    Range range;
+    if (many <= ROOM) {
+#pragma unroll 2
+        for (int i = threadIdx.x; i < many; i += THREADS) range.take(gathered.keys[i]);
+        select<THREADS>(search, gathered.keys, many, topk, range, Cluster{0, 1},
+                        [&](int i, int to) { chosen(gathered.entries[i], to); });
+    } else {
+        const Stored<THREADS> all{scores, log_each};
+        for (int i = threadIdx.x; i < seen; i += THREADS) range.take(all[i]);
+        select<THREADS>(search, all, seen, topk, range, Cluster{0, 1}, chosen);
+    }
+    STAMP(8);
+}
+
 // Launch `kernel` in clusters. -> a cudaError_t.
 template <class Kernel>
 cudaError_t launch_clusters(Kernel kernel, int rows, int threads, size_t bytes, const Tensors& data,
@@ -198,6 +311,14 @@ cudaError_t launch_clusters(Kernel kernel, int rows, int threads, size_t bytes, 
 template <bool FP8>
 cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, int warpgroups) {
     const auto pages = [&](int entries) { return ((entries >> sizes.page_shift) + 2) * 4; };
+    if (!plan.cluster) {
+        const size_t bytes = sizeof(Shared) + 16 * Ring<FP8>::BYTES + pages(plan.slice);
+        const auto kernel = score_and_join<FP8, 4>;
+        if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+            return error;
+        kernel<<<dim3(plan.chunks, sizes.rows), 512, bytes>>>(data, sizes, plan);
+        return cudaGetLastError();
+    }
     const size_t scores = sizeof(Shared) + plan.room * 4 + pages(plan.room), ring = warpgroups * 4 * Ring<FP8>::BYTES;
     if (!plan.chunk) {
         if (warpgroups == 2)
@@ -214,6 +335,12 @@ cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, int w
 }
 
 }  // namespace indexer
+
+#ifdef STAMPS
+extern "C" int read_stamps(long long* to) {
+    return cudaMemcpyFromSymbol(to, indexer::stamps, sizeof(indexer::stamps));
+}
+#endif
 
 // tensors: those of task.Data, in order. sizes: queries, heads, topk, blocks, log2 of P, rows, bytes of a page, 1 for fp8.
 // plan: blocks of a cluster, entries of its slices, room, entries of a chunk (0: one launch), chunks, warpgroups. scores: the

@@ -20,6 +20,8 @@ LEAST = 256  # entries that are worth a block of a cluster: a tile for each of i
 GATHERED = 10240  # entries of a row up to which one block of its cluster chooses, faster than all together
 FEW_ROWS = 2 * BLOCKS  # above, rows are many, and small blocks run two to a multiprocessor
 SMALL = 4096  # entries whose scores leave room for that
+JOINED = 32768  # entries of a row up to which blocks without a cluster score it and the last one chooses
+JOINED_ROWS = 264  # of the source: rows up to which
 # Entries that each multiprocessor scores less in two launches, from which on they are faster: 2.3 us at 4.2 cycles an
 # entry, which the second launch and the way through L2 take.
 WORTH = 1000
@@ -30,12 +32,16 @@ Pointers, Numbers, Choice = c_void_p * 6, c_int64 * 8, c_int * 6
 class Launch:
     """How a row's entries are shared out. See Plan of the source."""
 
-    cluster: int  # blocks of a cluster
+    cluster: int  # blocks of a cluster; 0: none, `chunks` blocks a row of which the last to end chooses
     slice: int  # entries that each has, at most
     room: int  # scores that a block has room for
     chunk: int = 0  # two launches: entries that a block of the first scores
     chunks: int = 0  # and such blocks a row
     warpgroups: int = 4
+
+    def words(self) -> int:
+        """Return how many scores of a row the workspace has room for."""
+        return JOINED if not self.cluster else self.slice * self.cluster if self.chunk else 0
 
 
 def most_entries(per_page: int, rings: int) -> int:
@@ -54,6 +60,8 @@ def launch_for(sizes: Sizes) -> Launch:
     tiles = -(-entries // TILE)
     if entries > LARGEST * most:
         raise ValueError(f"table must have room for at most {LARGEST * most} entries, got {entries}")
+    if entries <= JOINED and rows <= JOINED_ROWS:
+        return joined(tiles, max(1, min(BLOCKS // rows, -(-tiles * TILE // LEAST))))
     cluster = 1
     while cluster < LARGEST and 2 * cluster * rows <= BLOCKS and 2 * cluster * LEAST <= tiles * TILE:
         cluster *= 2
@@ -65,6 +73,11 @@ def launch_for(sizes: Sizes) -> Launch:
         return Launch(cluster, part, part, min(chunk, beside), -(-tiles * TILE // min(chunk, beside)))
     room = cluster * part if cluster * part <= GATHERED else part
     return Launch(cluster, part, room, warpgroups=2 if rows > FEW_ROWS and part <= SMALL else 4)
+
+
+def joined(tiles: int, parts: int) -> Launch:
+    """Blocks without clusters, `parts` a row."""
+    return Launch(0, -(-tiles // parts) * TILE, 0, chunks=parts)
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -82,9 +95,7 @@ def custom_kernel(data: input_t) -> output_t:
     shift = sizes.per_page.bit_length() - 1
     launch = launch_for(sizes)
     rows = sizes.batch * sizes.queries
-    scores = torch.empty(
-        rows * launch.slice * launch.cluster if launch.chunk else 0, dtype=torch.int32, device=data.q.device
-    )
+    scores = torch.empty(rows * launch.words(), dtype=torch.int32, device=data.q.device)
     numbers = Numbers(
         sizes.queries, sizes.heads, sizes.topk, sizes.blocks, shift, rows, data.keys.shape[1], sizes.kind == "fp8"
     )

@@ -33,6 +33,7 @@ struct Search {
     uint32_t least, largest, above, inside;  // of this slice
     uint32_t bin, over, in_bin;          // found: the bin, how many scores are above it and in it
     uint32_t last, base, quota;          // the k-th score; this slice's first place, and how many equals it may choose
+    uint32_t lowest, gathered;           // of sm90_join.cuh
     uint64_t arrived;                    // where one block gets all scores: a barrier that counts their bytes
 };
 
@@ -122,8 +123,8 @@ __device__ __forceinline__ Bins whole_range(Search& s, const Range& range, Clust
 
 // Count this slice's scores by bin, then add up over the cluster into `total` of every block, and clear the bins again.
 // By a block that is alone, `bins` keeps the counts.
-template <int THREADS>
-__device__ __forceinline__ void histogram(Search& s, const uint32_t* keys, int count, const Bins& bins,
+template <int THREADS, class Keys>
+__device__ __forceinline__ void histogram(Search& s, const Keys& keys, int count, const Bins& bins,
                                           Cluster cluster) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < count; i += THREADS) {
@@ -180,9 +181,32 @@ __device__ __forceinline__ void find_bin(Search& s, const uint32_t* total, uint3
     __syncthreads();
 }
 
+// Find the bin of the `need`-th score, in ever smaller bins, until few scores share it, or equal ones only. count(bins)
+// adds up the scores in `bins` over the row, all threads, and ends with a barrier. bins, need: those that were found.
+// -> whether few share it. The counts are s.over and s.in_bin.
+template <int THREADS, class Count>
+__device__ __forceinline__ bool narrow(Search& s, Bins& bins, uint32_t& need, bool alone, const Count& count) {
+#pragma unroll 1
+    while (true) {
+        count(bins);
+        find_bin<THREADS>(s, alone ? s.bins : s.total, need);
+        const bool few = s.in_bin <= FEW;
+        if (few || (bins.scale == 0.0f && bins.shift == 0)) return few;
+        if (bins.scale != 0.0f) {
+            bins = Bins::by_bits(bins.low, bins.high);
+        } else {
+            need -= s.over;
+            const uint32_t low = bins.low + (s.bin << bins.shift), width = (1u << bins.shift) - 1;
+            bins = Bins::by_bits(low, min(bins.high, low + width));
+        }
+        if (alone) clear<THREADS>(s);
+        __syncthreads();  // the bins are clear, and s.bin was read by all
+    }
+}
+
 // Tell all blocks how many scores of this slice are above the bin and in it, and which, if `ranked`.
-template <int THREADS>
-__device__ __forceinline__ void exchange(Search& s, const uint32_t* keys, int count, const Bins& bins, bool ranked,
+template <int THREADS, class Keys>
+__device__ __forceinline__ void exchange(Search& s, const Keys& keys, int count, const Bins& bins, bool ranked,
                                          Cluster cluster) {
     uint32_t above = 0, inside = 0;
 #pragma unroll 4
@@ -264,8 +288,8 @@ __device__ __forceinline__ void rank_alone(Search& s, uint32_t need, bool ranked
 }
 
 // put(i, place) for each chosen score i of this slice, in their order; place: in the row's output.
-template <int THREADS, class Put>
-__device__ __forceinline__ void compact(Search& s, const uint32_t* keys, int count, const Put& put) {
+template <int THREADS, class Keys, class Put>
+__device__ __forceinline__ void compact(Search& s, const Keys& keys, int count, const Put& put) {
     constexpr int WARPS = THREADS / WARP;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int each = (count + WARPS * WARP - 1) / (WARPS * WARP) * WARP;  // scores of a warp, in one piece
@@ -296,27 +320,14 @@ __device__ __forceinline__ void compact(Search& s, const uint32_t* keys, int cou
 // Choose the topk highest of the cluster's scores; there are more. begin() was called and the slices are written, by
 // threads of which each knows a range of what it wrote, all together that of the slice; cluster.say_begun() was called,
 // but where the block is alone. put: as compact's.
-template <int THREADS, class Put>
-__device__ __forceinline__ void select(Search& s, const uint32_t* keys, int count, uint32_t topk, const Range& range,
+template <int THREADS, class Keys, class Put>
+__device__ __forceinline__ void select(Search& s, const Keys& keys, int count, uint32_t topk, const Range& range,
                                        Cluster cluster, const Put& put) {
     Bins bins = whole_range(s, range, cluster);
     uint32_t need = topk;
-    bool ranked;
-    while (true) {
+    const bool ranked = narrow<THREADS>(s, bins, need, cluster.size == 1, [&](const Bins& bins) {
         histogram<THREADS>(s, keys, count, bins, cluster);
-        find_bin<THREADS>(s, cluster.size == 1 ? s.bins : s.total, need);
-        ranked = s.in_bin <= FEW;
-        if (ranked || (bins.scale == 0.0f && bins.shift == 0)) break;
-        if (bins.scale != 0.0f) {
-            bins = Bins::by_bits(bins.low, bins.high);
-        } else {
-            need -= s.over;
-            const uint32_t low = bins.low + (s.bin << bins.shift), width = (1u << bins.shift) - 1;
-            bins = Bins::by_bits(low, min(bins.high, low + width));
-        }
-        if (cluster.size == 1) clear<THREADS>(s);
-        __syncthreads();  // the bins are clear, and s.bin was read by all
-    }
+    });
     need -= s.over;
     const uint32_t equal = bins.low + s.bin;
     exchange<THREADS>(s, keys, count, bins, ranked, cluster);

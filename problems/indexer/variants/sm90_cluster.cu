@@ -4,7 +4,8 @@
 // then blocks all over it score, and clusters search what they wrote.
 #include <cuda_runtime.h>
 
-#include "sm90_join.cuh"
+#include <algorithm>
+
 #include "sm90_score.cuh"
 #include "sm90_select.cuh"
 
@@ -135,7 +136,8 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
         begin_scores<FP8, WARPGROUPS>(data, sizes, slice, ring);
         if (gathers) cluster.wait_begun();
         const uint32_t to = cluster.in(0, keys + slice.first), told = cluster.in(0, &shared.search.arrived);
-        range = score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, ring, [&](int i, uint32_t key) {
+        range = score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, ring, [&](int i, bool inside, uint32_t key) {
+            if (!inside || threadIdx.x % 4 > 1) return;
             if (gathers) store_counted(to + 4 * i, key, told);
             else keys[i] = key;
         });
@@ -175,7 +177,9 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     __syncthreads();
     uint32_t* to = plan.scores + static_cast<int64_t>(row) * plan.slice * plan.cluster + slice.first;
     begin_scores<FP8, WARPGROUPS>(data, sizes, slice, ring);
-    score<FP8, WARPGROUPS>(data, sizes, slice, query, ring, [&](int i, uint32_t key) { to[i] = key; });
+    score<FP8, WARPGROUPS>(data, sizes, slice, query, ring, [&](int i, bool inside, uint32_t key) {
+        if (inside && threadIdx.x % 4 < 2) to[i] = key;
+    });
 }
 
 #ifdef STAMPS
@@ -191,7 +195,10 @@ constexpr int MOST_JOINED = 264;  // rows
 __device__ uint32_t done[MOST_JOINED];
 
 // One launch without clusters: block (part, row) scores a part of the row's entries, and the last of a row to end
-// chooses. Rows see at most 64 entries a thread; plan.scores has room for as many of each row.
+// chooses. It knows the largest score of each unit of 8 or 16 entries. An entry among the k highest is in one of the k
+// units with the highest of these, so it finds these units first, and then the entries in them.
+//
+// plan.scores: for each row its scores, and behind them its units' largest ones; plan.slice entries, a multiple of 64.
 template <bool FP8, int WARPGROUPS>
 __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     score_and_join(const Tensors data, const Sizes sizes, const Plan plan) {
@@ -199,10 +206,15 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     extern __shared__ __align__(1024) unsigned char raw[];
     STAMP(0);
     STAMP(1);
+#ifdef PREFETCH_CODE
+    {
+        uint64_t code = reinterpret_cast<uint64_t>(&score_and_join<FP8, WARPGROUPS>);
+        asm volatile("" : "+l"(code));
+        if (threadIdx.x * 128 < PREFETCH_CODE) asm volatile("prefetch.global.L2 [%0];" ::"l"(code + threadIdx.x * 128));
+    }
+#endif
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     uint8_t* ring = raw + sizeof(Shared);
-    Gathered& gathered = *reinterpret_cast<Gathered*>(ring);  // when the ring is done with
-    static_assert(sizeof(Gathered) <= WARPGROUPS * 4 * Ring<FP8>::BYTES, "it lies in the ring");
     int* pages = reinterpret_cast<int*>(ring + WARPGROUPS * 4 * Ring<FP8>::BYTES);
     const int row = blockIdx.y, part = blockIdx.x;
     const int* table = data.table + static_cast<int64_t>(row / sizes.queries) * sizes.blocks;
@@ -218,8 +230,6 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     }
     QueryParts<THREADS> query;
     query.load(data, sizes, row);
-    begin<THREADS>(shared.search);
-    if (threadIdx.x == 0) shared.search.lowest = ~0u;
     if (seen <= sizes.topk) {
         take_all<THREADS>(data, sizes, row, seen, {part, plan.chunks});
         return;
@@ -227,7 +237,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     const int tiles = (seen + TILE - 1) / TILE, each = (tiles + plan.chunks - 1) / plan.chunks * TILE;
     const int parts = (tiles * TILE + each - 1) / each;  // that have entries
     if (part >= parts) return;
-    Slice slice{part * each, min(each, seen - part * each), pages};
+    const Slice slice{part * each, min(each, seen - part * each), pages};
     STAMP(2);
     query.store(shared.query);
     if (early) {
@@ -245,49 +255,75 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     ptx::fence_proxy_async_shared();
     __syncthreads();
     STAMP(3);
-    const int log_each = log_each_of<THREADS>(seen);
-    uint32_t* scores = plan.scores + static_cast<int64_t>(row) * (THREADS * 64);
+    const int log_unit = plan.room, unit = 1 << log_unit;
+    uint32_t* scores = plan.scores + static_cast<int64_t>(row) * (plan.slice + (plan.slice >> log_unit));
+    uint32_t* largest = scores + plan.slice;
     begin_scores<FP8, WARPGROUPS>(data, sizes, slice, ring);
-    score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, ring, [&](int i, uint32_t key) {
-        scores[stored_at<THREADS>(slice.first + i, log_each)] = key;
+    score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, ring, [&](int i, bool inside, uint32_t key) {
+        const int lane = threadIdx.x % WARP;
+        if (lane % 4 < 2 && inside) scores[slice.first + i] = key;
+        uint32_t most = inside ? key : 0;
+#pragma unroll
+        for (int apart = 4; apart < WARP; apart *= 2) most = max(most, __shfl_xor_sync(~0u, most, apart));
+        if (unit == 16) most = max(most, __shfl_xor_sync(~0u, most, 1));
+        if (lane < 16 >> log_unit && inside) largest[slice.first + i >> log_unit] = most;
     });
     STAMP(4);
+    Search& search = shared.search;
     __syncthreads();
     STAMP(5);
     if (parts > 1) {
         if (threadIdx.x == 0) {
             __threadfence();
-            shared.search.bin = atomicInc(&done[row], parts - 1);
+            search.bin = atomicInc(&done[row], parts - 1);
             __threadfence();
         }
         __syncthreads();
-        if (shared.search.bin != parts - 1) return;
+        if (search.bin != parts - 1) return;
     }
     STAMP(6);
-    Search& search = shared.search;
-    const int topk = sizes.topk;
-    const int many = log_each == 3   ? gather<THREADS, 3>(search, gathered, scores, seen, topk)
-                     : log_each == 4 ? gather<THREADS, 4>(search, gathered, scores, seen, topk)
-                     : log_each == 5 ? gather<THREADS, 5>(search, gathered, scores, seen, topk)
-                                     : gather<THREADS, 6>(search, gathered, scores, seen, topk);
-    STAMP(7);
-    int* out = data.out + static_cast<int64_t>(row) * topk;
-    const auto chosen = [&](int entry, int to) {
-        const int in_page = entry & (1 << sizes.page_shift) - 1;
-        out[to] = __ldg(table + (entry >> sizes.page_shift)) << sizes.page_shift | in_page;
-    };
-    Range range;
-    if (many <= ROOM) {
-#pragma unroll 2
-        for (int i = threadIdx.x; i < many; i += THREADS) range.take(gathered.keys[i]);
-        select<THREADS>(search, gathered.keys, many, topk, range, Cluster{0, 1},
-                        [&](int i, int to) { chosen(gathered.entries[i], to); });
-    } else {
-        const Stored<THREADS> all{scores, log_each};
-        for (int i = threadIdx.x; i < seen; i += THREADS) range.take(all[i]);
-        select<THREADS>(search, all, seen, topk, range, Cluster{0, 1}, chosen);
+    const int units = (seen - 1 >> log_unit) + 1, chosen = min(units, sizes.topk);
+    uint32_t* keys = reinterpret_cast<uint32_t*>(ring);  // the ring and the pages are done with
+    int* list = reinterpret_cast<int*>(keys + max(plan.slice >> log_unit, sizes.topk << log_unit));
+    int* out = data.out + static_cast<int64_t>(row) * sizes.topk;
+    int count = units;
+    uint32_t least = 0;
+#pragma unroll 1
+    for (int stage = 0; stage < 2; ++stage) {
+        Range range;
+        begin<THREADS>(search);
+        if (stage == 0) {
+#pragma unroll UNROLL
+            for (int i = threadIdx.x; i < count; i += THREADS) keys[i] = __ldcg(largest + i), range.take(keys[i]);
+        } else {
+            count = chosen << log_unit;
+#pragma unroll UNROLL
+            for (int i = threadIdx.x; i < count; i += THREADS) {
+                const int entry = list[i >> log_unit] << log_unit | i & unit - 1;
+                const uint32_t key = entry < seen ? __ldcg(scores + entry) : 0;
+                keys[i] = key;
+                if (key >= least) range.take(key);
+            }
+        }
+        __syncthreads();
+        if (stage == 0 && units <= sizes.topk) {
+            for (int i = threadIdx.x; i < units; i += THREADS) list[i] = i;
+            least = 1;
+            __syncthreads();
+        } else {
+            select<THREADS>(search, keys, count, sizes.topk, range, Cluster{0, 1}, [&](int i, int to) {
+                if (stage == 0) {
+                    list[to] = i;
+                    return;
+                }
+                const int entry = list[i >> log_unit] << log_unit | i & unit - 1, in_page = entry & (1 << sizes.page_shift) - 1;
+                out[to] = __ldg(table + (entry >> sizes.page_shift)) << sizes.page_shift | in_page;
+            });
+            least = search.last;
+            __syncthreads();
+        }
+        STAMP(7 + stage);
     }
-    STAMP(8);
 }
 
 // Launch `kernel` in clusters. -> a cudaError_t.
@@ -312,7 +348,9 @@ template <bool FP8>
 cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, int warpgroups) {
     const auto pages = [&](int entries) { return ((entries >> sizes.page_shift) + 2) * 4; };
     if (!plan.cluster) {
-        const size_t bytes = sizeof(Shared) + 16 * Ring<FP8>::BYTES + pages(plan.slice);
+        const size_t part = (plan.slice / TILE + plan.chunks - 1) / plan.chunks * TILE;  // entries of a block, at most
+        const size_t found = 4 * (std::max(plan.slice >> plan.room, sizes.topk << plan.room) + sizes.topk);
+        const size_t bytes = sizeof(Shared) + std::max<size_t>(16 * Ring<FP8>::BYTES + pages(part), found);
         const auto kernel = score_and_join<FP8, 4>;
         if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
             return error;

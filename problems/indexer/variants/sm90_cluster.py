@@ -20,8 +20,8 @@ LEAST = 256  # entries that are worth a block of a cluster: a tile for each of i
 GATHERED = 10240  # entries of a row up to which one block of its cluster chooses, faster than all together
 FEW_ROWS = 2 * BLOCKS  # above, rows are many, and small blocks run two to a multiprocessor
 SMALL = 4096  # entries whose scores leave room for that
-JOINED = 32768  # entries of a row up to which blocks without a cluster score it and the last one chooses
-JOINED_ROWS = 264  # of the source: rows up to which
+JOINED_ROWS = 264  # of the source: rows up to which blocks without a cluster score and the last of a row chooses
+LONG = 65536  # entries of a row above which a unit has 16 entries, not 8
 # Entries that each multiprocessor scores less in two launches, from which on they are faster: 2.3 us at 4.2 cycles an
 # entry, which the second launch and the way through L2 take.
 WORTH = 1000
@@ -41,7 +41,7 @@ class Launch:
 
     def words(self) -> int:
         """Return how many scores of a row the workspace has room for."""
-        return JOINED if not self.cluster else self.slice * self.cluster if self.chunk else 0
+        return self.slice + (self.slice >> self.room) if not self.cluster else self.slice * self.cluster if self.chunk else 0
 
 
 def most_entries(per_page: int, rings: int) -> int:
@@ -60,7 +60,7 @@ def launch_for(sizes: Sizes) -> Launch:
     tiles = -(-entries // TILE)
     if entries > LARGEST * most:
         raise ValueError(f"table must have room for at most {LARGEST * most} entries, got {entries}")
-    if entries <= JOINED and rows <= JOINED_ROWS:
+    if rows <= JOINED_ROWS:
         return joined(tiles, max(1, min(BLOCKS // rows, -(-tiles * TILE // LEAST))))
     cluster = 1
     while cluster < LARGEST and 2 * cluster * rows <= BLOCKS and 2 * cluster * LEAST <= tiles * TILE:
@@ -77,7 +77,7 @@ def launch_for(sizes: Sizes) -> Launch:
 
 def joined(tiles: int, parts: int) -> Launch:
     """Blocks without clusters, `parts` a row."""
-    return Launch(0, -(-tiles // parts) * TILE, 0, chunks=parts)
+    return Launch(0, tiles * TILE, 4 if tiles * TILE > LONG else 3, chunks=parts)
 
 
 def compile_for(target: str) -> list[build.Artefact]:

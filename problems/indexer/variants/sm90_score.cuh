@@ -159,7 +159,11 @@ struct Ring {
     __device__ __forceinline__ static void begin(const Tensors& data, const Sizes& sizes, const Slice& slice, int tile,
                                                  uint32_t to) {
         const int lane = threadIdx.x % WARP, entry = tile * TILE + threadIdx.x / WARP % 4 * KEYS;
+#ifdef NO_COPY
+        if (false) {
+#else
         if (entry < slice.count) {
+#endif
             const int at = slice.first + entry, slot = at & (1 << sizes.page_shift) - 1;
             const int page = slice.pages[(at >> sizes.page_shift) - (slice.first >> sizes.page_shift)];
             const uint8_t* base = data.keys + page * sizes.stride;
@@ -251,6 +255,12 @@ __device__ __forceinline__ void multiply(float (&d)[32], const uint32_t (&a)[4],
 // takes turns with the decoding's integers. -> in lanes 0 and 2 of a quad that of
 // the first key, in 1 and 3 of the second.
 __device__ __forceinline__ float add_heads(const float (&d)[32], const float (&weights)[16]) {
+#ifdef NO_SUM
+    float less = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) less += d[i] + weights[i / 2];
+    return less;
+#endif
     float one = 0, two = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -282,8 +292,9 @@ __device__ __forceinline__ void begin_scores(const Tensors& data, const Sizes& s
         R::begin(data, sizes, slice, threadIdx.x / (4 * WARP) + i * WARPGROUPS, mine + i * R::STAGE);
 }
 
-// Score a slice: put(i, ordered score) for each of its entries i, by one lane of the block each. -> the range of what
-// this lane put. q must be in `query`, and begin_scores was called.
+// Score a slice: put(i, whether the slice has entry i, its ordered score) for all entries of its tiles, by all lanes of
+// a warp: lanes t and t + 2 of a quad have the same entry, quad 0 entries 0 and 8 of 16, quad 1 entries 1 and 9, and so
+// on. -> the range of what this lane put, if it is one of the first two of its quad. q must be in `query`, and begin_scores was called.
 template <bool FP8, int WARPGROUPS, class Put>
 __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, const Slice& slice, const Query& query,
                                        const uint8_t* ring, const Put& put) {
@@ -295,6 +306,55 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
 #pragma unroll
     for (int j = 0; j < 16; ++j) weights[j] = query.weights[8 * (j / 2) + 2 * (lane % 4) + j % 2];
     const uint64_t b = ptx::make_smem_desc(ptx::smem_address(query.q));
+#ifdef PIPE
+    Range range;
+    int stage = 0;
+    const auto fetch = [&](int tile, uint32_t (&a)[4][4], float (&scale)[2]) {
+        Loaded<FP8> loaded;
+        R::wait();
+        R::read(mine + stage * R::STAGE, loaded);
+        operands(loaded, query, a, scale);
+        __syncwarp();
+        R::begin(data, sizes, slice, tile + R::DEPTH * WARPGROUPS, ptx::smem_address(mine + stage * R::STAGE));
+        stage = stage + 1 < R::DEPTH ? stage + 1 : 0;
+    };
+    const auto begin_product = [&](float (&d)[32], const uint32_t (&a)[4][4]) {
+        ptx::warpgroup_arrive();
+#pragma unroll
+        for (int s = 0; s < 4; ++s) multiply(d, a[s], b + 2 * s, s > 0);
+        ptx::warpgroup_commit_batch();
+    };
+    float d[32];
+    // The product of `tile` is under way, from a; meanwhile the next tile is decoded into `next`.
+    const auto turn = [&](int tile, uint32_t (&a)[4][4], float (&scale)[2], uint32_t (&next)[4][4], float (&next_scale)[2]) {
+        const bool more = tile + WARPGROUPS < tiles;
+        if (more) fetch(tile + WARPGROUPS, next, next_scale);
+        ptx::warpgroup_wait<0>();
+        ptx::warpgroup_fence_operand(d);
+        const float sum = add_heads(d, weights) * (lane % 2 ? scale[1] : scale[0]);
+        if (more) begin_product(d, next);
+        const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
+        const bool inside = entry < slice.count;
+        const uint32_t key = ordered(sum);
+        if (lane % 4 < 2 && inside) range.take(key);
+        put(entry, inside, key);
+    };
+    uint32_t a[4][4], other[4][4];
+    float scale[2], other_scale[2];
+    int tile = group;
+    if (tile < tiles) {
+        fetch(tile, a, scale);
+        begin_product(d, a);
+    }
+#pragma unroll 1
+    while (tile < tiles) {
+        turn(tile, a, scale, other, other_scale);
+        tile += WARPGROUPS;
+        if (tile >= tiles) break;
+        turn(tile, other, other_scale, a, scale);
+        tile += WARPGROUPS;
+    }
+#else
     Range range;
     int stage = 0;
 #pragma unroll 1
@@ -307,7 +367,11 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
         operands(loaded, query, a, scale);
         ptx::warpgroup_arrive();
 #pragma unroll
+#ifdef NO_MMA
+        for (int s = 0; s < 32; ++s) d[s] = __uint_as_float(a[s / 8][s % 4] + s);
+#else
         for (int s = 0; s < 4; ++s) multiply(d, a[s], b + 2 * s, s > 0);  // 32 bytes on
+#endif
         ptx::warpgroup_commit_batch();
         __syncwarp();  // all lanes have read the stage
         R::begin(data, sizes, slice, tile + R::DEPTH * WARPGROUPS, ptx::smem_address(mine + stage * R::STAGE));
@@ -316,12 +380,12 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
         ptx::warpgroup_fence_operand(d);
         const float sum = add_heads(d, weights) * (lane % 2 ? scale[1] : scale[0]);
         const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
-        if (lane % 4 < 2 && entry < slice.count) {
-            const uint32_t key = ordered(sum);
-            range.take(key);
-            put(entry, key);
-        }
+        const bool inside = entry < slice.count;
+        const uint32_t key = ordered(sum);
+        if (lane % 4 < 2 && inside) range.take(key);
+        put(entry, inside, key);
     }
+#endif
     return range;
 }
 

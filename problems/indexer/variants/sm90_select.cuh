@@ -14,8 +14,13 @@
 #include "sm90_score.cuh"
 #include "warp.cuh"
 
+#ifndef SEARCH_UNROLL
+#define SEARCH_UNROLL 4
+#endif
+
 namespace indexer {
 
+constexpr int UNROLL = SEARCH_UNROLL;
 constexpr int BINS = 2048;
 constexpr int FEW = 128;      // scores of a bin that are ranked one by one
 constexpr int MOST_BLOCKS = 16;  // of a cluster
@@ -33,7 +38,6 @@ struct Search {
     uint32_t least, largest, above, inside;  // of this slice
     uint32_t bin, over, in_bin;          // found: the bin, how many scores are above it and in it
     uint32_t last, base, quota;          // the k-th score; this slice's first place, and how many equals it may choose
-    uint32_t lowest, gathered;           // of sm90_join.cuh
     uint64_t arrived;                    // where one block gets all scores: a barrier that counts their bytes
 };
 
@@ -87,7 +91,7 @@ struct Bins {
     __device__ __forceinline__ static Bins by_value(uint32_t low, uint32_t high) {
         const float origin = score_of(low), width = score_of(high) - origin;
         if (!(width > 0x1p-100f && width < 0x1p100f)) return by_bits(low, high);
-        return {low, high, origin, BINS / width, 0};
+        return {low, high, origin, __fdividef(BINS, width), 0};
     }
 };
 
@@ -126,7 +130,7 @@ __device__ __forceinline__ Bins whole_range(Search& s, const Range& range, Clust
 template <int THREADS, class Keys>
 __device__ __forceinline__ void histogram(Search& s, const Keys& keys, int count, const Bins& bins,
                                           Cluster cluster) {
-#pragma unroll 4
+#pragma unroll UNROLL
     for (int i = threadIdx.x; i < count; i += THREADS) {
         const uint32_t key = keys[i];
         if (bins.has(key)) atomicAdd(&s.bins[bins.of(key)], 1);
@@ -157,10 +161,7 @@ __device__ __forceinline__ uint32_t sum_before(uint32_t value, uint32_t (&sums)[
     const uint32_t upto = warps::sum_up_to(value, lane);
     if (lane == WARP - 1) sums[warp] = upto;
     __syncthreads();
-    uint32_t before = upto - value;
-#pragma unroll
-    for (int w = 0; w < THREADS / WARP; ++w) before += w < warp ? sums[w] : 0;
-    return before;
+    return upto - value + __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0);
 }
 
 // Find the bin with the `need`-th score from above: s.bin, s.over and s.in_bin.
@@ -209,7 +210,7 @@ template <int THREADS, class Keys>
 __device__ __forceinline__ void exchange(Search& s, const Keys& keys, int count, const Bins& bins, bool ranked,
                                          Cluster cluster) {
     uint32_t above = 0, inside = 0;
-#pragma unroll 4
+#pragma unroll UNROLL
     for (int i = threadIdx.x; i < count; i += THREADS) {
         const uint32_t key = keys[i], bin = bins.has(key) ? bins.of(key) : 0;
         above += key > bins.high || (key >= bins.low && bin > s.bin);
@@ -244,7 +245,7 @@ __device__ __forceinline__ uint32_t ranked_score(const uint32_t* scores, uint32_
     for (uint32_t i = threadIdx.x; i < many; i += WARP) {
         const uint32_t key = scores[i];
         uint32_t above = 0, least = 0;
-#pragma unroll 4
+#pragma unroll UNROLL
         for (uint32_t j = 0; j < many; ++j) above += scores[j] > key, least += scores[j] >= key;
         if (above < need && least >= need) last = key;
     }
@@ -296,16 +297,14 @@ __device__ __forceinline__ void compact(Search& s, const Keys& keys, int count, 
     const int first = min(warp * each, count), end = min(first + each, count);
     const uint32_t last = s.last, quota = s.quota, before = (1u << lane) - 1;
     uint32_t over = 0, same = 0;
-#pragma unroll 4
+#pragma unroll UNROLL
     for (int i = first + lane; i < end; i += WARP) over += keys[i] > last, same += keys[i] == last;
     over = __reduce_add_sync(~0u, over), same = __reduce_add_sync(~0u, same);
     if (lane == 0) s.sums[0][warp] = over, s.sums[1][warp] = same;
     __syncthreads();
-    over = 0, same = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w)
-        if (w < warp) over += s.sums[0][w], same += s.sums[1][w];
-#pragma unroll 4
+    over = __reduce_add_sync(~0u, lane < warp ? s.sums[0][lane] : 0);
+    same = __reduce_add_sync(~0u, lane < warp ? s.sums[1][lane] : 0);
+#pragma unroll UNROLL
     for (int i = first; i < end; i += WARP) {
         const bool inside = i + lane < end;
         const uint32_t key = inside ? keys[i + lane] : 0;

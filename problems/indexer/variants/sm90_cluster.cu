@@ -239,7 +239,6 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     if (part >= parts) return;
     const Slice slice{part * each, min(each, seen - part * each), pages};
     STAMP(2);
-    query.store(shared.query);
     if (early) {
         const int from = slice.first >> sizes.page_shift, upto = slice.first + slice.count - 1 >> sizes.page_shift;
 #pragma unroll
@@ -252,13 +251,15 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
         load.load(data, sizes, row, slice.first, slice.count);
         load.store(pages);
     }
+    __syncthreads();
+    begin_scores<FP8, WARPGROUPS>(data, sizes, slice, ring);
+    query.store(shared.query);  // while the keys are on their way
     ptx::fence_proxy_async_shared();
     __syncthreads();
     STAMP(3);
     const int log_unit = plan.room, unit = 1 << log_unit;
     uint32_t* scores = plan.scores + static_cast<int64_t>(row) * (plan.slice + (plan.slice >> log_unit));
     uint32_t* largest = scores + plan.slice;
-    begin_scores<FP8, WARPGROUPS>(data, sizes, slice, ring);
     score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, ring, [&](int i, bool inside, uint32_t key) {
         const int lane = threadIdx.x % WARP;
         if (lane % 4 < 2 && inside) scores[slice.first + i] = key;
@@ -285,8 +286,11 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     const int units = (seen - 1 >> log_unit) + 1, chosen = min(units, sizes.topk);
     uint32_t* keys = reinterpret_cast<uint32_t*>(ring);  // the ring and the pages are done with
     int* list = reinterpret_cast<int*>(keys + max(plan.slice >> log_unit, sizes.topk << log_unit));
+    int* at_hand = list + sizes.topk;  // the row's pages, if they are few
     int* out = data.out + static_cast<int64_t>(row) * sizes.topk;
     int count = units;
+    if (early)
+        for (int i = threadIdx.x; i <= seen - 1 >> sizes.page_shift; i += THREADS) at_hand[i] = __ldg(table + i);
     uint32_t least = 0;
 #pragma unroll 1
     for (int stage = 0; stage < 2; ++stage) {
@@ -317,7 +321,8 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
                     return;
                 }
                 const int entry = list[i >> log_unit] << log_unit | i & unit - 1, in_page = entry & (1 << sizes.page_shift) - 1;
-                out[to] = __ldg(table + (entry >> sizes.page_shift)) << sizes.page_shift | in_page;
+                const int at = entry >> sizes.page_shift;
+                out[to] = (early ? at_hand[at] : __ldg(table + at)) << sizes.page_shift | in_page;
             });
             least = search.last;
             __syncthreads();
@@ -349,7 +354,7 @@ cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, int w
     const auto pages = [&](int entries) { return ((entries >> sizes.page_shift) + 2) * 4; };
     if (!plan.cluster) {
         const size_t part = (plan.slice / TILE + plan.chunks - 1) / plan.chunks * TILE;  // entries of a block, at most
-        const size_t found = 4 * (std::max(plan.slice >> plan.room, sizes.topk << plan.room) + sizes.topk);
+        const size_t found = 4 * (std::max(plan.slice >> plan.room, sizes.topk << plan.room) + sizes.topk + std::min(sizes.blocks, 1024));
         const size_t bytes = sizeof(Shared) + std::max<size_t>(16 * Ring<FP8>::BYTES + pages(part), found);
         const auto kernel = score_and_join<FP8, 4>;
         if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))

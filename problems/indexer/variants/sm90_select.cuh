@@ -15,7 +15,7 @@
 #include "warp.cuh"
 
 #ifndef SEARCH_UNROLL
-#define SEARCH_UNROLL 4
+#define SEARCH_UNROLL 1
 #endif
 
 namespace indexer {

@@ -277,6 +277,28 @@ def test_the_winner_repeats_itself_bit_by_bit(content):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, 7, 64])
+@pytest.mark.parametrize(
+    ("content", "kind", "entries", "topk"),
+    [
+        ("ties", "mxfp4", 1300, 200), ("ragged", "mxfp4", 1300, 200), ("near", "fp8", 1300, 200),
+        ("rising", "mxfp4", 9001, 512), ("zeros", "mxfp4", 9001, 1024), ("sparse", "mxfp4", 70001, 512),
+    ],
+)  # fmt: skip
+def test_every_number_of_blocks_a_row_is_right(parts, content, kind, entries, topk, monkeypatch):
+    """Blocks with and without entries, fewer and more units than places, units of 8 and of 16, pages at hand or not."""
+    file = FOLDER / "variants" / "sm90_cluster.py"
+    variants.skip_unless_it_runs(file, "cuda")
+    module = load.module(FOLDER, "variants/sm90_cluster")
+    data, want = solved(task.Case(3, 2, 64, entries, topk, kind, 32, content, 99), device="cuda")
+    launch = module.joined(-(-data.table.shape[1] * 32 // module.TILE), parts)
+    monkeypatch.setattr(module, "launch_for", lambda _: launch)
+    for _ in range(2):  # the first call leaves its counters at zero
+        result = reference.compare(data, want, module.custom_kernel(data._replace(out=torch.empty_like(data.out))))
+        assert result.ok, f"{launch}: {result.message}"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("content", "kind"), [("ties", "mxfp4"), ("ragged", "mxfp4"), ("near", "fp8")])
 def test_every_way_to_share_a_row_is_right(cluster, content, kind, monkeypatch):

@@ -260,6 +260,14 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
     const int log_unit = plan.room, unit = 1 << log_unit;
     uint32_t* scores = plan.scores + static_cast<int64_t>(row) * (plan.slice + (plan.slice >> log_unit));
     uint32_t* largest = scores + plan.slice;
+#ifdef DRY
+    if (threadIdx.x == 0) shared.search.in_bin = shared.search.bin = shared.search.over = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+    if (pass == 1) {
+#else
+    constexpr int pass = 1;
+#endif
     score<FP8, WARPGROUPS>(data, sizes, slice, shared.query, ring, [&](int i, bool inside, uint32_t key) {
         const int lane = threadIdx.x % WARP;
         if (lane % 4 < 2 && inside) scores[slice.first + i] = key;
@@ -283,24 +291,28 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
         if (search.bin != parts - 1) return;
     }
     STAMP(6);
+#ifdef DRY
+    }
+    Search& search = shared.search;
+#endif
     const int units = (seen - 1 >> log_unit) + 1, chosen = min(units, sizes.topk);
     uint32_t* keys = reinterpret_cast<uint32_t*>(ring);  // the ring and the pages are done with
     int* list = reinterpret_cast<int*>(keys + max(plan.slice >> log_unit, sizes.topk << log_unit));
     int* at_hand = list + sizes.topk;  // the row's pages, if they are few
     int* out = data.out + static_cast<int64_t>(row) * sizes.topk;
-    int count = units;
-    if (early)
+    int count = pass ? units : 0;
+    if (early && pass)
         for (int i = threadIdx.x; i <= seen - 1 >> sizes.page_shift; i += THREADS) at_hand[i] = __ldg(table + i);
     uint32_t least = 0;
 #pragma unroll 1
-    for (int stage = 0; stage < 2; ++stage) {
+    for (int stage = 1 - pass; stage < 2; ++stage) {
         Range range;
         begin<THREADS>(search);
         if (stage == 0) {
 #pragma unroll UNROLL
             for (int i = threadIdx.x; i < count; i += THREADS) keys[i] = __ldcg(largest + i), range.take(keys[i]);
         } else {
-            count = chosen << log_unit;
+            count = pass ? chosen << log_unit : 0;
 #pragma unroll UNROLL
             for (int i = threadIdx.x; i < count; i += THREADS) {
                 const int entry = list[i >> log_unit] << log_unit | i & unit - 1;
@@ -329,6 +341,9 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, 1)
         }
         STAMP(7 + stage);
     }
+#ifdef DRY
+    }
+#endif
 }
 
 // Launch `kernel` in clusters. -> a cudaError_t.

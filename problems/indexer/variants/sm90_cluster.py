@@ -41,7 +41,13 @@ class Launch:
 
     def words(self) -> int:
         """Return how many scores of a row the workspace has room for."""
-        return self.slice + (self.slice >> self.room) if not self.cluster else self.slice * self.cluster if self.chunk else 0
+        return (
+            self.slice + (self.slice >> self.room)
+            if not self.cluster
+            else self.slice * self.cluster
+            if self.chunk
+            else 0
+        )
 
 
 def most_entries(per_page: int, rings: int) -> int:

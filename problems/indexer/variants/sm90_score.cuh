@@ -325,14 +325,14 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
         ptx::warpgroup_commit_batch();
     };
     float d[32];
-    // The product of `tile` is under way, from a; meanwhile the next tile is decoded into `next`.
+    // The product of `tile` is under way, from a; meanwhile the next tile is decoded into `next`. Behind the last one it is
+    // whatever lies there.
     const auto turn = [&](int tile, uint32_t (&a)[4][4], float (&scale)[2], uint32_t (&next)[4][4], float (&next_scale)[2]) {
-        const bool more = tile + WARPGROUPS < tiles;
-        if (more) fetch(tile + WARPGROUPS, next, next_scale);
+        fetch(tile + WARPGROUPS, next, next_scale);
         ptx::warpgroup_wait<0>();
         ptx::warpgroup_fence_operand(d);
         const float sum = add_heads(d, weights) * (lane % 2 ? scale[1] : scale[0]);
-        if (more) begin_product(d, next);
+        begin_product(d, next);
         const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
         const bool inside = entry < slice.count;
         const uint32_t key = ordered(sum);
@@ -341,19 +341,18 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
     };
     uint32_t a[4][4], other[4][4];
     float scale[2], other_scale[2];
+    const int steps = (tiles - __shfl_sync(~0u, group, 0) + WARPGROUPS - 1) / WARPGROUPS;
     int tile = group;
-    if (tile < tiles) {
-        fetch(tile, a, scale);
-        begin_product(d, a);
-    }
+    fetch(tile, a, scale);
+    begin_product(d, a);
 #pragma unroll 1
-    while (tile < tiles) {
+    for (int i = 0; i < steps; i += 2) {
         turn(tile, a, scale, other, other_scale);
-        tile += WARPGROUPS;
-        if (tile >= tiles) break;
-        turn(tile, other, other_scale, a, scale);
-        tile += WARPGROUPS;
+        turn(tile + WARPGROUPS, other, other_scale, a, scale);
+        tile += 2 * WARPGROUPS;
     }
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(d);
 #else
     Range range;
     int stage = 0;

@@ -159,11 +159,7 @@ struct Ring {
     __device__ __forceinline__ static void begin(const Tensors& data, const Sizes& sizes, const Slice& slice, int tile,
                                                  uint32_t to) {
         const int lane = threadIdx.x % WARP, entry = tile * TILE + threadIdx.x / WARP % 4 * KEYS;
-#ifdef NO_COPY
-        if (false) {
-#else
         if (entry < slice.count) {
-#endif
             const int at = slice.first + entry, slot = at & (1 << sizes.page_shift) - 1;
             const int page = slice.pages[(at >> sizes.page_shift) - (slice.first >> sizes.page_shift)];
             const uint8_t* base = data.keys + page * sizes.stride;
@@ -255,12 +251,6 @@ __device__ __forceinline__ void multiply(float (&d)[32], const uint32_t (&a)[4],
 // takes turns with the decoding's integers. -> in lanes 0 and 2 of a quad that of
 // the first key, in 1 and 3 of the second.
 __device__ __forceinline__ float add_heads(const float (&d)[32], const float (&weights)[16]) {
-#ifdef NO_SUM
-    float less = 0;
-#pragma unroll
-    for (int i = 0; i < 32; i += 4) less += d[i] + weights[i / 2];
-    return less;
-#endif
     float one = 0, two = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -275,13 +265,6 @@ __device__ __forceinline__ float add_heads(const float (&d)[32], const float (&w
     return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
-// The least and the largest of ordered scores.
-struct Range {
-    uint32_t least = ~0u, largest = 0;
-
-    __device__ __forceinline__ void take(uint32_t key) { least = min(least, key), largest = max(largest, key); }
-};
-
 // Begin to copy the slice's first keys. ring: of all warps, Ring::BYTES each; the slice's pages must be there.
 template <bool FP8, int WARPGROUPS>
 __device__ __forceinline__ void begin_scores(const Tensors& data, const Sizes& sizes, const Slice& slice, uint8_t* ring) {
@@ -294,9 +277,9 @@ __device__ __forceinline__ void begin_scores(const Tensors& data, const Sizes& s
 
 // Score a slice: put(i, whether the slice has entry i, its ordered score) for all entries of its tiles, by all lanes of
 // a warp: lanes t and t + 2 of a quad have the same entry, quad 0 entries 0 and 8 of 16, quad 1 entries 1 and 9, and so
-// on. -> the range of what this lane put, if it is one of the first two of its quad. q must be in `query`, and begin_scores was called.
+// on. q must be in `query`, and begin_scores was called.
 template <bool FP8, int WARPGROUPS, class Put>
-__device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, const Slice& slice, const Query& query,
+__device__ __forceinline__ void score(const Tensors& data, const Sizes& sizes, const Slice& slice, const Query& query,
                                        const uint8_t* ring, const Put& put) {
     using R = Ring<FP8>;
     const int lane = threadIdx.x % WARP, group = threadIdx.x / (4 * WARP), warp = threadIdx.x / WARP % 4;
@@ -306,55 +289,6 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
 #pragma unroll
     for (int j = 0; j < 16; ++j) weights[j] = query.weights[8 * (j / 2) + 2 * (lane % 4) + j % 2];
     const uint64_t b = ptx::make_smem_desc(ptx::smem_address(query.q));
-#ifdef PIPE
-    Range range;
-    int stage = 0;
-    const auto fetch = [&](int tile, uint32_t (&a)[4][4], float (&scale)[2]) {
-        Loaded<FP8> loaded;
-        R::wait();
-        R::read(mine + stage * R::STAGE, loaded);
-        operands(loaded, query, a, scale);
-        __syncwarp();
-        R::begin(data, sizes, slice, tile + R::DEPTH * WARPGROUPS, ptx::smem_address(mine + stage * R::STAGE));
-        stage = stage + 1 < R::DEPTH ? stage + 1 : 0;
-    };
-    const auto begin_product = [&](float (&d)[32], const uint32_t (&a)[4][4]) {
-        ptx::warpgroup_arrive();
-#pragma unroll
-        for (int s = 0; s < 4; ++s) multiply(d, a[s], b + 2 * s, s > 0);
-        ptx::warpgroup_commit_batch();
-    };
-    float d[32];
-    // The product of `tile` is under way, from a; meanwhile the next tile is decoded into `next`. Behind the last one it is
-    // whatever lies there.
-    const auto turn = [&](int tile, uint32_t (&a)[4][4], float (&scale)[2], uint32_t (&next)[4][4], float (&next_scale)[2]) {
-        fetch(tile + WARPGROUPS, next, next_scale);
-        ptx::warpgroup_wait<0>();
-        ptx::warpgroup_fence_operand(d);
-        const float sum = add_heads(d, weights) * (lane % 2 ? scale[1] : scale[0]);
-        begin_product(d, next);
-        const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
-        const bool inside = entry < slice.count;
-        const uint32_t key = ordered(sum);
-        if (lane % 4 < 2 && inside) range.take(key);
-        put(entry, inside, key);
-    };
-    uint32_t a[4][4], other[4][4];
-    float scale[2], other_scale[2];
-    const int steps = (tiles - __shfl_sync(~0u, group, 0) + WARPGROUPS - 1) / WARPGROUPS;
-    int tile = group;
-    fetch(tile, a, scale);
-    begin_product(d, a);
-#pragma unroll 1
-    for (int i = 0; i < steps; i += 2) {
-        turn(tile, a, scale, other, other_scale);
-        turn(tile + WARPGROUPS, other, other_scale, a, scale);
-        tile += 2 * WARPGROUPS;
-    }
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(d);
-#else
-    Range range;
     int stage = 0;
 #pragma unroll 1
     for (int tile = group; tile < tiles; tile += WARPGROUPS) {
@@ -366,11 +300,7 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
         operands(loaded, query, a, scale);
         ptx::warpgroup_arrive();
 #pragma unroll
-#ifdef NO_MMA
-        for (int s = 0; s < 32; ++s) d[s] = __uint_as_float(a[s / 8][s % 4] + s);
-#else
         for (int s = 0; s < 4; ++s) multiply(d, a[s], b + 2 * s, s > 0);  // 32 bytes on
-#endif
         ptx::warpgroup_commit_batch();
         __syncwarp();  // all lanes have read the stage
         R::begin(data, sizes, slice, tile + R::DEPTH * WARPGROUPS, ptx::smem_address(mine + stage * R::STAGE));
@@ -381,11 +311,8 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
         const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
         const bool inside = entry < slice.count;
         const uint32_t key = ordered(sum);
-        if (lane % 4 < 2 && inside) range.take(key);
         put(entry, inside, key);
     }
-#endif
-    return range;
 }
 
 }  // namespace indexer

@@ -7,7 +7,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <type_traits>
 
 #include "sm90_score.cuh"
 #include "sm90_select.cuh"
@@ -30,6 +29,7 @@ struct Plan {
 struct __align__(1024) Shared {
     Query query;
     Search search;
+    int seen, parts;  // of the row: here, since the score loop leaves no registers for them
 };
 
 constexpr int AT_HAND = 1024;  // pages of a row up to which all are in shared memory when places are written
@@ -41,10 +41,23 @@ __device__ uint32_t done[MOST_SHARED];
 #ifdef STAMPS  // cycles at the end of each phase, for measurements
 __device__ long long stamps[1024][16];
 #define STAMP(i) do { if (threadIdx.x == 0) { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); \
-    stamps[blockIdx.x % 1024][i] = (i) == 0 ? t : clock64(); } } while (0)
+    stamps[(blockIdx.x * gridDim.y + blockIdx.y) % 1024][i] = (i) == 0 ? t : clock64(); } } while (0)
 #else
 #define STAMP(i)
 #endif
+
+// Of this block, anew each time: a row and its addresses are not kept in registers through the score loop.
+__device__ __forceinline__ int row_of_block() {
+    int row;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(row));
+    return row;
+}
+__device__ __forceinline__ const int* table_of(const Tensors& data, const Sizes& sizes, int row) {
+    return data.table + static_cast<int64_t>(row / sizes.queries) * sizes.blocks;
+}
+__device__ __forceinline__ int* out_of(const Tensors& data, const Sizes& sizes, int row) {
+    return data.out + static_cast<int64_t>(row) * sizes.topk;
+}
 
 __device__ __forceinline__ int clamped(int seen, const Sizes& sizes) {
     return max(0, min(seen, sizes.blocks << sizes.page_shift));
@@ -100,25 +113,20 @@ struct Lists {
 // are at least; 0 if that is not known. -> with the topk-th score.
 template <int THREADS, class Score>
 __device__ __forceinline__ void best_of(Search& s, Lists& lists, int count, int topk, Range& range, const Score& score_of) {
-    const bool known = range.largest && count <= MOST_KEYS * THREADS;
+    const bool known = range.largest && count <= KEYS * THREADS;
     int have = 0;
 #pragma unroll 1
     for (int next = 0; next < count;) {
-        const int many = min(have + count - next, MOST_KEYS * THREADS);
+        const int many = min(have + count - next, KEYS * THREADS);
         const auto number = [&](int i) { return i < have ? lists.found[i] : next + i - have; };
-        const auto search = [&](auto size) {
-            constexpr int KEYS = decltype(size)::value;
-            uint32_t keys[KEYS];
+        uint32_t keys[KEYS];
 #pragma unroll
-            for (int j = 0; j < KEYS; ++j) {
-                const int i = j * THREADS + threadIdx.x;
-                keys[j] = i < many ? score_of(number(i)) : 0;
-            }
-            if (!known) range = range_of<THREADS>(s, keys);
-            range.least = select<THREADS>(s, keys, topk, range, lists.picked);
-        };
-        if (many <= MOST_KEYS / 2 * THREADS) search(std::integral_constant<int, MOST_KEYS / 2>());
-        else search(std::integral_constant<int, MOST_KEYS>());
+        for (int j = 0; j < KEYS; ++j) {
+            const int i = j * THREADS + threadIdx.x;
+            keys[j] = i < many ? score_of(number(i)) : 0;
+        }
+        if (!known) range = range_of<THREADS>(s, keys);
+        range.least = select<THREADS>(s, keys, topk, range, lists.picked);
         for (int i = threadIdx.x; i < topk; i += THREADS) lists.other[i] = number(lists.picked[i]);
         __syncthreads();
         int* const found = lists.other;
@@ -127,13 +135,16 @@ __device__ __forceinline__ void best_of(Search& s, Lists& lists, int count, int 
     }
 }
 
-// Choose from the row's scores, and write the places. scores: in shared memory if they are held.
+// Choose from the row's scores, and write the places. held: the scores, if they are held.
 template <int THREADS>
-__device__ __forceinline__ void choose(Search& s, const Sizes& sizes, const Plan& plan, const uint32_t* scores, int seen,
-                                       const int* table, Lists lists, int* out) {
+__device__ __forceinline__ void choose(Search& s, const Tensors& data, const Sizes& sizes, const Plan& plan,
+                                       const uint32_t* held, int seen, Lists lists) {
+    const int row = row_of_block();
+    const int* table = table_of(data, sizes, row);
+    const uint32_t* scores = held ? held : plan.scores + static_cast<int64_t>(row) * plan.words();
     const int topk = sizes.topk, log_unit = plan.log_unit, units = (seen - 1 >> log_unit) + 1;
     // Not only the entries of the best units.
-    const bool all = plan.held || units <= topk || seen <= MOST_KEYS / 2 * THREADS;
+    const bool all = plan.held || units <= topk || seen <= KEYS * THREADS;
     if (lists.pages)
         for (int i = threadIdx.x; i <= seen - 1 >> sizes.page_shift; i += THREADS) lists.pages[i] = __ldg(table + i);
     const auto entry_of = [&](int i) {
@@ -153,6 +164,7 @@ __device__ __forceinline__ void choose(Search& s, const Sizes& sizes, const Plan
         }
         STAMP(7 + stage);
     }
+    int* out = out_of(data, sizes, row_of_block());
     for (int i = threadIdx.x; i < topk; i += THREADS) {
         const int entry = entry_of(lists.found[i]), page = entry >> sizes.page_shift;
         out[i] = place(sizes, lists.pages ? lists.pages[page] : __ldg(table + page), entry);
@@ -160,7 +172,7 @@ __device__ __forceinline__ void choose(Search& s, const Sizes& sizes, const Plan
     STAMP(9);
 }
 
-// Block row * plan.parts + part.
+// Block (row, part).
 template <bool FP8, int WARPGROUPS>
 __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     score_and_choose(const Tensors data, const Sizes sizes, const Plan plan) {
@@ -172,9 +184,8 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     uint32_t* held = reinterpret_cast<uint32_t*>(raw + sizeof(Shared));
     uint8_t* ring = reinterpret_cast<uint8_t*>(held + (plan.held ? plan.entries : 0));
     int* pages = reinterpret_cast<int*>(ring + WARPGROUPS * 4 * Ring<FP8>::BYTES);
-    const int row = blockIdx.x / plan.parts, part = blockIdx.x % plan.parts;
-    const int* table = data.table + static_cast<int64_t>(row / sizes.queries) * sizes.blocks;
-    int* out = data.out + static_cast<int64_t>(row) * sizes.topk;
+    const int row = row_of_block(), part = blockIdx.y;
+    const int* table = table_of(data, sizes, row);
     const int seen = clamped(__ldg(data.visible + row), sizes);
     const bool early = sizes.blocks <= 2 * THREADS;  // the pages of the row are read before its length is known
     int page[2] = {};
@@ -188,12 +199,13 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     QueryParts<THREADS> query;
     query.load(data, sizes, row);
     if (seen <= sizes.topk) {
-        take_all<THREADS>(sizes, table, seen, part, plan.parts, out);
+        take_all<THREADS>(sizes, table, seen, part, plan.parts, out_of(data, sizes, row));
         return;
     }
     const int tiles = (seen + TILE - 1) / TILE, each = (tiles + plan.parts - 1) / plan.parts * TILE;
     const int parts = (tiles * TILE + each - 1) / each;  // that have entries
     if (part >= parts) return;
+    if (threadIdx.x == 0) shared.seen = seen, shared.parts = parts;
     const Slice slice{part * each, min(each, seen - part * each), pages};
     STAMP(2);
     const int from = slice.first >> sizes.page_shift, upto = slice.first + slice.count - 1 >> sizes.page_shift;
@@ -228,12 +240,12 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
         if (lane < 16 >> plan.log_unit && inside) scores[plan.entries + (slice.first + i >> plan.log_unit)] = most;
     });
     STAMP(4);
-    const bool last = is_last(shared.search, row, parts);
+    const bool last = is_last(shared.search, row_of_block(), shared.parts);
     STAMP(5);
     if (!last) return;
     STAMP(6);
     const Lists lists(reinterpret_cast<int*>(ring), sizes);
-    choose<THREADS>(shared.search, sizes, plan, plan.held ? held : scores, seen, table, lists, out);
+    choose<THREADS>(shared.search, data, sizes, plan, plan.held ? held : nullptr, shared.seen, lists);
 }
 
 template <bool FP8, int WARPGROUPS>
@@ -245,7 +257,7 @@ cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan) {
     const auto kernel = score_and_choose<FP8, WARPGROUPS>;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
-    kernel<<<plan.parts * sizes.rows, WARPGROUPS * 128, bytes>>>(data, sizes, plan);
+    kernel<<<dim3(sizes.rows, plan.parts), WARPGROUPS * 128, bytes>>>(data, sizes, plan);
     return cudaGetLastError();
 }
 

@@ -18,12 +18,12 @@ namespace indexer {
 
 constexpr int BINS = 2048;
 constexpr int FEW = WARP;      // scores of a bin that are ranked one by one, each by a lane
-constexpr int MOST_KEYS = 16;  // scores of a thread
+constexpr int KEYS = 8;    // scores of a thread
 constexpr int MOST_WARPS = 16;
 
 struct Search {
     uint32_t bins[BINS];
-    uint32_t counts[MOST_KEYS * MOST_WARPS];  // scores above the k-th and, times 2^16, equal to it, by key and by warp
+    uint32_t counts[KEYS * MOST_WARPS];  // scores above the k-th and, times 2^16, equal to it, by key and by warp
     uint32_t few[FEW];                        // the scores in the bin
     uint32_t sums[WARP];                      // by warp
     uint32_t least, largest, inside;
@@ -36,13 +36,11 @@ struct Bins {
     float origin, scale;  // scale 0: by bits
     int shift;
 
-    __device__ __forceinline__ bool has(uint32_t key) const { return key >= low && key <= high; }
-    __device__ __forceinline__ uint32_t by_value(uint32_t key) const {
-        // Subtraction, multiplication and rounding down keep the order.
-        return min(static_cast<uint32_t>((score_of(key) - origin) * scale), BINS - 1u);
-    }
+    __device__ __forceinline__ bool has(uint32_t key) const { return key - low <= high - low; }
+    // Of a score outside of the range: any number. Subtraction, multiplication and rounding down keep the order.
     __device__ __forceinline__ uint32_t of(uint32_t key) const {
-        return scale == 0.0f ? (key - low) >> shift : by_value(key);
+        const uint32_t value = min(static_cast<uint32_t>((score_of(key) - origin) * scale), BINS - 1u);
+        return scale == 0.0f ? (key - low) >> shift : value;
     }
     __device__ __forceinline__ static Bins of_bits(uint32_t low, uint32_t high) {
         return {low, high, 0.0f, 0.0f, max(0, 32 - __clz(static_cast<int>(high - low)) - 11)};
@@ -54,18 +52,18 @@ struct Bins {
     }
 };
 
-// One more at `counter`, if so; and the same for its number before. Written so that there is no branch between two.
-__device__ __forceinline__ void count_if(bool really, uint32_t& counter) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p red.shared.add.u32 [%0], 1;\n}\n" ::"r"(
-                     ptx::smem_address(&counter)),
+// If `really`: one more at `counter`; and key i of those at `to`, where i is what `counter` was. Addresses in shared memory.
+// Written so that no branch lies between two of them, and all are under way at once.
+__device__ __forceinline__ void count_if(bool really, uint32_t counter) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p red.shared.add.u32 [%0], 1;\n}\n" ::"r"(counter),
                  "r"(static_cast<int>(really))
                  : "memory");
 }
-__device__ __forceinline__ void append_if(bool really, uint32_t key, uint32_t* to, uint32_t& counter) {
+__device__ __forceinline__ void append_if(bool really, uint32_t key, uint32_t to, uint32_t counter) {
     asm volatile(
         "{\n.reg .pred p;\n.reg .b32 at;\nsetp.ne.b32 p, %3, 0;\n@p atom.shared.add.u32 at, [%0], 1;\n"
-        "@p mad.lo.u32 at, at, 4, %1;\n@p st.shared.b32 [at], %2;\n}\n" ::"r"(ptx::smem_address(&counter)),
-        "r"(ptx::smem_address(to)), "r"(key), "r"(static_cast<int>(really))
+        "@p mad.lo.u32 at, at, 4, %1;\n@p st.shared.b32 [at], %2;\n}\n" ::"r"(counter),
+        "r"(to), "r"(key), "r"(static_cast<int>(really))
         : "memory");
 }
 
@@ -118,7 +116,7 @@ struct Range {
 };
 
 // The range of the block's scores, those that are 0 left out.
-template <int THREADS, int KEYS>
+template <int THREADS>
 __device__ __forceinline__ Range range_of(Search& s, const uint32_t (&keys)[KEYS]) {
     uint32_t least = ~0u, largest = 0;
 #pragma unroll
@@ -137,11 +135,12 @@ __device__ __forceinline__ Range range_of(Search& s, const uint32_t (&keys)[KEYS
 // Choose the topk highest scores of a range; it has at least as many. Key j of thread t is score j * THREADS + t; 0 where
 // there is none. found: the numbers of the chosen scores, ascending. -> the topk-th score. All threads of the block call
 // it; it ends with a barrier.
-template <int THREADS, int KEYS>
+template <int THREADS>
 __device__ __forceinline__ uint32_t select(Search& s, const uint32_t (&keys)[KEYS], uint32_t topk, const Range& range,
                                            int* found) {
     constexpr int WARPS = THREADS / WARP;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const uint32_t counts = ptx::smem_address(s.bins);
     Bins bins = Bins::of_values(range.least, range.largest);
     uint32_t need = topk;
     if (threadIdx.x == 0) s.inside = 0;
@@ -151,7 +150,7 @@ __device__ __forceinline__ uint32_t select(Search& s, const uint32_t (&keys)[KEY
         clear<THREADS>(s);
         __syncthreads();
 #pragma unroll
-        for (int j = 0; j < KEYS; ++j) count_if(bins.has(keys[j]), s.bins[bins.of(keys[j]) % BINS]);
+        for (int j = 0; j < KEYS; ++j) count_if(bins.has(keys[j]), counts + bins.of(keys[j]) % BINS * 4);
         __syncthreads();
         find_bin<THREADS>(s, need);
         few = s.in_bin <= FEW;
@@ -167,10 +166,10 @@ __device__ __forceinline__ uint32_t select(Search& s, const uint32_t (&keys)[KEY
     need -= s.over;
     uint32_t last = bins.low + s.bin, quota = need;  // of equal scores
     if (few) {
-        const uint32_t bin = s.bin;
+        const uint32_t bin = s.bin, to = ptx::smem_address(s.few), inside = ptx::smem_address(&s.inside);
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
-            append_if(bins.has(keys[j]) && bins.of(keys[j]) == bin, keys[j], s.few, s.inside);
+            append_if(bins.has(keys[j]) & (bins.of(keys[j]) == bin), keys[j], to, inside);
         __syncthreads();
         uint32_t larger;
         last = ranked(s.few, s.in_bin, need, larger);

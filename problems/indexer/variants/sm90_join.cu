@@ -1,5 +1,5 @@
-// Scores and top k in one launch: blocks all over the GPU score parts of the rows, and the block of a row that ends last
-// chooses.
+// Scores and top k in one launch: blocks all over the GPU score parts of the rows, and the block of a row that ends
+// last chooses.
 //
 // So that it need not read all scores, it knows the largest of each unit of 8 or 16 entries that lie side by side. An
 // entry among the k highest is in one of the k units with the highest of these. It finds these units first, then the k
@@ -24,8 +24,8 @@ struct Plan {
     __host__ __device__ __forceinline__ int words() const { return entries + (entries >> log_unit); }
 };
 
-// Shared memory of a block; behind it come the row's scores if they are held, and the warps' rings of keys and the pages,
-// or, when these are done with, the units found and the row's pages.
+// Shared memory of a block; behind it come the row's scores if they are held, and the warps' rings of keys and the
+// pages, or, when these are done with, what was found and the row's pages.
 struct __align__(1024) Shared {
     Query query;
     Search search;
@@ -78,7 +78,8 @@ __device__ __forceinline__ int place(const Sizes& sizes, int page, int entry) {
 
 // A row of which all entries are chosen.
 template <int THREADS>
-__device__ __forceinline__ void take_all(const Sizes& sizes, const int* table, int seen, int part, int parts, int* out) {
+__device__ __forceinline__ void take_all(const Sizes& sizes, const int* table, int seen, int part, int parts,
+                                         int* out) {
     for (int i = part * THREADS + threadIdx.x; i < sizes.topk; i += parts * THREADS)
         out[i] = i < seen ? place(sizes, __ldg(table + (i >> sizes.page_shift)), i) : -1;
 }
@@ -108,11 +109,12 @@ struct Lists {
           pages(sizes.blocks <= AT_HAND ? picked + sizes.topk : nullptr) {}
 };
 
-// The numbers of the topk highest of `count` scores, ascending, in lists.found; score_of(number), 0 where there is none.
-// As many at a time as threads have room for, and what was best until then. range: in which they are, and how many there
-// are at least; 0 if that is not known. -> with the topk-th score.
+// Write to lists.found the numbers of the topk highest of `count` scores, ascending. score_of(number): a score, 0 where
+// there is none. Each turn takes as many as threads have room for, those that were best until then among them. range: if
+// it is known, with at least topk scores in it; else its largest is 0. Becomes the range of the topk.
 template <int THREADS, class Score>
-__device__ __forceinline__ void best_of(Search& s, Lists& lists, int count, int topk, Range& range, const Score& score_of) {
+__device__ __forceinline__ void best_of(Search& s, Lists& lists, int count, int topk, Range& range,
+                                        const Score& score_of) {
     const bool known = range.largest && count <= KEYS * THREADS;
     int have = 0;
 #pragma unroll 1
@@ -250,6 +252,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
 
 template <bool FP8, int WARPGROUPS>
 cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan) {
+    if (plan.parts > 1 && sizes.rows > MOST_SHARED) return cudaErrorInvalidValue;
     const int part = (plan.entries / TILE + plan.parts - 1) / plan.parts * TILE;  // entries of a block, at most
     const size_t scoring = WARPGROUPS * 4 * Ring<FP8>::BYTES + ((part >> sizes.page_shift) + 2) * 4;
     const size_t choosing = Lists::words(sizes) * 4;
@@ -269,8 +272,8 @@ extern "C" int read_stamps(long long* to) {
 }
 #endif
 
-// tensors: those of task.Data, in order. sizes: queries, heads, topk, blocks, log2 of P, rows, bytes of a page, 1 for fp8.
-// plan: blocks of a row, at most 132 rows if there are several; entries of a row; log2 of the entries of a unit; 1 if
+// tensors: those of task.Data, in order. sizes: queries, heads, topk, blocks, log2 of P, rows, bytes of a page, 1 for
+// fp8. plan: blocks of a row, at most 132 rows if there are several; entries of a row; log2 of the entries of a unit; 1 if
 // scores are held in shared memory; warpgroups of a block, 2 or 4. scores: the workspace, Plan::words() a row, null if
 // they are held. -> a cudaError_t.
 extern "C" int launch(void* const* tensors, const int64_t* sizes, const int* plan, uint32_t* scores) {

@@ -18,7 +18,7 @@ HELD = 4096  # entries of a row up to which a block that scores all of it keeps 
 SMALL = 2048  # entries of a row up to which half as large blocks are enough, two to a multiprocessor
 FEW_ROWS = 2 * BLOCKS  # above, there are enough of them for that
 LONG = 65536  # entries of a row above which a unit has 16 entries, not 8
-MOST_PLACES = 4096  # k up to which a block that chooses has room for what it found
+MOST_PLACES = 2048  # k up to which a block that chooses has room for more beside what it found
 Pointers, Numbers, Choice = c_void_p * 6, c_int64 * 8, c_int * 5
 
 

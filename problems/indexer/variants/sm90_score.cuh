@@ -80,7 +80,7 @@ __device__ __forceinline__ uint32_t most_of_8(uint32_t v) {
 // A thread's part of a query, 16 dims of a head, on the way to shared memory: eight threads a head.
 template <int THREADS>
 struct QueryParts {
-    static constexpr int COUNT = HEADS * 8 / THREADS;
+    static constexpr int COUNT = (HEADS * 8 + THREADS - 1) / THREADS;  // some threads may have none
     uint4 raw[COUNT][2];
     float weight[COUNT];
 
@@ -113,6 +113,7 @@ struct QueryParts {
             const uint32_t exponent = max((most + 0x1F) >> 7, 40u);
             const float up = __uint_as_float((127 + 8 + 127 - exponent) << 23);
             const float down = __uint_as_float((exponent - 8) << 23);
+            if (head >= HEADS) break;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {  // 4 dims each: first + 4 j on
                 const uint32_t a = words[2 * j], b = words[2 * j + 1];

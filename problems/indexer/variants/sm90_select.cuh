@@ -1,8 +1,8 @@
 // The k highest of a row's scores, by one block that holds them in registers, as ordered integers.
 //
 // One histogram usually does: BINS of equal width between the least and the largest score leave a handful in the bin of
-// the k-th, and these are ranked. Where too many share that bin (equal scores, outliers), further histograms of their bits
-// follow, 11 bits each, until few are left or all are equal. Of equal scores the first ones win.
+// the k-th, and these are ranked. Where too many share that bin (equal scores, outliers), further histograms of their
+// bits follow, 11 bits each, until few are left or all are equal. Of equal scores the first ones win.
 //
 // Scores are in registers since passes over them in shared memory were slow: behind each atomic operation the next load
 // waits, and a pass of eight scores a thread took 1000 cycles and more.
@@ -52,7 +52,7 @@ struct Bins {
     }
 };
 
-// If `really`: one more at `counter`; and key i of those at `to`, where i is what `counter` was. Addresses in shared memory.
+// If `really`: one more at `counter`; and `key` at `to`, as many words on as `counter` was. Addresses in shared memory.
 // Written so that no branch lies between two of them, and all are under way at once.
 __device__ __forceinline__ void count_if(bool really, uint32_t counter) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p red.shared.add.u32 [%0], 1;\n}\n" ::"r"(counter),
@@ -132,9 +132,9 @@ __device__ __forceinline__ Range range_of(Search& s, const uint32_t (&keys)[KEYS
     return {s.least + 1, s.largest};
 }
 
-// Choose the topk highest scores of a range; it has at least as many. Key j of thread t is score j * THREADS + t; 0 where
-// there is none. found: the numbers of the chosen scores, ascending. -> the topk-th score. All threads of the block call
-// it; it ends with a barrier.
+// Choose the topk highest scores of a range; it has at least as many. Key j of thread t is score j * THREADS + t; 0
+// where there is none. found: the numbers of the chosen scores, ascending. -> the topk-th score. All threads of the
+// block call it; it ends with a barrier.
 template <int THREADS>
 __device__ __forceinline__ uint32_t select(Search& s, const uint32_t (&keys)[KEYS], uint32_t topk, const Range& range,
                                            int* found) {

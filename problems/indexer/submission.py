@@ -10,7 +10,7 @@ from problems.common import load
 # Variants by target, the first that the machine can run.
 WINNERS = {
     "cpu": ("cpu_avx512", "cpu_portable"),
-    "sm90": ("sm90_cluster",),
+    "sm90": ("sm90_join",),
     "sm100": ("sm90_triton",),
 }
 

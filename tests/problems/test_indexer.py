@@ -277,22 +277,22 @@ def test_the_winner_repeats_itself_bit_by_bit(content):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize(("content", "kind"), [("ties", "mxfp4"), ("ragged", "mxfp4"), ("near", "fp8")])
-def test_every_way_to_share_a_row_is_right(cluster, content, kind, monkeypatch):
-    """Clusters of every size, in one launch with few and many warps and in two, where one block chooses and where all
-    do, with slices that are empty.
-    """
-    file = FOLDER / "variants" / "sm90_cluster.py"
+@pytest.mark.parametrize("parts", [1, 2, 7, 64])
+@pytest.mark.parametrize(
+    ("content", "kind", "entries", "topk"),
+    [
+        ("ties", "mxfp4", 1300, 200), ("ragged", "mxfp4", 1300, 200), ("near", "fp8", 1300, 200),
+        ("rising", "mxfp4", 9001, 512), ("zeros", "mxfp4", 9001, 1024), ("sparse", "mxfp4", 70001, 512),
+    ],
+)  # fmt: skip
+def test_every_number_of_blocks_a_row_is_right(parts, content, kind, entries, topk, monkeypatch):
+    """Blocks with and without entries, fewer and more units than places, units of 8 and of 16, pages at hand or not."""
+    file = FOLDER / "variants" / "sm90_join.py"
     variants.skip_unless_it_runs(file, "cuda")
-    module = load.module(FOLDER, "variants/sm90_cluster")
-    case = task.Case(3, 2, 64, 1300, 200, kind, 32, content, 99)
-    data, want = solved(case, device="cuda")
-    tiles = -(-data.table.shape[1] * 32 // module.TILE)
-    part = -(-tiles // cluster) * module.TILE
-    for chunk, warpgroups, gathers in ((0, 4, False), (0, 2, False), (192, 4, False), (0, 4, True), (0, 2, True)):
-        chunks = -(-tiles * module.TILE // chunk) if chunk else 0
-        launch = module.Launch(cluster, part, cluster * part if gathers else part, chunk, chunks, warpgroups)
-        monkeypatch.setattr(module, "launch_for", lambda *_, launch=launch: launch)
+    module = load.module(FOLDER, "variants/sm90_join")
+    data, want = solved(task.Case(3, 2, 64, entries, topk, kind, 32, content, 99), device="cuda")
+    launch = module.shared_out(task.unpack(data), parts)
+    monkeypatch.setattr(module, "launch_for", lambda _: launch)
+    for _ in range(2):  # the first call leaves its counters at zero
         result = reference.compare(data, want, module.custom_kernel(data._replace(out=torch.empty_like(data.out))))
         assert result.ok, f"{launch}: {result.message}"

@@ -133,8 +133,9 @@ class Warps:
 
     def finish_pending(self) -> None:
         """Do the asynchronous work that writes registers of these warps: it knows this object, not its parts."""
-        while self.pending:
-            self.pending[0].complete()
+        for work in self.pending:
+            work.complete()
+        self.pending = []
 
     def whole(self, what: str) -> Any:
         """bool (warps,): which warps execute the present instruction. Fault("divergence"): only a part of a warp."""

@@ -80,7 +80,7 @@ __device__ __forceinline__ uint32_t most_of_8(uint32_t v) {
 // A thread's part of a query, 16 dims of a head, on the way to shared memory: eight threads a head.
 template <int THREADS>
 struct QueryParts {
-    static constexpr int COUNT = HEADS * 8 / THREADS;
+    static constexpr int COUNT = (HEADS * 8 + THREADS - 1) / THREADS;  // some threads may have none
     uint4 raw[COUNT][2];
     float weight[COUNT];
 
@@ -113,6 +113,7 @@ struct QueryParts {
             const uint32_t exponent = max((most + 0x1F) >> 7, 40u);
             const float up = __uint_as_float((127 + 8 + 127 - exponent) << 23);
             const float down = __uint_as_float((exponent - 8) << 23);
+            if (head >= HEADS) break;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {  // 4 dims each: first + 4 j on
                 const uint32_t a = words[2 * j], b = words[2 * j + 1];
@@ -265,13 +266,6 @@ __device__ __forceinline__ float add_heads(const float (&d)[32], const float (&w
     return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
-// The least and the largest of ordered scores.
-struct Range {
-    uint32_t least = ~0u, largest = 0;
-
-    __device__ __forceinline__ void take(uint32_t key) { least = min(least, key), largest = max(largest, key); }
-};
-
 // Begin to copy the slice's first keys. ring: of all warps, Ring::BYTES each; the slice's pages must be there.
 template <bool FP8, int WARPGROUPS>
 __device__ __forceinline__ void begin_scores(const Tensors& data, const Sizes& sizes, const Slice& slice, uint8_t* ring) {
@@ -282,10 +276,11 @@ __device__ __forceinline__ void begin_scores(const Tensors& data, const Sizes& s
         R::begin(data, sizes, slice, threadIdx.x / (4 * WARP) + i * WARPGROUPS, mine + i * R::STAGE);
 }
 
-// Score a slice: put(i, ordered score) for each of its entries i, by one lane of the block each. -> the range of what
-// this lane put. q must be in `query`, and begin_scores was called.
+// Score a slice: put(i, whether the slice has entry i, its ordered score) for all entries of its tiles, by all lanes of
+// a warp: lanes t and t + 2 of a quad have the same entry, quad 0 entries 0 and 8 of 16, quad 1 entries 1 and 9, and so
+// on. q must be in `query`, and begin_scores was called.
 template <bool FP8, int WARPGROUPS, class Put>
-__device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, const Slice& slice, const Query& query,
+__device__ __forceinline__ void score(const Tensors& data, const Sizes& sizes, const Slice& slice, const Query& query,
                                        const uint8_t* ring, const Put& put) {
     using R = Ring<FP8>;
     const int lane = threadIdx.x % WARP, group = threadIdx.x / (4 * WARP), warp = threadIdx.x / WARP % 4;
@@ -295,7 +290,6 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
 #pragma unroll
     for (int j = 0; j < 16; ++j) weights[j] = query.weights[8 * (j / 2) + 2 * (lane % 4) + j % 2];
     const uint64_t b = ptx::make_smem_desc(ptx::smem_address(query.q));
-    Range range;
     int stage = 0;
 #pragma unroll 1
     for (int tile = group; tile < tiles; tile += WARPGROUPS) {
@@ -316,13 +310,10 @@ __device__ __forceinline__ Range score(const Tensors& data, const Sizes& sizes, 
         ptx::warpgroup_fence_operand(d);
         const float sum = add_heads(d, weights) * (lane % 2 ? scale[1] : scale[0]);
         const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
-        if (lane % 4 < 2 && entry < slice.count) {
-            const uint32_t key = ordered(sum);
-            range.take(key);
-            put(entry, key);
-        }
+        const bool inside = entry < slice.count;
+        const uint32_t key = ordered(sum);
+        put(entry, inside, key);
     }
-    return range;
 }
 
 }  // namespace indexer

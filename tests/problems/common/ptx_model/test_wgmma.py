@@ -41,8 +41,15 @@ ret;
 """
 
 
+# Two of the warps go another way while their product is under way.
+APART = TEXT.replace(
+    "wgmma.wait_group", "setp.ge.u32 %p3, %r1, 64;\n@%p3 bra APART;\nmov.u32 %r11, 0;\nAPART:\nwgmma.wait_group"
+)
+
+
+@pytest.mark.parametrize("text", [TEXT, APART], ids=["together", "apart"])
 @pytest.mark.parametrize("policy", ptx_model.POLICIES)
-def test_a_product_of_e4m3_is_that_of_the_values(policy):
+def test_a_product_of_e4m3_is_that_of_the_values(policy, text):
     rng = np.random.default_rng(1)
     codes = (
         rng.integers(0, 0x48, (64 + 8, 32)).astype(np.uint8) | rng.integers(0, 2, (64 + 8, 32)).astype(np.uint8) << 7
@@ -53,7 +60,7 @@ def test_a_product_of_e4m3_is_that_of_the_values(policy):
     held = a[row, register // 2 * 16 + thread % 4 * 4 + np.arange(4)]  # as m16n8k32 has it
     laid = np.ascontiguousarray(b.reshape(8, 2, 16).transpose(1, 0, 2))
     out = np.full((128, 4), np.nan, np.float32)
-    ptx_model.run(TEXT, "k", 1, 128, (np.ascontiguousarray(held), laid, out), 0, policy=policy)
+    ptx_model.run(text, "k", 1, 128, (np.ascontiguousarray(held), laid, out), 0, policy=policy)
     value = np.arange(4)[None, :]
     want = (formats.E4M3[a].astype(np.float64) @ formats.E4M3[b].astype(np.float64).T).astype(np.float32)
     assert np.array_equal(out, want[row[..., 0][:, :1] + value // 2 * 8, thread[..., 0] % 4 * 2 + value % 2])

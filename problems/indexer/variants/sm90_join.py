@@ -1,0 +1,79 @@
+"""sm90_join: FP8 wgmma in blocks all over the GPU; the last block of a row finds its best units, then entries."""
+
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from task import Sizes, input_t, output_t, unpack
+
+from problems.common import build
+
+TARGETS = ("sm90",)
+SOURCE = Path(__file__).with_suffix(".cu")
+BLOCKS = 132  # of 512 threads that run at once on an H200: one a multiprocessor
+TILE = 64  # entries of a warpgroup's product
+LEAST = 256  # entries that are worth a block: a tile for each of its warpgroups
+HELD = 4096  # entries of a row up to which a block that scores all of it keeps the scores in shared memory
+SMALL = 2048  # entries of a row up to which half as large blocks are enough, two to a multiprocessor
+FEW_ROWS = 2 * BLOCKS  # above, there are enough of them for that
+LONG = 65536  # entries of a row above which a unit has 16 entries, not 8
+MOST_PLACES = 2048  # k up to which a block that chooses has room for more beside what it found
+Pointers, Numbers, Choice = c_void_p * 6, c_int64 * 8, c_int * 5
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How rows are shared out. See Plan of the source."""
+
+    parts: int  # blocks of a row
+    entries: int  # that a row has, at most; whole tiles
+    log_unit: int  # 3 or 4
+    held: bool  # one block a row, which keeps the scores in shared memory
+    warpgroups: int = 4
+
+    def words(self) -> int:
+        """Return how many words of a row the workspace has."""
+        return 0 if self.held else self.entries + (self.entries >> self.log_unit)
+
+
+def launch_for(sizes: Sizes) -> Launch:
+    """Choose by shape only: as many blocks a row as let all rows run at once, and as there is work for."""
+    rows, entries = sizes.batch * sizes.queries, -(-sizes.blocks * sizes.per_page // TILE) * TILE
+    return shared_out(sizes, max(1, min(BLOCKS // rows, -(-entries // LEAST))))
+
+
+def shared_out(sizes: Sizes, parts: int) -> Launch:
+    """Share rows out to `parts` blocks each. ValueError: more places than a block can choose."""
+    rows, entries = sizes.batch * sizes.queries, -(-sizes.blocks * sizes.per_page // TILE) * TILE
+    if sizes.topk > MOST_PLACES:
+        raise ValueError(f"k must be at most {MOST_PLACES}, got {sizes.topk}")
+    log_unit = 4 if entries > LONG else 3
+    held = parts == 1 and entries <= HELD
+    return Launch(parts, entries, log_unit, held, 2 if held and rows > FEW_ROWS and entries <= SMALL else 4)
+
+
+def compile_for(target: str) -> list[build.Artefact]:
+    """Compile for `target`, without a GPU."""
+    return [build.cuda(SOURCE, target)]
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write the chosen places into data.out, int32 (B, S, k), in the order of the entries, and return it.
+
+    ValueError as unpack and shared_out say; RuntimeError: the launch.
+    """
+    sizes = unpack(data)
+    made = build.cuda(SOURCE, "sm90")
+    shift = sizes.per_page.bit_length() - 1
+    launch = launch_for(sizes)
+    rows = sizes.batch * sizes.queries
+    scores = torch.empty(rows * launch.words(), dtype=torch.int32, device=data.q.device)
+    numbers = Numbers(
+        sizes.queries, sizes.heads, sizes.topk, sizes.blocks, shift, rows, data.keys.shape[1], sizes.kind == "fp8"
+    )
+    choice = Choice(launch.parts, launch.entries, launch.log_unit, launch.held, launch.warpgroups)
+    pointers = Pointers(*[tensor.data_ptr() for tensor in data])
+    run = made.function("launch", Pointers, Numbers, Choice, c_void_p)
+    build.check(run(pointers, numbers, choice, scores.data_ptr()), "launch")
+    return data.out

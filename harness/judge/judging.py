@@ -197,6 +197,7 @@ class Judging:
                 f"{name} would lead: {us:.2f} us, {leader['variant']} {leader['value']:.2f} us in run "
                 f"{leader['run_id']}. Confirming in fresh processes, {'paired with it' if two[1:] else 'alone'}"
             )
+            asked = [(j, j.against, j.against_all) for j in two if j.against_all] if self.args.against else []
             for j in two:
                 if j.times:
                     j.before.append(dataclasses.replace(j, before=[]))
@@ -204,6 +205,9 @@ class Judging:
             keys = ("variant", "run_id", "source_hash")
             two[0].confirms = {key: leader[key] for key in keys} | {"paired": len(two) == 2}
             self._time(session, two, len(two) == 2, progress, f"confirm {name}")
+            for j, each, whole in asked:  # what --against asked for stays, with the ratio of its own pairs
+                if (j.against_all or {}).get("variant") != whole["variant"]:
+                    j.against, j.against_all = each, whole
 
     def _challenge(self, kept: Journal) -> dict | None:
         """Return the next confirmation, and note it: challenger, leader, opponent (its source hash or None)."""

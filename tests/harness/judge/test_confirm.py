@@ -119,6 +119,16 @@ def test_against_the_leader_itself_both_are_measured_again(world, folder, capsys
     assert first()[0] == "better"
 
 
+def test_what_against_asked_for_stays_where_another_leads(world, folder, capsys):
+    judge(folder, "--all")
+    assert judge(folder, *better(folder), "--against", "other") == 0
+    mine = [r for r in records() if r["variant"] == "better" and r["kind"] == "benchmark"]
+    assert [bool(r.get("superseded")) for r in mine] == [True, True, False, False]
+    assert all(r["confirms"]["variant"] == "good" for r in mine[2:])
+    assert {r["against"]["variant"] for r in mine} == {"other"}
+    assert "better / other = " in capsys.readouterr().out
+
+
 def test_peers_and_second_sides_are_not_confirmed(world, folder):
     judge(folder, "--all")
     shutil.copy(folder / "variants" / "good.py", folder / "variants" / "peer_p.py")

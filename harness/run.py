@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--against", metavar="VARIANT_OR_FILE",
         help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
     )  # fmt: skip
-    p.add_argument("--processes", type=int, metavar="N", help="of each, with --against: more of them decide more")
+    p.add_argument("--processes", type=int, metavar="N", help="2 to 1000 of each, with --against: more decide more")
     p.add_argument(
         "--same-within", type=float, default=1.5, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)"
     )
@@ -168,6 +168,7 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     """List, or raise UsageError for what is wrong whatever the problem's cases are, before torch is imported. Return
     the exit code; None: the run begins.
     """
+    from harness.judge import limits
     from harness.problem import folders
     from harness.problem.folders import UsageError
 
@@ -194,8 +195,10 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError(f"--device model checks one variant, without {', '.join(refused)}")
     if args.timeout is not None and not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
-    if args.processes is not None and not (args.against and 2 <= args.processes <= 1000):
-        raise UsageError(f"--processes must be 2 to 1000 and goes with --against, got {args.processes}")
+    if args.processes is not None and not 2 <= args.processes <= limits.MOST_PROCESSES:
+        raise UsageError(f"--processes must be 2 to {limits.MOST_PROCESSES}, got {args.processes}")
+    if args.processes is not None and not args.against:
+        raise UsageError("--processes goes with --against: give the variant or file to compare with")
     if not 0 < args.same_within < 50:
         raise UsageError(f"--same-within must be over 0 and under 50, in percent, got {args.same_within}")
     if args.fail_on_regression is not None:

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from harness.judge import limits
 from harness.judge.events import Progress, Step
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import CaseTime, Result
@@ -165,6 +166,8 @@ def _ratio(j: Result, pair: dict) -> str:
     if "needed" not in pair:
         return said
     times = pair["needed"] / pair["processes"]
+    if pair["needed"] > limits.MOST_PROCESSES:
+        return f"{said}: more than --processes {limits.MOST_PROCESSES} would decide: try when the machine is idle"
     return f"{said}: about --processes {pair['needed']} would decide, {times:.1f} times as long"
 
 

@@ -9,3 +9,4 @@ CANARY_LIMIT_S = 60  # for the device to answer after a runner was lost; the ker
 GIVE_UP_AFTER = 3  # processes that a submission may lose in one phase
 SETTLE_S = 0.05  # between looks at processes that are about to end
 SETTLES = 5  # such looks before a process counts as left behind
+MOST_PROCESSES = 1000  # of each of two that are compared

@@ -285,7 +285,7 @@ class Benchmark:
         for group in groups:
             for handle in group.handles:
                 timing = self.timings[_name(handle)][number]
-                self._complete(timing, group, _name(handle))
+                self._complete(number, group, _name(handle))
                 if not timing.failure and (fault := handle.look()):
                     timing.failure = fault
                     group.outcomes[_name(handle)].append(fault)
@@ -375,22 +375,32 @@ class Benchmark:
             else:
                 group.spare.setdefault(name, []).append(outcome)
 
-    def _complete(self, timing: Timing, group: _Group, name: str) -> None:
+    def _complete(self, number: int, group: _Group, name: str) -> None:
         """Give a submission with too few quiet calls the busy ones too."""
+        timing = self.timings[name][number]
         missing = self.how.samples - len(timing.outcomes[group.process])
         if timing.failure or missing <= 0:
             return
         spare = group.spare.get(name, [])[:missing]
         timing.outcomes[group.process] += spare
         group.outcomes[name] += spare
-        if len(spare) < missing:
+        if len(spare) == missing:
+            return
+        others = [_name(handle) for handle in group.handles if _name(handle) != name]
+        failures = {one: self.timings[one][number].failure for one in others if self.paired}
+        if failed := next(((one, bad.status) for one, bad in failures.items() if bad), None):
+            timing.failure = Outcome(
+                "INVALID_MEASUREMENT",
+                f"not timed: {failed[0]} is {failed[1]}, and of a pair both count or none; time it without --against",
+            )
+        else:
             timing.failure = Outcome(
                 "INVALID_MEASUREMENT",
                 f"machine too busy: after {group.late.get(name, 0)} calls the runner was told too late to "
                 f"stop, so that {missing - len(spare)} of {self.how.samples} times are missing (load "
                 f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors); run again when it is idle",
             )
-            group.outcomes[name].append(timing.failure)
+        group.outcomes[name].append(timing.failure)
 
     def _call(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
         """Make one call of a submission, and before it the audited ones that are due. Return None if it failed."""

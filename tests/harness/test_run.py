@@ -11,7 +11,7 @@ from harness.lint import linter
 from harness.problem import folders, task_yml
 from harness.results import output, record
 from problems.common import load
-from tests.support import pages
+from tests.support import SUPPORT, pages
 
 SMALL = "m=16 k=64"
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
@@ -213,3 +213,19 @@ def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
     file.write_text("def custom_kernel(data):\n    return data.c\n")
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu", "--mode", "test"]) == 2
     assert "has a variant cpu_portable" in capsys.readouterr().err
+
+
+def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_path, results, capsys):
+    """Of a pair both count or none: that is no fault of the machine."""
+    head = 'import torch\n\nTARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n'
+    for name, body in (("right", "torch.add(data.x, data.y, out=data.z)"), ("wrong", "data.z.zero_()")):
+        (tmp_path / f"{name}.py").write_text(f"{head}    {body}\n    return data.z\n")
+    folder, files = (
+        str(SUPPORT / "problems" / "vector_add"),
+        [str(tmp_path / f"{name}.py") for name in ("right", "wrong")],
+    )
+    for mine, other in (files, files[::-1]):
+        words = [folder, "--device", "cpu", "--mode", "benchmark", "--quiet", "--submission", mine, "--against", other]
+        assert run.main([*words, "--processes", "2"]) == 1
+        said = capsys.readouterr().out
+        assert "not timed: wrong is INCORRECT, and of a pair both count or none" in said and "too busy" not in said

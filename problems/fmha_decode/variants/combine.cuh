@@ -14,14 +14,41 @@
 
 namespace fmha {
 
+// The angles by which the last 64 dims of a query's outputs are turned back, in pairs of neighbours: fp32 (B S, 32), or
+// null, and outputs stay as they are. (The model rotates keys that are values too.)
+struct Turn {
+    const float *cosine, *sine;
+};
+
+// Those of 8 dims. No launch just ahead may write them: they are read before it has ended.
+struct Angles {
+    bool some;
+    float4 c, s;
+    __device__ __forceinline__ Angles(const Turn& turn, int query, int dim) : some(turn.cosine && dim >= 448) {
+        if (!some) return;
+        int64_t const at = int64_t(query) * 32 + (dim - 448) / 2;
+        c = *reinterpret_cast<const float4*>(turn.cosine + at), s = *reinterpret_cast<const float4*>(turn.sine + at);
+    }
+    static __device__ __forceinline__ uint32_t turned(uint32_t pair, float c, float s) {
+        float2 const v = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+        __nv_bfloat162 const to = __floats2bfloat162_rn(v.x * c + v.y * s, v.y * c - v.x * s);
+        return *reinterpret_cast<const uint32_t*>(&to);
+    }
+    // 8 outputs, rounded to bf16 before as well as after.
+    __device__ __forceinline__ uint4 operator()(uint4 v) const {
+        if (!some) return v;
+        return make_uint4(turned(v.x, c.x, s.x), turned(v.y, c.y, s.y), turned(v.z, c.z, s.z), turned(v.w, c.w, s.w));
+    }
+};
+
 constexpr int COMBINE_BATCH = 8;  // rows that a thread has under way: four groups join 32 splits in one pass, and one 8
 
 // A block ROWS rows; GROUPS groups of 64 threads share a row's splits, a thread has 8 dims. At most 32 splits a group:
 // each lane of a warp has one split's stats, and hands its factor to the others.
 template <int GROUPS, int ROWS>
 __global__ void __launch_bounds__(64 * GROUPS * ROWS) combine(const __half* partial, const float4* stats,
-                                                              const float* sink, __nv_bfloat16* out, float* lse,
-                                                              int rows, int heads, int splits) {
+                                                              const float* sink, Turn turn, __nv_bfloat16* out,
+                                                              float* lse, int rows, int heads, int splits) {
     static_assert(GROUPS == 1 || ROWS == 1, "groups meet at the block's barrier");
     constexpr float LOG2E = 1.4426950408889634f;
     int const row = blockIdx.x * ROWS + threadIdx.x / (64 * GROUPS), group = threadIdx.x / 64 % GROUPS;
@@ -31,6 +58,7 @@ __global__ void __launch_bounds__(64 * GROUPS * ROWS) combine(const __half* part
     uint4 const* const from = reinterpret_cast<const uint4*>(partial + (int64_t(group) * rows + row) * 512) + thread;
     int64_t const step = int64_t(GROUPS) * rows * (512 / 8);
     float const sink2 = __ldg(sink + row % heads) * LOG2E;
+    Angles const angles(turn, row / heads, thread * 8);
     programmatic::wait();
 
     uint4 raw[COMBINE_BATCH];
@@ -95,7 +123,8 @@ __global__ void __launch_bounds__(64 * GROUPS * ROWS) combine(const __half* part
         __nv_bfloat162 const pair = __floats2bfloat162_rn(sum[2 * j] * inverse, sum[2 * j + 1] * inverse);
         words[j] = *reinterpret_cast<const uint32_t*>(&pair);
     }
-    reinterpret_cast<uint4*>(out + int64_t(row) * 512)[thread] = make_uint4(words[0], words[1], words[2], words[3]);
+    reinterpret_cast<uint4*>(out + int64_t(row) * 512)[thread] =
+        angles(make_uint4(words[0], words[1], words[2], words[3]));
     if (thread == 0) lse[row] = any ? (top + log2f(total)) / LOG2E : INFINITY;
 }
 

@@ -20,6 +20,7 @@ struct Problem {
     Cache window, compressed;
     const int *window_index, *window_length, *compressed_index, *compressed_length;
     const float* sink;
+    Turn turn;
     __nv_bfloat16* out;
     float* lse;
     __half* partial;  // of splits: (splits, B S H, 512)
@@ -65,10 +66,10 @@ __device__ __forceinline__ void load_queries(const Problem& p, const Item& item,
 // ---- output
 
 // O of this lane's two rows times the rows' factors, as 16-bit values, into `to`, (heads, 512), by way of the place of
-// the queries.
+// the queries. turn: of results, whose query `query` is.
 template <bool SPLIT>
 __device__ __forceinline__ void write_rows(const float (&o)[2][64], float upper, float lower, int half, int heads,
-                                           uint32_t staging, uint16_t* to) {
+                                           uint32_t staging, uint16_t* to, const Turn& turn, int query) {
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, matrix_row = 16 * warp + lane % 16;
     auto const pair = [&](int i, float factor) {
         float const a = o[i / 64][i % 64] * factor, b = o[i / 64][i % 64 + 1] * factor;
@@ -81,10 +82,11 @@ __device__ __forceinline__ void write_rows(const float (&o)[2][64], float upper,
                        pair(4 * i, upper), pair(4 * i + 2, lower), pair(4 * i + 4, upper), pair(4 * i + 6, lower));
     __syncwarp();
     int const tile = lane / 8, c = lane % 8;  // a warp writes 256 dims of a row at a time
+    Angles const angles(turn, query, SPLIT ? 0 : half * (HEAD_DIM / 2) + lane * 8);
 #pragma unroll 4
     for (int row = 16 * warp; row < min(heads, 16 * warp + 16); ++row) {
         uint4 const v = load_shared16(staging + tile * (BLOCK_M * 128) + row * 128 + (c ^ row % 8) * 16);
-        store16(to + row * HEAD_DIM + half * (HEAD_DIM / 2) + lane * 8, v);
+        store16(to + row * HEAD_DIM + half * (HEAD_DIM / 2) + lane * 8, angles(v));
     }
 }
 
@@ -115,10 +117,10 @@ __device__ __forceinline__ void write_result(const Problem& p, const Item& item,
                 (&p.stats[place + row + 8 * h].y)[half] = __uint_as_float((exponent - 14) << 23);
         }
         auto const to = reinterpret_cast<uint16_t*>(p.partial) + place * HEAD_DIM;
-        write_rows<true>(o, upper, lower, half, item.heads, staging, to);
+        write_rows<true>(o, upper, lower, half, item.heads, staging, to, p.turn, item.query);
     } else {
         auto const to = reinterpret_cast<uint16_t*>(p.out) + at * HEAD_DIM;
-        write_rows<false>(o, upper, lower, half, item.heads, staging, to);
+        write_rows<false>(o, upper, lower, half, item.heads, staging, to, p.turn, item.query);
     }
 }
 
@@ -130,7 +132,7 @@ inline cudaError_t join(const Problem& p) {
     bool const many = splits > COMBINE_BATCH;  // more than one group has under way at once
     auto const combine = many ? fmha::combine<4, 1> : fmha::combine<1, 4>;
     return programmatic::launch(combine, dim3(many ? p.rows : (p.rows + 3) / 4), dim3(256), 0, p.partial, p.stats,
-                                p.sink, p.out, p.lse, p.rows, p.heads, splits);
+                                p.sink, p.turn, p.out, p.lse, p.rows, p.heads, splits);
 }
 
 }  // namespace fmha

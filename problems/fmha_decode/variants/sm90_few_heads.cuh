@@ -46,6 +46,7 @@ struct Problem {
     Cache window, compressed;
     const int *window_index, *window_length, *compressed_index, *compressed_length;
     const float* sink;
+    Turn turn;
     __nv_bfloat16* out;
     float* lse;
     int heads, nw, nc;
@@ -62,18 +63,20 @@ struct Layout {
     static constexpr uint32_t SMEM_VALUES = 0, SMEM_SCORES = SMEM_VALUES + 2 * VALUES;
     static constexpr uint32_t SMEM_STAGING = SMEM_SCORES + 2 * SCORES;
     static constexpr uint32_t SMEM_QUERIES = SMEM_STAGING + NUM_STAGES * WARPS * STAGED_GROUP;  // see Queries
-    static constexpr uint32_t BYTES = SMEM_QUERIES + 4 * 32 * 16;
-    // In the end, where values were.
+    static constexpr uint32_t RECEIVED_BARRIER = SMEM_QUERIES + 4 * 32 * 16, FREE_BARRIER = RECEIVED_BARRIER + 8;
+    static constexpr uint32_t BYTES = FREE_BARRIER + 8;
+    // In the end, where values were. What other blocks send is in the first place, which the last tile does not have.
     static constexpr uint32_t SUM_ROW = (HEAD_DIM + 8) * 2;  // of a head: fp16; 8 more, so that 8 rows take 32 banks
-    static constexpr uint32_t SMEM_SUMS = 0, SMEM_RECEIVED = SMEM_SUMS + BLOCK_M * SUM_ROW;  // see Pieces
+    static constexpr uint32_t SMEM_SUMS = VALUES, SMEM_RECEIVED = 0;  // see Pieces
     // [MOST_BLOCKS][BLOCK_M] of 16 bytes: running maximum, sum of p, sum of p in bf16, nothing
     static constexpr uint32_t SMEM_STATS = SMEM_RECEIVED + (UNITS + MOST_BLOCKS) * 16;
     // float [MOST_BLOCKS][WARPS][BLOCK_M]
     static constexpr uint32_t SMEM_SCALES = SMEM_STATS + MOST_BLOCKS * BLOCK_M * 16;
     // float [BLOCK_M][MOST_BLOCKS]
     static constexpr uint32_t SMEM_WEIGHTS = SMEM_SCALES + MOST_BLOCKS * WARPS * BLOCK_M * 4;
-    static_assert(SMEM_WEIGHTS + BLOCK_M * MOST_BLOCKS * 4 <= 2 * VALUES, "room");
+    static_assert(SMEM_WEIGHTS + BLOCK_M * MOST_BLOCKS * 4 <= VALUES && BLOCK_M * SUM_ROW <= VALUES, "room");
     static_assert(SMEM_STAGING % 16 == 0 && STAGED_GROUP % 16 == 0 && SUM_ROW % 16 == 0, "vector accesses");
+    static_assert(RECEIVED_BARRIER % 8 == 0);
 };
 constexpr int SHARED = Layout::BYTES + 128;  // with room to align the start
 static_assert(BLOCKS_PER_MULTIPROCESSOR * (SHARED + 1024) <= 228 * 1024, "of a multiprocessor; 1024 of each are taken");
@@ -127,30 +130,32 @@ __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t from) {
 __device__ __forceinline__ void store_shared_pair(uint32_t to, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
 }
-// To another block's shared memory, at an address from in_block.
-__device__ __forceinline__ void store_cluster(uint32_t to, uint32_t v) {
-    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-__device__ __forceinline__ void store_cluster16(uint32_t to, uint4 v) {
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+// To another block's shared memory, at an address from in_block; its barrier counts the bytes. So no fence is needed,
+// which would wait for all that the warp has under way, up to global memory.
+__device__ __forceinline__ void send(uint32_t to, uint32_t v, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v),
+                 "r"(barrier)
                  : "memory");
 }
-// The two halves of cluster_sync, behind the block's barrier: what is between them need not wait.
+__device__ __forceinline__ void send16(uint32_t to, uint4 v, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+        : "memory");
+}
+// As arrive, at another block's barrier. For who wrote nothing that the other block reads: a release to the whole
+// cluster would wait like a fence.
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The two halves of a barrier of the cluster, behind barrier_publish.
 __device__ __forceinline__ void cluster_arrive() {
-    if (threadIdx.x < 32)
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    else
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ float4 load_stats(uint32_t from) {
     uint4 const v = load_shared16(from);
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), 0);
-}
-__device__ __forceinline__ uint4 load_global16(const void* from) {
-    uint4 v;
-    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-    return v;
 }
 
 // ---- queries
@@ -370,6 +375,10 @@ struct Pieces {
     Divisor blocks;
     uint32_t most;
     __device__ __forceinline__ explicit Pieces(Divisor blocks) : blocks(blocks), most(blocks(UNITS + blocks.by - 1)) {}
+    // Bytes that a block receives, of all blocks with itself.
+    __device__ __forceinline__ uint32_t bytes(uint32_t block) const {
+        return blocks.by * ((first(block + 1) - first(block)) * 16 + BLOCK_M * 16 + WARPS * BLOCK_M * 4);
+    }
     __device__ __forceinline__ uint32_t first(uint32_t block) const { return blocks(block * UNITS); }
     __device__ __forceinline__ uint32_t owner(uint32_t unit) const { return (blocks.by * (unit + 1) - 1) / UNITS; }
     // Where a block has its unit of the sums of block `from`.
@@ -428,20 +437,23 @@ __device__ __forceinline__ void send_sums(const Left& left, Pieces const& pieces
 #pragma unroll
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
         uint32_t const unit = threadIdx.x + i * NUM_THREADS, owner = pieces.owner(unit);
-        store_cluster16(in_block(owner, smem + pieces.received(rank, unit, owner)), units[i]);
+        send16(in_block(owner, smem + pieces.received(rank, unit, owner)), units[i],
+               in_block(owner, smem + Layout::RECEIVED_BARRIER));
     }
     if (lane % 4) return;
 #pragma unroll 1
     for (uint32_t block = 0; block < pieces.blocks.by; ++block) {
+        uint32_t const barrier = in_block(block, smem + Layout::RECEIVED_BARRIER);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             int const row = lane / 4 + 8 * h;
-            store_cluster(in_block(block, smem + Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4),
-                          __float_as_uint(left.scale[h]));
+            send(in_block(block, smem + Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4),
+                 __float_as_uint(left.scale[h]), barrier);
             if (warp == h)
-                store_cluster16(in_block(block, smem + Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16),
-                                make_uint4(__float_as_uint(left.stats[h].x), __float_as_uint(left.stats[h].y),
-                                           __float_as_uint(left.stats[h].z), 0));
+                send16(in_block(block, smem + Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16),
+                       make_uint4(__float_as_uint(left.stats[h].x), __float_as_uint(left.stats[h].y),
+                                  __float_as_uint(left.stats[h].z), 0),
+                       barrier);
         }
     }
 }
@@ -489,6 +501,7 @@ __device__ __forceinline__ void join(const Problem& p, const Item& item, Pieces 
 #pragma unroll 1
     for (uint32_t unit = pieces.first(item.rank) + threadIdx.x; unit < end; unit += NUM_THREADS) {
         uint32_t const row = unit / (HEAD_DIM / 8), warp = unit % (HEAD_DIM / 8) / (DIMS / 8);
+        Angles const angles(p.turn, item.query, unit % (HEAD_DIM / 8) * 8);
         uint32_t const weights = smem + Layout::SMEM_WEIGHTS + row * MOST_BLOCKS * 4;
         uint32_t const scales = smem + Layout::SMEM_SCALES + (warp * BLOCK_M + row) * 4;
         uint32_t const from = smem + pieces.received(0, unit, item.rank);
@@ -508,7 +521,7 @@ __device__ __forceinline__ void join(const Problem& p, const Item& item, Pieces 
         uint32_t made[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) made[i] = pack_bf16x2(sum[2 * i], sum[2 * i + 1]);
-        *reinterpret_cast<uint4*>(out + unit * 8) = make_uint4(made[0], made[1], made[2], made[3]);
+        *reinterpret_cast<uint4*>(out + unit * 8) = angles(make_uint4(made[0], made[1], made[2], made[3]));
     }
 }
 
@@ -538,32 +551,45 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
     gather.begin(first);
     Queries queries;  // behind the entries, which take longer
     queries.load(p, item, smem + Layout::SMEM_QUERIES);
+    Pieces const pieces(p.blocks);
+    if (threadIdx.x == NUM_THREADS - 32) {  // publishing takes long, but entries take longer
+        barrier_init(smem + Layout::RECEIVED_BARRIER, 1);
+        barrier_init(smem + Layout::FREE_BARRIER, p.blocks.by);
+        barrier_publish();
+        arrive_and_expect_tx(smem + Layout::RECEIVED_BARRIER, pieces.bytes(item.rank));
+    }
     __syncthreads();
+    cluster_arrive();
+    auto const tell_free = [&] {  // behind the block's barrier: others may write to the first place of values
+        cluster_wait();           // all blocks have their barriers; this was long ago
+        if (threadIdx.x < p.blocks.by) arrive_at(in_block(threadIdx.x, smem + Layout::FREE_BARRIER));
+    };
+    if (gather.share.count == 0) tell_free();
 
     float o[DIMS / 8][4] = {};
     Softmax softmax;
 #pragma unroll 1
     for (int tile = 0; tile < gather.share.count; ++tile) {
-        uint32_t const values = smem + Layout::SMEM_VALUES + tile % 2 * Layout::VALUES;
+        bool const last = tile + 1 == gather.share.count;
+        uint32_t const place = (gather.share.count - tile) % 2;  // 1 of the last tile
+        uint32_t const values = smem + Layout::SMEM_VALUES + place * Layout::VALUES;
         uint32_t const scores = smem + Layout::SMEM_SCORES + tile % 2 * Layout::SCORES;
         cp_async_wait<NUM_STAGES - 1>();
         score(queries, gather.staged(tile), gather.live[0], values, scores);
         gather.advance(tile);
         __syncthreads();
+        if (last) tell_free();
         uint32_t pairs[BLOCK_N / 16][4];
         probabilities(softmax, o, scores, pairs);
         add_values(o, pairs, values);
     }
     cp_async_wait<0>();  // none may land after the block has ended
     __syncthreads();     // and the last values are read
-    // From here on other blocks may write where this one's values were.
-    cluster_arrive();
     Left const left = leave_sums(softmax, o, smem);
-    cluster_wait();
     __syncthreads();
-    Pieces const pieces(p.blocks);
+    wait(smem + Layout::FREE_BARRIER, 0);
     send_sums(left, pieces, item.rank, smem);
-    cluster_sync();
+    wait(smem + Layout::RECEIVED_BARRIER, 0);
     weigh(p, item, smem);
     __syncthreads();
     join(p, item, pieces, smem);
@@ -593,17 +619,18 @@ extern "C" int clusters(int blocks, int* fit) {
 }
 
 // Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; blocks: of a cluster, which has a query
-// and 16 heads, 1 to 16. -> a cudaError_t.
+// and 16 heads, 1 to 16; cosine, sine: as Turn has them. -> a cudaError_t.
 extern "C" int launch_few_heads(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
-                      const float* sink, void* out, float* lse, int batch, int queries, int heads, int nw, int nc,
+                      const float* sink, void* out, float* lse, const float* cosine, const float* sine, int batch,
+                      int queries, int heads, int nw, int nc,
                       int page_window, int stride_window, int page_compressed, int stride_compressed, int blocks) {
     int const tiles = (heads + fmha::few::BLOCK_M - 1) / fmha::few::BLOCK_M;
     fmha::few::Problem const p = {
         static_cast<const __nv_bfloat16*>(q),
         {window, uint32_t(stride_window), uint32_t(page_window)},
         {compressed, uint32_t(stride_compressed), uint32_t(page_compressed)},
-        window_index, window_length, compressed_index, compressed_length, sink,
+        window_index, window_length, compressed_index, compressed_length, sink, {cosine, sine},
         static_cast<__nv_bfloat16*>(out), lse, heads, nw, nc,
         fmha::Divisor(queries), fmha::Divisor(tiles), fmha::Divisor(blocks),
     };

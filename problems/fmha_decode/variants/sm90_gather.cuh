@@ -16,6 +16,14 @@
 
 namespace fmha {
 
+__device__ __forceinline__ uint4 load_global16(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+
 using namespace ptx;
 
 constexpr int HEAD_DIM = 512;       // of an entry

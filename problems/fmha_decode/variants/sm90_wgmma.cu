@@ -16,6 +16,7 @@
 #include "sm90_block.cuh"
 #include "sm90_few_heads.cuh"  // launch_few_heads, for up to 16 heads
 #include "sm90_products.cuh"
+#include "sm90_transposed.cuh"  // launch with tiles of 64
 
 namespace fmha {
 
@@ -218,8 +219,9 @@ __device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count
         warpgroup_fence_operand(o[0]), warpgroup_fence_operand(o[1]);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            // The second half lets the next tile's scores go first: it is added while those are made to P.
-            if (h == 1 && tile + 1 < count) wait(smem + At::SCORED_BARRIER, tile + 1 & 1);
+            // The second half lets the next tile's scores go first: it is added while those are made to P. Not so with
+            // one stage, where these scores wait for the place that this half frees.
+            if (At::NUM_STAGES > 1 && h == 1 && tile + 1 < count) wait(smem + At::SCORED_BARRIER, tile + 1 & 1);
             warpgroup_arrive();
 #pragma unroll
             for (int k = 0; k < BLOCK_N / 16; ++k)
@@ -327,23 +329,25 @@ cudaError_t run(const Problem& p) {
 
 }  // namespace fmha
 
-// Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; entries: of a tile, 48 or 32. Splits: up
-// to 128, which are 32 for each of combine's four groups; above 1 partial is fp16 (splits, B S H, 512), stats fp32
-// (splits, B S H, 4), of any content. -> a cudaError_t.
+// Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; entries: of a tile, 64 (scores
+// transposed), 48 or 32. Splits: up to 128, which are 32 for each of combine's four groups; above 1 partial is fp16
+// (splits, B S H, 512), stats fp32 (splits, B S H, 4), of any content; cosine, sine: as Turn has them. -> a
+// cudaError_t.
 extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
-                      const float* sink, void* out, float* lse, void* partial, void* stats, int batch, int queries,
-                      int heads, int nw, int nc, int page_window, int stride_window, int page_compressed,
-                      int stride_compressed, int splits, int entries) {
+                      const float* sink, void* out, float* lse, const float* cosine, const float* sine, void* partial,
+                      void* stats, int batch, int queries, int heads, int nw, int nc, int page_window,
+                      int stride_window, int page_compressed, int stride_compressed, int splits, int entries) {
     fmha::Problem const p = {
         static_cast<const __nv_bfloat16*>(q),
         {window, uint32_t(stride_window), uint32_t(page_window)},
         {compressed, uint32_t(stride_compressed), uint32_t(page_compressed)},
-        window_index, window_length, compressed_index, compressed_length, sink,
+        window_index, window_length, compressed_index, compressed_length, sink, {cosine, sine},
         static_cast<__nv_bfloat16*>(out), lse, static_cast<__half*>(partial), static_cast<float4*>(stats),
         batch * queries * heads, heads, nw, nc, fmha::Divisor(queries),
         fmha::Divisor((heads + fmha::BLOCK_M - 1) / fmha::BLOCK_M), fmha::Divisor(splits),
     };
+    if (entries == 64) return splits == 1 ? fmha::transposed::run<false>(p) : fmha::transposed::run<true>(p);
     if (splits == 1) return fmha::run<48, false>(p);
     return entries == 32 ? fmha::run<32, true>(p) : fmha::run<48, true>(p);
 }

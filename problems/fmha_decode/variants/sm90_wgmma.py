@@ -17,6 +17,7 @@ TARGETS = ("sm90",)
 SOURCE = Path(__file__).with_suffix(".cu")
 HEADS = 64  # of a block of threads
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
+TURNED = 64  # dims of with_rotation
 MOST_SPLITS = 128  # that combine.cuh takes
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
@@ -31,7 +32,7 @@ CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of launch_few_heads that may s
 class Launch:
     """How a query's entries are shared out."""
 
-    entries: int  # of a tile, 48 or 32
+    entries: int  # of a tile, 64 (sm90_transposed.cuh, never chosen so far), 48 or 32
     splits: int  # blocks of threads for a query's entries
 
 
@@ -114,18 +115,35 @@ def custom_kernel(data: input_t) -> output_t:
 
     ValueError as unpack says; RuntimeError: the launch.
     """
+    return _attend(data, (None, None))
+
+
+def with_rotation(data: input_t, cosine: torch.Tensor, sine: torch.Tensor) -> output_t:
+    """Do as custom_kernel, then turn the last 64 dims of each query's outputs back by its angles.
+
+    A pair (a, b) of neighbours, of bf16, becomes (a cos + b sin, b cos - a sin). cosine, sine: fp32 (B S, 32),
+    contiguous; no kernel just ahead may write them. ValueError: they are not that, or as custom_kernel.
+    """
+    shape = data.q.shape[0] * data.q.shape[1], TURNED // 2
+    for name, angles in (("cosine", cosine), ("sine", sine)):
+        if angles.dtype != torch.float32 or tuple(angles.shape) != shape or not angles.is_contiguous():
+            raise ValueError(f"{name} must be fp32 {shape}, contiguous, got {angles.dtype} {tuple(angles.shape)}")
+    return _attend(data, (cosine.data_ptr(), sine.data_ptr()))
+
+
+def _attend(data: input_t, turn: tuple[int | None, int | None]) -> output_t:
     sizes = unpack(data)
     few = few_heads_for(sizes, clusters_that_fit()) if sizes.heads <= MOST_FEW_HEADS else None
     if few:
-        return attend_few_heads(data, few)
+        return attend_few_heads(data, few, turn)
     launch = launch_for(sizes)
     rows = sizes.batch * sizes.queries * sizes.heads
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
-    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 12, *[c_int] * 11)
+    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 14, *[c_int] * 11)
     code = run(
-        *(t.data_ptr() for t in data), partial.data_ptr(), stats.data_ptr(),
+        *(t.data_ptr() for t in data), *turn, partial.data_ptr(), stats.data_ptr(),
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
         sizes.page_window.bit_length() - 1, data.window.shape[1],
         sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
@@ -135,12 +153,14 @@ def custom_kernel(data: input_t) -> output_t:
     return data.out, data.lse
 
 
-def attend_few_heads(data: input_t, launch: FewHeads) -> output_t:
-    """custom_kernel by launch_few_heads, which is right for any number of heads."""
+def attend_few_heads(
+    data: input_t, launch: FewHeads, turn: tuple[int | None, int | None] = (None, None)
+) -> output_t:  # fmt: skip
+    """custom_kernel by launch_few_heads, which is right for any number of heads. turn: addresses of angles, or None."""
     sizes = unpack(data)
-    run = build.cuda(SOURCE, "sm90").function("launch_few_heads", *[c_void_p] * 10, *[c_int] * 10)
+    run = build.cuda(SOURCE, "sm90").function("launch_few_heads", *[c_void_p] * 12, *[c_int] * 10)
     code = run(
-        *(t.data_ptr() for t in data),
+        *(t.data_ptr() for t in data), *turn,
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
         sizes.page_window.bit_length() - 1, data.window.shape[1],
         sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],

@@ -1,0 +1,73 @@
+"""fmha_decode/sm90_wgmma in the model of its GPU: every launch ends and is right, chosen by a benchmark or not."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+# argv: entries of a tile and splits, or "few" and blocks of a cluster; then lengths of both lists, heads and a content.
+IN_MODEL = """
+import sys
+
+from harness.tools import model_check
+from problems.common.ptx_model import driver
+
+model = driver.install("sm90")
+from problems.common import load
+
+import torch
+
+folder = load.PROBLEMS / "fmha_decode"
+reference, variant = load.module(folder, "reference"), load.module(folder, "variants/sm90_wgmma")
+kind, shared, window, compressed, heads = sys.argv[1], *map(int, sys.argv[2:6])
+data = reference.generate_input(1, 1, heads, window, compressed, 64, 2, 320, "random", sys.argv[6], 5, "cpu")
+want = reference.ref_kernel(data)
+variant.MOST_FEW_HEADS, variant.clusters_that_fit = 128, lambda: {1: 1}
+variant.few_heads_for = lambda *_: variant.FewHeads(shared) if kind == "few" else None
+variant.launch_for = lambda *_: variant.Launch(int(kind), shared)
+for order in model_check.ORDERS[::3]:
+    model_check.set_order(model, order)
+    model.clear()
+    data.out.fill_(torch.nan), data.lse.fill_(torch.nan)
+    try:
+        result = reference.compare(data, want, variant.custom_kernel(data))
+        model.check()
+    except Exception as error:
+        raise SystemExit(f"{order.policy}: {model.faults[0] if model.faults else error}") from None
+    if not result.ok:
+        raise SystemExit(f"{order.policy}: {result.message}")
+print("right")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "shared", "window", "compressed", "heads", "content"),
+    [
+        # Tiles of 32, of which only one is in shared memory: with two a block, values once waited for ever.
+        ("32", 2, 37, 91, 64, "plain"),
+        ("32", 3, 37, 91, 20, "ragged"),
+        ("48", 1, 37, 91, 64, "ragged"),
+        ("48", 3, 37, 191, 64, "maxima"),
+        ("64", 1, 37, 291, 80, "ragged"),
+        ("64", 3, 37, 191, 20, "maxima"),
+        ("64", 8, 37, 91, 64, "empty"),
+        ("few", 1, 37, 191, 8, "maxima"),
+        ("few", 3, 37, 191, 20, "ragged"),
+        ("few", 7, 37, 291, 16, "plain"),
+        ("few", 16, 37, 91, 16, "empty"),
+    ],
+)
+def test_every_launch_ends_and_is_right(kind, shared, window, compressed, heads, content, tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    script = tmp_path / "launch.py"
+    script.write_text(IN_MODEL)
+    command = [sys.executable, str(script), kind, *map(str, (shared, window, compressed, heads)), content]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.stdout == "right\n", ran.stderr[-2000:]

@@ -225,6 +225,27 @@ def test_every_wrong_file_is_refused_with_five_contents(file):
     assert not _missed(file)
 
 
+@pytest.mark.parametrize(
+    ("topk", "entries", "runs", "levels"),
+    [
+        (512, 4160, 1, 1), (512, 8192, 2, 0), (512, 8256, 2, 1), (512, 9000, 1, 1), (512, 32832, 1, 2),
+        (512, 36000, 2, 1), (512, 70000, 1, 2), (512, 262144, 1, 2), (512, 262208, 1, 3), (512, 300000, 2, 2),
+        (1024, 32768, 2, 1), (1024, 524288, 2, 2), (1024, 1 << 20, 2, 3), (2048, 1 << 20, 4, 2), (2048, 1 << 24, 4, 4),
+        (5000, 16384, 4, 0), (3000, 8192, 2, 0),
+    ],
+)  # fmt: skip
+def test_sm90_join_takes_rows_of_any_length(topk, entries, runs, levels):
+    """levels: of a row that sees all entries of its table. A row that sees 1/16 less takes the fewest that can be."""
+    module = load.module(FOLDER, "variants/sm90_join")
+    assert module.runs_for(topk, entries) == runs
+    assert module.levels(entries, module.EACH * runs) == levels
+
+
+def test_sm90_join_refuses_places_that_no_thread_has_room_for():
+    with pytest.raises(ValueError, match="k must be at most 2048"):
+        load.module(FOLDER, "variants/sm90_join").runs_for(2049, 16385)
+
+
 # ---------------------------------------------------------------- on a GPU
 
 
@@ -283,10 +304,11 @@ def test_the_winner_repeats_itself_bit_by_bit(content):
     [
         ("ties", "mxfp4", 1300, 200), ("ragged", "mxfp4", 1300, 200), ("near", "fp8", 1300, 200),
         ("rising", "mxfp4", 9001, 512), ("zeros", "mxfp4", 9001, 1024), ("sparse", "mxfp4", 70001, 512),
+        ("plain", "mxfp4", 20000, 2048), ("near", "mxfp4", 300001, 512),
     ],
 )  # fmt: skip
 def test_every_number_of_blocks_a_row_is_right(parts, content, kind, entries, topk, monkeypatch):
-    """Blocks with and without entries, fewer and more units than places, units of 8 and of 16, pages at hand or not."""
+    """Blocks with and without entries, rows of one to three levels, 1 to 4 runs a thread, pages at hand or not."""
     file = FOLDER / "variants" / "sm90_join.py"
     variants.skip_unless_it_runs(file, "cuda")
     module = load.module(FOLDER, "variants/sm90_join")

@@ -1,4 +1,4 @@
-"""sm90_join: FP8 wgmma in blocks all over the GPU; the last block of a row finds its best units, then entries."""
+"""sm90_join: FP8 wgmma in blocks all over the GPU; the last block of a row finds its best runs, then entries."""
 
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ TARGETS = ("sm90",)
 SOURCE = Path(__file__).with_suffix(".cu")
 BLOCKS = 132  # of 512 threads that run at once on an H200: one a multiprocessor
 TILE = 64  # entries of a warpgroup's product
-LEAST = 256  # entries that are worth a block: a tile for each of its warpgroups
+LEAST = TILE  # entries that are worth a block
 HELD = 4096  # entries of a row up to which a block that scores all of it keeps the scores in shared memory
 SMALL = 2048  # entries of a row up to which half as large blocks are enough, two to a multiprocessor
 FEW_ROWS = 2 * BLOCKS  # above, there are enough of them for that
-LONG = 65536  # entries of a row above which a unit has 16 entries, not 8
-MOST_PLACES = 2048  # k up to which a block that chooses has room for more beside what it found
+RUN = 8  # scores that a thread loads together, and numbers of a level for one of the next
+EACH = 512 * RUN  # scores of a search for each run of a thread
+SPARE = 16  # of so many entries that a table has room for, rows are taken to see all but one
 Pointers, Numbers, Choice = c_void_p * 6, c_int64 * 8, c_int * 5
 
 
@@ -28,13 +29,13 @@ class Launch:
 
     parts: int  # blocks of a row
     entries: int  # that a row has, at most; whole tiles
-    log_unit: int  # 3 or 4
+    runs: int  # that a thread may hold, 1, 2 or 4
     held: bool  # one block a row, which keeps the scores in shared memory
     warpgroups: int = 4
 
     def words(self) -> int:
         """Return how many words of a row the workspace has."""
-        return 0 if self.held else self.entries + (self.entries >> self.log_unit)
+        return 0 if self.held else 2 * self.entries
 
 
 def launch_for(sizes: Sizes) -> Launch:
@@ -46,11 +47,26 @@ def launch_for(sizes: Sizes) -> Launch:
 def shared_out(sizes: Sizes, parts: int) -> Launch:
     """Share rows out to `parts` blocks each. ValueError: more places than a block can choose."""
     rows, entries = sizes.batch * sizes.queries, -(-sizes.blocks * sizes.per_page // TILE) * TILE
-    if sizes.topk > MOST_PLACES:
-        raise ValueError(f"k must be at most {MOST_PLACES}, got {sizes.topk}")
-    log_unit = 4 if entries > LONG else 3
     held = parts == 1 and entries <= HELD
-    return Launch(parts, entries, log_unit, held, 2 if held and rows > FEW_ROWS and entries <= SMALL else 4)
+    warpgroups = 2 if held and rows > FEW_ROWS and entries <= SMALL else 4
+    return Launch(parts, entries, runs_for(sizes.topk, entries), held, warpgroups)
+
+
+def levels(entries: int, most: int) -> int:
+    """Return how often a row is to be cut to an eighth until it has at most `most` numbers."""
+    return 0 if entries <= most else 1 + levels(-(-entries // RUN), most)
+
+
+def runs_for(topk: int, entries: int) -> int:
+    """Return how many runs a thread holds: those with which most rows take the fewest searches, 4 only if there must
+    be. Rows that see more than is guessed are right too. ValueError: more places than a block can choose.
+    """
+    can = [runs for runs in (1, 2, 4) if entries <= EACH * runs or topk * RUN <= EACH * runs]
+    if not can:
+        most, longer = EACH * 4 // RUN, EACH * 4
+        raise ValueError(f"k must be at most {most} where a row has more than {longer} entries, got {topk}")
+    likely = entries - entries // SPARE
+    return min(can, key=lambda runs: (runs == 4, levels(likely, EACH * runs), runs))
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -72,7 +88,7 @@ def custom_kernel(data: input_t) -> output_t:
     numbers = Numbers(
         sizes.queries, sizes.heads, sizes.topk, sizes.blocks, shift, rows, data.keys.shape[1], sizes.kind == "fp8"
     )
-    choice = Choice(launch.parts, launch.entries, launch.log_unit, launch.held, launch.warpgroups)
+    choice = Choice(launch.parts, launch.entries, launch.held, launch.warpgroups, launch.runs)
     pointers = Pointers(*[tensor.data_ptr() for tensor in data])
     run = made.function("launch", Pointers, Numbers, Choice, c_void_p)
     build.check(run(pointers, numbers, choice, scores.data_ptr()), "launch")

@@ -15,6 +15,7 @@
 
 #include <cuda_bf16.h>
 
+#include <cfloat>
 #include <cstdint>
 
 #include "ptx.cuh"
@@ -161,10 +162,10 @@ struct Ring {
                                                  uint32_t to) {
         const int lane = threadIdx.x % WARP, entry = tile * TILE + threadIdx.x / WARP % 4 * KEYS;
         if (entry < slice.count) {
-            const int at = slice.first + entry, slot = at & (1 << sizes.page_shift) - 1;
-            const int page = slice.pages[(at >> sizes.page_shift) - (slice.first >> sizes.page_shift)];
-            const uint8_t* base = data.keys + page * sizes.stride;
-            const uint8_t* codes = base + slot * CODES + lane * (CODES / 4);
+            const uint32_t at = slice.first + entry, slot = at & (1u << sizes.page_shift) - 1;
+            const uint32_t page = slice.pages[(at >> sizes.page_shift) - (slice.first >> sizes.page_shift)];
+            const uint8_t* base = data.keys + static_cast<uint64_t>(page) * static_cast<uint32_t>(sizes.stride);
+            const uint8_t* codes = base + (slot * CODES + lane * (CODES / 4));
             const uint32_t mine = to + lane * (CODES / 4);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -172,7 +173,7 @@ struct Ring {
                 for (int j = 0; j < CODES / 4; j += 16)
                     ptx::cp_async16(mine + i * 8 * CODES + j, codes + i * 8 * CODES + j);
             if (lane < KEYS)
-                ptx::cp_async4(to + KEYS * CODES + lane * 4, base + (CODES << sizes.page_shift) + (slot + lane) * 4);
+                ptx::cp_async4(to + KEYS * CODES + lane * 4, base + ((CODES << sizes.page_shift) + (slot + lane) * 4));
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
@@ -276,8 +277,8 @@ __device__ __forceinline__ void begin_scores(const Tensors& data, const Sizes& s
         R::begin(data, sizes, slice, threadIdx.x / (4 * WARP) + i * WARPGROUPS, mine + i * R::STAGE);
 }
 
-// Score a slice: put(i, whether the slice has entry i, its ordered score) for all entries of its tiles, by all lanes of
-// a warp: lanes t and t + 2 of a quad have the same entry, quad 0 entries 0 and 8 of 16, quad 1 entries 1 and 9, and so
+// Score a slice: put(i, the score of entry i, or -inf if the slice has none) for all entries of its tiles, by all lanes
+// of a warp: lanes t and t + 2 of a quad have the same entry, quad 0 entries 0 and 8 of 16, quad 1 entries 1 and 9, and so
 // on. q must be in `query`, and begin_scores was called.
 template <bool FP8, int WARPGROUPS, class Put>
 __device__ __forceinline__ void score(const Tensors& data, const Sizes& sizes, const Slice& slice, const Query& query,
@@ -310,9 +311,8 @@ __device__ __forceinline__ void score(const Tensors& data, const Sizes& sizes, c
         ptx::warpgroup_fence_operand(d);
         const float sum = add_heads(d, weights) * (lane % 2 ? scale[1] : scale[0]);
         const int entry = tile * TILE + warp * 16 + lane % 2 * 8 + lane / 4;
-        const bool inside = entry < slice.count;
-        const uint32_t key = ordered(sum);
-        put(entry, inside, key);
+        const float infinity = __int_as_float(0x7F800000);  // which no search sees of an entry, nor NaN; -0 becomes 0
+        put(entry, entry < slice.count ? fmaxf(sum + 0.0f, -FLT_MAX) : -infinity);
     }
 }
 

@@ -79,7 +79,7 @@ def test_an_expert_is_both_products(fmt, tokens):
 
 
 def test_a_chain_is_captured_and_replayed():
-    """1,000 replays of a graph of four launches, each allowed to begin before the one ahead has ended."""
+    """1,000 replays of a graph of a cooperative launch of clusters, whose blocks meet between links."""
     with build.capturable():
         data = cases.made({**cases.TINY, "shape": task.CHAIN, "tokens": 1}, "cuda")
         module, given = prepared("sm90_mma", data)

@@ -1,11 +1,10 @@
 // linear_decode on Hopper: every weight is read once and meets up to 32 tokens in mma.sync, in registers.
 //
-// A block of 16 warps holds its tokens' input in shared memory; one thread asks for it with bulk copies. A warp
-// multiplies a tile of 32 rows by a chunk of k, its weights coming through a ring that is filled with cp.async: a lane
-// copies exactly the bytes that it reads later, so a warp waits for nobody else. 16 / chunks tiles are under way in a
-// block at once; then the chunks' sums are added in the order of k, whatever the number of tokens, so a token's bits do
-// not depend on the others. With many tokens a cluster of blocks shares a tile's chunks, so that a block holds a part of
-// the input only.
+// A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k,
+// its weights coming through its ring with bulk copies, so a warp waits for no other. 16 / chunks tiles are
+// under way in a block at once; then the chunks' sums are added in the order of k, whatever the number of tokens, so a
+// token's bits do not depend on the others. With many tokens a cluster of blocks shares a tile's chunks, so that a
+// block holds a part of the input only.
 //
 // Weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64], each a stage of the ring or two. Lane l = 4 g + c
 // owns columns 16 c .. 16 c + 15 of rows g, g + 8, g + 16 and g + 24, and step j of a unit takes columns 4 j .. 4 j + 3
@@ -19,6 +18,9 @@
 // largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below.
 //
 // nvfp4: a quantised input is code * scale, which is exact in bf16; its input scale is in the factor of the sums.
+//
+// A chain of up to 8 tokens in nvfp4 is one launch: a ring goes on from a link's last tile to the next one's first, so
+// that weights come while blocks meet between links. Otherwise it is a launch a link.
 //
 // Each block brings its input into that form itself, or, with more tokens, the input is taken ahead: quantise_kernel
 // writes the same bits to memory once, and blocks copy them. In a chain of nvfp4 the epilogue of the link ahead does.
@@ -38,14 +40,16 @@ constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int TILE = 32, COLUMNS = 64;  // rows and columns of a unit
 constexpr int BLOCK = 128;              // values that share a scale in fp8
 constexpr int MOST_PARTS = 4;           // matrices of a link
-constexpr int AT_ONCE = 5;              // sums that a thread loads together: 16 chunks are 1 and three times 5
+constexpr int AT_ONCE = 15;             // sums that a thread loads together: 16 chunks are 1 and these
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
 constexpr int MOST_SHARED = 227 << 10;  // bytes of shared memory that a block can have
 constexpr int BARRIER = 16;             // bytes before the input, with the barrier that it arrives at
 constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
 constexpr int PIECE = 8;                // values of the input that a lane takes: 16 bytes
+constexpr int DIRECT = 2;               // pieces of the first input that a thread may take straight to registers
 constexpr int QUANTISERS = 128;         // threads of a block of quantise_kernel
+constexpr int MOST_LINKS = 4;           // of a chain in one launch
 enum Format { FP8, NVFP4, BF16 };
 
 // ---- what the host fills in (sm90_mma.py, Link)
@@ -68,7 +72,7 @@ struct Link {
     int tokens, quantise;
     int x_columns, group_columns;     // group_columns: from a group's input to the next one's; 0: all have the same
     int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
-    int chunks, cluster, deep;        // chunks: of k, a power of two; cluster: blocks that share them; deep: rings
+    int chunks, cluster;              // chunks: of k, a power of two; cluster: blocks that share them
     int ahead;                        // lines of 128 bytes that each warp asks for to L2, of the link behind
     int gated;                        // 1: tiles 2 i are gates and 2 i + 1 their ups, and the output is their SwiGLU
     float limit;                      // of gates, from above, and of ups, where gated
@@ -78,7 +82,8 @@ struct Link {
     __host__ __device__ int groups() const { return tiles / group_tiles; }
 };
 
-// What a kernel knows of the link behind; units: null if there is none; taken: null if it is not written here.
+// What a kernel knows of the link behind; units: null if there is none, or if it is in the same launch; taken: null if
+// it is not written here.
 struct Next {
     const uint8_t* units;
     int tiles, k_units, chunk_shift;
@@ -89,11 +94,15 @@ struct Next {
 
 // ---- the formats
 
-template <int FORMAT>
+// Of a warp's ring; it comes with one bulk copy.
+template <int FORMAT, int NT>
 struct Stage {
-    static constexpr int BYTES = FORMAT == NVFP4 ? units::BYTES : 2048;
-    static constexpr int OF_UNIT = FORMAT == BF16 ? 2 : 1;
+    // Units, or halves of bf16's: two, to share what a stage costs, but in fp8 one where tokens need the room.
+    static constexpr int PARTS = FORMAT == NVFP4 || (FORMAT == FP8 && NT == 1) ? 2 : 1;
+    static constexpr int OF_UNIT = FORMAT == BF16 ? 2 : 1;  // parts of a unit
+    static constexpr int PART_BYTES = FORMAT == NVFP4 ? units::BYTES : 2048, BYTES = PARTS * PART_BYTES;
     static constexpr int UNITS = FORMAT == FP8 ? BLOCK / COLUMNS : 1;  // chunks of k begin at multiples of this
+    static constexpr int BEFORE = 1;                                   // stages asked for before the input has come
 };
 
 // How k is cut: chunk i of 2^shift is units [begin(i), begin(i + 1)).
@@ -113,8 +122,9 @@ struct Cut {
 
 // Quotients by the same number, 1 or more, of numbers that times it are below 2^32.
 struct Divisor {
-    uint32_t by, inverse;
+    uint32_t by = 1, inverse = 0;
 
+    Divisor() = default;
     __host__ __device__ explicit Divisor(uint32_t by) : by(by), inverse(0xFFFFFFFFu / by + 1) {}
     __device__ __forceinline__ uint32_t quotient(uint32_t of) const { return by == 1 ? of : __umulhi(of, inverse); }
 };
@@ -150,6 +160,14 @@ __device__ __forceinline__ uint4 load_input(const void* at) {
                  : "l"(at)
                  : "memory");
     return v;
+}
+
+// ptx::tma_load_1d without a policy, which would be held in two registers.
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+        "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 template <int FORMAT>
@@ -191,11 +209,14 @@ struct Geometry {
     int clusters;                     // of the grid
     int held_shift;                   // sums of 8 tokens that a warp has there at once, as a power of two
     int early;                        // 1: the kernel ahead may still be under way
+    uint32_t zero;                    // 0, which the compiler does not know
 
+    Geometry() = default;
     // ring: bytes of all stages; granule: units that chunks begin at multiples of
     Geometry(const Link& p, int format, int nt, int ring, int granule, int sms, bool early)
         : group_passes((p.group_tiles + WARPS * p.cluster / p.chunks - 1) / (WARPS * p.cluster / p.chunks)),
-          early(early) {
+          early(early),
+          zero(0) {
         const int local = p.chunks / p.cluster;
         local_shift = log2_of(local), chunk_shift = log2_of(p.chunks), cluster_shift = log2_of(p.cluster);
         tile_shift = log2_of(WARPS / local);
@@ -208,8 +229,22 @@ struct Geometry {
         const int of_eight = WARPS * SUMS * 4;
         for (held_shift = 0; 2 << held_shift <= nt && sums + (of_eight << held_shift + 1) <= MOST_SHARED;) ++held_shift;
         bytes = sums + (of_eight << held_shift);
-                clusters = min(passes, sms / p.cluster);
+        clusters = min(passes, sms / p.cluster);
     }
+};
+
+struct Job {
+    Link p;
+    Next next;
+    Geometry at;
+};
+
+// One link, or a chain. met: what blocks of a chain count at, its last 31 bits 0 between launches.
+template <int COUNT>
+struct Jobs {
+    Job job[COUNT];
+    int count;
+    uint32_t* met;
 };
 
 // ---- a piece of the input as the products take it; the same bits wherever it is done
@@ -237,8 +272,8 @@ __device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scal
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8 bits
-// by 24 and of 24 bits by 4 all mantissas were tried.
+// a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8
+// bits by 24 and of 24 bits by 4 all mantissas were tried.
 __device__ __forceinline__ float quotient(float a, float b, float inverse) {
     const float near = a * inverse;
     return fmaf(fmaf(-near, b, a), inverse, near);
@@ -256,14 +291,16 @@ __device__ __forceinline__ float nvfp4_scale(float most) {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(half2)));
 }
 
-// by: 1 / scale, or 0 for a scale of 0, and then all codes are 0.
+// by: 1 / scale, or 0 for a scale of 0, and then all codes are 0. BELOW_7: codes before they are rounded are.
+template <bool BELOW_7 = false>
 __device__ __forceinline__ float nvfp4_value(float divided, float scale, float by) {
     const float code = quotient(divided, scale, by);
     // The power of two at or below it, at least 1: codes are half of it apart. 1.5 * 2^23 of these halves more, and the
     // sum's last bit is worth one of them.
     const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 1.f)) & 0x7F800000u);
     const float far = 0x1.8p22f * power;
-    return fminf(fmaxf(__fsub_rn(__fadd_rn(code, far), far), -6.f), 6.f) * scale;
+    const float rounded = __fsub_rn(__fadd_rn(code, far), far);
+    return (BELOW_7 ? rounded : fminf(fmaxf(rounded, -6.f), 6.f)) * scale;
 }
 
 // Two lanes have a group of 16. -> bf16.
@@ -272,24 +309,32 @@ __device__ __forceinline__ uint4 nvfp4_piece(uint4 raw, float input_scale, float
     float value[PIECE], most = 0;
 #pragma unroll
     for (int e = 0; e < PIECE; ++e) {
-        const float v = __uint_as_float(e & 1 ? words[e / 2] & 0xFFFF0000u : words[e / 2] << 16);
-        value[e] = nvfp4_divided(v, input_scale, inverse);
+        value[e] = __uint_as_float(e & 1 ? words[e / 2] & 0xFFFF0000u : words[e / 2] << 16);
         most = fmaxf(most, fabsf(value[e]));
     }
-    const float scale = nvfp4_scale(fmaxf(most, __shfl_xor_sync(~0u, most, 1)));
-    const float by = scale > 0 ? __frcp_rn(scale) : 0;
+    // The quotient of the largest is the largest quotient.
+    most = nvfp4_divided(fmaxf(most, __shfl_xor_sync(~0u, most, 1)), input_scale, inverse);
+    const float scale = nvfp4_scale(most), by = scale > 0 ? __frcp_rn(scale) : 0;
+    if (most < 6.9f * scale)  // but for the smallest scales and the largest inputs: no need of limits
 #pragma unroll
-    for (int e = 0; e < PIECE; ++e) value[e] = nvfp4_value(value[e], scale, by);
+        for (int e = 0; e < PIECE; ++e)
+            value[e] = nvfp4_value<true>(quotient(value[e], input_scale, inverse), scale, by);
+    else
+#pragma unroll
+        for (int e = 0; e < PIECE; ++e)
+            value[e] = nvfp4_value(nvfp4_divided(value[e], input_scale, inverse), scale, by);
     return make_uint4(ptx::pack_bf16x2(value[0], value[1]), ptx::pack_bf16x2(value[2], value[3]),
                       ptx::pack_bf16x2(value[4], value[5]), ptx::pack_bf16x2(value[6], value[7]));
 }
 
 // A lane has one value of a token, a bf16, which is column `column` of the link behind: writes it where that takes it.
-__device__ __forceinline__ void write_behind(const Next& next, int token, int column, float v) {
+// held: lane i has input scale i.
+__device__ __forceinline__ void write_behind(const Next& next, int token, int column, float v, float held) {
     const int k = next.k_units * COLUMNS;
 #pragma unroll 1
     for (; column < next.taken_columns; column += next.x_columns) {  // a copy for each input scale of the column
-        const float input_scale = next.input_scales[column / k];
+        const int group = column / k;  // the same in all lanes
+        const float input_scale = group < 32 ? __shfl_sync(~0u, held, group) : next.input_scales[group];
         const float divided = nvfp4_divided(v, input_scale, __frcp_rn(input_scale));
         float most = fabsf(divided);
 #pragma unroll
@@ -339,30 +384,56 @@ __device__ __forceinline__ void copy_input(const Link& p, const Geometry& at, ui
                          x + static_cast<int64_t>(token) * p.x_columns + first, 2 * count, barrier, policy);
 }
 
-// In place, from bf16 to what the products take; up to 8 tokens.
+// How a block's threads share the input that they convert, up to 8 tokens: a piece each, then the next THREADS.
 template <int FORMAT>
-__device__ __forceinline__ void convert_input(const Link& p, const Geometry& at, uint8_t* smem, int count,
-                                              float input_scale, int thread) {
-    const Divisor pieces(FORMAT == FP8 ? (count + BLOCK - 1) / BLOCK * (BLOCK / PIECE) : count / PIECE);
-    const int all = p.tokens * pieces.by;
+struct Pieces {
+    Divisor of_token;
+    int count, all, whole;  // columns of the block; pieces; these up to whole warps, whose lanes meet in them
+
+    __device__ __forceinline__ Pieces(const Link& p, int count)
+        : of_token(FORMAT == FP8 ? (count + BLOCK - 1) / BLOCK * (BLOCK / PIECE) : count / PIECE),
+          count(count),
+          all(p.tokens * of_token.by),
+          whole((all + 31) / 32 * 32) {}
+
+    struct Place {
+        int token, piece;
+        bool inside;
+    };
+    __device__ __forceinline__ Place place(int i) const {
+        const int token = of_token.quotient(i), piece = i - token * of_token.by;
+        return {token, piece, i < all && PIECE * piece < count};
+    }
+};
+
+// One of them, from bf16 to what the products take, to where that is kept.
+template <int FORMAT>
+__device__ __forceinline__ void convert_piece(const Link& p, const Geometry& at, uint8_t* smem,
+                                              const typename Pieces<FORMAT>::Place& place, uint4 v, float input_scale,
+                                              float inverse) {
+    if constexpr (FORMAT == FP8) {
+        float scale;
+        v = fp8_piece(v, p.quantise, scale);
+        if (place.inside && place.piece % (BLOCK / PIECE) == 0)
+            reinterpret_cast<float*>(smem + at.x_scales)[place.piece / (BLOCK / PIECE) * 8 + place.token] = scale;
+    } else {
+        v = nvfp4_piece(v, input_scale, inverse);
+    }
+    const uint32_t to = ptx::smem_address(smem + at.x) + place.token * at.row_bytes + 2 * PIECE * place.piece;
+    if (place.inside) ptx::store_shared16(to, v);
+}
+
+// All in place.
+template <int FORMAT>
+__device__ __forceinline__ void convert_input(const Link& p, const Geometry& at, uint8_t* smem,
+                                              const Pieces<FORMAT>& pieces, float input_scale, int thread) {
     const float inverse = __frcp_rn(input_scale);
-    const int whole = (all + 31) / 32 * 32;  // lanes meet in fp8_piece and nvfp4_piece
 #pragma unroll 1
-    for (int i = thread; i < whole; i += THREADS) {
-        const int token = pieces.quotient(i), piece = i - token * pieces.by;
-        const uint32_t here = ptx::smem_address(smem + at.x) + token * at.row_bytes + 2 * PIECE * piece;
-        const bool inside = i < all && PIECE * piece < count;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (inside) v = ptx::load_shared16(here);
-        if constexpr (FORMAT == FP8) {
-            float scale;
-            v = fp8_piece(v, p.quantise, scale);
-            if (inside && piece % (BLOCK / PIECE) == 0)
-                reinterpret_cast<float*>(smem + at.x_scales)[piece / (BLOCK / PIECE) * 8 + token] = scale;
-        } else {
-            v = nvfp4_piece(v, input_scale, inverse);
-        }
-        if (inside) ptx::store_shared16(here, v);
+    for (int i = thread; i < pieces.whole; i += THREADS) {
+        const auto place = pieces.place(i);
+        const uint32_t here = ptx::smem_address(smem + at.x) + place.token * at.row_bytes + 2 * PIECE * place.piece;
+        const uint4 v = place.inside ? ptx::load_shared16(here) : make_uint4(0, 0, 0, 0);
+        convert_piece<FORMAT>(p, at, smem, place, v, input_scale, inverse);
     }
 }
 
@@ -380,7 +451,8 @@ __device__ __forceinline__ void take_scales(const Link& p, const Geometry& at, u
     }
 }
 
-// ---- products of one stage: from: this lane's bytes in the ring; input[t]: its row of the input at the stage's unit
+// ---- products of one part of a stage: from: this lane's bytes in the ring; input[t]: its row of the input at the
+// unit. Where a word that the lane loaded last is returned, see fill in the kernel.
 
 // b0 and b1 of two steps.
 template <int NT>
@@ -390,7 +462,8 @@ __device__ __forceinline__ void load_steps(uint4 (&b)[NT], const uint32_t (&inpu
 }
 
 template <int NT>
-__device__ __forceinline__ void multiply_fp8(float (&sum)[2][NT][4], uint32_t from, const uint32_t (&input)[NT]) {
+__device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[2][NT][4], uint32_t from,
+                                                 const uint32_t (&input)[NT]) {
     uint4 row[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) row[r] = ptx::load_shared16(from + 512 * r);
@@ -412,13 +485,26 @@ __device__ __forceinline__ void multiply_fp8(float (&sum)[2][NT][4], uint32_t fr
                     mma<FP8>(sum[q][t], a0, a1, a2, a3, j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
             }
     }
+    return NT > 1 ? row[3].w : row[0].w ^ row[1].w ^ row[2].w ^ row[3].w;  // registers are few with more tokens
 }
 
+// A lane's share of a unit.
+struct Words {
+    uint4 word[2];
+    uint32_t scales;
+
+    __device__ __forceinline__ Words(uint32_t from, int lane)
+        : word{ptx::load_shared16(from), ptx::load_shared16(from + 512)},
+          scales(ptx::load_shared(from + units::SCALES - 12 * lane)) {}
+    // Depends on all of them: the compiler chooses their order.
+    __device__ __forceinline__ uint32_t last() const { return word[0].w ^ word[1].w ^ scales; }
+};
+
 template <int NT>
-__device__ __forceinline__ void multiply_nvfp4(float (&sum)[2][NT][4], uint32_t from, uint32_t scales_from,
+__device__ __forceinline__ void multiply_nvfp4(float (&sum)[2][NT][4], const Words& unit,
                                                const uint32_t (&input)[NT]) {
-    const uint4 word[2] = {ptx::load_shared16(from), ptx::load_shared16(from + 512)};
-    const uint32_t scales = ptx::load_shared(scales_from);
+    const uint4(&word)[2] = unit.word;
+    const uint32_t scales = unit.scales;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint4 b[NT];
@@ -440,7 +526,8 @@ __device__ __forceinline__ void multiply_nvfp4(float (&sum)[2][NT][4], uint32_t 
 
 // One half of a unit: input is moved by that much already.
 template <int NT>
-__device__ __forceinline__ void multiply_bf16(float (&sum)[2][NT][4], uint32_t from, const uint32_t (&input)[NT]) {
+__device__ __forceinline__ uint32_t multiply_bf16(float (&sum)[2][NT][4], uint32_t from,
+                                                  const uint32_t (&input)[NT]) {
     uint4 row[4], b[NT];
 #pragma unroll
     for (int r = 0; r < 4; ++r) row[r] = ptx::load_shared16(from + 512 * r);
@@ -453,16 +540,17 @@ __device__ __forceinline__ void multiply_bf16(float (&sum)[2][NT][4], uint32_t f
             mma<BF16>(sum[q][t], upper.x, lower.x, upper.y, lower.y, b[t].x, b[t].y);
             mma<BF16>(sum[q][t], upper.z, lower.z, upper.w, lower.w, b[t].z, b[t].w);
         }
+    return row[0].w ^ row[1].w ^ row[2].w ^ row[3].w;
 }
 
 // ---- kernel
 
 // The bytes of the link behind that come after those which its own blocks copy before they wait: of each chunk of a
 // tile the first p.ahead lines behind STAGES stages. A warp does it for one of them, which then is read from L2.
-template <int FORMAT, int STAGES>
+template <int FORMAT, int NT, int STAGES>
 __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int warp, int lane) {
-    using Ring = Stage<FORMAT>;
-    constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT;
+    using Ring = Stage<FORMAT, NT>;
+    constexpr int UNIT_BYTES = Ring::PART_BYTES * Ring::OF_UNIT;
     const int chunk = warp & (1 << next.chunk_shift) - 1, tile = warp >> next.chunk_shift;
     const Cut cut = {next.k_units, next.chunk_shift, Ring::UNITS};
     const int begin = cut.begin(chunk), length = (cut.begin(chunk + 1) - begin) * UNIT_BYTES;
@@ -474,262 +562,442 @@ __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int war
     }
 }
 
-// NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks.
-template <int FORMAT, int NT, int STAGES>
-__global__ void __launch_bounds__(THREADS, 1)
-    link_kernel(const __grid_constant__ Link p, const __grid_constant__ Next next,
-                const __grid_constant__ Geometry at) {
+// What a warp has of a link.
+struct Share {
+    int rank, first_pass;     // of the block in the cluster; of the cluster
+    int place, begin, slice;  // the tile's place among those under way; units where the chunk and the block's begin
+    int count;                // columns of the block
+    uint32_t length;          // units of the chunk
+
+    __device__ __forceinline__ Share(const Link& p, const Geometry& at, int granule, int warp)
+        : rank(blockIdx.x & p.cluster - 1), first_pass(blockIdx.x >> at.cluster_shift) {
+        const int local = 1 << at.local_shift, chunk = (rank << at.local_shift) + (warp & local - 1);
+        const Cut cut = {p.k_units, at.chunk_shift, granule};
+        place = warp >> at.local_shift, begin = cut.begin(chunk), length = cut.begin(chunk + 1) - begin;
+        slice = cut.begin(rank << at.local_shift);
+        count = (cut.begin(rank + 1 << at.local_shift) - slice) * COLUMNS;
+    }
+};
+
+// ptx::cluster_sync, with this warp as the one that releases.
+template <int WARP>
+__device__ __forceinline__ void cluster_sync() {
+    __syncthreads();
+    if (threadIdx.x / 32 == WARP)
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Of a counter, before this block has arrived.
+__device__ __forceinline__ uint32_t first_bit(const uint32_t* met) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(met) : "memory");
+    return v & 0x80000000u;
+}
+
+// Between links of a chain. `phase` is the first bit of *met, which changes when the last of all blocks arrives.
+__device__ __forceinline__ void meet_grid(uint32_t* met, uint32_t& phase) {
+    const uint32_t add = blockIdx.x ? 1 : 0x80000000u - (gridDim.x - 1);
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(met), "r"(add) : "memory");
+    while ((ptx::ld_acquire(reinterpret_cast<const int*>(met)) & 0x80000000u) == phase);
+    phase ^= 0x80000000u;
+}
+
+// NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks. CHAIN: all links in one launch,
+// so that rings are full of the next link's weights when its input is ready. A warp more then asks for inputs, waits
+// for the other blocks and releases at the cluster's barrier: a release waits for all copies that the warp has under
+// way, and it has none.
+template <int FORMAT, int NT, int STAGES, bool CHAIN>
+__global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
+    link_kernel(const __grid_constant__ Jobs<CHAIN ? MOST_LINKS : 1> jobs) {
     extern __shared__ __align__(128) uint8_t smem[];
-    using Ring = Stage<FORMAT>;
-    constexpr int UNIT_BYTES = Ring::BYTES * Ring::OF_UNIT, TOGETHER = NT < 2 ? NT : 2;
+    using Ring = Stage<FORMAT, NT>;
+    constexpr int UNIT_BYTES = Ring::PART_BYTES * Ring::OF_UNIT, TOGETHER = NT < 2 ? NT : 2;
+    constexpr int MESSENGER = CHAIN ? WARPS : 0;  // the warp that asks and releases
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
-    const int rank = blockIdx.x & p.cluster - 1, first_pass = blockIdx.x >> at.cluster_shift;
-    const int local = 1 << at.local_shift, place = warp >> at.local_shift;
-    const int chunk = (rank << at.local_shift) + (warp & local - 1);
-    const Cut cut = {p.k_units, at.chunk_shift, Ring::UNITS};
-    const int begin = cut.begin(chunk);
-    uint32_t length = cut.begin(chunk + 1) - begin;
-    hold(length);
-    const int slice_begin = cut.begin(rank << at.local_shift), first = slice_begin * COLUMNS;
-    const int count = cut.begin(rank + 1 << at.local_shift) * COLUMNS - first;
-    const auto ask_for = [&](int group) { copy_input(p, at, smem, p.x + group * p.group_columns, first, count); };
-    const auto group_of = [&](int pass) { return static_cast<int>(at.group_passes.quotient(pass)); };
-    const auto tile_of = [&](int pass, int group) {  // of the group
-        return (pass - group * static_cast<int>(at.group_passes.by) << at.tile_shift) + place;
-    };
-    if (threadIdx.x == 0) {
-        ptx::barrier_init(ptx::smem_address(smem + at.x - BARRIER), 1);
+    const bool works = !CHAIN || warp < WARPS, asks = threadIdx.x == 32 * MESSENGER;
+    // Offsets up to the input are those of all links.
+    const uint32_t barrier = ptx::smem_address(smem + jobs.job[0].at.x - BARRIER);
+    uint32_t phase = 0;
+    uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES;
+    uint32_t fulls = ptx::smem_address(smem) + WARPS * STAGES * Ring::BYTES + warp * STAGES * 8;
+    hold(ring), hold(fulls);
+    if (lane == 0) {
+        if (works)  // a barrier for each stage of the warp
+            for (int i = 0; i < STAGES; ++i) ptx::barrier_init(fulls + 8 * i, 1);
+        if (asks) ptx::barrier_init(barrier, 1);
         ptx::barrier_publish();
     }
+    __syncthreads();  // all know the barriers
+    const auto job_of = [&](int link) -> const Job& { return jobs.job[CHAIN ? link : 0]; };
+    const auto share_of = [&](int link) { return Share(job_of(link).p, job_of(link).at, Ring::UNITS, warp); };
+    const auto group_of = [](const Geometry& at, int pass) {
+        return static_cast<int>(at.group_passes.quotient(pass));
+    };
+    const auto tile_of = [](const Geometry& at, int place, int pass, int group) {  // of the group
+        return (pass - group * static_cast<int>(at.group_passes.by) << at.tile_shift) + place;
+    };
 
-    // ---- copies, in the order of use
-    uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;
-    hold(ring);
-    int ahead = first_pass, left = 0;  // the next pass to copy for, stages of the one that is being copied
+    // ---- copies, in the order of use, from one link to the next
+    const Share first_share = share_of(0);
+    int fill_link = 0, ahead = works ? first_share.first_pass : 1 << 30;  // the link and pass after that which is
+    uint32_t left = 0;                                                    // being copied; stages left of this
     const uint8_t* from = nullptr;
-    const auto fill = [&](uint32_t to) {
-        while (!left && ahead < at.passes) {
-            const int group = group_of(ahead), tile = tile_of(ahead, group);
-            if (tile < p.group_tiles) {
-                const uint32_t unit = (group * p.group_tiles + tile) * p.k_units + begin;  // of the link
-                from = p.units + static_cast<uint64_t>(unit) * UNIT_BYTES;
-                left = length * Ring::OF_UNIT;
+    // A bulk copy may overtake loads of the same place that the warp has issued before: so its address depends on a
+    // word that was loaded last, `used`, though by 0 only.
+    const uint32_t at_zero = jobs.job[0].at.zero;
+    const auto fill = [&](uint32_t to, uint32_t full, uint32_t used) {
+        while (!left) {
+            const Job& job = job_of(fill_link);
+            if (ahead >= job.at.passes) {
+                if (!CHAIN || !works || fill_link + 1 >= jobs.count) break;
+                ahead = blockIdx.x >> job_of(++fill_link).at.cluster_shift;
+                continue;
             }
-            ahead += at.clusters;
-        }
-        if (left) {
-            if constexpr (FORMAT == NVFP4) {
-                ptx::cp_async16(to, from + 16 * lane), ptx::cp_async16(to + 512, from + 512 + 16 * lane);
-                ptx::cp_async4(to + units::SCALES - 12 * lane, from + units::SCALES + 4 * lane);
-            } else {
-#pragma unroll
-                for (int r = 0; r < 4; ++r) ptx::cp_async16(to + 512 * r, from + 512 * r + 16 * lane);
+            const Share own = CHAIN ? share_of(fill_link) : first_share;
+            const int group = group_of(job.at, ahead), tile = tile_of(job.at, own.place, ahead, group);
+            if (tile < job.p.group_tiles) {
+                const uint32_t unit = (group * job.p.group_tiles + tile) * job.p.k_units + own.begin;  // of the link
+                from = job.p.units + static_cast<uint64_t>(unit) * UNIT_BYTES;
+                left = own.length * Ring::OF_UNIT;
             }
-            from += Ring::BYTES, --left;
+            ahead += job.at.clusters;
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        if (!left) return;
+        const uint32_t parts = min(left, static_cast<uint32_t>(Ring::PARTS));
+        if (lane == 0) {
+            ptx::arrive_and_expect_tx(full, parts * Ring::PART_BYTES);
+            bulk_load(to + (used & at_zero), from, parts * Ring::PART_BYTES, full);
+        }
+        from += Ring::BYTES, left -= parts;
     };
-    // What a warp needs of a tile besides its units. fp8: lane i the scale of block i of the 32 from `unit` on; nvfp4:
-    // the factor.
-    const auto scale_of = [&](int group, int tile, uint32_t unit) -> uint32_t {
-        const uint32_t row = group * p.group_tiles + tile, block = unit / 2 + lane;
-        if (FORMAT == BF16 || tile >= p.group_tiles) return 0;
-        if (FORMAT == NVFP4) return __float_as_uint(p.factors[row]);
-        return block < (begin + length + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + block] : 0;
+    int asked = 0;  // stages of the ring, at first
+    const auto fill_to = [&](int all) {
+#pragma unroll 1
+        for (; asked < all; ++asked) fill(ring + asked * Ring::BYTES, fulls + asked * 8, 0);
     };
-    const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise);
-    const auto input_scale_of = [&](int group) { return FORMAT == NVFP4 && converts ? p.input_scales[group] : 1.f; };
-    uint32_t mine = 0;  // both are asked for before the input is waited for
-    float input_scale = 1;
-    // The input first where no kernel ahead is to be waited for, else the weights.
-#pragma unroll 1
-    for (int step = 0; step < 2; ++step) {
-        const int group = group_of(first_pass);
-        if (step == at.early) {
-            programmatic::wait();  // until the link ahead has written the input
-            if (threadIdx.x == 0) ask_for(group);
-            continue;
-        }
-#pragma unroll 1
-        for (int i = 0; i < STAGES; ++i) fill(ring + i * Ring::BYTES);
-        mine = scale_of(group, tile_of(first_pass, group), begin), input_scale = input_scale_of(group);
-        programmatic::trigger();  // the next link may begin to copy its weights
-    }
-    __syncthreads();  // all know the barrier
 
-    uint32_t rows[NT];  // of the input, at the lane's first columns of the chunk
-#pragma unroll
-    for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
-        rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c +
-                  (begin - slice_begin) * COLUMNS * 2;
-    uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c + (begin - slice_begin) / 2 * NT * 32;
-    if (NT == 1) hold(rows[0]);
-    if (FORMAT == FP8) hold(x_scales);
-
-    int stage = 0, held = -1;  // held: group whose input is in shared memory
-    uint32_t parity = 0;
+    uint32_t stage = ring, full = fulls, stage_parity = 0, parity = 0;  // stage, full: of the one to be used next
 #pragma unroll 1
-    for (int pass = first_pass; pass < at.passes; pass += at.clusters) {
-        const int group = group_of(pass), tile = tile_of(pass, group);
-        if (group != held) {
-            if (held >= 0) {
-                if (threadIdx.x == 0) ask_for(group);
-                input_scale = input_scale_of(group);
+    for (int link = 0; link < (CHAIN ? jobs.count : 1); ++link) {
+        const Link& p = job_of(link).p;
+        const Next& next = job_of(link).next;
+        const Geometry& at = job_of(link).at;
+        const Share own = CHAIN ? share_of(link) : first_share;
+        const int begin = own.begin, first = own.slice * COLUMNS;
+        uint32_t length = own.length;
+        hold(length);
+        const int local = 1 << at.local_shift;
+        const auto ask_for = [&](int group) {
+            copy_input(p, at, smem, p.x + group * p.group_columns, first, own.count);
+        };
+        // What a warp needs of a tile besides its units. fp8: lane i the scale of block i of the 32 from `unit` on;
+        // nvfp4: the factor.
+        const auto scale_of = [&](int group, int tile, uint32_t unit) -> uint32_t {
+            const uint32_t row = group * p.group_tiles + tile, block = unit / 2 + lane;
+            if (FORMAT == BF16 || tile >= p.group_tiles || !works) return 0;
+            if (FORMAT == NVFP4) return __float_as_uint(p.factors[row]);
+            return block < (begin + length + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + block] : 0;
+        };
+        const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise);
+        const auto input_scale_of = [&](int group) {
+            return FORMAT == NVFP4 && converts ? p.input_scales[group] : 1.f;
+        };
+        uint32_t mine = 0;  // both are asked for before the input is waited for
+        float input_scale = 1;
+        float behind_scale = 0;  // lane i has that of group i of the link behind
+        if (FORMAT == NVFP4 && next.taken && lane * next.k_units * COLUMNS < next.taken_columns)
+            behind_scale = next.input_scales[lane];
+        const bool has_passes = own.first_pass < at.passes;
+        const int first_group = group_of(at, own.first_pass);
+        const auto ask_scales = [&] {
+            if (!has_passes) return;
+            mine = scale_of(first_group, tile_of(at, own.place, own.first_pass, first_group), begin);
+            input_scale = input_scale_of(first_group);
+        };
+        // A short input that the block converts comes to registers, sooner than by a copy that all wait for.
+        const Pieces<FORMAT> pieces(p, own.count);
+        const bool direct =
+            link == 0 && NT == 1 && converts && has_passes && pieces.whole <= DIRECT * THREADS;
+        uint4 raw[DIRECT] = {};
+        const auto take_input = [&] {
+            if (!direct) {
+                if (asks && has_passes) ask_for(first_group);
+                return;
             }
-            if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, first, count);
-            ptx::wait(ptx::smem_address(smem + at.x - BARRIER), parity);
-            parity ^= 1;
-            if constexpr (NT == 1 && FORMAT != BF16)
-                if (converts) convert_input<FORMAT>(p, at, smem, count, input_scale, threadIdx.x);
-            held = group;
-            __syncthreads();
-        }
-        float sum[2][NT][4] = {};
-        if (tile < p.group_tiles) {
-            if (FORMAT != BF16 && pass != first_pass) mine = scale_of(group, tile, begin);
-#pragma unroll 1
-            for (uint32_t unit = 0; unit < length; ++unit) {  // of the chunk
-                uint32_t input[NT];
 #pragma unroll
-                for (int t = 0; t < NT; ++t) input[t] = rows[t] + unit * COLUMNS * 2;
-                const uint32_t block = unit / 2;
-                if constexpr (FORMAT == FP8) {
-                    if (unit % 64 == 0 && unit) mine = scale_of(group, tile, begin + unit);
+            for (int j = 0; j < DIRECT; ++j) {
+                const auto place = pieces.place(threadIdx.x + j * THREADS);
+                if (place.inside)
+                    raw[j] = load_input(p.x + static_cast<int64_t>(place.token) * p.x_columns +
+                                        first_group * p.group_columns + first + PIECE * place.piece);
+            }
+        };
+        if (link == 0) {
+            // The input first where no kernel ahead is to be waited for, else the weights.
+#pragma unroll 1
+            for (int step = 0; step < 2; ++step) {
+                if (step == at.early) {
+                    programmatic::wait();  // until the link ahead has written the input
+                    take_input();
+                    continue;
                 }
+                // Memory is idle while a link of a chain waits; of a single link these copies would delay the input.
+                fill_to(at.early || direct ? STAGES : Ring::BEFORE);
+                ask_scales();
+                programmatic::trigger();  // the next link may begin to copy its weights
+            }
+            if (CHAIN && asks) phase = first_bit(jobs.met);
+        } else {
+            ask_scales();
+            if (asks) {
+                meet_grid(jobs.met, phase);
+                ptx::fence_proxy_async();
+                if (has_passes) ask_for(first_group);
+            }
+        }
+
+        uint32_t rows[NT];  // of the input, at the lane's first columns of the chunk
 #pragma unroll
-                for (int half = 0; half < Ring::OF_UNIT; ++half) {
-                    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
-                    const uint32_t here = ring + stage * Ring::BYTES;
+        for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
+            rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c +
+                      (begin - own.slice) * COLUMNS * 2;
+        uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c + (begin - own.slice) / 2 * NT * 32;
+        if (NT == 1) hold(rows[0]);
+        if (FORMAT == FP8) hold(x_scales);
+
+        int held = -1;  // group whose input is in shared memory
+#pragma unroll 1
+        for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
+            const int group = group_of(at, pass), tile = tile_of(at, own.place, pass, group);
+            if (group != held) {
+                if (held >= 0) {
+                    if (asks) ask_for(group);
+                    input_scale = input_scale_of(group);
+                }
+                if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, first, own.count);
+                if (!direct || held >= 0) {
+                    ptx::wait(barrier, parity);
+                    parity ^= 1;
+                    fill_to(STAGES);  // not before: the input would come behind them
+                }
+                if constexpr (NT == 1 && FORMAT != BF16) {
+                    if (direct && held < 0) {
+                        const float inverse = __frcp_rn(input_scale);
+#pragma unroll
+                        for (int j = 0; j < DIRECT; ++j)
+                            if (const int i = threadIdx.x + j * THREADS; i < pieces.whole)
+                                convert_piece<FORMAT>(p, at, smem, pieces.place(i), raw[j], input_scale, inverse);
+                    } else if (converts && works) {
+                        convert_input<FORMAT>(p, at, smem, pieces, input_scale, threadIdx.x);
+                    }
+                }
+                held = group;
+                __syncthreads();
+            }
+            float sum[2][NT][4] = {};
+            if (tile < p.group_tiles && works) {
+                if (FORMAT != BF16 && pass != own.first_pass) mine = scale_of(group, tile, begin);
+#pragma unroll 1
+                for (uint32_t unit = 0; unit < length; unit += Ring::PARTS) {  // of the chunk
+                    uint32_t input[NT];
+#pragma unroll
+                    for (int t = 0; t < NT; ++t) input[t] = rows[t] + unit * COLUMNS * 2;
+                    const uint32_t block = unit / 2;
                     if constexpr (FORMAT == FP8) {
-                        const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block % 32) << 23);
-                        const uint32_t scales_at = x_scales + block * NT * 32;
+                        if (unit % 64 == 0 && unit) mine = scale_of(group, tile, begin + unit);
+                    }
 #pragma unroll
-                        for (int t = 0; t < NT; t += TOGETHER) {  // not all at once: registers
-                            uint32_t some[TOGETHER];
-                            float of_unit[2][TOGETHER][4] = {};
+                    for (int half = 0; half < Ring::OF_UNIT; ++half) {
+                        ptx::wait(full, stage_parity);
+                        const uint32_t here = stage + 16 * lane;
+                        uint32_t used = 0;
+                        if constexpr (FORMAT == FP8) {
+                            const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block % 32) << 23);
+                            const uint32_t scales_at = x_scales + block * NT * 32;
 #pragma unroll
-                            for (int u = 0; u < TOGETHER; ++u) some[u] = input[t + u];
-                            multiply_fp8(of_unit, here, some);
+                            for (int t = 0; t < NT; t += TOGETHER) {  // not all at once: registers
+                                float both[TOGETHER][2];
 #pragma unroll
-                            for (int u = 0; u < TOGETHER; ++u) {
-                                const float2 of_input = ptx::load_shared_pair(scales_at + (t + u) * 32);
-                                const float both[2] = {of_weights * of_input.x, of_weights * of_input.y};
+                                for (int u = 0; u < TOGETHER; ++u) {
+                                    const float2 of_input = ptx::load_shared_pair(scales_at + (t + u) * 32);
+                                    both[u][0] = of_weights * of_input.x, both[u][1] = of_weights * of_input.y;
+                                }
 #pragma unroll
-                                for (int q = 0; q < 2; ++q)
+                                for (int part = 0; part < Ring::PARTS; ++part) {
+                                    if (part && unit + 1 == length) break;
+                                    uint32_t some[TOGETHER];
+                                    float of_unit[2][TOGETHER][4] = {};
 #pragma unroll
-                                    for (int i = 0; i < 4; ++i)
-                                        sum[q][t + u][i] = fmaf(of_unit[q][u][i], both[i & 1], sum[q][t + u][i]);
+                                    for (int u = 0; u < TOGETHER; ++u) some[u] = input[t + u] + part * COLUMNS * 2;
+                                    used = multiply_fp8(of_unit, here + part * Ring::PART_BYTES, some);
+#pragma unroll
+                                    for (int u = 0; u < TOGETHER; ++u)
+#pragma unroll
+                                        for (int q = 0; q < 2; ++q)
+#pragma unroll
+                                            for (int i = 0; i < 4; ++i)
+                                                sum[q][t + u][i] =
+                                                    fmaf(of_unit[q][u][i], both[u][i & 1], sum[q][t + u][i]);
+                                }
                             }
                         }
-                    }
-                    if constexpr (FORMAT == NVFP4) multiply_nvfp4(sum, here, here + units::SCALES - 12 * lane, input);
-                    if constexpr (FORMAT == BF16) {
-                        multiply_bf16(sum, here, input);
+                        if constexpr (FORMAT == NVFP4) {
+                            const Words one(here, lane);
+                            if (unit + 1 < length) {  // both loaded before the first is multiplied
+                                const Words two(here + Ring::PART_BYTES, lane);
+                                uint32_t behind[NT];
 #pragma unroll
-                        for (int t = 0; t < NT; ++t) input[t] += 16;
+                                for (int t = 0; t < NT; ++t) behind[t] = input[t] + COLUMNS * 2;
+                                multiply_nvfp4(sum, one, input);
+                                multiply_nvfp4(sum, two, behind);
+                                used = two.last();
+                            } else {
+                                multiply_nvfp4(sum, one, input);
+                                used = one.last();
+                            }
+                        }
+                        if constexpr (FORMAT == BF16) {
+                            used = multiply_bf16(sum, here, input);
+#pragma unroll
+                            for (int t = 0; t < NT; ++t) input[t] += 16;
+                        }
+                        __syncwarp();  // all lanes have read
+                        fill(stage, full, used);
+                        stage += Ring::BYTES, full += 8;
+                        if (full == fulls + 8 * STAGES) stage = ring, full = fulls, stage_parity ^= 1;
                     }
-                    fill(here);
-                    if (++stage == STAGES) stage = 0;
                 }
             }
-        }
 
-        if (next.units && pass + at.clusters >= at.passes)
-            fetch_ahead<FORMAT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
+            if (!CHAIN && next.units && pass + at.clusters >= at.passes)
+                fetch_ahead<FORMAT, NT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
 
-        // ---- the chunks' sums, in the order of k
-        const int held_shift = NT == 1 ? 0 : at.held_shift;
+            // ---- the chunks' sums, in the order of k
+            const int held_shift = NT == 1 ? 0 : at.held_shift;
 #pragma unroll 1
-        for (int t = 0; t < NT; t += 1 << held_shift) {
-            const uint32_t sums = ptx::smem_address(smem + at.sums), warp_sums = sums + warp * SUMS * 4;
-            const float factor = FORMAT == NVFP4 ? __uint_as_float(mine) : 1;
+            for (int t = 0; t < NT; t += 1 << held_shift) {
+                const uint32_t sums = ptx::smem_address(smem + at.sums), warp_sums = sums + warp * SUMS * 4;
+                const float factor = FORMAT == NVFP4 ? __uint_as_float(mine) : 1;
 #pragma unroll
-            for (int u = 0; u < NT; ++u)
-                if (u >> held_shift == t >> held_shift)
+                for (int u = 0; u < NT; ++u)
+                    if (u >> held_shift == t >> held_shift)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int token = 2 * c + (i & 1), row = g + 4 * (i & 2);
-                        const uint32_t to = warp_sums + 4 * ((u - t) * WARPS * SUMS + token * PAD + row);
-                        if (8 * u + token < p.tokens)
+                        for (int i = 0; i < 4; ++i) {
+                            const int token = 2 * c + (i & 1), row = g + 4 * (i & 2);
+                            const uint32_t to = warp_sums + 4 * ((u - t) * WARPS * SUMS + token * PAD + row);
+                            if (8 * u + token < p.tokens && works)
 #pragma unroll
-                            for (int q = 0; q < 2; ++q)
-                                ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
+                                for (int q = 0; q < 2; ++q)
+                                    ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
+                        }
+                const auto meet = [&] {
+                    if (p.cluster > 1)
+                        cluster_sync<MESSENGER>();
+                    else
+                        __syncthreads();
+                };
+                meet();
+                const int thread = threadIdx.x, first_shift = at.tile_shift - p.gated;  // tiles, or pairs of them
+                const int outputs = min(8 << held_shift, p.tokens - 8 * t) * TILE << first_shift;
+                for (int o = works ? (thread / 32 * p.cluster + own.rank) * 32 + thread % 32 : outputs; o < outputs;
+                     o += p.cluster * THREADS) {
+                    const int row = o % TILE, token = o / TILE >> first_shift;
+                    const int first = (o / TILE & (1 << first_shift) - 1) << p.gated;
+                    const int of_group = tile - own.place + first;
+                    if (of_group >= p.group_tiles) continue;
+                    const int of_link = group * p.group_tiles + of_group;
+                    float total = 0, gate = 0;
+#pragma unroll 1
+                    for (int which = first; which <= first + p.gated; ++which) {
+                        const auto load = [&](int i) {  // the sum of chunk i
+                            const int slot = (which << at.local_shift) + (i & local - 1);
+                            const uint32_t there =
+                                sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + row);
+                            return __uint_as_float(p.cluster == 1
+                                                       ? ptx::load_shared(there)
+                                                       : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
+                        };
+                        gate = total, total = load(0);
+#pragma unroll 1
+                        for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
+                            float add[AT_ONCE];
+#pragma unroll
+                            for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
+#pragma unroll
+                            for (int j = 0; j < AT_ONCE; ++j)
+                                if (i + j < p.chunks) total += add[j];
+                        }
                     }
-            const auto meet = [&] {
-                if (p.cluster > 1)
-                    ptx::cluster_sync();
-                else
-                    __syncthreads();
-            };
-            meet();
-            const int own = threadIdx.x, first_shift = at.tile_shift - p.gated;  // tiles, or pairs of them
-            const int outputs = min(8 << held_shift, p.tokens - 8 * t) * TILE << first_shift;
-            for (int o = (own / 32 * p.cluster + rank) * 32 + own % 32; o < outputs; o += p.cluster * THREADS) {
-                const int row = o % TILE, token = o / TILE >> first_shift;
-                const int first = (o / TILE & (1 << first_shift) - 1) << p.gated;
-                const int of_group = tile - place + first;
-                if (of_group >= p.group_tiles) continue;
-                const int of_link = group * p.group_tiles + of_group;
-                float total = 0, gate = 0;
-#pragma unroll 1
-                for (int which = first; which <= first + p.gated; ++which) {
-                    const auto load = [&](int i) {  // the sum of chunk i
-                        const int slot = (which << at.local_shift) + (i & local - 1);
-                        const uint32_t there =
-                            sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + row);
-                        return __uint_as_float(p.cluster == 1
-                                                   ? ptx::load_shared(there)
-                                                   : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
-                    };
-                    gate = total, total = load(0);
-#pragma unroll 1
-                    for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
-                        float add[AT_ONCE];
-#pragma unroll
-                        for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
-#pragma unroll
-                        for (int j = 0; j < AT_ONCE; ++j)
-                            if (i + j < p.chunks) total += add[j];
+                    if (p.gated) {
+                        gate = fminf(gate, p.limit);
+                        total = gate / (1 + __expf(-gate)) * fminf(fmaxf(total, -p.limit), p.limit);
                     }
+                    int part = 0;
+                    while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
+                    const int column = (of_link - p.part[part].tile >> p.gated) * TILE + row;
+                    const __nv_bfloat16 rounded = __float2bfloat16_rn(total);
+                    p.part[part].out[static_cast<int64_t>(8 * t + token) * p.part[part].columns + column] = rounded;
+                    // A warp has 32 columns of a token here: two whole groups.
+                    if (FORMAT == NVFP4 && next.taken && part == 0)
+                        write_behind(next, 8 * t + token, column, __bfloat162float(rounded), behind_scale);
                 }
-                if (p.gated) {
-                    gate = fminf(gate, p.limit);
-                    total = gate / (1 + __expf(-gate)) * fminf(fmaxf(total, -p.limit), p.limit);
-                }
-                int part = 0;
-                while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
-                const int column = (of_link - p.part[part].tile >> p.gated) * TILE + row;
-                const __nv_bfloat16 rounded = __float2bfloat16_rn(total);
-                p.part[part].out[static_cast<int64_t>(8 * t + token) * p.part[part].columns + column] = rounded;
-                // A warp has 32 columns of a token here: two whole groups.
-                if (FORMAT == NVFP4 && next.taken && part == 0)
-                    write_behind(next, 8 * t + token, column, __bfloat162float(rounded));
+                meet();  // all have read
             }
-            meet();  // all have read
         }
+        if (CHAIN) fill_to(STAGES);  // where the link has no tile for the block
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // ---- launcher
 
-// FEW: stages that there is always room for.
-template <int FORMAT, int NT, int STAGES, int FEW>
+cudaError_t multiprocessors(int* count) { return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, 0); }
+
+template <int FORMAT, int NT, int STAGES>
+constexpr int RING = WARPS * STAGES * (Stage<FORMAT, NT>::BYTES + 8);  // with barriers
+
+// With rings of the first of these depths that there is room for.
+template <int FORMAT, int NT, int STAGES, int... FEWER>
 cudaError_t run(const Link& p, const Next& next, bool behind) {
     int sms = 0;
-    if (cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0)) return error;
-    const Geometry at(p, FORMAT, NT, WARPS * STAGES * Stage<FORMAT>::BYTES, Stage<FORMAT>::UNITS, sms,
-                      behind);
-    if (at.bytes > MOST_SHARED && STAGES > FEW) return run<FORMAT, NT, FEW, FEW>(p, next, behind);
-    const auto kernel = link_kernel<FORMAT, NT, STAGES>;
+    if (cudaError_t error = multiprocessors(&sms)) return error;
+    const Geometry at(p, FORMAT, NT, RING<FORMAT, NT, STAGES>, Stage<FORMAT, NT>::UNITS, sms, behind);
+    if constexpr (sizeof...(FEWER))
+        if (at.bytes > MOST_SHARED) return run<FORMAT, NT, FEWER...>(p, next, behind);
+    const auto kernel = link_kernel<FORMAT, NT, STAGES, false>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.bytes))
         return error;
-    // A multiprocessor divides its memory anew only when it is idle: the same for all links, so that they can overlap.
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                                 cudaSharedmemCarveoutMaxShared))
-        return error;
+    const Jobs<1> jobs = {{{p, next, at}}, 1, nullptr};
     const dim3 grid(at.clusters * p.cluster);
-    return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, p, next, at);
+    return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, jobs);
+}
+
+template <int FORMAT, int STAGES, int... FEWER>
+cudaError_t run_chain(Jobs<MOST_LINKS>& jobs) {
+    int sms = 0, cluster = 1, blocks = 0, bytes = 0;
+    if (cudaError_t error = multiprocessors(&sms)) return error;
+    for (int i = 0; i < jobs.count; ++i) {
+        const Link& p = jobs.job[i].p;
+        const Geometry& at = jobs.job[i].at =
+            Geometry(p, FORMAT, 1, RING<FORMAT, 1, STAGES>, Stage<FORMAT, 1>::UNITS, sms, false);
+        cluster = max(cluster, p.cluster), blocks = max(blocks, at.clusters * p.cluster), bytes = max(bytes, at.bytes);
+    }
+    if constexpr (sizeof...(FEWER))
+        if (bytes > MOST_SHARED) return run_chain<FORMAT, FEWER...>(jobs);
+    const auto kernel = link_kernel<FORMAT, 1, STAGES, true>;
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+        return error;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = cluster, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeCooperative;  // blocks wait for each other, so all have to run at once
+    attributes[1].val.cooperative = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = (blocks + cluster - 1) / cluster * cluster, config.blockDim = THREADS + 32;
+    config.dynamicSmemBytes = bytes, config.attrs = attributes, config.numAttrs = 2;
+    return cudaLaunchKernelEx(&config, kernel, jobs);
 }
 
 template <int FORMAT>
@@ -739,23 +1007,28 @@ cudaError_t quantise(const Link& p, bool behind) {
     return programmatic::launch_clusters(quantise_kernel<FORMAT>, grid, QUANTISERS, 0, 1, behind, p);
 }
 
-// Rings of two depths for up to 8 tokens.
-template <int FORMAT, int FEW, int MANY>
-cudaError_t choose(const Link& p, const Next& next, bool behind) {
+// DEEP: of a link of a chain, whose ring is filled while it waits.
+template <int FORMAT, int STAGES, int DEEP>
+cudaError_t choose(const Link& p, const Next& next, bool behind, bool chain) {
     if (p.tokens > 8 && (FORMAT == FP8 || p.quantise) && !p.taken) return cudaErrorInvalidValue;
-    if (p.tokens > 16) return run<FORMAT, 4, FEW, FEW>(p, next, behind);
-    if (p.tokens > 8) return run<FORMAT, 2, FEW, FEW>(p, next, behind);
-    return p.deep ? run<FORMAT, 1, MANY, FEW>(p, next, behind) : run<FORMAT, 1, FEW, FEW>(p, next, behind);
+    if (p.tokens > 16) return run<FORMAT, 4, STAGES>(p, next, behind);
+    if (p.tokens > 8) return run<FORMAT, 2, STAGES>(p, next, behind);
+    return chain ? run<FORMAT, 1, DEEP, STAGES, 1>(p, next, behind) : run<FORMAT, 1, STAGES, 1>(p, next, behind);
 }
 
 }  // namespace
 
 extern "C" {
 
-// given: `count` Links, all kernels behind the first one dependent on the one ahead. A kernel takes the input of the
-// first `ahead` of them; the others' `taken` is written by the link ahead. format: as in Format. -> a cudaError_t.
-int launch(const void* given, int count, int ahead, int format) {
+// given: `count` Links. ahead: of the first so many of them a kernel takes the input; the others' `taken` is written
+// by the link ahead. format: as in Format. met: null for a launch a link, each behind the first dependent on the one
+// ahead; else all, nvfp4 of at most 8 tokens, are one launch, and it is a word of zero that the launch leaves so, but
+// for its first bit. -> a cudaError_t.
+int launch(const void* given, int count, int ahead, int format, uint32_t* met) {
     const Link* links = static_cast<const Link*>(given);  // a type of this file, which would hide the function
+    if (met && (format != NVFP4 || count > MOST_LINKS || ahead || links->tokens > 8)) return cudaErrorInvalidValue;
+    Jobs<MOST_LINKS> jobs = {};
+    jobs.count = count, jobs.met = met;
     for (int i = 0; i < count; ++i) {
         Link link = links[i];
         if (i < ahead)
@@ -773,13 +1046,18 @@ int launch(const void* given, int count, int ahead, int format) {
             next.taken_columns = behind.groups() * behind.k_units * COLUMNS;
             if (i + 1 >= ahead) next.taken = behind.taken;
         }
+        if (met) {
+            jobs.job[i].p = link, jobs.job[i].next = next;
+            continue;
+        }
         const bool early = i > 0 || ahead > 0;
-        const cudaError_t error = format == FP8     ? choose<FP8, 2, 4>(link, next, early)
-                                  : format == NVFP4 ? choose<NVFP4, 3, 7>(link, next, early)
-                                                    : choose<BF16, 2, 4>(link, next, early);
+        const cudaError_t error = format == FP8     ? choose<FP8, 2, 3>(link, next, early, count > 1)
+                                  : format == NVFP4 ? choose<NVFP4, 2, 3>(link, next, early, count > 1)
+                                                    : choose<BF16, 2, 4>(link, next, early, count > 1);
         if (error) return error;
     }
-    return cudaSuccess;
+    if (!met) return cudaSuccess;
+    return run_chain<NVFP4, 4, 3, 2>(jobs);
 }
 
 // NVFP4 codes (matrices, rows, columns / 2) and scales (matrices, rows, columns / 16) -> units. -> a cudaError_t.

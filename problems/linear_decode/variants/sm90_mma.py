@@ -4,6 +4,7 @@ It also has prepare_expert and expert, which problems/dsv4_forward/adapters/deco
 """
 
 import math
+from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, c_float, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,8 @@ SLICE = 2048  # columns that a block can hold of 32 tokens
 # Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
 EASY, EASY_NVFP4 = 2**15, 2**14
 EASY_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
-AHEAD = 8  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
+AHEAD, AHEAD_NVFP4 = 8, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
+MOST_LINKS, CHAIN_TOKENS = 4, 8  # of a chain in one launch
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
 
@@ -65,10 +67,11 @@ class Link(NamedTuple):
 
 
 class State(NamedTuple):
-    """What prepare keeps in the weights' place."""
+    """What prepare keeps in the weights' place, for one call at a time. met: int32 (), what blocks count at."""
 
     format: str
     links: tuple[Link, ...]
+    met: torch.Tensor
 
     @property
     def sizes(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -78,12 +81,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """cluster: blocks that share a tile; deep: rings of about 8 KB a warp, where that fits, not 4; ahead: lines of 128
-    bytes of the link behind that each warp asks for to L2.
-    """
+    """cluster: blocks that share a tile; ahead: lines of 128 bytes of the link behind that each warp asks for to L2."""
 
     cluster: int
-    deep: bool
     ahead: int
 
 
@@ -96,7 +96,7 @@ class _Link(Structure):
         *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x", "taken", "taken_scales")),
         *((name, c_int) for name in ("tokens", "quantise", "x_columns", "group_columns", "tiles", "group_tiles")),
         *((name, c_int) for name in ("k_units", "chunks", "cluster")),
-        *((name, c_int) for name in ("deep", "ahead", "gated")), ("limit", c_float), ("parts", c_int),
+        *((name, c_int) for name in ("ahead", "gated")), ("limit", c_float), ("parts", c_int),
         ("part", _Part * MOST_PARTS),
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ def prepare(weights: Weights) -> State:
     k over 16384; RuntimeError: the launch.
     """
     fmt, links = unpack_weights(weights)
-    return State(fmt, tuple(_link(fmt, *pair) for pair in zip(weights.links, links, strict=True)))
+    return _state(fmt, *(_link(fmt, *pair) for pair in zip(weights.links, links, strict=True)))
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -121,18 +121,23 @@ def custom_kernel(data: input_t) -> output_t:
     """
     state, (x,), (out,) = data
     sizes = unpack_call(data.inputs, data.outputs, state.format, state.sizes)
-    made = (_Link * len(state.links))()
-    for link, to, given in zip(state.links, made, parts(out, sizes), strict=True):
-        _fill(to, link, x, given)
-        x = given[0]
-    _launch(state, made, out)
+    links = [(link, slice(None)) for link in state.links]
+    if len(links) == 1 and len(x) > MOST_TOKENS // 2 and _halved(links[0][0], len(x)):
+        links = [(links[0][0], part) for part in (slice(0, MOST_TOKENS // 2), slice(MOST_TOKENS // 2, None))]
+    made = (_Link * len(links))()
+    given_to = parts(out, sizes)
+    for i, ((link, rows), to) in enumerate(zip(links, made, strict=True)):
+        _fill(to, link, x[rows], [given[rows] for given in given_to[i % len(given_to)]])
+        if len(given_to) > 1:
+            x = given_to[i][0]
+    _launch(state, [link for link, _ in links], made, out)
     return out
 
 
 def prepare_expert(w13: Weights, w2: Weights) -> State:
     """Units of both matrices, of w13 tiles of gates and ups in turn. ValueError as unpack_expert and prepare."""
     fmt, (first, second) = unpack_expert(w13, w2)
-    return State(fmt, (_gated(_link(fmt, w13.links[0], first)), _link(fmt, w2.links[0], second)))
+    return _state(fmt, _gated(_link(fmt, w13.links[0], first)), _link(fmt, w2.links[0], second))
 
 
 def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -143,13 +148,12 @@ def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> No
     made = (_Link * 2)()
     _fill(made[0], state.links[0], x, [between], limit)
     _fill(made[1], state.links[1], between, [out])
-    _launch(state, made, out)
+    _launch(state, state.links, made, out)
 
 
-def plan(link: Link, tokens: int, chained: bool) -> Plan:
+def plan(link: Link, tokens: int) -> Plan:
     """How a link is launched for so many tokens: chunks are shared by blocks where the input is much. A block has a
-    gate's chunks and its up's. In a chain rings are deep: with room for two blocks on a multiprocessor, two of one link
-    meet there and keep the others waiting.
+    gate's chunks and its up's.
     """
     k, cluster = link.sizes[0][2], max(1, link.chunks // (WARPS // 2 if link.gated else WARPS))
     easy = EASY if link.inputs is None else EASY_NVFP4
@@ -157,7 +161,7 @@ def plan(link: Link, tokens: int, chained: bool) -> Plan:
         tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > easy * cluster)
     ):
         cluster *= 2
-    return Plan(cluster, deep=chained, ahead=32)
+    return Plan(cluster, ahead=32)
 
 
 def chunks_of(tiles: int, k: int) -> int:
@@ -173,16 +177,34 @@ def chunks_of(tiles: int, k: int) -> int:
     return min(found, key=lambda chunks: (cost(chunks), chunks))
 
 
-def _launch(state: State, made: Array, out: torch.Tensor) -> None:
+def _state(fmt: str, *links: Link) -> State:
+    return State(fmt, links, torch.zeros((), dtype=torch.int32, device=links[0].units.device))
+
+
+def _halved(link: Link, tokens: int) -> bool:
+    """Whether half of the tokens, twice, take less time: the weights come from L2 then, or clusters fit at once."""
+    return plan(link, MOST_TOKENS // 2).cluster <= EASY_CLUSTER < plan(link, tokens).cluster
+
+
+def _launch(state: State, links: Sequence[Link], made: Array, out: torch.Tensor) -> None:
+    for link, to in zip(links, made, strict=True):
+        chosen = plan(link, to.tokens)
+        to.cluster, to.ahead = chosen.cluster, chosen.ahead
+    # A chain of few tokens is one launch in nvfp4; in fp8 launches that begin early were as good.
+    together = state.format == "nvfp4" and 1 < len(made) <= MOST_LINKS and made[0].tokens <= CHAIN_TOKENS
+    together = together and max(to.cluster for to in made) <= EASY_CLUSTER
     rooms, ahead = [], 0
-    for i, (link, to) in enumerate(zip(state.links, made, strict=True)):
-        chosen = plan(link, to.tokens, chained=len(made) > 1)
-        to.cluster, to.deep, to.ahead = chosen.cluster, chosen.deep, chosen.ahead
-        if to.tokens > AHEAD and (link.quantise or link.scales is not None):
+    for i, (link, to) in enumerate(zip(links, made, strict=True)):
+        nvfp4 = link.inputs is not None
+        behind = nvfp4 and i > 0 and len(state.links) > 1  # the link ahead quantises
+        needed = behind if together else to.tokens > (AHEAD_NVFP4 if nvfp4 else AHEAD)
+        if needed and (link.quantise or link.scales is not None):
             rooms += _take_ahead(link, to, out.device)
-            ahead += state.format == "fp8" or i == 0  # of nvfp4 the others are quantised by the link ahead
-    run = build.cuda(SOURCE, load.device_target(out.device)).function("launch", c_void_p, *[c_int] * 3)
-    build.check(run(addressof(made), len(made), ahead, FORMATS.index(state.format)), "launch")
+            ahead += not behind
+    run = build.cuda(SOURCE, load.device_target(out.device))
+    run = run.function("launch", c_void_p, *[c_int] * 3, c_void_p)
+    met = state.met.data_ptr() if together else None
+    build.check(run(addressof(made), len(made), ahead, FORMATS.index(state.format), met), "launch")
 
 
 def _take_ahead(link: Link, to: _Link, device: torch.device) -> list[torch.Tensor]:

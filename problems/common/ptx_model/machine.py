@@ -18,7 +18,7 @@ from problems.common.ptx_model.warps import LANES, NEVER, Warps
 
 INSTRUCTIONS = 200_000_000  # executed by groups of warps, after which a run is taken to be endless
 _JUMPS = ("bra", "brx", "ret", "exit")
-IDLE_TURNS = 3  # of a group that polls memory which nobody changes, until it counts as blocked
+IDLE_TURNS = 8  # of a group that polls memory which does not change, a word a turn, until it counts as blocked
 # Of one multiprocessor; a grid whose blocks wait for each other must fit on all of them. Registers, which may allow
 # fewer, are chosen by ptxas, whose choice the model does not see.
 MOST_BLOCKS, MOST_THREADS, SHARED_OF_BLOCKS, SHARED_RESERVED = 32, 2048, 228 * 1024, 1024

@@ -29,11 +29,15 @@ struct Sums {
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal_fast(1.0f + __expf(-x)); }
 __device__ __forceinline__ float broadcast(float v, int lane) { return __shfl_sync(ALL, v, lane); }
 
-// 1 / the root mean square of the token's copies: the squares are the products of each copy with itself.
+// 1 / the root mean square of a token's copies, from the sum of their squares.
+__device__ __forceinline__ float inverse_of_square(float square, int hidden) {
+    return rsqrtf(square * ptx::reciprocal_fast(COPIES * hidden) + NORM_EPS);
+}
+// The same: the squares are the products of each copy with itself.
 __device__ __forceinline__ float inverse_of_copies(Sums sums, int hidden) {
     const float square = broadcast(sums.low, 4) + broadcast(sums.low, 8) + broadcast(sums.low, 11) +
                          broadcast(sums.low, 13);
-    return rsqrtf(square * ptx::reciprocal_fast(COPIES * hidden) + NORM_EPS);
+    return inverse_of_square(square, hidden);
 }
 
 // Lanes 0 to 3: pre_j / the root mean square of u. |u|^2 is the sum of pre_j pre_k x'_j x'_k, so that u need not be
@@ -52,8 +56,38 @@ __device__ __forceinline__ float weights_of_u(Sums sums, float inverse, const fl
     return pre * rsqrtf(fmaxf(square, 0.0f) * ptx::reciprocal_fast(hidden) + NORM_EPS);
 }
 
-// Lanes e and e + 16: element e of the balanced combination, from its logit. Rows and columns have divisors a and b,
-// m_jk / (a_j b_k), so that a step is a product with m and four reciprocals. Every lane does all of it: to ask others
+// One half of a round of Sinkhorn, on divisors a_j and b_k of rows and columns: a_j = HC_EPS a_j + sum over k of
+// m_jk / b_k, or the same of b. The divisors themselves are not needed, only m_jk / (a_j b_k), so they are kept times powers
+// of two and products of the others: 1 / b_0 is b_1 b_2 b_3 / P, and 1 / P is left out. It takes half the time of four
+// reciprocals. mine = s times the divisors; f: P between 1 and 2; by_f: 1 / that of the half ahead.
+struct Divisors {
+    float v[COPIES], s;
+};
+// -> what the products of both kinds of divisors are too large by.
+template <bool ROWWISE>
+__device__ __forceinline__ float divide_out(const float (&m)[COPIES][COPIES], const Divisors& others, Divisors& mine,
+                                            float& by_f) {
+    constexpr uint32_t EXPONENT = 0x7f800000, ONE = 0x3f800000;
+    const float(&o)[COPIES] = others.v;
+    const float low = o[0] * o[1], high = o[2] * o[3], product = low * high;
+    const float without[COPIES] = {o[1] * high, o[0] * high, o[3] * low, o[2] * low};
+    const uint32_t bits = __float_as_uint(product), of_s = __float_as_uint(mine.s) & EXPONENT;
+    const float f = __uint_as_float((bits & ~EXPONENT) | ONE);
+    const float shrink = __uint_as_float(3 * ONE - (bits & EXPONENT) - of_s);  // 1 / P / s, as a power of two
+    const float joint = f * __uint_as_float(2 * ONE - of_s), ratio = joint * by_f;
+    mine.s *= ratio;
+    by_f = ptx::reciprocal_fast(f);
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+        auto of = [&](int j) { return ROWWISE ? m[i][j] : m[j][i]; };
+        const float sum =
+            fmaf(of(3), without[3], fmaf(of(2), without[2], fmaf(of(1), without[1], of(0) * without[0])));
+        mine.v[i] = fmaf(sum, shrink, HC_EPS * ratio * mine.v[i]);
+    }
+    return joint;
+}
+
+// Lanes e and e + 16: element e of the balanced combination, from its logit. Every lane does all of it: to ask others
 // takes longer.
 __device__ __forceinline__ float sinkhorn(float logit, int lane) {
     float most = fmaxf(logit, __shfl_xor_sync(ALL, logit, 1));
@@ -62,34 +96,22 @@ __device__ __forceinline__ float sinkhorn(float logit, int lane) {
     float sum = power + __shfl_xor_sync(ALL, power, 1);
     sum += __shfl_xor_sync(ALL, sum, 2);
     const float mine = power * ptx::reciprocal_fast(sum) + HC_EPS;
-    float m[COPIES][COPIES], a[COPIES], b[COPIES], by_a[COPIES], by_b[COPIES];
+    float m[COPIES][COPIES];
 #pragma unroll
     for (int e = 0; e < COPIES * COPIES; ++e) m[e / COPIES][e % COPIES] = broadcast(mine, e);
+    Divisors a, b;
+    a.s = b.s = 1.0f;
 #pragma unroll
-    for (int i = 0; i < COPIES; ++i) a[i] = b[i] = by_a[i] = 1.0f;
-    for (int turn = 0; turn < ITERATIONS; ++turn) {
-        if (turn) {
-#pragma unroll
-            for (int j = 0; j < COPIES; ++j) {
-                a[j] *= HC_EPS;
-#pragma unroll
-                for (int k = 0; k < COPIES; ++k) a[j] = fmaf(m[j][k], by_b[k], a[j]);
-                by_a[j] = ptx::reciprocal_fast(a[j]);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < COPIES; ++k) {
-            b[k] *= HC_EPS;
-#pragma unroll
-            for (int j = 0; j < COPIES; ++j) b[k] = fmaf(m[j][k], by_a[j], b[k]);
-            by_b[k] = ptx::reciprocal_fast(b[k]);
-        }
+    for (int i = 0; i < COPIES; ++i) a.v[i] = 1.0f, b.v[i] = m[0][i] + m[1][i] + (m[2][i] + m[3][i]) + HC_EPS;
+    float by_f = 1.0f, joint = 1.0f;
+#pragma unroll 1
+    for (int turn = 1; turn < ITERATIONS; ++turn) {
+        divide_out<true>(m, b, a, by_f);
+        joint = divide_out<false>(m, a, b, by_f);
     }
-    float divisor = 0.0f;
-#pragma unroll
-    for (int e = 0; e < COPIES * COPIES; ++e)
-        if (lane % (COPIES * COPIES) == e) divisor = by_a[e / COPIES] * by_b[e % COPIES];
-    return mine * divisor;
+    auto element = [](const float (&v)[COPIES], int i) { return i < 2 ? (i ? v[1] : v[0]) : (i == 2 ? v[2] : v[3]); };
+    const int e = lane % (COPIES * COPIES);
+    return mine * joint * ptx::reciprocal_fast(element(a.v, e / COPIES) * element(b.v, e % COPIES));
 }
 
 // Write new_post (4) and new_comb (16) of a token.

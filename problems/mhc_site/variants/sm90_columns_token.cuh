@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "launch_clusters.cuh"
 #include "ptx.cuh"
 #include "sm90_columns_mix.cuh"
 #include "sm90_columns_tile.cuh"
@@ -191,6 +192,26 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
         const int quad = place + pass * QUADS;
         real[pass] = quad < quads, column[pass] = (first_quad + min(quad, quads - 1)) * QUAD;
     }
+    float4 fn[HALF_ROWS];
+    const int apart = COPIES * p.hidden;  // from row to row
+    const float* const weights = p.fn + (half * HALF_ROWS * COPIES + copy) * p.hidden;
+#pragma unroll
+    for (int row = 0; row < HALF_ROWS; ++row) fn[row] = load_once(weights + column[0] + row * apart);
+    if (PASSES > 1 && lane % 8 == 0) {
+#pragma unroll
+        for (int pass = 1; pass < PASSES; ++pass)
+#pragma unroll
+            for (int row = 0; row < HALF_ROWS; ++row) prefetch_line(weights + column[pass] + row * apart);
+    }
+    // Behind the loads of fn, and not by a warp that makes x' of one token: publishing takes its warp more than a thousand
+    // cycles.
+    if (thread == TOKEN_THREADS - 32) {
+        ptx::barrier_init(arrived, 1);
+        ptx::barrier_publish();
+        ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
+    programmatic::wait();  // what is loaded above, no kernel of a step writes
     // x' of a quad of this thread's copy: of the half's token, or with one token by the first half only.
     const int mine = TOKENS == 2 ? half : 0, token = first_token + mine;
     const bool spreads = (TOKENS == 2 || half == 0) && token < p.tokens;
@@ -209,27 +230,9 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
 #pragma unroll
         for (int j = 0; j < COPIES; ++j) by[1 + j] = p.comb[(token * COPIES + j) * COPIES + copy];
     }
-    float4 fn[HALF_ROWS];
-    const int apart = COPIES * p.hidden;  // from row to row
-    const float* const weights = p.fn + (half * HALF_ROWS * COPIES + copy) * p.hidden;
-#pragma unroll
-    for (int row = 0; row < HALF_ROWS; ++row) fn[row] = load_once(weights + column[0] + row * apart);
-    if (PASSES > 1 && lane % 8 == 0) {
-#pragma unroll
-        for (int pass = 1; pass < PASSES; ++pass)
-#pragma unroll
-            for (int row = 0; row < HALF_ROWS; ++row) prefetch_line(weights + column[pass] + row * apart);
-    }
     if (thread < ROWS) shared.base[thread] = p.base[thread];
     if (thread >= 32 && thread < 35) shared.scale[thread - 32] = p.scale[thread - 32];
     if (warp == 2 && lane < quads * QUAD / 64 + 1) prefetch_line(p.norm + min(first_quad * QUAD + lane * 64, p.hidden - 1));
-    // Behind all loads, and not by a warp that makes x': publishing takes its warp more than a thousand cycles.
-    if (thread == TOKEN_THREADS - 32) {
-        ptx::barrier_init(arrived, 1);
-        ptx::barrier_publish();
-        ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
-    }
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
 
     if (TOKENS == 2 || half == 0) {
 #pragma unroll
@@ -241,6 +244,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
         }
     }
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
+    programmatic::trigger();
     __syncthreads();
     float v[TOKENS][VALUES] = {};
 #pragma unroll 1  // two at once spill
@@ -300,13 +304,8 @@ cudaError_t launch_tokens_by(const Problem& p) {
     const auto kernel = p.hidden <= CLUSTER * QUAD * QUADS ? token_kernel<1, TOKENS> : token_kernel<MOST_PASSES, TOKENS>;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
         return error;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = CLUSTER, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(CLUSTER, (p.tokens + TOKENS - 1) / TOKENS), config.blockDim = TOKEN_THREADS;
-    config.attrs = &attribute, config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, p);
+    return programmatic::launch_clusters(kernel, dim3(CLUSTER, (p.tokens + TOKENS - 1) / TOKENS), TOKEN_THREADS, 0, CLUSTER,
+                                         true, p);
 }
 
 // Whether clusters serve the call.

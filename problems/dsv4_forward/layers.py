@@ -147,13 +147,11 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     index = _visible(scoring, gates, state, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
-    ops.fmha(
+    ops.fmha_rotate(
         query.unsqueeze(1), state.window, batch.window_index.unsqueeze(1),
         None if index is None else state.cache, None if index is None else index.unsqueeze(1),
-        w.sink, width**-0.5, out, lse,
+        w.sink, width**-0.5, rope.cos, rope.sin, out, lse,
     )  # fmt: skip
-    out = out.squeeze(1)
-    ops.rotate(out, rope.cos, rope.sin, out, inverse=True)
     grouped = out.view(n_tokens, cfg.o_groups, heads // cfg.o_groups * width)
     low = ctx.empty(n_tokens, cfg.o_groups, cfg.o_lora_rank)
     ops.grouped_linear(grouped, w.wo_a, low)

@@ -72,6 +72,7 @@ class Ops:
     locate: Op
     choose: Op
     fmha: Op
+    fmha_rotate: Op
     route: Op
     experts: Op
     shared: Op
@@ -131,6 +132,7 @@ class _Steps:
     index_scores: Op = indexer.index_scores
     select: Op = indexer.select
     locate: Op = indexer.locate
+    fmha: Op = fmha.fmha
     shared: Op = experts.shared
     experts: Op = experts.experts
 
@@ -215,6 +217,7 @@ SPECS = (
     OpSpec("locate", indexer.locate),
     _spanning(chains.choose, "index_scores", "select", "locate", providers=(INDEXER,)),
     OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
+    _spanning(chains.fmha_rotate, "fmha", "rotate", providers=(FMHA_DECODE,)),
     OpSpec("route", router.route),
     OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
     OpSpec("shared", experts.shared, (DECODE_SHARED, MOE_SHARED)),

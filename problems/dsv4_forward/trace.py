@@ -89,6 +89,7 @@ CHECKS = {
     "locate": OpCheck((), ("out",), (), 0.0),
     "choose": OpCheck(("q",), ("out",), (), 0.0),
     "fmha": OpCheck(("q",), ("out", "lse"), ("out",), ATTENTION),
+    "fmha_rotate": OpCheck(("q",), ("out", "lse"), ("out",), ATTENTION + ONE),  # rounds behind the rotation as well
     "route": OpCheck(("u",), ("out_ids", "out_weights"), (), 1e-4),
     "experts": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),
     "shared": OpCheck(("x",), ("out",), (), MOE, MOE_QUANTISED),

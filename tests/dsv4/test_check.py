@@ -114,7 +114,7 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch, tmp_path):
     found = Check.model_validate(json.loads((tmp_path / "report" / "tiny-nvfp4.json").read_text()))
     assert (
         found.right
-        and {"linear", "fmha"} < set(found.ops_us) <= set(CHECKS)
+        and {"linear", "fmha_rotate"} < set(found.ops_us) <= set(CHECKS)
         and 0 < sum(found.ops_us.values()) <= found.step_us
     )
     shown = [line.split() for line in said.partition("  after ")[2].splitlines()]

@@ -1,4 +1,7 @@
-"""The fmha_decode problem in the model's op fmha: equal to the reference, and what it leaves to it."""
+"""The fmha_decode problem in the model's ops fmha and fmha_rotate: equal to the reference, and what it leaves to it."""
+
+import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -8,10 +11,21 @@ from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters import fmha_decode, operators
 from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.torch_ops import fmha
+from problems.dsv4_forward.torch_ops import fmha, rope
+from tests.dsv4 import in_model
 
 FOLDER = load.PROBLEMS / fmha_decode.PROBLEM
 WIDTH, ROPE, HEADS = 512, 64, 8
+DEVICE = "cuda"
+
+
+class kernel:  # as in_model has it
+    """Our winner on Hopper."""
+
+    @staticmethod
+    def ops(target: str) -> dict:
+        """Of the variant for `target`."""
+        return adapted("sm90_wgmma")
 
 
 def pages(count: int, per_page: int, seed: int) -> Pages:
@@ -42,14 +56,19 @@ def call():
 
 def run(op, arguments: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     q = arguments[0]
-    out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:3], float("nan"))
+    out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:3], float("nan"), device=q.device)
     op(*arguments, out, lse)
     return out, lse
 
 
+def angles(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    turn = torch.linspace(-9, 9, tokens * ROPE // 2).view(tokens, ROPE // 2)
+    return turn.cos(), turn.sin()
+
+
 def adapted(name: str):
     module = load.variant(fmha_decode.PROBLEM, name)
-    return fmha_decode.adapt(module, None, Fallback(ops.REFERENCE))[0]["fmha"]
+    return fmha_decode.adapt(module, None, Fallback(ops.REFERENCE))[0]
 
 
 def close(got: tuple, want: tuple) -> None:
@@ -63,7 +82,11 @@ def close(got: tuple, want: tuple) -> None:
 def test_it_attends_as_the_reference_does(call, without_cache):
     arguments = (*call[:3], None, None, *call[5:]) if without_cache else call
     want = run(fmha.fmha, (call[0].float(), *arguments[1:]))
-    close(run(adapted("torch_eager"), arguments), want)
+    found = adapted("torch_eager")
+    close(run(found["fmha"], arguments), want)
+    turn = angles(5)
+    rope.rotate(want[0], *turn, want[0], inverse=True)
+    close(run(found["fmha_rotate"], (*arguments, *turn)), want)
     assert bool((want[0][4] == 0).all()) and bool(torch.isposinf(want[1][4]).all())
 
 
@@ -75,11 +98,15 @@ def test_what_it_does_not_serve_goes_to_the_reference(call):
         def custom_kernel(_):
             raise AssertionError("called")
 
-    adapted = fmha_decode.adapt(Raises, None, Fallback(ops.REFERENCE))[0]["fmha"]
+    found = fmha_decode.adapt(Raises, None, Fallback(ops.REFERENCE))[0]
+    adapted, turn = found["fmha"], angles(5)
     plain = Pages(torch.zeros(3, 64, WIDTH, dtype=torch.bfloat16), 64, "plain", WIDTH)
     q, window, ids, *rest = call
     for arguments in ((q.float(), window, ids, *rest), (q, plain, ids, *rest), (q, window, ids[:, :, :0], *rest)):
         want, got = run(fmha.fmha, arguments), run(adapted, arguments)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        want = run(ops.REFERENCE.fmha_rotate, (*arguments, *turn))
+        got = run(found["fmha_rotate"], (*arguments, *turn))
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     with pytest.raises(AssertionError, match="called"):
         run(adapted, call)
@@ -93,3 +120,37 @@ def test_the_operator_is_the_winner_and_passes_torchs_own_checks():
     torch.ops.dsv4.fmha_decode(*data)
     assert reference.check_implementation(data, (data.out, data.lse))[0]
     torch.library.opcheck(operators.fmha_decode, tuple(data))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "entries"), [(64, (100, 188)), (64, (40, 60)), (70, (20, 0)), (9, (40, 25))])
+def test_the_kernel_rotates_back(ops, heads, entries):
+    """The bits of the two steps, but where a sum of two products is rounded once more: many splits, few, none; few
+    heads. The last token has no entry.
+    """
+    source = torch.Generator().manual_seed(6)
+    q = torch.randn(2, 1, heads, WIDTH, generator=source).bfloat16().to(DEVICE)
+    ids, chosen = (lists(2, n, most, 7) for n, most in zip(entries, (192, 40), strict=True))
+    ids[1], chosen[1] = -1, -1
+    window, cache = pages(3, 64, 2), pages(40, 1, 3)
+    window, cache = (dataclasses.replace(one, data=one.data.to(DEVICE)) for one in (window, cache))
+    given = q, window, ids.to(DEVICE), cache, chosen.to(DEVICE), torch.linspace(-3, 3, heads).to(DEVICE), WIDTH**-0.5
+    turn = tuple(one.to(DEVICE) for one in angles(2))
+    (want, lse), (got, same) = run(ops["fmha"], given), run(ops["fmha_rotate"], (*given, *turn))
+    rope.rotate(want, *turn, want, inverse=True)
+    assert torch.equal(got[..., :-ROPE], want[..., :-ROPE]) and torch.equal(lse, same)
+    assert bool(want[0].abs().sum() > 0) and bool((want[1] == 0).all())
+    assert bool(((got.float() - want.float()).norm(dim=-1) <= 2**-12 * want.float().norm(dim=-1)).all())
+
+
+@pytest.fixture(name="ops", scope="module")
+def ops_on_a_gpu():
+    return kernel.ops("sm90")
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_in_the_model_of_a_gpu():
+    cases = (64, (40, 60)), (70, (20, 0)), (9, (40, 25))
+    in_model.run(
+        __name__, [("test_the_kernel_rotates_back", {"heads": heads, "entries": entries}) for heads, entries in cases]
+    )

@@ -148,14 +148,14 @@ def transposed(base: torch.Tensor) -> torch.Tensor:
 
 def narrow_window(model: Model) -> None:
     """127 keys in place of 128."""
-    fmha = model.ops.fmha
+    fmha = model.ops.fmha_rotate
 
     def less(q, window, index, *rest):
         index = index.clone()
         index[..., 0] = -1
         fmha(q, window, index, *rest)
 
-    model.ops = dataclasses.replace(model.ops, fmha=less)
+    model.ops = dataclasses.replace(model.ops, fmha_rotate=less)
 
 
 FEATURES = {

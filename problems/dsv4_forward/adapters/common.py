@@ -27,7 +27,9 @@ class AllOps(Linears, Protocol):
     """The ops that have adapters: ops.Ops has them, for one."""
 
     mhc_site: Callable[..., None]
+    rotate: Callable[..., None]
     fmha: Callable[..., None]
+    fmha_rotate: Callable[..., None]
     choose: Callable[..., None]
     experts: Callable[..., None]
     shared: Callable[..., None]

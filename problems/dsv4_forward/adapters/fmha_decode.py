@@ -1,6 +1,9 @@
-"""Compute the op fmha with a variant of fmha_decode: attention to 584-byte entries, straight from the model's pages.
+"""Compute the ops fmha and fmha_rotate with a variant of fmha_decode: attention to 584-byte entries, straight from the
+model's pages.
 
 The kernel sees each token as a separate sequence. Holes in a list say what does not count, so lengths are full ones.
+A variant may define a function more: `with_rotation(data, cosine, sine)`, as custom_kernel, and turns the last 64 dims
+of the outputs back, rounded to bf16 before and after. Without it the op rotate of the fallback follows.
 """
 
 from collections.abc import Callable
@@ -10,7 +13,7 @@ from types import ModuleType
 import torch
 
 from problems.common import load
-from problems.dsv4_forward.adapters.common import Adapted, Fallback
+from problems.dsv4_forward.adapters.common import Adapted, AllOps, Fallback
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -19,32 +22,52 @@ PROBLEM = "fmha_decode"
 
 @dataclass(frozen=True)
 class Attention:
-    """The op. task: the problem's; kernel: a custom_kernel of it; fallback: the op fmha that computes the calls that
-    the kernel does not serve: activations that are not bf16, pages of another kind, no window. full: by device, tokens
-    and length, the lengths of full lists. They are kept, since graphs may read them: 512 bytes for each that occurs.
+    """The ops. task: the problem's; kernel: a custom_kernel of it, rotating: a with_rotation; fallback: computes the
+    calls that the kernel does not serve: activations that are not bf16, pages of another kind, no window. full: by
+    device, tokens and length, the lengths of full lists. They are kept, since graphs may read them: 512 bytes for each
+    that occurs.
     """
 
     task: ModuleType
     kernel: Callable[..., object]
-    fallback: Callable[..., None]
+    rotating: Callable[..., object]
+    fallback: AllOps
     full: dict[tuple[torch.device, int, int], torch.Tensor] = field(default_factory=dict)
 
-    def __call__(
+    def fmha(
         self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
         index: torch.Tensor | None, sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
     ) -> None:  # fmt: skip
         """As fmha.fmha. ValueError as the problem's task.unpack, or another scale than the problem's."""
-        if q.dtype != torch.bfloat16 or not self._serves(window, window_index) or (cache and cache.kind != "entry"):
-            self.fallback(q, window, window_index, cache, index, sink, scale, out, lse)
-            return
+        if self._serves(q, window, window_index, cache):
+            self.kernel(self._data(q, window, window_index, cache, index, sink, scale, out, lse))
+        else:
+            self.fallback.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
+
+    def fmha_rotate(
+        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
+        index: torch.Tensor | None, sink: torch.Tensor, scale: float, cos: torch.Tensor, sin: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """As chains.fmha_rotate. ValueError as fmha, or of angles, as the variant says."""
+        if self._serves(q, window, window_index, cache):
+            data = self._data(q, window, window_index, cache, index, sink, scale, out, lse)
+            self.rotating(data, cos.contiguous(), sin.contiguous())
+        else:
+            self.fallback.fmha_rotate(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse)
+
+    def _data(
+        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
+        index: torch.Tensor | None, sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple:  # fmt: skip
+        """The problem's Data of a call."""
         if scale != self.task.SCALE:
             raise ValueError(f"scale must be {self.task.SCALE}, got {scale}")
         if index is None:  # the window replaces a cache of which nothing is named
             cache, index = window, window_index.new_empty((*window_index.shape[:2], 0))
         nw, nc = (self._lengths(ids) for ids in (window_index, index))
         q, window_index, index = q.contiguous(), window_index.contiguous(), index.contiguous()
-        data = self.task.Data(q, window.data, window_index, nw, cache.data, index, nc, sink, out, lse)
-        self.kernel(data)
+        return self.task.Data(q, window.data, window_index, nw, cache.data, index, nc, sink, out, lse)
 
     def _lengths(self, ids: torch.Tensor) -> torch.Tensor:
         """int32 (B,), the length of each list of ids (B, S, n), n: filled in the first call only."""
@@ -54,11 +77,18 @@ class Attention:
                 self.full[key] = torch.full(key[1:2], key[2], dtype=torch.int32, device=ids.device)
         return self.full[key]
 
-    def _serves(self, window: Pages, window_index: torch.Tensor) -> bool:
-        return window.kind == "entry" and window_index.numel() > 0
+    def _serves(self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None) -> bool:
+        paged = window.kind == "entry" and (cache is None or cache.kind == "entry")
+        return q.dtype == torch.bfloat16 and paged and window_index.numel() > 0
 
 
 def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
-    """Put `module`, a variant of the problem, into the op. -> the op fmha, and no lines."""
+    """Put `module`, a variant of the problem, into the ops. -> fmha and fmha_rotate, and no lines."""
     task = load.module(load.PROBLEMS / PROBLEM, "task")
-    return Adapted({"fmha": Attention(task, module.custom_kernel, fallback.ops.fmha)}, ())
+
+    def two_steps(data: tuple, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+        module.custom_kernel(data)
+        fallback.ops.rotate(data.out, cosine, sine, data.out, inverse=True)
+
+    made = Attention(task, module.custom_kernel, getattr(module, "with_rotation", two_steps), fallback.ops)
+    return Adapted({"fmha": made.fmha, "fmha_rotate": made.fmha_rotate}, ())

@@ -30,8 +30,9 @@ __device__ __forceinline__ uint4 load_eight(const __nv_bfloat16* matrix, int row
 }
 
 // A warp's part of TILES * TILE rows times at most OCTETS * TILE tokens. LINES: that a lane has under way with 8 rows and
-// 8 tokens. Columns are a multiple of 8, and rows begin at multiples of 16 bytes.
-template <int WARPS, int TILES, int OCTETS, int LINES>
+// 8 tokens. PARTS: blocks that split the columns of the rows. Columns are a multiple of 8, and rows begin at multiples
+// of 16 bytes.
+template <int WARPS, int TILES, int OCTETS, int LINES, int PARTS = 1>
 struct Product {
     static constexpr int ROWS = TILES * TILE, TOKENS = OCTETS * TILE, PAIRS = (OCTETS + 1) / 2;
     static constexpr int DEPTH = LINES / OCTETS < TILES ? 1 : LINES / OCTETS / TILES;
@@ -39,12 +40,13 @@ struct Product {
 
     const __nv_bfloat16* matrix;
     int first, rows, columns;  // the block's first row; of the matrix
+    int part = 0;              // of PARTS, the block's
     uint4 b[DEPTH][TILES][2];
     float c[PAIRS][TILES][4];
 
     __device__ __forceinline__ int column(int line, int half) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        return (line * WARPS + warp) * LINE + half * LINE / 2 + lane % 4 * 8;
+        return ((line * PARTS + part) * WARPS + warp) * LINE + half * LINE / 2 + lane % 4 * 8;
     }
 
     // Line `line` of the matrix, into place d.
@@ -95,7 +97,8 @@ struct Product {
             for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) c[pair][tile][i] = 0.0f;
-        const int lines = (columns + LINE * WARPS - 1) / (LINE * WARPS);
+        constexpr int EACH = LINE * WARPS * PARTS;  // columns of a line of all warps and blocks
+        const int lines = (columns + EACH - 1) / EACH;
         if (lines <= DEPTH) {  // without a branch between loads of x
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) multiply_line(x, tokens, d, d);

@@ -1,19 +1,17 @@
-// The router: logits, scores, the choice of experts, their weights. Few tokens: all of it in one launch, by one cluster
-// of blocks. Many: what follows the matmul, a warp a token.
+// The router: logits, scores, the choice of experts, their weights. Few tokens: all of it in one launch of small blocks,
+// which hand their parts of the logits to the one that chooses. Many: what follows the matmul, a warp a token.
 //
 // The formulas are those of torch_ops/router.py, in fp32. A token's bits do not depend on the others: its sums are of the
 // same parts in the same order. Every launcher returns the CUDA error of its launch.
 #include <cuda_runtime.h>
 
+#include <cassert>
 #include <cstdint>
 
 #include "few_tokens.cuh"
-#include "launch_clusters.cuh"
-#include "ptx.cuh"
+#include "launch.cuh"
 
 namespace {
-
-using namespace ptx;
 
 constexpr int LANES = 32;
 constexpr unsigned ALL = 0xffffffffu;
@@ -77,26 +75,30 @@ __global__ void choose_kernel(const float* logits, const float* bias, const long
 
 // ---------------------------------------------------------------- few tokens, in one launch
 
-constexpr int CLUSTER = 16;               // blocks, which split the experts
-constexpr int WARPS = 16, THREADS = LANES * WARPS;  // of a block: its warps split the columns
-constexpr int LINES = 8;                  // of few::Product
-constexpr int FEW_EXPERTS = 3 * few::TILE * CLUSTER, EACH = FEW_EXPERTS / LANES;
+constexpr int WARPS = 16, THREADS = LANES * WARPS;  // of a block: its warps split its columns
+constexpr int PARTS = 4;                  // blocks that split the columns of 8 experts: 16 KB of weights each
+constexpr int LINES = 2;                  // of few::Product: of up to 8192 columns all are under way, with up to 8 tokens
+constexpr int FEW_EXPERTS = 384, EACH = FEW_EXPERTS / LANES;
 
-// u (tokens, hidden), weight (experts, hidden). bias, table, ids, factors: as choose_kernel has them.
+// In global memory, zero at first. tag: of the launch before; ended: blocks of this one that have.
+struct State {
+    uint32_t tag, ended;
+};
+
+// u (tokens, hidden), weight (experts, hidden). bias, table, ids, factors: as choose_kernel has them. words (PARTS,
+// tokens, experts): parts of logits, each with its launch's tag, so that who needs it reads until it is there. Tags only
+// grow: what another launch left has a smaller one.
 struct Route {
     const __nv_bfloat16 *u, *weight;
     const float* bias;
     const long long *table, *numbers;
     int* ids;
     float* factors;
+    State* state;
+    uint64_t* words;
     int tokens, experts, hidden, chosen;
     float factor;
 };
-
-// Into another block's shared memory, at an address from in_block.
-__device__ void store_cluster(uint32_t to, float value) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
-}
 
 // A float as a word that is ordered as the floats are; none is 0.
 __device__ uint32_t ordered(float key) {
@@ -104,8 +106,8 @@ __device__ uint32_t ordered(float key) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// By a warp: the experts of a token, whose logits become scores. named: of the table, in lane k, where there is no bias.
-__device__ void choose(const Route& r, int token, float* scores, const float* bias, int named) {
+// By a warp: the experts of a token. named: of the table, in lane k, where there is no bias.
+__device__ void choose(const Route& r, int token, const float* scores, const float* bias, int named) {
     const int lane = threadIdx.x % LANES;
     uint32_t keys[EACH];
 #pragma unroll
@@ -113,11 +115,9 @@ __device__ void choose(const Route& r, int token, float* scores, const float* bi
         const int e = i * LANES + lane;
         keys[i] = 0;
         if (e >= r.experts) continue;
-        scores[e] = score(scores[e]);
         const float key = r.bias ? scores[e] + bias[e] : 0.0f;
         keys[i] = ordered(key == key ? key : INFINITE);
     }
-    __syncwarp();
     int picked = named;
     for (int k = 0; r.bias && k < r.chosen; k++) {
         uint32_t best = 0;
@@ -140,50 +140,82 @@ __device__ void choose(const Route& r, int token, float* scores, const float* bi
     }
 }
 
-// A block has TILES * 8 experts, and OCTETS * 8 tokens are at most in the call. The block of rank b gets all logits of
-// tokens b, b + CLUSTER, ... and chooses their experts.
-template <int TILES, int OCTETS>
-__global__ void __launch_bounds__(THREADS, 1) route_kernel(const Route r) {
-    using Product = few::Product<WARPS, TILES, OCTETS, LINES>;
-    extern __shared__ float smem_sums[];  // Product::SUMS
-    __shared__ float smem_logits[few::MOST_TOKENS / CLUSTER][FEW_EXPERTS], smem_bias[FEW_EXPERTS];
-    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, rank = cluster_rank();
-    Product product = {r.weight, rank * Product::ROWS, r.experts, r.hidden};
+constexpr int MOST_TRIES = 1 << 22;  // of a read, each at least a third of a microsecond: more than a second
+
+__device__ uint32_t load_tag(const State* state) {
+    uint32_t tag;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(tag) : "l"(&state->tag) : "memory");
+    return tag;
+}
+
+__device__ void publish(uint64_t* to, float value, uint32_t tag) {
+    const uint64_t word = uint64_t(tag) << 32 | __float_as_uint(value);
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+
+// The sum of PARTS words at from, from + apart, ..., when all have the tag.
+__device__ float receive(const uint64_t* from, int apart, uint32_t tag) {
+    uint64_t word[PARTS];
+    int tries = 0;
+    for (bool all = false; !all;) {
+        all = true;
+#pragma unroll
+        for (int i = 0; i < PARTS; i++)
+            asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word[i]) : "l"(from + i * apart) : "memory");
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) all &= static_cast<uint32_t>(word[i] >> 32) == tag;
+        if (++tries == MOST_TRIES) {
+            assert(!"route: time-out, a block waited for the logits of another that never came");
+            __trap();
+        }
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) sum += __uint_as_float(static_cast<uint32_t>(word[i]));
+    return sum;
+}
+
+// Grid (experts / 8, PARTS). OCTETS * 8 tokens are at most in the call. Blocks are small, so that they find room beside
+// those of the kernel ahead, and all weights are under way when that one ends. The last blocks of the grid choose, which
+// begin when the others have: so these can wait for those.
+template <int OCTETS>
+__global__ void __launch_bounds__(THREADS) route_kernel(const Route r) {
+    using Product = few::Product<WARPS, 1, OCTETS, LINES, PARTS>;
+    __shared__ float smem_sums[Product::SUMS], smem_bias[FEW_EXPERTS], smem_scores[FEW_EXPERTS];
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, all = r.tokens * r.experts;
+    const int part = blockIdx.y, blocks = gridDim.x * gridDim.y;
+    Product product = {r.weight, static_cast<int>(blockIdx.x) * Product::ROWS, r.experts, r.hidden, part};
     product.begin();  // weights: no kernel writes them
     if (r.bias && threadIdx.x < r.experts) smem_bias[threadIdx.x] = r.bias[threadIdx.x];
     programmatic::wait();
     programmatic::trigger();
-    const int token = warp * CLUSTER + rank;  // whose experts this warp chooses
-    int named = 0;
-    if (!r.bias && token < r.tokens && lane < r.chosen)
-        named = static_cast<int>(r.table[r.numbers[token] * r.chosen + lane]);
+    const uint32_t tag = load_tag(r.state) + 1;
     product.multiply(r.u, r.tokens);
     product.store(smem_sums);
-    cluster_sync();  // all blocks have begun, and this one's sums are there
+    __syncthreads();
     for (int i = threadIdx.x; i < r.tokens * Product::ROWS; i += THREADS) {
-        const int row = i / Product::ROWS, expert = product.first + i % Product::ROWS;
-        if (expert >= r.experts) continue;
-        const uint32_t to = smem_address(&smem_logits[row / CLUSTER][expert]);
-        store_cluster(in_block(row % CLUSTER, to), Product::total(smem_sums, i));
+        const int token = i / Product::ROWS, expert = product.first + i % Product::ROWS;
+        if (expert < r.experts)
+            publish(r.words + part * all + token * r.experts + expert, Product::total(smem_sums, i), tag);
     }
-    cluster_sync();
-    if (token < r.tokens) choose(r, token, smem_logits[warp], smem_bias, named);
+    for (int token = blocks - 1 - part * gridDim.x - blockIdx.x; token < r.tokens; token += blocks) {
+        int named = 0;
+        if (!r.bias && warp == 0 && lane < r.chosen)
+            named = static_cast<int>(r.table[r.numbers[token] * r.chosen + lane]);
+        if (threadIdx.x < r.experts)
+            smem_scores[threadIdx.x] = score(receive(r.words + token * r.experts + threadIdx.x, all, tag));
+        __syncthreads();
+        if (warp == 0) choose(r, token, smem_scores, smem_bias, named);
+        __syncthreads();
+    }
+    // All blocks have read the tag when the last one raises it.
+    if (threadIdx.x == 0 && atomicAdd(&r.state->ended, 1u) == blocks - 1) r.state->ended = 0, r.state->tag = tag;
 }
 
-template <int TILES, int OCTETS>
+template <int OCTETS>
 int route(const Route& r) {
-    const auto kernel = route_kernel<TILES, OCTETS>;
-    const int bytes = few::Product<WARPS, TILES, OCTETS, LINES>::SUMS * sizeof(float);
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-        return error;
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
-        return error;
-    return programmatic::launch_clusters(kernel, dim3(CLUSTER), dim3(THREADS), bytes, CLUSTER, true, r);
-}
-
-template <int TILES>
-int route_tokens(const Route& r) {
-    return (r.tokens <= few::TILE ? route<TILES, 1> : r.tokens <= 2 * few::TILE ? route<TILES, 2> : route<TILES, 4>)(r);
+    const dim3 grid((r.experts + few::TILE - 1) / few::TILE, PARTS);
+    return programmatic::launch(route_kernel<OCTETS>, grid, dim3(THREADS), 0, r);
 }
 
 }  // namespace
@@ -196,13 +228,16 @@ extern "C" int launch_choose(const float* logits, const float* bias, const long 
     return cudaGetLastError();
 }
 
+// Words of 8 bytes that launch_route needs between calls, zero at first.
+extern "C" int route_words() { return sizeof(State) / 8 + PARTS * few::MOST_TOKENS * FEW_EXPERTS; }
+
 // All, for up to few::MOST_TOKENS tokens and FEW_EXPERTS experts. u and weight begin at multiples of 16 bytes, and hidden is a
-// multiple of 8.
+// multiple of 8. exchange: route_words words, of one launch at a time.
 extern "C" int launch_route(const void* u, const void* weight, const float* bias, const long long* table,
-                            const long long* tokens, int* ids, float* weights, int count, int experts, int hidden,
-                            int chosen, float factor) {
+                            const long long* tokens, int* ids, float* weights, void* exchange, int count, int experts,
+                            int hidden, int chosen, float factor) {
     const Route r = {static_cast<const __nv_bfloat16*>(u), static_cast<const __nv_bfloat16*>(weight), bias, table,
-                     tokens, ids, weights, count, experts, hidden, chosen, factor};
-    const int each = few::TILE * CLUSTER, tiles = (experts + each - 1) / each;
-    return (tiles == 1 ? route_tokens<1> : tiles == 2 ? route_tokens<2> : route_tokens<3>)(r);
+                     tokens, ids, weights, static_cast<State*>(exchange),
+                     static_cast<uint64_t*>(exchange) + sizeof(State) / 8, count, experts, hidden, chosen, factor};
+    return (count <= few::TILE ? route<1> : count <= 2 * few::TILE ? route<2> : route<4>)(r);
 }

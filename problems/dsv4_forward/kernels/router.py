@@ -33,11 +33,13 @@ def ops(target: str) -> dict[str, Callable[..., None]]:
 
 
 class Router:
-    """The op on one build."""
+    """The op on one build. Two launches on one device must not run at once: their blocks share an exchange."""
 
     def __init__(self, built: build.Artefact) -> None:
         self._choose = built.function("launch_choose", *[c_void_p] * 6, c_int, c_int, c_int, c_float)
-        self._route = built.function("launch_route", *[c_void_p] * 7, *[c_int] * 4, c_float)
+        self._route = built.function("launch_route", *[c_void_p] * 8, *[c_int] * 4, c_float)
+        self._words = built.function("route_words")
+        self._exchanges: dict[torch.device, torch.Tensor] = {}  # kept: tags grow from launch to launch
 
     def route(
         self, u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None,
@@ -70,7 +72,8 @@ class Router:
         if len(u) <= FEW_TOKENS and experts <= FEW_EXPERTS and _loads_whole(u) and _loads_whole(weight):
             sizes = len(u), experts, u.shape[1], chosen
             code = self._route(
-                u.data_ptr(), weight.data_ptr(), *given, *written, *sizes, cfg.routed_scaling_factor
+                u.data_ptr(), weight.data_ptr(), *given, *written, self._exchange(u.device).data_ptr(), *sizes,
+                cfg.routed_scaling_factor,
             )  # fmt: skip
         else:
             logits = torch.empty(len(u), experts, dtype=torch.float32, device=u.device)
@@ -79,6 +82,13 @@ class Router:
                 logits.data_ptr(), *given, *written, len(u), experts, chosen, cfg.routed_scaling_factor
             )  # fmt: skip
         build.check(code, "route")
+
+    def _exchange(self, device: torch.device) -> torch.Tensor:
+        """Where the blocks of a launch hand each other logits, int64, zero at first."""
+        if device not in self._exchanges:
+            with torch.inference_mode(False):
+                self._exchanges[device] = torch.zeros(self._words(), dtype=torch.int64, device=device)
+        return self._exchanges[device]
 
 
 def _loads_whole(matrix: torch.Tensor) -> bool:

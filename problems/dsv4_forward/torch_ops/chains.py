@@ -38,6 +38,7 @@ class Parts(Protocol):
     index_scores: Callable[..., None]
     select: Callable[..., None]
     locate: Callable[..., None]
+    fmha: Callable[..., None]
     experts: Callable[..., None]
     shared: Callable[..., None]
 
@@ -223,6 +224,20 @@ def choose(parts: Parts) -> Callable[..., None]:
         ids = torch.empty_like(out)
         parts.select(scores, visible, ids)
         parts.locate(ids, table, keys.per_page, out)
+
+    return run
+
+
+def fmha_rotate(parts: Parts) -> Callable[..., None]:
+    """Return the op that attends, and rotates back what it returns: keys, which are values too, are rotated."""
+
+    def run(
+        q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None, index: torch.Tensor | None,
+        sink: torch.Tensor, scale: float, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write out (N, S, H, D), rounded, then rotated back by angles cos, sin (N, r / 2), and lse. Else as fmha."""
+        parts.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
+        parts.rotate(out, cos, sin, out, inverse=True)
 
     return run
 

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "launch_cooperative.cuh"
 #include "sm90_decode_adding.cuh"
 #include "sm90_decode_block.cuh"
 #include "sm90_decode_groups.cuh"
@@ -45,6 +46,7 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
 
 template <int C1, int C2, int NT>
 __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
+    constexpr bool LONE = C1 == 4 && NT == 1;  // whether it quantises a call's one token: else there are no registers
     extern __shared__ __align__(128) uint8_t smem[];
     const Layout at(p, NT);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = p.tokens * p.topk;
@@ -66,6 +68,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         for (int i = 0; i < BATCHES; ++i)
             barrier_init(written + 8 * i, EPILOGUE_THREADS), barrier_init(ready + 8 * i, 1);
     }
+    programmatic::wait();
+    uint4 half = {};
+    if (LONE && p.lone && warp < WARPS) half = load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
     if (n <= 32) {
         if (warp == 0) sort_few<NT>(p, groups, slots, routing, words, lane);
         __syncwarp();
@@ -207,16 +212,25 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         if constexpr (BATCHED<NT>) {
             Walk walk(parts, rows1, batches);
             bool more = walk.find();
-            if (more) take_all(groups[walk.group]);
+            float input_scale = 1;  // lane i: of group i
+            if (LONE && p.lone && lane < count) input_scale = p.in13[groups[lane].expert];
+            const auto enter = [&](int group) {
+                if constexpr (LONE)
+                    if (p.lone) return tokens.quantise(half, __shfl_sync(~0u, input_scale, group), lane);
+                take_all(groups[group]);
+            };
+            if (more) enter(walk.group);
             while (more) {
                 const int group = walk.group;
                 walk.next(), more = walk.find();
                 // The next group's tokens come as this one's are used. All groups have the same row, if there is but one.
-                const bool changes = more && walk.group != group && (p.tokens > 1 || p.quantised);
-                if (changes) tokens.aim(p.x, p.hidden, divisor, warp, groups[walk.group], slots, lane);
+                const bool changes = more && walk.group != group;
+                const bool lone = LONE && p.lone, takes = changes && !lone && (p.tokens > 1 || p.quantised);
+                if (takes) tokens.aim(p.x, p.hidden, divisor, warp, groups[walk.group], slots, lane);
                 multiply_group(false, [&](int c) {
-                    if (changes) tokens.take(c, false);
+                    if (takes) tokens.take(c, false);
                 });
+                if (changes && lone) enter(walk.group);
             }
         } else {
             int group = parts[0].group, row = parts[0].row;
@@ -282,14 +296,9 @@ cudaError_t launch(const Problem& p, int blocks, int bytes) {
     cudaError_t code =
         cudaFuncSetAttribute(experts<C1, C2, NT>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
-    // Cooperative: blocks wait for each other, so all have to run at once.
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = blocks, config.blockDim = NUM_THREADS, config.dynamicSmemBytes = bytes;
-    config.attrs = &attribute, config.numAttrs = p.linear ? 0 : 1;
-    return cudaLaunchKernelEx(&config, experts<C1, C2, NT>, p);
+    const dim3 grid(blocks), block(NUM_THREADS);
+    if (p.linear) return programmatic::launch(experts<C1, C2, NT>, grid, block, bytes, p);
+    return programmatic::launch_cooperative(experts<C1, C2, NT>, grid, block, bytes, p);
 }
 
 // tiles: 8 tokens each, of a group; 1 or 2. rows: room for the slots' rows of x, where they are quantised. -> a
@@ -303,15 +312,16 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows) {
     p.stages = room / (STAGE_BYTES + 16);
     if (p.stages > 6) p.stages = 6;
     if (p.stages < 2 || SORTING * p.experts * 2 + n * 2 > p.stages * STAGE_BYTES) return cudaErrorInvalidValue;
-    if (p.quantised) {
+    const int bytes = Layout(p, tiles).bytes;
+    const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
+    const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);
+    p.lone = p.quantised && !p.linear && p.tokens == 1 && p.groups <= 32 && tiles == 1 && first <= 4 && second <= 2;
+    if (p.quantised && !p.lone) {
         const int width = p.linear ? p.inner : p.hidden, all = n * (width / 16);
         quantise_rows<<<(all + 127) / 128, 128>>>(p, rows, width);
         if (const cudaError_t code = cudaGetLastError()) return code;
         p.x = rows;
     }
-    const int bytes = Layout(p, tiles).bytes;
-    const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
-    const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);
     if (first <= 4 && second <= 2)
         return tiles == 1 ? launch<4, 2, 1>(p, blocks, bytes) : launch<4, 2, 2>(p, blocks, bytes);
     if (tiles == 1 && first <= 8 && second <= 4) return launch<8, 4, 1>(p, blocks, bytes);

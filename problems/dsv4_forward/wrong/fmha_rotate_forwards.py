@@ -1,0 +1,22 @@
+"""Wrong: what attention returns is rotated by the query's position once more, not back."""
+
+from problems.dsv4_forward import judged_call
+from problems.dsv4_forward.torch_ops import fmha, rope
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def fmha_rotate(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse):
+    fmha.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
+    rope.rotate(out, cos, sin, out)
+
+
+def compile_for(target):
+    return []
+
+
+def prepare(weights):
+    return judged_call.prepare(weights, "reference", fmha_rotate=fmha_rotate)
+
+
+custom_kernel = judged_call.run

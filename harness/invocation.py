@@ -51,7 +51,7 @@ class Run:
                 except (TypeError, ValueError, RecursionError) as error:
                     raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
         if not record.can_name(found.name):
-            raise UsageError(f"a problem's folder must have a plain name, got {found.name!r}: rename it")
+            raise UsageError(f"PROBLEM: the folder must have a plain name, got {found.name!r}: rename it")
         return found
 
     @functools.cached_property
@@ -162,13 +162,12 @@ class Run:
         if not cases:
             raise UsageError(f"--case must match a test case of {submission.name}, which {submission.limits}")
         judged, compiled = Result(submission, target), Result(submission, target)
-        if broken := rule_broken(submission):
-            judged.status, judged.reason = broken.status, broken.reason
-            compiled.status, compiled.reason = broken.status, broken.reason
         if args.mode == "leaderboard":
             record.see_writable(self.machine)
-            if not broken:
-                self._compile([compiled])
+        if broken := rule_broken(submission):
+            compiled.status, compiled.reason = broken.status, broken.reason
+        else:
+            self._compile([compiled])
         if compiled.status in ("COMPILE_ERROR", "RULE_BROKEN"):
             judged = compiled
         else:

@@ -199,6 +199,8 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError(f"--processes must be 2 to {limits.MOST_PROCESSES}, got {args.processes}")
     if args.processes is not None and not args.against:
         raise UsageError("--processes goes with --against: give the variant or file to compare with")
+    if args.against and (other := _takes_no_times(args)):
+        raise UsageError(f"--against compares times, and {other} takes none: leave one of the two out")
     if not 0 < args.same_within < 50:
         raise UsageError(f"--same-within must be over 0 and under 50, in percent, got {args.same_within}")
     if args.fail_on_regression is not None:
@@ -216,17 +218,23 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     return None
 
 
+def _takes_no_times(args: argparse.Namespace) -> str:
+    """Return the option for which a run takes no times that could be compared, "" if there is none."""
+    stops = [option for option, given in (("--lint", args.lint), ("--check-only", args.check_only)) if given]
+    return stops[0] if stops else f"--mode {args.mode}" if args.mode in ("test", "profile") else ""
+
+
 def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> None:
     """Raise UsageError for a variant that the problem in `folder` lacks, or options that its check does not take."""
     from harness.problem import commits, folders
 
     if args.variant and not args.submission and not args.all:
-        folders.variant_file(folder, args.variant)
+        folders.variant_file(folder, args.variant, "--variant")
     if args.against and not args.all and not args.against.endswith(".py"):
         if other := commits.split(args.against):
             commits.see_there(folder, *other)
         else:
-            folders.variant_file(folder, args.against)
+            folders.variant_file(folder, args.against, "--against")
     if further and not (folder / "check.py").is_file():
         raise folders.UsageError(f"unrecognized arguments: {' '.join(further)}")
 

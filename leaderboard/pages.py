@@ -25,7 +25,7 @@ from leaderboard.provenance import Provenance
 from problems.common import load
 
 BOARDS = Path("leaderboard", "README.md")  # beside the README that has the winners
-BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
+MARKS = BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
 PLAIN_WIDTH = 250  # columns, where the output is no terminal
 DIFF_LINES = 20  # of a stale table, shown by --check
 
@@ -155,14 +155,6 @@ def markdown(shown: Shown) -> str:
     ]
     boards = [tables.markdown(shown.boards, shown.complaints)] if shown.boards or shown.complaints else []
     return "\n".join([*boards, *parts])
-
-
-def spliced(text: str, table: str, name: str) -> str:
-    """`text` with what stands between the markers replaced. ValueError unless it has each marker once, in order."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{name} must hold the lines {BEGIN} and {END} once each, in this order")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table}\n{END}{rest.partition(END)[2]}"
 
 
 def terminal(shown: Shown, console: Console) -> None:
@@ -295,7 +287,10 @@ def readme(options: argparse.Namespace) -> int:
         output.complain(f"warning: {text.line(complaint)}")
     pages = {top: winners, top.parent / BOARDS: boards}
     old = {file: file.read_text(encoding="utf-8") for file in pages}
-    new = {file: spliced(old[file], table, str(file.relative_to(top.parent))) for file, table in pages.items()}
+    new = {
+        file: output.spliced(old[file], MARKS, table, str(file.relative_to(top.parent)))
+        for file, table in pages.items()
+    }  # fmt: skip
     stale = [file for file in pages if new[file] != old[file]]
     for file in pages:
         name = file.relative_to(top.parent)

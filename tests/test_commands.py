@@ -106,6 +106,8 @@ def shortened(words: list[str]) -> list[str]:
         words += CHECK
     if STOPS & {*words}:
         return words
+    if "--against" in words:  # pairs are timed, by at least two processes of each side
+        return [*words, "--mode", "benchmark", "--processes", "2", "--case", "m=7168 k=2048"]
     words += [] if "--mode" in words else ["--mode", "test"]
     return words if "--case" in words or "latency" in words else [*words, *SMALL.get(words[0], [])]
 

@@ -205,7 +205,7 @@ class Judging:
             keys = ("variant", "run_id", "source_hash")
             two[0].confirms = {key: leader[key] for key in keys} | {"paired": len(two) == 2}
             self._time(session, two, len(two) == 2, progress, f"confirm {name}")
-            for j, each, whole in asked:  # what --against asked for stays, with the ratio of its own pairs
+            for j, each, whole in asked:  # what --against asked for stays, with the ratio of those pairs
                 if (j.against_all or {}).get("variant") != whole["variant"]:
                     j.against, j.against_all = each, whole
 

@@ -4,9 +4,10 @@ import argparse
 import re
 import shlex
 
+from harness.judge import limits
 from harness.judge.verdict import Result
 from harness.problem.folders import Case
-from harness.results import schema
+from harness.results import schema, stats
 
 PYTHON = ".venv/bin/python"
 _HELP = re.compile(r"--timeout [0-9.e+]+")  # how a time-out names the limit to try
@@ -21,7 +22,11 @@ def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]
     base = [PYTHON, "harness/run.py", args.problem, *chosen, *(["--device", args.device] if args.device else [])]
     report = [PYTHON, "leaderboard/report.py", name]
     if j.verdict == "PASSED":
-        words, why = _passed(args, base, report, "" if winner == j.submission.name else winner)
+        asked = judged[0].against_all if args.against else None  # a confirmation compares too
+        if asked and asked["word"] == "UNDECIDED":
+            words, why = _undecided(args, base, asked)
+        else:
+            words, why = _passed(args, base, report, "" if winner == j.submission.name else winner)
     elif j.verdict == "MODEL_CHECKED":
         recorded = "it is recorded; see the board", "it is right in the model; without --mode it is recorded"
         words, why = (report, recorded[0]) if args.mode == "leaderboard" else (base, recorded[1])
@@ -34,6 +39,21 @@ def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]
     else:
         words, why = _failed(args, base, j)
     return shlex.join(words), why
+
+
+def _undecided(args: argparse.Namespace, base: list[str], found: dict) -> tuple[list[str], str]:
+    """After a comparison that did not decide, the same one with as many processes as would."""
+    options = [
+        ("--mode", args.mode, "leaderboard"), ("--case", args.case, None),
+        ("--same-within", args.same_within, 100 * stats.SAME_WITHIN),
+        ("--fail-on-regression", args.fail_on_regression, None),
+    ]  # fmt: skip
+    kept = [word for name, value, usual in options if value != usual for word in (name, str(value))]
+    if found["needed"] <= limits.MOST_PROCESSES:
+        count, why = found["needed"], "about so many processes of each would decide"
+    else:
+        count, why = found["processes"], f"{limits.MOST_PROCESSES} processes are too few: try when the machine is idle"
+    return [*base, *kept, "--against", args.against, "--processes", str(count)], f"UNDECIDED: {why}"
 
 
 def _passed(args: argparse.Namespace, base: list[str], report: list[str], winner: str) -> tuple[list[str], str]:

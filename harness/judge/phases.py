@@ -96,7 +96,7 @@ def run_tests(
                 done_before = number * len(handles) + handles.index(handle)
                 progress(Step("test", done_before, len(cases) * len(handles), f"{case}  {handle.name}"))
                 outcome = budget.call(session, handle, CallRequest(1))
-                # Libraries set themselves up in their first call, with streams of their own: the second is audited.
+                # Libraries set themselves up in their first call, with separate streams: the second is audited.
                 if session.device == "cuda" and audited[handle.name] == number and outcome.status == "PASSED":
                     outcome = budget.call(session, handle, CallRequest(1, audit=True))
                 if outcome.status == "PASSED" and number == len(cases) - 1:
@@ -345,8 +345,8 @@ class Benchmark:
             self._round(number, group, 0, False, measure)
 
     def _round(self, number: int, group: _Group, sample: int, scored: bool, measure: bool) -> None:
-        """Make one call of each submission on the same new contents; of a pair both count or none. measure: what it
-        leaves behind in memory counts.
+        """Make one call of each submission on the same new contents; of a pair both count or none, unless one of them
+        does not serve the case. measure: what it leaves behind in memory counts.
         """
         group.seeds.append(self.session.content(self.cases[number]))
         lacking = self._lacking(number, group)
@@ -358,15 +358,14 @@ class Benchmark:
                 self._own_call(group, "empty", sample if scored else -1)
             elif not scored or self.paired or _name(handle) in lacking:
                 outcomes[_name(handle)] = self._call(number, group, handle, sample, measure)
-        if not scored or (None in outcomes.values() and self.paired):
+        if not scored or (self.paired and self._failures(number, group)):
             return
-        quiet = {name for name, outcome in outcomes.items() if outcome and not outcome.busy and not outcome.late}
-        late = {name for name, outcome in outcomes.items() if outcome and outcome.late}
+        outcomes = {name: outcome for name, outcome in outcomes.items() if outcome}
+        quiet = {name for name, outcome in outcomes.items() if not outcome.busy and not outcome.late}
+        late = {name for name, outcome in outcomes.items() if outcome.late}
         if self.paired and len(quiet) < len(outcomes):
             quiet, late = set(), set(outcomes) if late else set()
         for name, outcome in outcomes.items():
-            if outcome is None:
-                continue
             if name in quiet:
                 self.timings[name][number].outcomes[group.process].append(outcome)
                 group.outcomes[name].append(outcome)
@@ -374,6 +373,13 @@ class Benchmark:
                 group.late[name] = group.late.get(name, 0) + 1
             else:
                 group.spare.setdefault(name, []).append(outcome)
+
+    def _failures(self, number: int, group: _Group) -> dict[str, Outcome]:
+        """Return the failures in a case by submission, but for one that does not serve it: that says nothing of the
+        other one, which is timed without it.
+        """
+        found = {_name(handle): self.timings[_name(handle)][number].failure for handle in group.handles}
+        return {name: failure for name, failure in found.items() if failure and failure.status != "UNSUPPORTED"}
 
     def _complete(self, number: int, group: _Group, name: str) -> None:
         """Give a submission with too few quiet calls the busy ones too."""
@@ -386,12 +392,11 @@ class Benchmark:
         group.outcomes[name] += spare
         if len(spare) == missing:
             return
-        others = [_name(handle) for handle in group.handles if _name(handle) != name]
-        failures = {one: self.timings[one][number].failure for one in others if self.paired}
-        if failed := next(((one, bad.status) for one, bad in failures.items() if bad), None):
+        if self.paired and (failures := self._failures(number, group)):
+            other, failure = next(iter(failures.items()))
             timing.failure = Outcome(
                 "INVALID_MEASUREMENT",
-                f"not timed: {failed[0]} is {failed[1]}, and of a pair both count or none; time it without --against",
+                f"not timed: {other} is {failure.status}, and of a pair both count or none; time it without --against",
             )
         else:
             timing.failure = Outcome(

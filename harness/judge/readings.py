@@ -184,8 +184,8 @@ def _take_out_late(timing: Timing, late: list[float]) -> Outcome | None:
         counted = f"{sum(mark for mark, _ in pairs)} of {len(pairs)} calls"
         return Outcome(
             "INVALID_MEASUREMENT",
-            f"the judge's clock saw {counted} take over {most:.0f} us longer than they claim, more than any of its own "
-            f"empty ones: run again when the machine is idle",
+            f"the judge's clock saw {counted} take over {most:.0f} us longer than they claim, more than any empty "
+            f"call did: run again when the machine is idle",
         )
     typical = stats.median([excess for mark, (excess, _) in pairs if not mark])
     allowed = many + LATE_SHARE * timing.median_us
@@ -193,7 +193,7 @@ def _take_out_late(timing: Timing, late: list[float]) -> Outcome | None:
         return Outcome(
             "INVALID_MEASUREMENT",
             f"by the judge's clock calls take {typical:.0f} us longer than they claim, and over {allowed:.0f} us, "
-            f"longer than {MIDDLE_OF_HUNDRED} of a hundred of its empty ones, the times are no record: run again when "
+            f"longer than {MIDDLE_OF_HUNDRED} of a hundred empty calls, the times are no record: run again when "
             f"the machine is idle",
         )
     for group, of in zip([group for group in timing.outcomes if group], marks, strict=True):

@@ -31,9 +31,11 @@ class Selection:
     def submissions(self) -> list[Submission]:
         """Return the submissions that this run judges. UsageError: options exclude each other, or a file is none."""
         chosen = self._named()
-        for one in chosen:
+        first = "--all" if self.args.all else "--submission" if self.args.submission else "--variant"
+        for number, one in enumerate(chosen):
             if not record.can_name(one.name):
-                raise UsageError(f"a submission's file must have a plain name, got {one.name!r}: rename it")
+                option = "--against" if number and self.args.against else first
+                raise UsageError(f"{option}: the file must have a plain name, got {one.name!r}: rename it")
         return chosen
 
     def _named(self) -> list[Submission]:
@@ -45,7 +47,7 @@ class Selection:
         if args.all:
             submissions = self.problem.submissions()
             if not submissions:
-                raise UsageError(f"{self.problem.name} has no variants/")
+                raise UsageError(f"--all: {self.problem.name} has no variants/")
             return submissions
         if args.variant:
             first = self.problem.variant(args.variant)
@@ -64,9 +66,13 @@ class Selection:
         path, other = Path(args.against), commits.split(args.against)
         if other:
             return [first, self._of_commit(*other)]
-        second = folders.submission(self.problem, path) if path.suffix == ".py" else self.problem.variant(args.against)
+        if path.suffix == ".py":
+            second = folders.submission(self.problem, path, "--against")
+        else:
+            second = self.problem.variant(args.against, "--against")
         if second.name == first.name:
             second = dataclasses.replace(second, name=f"{second.name}#2")
+            console.say(f"{first.name} is {_shown(first.file)}, {second.name} is {_shown(second.file)}")
         return [first, second]
 
     def _of_commit(self, rev: str, variant: str) -> Submission:
@@ -136,6 +142,11 @@ class Selection:
             hint = "; test cases are chosen with --mode test" if tests and what == "benchmark" else ""
             raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}{hint}")
         return chosen
+
+
+def _shown(file: Path) -> str:
+    """Return the path of a file, from the present folder if it is below that."""
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def rule_broken(submission: Submission) -> Outcome | None:

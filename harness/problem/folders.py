@@ -131,9 +131,11 @@ class Problem:
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}: name a --variant") from None
 
-    def variant(self, name: str) -> Submission:
-        """Return the file of that name in variants/. UsageError: there is none; a path is no name."""
-        return submission(self, variant_file(self.folder, name))
+    def variant(self, name: str, option: str = "--variant") -> Submission:
+        """Return the file of that name in variants/, which `option` names. UsageError: there is none; a path is no
+        name.
+        """
+        return submission(self, variant_file(self.folder, name, option))
 
 
 def find(name: str) -> Problem:
@@ -150,12 +152,12 @@ def place(name: str) -> Path:
     raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py or a task.yml, got {name!r}")
 
 
-def variant_file(folder: Path, name: str) -> Path:
-    """The file of that name in variants/. UsageError: there is none; a path is no name."""
+def variant_file(folder: Path, name: str, option: str) -> Path:
+    """The file of that name in variants/, which `option` names. UsageError: there is none; a path is no name."""
     files = {file.stem: file for file in (folder / "variants").glob("*.py")}
     if name not in files:
         known = ", ".join(sorted(files)) or "none"
-        raise UsageError(f"variant must be one of {folder.name}'s ({known}), got {name!r}")
+        raise UsageError(f"{option} must be one of {folder.name}'s variants ({known}), got {name!r}")
     return files[name]
 
 
@@ -175,12 +177,12 @@ def problem_names() -> list[str]:
     return sorted(p.parent.name for p in load.PROBLEMS.glob("*/task.py"))
 
 
-def submission(problem: Problem, file: Path) -> Submission:
-    """What the submission `file` says of itself. UsageError: no such file, no Python, an unknown target, or ONLY where
-    it may not stand or with other fields than the cases have.
+def submission(problem: Problem, file: Path, option: str = "--submission") -> Submission:
+    """What the submission `file`, which `option` names, says of itself. UsageError: no such file, no Python, an unknown
+    target, or ONLY where it may not stand or with other fields than the cases have.
     """
     if not file.is_file():
-        raise UsageError(f"submission must be a Python file, found none at {file}")
+        raise UsageError(f"{option} must be a Python file, found none at {file}")
     with reading(file.name):
         return _entry(problem, file)
 

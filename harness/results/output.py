@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class ClosedError(RuntimeError):
-    """Nobody reads standard output any more."""
+    """The reader of standard output has gone."""
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -103,6 +103,21 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         error.filename = str(path)  # not of the file beside it that would have taken its place
         raise
+
+
+def spliced(text: str, marks: tuple[str, str], said: str, name: str) -> str:
+    """Return `text`, of the file `name`, with `said` between the two marks, which stay. ValueError: the text does not
+    have each mark once, in this order.
+    """
+    begin, end = marks
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"{name} must hold the lines {begin} and {end} once each, in this order")
+    return f"{text.partition(begin)[0]}{begin}\n\n{said}\n{end}{text.partition(end)[2]}"
+
+
+def splice(path: Path, marks: tuple[str, str], said: str) -> None:
+    """Write `said` between the two marks of the file `path`. ValueError as in `spliced`: it stays as it was."""
+    write_whole(path, spliced(path.read_text(encoding="utf-8"), marks, said, path.name))
 
 
 def _write_whole(path: Path, text: str) -> None:

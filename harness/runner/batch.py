@@ -1,7 +1,7 @@
 """The page of a batch: calls on a GPU that wait behind a gate, until the checker opens it together with their contents.
 
 A runner enqueues its calls while the contents of their buffers are masked, and behind them the digest of their outputs.
-The checker reads its clock, unmasks the buffers on its own queue, opens the gate, and waits for the digest, which no
+The checker reads its clock, unmasks the buffers on its stream, opens the gate, and waits for the digest, which no
 process can know before it has all outputs. Nothing that the runner does shortens the unmasking: it has no key, and the
 device works for one process at a time.
 """
@@ -40,8 +40,8 @@ class GatePage:
 
 
 def written(opened: dict, buffer: Buffer | MappedBuffer) -> list[tuple[int, int]]:
-    """Return (address, bytes) of what a call on a buffer leaves: its outputs, or in a folder whose calls return tensors
-    of their own the copies of these. opened: the layout of the buffer's content.
+    """Return (address, bytes) of what a call on a buffer leaves: its outputs, or in a folder whose calls return new
+    tensors the copies of these. opened: the layout of the buffer's content.
     """
     leaves = tree.leaves(opened["data"])
     specs = [leaves[i] for i in opened["outputs"]] if opened["own"] else opened["captures"]

@@ -50,7 +50,7 @@ class CudaClock:
 
     def time(self, call: native.Call, capture: Callable[[object], None], delivery: Delivery) -> tuple[Sample, object]:
         """Return the reading of a call on cold caches, and what it returned. capture: copies what `call.copies` cannot
-        name beforehand, as in a folder whose calls return tensors of their own.
+        name beforehand, as in a folder whose calls return new tensors.
         """
         torch.cuda.synchronize()
         native.reset_persisting_l2()

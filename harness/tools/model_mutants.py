@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.results import output
 from harness.tools.model_check import ORDERS, _checked, _inputs, set_order
 from problems.common import load
 
@@ -438,10 +439,7 @@ def main(argv: list[str]) -> int:
         results = [one for one in kept if not one["kernel"].endswith(done)] + results
         RESULTS.write_text("".join(json.dumps(one) + "\n" for one in results))
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    page = PAGE.read_text()
-    before, _, rest = page.partition(_MARKS[0])
-    after = rest.partition(_MARKS[1])[2]
-    PAGE.write_text(f"{before}{_MARKS[0]}\n\n{table(results)}\n{_MARKS[1]}{after}")
+    output.splice(PAGE, _MARKS, table(results))
     return 0
 
 

@@ -94,7 +94,7 @@ def _write(folder: Path, problem_name: str, variant: str, words: str) -> int:
     from problems.common.ptx_model import driver
 
     problem = folders.find(problem_name)
-    chosen = problem.variant(variant)
+    chosen = problem.variant(variant, "VARIANT")
     model_check.target_of(chosen)
     if TARGET not in chosen.targets:
         raise folders.UsageError(f"VARIANT must be for {TARGET}, got {variant}, which is for {chosen.targets}")
@@ -313,8 +313,7 @@ def _distance(ulp: float | None) -> str:
 def rendered(page: str) -> str:
     """The page with the table of RESULTS in it."""
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
-    before, _, rest = page.partition(_MARKS[0])
-    return f"{before}{_MARKS[0]}\n\n{table(lines)}\n{_MARKS[1]}{rest.partition(_MARKS[1])[2]}"
+    return output.spliced(page, _MARKS, table(lines), PAGE.name)
 
 
 def render() -> None:

@@ -66,12 +66,12 @@ class LostError(UsageError):
 class Host:
     """A host as ssh knows it, and the folder there that belongs to this checkout. UsageError: no such name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, option: str = "HOST") -> None:
         if not name or name.startswith("-") or ":" in name or not name.isprintable() or " " in name:
-            raise UsageError(f"HOST must be a name that ssh knows, such as user@machine or an alias, got {name!r}")
+            raise UsageError(f"{option} must be a name that ssh knows, such as user@machine or an alias, got {name!r}")
         for program in ("ssh", "rsync"):
             if not shutil.which(program):
-                raise UsageError(f"{program} is not installed here (Debian: `make setup-system`)")
+                raise UsageError(f"{option} needs {program}, which is not installed here (Debian: `make setup-system`)")
         self.name = name
         self.ssh = [*shlex.split(os.environ.get(SSH_VARIABLE, "ssh")), *SSH_OPTIONS]
         mine = hashlib.sha256(f"{socket.gethostname()}:{ROOT}".encode()).hexdigest()[:8]
@@ -169,7 +169,7 @@ def start(args: argparse.Namespace, further: list[str], defaults: argparse.Names
     args, further, defaults: of harness/run.py; stdout: where --json - writes. UsageError: a file is missing, the host
     cannot be reached, or refuses.
     """
-    host = Host(args.on)
+    host = Host(args.on, "--on")
     known = known_files()
     words, outside = words_of(args, further, defaults, set(known))
     job = record.new_run_id()
@@ -224,7 +224,7 @@ def words_of(
         if str(values[name] or "").endswith(".py") or (name == "submission" and values[name]):
             file = Path(values[name])
             if not file.is_file():
-                raise UsageError(f"--{name}: submission must be a Python file, found none at {file}")
+                raise UsageError(f"--{name} must be a Python file, found none at {file}")
             with folders.reading(file.name):
                 values[name], more = _placed(file.resolve(), sources.own(file), known)
             outside += more

@@ -39,8 +39,15 @@ def lines_of(folder):
     ("arguments", "message"),
     [
         (["no_such_problem"], "PROBLEM must be one of"),
-        (["nvfp4_gemv", "--variant", "nothing"], "variant must be one of"),
-        (["nvfp4_gemv", "--submission", "nothing.py"], "submission must be a Python file"),
+        (["nvfp4_gemv", "--variant", "nothing"], "--variant must be one of nvfp4_gemv's variants (cpu_avx2"),
+        (["nvfp4_gemv", "--against", "nothing"], "--against must be one of nvfp4_gemv's variants (cpu_avx2"),
+        (["nvfp4_gemv", "--submission", "nothing.py"], "--submission must be a Python file, found none at nothing.py"),
+        (["nvfp4_gemv", "--against", "nothing.py"], "--against must be a Python file, found none at nothing.py"),
+        (["nvfp4_gemv", "--on", "a b", "--submission", "nothing.py"], "--on must be a name that ssh knows"),
+        (["nvfp4_gemv", "--against", "cpu_avx2", "--mode", "test"], "--against compares times, and --mode test takes"),
+        (["nvfp4_gemv", "--against", "cpu_avx2", "--mode", "profile"], "and --mode profile takes none"),
+        (["nvfp4_gemv", "--against", "cpu_avx2", "--lint"], "--against compares times, and --lint takes none"),
+        (["nvfp4_gemv", "--against", "cpu_avx2", "--check-only"], "and --check-only takes none: leave one"),
         (["nvfp4_gemv", "--all", "--variant", "cpu_avx2"], "one of --variant, --submission and --all"),
         (["nvfp4_gemv", "--all", "--against", "cpu_avx2"], "--all goes with neither"),
         (["nvfp4_gemv", "--timeout", "0"], "--timeout must be positive"),
@@ -118,7 +125,7 @@ def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
     assert [line["status"] for line in lines_of(results)] == ["UNSUPPORTED"]
 
 
-@pytest.mark.parametrize("mode", ["test", "benchmark", "leaderboard"])
+@pytest.mark.parametrize("mode", ["benchmark", "leaderboard"])
 @pytest.mark.parametrize("other", ["sm90_plain", "blackwell.py"])
 def test_a_pair_that_cannot_be_compared_here_is_refused(tmp_path, results, capsys, mode, other):
     (tmp_path / "blackwell.py").write_text(pages.MINE.replace("cpu", "sm100"))
@@ -205,7 +212,7 @@ def test_options_without_a_problem_are_refused(capsys):
 def test_a_path_is_no_variant(capsys):
     for name in ("../wrong/zeros", "./cpu_portable", "cpu_portable.py"):
         assert run.main(["nvfp4_gemv", "--variant", name, "--device", "cpu", "--mode", "test"]) == 2
-        assert "variant must be one of nvfp4_gemv's" in capsys.readouterr().err
+        assert "--variant must be one of nvfp4_gemv's variants" in capsys.readouterr().err
 
 
 def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
@@ -213,6 +220,18 @@ def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
     file.write_text("def custom_kernel(data):\n    return data.c\n")
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu", "--mode", "test"]) == 2
     assert "has a variant cpu_portable" in capsys.readouterr().err
+
+
+def test_of_two_files_of_one_name_the_output_says_once_which_is_which(tmp_path, results, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    body = "import torch\n\n\ndef custom_kernel(data):\n    torch.add(data.x, data.y, out=data.z)\n    return data.z\n"
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text(body)
+    words = [str(SUPPORT / "problems" / "vector_add"), "--device", "cpu", "--mode", "benchmark", "--processes", "2"]
+    assert run.main([*words, "--submission", "a/x.py", "--against", str(tmp_path / "b" / "x.py")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("x is a/x.py, x#2 is b/x.py\n") == 1 and said.count(".py") == 2 and "x / x#2 = " in said
 
 
 def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_path, results, capsys):

@@ -206,7 +206,7 @@ def test_a_folder_with_other_files_is_not_overwritten(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nvfp4_gemv", "--variant", "lost"], "variant must be one of nvfp4_gemv's"),
+        (["nvfp4_gemv", "--variant", "lost"], "--variant must be one of nvfp4_gemv's variants"),
         (["nvfp4_gemv", "--variant", "sm90_dp4a", "--target", "cpu"], "--target must be one of sm90_dp4a's"),
         (["dsv4_forward", "--variant", "composed"], "dsv4_forward is a composition"),
         (["nothing", "--variant", "x"], "PROBLEM must be one of"),

@@ -57,7 +57,12 @@ LONG = [
     ("nvfp4_gemv", "sm90_classic_tma", "sm90", [gemv(40, 17472, 2), gemv(33, 64, 3)]),
     ("nvfp4_gemv", "sm90_dp4a", "sm90", [gemv(33, 1088, 2)]),
     ("moe_gemm", "sm90_cute", "sm100", [moe(7, 8, 2, 192, 320), moe(3, 17, 2, 64, 192, "nvfp4", "subnormal")]),
-    ("moe_gemm", "sm90_grouped", "sm100", [moe(3, 8, 2, 192, 320), moe(2, 3, 2, 64, 192, "nvfp4")]),
+    (
+        "moe_gemm",
+        "sm90_grouped",
+        "sm100",
+        [moe(3, 8, 2, 192, 320), moe(2, 3, 2, 64, 192, "nvfp4"), moe(1, 7, 5, 1088, 192, "nvfp4")],
+    ),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
     ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),

@@ -30,7 +30,7 @@ from harness.judge.session import Session
 from harness.judge.verdict import Result, aggregate
 from harness.problem import folders
 from harness.problem.folders import UsageError
-from harness.results import environment
+from harness.results import environment, output
 from harness.results.text import first_line, line
 from tests.support import ROOT
 
@@ -261,9 +261,7 @@ def main() -> None:
         for found in tried(args.one, args.name, args.device, args.time, args.known):
             print(json.dumps(found), flush=True)
     elif args.render:
-        records = read(args.out)
-        before, _, rest = DOC.read_text().partition(MARKS[0])
-        DOC.write_text(f"{before}{MARKS[0]}\n\n{render(records)}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        output.splice(DOC, MARKS, render(read(args.out)))
     else:
         run(args)
 

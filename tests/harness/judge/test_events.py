@@ -1,6 +1,8 @@
 """What a run says besides its text: --events, --json, --quiet and --case, in runs on made-up sessions."""
 
+import dataclasses
 import json
+import math
 import os
 import re
 
@@ -74,6 +76,30 @@ def test_the_next_command_follows_from_the_verdict(world, folder, tmp_path, monk
     judge(folder, *arguments, "--events", "events")
     *_, then, end = lines(tmp_path / "events")
     assert (then["event"], end["event"]) == ("next", "end") and then["command"].endswith(command)
+
+
+@pytest.mark.parametrize(
+    ("level", "why"),
+    [(0.01, "about so many processes of each would decide"), (0.2, "1000 processes are too few: try when the machine")],
+)
+def test_an_undecided_comparison_leads_to_one_that_decides(world, folder, tmp_path, monkeypatch, level, why):
+    inner, levels = world.calls, {"good": level, "other": 0.0}
+
+    def calls(name, process):
+        us = 10 * math.exp(levels[name] * (process - 1))
+        return [dataclasses.replace(one, us=us) for one in inner(name, process)]
+
+    monkeypatch.setattr(world, "calls", calls)
+    words = ["--variant", "good", "--against", "other", "--mode", "benchmark", "--case", "n=1000"]
+    assert judge(folder, *words, "--same-within", "1", "--events", str(tmp_path / "events")) == 0
+    said = lines(tmp_path / "events")
+    (found,) = [one["against"] for one in said if one["event"] == "verdict" and one["variant"] == "good"]
+    (then,) = [one for one in said if one["event"] == "next"]
+    assert found["word"] == "UNDECIDED" and why in then["reason"]
+    count = found["needed"] if level == 0.01 else 3
+    more = f"--same-within 1.0 --against other --processes {count}"
+    assert then["command"].endswith(f"--variant good --device cpu --mode benchmark --case n=1000 {more}")
+    assert 3 < found["needed"] <= 1000 if level == 0.01 else found["needed"] > 1000
 
 
 def test_a_time_out_leads_to_a_longer_one(world, folder, tmp_path, monkeypatch):

@@ -131,6 +131,22 @@ def test_pairs_are_of_the_cases_that_both_serve(folder, capsys, served):
     assert ("geomean of 1 of 2" in text) == (f"n={2**19}" + " " * 20 + " one of the two" in text) == (not all(served))
 
 
+@pytest.mark.parametrize(("mine", "other"), [("whole", "peer_part"), ("peer_part", "whole")])
+def test_in_a_case_that_only_one_of_a_pair_serves_that_one_has_its_time(folder, capsys, mine, other):
+    words = [str(folder), "--device", "cpu", "--variant", mine, "--against", other, "--processes", "2"]
+    assert run.main(words) == 0
+    text, lines = capsys.readouterr().out, record.read(environment.machine("cpu"), "vector_add")
+    timed = {(line["variant"], line["case"]["n"]): line for line in lines if line["kind"] == "benchmark"}
+    assert {key: (line["status"], line["reason"]) for key, line in timed.items()} == {
+        ("whole", 2**19): ("PASSED", ""), ("whole", 2**20): ("PASSED", ""),
+        ("peer_part", 2**19): ("UNSUPPORTED", SAYS), ("peer_part", 2**20): ("PASSED", ""),
+    }  # fmt: skip
+    assert len(timed["whole", 2**19]["samples_us"]) == 2 and all(timed["whole", 2**19]["samples_us"])
+    assert [key for key, line in timed.items() if line.get("against")] == [(mine, 2**20)]
+    assert re.search(rf"n={2**19} +one of the two does not serve it\nn={2**20} +{mine} / {other} = ", text)
+    assert re.search(r"whole +PASSED +geomean .* over 2 cases", text)
+
+
 def test_without_a_case_that_it_serves_it_is_unsupported_and_not_started(folder, capsys):
     (folder / "variants" / "peer_part.py").write_text(f"raise SystemExit('started')\n{ONLY}\n")
     arguments = [str(folder), "--device", "cpu", "--variant", "peer_part"]

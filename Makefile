@@ -1,6 +1,6 @@
 # Every job sets itself up: the first call makes .venv, later calls install nothing.
 #   make run          check and time every nvfp4_gemv variant that this machine can run, then the board
-#   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python -m pytest -m gpu)
+#   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python tools/on_gpu.py)
 #   make test-system  the tests that need sshd, rsync, chromium or Ray; make setup-system installs these
 #   make lint         ruff, types               make board       compile what the records lack; render README's table
 #   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay

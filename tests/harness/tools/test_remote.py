@@ -31,6 +31,8 @@ def host(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / ".profile").write_text(f"PATH={tmp_path}:$PATH\n")  # a login shell makes PATH anew
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(remote.FOLDER_VARIABLE, str(tmp_path / "base"))
     return remote.Host("here")
 

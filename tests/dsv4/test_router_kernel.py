@@ -101,6 +101,6 @@ def test_of_equal_scores_the_lower_expert_is_chosen(ops, dtype):
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 def test_in_the_model_of_a_gpu():
     """What a GPU checks, for the one launch."""
-    sizes = {"tokens": 9, "experts": 132, "chosen": 3, "hidden": 136}
+    sizes = {"tokens": 9, "experts": 36, "chosen": 3, "hidden": 136}
     calls = [("test_route", sizes), ("test_of_equal_scores_the_lower_expert_is_chosen", {})]
     in_model.run(__name__, [(test, {**given, "dtype": "bfloat16"}) for test, given in calls])

@@ -135,7 +135,7 @@ SUBMISSIONS = {
     "changes_x": ("state.sums.copy_(y), x.add_(1)", "INCORRECT", f"input x {CHANGED}"),
 }
 SPLIT_ONLY = {"changes_weights": ("data.weights.ones.zero_()", "INCORRECT", "the weights were changed")}
-ONE_PROCESS = phases.Plan(processes=1, samples=4, warmups=1, buffers=2, audits=1)
+ONE_PROCESS = phases.Plan(processes=1, samples=4, warmups=1, buffers=2, audits=1, extra=12)
 
 
 def folder(path: Path, classes: str, *changes: tuple[str, str]) -> Path:

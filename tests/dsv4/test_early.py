@@ -2,13 +2,14 @@
 executes PTX. It runs kernels one behind the other, so it cannot show what a launch reads too early.
 """
 
+import json
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from problems.common import early
+from problems.common import early, load
 from tests.support import ROOT
 
 # argv: format, k, rows, tokens. The model has two multiprocessors, so that blocks have several tiles.
@@ -75,3 +76,37 @@ def test_calls_are_early_only_where_the_caller_says_so():
 )
 def test_a_linear_that_norms_its_input_has_the_bits_of_two_steps(fmt, k, rows, tokens):
     run(NORMED, fmt, k, rows, tokens)
+
+
+# argv: as harness.tools.model_check's; cases come on standard input.
+CHECKED = """
+import sys
+
+from harness.tools import model_check
+from problems.common import early, load
+
+model_check.ORDERS = model_check.ORDERS[::5]
+with early.behind_kernels():
+    raise SystemExit(model_check.main(sys.argv[1:]))
+"""
+MOE = {"router": "uniform", "content": "plain", "seed": 5, "activation": "nvfp4"}
+FMHA = {"page_window": 64, "page_compressed": 2, "pool": 128, "order": "random", "content": "ragged", "seed": 5}
+CASES = [
+    ("moe_gemm", "sm90_grouped", {**MOE, "tokens": 2, "experts": 3, "topk": 2, "hidden": 64, "inner": 192}),
+    ("fmha_decode", "sm90_wgmma", {**FMHA, "batch": 2, "queries": 1, "heads": 20, "window": 37, "compressed": 91}),
+    ("fmha_decode", "sm90_wgmma", {**FMHA, "batch": 2, "queries": 1, "heads": 8, "window": 37, "compressed": 91}),
+    ("indexer", "sm90_join", None),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "variant", "case"), CASES, ids=["experts", "heads", "few heads", "indexer"])
+def test_variants_are_right_where_they_begin_early(problem, variant, case):
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    folder = load.PROBLEMS / problem
+    case = case or {**vars(load.module(folder, "task").TESTS[2])}
+    command = [sys.executable, "-c", CHECKED, str(folder), str(folder / "variants" / f"{variant}.py"), "sm90"]
+    ran = subprocess.run(command, cwd=ROOT, input=json.dumps([case]), capture_output=True, text=True)
+    replies = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [one["status"] for one in replies] == ["MODEL_CHECKED"] * 2, (replies, ran.stderr[-2000:])

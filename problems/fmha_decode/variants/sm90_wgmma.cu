@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
     Lists const lists = {p.window, p.compressed, p.window_index + int64_t(item.query) * p.nw,
                          p.compressed_index + int64_t(item.query) * p.nc};
     if (SPLIT) programmatic::trigger();
-    programmatic::wait();  // of the problem's tensors only `sink` is read by the kernel behind before its own wait
+    programmatic::wait();
 
     // Barrier 1: the mbarriers exist; barrier 2 is the scores' own.
     if (threadIdx.x < NUM_PRODUCER_THREADS) {

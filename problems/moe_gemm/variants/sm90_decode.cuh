@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             barrier_init(written + 8 * i, EPILOGUE_THREADS), barrier_init(ready + 8 * i, 1);
     }
     programmatic::wait();
+    programmatic::trigger();
     uint4 half = {};
     if (LONE && p.lone && warp < WARPS) half = load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
     if (n <= 32) {

@@ -2,7 +2,8 @@
 
 A decode step can be recorded in a CUDA graph: it does not wait for the device, and it reads and writes the same memory
 each time. harness/tools/latency.py records, replays and times it. A case with `new` tokens is a prefill, timed without
-a graph. Weights and caches are random and made at memory speed; the experts that a step goes to are counted.
+a graph; with `early` 0 no kernel of another problem begins early. Weights and caches are random and made at memory
+speed; the experts that a step goes to are counted.
 """
 
 import dataclasses

@@ -8,8 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from problems.common import early, load
+from harness.tools import latency as timing
+from problems.common import build, early, load
+from problems.dsv4_forward import latency
 from tests.support import ROOT
 
 # argv: format, k, rows, tokens. The model has two multiprocessors, so that blocks have several tiles.
@@ -110,3 +113,28 @@ def test_variants_are_right_where_they_begin_early(problem, variant, case):
     ran = subprocess.run(command, cwd=ROOT, input=json.dumps([case]), capture_output=True, text=True)
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [one["status"] for one in replies] == ["MODEL_CHECKED"] * 2, (replies, ran.stderr[-2000:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 8])
+@torch.inference_mode()
+def test_replays_have_the_bits_of_steps_that_are_not_early(batch):
+    """In a recorded step kernels follow each other so closely that what is read too early would be another step's."""
+    case = {"config": "tiny-k", "format": "nvfp4", "batch": batch, "context": 300, "early": 0}
+    decode = latency.Decode(case, 20)
+    plain, want = decode.step(decode.choose()), []
+    decode.reset()
+    for _ in range(10):
+        plain()
+        want.append(plain.logits.clone())
+    decode.early = True
+    with build.capturable():
+        chosen = decode.choose()
+        with torch.cuda.stream(torch.cuda.ExternalStream(timing.PER_THREAD)):
+            step, graph, left_out = timing.recorded(decode, chosen, timing._capture)
+            assert not left_out
+            for _ in range(20):
+                decode.reset()
+                for logits in want:
+                    graph.replay()
+                    assert torch.equal(step.logits, logits)

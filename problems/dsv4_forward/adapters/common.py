@@ -93,8 +93,8 @@ class Partial:
     def before(self, rest: Callable[..., None]) -> Callable[..., None]:
         """Return the op, with `rest` for the calls that the kernel does not serve."""
 
-        def run(*arguments: object) -> None:
-            (self.function if self.serves(*arguments) else rest)(*arguments)
+        def run(*arguments: object, **named: object) -> None:
+            (self.function if self.serves(*arguments, **named) else rest)(*arguments, **named)
 
         return run
 

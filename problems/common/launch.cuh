@@ -23,6 +23,15 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(args)...);
 }
 
+// The same where `early`, else behind all that is ahead.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, bool early,
+                         Arguments&&... args) {
+    if (early) return launch(kernel, grid, block, shared_bytes, std::forward<Arguments>(args)...);
+    kernel<<<grid, block, shared_bytes>>>(std::forward<Arguments>(args)...);
+    return cudaGetLastError();
+}
+
 // In the kernel ahead: this block no longer holds back the start of the next kernel. Its results may still be to come.
 __device__ __forceinline__ void trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

@@ -2,7 +2,8 @@
 
 A decode step can be recorded in a CUDA graph: it does not wait for the device, and it reads and writes the same memory
 each time. harness/tools/latency.py records, replays and times it. A case with `new` tokens is a prefill, timed without
-a graph. Weights and caches are random and made at memory speed; the experts that a step goes to are counted.
+a graph; with `early` 0 no kernel of another problem begins early. Weights and caches are random and made at memory
+speed; the experts that a step goes to are counted.
 """
 
 import dataclasses
@@ -37,6 +38,8 @@ CASES = [
 ] + [
     {"config": "flash-4l256e", "format": fmt, "batch": 1, "context": 0, "new": PREFILL}
     for fmt in ("nvfp4", "nvfp4_experts")
+] + [  # to be compared with the same case without `early`
+    {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": LONG, "early": 0} for batch in (1, 8)
 ]  # fmt: skip
 
 
@@ -110,6 +113,7 @@ class Decode:
 
     def __init__(self, case: dict, steps: int, device: str = "cuda") -> None:
         self.made = _weights(case["config"], case["format"], device)
+        self.early = bool(case.get("early", True))
         batch, context = case["batch"], case["context"]
         room = -(-(context + 8 * steps) // BLOCK_TOKENS)
         self.state = State(self.made.config, self.made.format, sequences=batch, blocks=batch * room, device=device)
@@ -149,7 +153,7 @@ class Decode:
         """Return a step with what was chosen; the ops named in `without` hold the reference. named: each call of an op
         is a range of the profiler, "op NAME".
         """
-        model = Model(self.made, _table(chosen, without, named))
+        model = Model(self.made, _table(chosen, without, named), early=self.early)
         return Step(model, self.state, self.sequences, self.tokens, self.bound)
 
     def reset(self) -> None:

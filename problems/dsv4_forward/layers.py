@@ -64,6 +64,12 @@ class Context:
         self.ops.two_linears(x, first, second, *outs)
         return outs
 
+    def norm_linears(self, x: torch.Tensor, weight: torch.Tensor, matrices: list[Linear]) -> list[torch.Tensor]:
+        """Return the products of x, normed with `weight`, with each of the matrices."""
+        outs = [self.empty(len(x), w.n) for w in matrices]
+        self.ops.norm_linears(x, weight, self.config.rms_norm_eps, matrices, outs)
+        return outs
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Return x, normed over its last axis."""
         out = torch.empty_like(x, dtype=self.dtype)
@@ -130,15 +136,12 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     cfg, ops, batch = ctx.config, ctx.ops, ctx.batch
     n_tokens, heads, width = len(u), cfg.num_attention_heads, cfg.head_dim
     lowered, key = ctx.two_linears(u, w.wq_a, w.wkv)
-    latent = ctx.norm(lowered, w.q_norm)
     query = ctx.empty(n_tokens, heads, width)
     entries, gates = _entries(u, w, state, rope, ctx)
-    raised = ctx.linear(latent, w.wq_b).view(n_tokens, heads, width)
-    scoring = (
-        None
-        if gates is None
-        else ctx.linear(latent, w.indexer.wq_b).view(n_tokens, cfg.index_n_heads, cfg.index_head_dim)
-    )
+    matrices = [w.wq_b] if gates is None else [w.wq_b, w.indexer.wq_b]
+    raised, *rest = ctx.norm_linears(lowered, w.q_norm, matrices)
+    raised = raised.view(n_tokens, heads, width)
+    scoring = rest[0].view(n_tokens, cfg.index_n_heads, cfg.index_head_dim) if rest else None
     turn = cfg.rms_norm_eps, rope.cos, rope.sin
     ops.layer_rows(
         (raised, None, *turn, query), (key, w.kv_norm, *turn, state.window, batch.window_target), entries,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from problems.common.early import behind_kernels
 from problems.dsv4_forward import layers, ops
 from problems.dsv4_forward.cache.state import Batch, LayerState, State
 from problems.dsv4_forward.layers import Context, Pending, Rope
@@ -41,13 +42,16 @@ class Model:
 
     def __init__(
         self, weights: ModelWeights, table: Ops | None = None, dtype: torch.dtype | None = None,
-        probe: Probe | None = None,
+        probe: Probe | None = None, early: bool = True,
     ) -> None:  # fmt: skip
-        """table: the reference if None. dtype of activations: fp32 for fp32 weights, else bf16, unless given."""
+        """table: the reference if None. dtype of activations: fp32 for fp32 weights, else bf16, unless given. early:
+        whether kernels of other problems may begin before the one ahead has ended, as this folder's do.
+        """
         self.weights, self.config = weights, weights.config
         self.ops = table or ops.REFERENCE
         self.dtype = dtype or (torch.float32 if weights.format == "fp32" else torch.bfloat16)
         self.probe = probe
+        self.early = early
         # The two compressed kinds share their angles.
         self._kinds = {ratio: int(ratio != SWA) for ratio in (SWA, *self.config.ratios)}
         kinds = {kind: ratio for ratio, kind in self._kinds.items()}
@@ -64,6 +68,10 @@ class Model:
         model's (check).
         """
         self.check(batch, state)
+        with behind_kernels(self.early):
+            return self._forward(batch, state, every)
+
+    def _forward(self, batch: Batch, state: State, every: bool) -> Output:
         ctx, tables, embedded = self.start(batch)
         residual: torch.Tensor | Pending = embedded
         for number, (w, layer) in enumerate(zip(self.weights.layers, state.layers, strict=True)):

@@ -14,7 +14,7 @@ from problems.common import load
 from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, mhc_site, moe
 from problems.dsv4_forward.adapters import indexer as choosing
 from problems.dsv4_forward.adapters import linear as moe_linear
-from problems.dsv4_forward.adapters.common import Adapted, Fallback, Joined
+from problems.dsv4_forward.adapters.common import Adapted, Fallback, Joined, Partial
 from problems.dsv4_forward.kernels import cache_rows, copies, fused, matmuls
 from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
@@ -59,6 +59,7 @@ class Ops:
     linear: Op
     grouped_linear: Op
     two_linears: Op
+    norm_linears: Op
     rotate: Op
     norm_rotate: Op
     write: Op
@@ -204,6 +205,7 @@ SPECS = (
     OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
     OpSpec("grouped_linear", linear.grouped_linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
     _spanning(chains.two_linears, "linear", providers=(DECODE_LINEARS,)),
+    _spanning(chains.norm_linears, "rms_norm", "linear", providers=(DECODE_LINEARS,)),
     OpSpec("rotate", rope.rotate),
     _spanning(chains.norm_rotate, "rms_norm", "rotate"),
     OpSpec("write", writes.write),
@@ -457,9 +459,13 @@ def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str
         fallbacks |= {choice.op: order for choice in mine}
         report += (*found.report, *also)
     table = replace(REFERENCE, **functions)
-    for choice in choices:  # in the order of ops, so that a chain's parts may be chains
-        if choice.chain:
-            table = replace(table, **{choice.op: choice.chain(table)})
+    chained = {choice.op: choice.chain for choice in choices if choice.chain}
+    for spec in SPECS:  # in the order of ops, so that a chain's parts may be chains
+        found = vars(table)[spec.name]
+        if isinstance(found, Partial):
+            table = replace(table, **{spec.name: found.before(spec.chain(table))})
+        if spec.name in chained:
+            table = replace(table, **{spec.name: chained[spec.name](table)})
     return table, fallbacks, tuple(report)
 
 

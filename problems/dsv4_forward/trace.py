@@ -44,6 +44,8 @@ class OpCheck:
             return STORED[given["pages"].kind]
         if given.get("quantise"):
             return STORED["index"]
+        if any(w.kind != "plain" and w.quantise_input for w in given.get("matrices", ())):
+            return NORMED
         if self.quantised and given["w2"].kind == "nvfp4" and given["w2"].quantise_input:
             return self.quantised
         return self.budget, None
@@ -62,6 +64,9 @@ MOE_QUANTISED = _moe.NVFP4_ROW_RTOL, _moe.NVFP4_RTOL
 # Of rows in pages that quantise: kernel and reference round to the model's dtype alike before, so that sums in another
 # order move few values across a rounding; then a code differs by a step, or all codes of a group with their scale.
 STORED = {"entry": (2.0**-5, 2.0**-6), "index": (0.15, 0.08)}
+# Of products whose input is normed, then quantised: a sum in another order moves few values across a rounding, and then
+# few codes by a step.
+NORMED = 2.0**-5, 2.0**-6
 CHECKS = {
     "plan": OpCheck((), ("numbers", "lists"), (), 0.0),
     "embed": OpCheck((), ("copies", "cos", "sin"), ("copies",), SUM),
@@ -76,6 +81,7 @@ CHECKS = {
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
     "grouped_linear": OpCheck(("x",), ("out",), ("out",), ONE),
     "two_linears": OpCheck(("x",), ("first_out", "second_out"), ("first_out", "second_out"), ONE),
+    "norm_linears": OpCheck(("x",), ("outs",), ("outs",), 2 * ONE),  # rounds behind the norm as well
     "rotate": OpCheck(("x",), ("out",), ("out",), ONE),
     "norm_rotate": OpCheck(("x",), ("out",), ("out",), 2 * ONE),  # rounds behind the norm as well
     "write": OpCheck(("rows",), ("pages",), (), ONE),
@@ -372,7 +378,7 @@ def _copies(check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dt
             mine[name] = _unwritten(given[name])
             continue
         if name == "outs":
-            mine[name] = [_fresh(one, one.dtype) for one in given[name]]
+            mine[name] = [_fresh(one, out_dtype if name in check.working else one.dtype) for one in given[name]]
             continue
         mine[name] = _fresh(given[name], out_dtype if name in check.working else given[name].dtype)
     if "tail" in mine:

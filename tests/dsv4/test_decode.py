@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch
 from problems.common import fp8, load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters import decode
-from problems.dsv4_forward.adapters.common import Fallback
-from problems.dsv4_forward.torch_ops import experts, linear
+from problems.dsv4_forward.adapters.common import Fallback, Partial
+from problems.dsv4_forward.torch_ops import chains, experts, linear, norm
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4.linears import SMALL, inputs, product, published
@@ -73,6 +74,31 @@ def test_two_linears_are_the_references_wherever_the_outputs_are(apart, kind):
         assert torch.equal(out, product(x, w, made.linear, torch.bfloat16))
     with pytest.raises(ValueError, match="first with second in two_linears: got"):
         made.two_linears(x, first, second, *outs[::-1])
+
+
+@pytest.mark.parametrize(("tokens", "kind", "served"), [(3, "fp8", 2), (9, "fp8", 0), (3, "plain", 2), (3, "odd", 0)])
+def test_the_variant_norms_the_inputs_that_it_takes(tokens, kind, served):
+    """The other calls are the chain of what fills both ops."""
+    first, second = matrix("fp8" if kind == "odd" else kind, 128, 192), matrix("fp8", 40 if kind == "odd" else 64, 192)
+    weight, x, seen = inputs(192).bfloat16(), inputs(tokens, 192, dtype=torch.bfloat16), []
+
+    def with_norm(data: object, weight: torch.Tensor, eps: float) -> None:
+        normed = torch.empty_like(data.inputs.x)
+        norm.rms_norm(data.inputs.x, weight, eps, normed)
+        seen.append(len(normed))
+        PORTABLE.custom_kernel(data._replace(inputs=TASK.Inputs(normed)))
+
+    made = adapted(first, second)
+    chain = chains.norm_linears(SimpleNamespace(rms_norm=norm.rms_norm, linear=made.linear))
+    variant = SimpleNamespace(with_norm=with_norm, norms=lambda state, count: count <= 8)
+    made = dataclasses.replace(made, with_norm=variant.with_norm, takes_norm=variant.norms)
+    found = []
+    for op in (Partial(made.norm_linears, made.norms).before(chain), chain):
+        outs = [torch.full((tokens, w.n), math.nan, dtype=torch.bfloat16) for w in (first, second)]
+        op(x=x, weight=weight, eps=1e-6, matrices=[first, second], outs=outs)
+        found.append(outs)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert seen == [tokens] * served
 
 
 def test_pairs_that_are_none_are_two_calls():

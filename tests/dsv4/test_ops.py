@@ -30,7 +30,7 @@ def test_kernels_chosen_in_inference_mode_work_outside(model):
 # ---------------------------------------------------------------- the table
 
 
-LINEARS = ("linear", "grouped_linear", "two_linears")
+LINEARS = ("linear", "grouped_linear", "two_linears", "norm_linears")
 
 
 def lines(chosen: ops.Chosen) -> dict[str, str]:
@@ -212,7 +212,7 @@ def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(
 
 
 DECODE = f"linear_decode/{load.winner(load.PROBLEMS / decode.PROBLEM, 'cpu')}"
-PARTS = {"two_linears": "its parts"}
+PARTS = {"two_linears": "its parts", "norm_linears": "its parts"}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ PARTS = {"two_linears": "its parts"}
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
         ("winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant",
          {"linear": "linear_decode/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros", "two_linears": DECODE,
-          "shared": DECODE, "all_experts": "its parts"}),
+          "norm_linears": DECODE, "shared": DECODE, "all_experts": "its parts"}),
         ("winners,reference", {}),
         ("rms_norm=reference", {}),
         ("rms_norm=winner", {}),

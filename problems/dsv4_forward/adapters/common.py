@@ -81,6 +81,24 @@ class Joined:
         self.function(*arguments, **named)
 
 
+@dataclass(frozen=True)
+class Partial:
+    """An op that spans others, of which a kernel serves some calls. serves: (the op's arguments) -> whether it serves
+    this one. The others are the chain of what fills the op's parts, which ops.choose puts behind it.
+    """
+
+    function: Callable[..., None]
+    serves: Callable[..., bool]
+
+    def before(self, rest: Callable[..., None]) -> Callable[..., None]:
+        """Return the op, with `rest` for the calls that the kernel does not serve."""
+
+        def run(*arguments: object, **named: object) -> None:
+            (self.function if self.serves(*arguments, **named) else rest)(*arguments, **named)
+
+        return run
+
+
 def joined(op: Callable[..., None], w13: Linear, x: torch.Tensor) -> bool:
     """Return whether all experts of x come as one sum."""
     return isinstance(op, Joined) and op.serves(w13, x)

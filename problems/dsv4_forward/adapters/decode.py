@@ -14,9 +14,19 @@ A variant of linear_decode may define two more functions, for the shared expert:
         up, and at the end. x: bf16 (T, k), out: bf16 (T, n), both contiguous; T is 1 to 32.
 
 Without them the fallback computes the shared expert.
+
+And two more, which norm the input of a matrix:
+
+    norms(state, tokens) -> bool
+        Whether with_norm takes a call of so many tokens; state: what prepare returned.
+    with_norm(data, weight, eps) -> outputs
+        As custom_kernel of x / sqrt(mean of its squares + eps) * weight, computed in fp32 and rounded to bf16 once.
+        weight: bf16 (k,), contiguous. Bits are to be those of both steps.
+
+Without them norm_linears is the chain of rms_norm and linear.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import NamedTuple
@@ -30,6 +40,7 @@ from problems.dsv4_forward.adapters.common import (
     Adapted,
     AllOps,
     Fallback,
+    Partial,
     Rounding,
     check_values,
     fits,
@@ -75,7 +86,8 @@ class Pair:
 @dataclass(frozen=True)
 class Linears:
     """The ops. task: the problem's; kernel: a custom_kernel of it; matrices: by id() of the Linear, which they keep
-    alive; fallback: computes the calls that the kernel does not serve; pairs: by id() of both.
+    alive; fallback: computes the calls that the kernel does not serve; pairs: by id() of both. with_norm, takes_norm:
+    of the variant, with_norm and norms, or None.
     """
 
     task: ModuleType
@@ -83,6 +95,8 @@ class Linears:
     matrices: dict[int, Matrix]
     fallback: AllOps
     pairs: dict[tuple[int, int], Pair] = field(default_factory=dict)
+    with_norm: Callable[..., object] | None = None
+    takes_norm: Callable[[object, int], bool] | None = None
 
     def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
         """out = x w^T, as linear.linear. x: (N, k); out: (N, n).
@@ -125,6 +139,24 @@ class Linears:
             for out, part in zip(outs, room.split(sizes), strict=True):
                 out.copy_(part.view(out.shape))
 
+    def norm_linears(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, matrices: Sequence[Linear],
+        outs: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """As chains.norm_linears, of calls that `norms` takes: each matrix norms x by itself."""
+        for w, out in zip(matrices, outs, strict=True):
+            self._run(x, w, out, (), "norm_linears", (weight, eps))
+
+    def norms(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, matrices: Sequence[Linear],
+        outs: Sequence[torch.Tensor],
+    ) -> bool:  # fmt: skip
+        """Return whether the variant has a call of norm_linears. ValueError as linear."""
+        if self.with_norm is None or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+            return False
+        served = all(self._serves(x, w, out) for w, out in zip(matrices, outs, strict=True))
+        return served and all(self.takes_norm(self.matrices[id(w)].state, len(x)) for w in matrices)
+
     def _serves(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> bool:
         if w.kind not in KINDS or x.dtype != torch.bfloat16 or not 1 <= len(x) <= self.task.MOST_TOKENS:
             return False
@@ -132,7 +164,10 @@ class Linears:
             raise ValueError(f"w ({w.name}) must be one of the weights that the kernels were chosen for")
         return not self.matrices[id(w)].reason
 
-    def _run(self, x: torch.Tensor, w: Linear, out: torch.Tensor, groups: tuple[int, ...], op: str) -> None:
+    def _run(
+        self, x: torch.Tensor, w: Linear, out: torch.Tensor, groups: tuple[int, ...], op: str, norm: tuple = ()
+    ) -> None:  # fmt: skip
+        """norm: weight and eps where x is to be normed."""
         tokens = len(x)
         if x.shape != (tokens, *groups, w.k) or out.shape != (tokens, *groups, w.n):
             raise ValueError(f"x, out do not fit {w.name} in {op}: got {tuple(x.shape)}, {tuple(out.shape)}")
@@ -140,7 +175,8 @@ class Linears:
         mine = out.dtype == torch.bfloat16 and fits(out, alignment)
         room = out if mine else torch.empty(out.shape, dtype=torch.bfloat16, device=out.device)
         inputs = self.task.Inputs(placed(x, alignment).view(tokens, -1))
-        self.kernel(self.task.Data(self.matrices[id(w)].state, inputs, self.task.Outputs(room.view(-1))))
+        kernel = self.with_norm if norm else self.kernel
+        kernel(self.task.Data(self.matrices[id(w)].state, inputs, self.task.Outputs(room.view(-1))), *norm)
         if room is not out:
             out.copy_(room)
 
@@ -215,8 +251,8 @@ def serves(fmt: str) -> str:
 
 
 def adapt_linears(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adapted:
-    """Fit `module`, a variant of the problem. -> linear, grouped_linear and two_linears, and lines on what it keeps and
-    leaves.
+    """Fit `module`, a variant of the problem. -> linear, grouped_linear, two_linears and norm_linears, and lines on
+    what it keeps and leaves.
 
     Reads the weights, waits for the device. ValueError, naming the matrix: scales that are none.
     """
@@ -225,6 +261,7 @@ def adapt_linears(module: ModuleType, weights: ModelWeights, fallback: Fallback)
     pairs = [make_pair(module, made, *pair) for pair in together]
     made = replace(made, pairs={(id(pair.first), id(pair.second)): pair for pair in pairs})
     functions = {"linear": made.linear, "grouped_linear": made.grouped_linear, "two_linears": made.two_linears}
+    functions["norm_linears"] = Partial(made.norm_linears, made.norms)
     found = _adapted(module, "linears", made, functions, weights, fallback.name)
     lines = common.report(_label(module, "of one input"), "pairs", pairs, weights, "two calls")
     return found._replace(report=(*found.report, *lines))
@@ -246,7 +283,9 @@ def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) 
 def _linears(module: ModuleType, given: list[Linear], fallback: Fallback) -> Linears:
     task = load.module(load.PROBLEMS / PROBLEM, "task")
     matrices = [make_matrix(module, task, w) for w in given if w.kind in KINDS]
-    return Linears(task, module.custom_kernel, {id(matrix.linear): matrix for matrix in matrices}, fallback.ops)
+    known = {id(matrix.linear): matrix for matrix in matrices}
+    norms = [getattr(module, name, None) for name in ("with_norm", "norms")]
+    return Linears(task, module.custom_kernel, known, fallback.ops, {}, *norms)
 
 
 def _adapted(

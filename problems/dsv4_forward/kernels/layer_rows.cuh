@@ -1,5 +1,8 @@
 // All rows of a decode step's layer that are normed and rotated, in one launch: queries, the indexer's too, the tokens' keys, and
 // the entries that compressors make. bf16, in rows of 512 or 128 values; a warp a query or key, a block an entry.
+//
+// Before it waits for the kernel ahead a launch reads weights, and what only the first op of a pass writes: angles,
+// positions, sequences, which tokens end an entry, and places in the pages. No kernel just ahead may write these.
 #pragma once
 
 #include "launch.cuh"
@@ -158,15 +161,18 @@ struct Shared {
 
 // A token's row to the ring, with ape on its gate.
 __device__ inline void store_token(const Compressor& c, int token) {
-    const int wide = c.halves * c.width;
-    const float* from = c.projected + static_cast<long long>(token) * 2 * wide;
-    for (int i = 4 * threadIdx.x; i < wide; i += 4 * THREADS) {
-        Four kv, gate, ape;
+    const int wide = c.halves * c.width, first = 4 * threadIdx.x, position = static_cast<int>(c.position[token]);
+    const float *from = c.projected + static_cast<long long>(token) * 2 * wide, *apes = c.ape + position % c.ratio * wide;
+    float* const row = c.tail + (c.sequence[token] * c.size + position % c.size) * 2 * wide;
+    Four kv, gate, ape;
+    if (first < wide) ape.load(apes + first);
+    programmatic::wait();
+    programmatic::trigger();
+    for (int i = first; i < wide; i += 4 * THREADS) {
         kv.load(from + i);
         gate.load(from + wide + i);
-        const int position = static_cast<int>(c.position[token]);
-        ape.load(c.ape + position % c.ratio * wide + i);
-        float* to = c.tail + (c.sequence[token] * c.size + position % c.size) * 2 * wide + i;
+        if (i != first) ape.load(apes + i);
+        float* const to = row + i;
         *reinterpret_cast<float4*>(to) = make_float4(kv.at[0], kv.at[1], kv.at[2], kv.at[3]);
         *reinterpret_cast<float4*>(to + wide) =
             make_float4(gate.at[0] + ape.at[0], gate.at[1] + ape.at[1], gate.at[2] + ape.at[2], gate.at[3] + ape.at[3]);
@@ -183,14 +189,17 @@ __device__ void write_entry(const Entries& e, int number, Shared& shared) {
     typename Row::Words weights;
     if (threadIdx.x < 32) weights.load(e.weight);  // no kernel writes them
     const int at = static_cast<int>(c.emit[number]), count = c.halves * c.ratio;
-    const long long last = c.position[at];
+    const long long last = c.position[at], to = e.index[number];
     const int first = static_cast<int>(last) - (c.ratio - 1);
-    if (static_cast<unsigned>(last + 1) % c.ratio) return;  // the token ends no window: the pages' row is never read
-    if (threadIdx.x < count) shared.sources[threadIdx.x] = find(c, at, last, count - 1 - threadIdx.x);
-    for (int i = threadIdx.x; i < c.half; i += THREADS) {
+    const bool ends = static_cast<unsigned>(last + 1) % c.ratio == 0;  // a window; else the pages' row is never read
+    if (ends && threadIdx.x < count) shared.sources[threadIdx.x] = find(c, at, last, count - 1 - threadIdx.x);
+    for (int i = threadIdx.x; ends && i < c.half; i += THREADS) {
         const float angle = static_cast<float>(first) * c.freqs[i];
         shared.cosine[i] = cosf(angle), shared.sine[i] = sinf(angle);
     }
+    programmatic::wait();  // also where nothing is left to do: no kernel may end before the one ahead
+    programmatic::trigger();
+    if (!ends) return;
     __syncthreads();
     const int group = threadIdx.x / QUADS, channel = threadIdx.x % QUADS * 4, share = (count + GROUPS - 1) / GROUPS;
     const Pooled mine = pool(c, shared.sources, channel, group * share, min(count, (group + 1) * share));
@@ -221,13 +230,11 @@ __device__ void write_entry(const Entries& e, int number, Shared& shared) {
     row.rotate(turn, c.half);
     if constexpr (Row::CHUNKS == 1)
         if (e.turned) row.hadamard();
-    row.write(e.pages, e.index[number]);
+    row.write(e.pages, to);
 }
 
 // Blocks 0 to emitted - 1 of a compressor: an entry each; its others: a token each, to the ring.
 __device__ inline void compress(const Entries& e, int block, Shared& shared) {
-    programmatic::wait();
-    programmatic::trigger();
     if (block >= e.of.emitted)
         store_token(e.of, block - e.of.emitted);
     else if (e.of.width == WIDTH)
@@ -244,12 +251,12 @@ __device__ inline void norm_rotate(const Step& s, int number) {
     const __nv_bfloat16 *weight = key ? s.keys.weight : s.queries.weight, *x = key ? s.keys.x : s.queries.x;
     typename Row::Words weights, words;
     if (weight) weights.load(weight);  // no kernel writes them
-    programmatic::wait();
-    programmatic::trigger();
-    words.load(x + static_cast<long long>(vector) * WIDTH);
     typename Row::Turn turn;
     turn.load(s.cosine + token * s.half, s.sine + token * s.half, s.half);
     const long long to = key ? s.keys.index[vector] : 0;
+    programmatic::wait();
+    programmatic::trigger();
+    words.load(x + static_cast<long long>(vector) * WIDTH);
     Row row;
     row.take(words);
     row.norm(weights, weight != nullptr, s.eps);
@@ -263,15 +270,16 @@ __device__ inline void norm_rotate(const Step& s, int number) {
 // The warp's query of the indexer.
 __device__ inline void index_query(const IndexQueries& q, int vector) {
     using Row = warp_rows::Row<NARROW>;
-    programmatic::wait();
-    programmatic::trigger();
-    if (vector >= q.count) return;
-    const int token = vector / q.each;
+    const bool real = vector < q.count;
+    const int token = real ? vector / q.each : 0;
     const long long at = static_cast<long long>(vector) * NARROW;
     typename Row::Words words;
     typename Row::Turn turn;
+    if (real) turn.load(q.cosine + token * q.half, q.sine + token * q.half, q.half);
+    programmatic::wait();
+    programmatic::trigger();
+    if (!real) return;
     words.load(q.x + at);
-    turn.load(q.cosine + token * q.half, q.sine + token * q.half, q.half);
     Row row;
     row.take(words);
     row.rotate(turn, q.half);

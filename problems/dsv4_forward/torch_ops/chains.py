@@ -87,6 +87,23 @@ def two_linears(parts: Parts) -> Callable[..., None]:
     return run
 
 
+def norm_linears(parts: Parts) -> Callable[..., None]:
+    """Return the op that norms vectors and multiplies them by matrices."""
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, eps: float, matrices: Sequence[Linear], outs: Sequence[torch.Tensor]
+    ) -> None:  # fmt: skip
+        """Do rms_norm(x, weight, eps, normed), of the dtype of x, and linear(normed, matrices[i], outs[i]) for each i.
+        ValueError: another number of outs, or as these.
+        """
+        normed = torch.empty_like(x)
+        parts.rms_norm(x, weight, eps, normed)
+        for matrix, out in zip(matrices, outs, strict=True):
+            parts.linear(normed, matrix, out)
+
+    return run
+
+
 def matmuls(parts: Parts) -> Callable[..., None]:
     """Return the op that multiplies the same tokens by several plain matrices."""
 

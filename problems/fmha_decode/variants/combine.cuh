@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(64 * GROUPS * ROWS) combine(const __half* part
     float const sink2 = __ldg(sink + row % heads) * LOG2E;
     Angles const angles(turn, row / heads, thread * 8);
     programmatic::wait();
+    programmatic::trigger();
 
     uint4 raw[COMBINE_BATCH];
     auto const load = [&](int first) {

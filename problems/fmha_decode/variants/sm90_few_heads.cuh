@@ -534,6 +534,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
     Item const item(p);
     Lists const lists = {p.window, p.compressed, p.window_index + int64_t(item.query) * p.nw,
                          p.compressed_index + int64_t(item.query) * p.nc};
+    programmatic::wait();
 
     // Lists are nearly always full: their first indices are asked for together with the lengths, not after them.
     int const window = min(max(__ldg(p.window_length + item.batch), 0), p.nw);
@@ -619,12 +620,13 @@ extern "C" int clusters(int blocks, int* fit) {
 }
 
 // Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; blocks: of a cluster, which has a query
-// and 16 heads, 1 to 16; cosine, sine: as Turn has them. -> a cudaError_t.
+// and 16 heads, 1 to 16; cosine, sine: as Turn has them; early: as launch has it. -> a cudaError_t.
 extern "C" int launch_few_heads(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
                       const float* sink, void* out, float* lse, const float* cosine, const float* sine, int batch,
                       int queries, int heads, int nw, int nc,
-                      int page_window, int stride_window, int page_compressed, int stride_compressed, int blocks) {
+                      int page_window, int stride_window, int page_compressed, int stride_compressed, int blocks,
+                      int early) {
     int const tiles = (heads + fmha::few::BLOCK_M - 1) / fmha::few::BLOCK_M;
     fmha::few::Problem const p = {
         static_cast<const __nv_bfloat16*>(q),
@@ -637,5 +639,5 @@ extern "C" int launch_few_heads(const void* q, const uint8_t* window, const int*
     auto const error = fmha::few::prepare(blocks);
     if (error != cudaSuccess) return error;
     return programmatic::launch_clusters(fmha::few::attend, dim3(batch * queries * tiles * blocks),
-                                         dim3(fmha::few::NUM_THREADS), fmha::few::SHARED, blocks, false, p);
+                                         dim3(fmha::few::NUM_THREADS), fmha::few::SHARED, blocks, early, p);
 }

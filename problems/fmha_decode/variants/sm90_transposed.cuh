@@ -372,6 +372,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
         barrier_publish();
     }
     __syncthreads();
+    programmatic::wait();
     if (threadIdx.x < NUM_PRODUCER_THREADS) {
         warpgroup_reg_alloc<PRODUCER_REGISTERS>();
         producer<SPLIT>(p, item, lists, smem);
@@ -384,12 +385,12 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
 // ---- launcher
 
 template <bool SPLIT>
-cudaError_t run(const Problem& p) {
+cudaError_t run(const Problem& p, bool early) {
     constexpr int SHARED = Layout::BYTES + 1024;
     auto const error = cudaFuncSetAttribute(attend<SPLIT>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
     if (error != cudaSuccess) return error;
-    attend<SPLIT><<<dim3(p.rows / p.heads * p.tiles.by, p.splits.by), NUM_THREADS, SHARED>>>(p);
-    auto const started = cudaGetLastError();
+    dim3 const grid(p.rows / p.heads * p.tiles.by, p.splits.by);
+    auto const started = programmatic::launch_early(attend<SPLIT>, grid, NUM_THREADS, SHARED, early, p);
     return !SPLIT || started != cudaSuccess ? started : join(p);
 }
 

@@ -265,6 +265,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
     Lists const lists = {p.window, p.compressed, p.window_index + int64_t(item.query) * p.nw,
                          p.compressed_index + int64_t(item.query) * p.nc};
     if (SPLIT) programmatic::trigger();
+    programmatic::wait();
 
     // Barrier 1: the mbarriers exist; barrier 2 is the scores' own.
     if (threadIdx.x < NUM_PRODUCER_THREADS) {
@@ -315,15 +316,14 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
 // ---- launcher
 
 template <int BLOCK_N, bool SPLIT>
-cudaError_t run(const Problem& p) {
+cudaError_t run(const Problem& p, bool early) {
     constexpr int SHARED = Layout<BLOCK_N>::BYTES + 1024;
     auto const error =
         cudaFuncSetAttribute(attend<BLOCK_N, SPLIT>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
     if (error != cudaSuccess) return error;
-    attend<BLOCK_N, SPLIT><<<dim3(p.rows / p.heads * p.tiles.by, p.splits.by), NUM_THREADS, SHARED>>>(p);
-    if (!SPLIT) return cudaGetLastError();
-    auto const started = cudaGetLastError();
-    if (started != cudaSuccess) return started;
+    dim3 const grid(p.rows / p.heads * p.tiles.by, p.splits.by);
+    auto const started = programmatic::launch_early(attend<BLOCK_N, SPLIT>, grid, NUM_THREADS, SHARED, early, p);
+    if (!SPLIT || started != cudaSuccess) return started;
     return join(p);
 }
 
@@ -331,13 +331,14 @@ cudaError_t run(const Problem& p) {
 
 // Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; entries: of a tile, 64 (scores
 // transposed), 48 or 32. Splits: up to 128, which are 32 for each of combine's four groups; above 1 partial is fp16
-// (splits, B S H, 512), stats fp32 (splits, B S H, 4), of any content; cosine, sine: as Turn has them. -> a
-// cudaError_t.
+// (splits, B S H, 512), stats fp32 (splits, B S H, 4), of any content; cosine, sine: as Turn has them; early: whether
+// the first kernel may begin before the kernel ahead has ended. -> a cudaError_t.
 extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
                       const float* sink, void* out, float* lse, const float* cosine, const float* sine, void* partial,
                       void* stats, int batch, int queries, int heads, int nw, int nc, int page_window,
-                      int stride_window, int page_compressed, int stride_compressed, int splits, int entries) {
+                      int stride_window, int page_compressed, int stride_compressed, int splits, int entries,
+                      int early) {
     fmha::Problem const p = {
         static_cast<const __nv_bfloat16*>(q),
         {window, uint32_t(stride_window), uint32_t(page_window)},
@@ -347,7 +348,8 @@ extern "C" int launch(const void* q, const uint8_t* window, const int* window_in
         batch * queries * heads, heads, nw, nc, fmha::Divisor(queries),
         fmha::Divisor((heads + fmha::BLOCK_M - 1) / fmha::BLOCK_M), fmha::Divisor(splits),
     };
-    if (entries == 64) return splits == 1 ? fmha::transposed::run<false>(p) : fmha::transposed::run<true>(p);
-    if (splits == 1) return fmha::run<48, false>(p);
-    return entries == 32 ? fmha::run<32, true>(p) : fmha::run<48, true>(p);
+    if (entries == 64)
+        return splits == 1 ? fmha::transposed::run<false>(p, early) : fmha::transposed::run<true>(p, early);
+    if (splits == 1) return fmha::run<48, false>(p, early);
+    return entries == 32 ? fmha::run<32, true>(p, early) : fmha::run<48, true>(p, early);
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from task import HEAD_DIM, Sizes, input_t, output_t, unpack
 
-from problems.common import build
+from problems.common import build, early
 
 TARGETS = ("sm90",)
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -141,13 +141,13 @@ def _attend(data: input_t, turn: tuple[int | None, int | None]) -> output_t:
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
-    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 14, *[c_int] * 11)
+    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 14, *[c_int] * 12)
     code = run(
         *(t.data_ptr() for t in data), *turn, partial.data_ptr(), stats.data_ptr(),
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
         sizes.page_window.bit_length() - 1, data.window.shape[1],
         sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
-        launch.splits, launch.entries,
+        launch.splits, launch.entries, early.allowed(),
     )  # fmt: skip
     build.check(code, "launch")
     return data.out, data.lse
@@ -158,13 +158,13 @@ def attend_few_heads(
 ) -> output_t:  # fmt: skip
     """custom_kernel by launch_few_heads, which is right for any number of heads. turn: addresses of angles, or None."""
     sizes = unpack(data)
-    run = build.cuda(SOURCE, "sm90").function("launch_few_heads", *[c_void_p] * 12, *[c_int] * 10)
+    run = build.cuda(SOURCE, "sm90").function("launch_few_heads", *[c_void_p] * 12, *[c_int] * 11)
     code = run(
         *(t.data_ptr() for t in data), *turn,
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
         sizes.page_window.bit_length() - 1, data.window.shape[1],
         sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
-        launch.blocks,
+        launch.blocks, early.allowed(),
     )  # fmt: skip
     build.check(code, "launch")
     return data.out, data.lse

@@ -7,6 +7,7 @@
 // in registers, then of what is below these, down to entries.
 #include <cuda_runtime.h>
 
+#include "launch.cuh"
 #include "sm90_score.cuh"
 
 #ifdef STAMPS  // cycles at the end of each phase, for measurements
@@ -187,6 +188,8 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
     uint8_t* ring = reinterpret_cast<uint8_t*>(held + (plan.held ? plan.entries : 0));
     int* pages = reinterpret_cast<int*>(ring + WARPGROUPS * 4 * Ring<FP8>::BYTES);
     const int row = row_of_block(), part = blockIdx.y;
+    programmatic::wait();
+    programmatic::trigger();
     const int* table = table_of(data, sizes, row);
     const int seen = clamped(__ldg(data.visible + row), sizes);
     const bool early = at_hand<THREADS>(sizes.blocks);
@@ -259,7 +262,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128, WARPGROUPS == 2 ? 2 : 1)
 }
 
 template <bool FP8, int WARPGROUPS, int RUNS>
-cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan) {
+cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, bool early) {
     constexpr int MOST = WARPGROUPS * 128 * RUNS * RUN;  // scores of a search
     const int top = top_level(plan.entries, MOST);
     if (plan.parts > 1 && sizes.rows > MOST_SHARED || top > 0 && (plan.held || sizes.topk > MOST / RUN))
@@ -272,14 +275,14 @@ cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan) {
     const auto kernel = score_and_choose<FP8, WARPGROUPS, RUNS>;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
-    kernel<<<dim3(sizes.rows, plan.parts), WARPGROUPS * 128, bytes>>>(data, sizes, plan);
-    return cudaGetLastError();
+    const dim3 grid(sizes.rows, plan.parts);
+    return programmatic::launch_early(kernel, grid, WARPGROUPS * 128, bytes, early, data, sizes, plan);
 }
 
 template <bool FP8>
-cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, int warpgroups, int runs) {
-    if (warpgroups == 2) return run<FP8, 2, 1>(data, sizes, plan);
-    return (runs == 1 ? run<FP8, 4, 1> : runs == 2 ? run<FP8, 4, 2> : run<FP8, 4, 4>)(data, sizes, plan);
+cudaError_t run(const Tensors& data, const Sizes& sizes, const Plan& plan, int warpgroups, int runs, bool early) {
+    if (warpgroups == 2) return run<FP8, 2, 1>(data, sizes, plan, early);
+    return (runs == 1 ? run<FP8, 4, 1> : runs == 2 ? run<FP8, 4, 2> : run<FP8, 4, 4>)(data, sizes, plan, early);
 }
 
 }  // namespace indexer
@@ -293,8 +296,9 @@ extern "C" int read_stamps(long long* to) {
 // tensors: those of task.Data, in order. sizes: queries, heads, topk, blocks, log2 of P, rows, bytes of a page, 1 for
 // fp8. plan: blocks of a row, at most 132 rows if there are several; entries of a row, whole tiles; 1 if scores are
 // held in shared memory; warpgroups of a block, 2 or 4; runs of a thread, 1, 2 or 4, with 2 warpgroups 1. scores: the
-// workspace, Plan::words() a row, null if they are held. -> a cudaError_t.
-extern "C" int launch(void* const* tensors, const int64_t* sizes, const int* plan, float* scores) {
+// workspace, Plan::words() a row, null if they are held. early: whether the kernel may begin before the one ahead has
+// ended. -> a cudaError_t.
+extern "C" int launch(void* const* tensors, const int64_t* sizes, const int* plan, float* scores, int early) {
     using namespace indexer;
     const Tensors data{static_cast<const __nv_bfloat16*>(tensors[0]), static_cast<const float*>(tensors[1]),
                        static_cast<const uint8_t*>(tensors[2]),       static_cast<const int*>(tensors[3]),
@@ -303,5 +307,5 @@ extern "C" int launch(void* const* tensors, const int64_t* sizes, const int* pla
                   static_cast<int>(sizes[3]), static_cast<int>(sizes[4]), static_cast<int>(sizes[5]),
                   sizes[6]};
     const Plan p{plan[0], plan[1], plan[2] != 0, scores};
-    return (sizes[7] ? run<true> : run<false>)(data, s, p, plan[3], plan[4]);
+    return (sizes[7] ? run<true> : run<false>)(data, s, p, plan[3], plan[4], early);
 }

@@ -69,6 +69,7 @@ struct Link {
     // for fp8 the scales (tokens, groups, blocks of k).
     uint16_t* taken;
     float* taken_scales;
+    const __nv_bfloat16* norm;  // (k,): x goes through RMSNorm with these weights first; null: it does not
     int tokens, quantise;
     int x_columns, group_columns;     // group_columns: from a group's input to the next one's; 0: all have the same
     int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
@@ -76,6 +77,7 @@ struct Link {
     int ahead;                        // lines of 128 bytes that each warp asks for to L2, of the link behind
     int gated;                        // 1: tiles 2 i are gates and 2 i + 1 their ups, and the output is their SwiGLU
     float limit;                      // of gates, from above, and of ups, where gated
+    float eps;                        // of the norm
     int parts;
     Part part[MOST_PARTS];
 
@@ -423,6 +425,48 @@ __device__ __forceinline__ void convert_piece(const Link& p, const Geometry& at,
     if (place.inside) ptx::store_shared16(to, v);
 }
 
+// RMSNorm of the input in registers, rounded to bf16; weights: of the same pieces; sums: of warps, 32 floats. Each warp
+// has pieces of one token. Values and the order of sums are those of dsv4_forward's rms_norm (kernels/fused.cu).
+template <int FORMAT>
+__device__ __forceinline__ void norm_pieces(const Link& p, const Pieces<FORMAT>& pieces, float* sums,
+                                            uint4 (&raw)[DIRECT], const uint4 (&weights)[DIRECT]) {
+    const int of_token = pieces.of_token.by / 32;  // warps
+#pragma unroll
+    for (int j = 0; j < DIRECT; ++j) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i >= pieces.all) continue;
+        const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+        float square = 0;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float low = __uint_as_float(words[w] << 16), high = __uint_as_float(words[w] & 0xFFFF0000u);
+            square += fmaf(low, low, high * high);
+        }
+#pragma unroll
+        for (int apart = 16; apart; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
+        if (i % 32 == 0) sums[i / 32] = square;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < DIRECT; ++j) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i >= pieces.all) continue;
+        float total = 0;
+        const float* mine = sums + pieces.place(i).token * of_token;
+#pragma unroll 1
+        for (int w = 0; w < of_token; ++w) total += mine[w];
+        const float inverse = rsqrtf(total / pieces.count + p.eps);
+        uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+        const uint32_t factors[4] = {weights[j].x, weights[j].y, weights[j].z, weights[j].w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            words[w] = ptx::pack_bf16x2(
+                __uint_as_float(words[w] << 16) * inverse * __uint_as_float(factors[w] << 16),
+                __uint_as_float(words[w] & 0xFFFF0000u) * inverse * __uint_as_float(factors[w] & 0xFFFF0000u));
+        raw[j] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
 // All in place.
 template <int FORMAT>
 __device__ __forceinline__ void convert_input(const Link& p, const Geometry& at, uint8_t* smem,
@@ -712,15 +756,21 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             behind_scale = next.input_scales[lane];
         const bool has_passes = own.first_pass < at.passes;
         const int first_group = group_of(at, own.first_pass);
-        const auto ask_scales = [&] {
-            if (!has_passes) return;
-            mine = scale_of(first_group, tile_of(at, own.place, own.first_pass, first_group), begin);
-            input_scale = input_scale_of(first_group);
-        };
         // A short input that the block converts comes to registers, sooner than by a copy that all wait for.
         const Pieces<FORMAT> pieces(p, own.count);
         const bool direct =
             link == 0 && NT == 1 && converts && has_passes && pieces.whole <= DIRECT * THREADS;
+        uint4 norm_weights[DIRECT] = {};
+        const auto ask_scales = [&] {
+            if (!has_passes) return;
+            mine = scale_of(first_group, tile_of(at, own.place, own.first_pass, first_group), begin);
+            input_scale = input_scale_of(first_group);
+            if (CHAIN || !p.norm || !direct) return;
+#pragma unroll
+            for (int j = 0; j < DIRECT; ++j)
+                if (const auto place = pieces.place(threadIdx.x + j * THREADS); place.inside)
+                    norm_weights[j] = reinterpret_cast<const uint4*>(p.norm)[place.piece];  // no kernel writes them
+        };
         uint4 raw[DIRECT] = {};
         const auto take_input = [&] {
             if (!direct) {
@@ -785,6 +835,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                 }
                 if constexpr (NT == 1 && FORMAT != BF16) {
                     if (direct && held < 0) {
+                        if (!CHAIN && p.norm)
+                            norm_pieces(p, pieces, reinterpret_cast<float*>(smem + at.sums), raw, norm_weights);
                         const float inverse = __frcp_rn(input_scale);
 #pragma unroll
                         for (int j = 0; j < DIRECT; ++j)
@@ -1007,13 +1059,21 @@ cudaError_t quantise(const Link& p, bool behind) {
     return programmatic::launch_clusters(quantise_kernel<FORMAT>, grid, QUANTISERS, 0, 1, behind, p);
 }
 
-// DEEP: of a link of a chain, whose ring is filled while it waits.
+// What links of a form take that norm their input: one group, which each block has whole, in registers.
+bool can_norm(const Link& p, int format) {
+    const int k = p.k_units * COLUMNS;
+    return format != BF16 && (format == FP8 || p.quantise) && !p.taken && p.cluster == 1 && p.groups() == 1 &&
+           k % (32 * PIECE) == 0 && p.tokens * k <= DIRECT * THREADS * PIECE;
+}
+
+// DEEP: of a link whose ring is filled while it waits.
 template <int FORMAT, int STAGES, int DEEP>
-cudaError_t choose(const Link& p, const Next& next, bool behind, bool chain) {
+cudaError_t choose(const Link& p, const Next& next, bool behind, bool deep) {
+    if (p.norm && !can_norm(p, FORMAT)) return cudaErrorInvalidValue;
     if (p.tokens > 8 && (FORMAT == FP8 || p.quantise) && !p.taken) return cudaErrorInvalidValue;
     if (p.tokens > 16) return run<FORMAT, 4, STAGES>(p, next, behind);
     if (p.tokens > 8) return run<FORMAT, 2, STAGES>(p, next, behind);
-    return chain ? run<FORMAT, 1, DEEP, STAGES, 1>(p, next, behind) : run<FORMAT, 1, STAGES, 1>(p, next, behind);
+    return deep ? run<FORMAT, 1, DEEP, STAGES, 1>(p, next, behind) : run<FORMAT, 1, STAGES, 1>(p, next, behind);
 }
 
 }  // namespace
@@ -1023,8 +1083,10 @@ extern "C" {
 // given: `count` Links. ahead: of the first so many of them a kernel takes the input; the others' `taken` is written
 // by the link ahead. format: as in Format. met: null for a launch a link, each behind the first dependent on the one
 // ahead; else all, nvfp4 of at most 8 tokens, are one launch, and it is a word of zero that the launch leaves so, but
-// for its first bit. -> a cudaError_t.
-int launch(const void* given, int count, int ahead, int format, uint32_t* met) {
+// for its first bit. early: whether the first launch may begin before the kernel ahead has ended; nothing that it
+// reads before it waits may be written by kernels that are under way then: units, scales, factors, input scales, norm.
+// One launch of all links is never early. -> a cudaError_t.
+int launch(const void* given, int count, int ahead, int format, uint32_t* met, int early) {
     const Link* links = static_cast<const Link*>(given);  // a type of this file, which would hide the function
     if (met && (format != NVFP4 || count > MOST_LINKS || ahead || links->tokens > 8)) return cudaErrorInvalidValue;
     Jobs<MOST_LINKS> jobs = {};
@@ -1032,8 +1094,7 @@ int launch(const void* given, int count, int ahead, int format, uint32_t* met) {
     for (int i = 0; i < count; ++i) {
         Link link = links[i];
         if (i < ahead)
-            if (cudaError_t error = format == FP8 ? quantise<FP8>(link, i > 0) : quantise<NVFP4>(link, i > 0))
-                return error;
+            if (cudaError_t error = (format == FP8 ? quantise<FP8> : quantise<NVFP4>)(link, i > 0 || early)) return error;
         if (link.taken) {
             link.x = reinterpret_cast<const __nv_bfloat16*>(link.taken);
             link.group_columns = link.k_units * COLUMNS, link.x_columns = link.groups() * link.group_columns;
@@ -1050,10 +1111,10 @@ int launch(const void* given, int count, int ahead, int format, uint32_t* met) {
             jobs.job[i].p = link, jobs.job[i].next = next;
             continue;
         }
-        const bool early = i > 0 || ahead > 0;
-        const cudaError_t error = format == FP8     ? choose<FP8, 2, 3>(link, next, early, count > 1)
-                                  : format == NVFP4 ? choose<NVFP4, 2, 3>(link, next, early, count > 1)
-                                                    : choose<BF16, 2, 4>(link, next, early, count > 1);
+        const bool behind = i > 0 || ahead > 0 || early, deep = count > 1 || early;
+        const cudaError_t error = format == FP8     ? choose<FP8, 2, 3>(link, next, behind, deep)
+                                  : format == NVFP4 ? choose<NVFP4, 2, 3>(link, next, behind, deep)
+                                                    : choose<BF16, 2, 4>(link, next, behind, deep);
         if (error) return error;
     }
     if (!met) return cudaSuccess;

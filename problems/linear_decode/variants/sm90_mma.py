@@ -1,6 +1,6 @@
 """sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32.
 
-It also has prepare_expert and expert, which problems/dsv4_forward/adapters/decode.py describes.
+It also has prepare_expert and expert, norms and with_norm, which problems/dsv4_forward/adapters/decode.py describes.
 """
 
 import math
@@ -25,7 +25,7 @@ from task import (
     unpack_weights,
 )
 
-from problems.common import build, load
+from problems.common import build, early, load
 
 TARGETS = ("sm90", "sm100")  # sm100: compiled, with the same instructions
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -40,6 +40,7 @@ EASY, EASY_NVFP4 = 2**15, 2**14
 EASY_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
 AHEAD, AHEAD_NVFP4 = 8, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
 MOST_LINKS, CHAIN_TOKENS = 4, 8  # of a chain in one launch
+MOST_NORMED, NORMED_COLUMNS = 8192, 256  # values that a block has in registers; columns of a warp
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
 
@@ -94,9 +95,10 @@ class _Part(Structure):
 class _Link(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x", "taken", "taken_scales")),
+        ("norm", c_void_p),
         *((name, c_int) for name in ("tokens", "quantise", "x_columns", "group_columns", "tiles", "group_tiles")),
         *((name, c_int) for name in ("k_units", "chunks", "cluster")),
-        *((name, c_int) for name in ("ahead", "gated")), ("limit", c_float), ("parts", c_int),
+        *((name, c_int) for name in ("ahead", "gated")), ("limit", c_float), ("eps", c_float), ("parts", c_int),
         ("part", _Part * MOST_PARTS),
     )  # fmt: skip
 
@@ -131,6 +133,28 @@ def custom_kernel(data: input_t) -> output_t:
         if len(given_to) > 1:
             x = given_to[i][0]
     _launch(state, [link for link, _ in links], made, out)
+    return out
+
+
+def norms(state: State, tokens: int) -> bool:
+    """Whether with_norm takes so many tokens: all of one input that each block quantises, in registers."""
+    link = state.links[0]
+    k, quantised = link.sizes[0][2], link.inputs is not None or link.scales is not None
+    one = len(state.links) == link.groups == 1 and quantised and k % NORMED_COLUMNS == 0
+    return one and tokens * k <= MOST_NORMED and plan(link, tokens).cluster == 1
+
+
+def with_norm(data: input_t, weight: torch.Tensor, eps: float) -> output_t:
+    """Do as custom_kernel with x normed: x / sqrt(mean of its squares + eps) * weight, in fp32, rounded to bf16.
+
+    weight: bf16 (k,), contiguous, which no kernel just ahead writes; of calls that `norms` takes.
+    """
+    state, (x,), (out,) = data
+    sizes = unpack_call(data.inputs, data.outputs, state.format, state.sizes)
+    made = (_Link * 1)()
+    _fill(made[0], state.links[0], x, parts(out, sizes)[0])
+    made[0].norm, made[0].eps = weight.data_ptr(), eps
+    _launch(state, state.links, made, out)
     return out
 
 
@@ -197,14 +221,15 @@ def _launch(state: State, links: Sequence[Link], made: Array, out: torch.Tensor)
     for i, (link, to) in enumerate(zip(links, made, strict=True)):
         nvfp4 = link.inputs is not None
         behind = nvfp4 and i > 0 and len(state.links) > 1  # the link ahead quantises
-        needed = behind if together else to.tokens > (AHEAD_NVFP4 if nvfp4 else AHEAD)
+        needed = behind if together else to.tokens > (AHEAD_NVFP4 if nvfp4 else AHEAD) and not to.norm
         if needed and (link.quantise or link.scales is not None):
             rooms += _take_ahead(link, to, out.device)
             ahead += not behind
     run = build.cuda(SOURCE, load.device_target(out.device))
-    run = run.function("launch", c_void_p, *[c_int] * 3, c_void_p)
+    run = run.function("launch", c_void_p, *[c_int] * 3, c_void_p, c_int)
     met = state.met.data_ptr() if together else None
-    build.check(run(addressof(made), len(made), ahead, FORMATS.index(state.format), met), "launch")
+    code = run(addressof(made), len(made), ahead, FORMATS.index(state.format), met, early.allowed())
+    build.check(code, "launch")
 
 
 def _take_ahead(link: Link, to: _Link, device: torch.device) -> list[torch.Tensor]:

@@ -233,6 +233,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     if (thread < ROWS) shared.base[thread] = p.base[thread];
     if (thread >= 32 && thread < 35) shared.scale[thread - 32] = p.scale[thread - 32];
     if (warp == 2 && lane < quads * QUAD / 64 + 1) prefetch_line(p.norm + min(first_quad * QUAD + lane * 64, p.hidden - 1));
+    programmatic::trigger();  // what the next kernel loads comes behind what is asked for here
 
     if (TOKENS == 2 || half == 0) {
 #pragma unroll
@@ -244,7 +245,6 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
         }
     }
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
-    programmatic::trigger();
     __syncthreads();
     float v[TOKENS][VALUES] = {};
 #pragma unroll 1  // two at once spill

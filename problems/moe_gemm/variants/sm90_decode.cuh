@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             barrier_init(written + 8 * i, EPILOGUE_THREADS), barrier_init(ready + 8 * i, 1);
     }
     programmatic::wait();
+    programmatic::trigger();
     uint4 half = {};
     if (LONE && p.lone && warp < WARPS) half = load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
     if (n <= 32) {
@@ -292,18 +293,20 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
 }
 
 template <int C1, int C2, int NT>
-cudaError_t launch(const Problem& p, int blocks, int bytes) {
+cudaError_t launch(const Problem& p, int blocks, int bytes, bool early) {
     cudaError_t code =
         cudaFuncSetAttribute(experts<C1, C2, NT>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
     const dim3 grid(blocks), block(NUM_THREADS);
     if (p.linear) return programmatic::launch(experts<C1, C2, NT>, grid, block, bytes, p);
+    if (early) return programmatic::launch_resident(experts<C1, C2, NT>, grid, block, bytes, p);
     return programmatic::launch_cooperative(experts<C1, C2, NT>, grid, block, bytes, p);
 }
 
-// tiles: 8 tokens each, of a group; 1 or 2. rows: room for the slots' rows of x, where they are quantised. -> a
-// cudaError_t; cudaErrorInvalidValue for what does not fit.
-inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows) {
+// tiles: 8 tokens each, of a group; 1 or 2. rows: room for the slots' rows of x, where they are quantised. early: whether
+// the first kernel may begin before the one ahead has ended. -> a cudaError_t; cudaErrorInvalidValue for what does not
+// fit.
+inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bool early) {
     const int n = p.tokens * p.topk;
     if (n > 0xFFFF || p.hidden % 64 || p.inner % 64 || tiles < 1 || tiles > 2) return cudaErrorInvalidValue;
     p.groups = n < p.experts + n / (8 * tiles) ? n : p.experts + n / (8 * tiles);
@@ -318,14 +321,15 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows) {
     p.lone = p.quantised && !p.linear && p.tokens == 1 && p.groups <= 32 && tiles == 1 && first <= 4 && second <= 2;
     if (p.quantised && !p.lone) {
         const int width = p.linear ? p.inner : p.hidden, all = n * (width / 16);
-        quantise_rows<<<(all + 127) / 128, 128>>>(p, rows, width);
-        if (const cudaError_t code = cudaGetLastError()) return code;
+        if (const cudaError_t code =
+                programmatic::launch_early(quantise_rows, (all + 127) / 128, 128, 0, early, p, rows, width))
+            return code;
         p.x = rows;
     }
     if (first <= 4 && second <= 2)
-        return tiles == 1 ? launch<4, 2, 1>(p, blocks, bytes) : launch<4, 2, 2>(p, blocks, bytes);
-    if (tiles == 1 && first <= 8 && second <= 4) return launch<8, 4, 1>(p, blocks, bytes);
-    if (tiles == 1 && first <= 8 && second <= 8) return launch<8, 8, 1>(p, blocks, bytes);
+        return tiles == 1 ? launch<4, 2, 1>(p, blocks, bytes, early) : launch<4, 2, 2>(p, blocks, bytes, early);
+    if (tiles == 1 && first <= 8 && second <= 4) return launch<8, 4, 1>(p, blocks, bytes, early);
+    if (tiles == 1 && first <= 8 && second <= 8) return launch<8, 8, 1>(p, blocks, bytes, early);
     return cudaErrorInvalidValue;
 }
 

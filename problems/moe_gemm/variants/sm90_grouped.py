@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from task import Weights, input_t, output_t, unpack_call, unpack_weights
 
-from problems.common import build, load, tma
+from problems.common import build, early, load, tma
 
 TARGETS = ("sm90", "sm100")  # sm100: only the kernel for few tokens, which has no wgmma
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -131,7 +131,7 @@ def _decode(data: input_t, tokens: int, topk: int, shared: bool) -> None:
     slots, quantised = min(tokens, MOST_TOKENS) * topk, state.activation == "nvfp4"
     v = torch.empty(slots, inner, dtype=torch.bfloat16, device=x.device)
     rows = torch.empty(slots if quantised else 0, hidden, dtype=torch.bfloat16, device=x.device)
-    run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_experts", *[c_void_p] * 13, *[c_int] * 9)
+    run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_experts", *[c_void_p] * 13, *[c_int] * 10)
     for first in range(0, tokens, MOST_TOKENS):
         count = min(MOST_TOKENS, tokens - first)
         code = run(
@@ -139,7 +139,7 @@ def _decode(data: input_t, tokens: int, topk: int, shared: bool) -> None:
             state.w2.data_ptr(), state.g2.data_ptr(), state.in_scale2.data_ptr(),
             x[first].data_ptr(), ids[first].data_ptr(), routing[first].data_ptr(), out[first].data_ptr(),
             v.data_ptr(), rows.data_ptr(), state.arrived.data_ptr(),
-            count, topk, experts, hidden, inner, quantised, shared, tiles, _blocks(x.device),
+            count, topk, experts, hidden, inner, quantised, shared, tiles, _blocks(x.device), early.allowed(),
         )  # fmt: skip
         build.check(code, "decode_experts")
 

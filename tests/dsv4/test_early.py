@@ -1,0 +1,160 @@
+"""What calls of the composed model do that judged calls do not: begin early, and norm an input, in the model that
+executes PTX. It runs kernels one behind the other, so it cannot show what a launch reads too early.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from harness.tools import latency as timing
+from problems.common import build, early, load
+from problems.dsv4_forward import latency
+from tests.support import ROOT
+
+# argv: format, k, rows, tokens. The model has two multiprocessors, so that blocks have several tiles.
+NORMED = """
+import sys
+
+import torch
+
+from problems.common import early
+from problems.common.ptx_model import driver
+
+driver.MULTIPROCESSORS["sm90"] = 2
+model = driver.install("sm90")
+torch.Tensor.is_cuda = property(lambda tensor: False)
+from problems.common import load
+from problems.dsv4_forward.kernels import fused
+
+fmt, k, rows, tokens = sys.argv[1], *map(int, sys.argv[2:])
+folder = load.PROBLEMS / "linear_decode"
+reference, task = load.module(folder, "reference"), load.module(folder, "task")
+variant = load.variant("linear_decode", "sm90_mma")
+case = {"format": fmt, "tokens": tokens, "shape": f"{rows}x{k}", "content": "plain", "seed": 5, "device": "cpu"}
+data = task.Data(reference.generate_weights(**case), *reference.generate_input(**case))
+weight = torch.randn(k, generator=torch.Generator().manual_seed(7)).bfloat16()
+state = variant.prepare(data.weights)
+assert variant.norms(state, tokens) and not variant.norms(state, 8192 // k + 1)
+normed = torch.empty_like(data.inputs.x)
+fused.ops("sm90")["rms_norm"](data.inputs.x, weight, 1e-6, normed)
+given = data._replace(weights=state)
+results = []
+for known in (False, True):
+    with early.behind_kernels(known):
+        for x, norms in ((normed, False), (data.inputs.x, True)):
+            out = torch.full_like(data.outputs.out, torch.nan)
+            one = given._replace(inputs=task.Inputs(x), outputs=task.Outputs(out))
+            variant.with_norm(one, weight, 1e-6) if norms else variant.custom_kernel(one)
+            model.check()
+            results.append(out)
+said = data._replace(inputs=task.Inputs(normed))
+assert reference.compare(said, reference.ref_kernel(said), results[0]).ok
+assert all(torch.equal(results[0], other) for other in results[1:]), [int((results[0] != one).sum()) for one in results]
+"""
+
+
+def run(script: str, *arguments: object) -> None:
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    ran = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_calls_are_early_only_where_the_caller_says_so():
+    assert not early.allowed()
+    with early.behind_kernels():
+        assert early.allowed()
+        with early.behind_kernels(False):
+            assert not early.allowed()
+        assert early.allowed()
+    assert not early.allowed()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "k", "rows", "tokens"), [("nvfp4", 512, 128, 3), ("fp8", 1536, 64, 5), ("nvfp4", 1024, 128, 8)]
+)
+def test_a_linear_that_norms_its_input_has_the_bits_of_two_steps(fmt, k, rows, tokens):
+    run(NORMED, fmt, k, rows, tokens)
+
+
+# argv: as harness.tools.model_check's; cases come on standard input.
+CHECKED = """
+import dataclasses
+import sys
+
+from harness.tools import model_check
+from problems.common import early
+from problems.common.ptx_model import driver
+
+EARLY = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
+plain, late = driver.Driver.launch, set()
+
+
+def launch(self, kernel, grid, block, shared, arguments, attributes, count):
+    if not driver._value(attributes, count, EARLY)[0]:
+        late.add(self._kernels[kernel].name)
+    return plain(self, kernel, grid, block, shared, arguments, attributes, count)
+
+
+driver.Driver.launch = launch
+# Of one GPU, since launchers ask once how large it is, and refuse blocks that it has no room for at once.
+model_check.ORDERS = [dataclasses.replace(one, multiprocessors=8) for one in model_check.ORDERS[::5]]
+with early.behind_kernels():
+    model_check.main(sys.argv[1:])
+raise SystemExit("".join(name for name in late if "repack" not in name))
+"""
+MOE = {"router": "uniform", "content": "plain", "seed": 5, "activation": "nvfp4"}
+FMHA = {"page_window": 64, "page_compressed": 2, "pool": 128, "order": "random", "content": "ragged", "seed": 5}
+CASES = [  # a number: of the problem's own cases
+    ("moe_gemm", "sm90_grouped", {**MOE, "tokens": 2, "experts": 3, "topk": 2, "hidden": 64, "inner": 192}),
+    ("fmha_decode", "sm90_wgmma", {**FMHA, "batch": 2, "queries": 1, "heads": 20, "window": 37, "compressed": 91}),
+    ("fmha_decode", "sm90_wgmma", {**FMHA, "batch": 2, "queries": 1, "heads": 8, "window": 37, "compressed": 91}),
+    ("indexer", "sm90_join", 2),
+    ("mhc_site", "sm90_columns", 7),
+    ("mhc_site", "sm90_columns", 9),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("problem", "variant", "case"), CASES, ids=["experts", "heads", "few heads", "indexer", "16 tokens", "31"]
+)
+def test_variants_are_right_where_they_begin_early(problem, variant, case):
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    folder = load.PROBLEMS / problem
+    case = vars(load.module(folder, "task").TESTS[case]) if isinstance(case, int) else case
+    command = [sys.executable, "-c", CHECKED, str(folder), str(folder / "variants" / f"{variant}.py"), "sm90"]
+    ran = subprocess.run(command, cwd=ROOT, input=json.dumps([case]), capture_output=True, text=True)
+    replies = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [one["status"] for one in replies] == ["MODEL_CHECKED"] * 2, (replies, ran.stderr[-2000:])
+    assert not ran.stderr.strip(), ran.stderr[-2000:]  # kernels that were launched plainly
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 8])
+@torch.inference_mode()
+def test_replays_have_the_bits_of_steps_that_are_not_early(batch):
+    """In a recorded step kernels follow each other so closely that what is read too early would be another step's."""
+    case = {"config": "tiny-k", "format": "nvfp4", "batch": batch, "context": 300, "early": 0}
+    decode = latency.Decode(case, 20)
+    plain, want = decode.step(decode.choose()), []
+    decode.reset()
+    for _ in range(10):
+        plain()
+        want.append(plain.logits.clone())
+    decode.early = True
+    with build.capturable():
+        chosen = decode.choose()
+        with torch.cuda.stream(torch.cuda.ExternalStream(timing.PER_THREAD)):
+            step, graph, left_out = timing.recorded(decode, chosen, timing._capture)
+            assert not left_out
+            for _ in range(20):
+                decode.reset()
+                for logits in want:
+                    graph.replay()
+                    assert torch.equal(step.logits, logits)

@@ -48,7 +48,7 @@ def test_every_fault_of_a_config_is_named(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         config_from_json(tmp_path)
     assert set(caught.value.faults) == {
-        "missing head_dim", "missing rope_beta_fast", "scoring_func must be 'sqrtsoftplus', got 'softmax'",
+        "missing head_dim", "missing YaRN's beta_fast", "scoring_func must be 'sqrtsoftplus', got 'softmax'",
         "compress_ratios must have 3 + 1 entries, got 2",
     }  # fmt: skip
     (tmp_path / "config.json").write_text("{")

@@ -132,7 +132,7 @@ def test_matrices_that_are_none_are_errors():
     with pytest.raises(ValueError, match=r"x, out do not fit layers\.0\.attn\.w in linear: got \(3, 32\)"):
         product(x[:, :32], w, made.linear, torch.bfloat16)
     w.scale.fill_(255)
-    with pytest.raises(ValueError, match=r"layers\.0\.attn\.w: scale bytes must be 1 to 254, got 255 to 255"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attn\.w: scale bytes must be 0 to 254, got 255 to 255"):
         adapted(w)
 
 

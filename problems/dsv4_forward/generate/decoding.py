@@ -4,8 +4,9 @@ Tokens stay on the device: a pass takes those that the pass before chose there. 
 is computed, so no pass waits for the host. It sees an end token one pass late; what that pass made of it is dropped.
 """
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,18 +27,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class Told:
-    """A token for the prompt of this number, None for an end token; reason: why it is the last one, or ""."""
+    """A token for the prompt of this number, None for an end token; reason: why it is the last one, or "". at: when it
+    was known, in seconds of time.perf_counter.
+    """
 
     prompt: int
     token: int | None
     reason: str = ""
+    at: float = field(default_factory=time.perf_counter, compare=False)
 
 
 class Late:
-    """Tokens, int64 (B,) of a device, on their way to the host; read() waits for them and for nothing after them."""
+    """Tokens, int64 (B,) of a device, on their way to the host; read() waits for them and for nothing after them.
+
+    at: when they were known: on a CPU at once, on a GPU once they were read.
+    """
 
     def __init__(self, tokens: torch.Tensor) -> None:
-        self._tokens, self._event = tokens, None
+        self._tokens, self._event, self.at = tokens, None, time.perf_counter()
         if tokens.is_cuda:
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
@@ -47,6 +54,7 @@ class Late:
     def read(self) -> list[int]:
         if self._event:
             self._event.synchronize()
+            self.at = time.perf_counter()
         return self._tokens.tolist()
 
 
@@ -86,12 +94,12 @@ class _Run:
     sequences: list[int]
     allowed: list[int]
 
-    def told(self, prompt: int, token: int, count: int) -> Told:
+    def told(self, prompt: int, token: int, count: int, at: float) -> Told:
         """The count-th token of a prompt."""
         if token in self.limits.end:
-            return Told(prompt, None, END)
+            return Told(prompt, None, END, at)
         full = LENGTH if count == self.limits.most else CONTEXT
-        return Told(prompt, token, full if count == self.allowed[prompt] else "")
+        return Told(prompt, token, full if count == self.allowed[prompt] else "", at)
 
 
 def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
@@ -117,7 +125,7 @@ def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
             waiting = live, Late(tokens)
         for prompt, token in zip(before, late.read(), strict=True):
             if prompt not in ended:
-                told = run.told(prompt, token, count)
+                told = run.told(prompt, token, count, late.at)
                 ended |= {prompt} if told.reason else set()
                 yield told
         count += 1

@@ -155,7 +155,7 @@ def test_target_of_other_devices(monkeypatch):
 
 @pytest.mark.parametrize("device", ["", "tpu", "cuda:x", "mps", "meta", "cuda:99"])
 def test_a_device_that_is_none_is_named(device):
-    with pytest.raises(ValueError, match="device must be cpu, cuda or cuda:N|device cuda:99 is no GPU that torch can"):
+    with pytest.raises(ValueError, match=r"device must be cpu, cuda or cuda:N|device cuda:99 is no GPU that torch can"):
         load.device_target(device)
 
 

@@ -167,6 +167,6 @@ def test_a_file_that_is_no_object_or_names_a_key_twice_is_refused(tmp_path):
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_numbers_that_nothing_could_compute_with_are_refused(tmp_path, change):
-    with pytest.raises(CheckpointError, match="below 2\\^31|that fp32 holds|above 1"):
+    with pytest.raises(CheckpointError, match=r"below 2\^31|that fp32 holds|above 1"):
         read(tmp_path, **change)
     assert read(tmp_path, rope_theta=1.5, hc_eps=0, swiglu_limit=7).rope_theta == 1.5

@@ -166,8 +166,9 @@ def _layers(data: dict, faults: list[str]) -> dict[str, object]:
             faults.append(f"compress_ratios must be a list, got {ratios!r}")
         ratios = tuple(ratios) if isinstance(ratios, list | tuple) else ()
     counts = {"num_hidden_layers": layers, "num_nextn_predict_layers": extra}
-    if wrong := [f"{name} must be an integer, 0 or more, got {n!r}" for name, n in counts.items() if type(n) is not int or n < 0]:
-        faults += ["missing num_hidden_layers" if layers is None else wrong[0]]
+    if wrong := [name for name, count in counts.items() if type(count) is not int or count < 0]:
+        said = f"{wrong[0]} must be an integer, 0 or more, got {counts[wrong[0]]!r}"
+        faults += ["missing num_hidden_layers" if layers is None else said]
         ratios = ()
     elif ratios and len(ratios) not in (layers, layers + extra):
         faults.append(f"compress_ratios must have {layers} + {extra} entries, got {len(ratios)}")

@@ -101,11 +101,11 @@ class Config:
         """The first `layers` layers with `experts` of the experts (all if None), at full width, without prediction
         layers: what fits one GPU. For Flash, four layers have every kind: two SWA, one CSA, one HCA.
         """
-        experts = self.n_routed_experts if experts is None else experts
-        if not 1 <= layers <= self.num_hidden_layers or not self.num_experts_per_tok <= experts <= self.n_routed_experts:
+        most, experts = self.n_routed_experts, self.n_routed_experts if experts is None else experts
+        if not 1 <= layers <= self.num_hidden_layers or not self.num_experts_per_tok <= experts <= most:
             raise ValueError(
                 f"a slice of {self.name} must have 1 to {self.num_hidden_layers} layers and {self.num_experts_per_tok} "
-                f"to {self.n_routed_experts} experts, got {layers} and {experts}"
+                f"to {most} experts, got {layers} and {experts}"
             )
         return dataclasses.replace(
             self, name=f"{self.name}-{layers}l{experts}e", n_routed_experts=experts, num_nextn_predict_layers=0,

@@ -342,7 +342,8 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
         (["--checkpoint", "nowhere"], "cannot be read"), (["--kernels", "fast"], "kernels must be"),
         (["--checkpoint", __file__], "must be a folder"), (["--device", "tpu"], "device must be cpu, cuda or cuda:N"),
         (["--config", "flash-61l256e"], "must have 1 to 43 layers and 6 to 256 experts, got 61 and 256"),
-        (["--config", "tiny-2l0e"], "2 to 8 experts, got 2 and 0"), (["--config", "tiny-²l8e"], "config must be one of"),
+        (["--config", "tiny-2l0e"], "2 to 8 experts, got 2 and 0"),
+        (["--config", "tiny-²l8e"], "config must be one of"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_get_one_line(words, match, capsys, tmp_path, monkeypatch):

@@ -182,6 +182,13 @@ def test_the_decoded_tokens_time_is_that_of_their_passes(model, capsys, monkeypa
     assert "decode: 2 tokens in 20.00 s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--draft",), ("--temperature", "1")])
+def test_a_model_that_computes_no_numbers_is_named(copy, capsys, more):
+    """Finite weights and numbers, whose products are not."""
+    path = copy(config={"routed_scaling_factor": 1e38})
+    assert "must be finite, got NaN" in refused(capsys, "--checkpoint", path, "--prompt", "1,2,3", *more)
+
+
 def test_a_chunk_beyond_the_context_takes_no_memory(folder, capsys):
     long = run(capsys, "--checkpoint", folder, "--prompt", "1,2,3", "--tokens", 3, "--chunk", 10**12)[0]
     assert long == run(capsys, "--checkpoint", folder, "--prompt", "1,2,3", "--tokens", 3)[0]

@@ -15,6 +15,8 @@ from problems.dsv4_forward.generate.sampler import Sampler
 from problems.dsv4_forward.model import Model, feed
 
 END, LENGTH, CONTEXT = "end token", "length", "context full"  # why a prompt gets no more tokens
+NO_NUMBERS = -1  # in place of a token: its logits are no numbers
+NOT_FINITE = "logits after {} must be finite, got NaN or infinities: weights and configuration overflow a pass"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def decode(
 
     A sequence of `state` is opened for each prompt, and closed in the end. A prompt's number is its identity for the
     sampler. ValueError: no prompts, or one that is empty, no token ids, or longer than the context; RuntimeError:
-    sequences or blocks are too few. Nothing was computed then.
+    sequences or blocks are too few. Nothing was computed then. ValueError too if a prompt's logits are not finite.
     """
     if limits.most < 1 or not prompts:
         raise ValueError(f"prompts and tokens must be one or more, got {len(prompts)} and {limits.most}")
@@ -95,7 +97,9 @@ class _Run:
     allowed: list[int]
 
     def told(self, prompt: int, token: int, count: int, at: float) -> Told:
-        """The count-th token of a prompt."""
+        """The count-th token of a prompt. ValueError: NO_NUMBERS."""
+        if token == NO_NUMBERS:
+            raise ValueError(NOT_FINITE.format(f"prompt {prompt + 1}"))
         if token in self.limits.end:
             return Told(prompt, None, END, at)
         full = LENGTH if count == self.limits.most else CONTEXT
@@ -109,7 +113,9 @@ def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
     tokens = run.sampler.sample(logits, numbers, lengths)
     ended: set[int] = set()
     count = 1
-    waiting: tuple[list[int], Late] | None = (live, Late(tokens))
+    # The host sees by the first tokens whether the model computes numbers, so that nothing is read for it.
+    sound = logits.isfinite().all(1)
+    waiting: tuple[list[int], Late] | None = (live, Late(tokens.where(sound, NO_NUMBERS)))
     while waiting:
         before, late = waiting
         live = [prompt for prompt in before if prompt not in ended and count < run.allowed[prompt]]

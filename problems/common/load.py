@@ -204,13 +204,23 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def device_target(device: Any) -> str:
-    """The target of a torch device: "cpu", "sm90" or "sm100". ValueError for a GPU of another generation."""
+    """The target of a torch device: "cpu", "sm90" or "sm100". ValueError: it names no CPU or GPU of this machine that
+    torch can use, or a GPU of another generation.
+    """
     import torch
 
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {device!r}") from error
     if device.type == "cpu":
         return "cpu"
-    major, minor = torch.cuda.get_device_capability(device)
+    if device.type != "cuda":
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {str(device)!r}")
+    try:
+        major, minor = torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, no driver, or fewer GPUs
+        raise ValueError(f"device {device} is no GPU that torch can use here: {error}") from error
     if major not in TARGETS:
         raise ValueError(f"device must be a CPU or a GPU of sm_90 or sm_100, got sm_{major}{minor}")
     return TARGETS[major]

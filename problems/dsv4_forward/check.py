@@ -132,7 +132,7 @@ class Refused(ValueError):
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
-        target = load.device_target(args.device)
+        target = _target(args.device)
         # One configuration after the other: their weights need not fit the device together.
         cases = _cases(args)
         count = Count(len(cases) * checks(torch.device(args.device).type, args.attribute))
@@ -155,7 +155,18 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--format", choices=config.FORMATS, help="one number format")
     p.add_argument("--steps", type=int, default=STEPS, help="greedy tokens of each sequence")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.steps < 0:
+        p.error(f"--steps must be 0 or more, got {args.steps}")
+    return args
+
+
+def _target(device: str) -> str:
+    """The kernels' target. Refused: no such device."""
+    try:
+        return load.device_target(device)
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
 def _cases(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
@@ -173,6 +184,8 @@ def _cases(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) -> Case:
     """A case with random weights and prompts."""
     cfg = config.find(name)
+    if (most := cfg.max_position_embeddings - max(PROMPTS)) < steps:
+        raise Refused(f"--steps must be at most {most} in {name}, whose context the prompts begin, got {steps}")
     gen = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(cfg.vocab_size, (length,), generator=gen).tolist() for length in PROMPTS]
     return Case(cfg, fmt, tree.random(cfg, fmt, seed=seed, device=device), prompts, steps, device)

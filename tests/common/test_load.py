@@ -153,6 +153,12 @@ def test_target_of_other_devices(monkeypatch):
         load.device_target("cuda")
 
 
+@pytest.mark.parametrize("device", ["", "tpu", "cuda:x", "mps", "meta", "cuda:99"])
+def test_a_device_that_is_none_is_named(device):
+    with pytest.raises(ValueError, match=r"device must be cpu, cuda or cuda:N|device cuda:99 is no GPU that torch can"):
+        load.device_target(device)
+
+
 def test_the_winner_is_the_first_that_the_cpu_can_run(tmp_path, monkeypatch):
     (tmp_path / "variants").mkdir()
     (tmp_path / "variants" / "wide.py").write_text('CPU_FLAGS = ("avx9000",)\n')

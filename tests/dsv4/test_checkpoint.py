@@ -335,6 +335,32 @@ def test_a_misshapen_tensor_is_named(saved, tmp_path):
     assert faults(edited(saved("released"), tmp_path / "bad", transpose)) == (want,)
 
 
+def test_a_matrixs_scale_is_one_number_of_any_axes(saved, tmp_path):
+    """As files have it where a quantiser saw wo_a as the one matrix that it is there, or keeps one-element tensors."""
+    wo_a, expert = "layers.2.attn.wo_a", "layers.1.ffn.experts.1"
+
+    def one(tensors: dict[str, torch.Tensor]) -> None:
+        for field in ("weight_scale_2", "input_scale"):
+            tensors[f"{wo_a}.{field}"] = tensors[f"{wo_a}.{field}"][0].clone()
+            tensors[f"{expert}.w3.{field}"] = tensors[f"{expert}.w3.{field}"].view(1, 1)
+
+    got = load(edited(saved("nvfp4"), tmp_path / "one", one), progress=False)
+    want = made("nvfp4")
+    mine, its = got.layers[2].attn.wo_a, want.layers[2].attn.wo_a
+    assert torch.equal(mine.scale_2, its.scale_2[:1].expand(len(its.scale_2)))
+    assert torch.equal(mine.input_scale, its.input_scale[:1].expand(len(its.scale_2)))
+    assert {name.rpartition(".")[0] for name in differing(got, want)} <= {wo_a}
+
+    def unlike(tensors: dict[str, torch.Tensor]) -> None:
+        one(tensors)
+        tensors[f"{expert}.w3.weight_scale_2"] *= 2
+        tensors[f"{wo_a}.input_scale"] = torch.ones(2)
+
+    found = faults(edited(saved("nvfp4"), tmp_path / "unlike", unlike))
+    assert len(found) == 2 and f"{wo_a}.input_scale must have shape (3,), got (2,)" in found
+    assert any(fault.startswith(f"{expert}.w3.weight_scale_2 must be {expert}.w1.weight_scale_2's") for fault in found)
+
+
 @pytest.mark.parametrize(
     ("fmt", "name", "dtype", "wanted"),
     [
@@ -360,6 +386,10 @@ def test_a_truncated_file_is_named(saved, tmp_path):
     files = sorted((tmp_path / "cut").glob("*.safetensors"))
     files[1].write_bytes(files[1].read_bytes()[:-1000])
     files[2].write_bytes(b"")
+    empty = edited(saved("bf16"), tmp_path / "empty", lambda tensors: None)
+    (empty / "model.safetensors").write_bytes(b"")
+    (fault,) = faults(empty)
+    assert "cannot be read" in fault, "nothing is said of a format, of which nothing is known"
     found = faults(tmp_path / "cut")
     assert len(found) == 2, "tensors of a file that cannot be read are not counted as missing"
     assert all(f"{file.name} cannot be read" in fault for file, fault in zip(files[1:3], found, strict=True))

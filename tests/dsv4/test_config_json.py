@@ -48,7 +48,7 @@ def test_every_fault_of_a_config_is_named(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         config_from_json(tmp_path)
     assert set(caught.value.faults) == {
-        "missing head_dim", "missing rope_beta_fast", "scoring_func must be 'sqrtsoftplus', got 'softmax'",
+        "missing head_dim", "missing YaRN's beta_fast", "scoring_func must be 'sqrtsoftplus', got 'softmax'",
         "compress_ratios must have 3 + 1 entries, got 2",
     }  # fmt: skip
     (tmp_path / "config.json").write_text("{")
@@ -154,3 +154,19 @@ def test_a_file_that_is_no_object_or_names_a_key_twice_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(written)
         with pytest.raises(CheckpointError, match=match):
             config_from_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"routed_scaling_factor": 10**400}, {"swiglu_limit": 1e39}, {"hc_eps": 1e39}, {"rms_norm_eps": 1e-50},
+        {"rope_theta": 1}, {"rope_theta": 0.5}, {"compress_rope_theta": 1}, {"compress_rope_theta": 10**400},
+        {"rope_scaling.factor": 10**400}, {"rope_scaling.beta_fast": 1e-320}, {"vocab_size": 10**4000},
+        {"rope_scaling.original_max_position_embeddings": 10**400}, {"index_topk": 2**31},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_numbers_that_nothing_could_compute_with_are_refused(tmp_path, change):
+    with pytest.raises(CheckpointError, match=r"below 2\^31|that fp32 holds|above 1"):
+        read(tmp_path, **change)
+    assert read(tmp_path, rope_theta=1.5, hc_eps=0, swiglu_limit=7).rope_theta == 1.5

@@ -158,8 +158,17 @@ def test_matrices_that_are_none_are_errors():
     with pytest.raises(ValueError, match=r"x, out do not fit layers\.0\.attn\.w in linear: got \(3, 32\)"):
         product(x[:, :32], w, made.linear, torch.bfloat16)
     w.scale.fill_(255)
-    with pytest.raises(ValueError, match=r"layers\.0\.attn\.w: scale bytes must be 1 to 254, got 255 to 255"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attn\.w: scale bytes must be 0 to 254, got 255 to 255"):
         adapted(w)
+
+
+def test_a_scale_byte_of_0_is_left_to_the_reference():
+    w = matrix("fp8", 64, 64)
+    w.scale.fill_(0)
+    made, x = adapted(w), inputs(3, 64, dtype=torch.bfloat16)
+    assert next(iter(made.matrices.values())).reason == "its scale bytes must be 1 or more, some are 0"
+    got = product(x, w, made.linear, torch.bfloat16)
+    assert torch.equal(got, product(x, w, linear.linear, torch.bfloat16)) and bool(got.any())
 
 
 def test_input_scales_that_the_problem_has_not_are_left_or_errors():

@@ -165,6 +165,43 @@ def test_tokens_are_read_while_the_next_pass_is_computed(model, monkeypatch):
     assert state.pool.free == 2 and state.lengths == [0, 0]
 
 
+def test_the_decoded_tokens_time_is_that_of_their_passes(model, capsys, monkeypatch):
+    clock, forward, passes = 0.0, Model.forward, 0
+
+    def counted(*args):
+        nonlocal clock, passes
+        clock, passes = clock + 10.0, passes + 1
+        return forward(*args)
+
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(Model, "forward", counted)
+    state = State(CFG, "fp32", sequences=1, blocks=1)
+    told = list(decode(model, state, [[1, 2, 3]], Limits(3), Sampler()))
+    assert passes == 3 and [one.at for one in told] == [10.0, 20.0, 30.0]
+    generate._run(iter(told), [[1, 2, 3]], None, "cpu", generate.Console(stderr=True))
+    assert "decode: 2 tokens in 20.00 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [(), ("--draft",), ("--temperature", "1")])
+def test_a_model_that_computes_no_numbers_is_named(copy, capsys, more):
+    """Finite weights and numbers, whose products are not."""
+    path = copy(config={"routed_scaling_factor": 1e38})
+    assert "must be finite, got NaN" in refused(capsys, "--checkpoint", path, "--prompt", "1,2,3", *more)
+
+
+def test_a_chunk_beyond_the_context_takes_no_memory(folder, capsys):
+    long = run(capsys, "--checkpoint", folder, "--prompt", "1,2,3", "--tokens", 3, "--chunk", 10**12)[0]
+    assert long == run(capsys, "--checkpoint", folder, "--prompt", "1,2,3", "--tokens", 3)[0]
+
+
+def test_too_little_memory_gets_one_line(capsys, monkeypatch):
+    def none(*args, **named):
+        torch.empty(2**60, dtype=torch.uint8)
+
+    monkeypatch.setattr(tree, "quick", none)
+    assert "allocate memory" in refused(capsys, "--config", "tiny")
+
+
 def test_a_prompt_that_ends_leaves_the_batch(model, monkeypatch):
     ids, sizes = [[1, 2, 3], [4], [5, 6]], []
     want = [greedy(model, one, 9) for one in ids]
@@ -258,7 +295,7 @@ def test_prompts_are_printed_one_after_the_other(known, capsys):
 def refused(capsys, *words: object) -> str:
     """The one line that says what is wrong."""
     try:
-        code = generate.main([*map(str, words), "--device", "cpu"])
+        code = generate.main(["--device", "cpu", *map(str, words)])
     except SystemExit as ended:
         code = ended.code
     out, err = capsys.readouterr()
@@ -310,6 +347,10 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
         (["--draft"], "tiny has no prediction layer"), (["--config", "huge"], "config must be one of"),
         (["--temperature", "-1"], "temperature must be"), (["--top-p", "0"], "top_p must be"),
         (["--checkpoint", "nowhere"], "cannot be read"), (["--kernels", "fast"], "kernels must be"),
+        (["--checkpoint", __file__], "must be a folder"), (["--device", "tpu"], "device must be cpu, cuda or cuda:N"),
+        (["--config", "flash-61l256e"], "must have 1 to 43 layers and 6 to 256 experts, got 61 and 256"),
+        (["--config", "tiny-2l0e"], "2 to 8 experts, got 2 and 0"),
+        (["--config", "tiny-²l8e"], "config must be one of"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_get_one_line(words, match, capsys, tmp_path, monkeypatch):

@@ -75,11 +75,21 @@ def test_a_buffer_that_does_not_fit_is_refused(spoil):
 @pytest.mark.parametrize(
     ("change", "fmt", "message"),
     [
-        ({"o_lora_rank": 64}, "released", "attn.wo_a: rows of a part must be a multiple of 128"),
-        ({"moe_intermediate_size": 192}, "released", "shared_experts.w13: rows of a part must be a multiple of 128"),
+        ({"o_lora_rank": 64}, "released", r"attn.wo_a: rows of a part \(o_lora_rank\) must be a multiple of 128"),
+        (
+            {"moe_intermediate_size": 192},
+            "released",
+            r"w13: rows of a part \(moe_intermediate_size\) must be a multiple of 128",
+        ),
         ({"moe_intermediate_size": 144}, "nvfp4_experts", "must be a multiple of 128"),
         ({"hidden_size": 264}, "nvfp4", "k must be a multiple of 16 in nvfp4, got 264"),
         ({"hidden_size": 272}, "released", "k must be a multiple of 32 in mxfp4, got 272"),
+        (
+            {"head_dim": 640},
+            "released",
+            "must be at most 512 and qk_rope_head_dim a multiple of 4 in released, got 576",
+        ),
+        ({"head_dim": 66, "qk_rope_head_dim": 2}, "nvfp4", "a multiple of 4 in nvfp4, got 64 and 2"),
         ({}, "int4", "format must be one of"),
     ],
 )

@@ -356,8 +356,8 @@ def _matrix(task: ModuleType, w: Linear) -> NamedTuple:
         input_scale = w.input_scale.reshape(-1) if w.quantise_input else None
         return task.Matrix(codes, scale, w.scale_2.reshape(-1), w.quantise_input, input_scale)
     scale = scale.view(torch.uint8)
-    if bool((scale == 0).any() | (scale == 255).any()):
-        raise ValueError(f"{w.name}: scale bytes must be 1 to 254, got {int(scale.min())} to {int(scale.max())}")
+    if bool((scale == 255).any()):
+        raise ValueError(f"{w.name}: scale bytes must be 0 to 254, got {int(scale.min())} to {int(scale.max())}")
     return task.Matrix(codes, scale, None, w.quantise_input)
 
 
@@ -370,6 +370,8 @@ def _refusal(w: Linear) -> str:
     alignment = ALIGNMENT[w.weight.device.type]
     if not all(t is None or fits(t, alignment) for t in (w.weight, w.scale)):
         return f"its codes or scales are not contiguous, or do not start at a multiple of {alignment} bytes"
+    if w.kind == "fp8" and bool((w.scale.view(torch.uint8) == 0).any()):  # 2^-127, which fp32 holds as a subnormal
+        return "its scale bytes must be 1 or more, some are 0"
     if w.kind == "nvfp4" and w.quantise_input:
         low, high = float(w.input_scale.min()), float(w.input_scale.max())
         if low > 0 and not 1 / INPUT_SCALE <= low <= high <= INPUT_SCALE:  # others are errors

@@ -123,7 +123,9 @@ def load(
         try:
             source = checkpoint_names.detect(files.stored)
         except ValueError as error:
-            raise CheckpointError(path, [*files.faults, str(error)]) from error
+            # Where no file could be read there is nothing to tell a format from.
+            other = [] if files.faults and not files.stored else [str(error)]
+            raise CheckpointError(path, files.faults + other) from error
         joined = any(name.endswith(".experts.w13.weight") for name in files.stored)
         pieces = checkpoint_names.pieces(cfg, source, joined)
         if faults := files.faults + _faults(cfg, pieces, files) + _wrong_values(cfg, pieces, files):
@@ -146,7 +148,7 @@ def _faults(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[str]:
                 faults.append(f"unknown {held.name} ({held.dtype} {held.shape}) in {Path(held.file).name}")
             continue
         want = pieces[name]
-        if held.shape != want.shape:
+        if not want.fits(held.shape):
             faults.append(f"{held.name} must have shape {want.shape}, got {held.shape}")
         if held.dtype not in want.dtypes:
             faults.append(f"{held.name} must be {' or '.join(want.dtypes)}, got {held.dtype}")
@@ -159,8 +161,8 @@ def _wrong_values(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[
     sound = {name for name in pieces if name in files.stored and files.stored[name].dtype in pieces[name].dtypes}
     for name in sorted(sound):
         first = pieces[name].repeats
-        if first in sound and files.stored[name].shape == files.stored[first].shape:
-            one, other = files.read(first), files.read(name)
+        if first in sound and all(pieces[one].fits(files.stored[one].shape) for one in (name, first)):
+            one, other = files.read(first).squeeze(), files.read(name).squeeze()
             if not torch.equal(one, other):
                 faults.append(f"{name} must be {first}'s {one.tolist()}, got {other.tolist()}")
         if name.endswith("tid2eid"):
@@ -208,6 +210,7 @@ def _read(
         kind, field = ("", "") if isinstance(unit, layout.Spec) else (unit.kind, piece.target.rpartition(".")[2])
         if said := values.fault(files.stored[name].name, value, kind, field):
             faults.append(said)
+        value = value.reshape(()) if value.numel() == 1 and value.shape != piece.shape else value
         # Bytes for which PyTorch has a separate type (ue8m0, packed codes) are uint8 here.
         target.copy_(value.view(torch.uint8) if target.dtype == torch.uint8 else value)
     return faults

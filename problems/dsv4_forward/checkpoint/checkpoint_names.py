@@ -5,6 +5,7 @@ that transformers writes ("model.layers.0.self_attn.q_a_proj.weight"; by default
 as safetensors writes them: F32, BF16, F8_E4M3, F8_E8M0, I8, U8, I64.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,6 +98,13 @@ class Piece(NamedTuple):  # a released model has 145,000: a dataclass would take
     lead: int | None = None
     rows: slice | None = None
     repeats: str = ""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a file's tensor may have the shape: a scale of a whole matrix is one number, of any number of axes.
+        Where the internal matrix is several groups (wo_a), it may be one for all of them.
+        """
+        scalar = self.target.endswith((".scale_2", ".input_scale"))
+        return shape == self.shape or (scalar and math.prod(shape) == 1)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the internal tensor, sharing its memory."""

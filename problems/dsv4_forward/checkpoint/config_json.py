@@ -81,7 +81,7 @@ def config_from_json(path: str | Path) -> Config:
     faults += _others(_part(data, "quantization_config", faults), _COMPUTED_QUANTISATION, "quantization_config.")
     faults += [f"{key}: keys of DeepSeek-V4.1, another model, must not be there" for key in data if _of_another(key)]
     fields = {name: data.get(name) for name in _SAME} | _layers(data, faults) | _rope(data, faults)
-    faults += [f"missing {name}" for name, value in fields.items() if value is None]
+    faults += [f"missing {_key(name)}" for name, value in fields.items() if value is None]
     faults += [_in_the_file(fault) for fault in wrong_numbers(fields)] + _contradictions(data)
     if faults:
         raise CheckpointError(file, list(dict.fromkeys(faults)))
@@ -95,14 +95,19 @@ def config_from_json(path: str | Path) -> Config:
 def _in_the_file(fault: str) -> str:
     """A fault of a field of Config under the file's name for it."""
     name, *rest = fault.partition(" ")
-    return "".join([f"YaRN's {_YARN[name]}" if name in _YARN else name, *rest])
+    return "".join([_key(name), *rest])
+
+
+def _key(name: str) -> str:
+    """The file's name for a field of Config."""
+    return f"YaRN's {_YARN[name]}" if name in _YARN else name
 
 
 def read_json(file: Path) -> dict:
     """The object that a JSON file holds. CheckpointError: it cannot be read, is no object, or names a key twice."""
     try:
         data = json.loads(file.read_text(), object_pairs_hook=_distinct)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(file, [f"cannot be read: {error}"]) from error
     if not isinstance(data, dict):
         raise CheckpointError(file, [f"cannot be read: must hold an object, got {type(data).__name__}"])
@@ -161,8 +166,9 @@ def _layers(data: dict, faults: list[str]) -> dict[str, object]:
             faults.append(f"compress_ratios must be a list, got {ratios!r}")
         ratios = tuple(ratios) if isinstance(ratios, list | tuple) else ()
     counts = {"num_hidden_layers": layers, "num_nextn_predict_layers": extra}
-    if wrong := [f"{name} must be an integer, got {n!r}" for name, n in counts.items() if type(n) is not int or n < 0]:
-        faults += ["missing num_hidden_layers" if layers is None else wrong[0]]
+    if wrong := [name for name, count in counts.items() if type(count) is not int or count < 0]:
+        said = f"{wrong[0]} must be an integer, 0 or more, got {counts[wrong[0]]!r}"
+        faults += ["missing num_hidden_layers" if layers is None else said]
         ratios = ()
     elif ratios and len(ratios) not in (layers, layers + extra):
         faults.append(f"compress_ratios must have {layers} + {extra} entries, got {len(ratios)}")

@@ -4,8 +4,9 @@ Tokens stay on the device: a pass takes those that the pass before chose there. 
 is computed, so no pass waits for the host. It sees an end token one pass late; what that pass made of it is dropped.
 """
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +15,8 @@ from problems.dsv4_forward.generate.sampler import Sampler
 from problems.dsv4_forward.model import Model, feed
 
 END, LENGTH, CONTEXT = "end token", "length", "context full"  # why a prompt gets no more tokens
+NO_NUMBERS = -1  # in place of a token: its logits are no numbers
+NOT_FINITE = "logits after {} must be finite, got NaN or infinities: weights and configuration overflow a pass"
 
 
 @dataclass(frozen=True)
@@ -26,18 +29,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class Told:
-    """A token for the prompt of this number, None for an end token; reason: why it is the last one, or ""."""
+    """A token for the prompt of this number, None for an end token; reason: why it is the last one, or "". at: when it
+    was known, in seconds of time.perf_counter.
+    """
 
     prompt: int
     token: int | None
     reason: str = ""
+    at: float = field(default_factory=time.perf_counter, compare=False)
 
 
 class Late:
-    """Tokens, int64 (B,) of a device, on their way to the host; read() waits for them and for nothing after them."""
+    """Tokens, int64 (B,) of a device, on their way to the host; read() waits for them and for nothing after them.
+
+    at: when they were known: on a CPU at once, on a GPU once they were read.
+    """
 
     def __init__(self, tokens: torch.Tensor) -> None:
-        self._tokens, self._event = tokens, None
+        self._tokens, self._event, self.at = tokens, None, time.perf_counter()
         if tokens.is_cuda:
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
@@ -47,6 +56,7 @@ class Late:
     def read(self) -> list[int]:
         if self._event:
             self._event.synchronize()
+            self.at = time.perf_counter()
         return self._tokens.tolist()
 
 
@@ -57,7 +67,7 @@ def decode(
 
     A sequence of `state` is opened for each prompt, and closed in the end. A prompt's number is its identity for the
     sampler. ValueError: no prompts, or one that is empty, no token ids, or longer than the context; RuntimeError:
-    sequences or blocks are too few. Nothing was computed then.
+    sequences or blocks are too few. Nothing was computed then. ValueError too if a prompt's logits are not finite.
     """
     if limits.most < 1 or not prompts:
         raise ValueError(f"prompts and tokens must be one or more, got {len(prompts)} and {limits.most}")
@@ -86,12 +96,14 @@ class _Run:
     sequences: list[int]
     allowed: list[int]
 
-    def told(self, prompt: int, token: int, count: int) -> Told:
-        """The count-th token of a prompt."""
+    def told(self, prompt: int, token: int, count: int, at: float) -> Told:
+        """The count-th token of a prompt. ValueError: NO_NUMBERS."""
+        if token == NO_NUMBERS:
+            raise ValueError(NOT_FINITE.format(f"prompt {prompt + 1}"))
         if token in self.limits.end:
-            return Told(prompt, None, END)
+            return Told(prompt, None, END, at)
         full = LENGTH if count == self.limits.most else CONTEXT
-        return Told(prompt, token, full if count == self.allowed[prompt] else "")
+        return Told(prompt, token, full if count == self.allowed[prompt] else "", at)
 
 
 def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
@@ -101,7 +113,9 @@ def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
     tokens = run.sampler.sample(logits, numbers, lengths)
     ended: set[int] = set()
     count = 1
-    waiting: tuple[list[int], Late] | None = (live, Late(tokens))
+    # The host sees by the first tokens whether the model computes numbers, so that nothing is read for it.
+    sound = logits.isfinite().all(1)
+    waiting: tuple[list[int], Late] | None = (live, Late(tokens.where(sound, NO_NUMBERS)))
     while waiting:
         before, late = waiting
         live = [prompt for prompt in before if prompt not in ended and count < run.allowed[prompt]]
@@ -117,7 +131,7 @@ def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
             waiting = live, Late(tokens)
         for prompt, token in zip(before, late.read(), strict=True):
             if prompt not in ended:
-                told = run.told(prompt, token, count)
+                told = run.told(prompt, token, count, late.at)
                 ended |= {prompt} if told.reason else set()
                 yield told
         count += 1

@@ -79,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     say = Console(stderr=True)
     try:
+        load.device_target(args.device)
+        if args.checkpoint and args.checkpoint.is_file():
+            raise ValueError(f"--checkpoint must be a folder, got the file {args.checkpoint}")
         cfg = checkpoint.config_from_json(args.checkpoint) if args.checkpoint else config.find(args.config)
         tokenizer = None
         if args.text or args.tokenizer:
@@ -89,20 +92,27 @@ def main(argv: list[str] | None = None) -> int:
             ends = text.end_tokens(args.checkpoint, cfg.vocab_size)
         limits, sampler = Limits(args.tokens, ends), Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         model, blocks = _model(args, cfg, say), _blocks(cfg, prompts, args.tokens)
-        state = State(cfg, model.weights.format, len(prompts), blocks, args.chunk, args.device, snapshots=0)
+        # A longer chunk than the context would only take memory.
+        chunk = min(args.chunk, max(cfg.max_position_embeddings, 2))
+        state = State(cfg, model.weights.format, len(prompts), blocks, chunk, args.device, snapshots=0)
         with torch.inference_mode():
             if args.draft:
                 found = _drafted(model, state, prompts[0], limits, say)
             else:
                 found = decode(model, state, prompts, limits, sampler)
             _run(found, prompts, tokenizer, args.device, say)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        if isinstance(error, BrokenPipeError):
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError) or _no_memory(error)):
             raise
         say.print(f"generate: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
     say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB")
     return 0
+
+
+def _no_memory(error: RuntimeError) -> bool:
+    """Whether the memory did not suffice, of a GPU or, where torch has no type for it, of the host."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
@@ -112,7 +122,7 @@ def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
         weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, device=args.device)
     chosen = ops.choose(args.kernels, load.device_target(args.device), weights)
     for line in chosen.report:
-        say.print(line, markup=False, highlight=False)
+        say.print(line, markup=False, highlight=False, soft_wrap=True)
     return Model(weights, chosen.ops)
 
 
@@ -164,17 +174,16 @@ def _run(
     found: Iterator[Told], prompts: list[list[int]], tokenizer: text.Tokenizer | None, device: str, say: Console
 ) -> None:  # fmt: skip
     """Print the tokens as they come, then how fast they came and why each prompt got no more."""
-    start = first = time.perf_counter()
+    start = first = last = time.perf_counter()
     printer, reasons, count = Printer(len(prompts), tokenizer), [""] * len(prompts), 0
     for told in found:
         count += told.token is not None
         if told.reason:
             reasons[told.prompt] = told.reason
-        if count <= 1:
-            first = time.perf_counter()
+        first, last = (told.at if count <= 1 else first), told.at
         printer.take(told)
     # Only the passes count: the first one of each prompt fed all of it.
-    decoded, seconds, fed = max(count - len(prompts), 0), time.perf_counter() - first, sum(map(len, prompts))
+    decoded, seconds, fed = max(count - len(prompts), 0), last - first, sum(map(len, prompts))
     say.print(f"prompt: {fed} tokens in {first - start:.2f} s, {fed / (first - start):.1f} tokens/s")
     if decoded:
         say.print(f"decode: {decoded} tokens in {seconds:.2f} s, {decoded / seconds:.1f} tokens/s")

@@ -2,7 +2,8 @@
 
 `draft` takes the hc copies of the main model at position t and token t + 1, and guesses token t + 2. Its block has a
 separate window, at the main model's positions. A guess is accepted only where it equals what the main model says, so
-the tokens are those of plain greedy decoding. Source: DeepSeek-V3's practice and vLLM's, as README.md says.
+the tokens are those of plain greedy decoding, but for near ties that a pass of two tokens rounds otherwise. Source:
+DeepSeek-V3's practice and vLLM's, as README.md says.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ import torch
 
 from problems.dsv4_forward.cache.state import Batch, OutOfBlocks, State
 from problems.dsv4_forward.cache.token_ids import check_tensor
+from problems.dsv4_forward.generate.decoding import NOT_FINITE
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights.config import SWA
 from problems.dsv4_forward.weights.tree import MtpWeights
@@ -67,7 +69,7 @@ class Speculative:
 
     def prefill(self, tokens: Sequence[int]) -> int:
         """Feed the prompt. -> the first token. ValueError: it is empty, or State.checked or State.reserve refuses it;
-        OutOfBlocks. Then nothing is written.
+        OutOfBlocks. Then nothing is written. ValueError too if the prompt's logits are not finite.
         """
         tokens = self.state.checked({self.sequence: tokens})[self.sequence]
         if not len(tokens):
@@ -79,6 +81,8 @@ class Speculative:
             batch = self.state.plan({self.sequence: part})
             out = self.model.forward(batch, self.state)
             self._token = int(out.logits[0].argmax())
+            if start + step >= len(tokens) and not bool(out.logits.isfinite().all()):
+                raise ValueError(NOT_FINITE.format("the prompt"))
             following = [*tokens[start + 1 : start + step + 1]]
             following += [self._token] * (len(part) - len(following))
             self._draft(batch, out.copies, following, len(part) - 1)

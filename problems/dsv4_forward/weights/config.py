@@ -5,6 +5,7 @@ TINY is small enough for a CPU and moves every branch within 300 tokens; TINY_K 
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -100,9 +101,12 @@ class Config:
         """The first `layers` layers with `experts` of the experts (all if None), at full width, without prediction
         layers: what fits one GPU. For Flash, four layers have every kind: two SWA, one CSA, one HCA.
         """
-        experts = experts or self.n_routed_experts
-        if not 1 <= layers <= self.num_hidden_layers or experts > self.n_routed_experts:
-            raise ValueError(f"{self.name} has {self.num_hidden_layers} layers, {self.n_routed_experts} experts")
+        most, experts = self.n_routed_experts, self.n_routed_experts if experts is None else experts
+        if not 1 <= layers <= self.num_hidden_layers or not self.num_experts_per_tok <= experts <= most:
+            raise ValueError(
+                f"a slice of {self.name} must have 1 to {self.num_hidden_layers} layers and {self.num_experts_per_tok} "
+                f"to {most} experts, got {layers} and {experts}"
+            )
         return dataclasses.replace(
             self, name=f"{self.name}-{layers}l{experts}e", n_routed_experts=experts, num_nextn_predict_layers=0,
             compress_ratios=self.ratios[:layers], num_hash_layers=min(self.num_hash_layers, layers),
@@ -110,6 +114,9 @@ class Config:
 
 
 _MAY_BE_0 = ("num_hash_layers", "num_nextn_predict_layers", "hc_eps", "rms_norm_eps")
+_ABOVE_1 = ("rope_theta", "compress_rope_theta")  # bases of frequencies that fall, and whose logarithm divides
+_INTEGERS = 2**31  # no size reaches it; int32 holds what is smaller
+_LEAST, _MOST = 2.0**-126, 2.0**127  # of numbers, where they are not 0: normal ones of fp32
 
 
 def wrong_numbers(fields: Mapping[str, object]) -> list[str]:
@@ -119,15 +126,26 @@ def wrong_numbers(fields: Mapping[str, object]) -> list[str]:
         name, value = field.name, fields.get(field.name)
         if value is None or name == "name":
             continue
-        kind, least = ("an integer", 0 if name in _MAY_BE_0 else 1) if field.type is int else ("a number", 0)
+        kind = "an integer" if field.type is int else "a number"
         if name == "compress_ratios":
             if not isinstance(value, tuple) or not all(_is_number(ratio, int) for ratio in value):
                 found.append(f"{name} must be integers, got {value!r}")
         elif not _is_number(value, field.type):
             found.append(f"{name} must be {kind}, got {value!r}")
-        elif value < least or (not value and name not in _MAY_BE_0):
+        elif value < 0 or (not value and name not in _MAY_BE_0):
             found.append(f"{name} must be {kind}, {'0 or more' if name in _MAY_BE_0 else 'positive'}, got {value!r}")
+        elif field.type is int and value >= _INTEGERS:
+            found.append(f"{name} must be an integer below 2^31, got {_short(value)}")
+        elif field.type is float and value and not _LEAST <= value <= _MOST:
+            found.append(f"{name} must be a number that fp32 holds, 2^-126 to 2^127, got {_short(value)}")
+        elif name in _ABOVE_1 and value <= 1:
+            found.append(f"{name} must be a number above 1, got {value!r}")
     return found
+
+
+def _short(value: float) -> str:
+    """A number for a message; an integer may have thousands of digits, or more than Python prints."""
+    return repr(value) if isinstance(value, float) or value < 10**20 else f"an integer of {value.bit_length()} bits"
 
 
 def _is_number(value: object, kind: object) -> bool:
@@ -171,9 +189,8 @@ def find(name: str) -> Config:
     base, _, part = name.rpartition("-")
     if name in CONFIGS:
         return CONFIGS[name]
-    layers, _, experts = part.removesuffix("e").partition("l")
-    if base in CONFIGS and part.endswith("e") and layers.isdigit() and experts.isdigit():
-        return CONFIGS[base].slice(int(layers), int(experts))
+    if base in CONFIGS and (sizes := re.fullmatch("([0-9]{1,9})l([0-9]{1,9})e", part)):
+        return CONFIGS[base].slice(*map(int, sizes.groups()))
     raise ValueError(f"config must be one of {sorted(CONFIGS)}, or such as flash-4l32e, got {name!r}")
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from problems.dsv4_forward.weights.config import CSA, SWA, Config, check_format
+from problems.common import kv_pages
+from problems.dsv4_forward.weights.config import CSA, PLAIN, SWA, Config, check_format
 
 ALIGNMENT = 256  # bytes; what a tensor-map descriptor and the widest vector loads ask for, and cudaMalloc gives
 FP8_BLOCK = 128  # rows and columns that share a scale
@@ -161,6 +162,7 @@ def units(cfg: Config, fmt: str) -> dict[str, Spec | LinearSpec]:
     ValueError: no such format, or sizes that it cannot hold.
     """
     made = _Describe(cfg, check_format(fmt), {})
+    _check_entries(cfg, fmt)
     made.tensor("embed.weight", cfg.vocab_size, cfg.hidden_size)
     for layer, ratio in enumerate(cfg.ratios):
         made.block(f"layers.{layer}", ratio, KINDS[fmt].experts, hashed=layer < cfg.num_hash_layers)
@@ -174,14 +176,30 @@ def units(cfg: Config, fmt: str) -> dict[str, Spec | LinearSpec]:
     return made.units
 
 
+def _check_entries(cfg: Config, fmt: str) -> None:
+    """ValueError unless the cache of the format holds keys of such heads."""
+    rope = cfg.qk_rope_head_dim
+    if fmt in PLAIN:
+        return
+    try:
+        kv_pages.payload_bytes(cfg.head_dim - rope, rope)
+    except ValueError as error:
+        most = kv_pages.GROUP * kv_pages.SCALE_BYTES
+        raise ValueError(
+            f"head_dim - qk_rope_head_dim must be at most {most} and qk_rope_head_dim a multiple of 4 in {fmt}, got "
+            f"{cfg.head_dim - rope} and {rope}"
+        ) from error
+
+
 def _check(name: str, unit: Spec | LinearSpec) -> None:
     """ValueError unless whole groups along k, and whole FP8 blocks in each half or group that is stored as one."""
     if not isinstance(unit, LinearSpec) or unit.kind == "plain":
         return
     if unit.kind == "fp8":
-        rows = {"w13": unit.n // 2, "wo_a": unit.n}.get(name.rpartition(".")[2], 0)
+        parts = {"w13": ("moe_intermediate_size", unit.n // 2), "wo_a": ("o_lora_rank", unit.n)}
+        field, rows = parts.get(name.rpartition(".")[2], ("", 0))
         if rows % FP8_BLOCK:
-            raise ValueError(f"{name}: rows of a part must be a multiple of {FP8_BLOCK} in fp8, got {rows}")
+            raise ValueError(f"{name}: rows of a part ({field}) must be a multiple of {FP8_BLOCK} in fp8, got {rows}")
     elif unit.k % FP4_GROUP[unit.kind]:
         raise ValueError(f"{name}: k must be a multiple of {FP4_GROUP[unit.kind]} in {unit.kind}, got {unit.k}")
 

@@ -76,6 +76,7 @@ class Checker:
         self.outputs: list[int] = []
         self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
         self.captures: list[dict] = []
+        self.classes: dict[str, type] = {}  # of the reference's answer, in a GPU MODE folder
         canary = torch.frombuffer(bytearray(CANARY), dtype=torch.uint8)
         self.canaries = [canary.to(device) for device in {"cpu", self.device}]
 
@@ -142,11 +143,10 @@ class Checker:
             # A call may overwrite every input, as the reference may, and return one of them.
             self.outputs, self.inout = [], list(range(len(tree.leaves(self.spec))))
             given = tree.tensors(self.pristine)
-            answer = tree.parts(self.reference.ref_kernel(tree.clone(self.pristine)))
-            if not answer or not all(isinstance(part, torch.Tensor) for part in answer):
-                kinds = ", ".join(type(part).__name__ for part in answer) or "no tensor"
-                raise TypeError(f"ref_kernel must return tensors, in tuples, lists or dicts, got {kinds}")
-            self.captures = [memory.room_for(part, given, copies) for part in answer]
+            answer = self.reference.ref_kernel(tree.clone(self.pristine))
+            parts = foreign.parts_of(answer)
+            self.classes = forms.classes_of(answer)
+            self.captures = [memory.room_for(part, given, copies) for part in parts]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
             "device": "cuda" if cuda else "cpu", "sizes": layout.used, "bytes": self._bytes(case), "held": self._held(),
@@ -405,7 +405,7 @@ class Checker:
             got = [memory.interpret(part, form) for part, form in zip(taken, returned, strict=True)]
         if any(part is None for part in got):
             return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
-        answer = forms.answer(claim, iter([tree.clone(part) for part in got]))
+        answer = forms.answer(claim, iter([tree.clone(part) for part in got]), self.classes)
         ok, said = foreign.said_of(self.reference, self.pristine, answer)
         return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
 

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from harness.checker import inputs, memory
-from harness.runner import tree
+from harness.runner import claims, objects, tree
 
 REQUIRED = ("generate_input", "ref_kernel", "check_implementation")  # functions of reference.py
 LARGE_SEED = 2**62
@@ -32,6 +32,28 @@ def is_narrow(reference: ModuleType, case: dict, seed: int) -> bool:
     except Exception:  # whatever a folder's code raises that was not made for such seeds
         return True
     return any(b < LEAST_VARIETY * a for a, b in zip(before, memory.variety(data), strict=False))
+
+
+def parts_of(answer: object) -> list[torch.Tensor]:
+    """Return the tensors within the reference's answer. TypeError: it has other objects, or there is nothing in it;
+    ValueError: it has more than a runner can say.
+    """
+    parts = tree.parts(answer)
+    if odd := [type(part).__name__ for part in parts if not objects.is_strided(part)]:
+        raise TypeError(
+            f"ref_kernel must return tensors, arrays, numbers and texts, in tuples, lists, dicts or dataclasses, got "
+            f"{', '.join(odd)}"
+        )
+    if answer is None or (not parts and tree.within_answer(answer) == ([], [])):
+        raise TypeError(f"ref_kernel must return the answer, got {answer}: return the buffer that it writes")
+    if (many := _count(answer)) > claims.CLAIMS:
+        raise ValueError(f"an answer may have at most {claims.CLAIMS} objects, got {many}: return a tensor of them")
+    return parts
+
+
+def _count(answer: object) -> int:
+    inner = tree.within_answer(answer)
+    return 1 + sum(map(_count, inner[1] if inner else []))
 
 
 def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:

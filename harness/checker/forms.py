@@ -1,9 +1,16 @@
 """What a runner says that a call returned: its faults, and the answer put together again."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+
+from harness.runner import tree
+
+_HOLDING = ("tuple", "list", "dict", "dataclass")
 
 
 def returned_fault(claims: list[dict], wanted: list[dict], own: bool) -> str:
@@ -28,19 +35,49 @@ def returned_fault(claims: list[dict], wanted: list[dict], own: bool) -> str:
 
 def tensors_of(claim: dict) -> list[dict]:
     """Return the forms of the tensors within what a runner says that came back, in the order of tree.parts."""
-    if claim["type"] in ("tuple", "list", "dict"):
+    if claim["type"] in _HOLDING:
         return [form for item in claim["items"] for form in tensors_of(item)]
     return [] if claim["type"] == "value" else [claim]
 
 
-def answer(claim: dict, tensors: Iterator[torch.Tensor]) -> object:
-    """Return what came back as the runner says that it was put together, of the tensors that were taken."""
-    if claim["type"] in ("tuple", "list", "dict"):
-        items = [answer(item, tensors) for item in claim["items"]]
-        if claim["type"] == "dict":
-            return dict(zip(map(_plain, claim["keys"]), items, strict=False))
-        return tuple(items) if claim["type"] == "tuple" else items
-    return _plain(claim["value"]) if claim["type"] == "value" else next(tensors)
+def classes_of(answer: object) -> dict[str, type]:
+    """Return the classes of the NamedTuples, structseqs and dataclasses within the reference's answer, by name."""
+    inner = tree.within_answer(answer)
+    if inner is None:
+        return {}
+    found = {name: kind for item in inner[1] for name, kind in classes_of(item).items()}
+    return found if type(answer) in (tuple, list, dict) else {type(answer).__name__: type(answer), **found}
+
+
+def answer(claim: dict, tensors: Iterator[torch.Tensor], classes: dict[str, type]) -> Any:
+    """Return what came back as the runner says that it was put together, of the tensors that were taken. A NamedTuple,
+    structseq or dataclass is of the class of that name among `classes`, else a tuple or a bare object.
+    """
+    kind = claim["type"]
+    if kind not in _HOLDING:
+        if kind == "value":
+            return _plain(claim["value"])
+        return next(tensors).numpy() if claim.get("value") == "ndarray" else next(tensors)
+    items = [answer(item, tensors, classes) for item in claim["items"]]
+    keyed = dict(zip(map(_plain, claim["keys"]), items, strict=False)) if kind in ("dict", "dataclass") else {}
+    known = classes.get(claim["value"])
+    if kind == "dict":
+        return keyed
+    if kind == "dataclass":
+        made = object.__new__(known) if dataclasses.is_dataclass(known) else SimpleNamespace()
+        for name, item in keyed.items():
+            object.__setattr__(made, str(name), item)
+        return made
+    if kind == "list":
+        return items
+    if known is not None and issubclass(known, tuple) and len(items) == _length(known):
+        return known(*items) if hasattr(known, "_fields") else known(items)
+    return tuple(items)
+
+
+def _length(kind: type) -> int:
+    """Return how many items a NamedTuple or a structseq has, -1 for another class."""
+    return len(getattr(kind, "_fields", ())) or getattr(kind, "n_fields", -1)
 
 
 def _plain(said: str) -> object:

@@ -1,17 +1,18 @@
 """What a call returned, as a runner says it: a claim of each object, which the checker judges.
 
 A claim is {"type": "Tensor", dtype, shape, stride, device, same}, {"type": name of another class}, or in a folder from
-elsewhere also {"type": "tuple" | "list", value: name of its class, items}, {"type": "dict", keys as JSON, items} and
-{"type": "value", value as JSON}. conj, neg: torch keeps the tensor's values conjugated or negated in memory.
+elsewhere also {"type": "tuple" | "list" | "dict" | "dataclass", value: name of its class, items; of the last two also
+keys as JSON} and {"type": "value", value as JSON}. A numpy array is the tensor over its memory, with the value
+"ndarray". conj, neg: torch keeps the tensor's values conjugated or negated in memory.
 """
 
 import json
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
-from harness.runner import gate, tree
+from harness.runner import gate, objects, tree
 from harness.runner.buffers import MappedBuffer, Page
 
 CLAIMS = 64  # returned objects in a reply
@@ -51,29 +52,33 @@ def capture_any(result: object, captures: list[dict], buffer: MappedBuffer) -> l
     return [structure(result)]
 
 
-def structure(value: object, left: list[int] | None = None) -> dict:
+def structure(value: Any, left: list[int] | None = None) -> dict:
     """What a call returned: of a tuple, a list or a dict what is in it, of a plain value the value, else its form.
 
     left: how many more objects are told of.
     """
     left = [CLAIMS] if left is None else left
     left[0] -= 1
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        items = [structure(item, left) for item in value if left[0] > 0]
-        return {"type": kind, "value": type(value).__name__, "items": items}
-    if isinstance(value, dict):
-        keys = sorted(value, key=str)[: max(0, left[0])]
-        said = [json.dumps(key) if isinstance(key, tree.PLAIN) else str(key) for key in keys]
-        return {"type": "dict", "keys": said, "items": [structure(value[key], left) for key in keys]}
+    if (inner := tree.within_answer(value)) is not None:
+        keys, items = inner
+        kind = next((kind.__name__ for kind in (tuple, list, dict) if isinstance(value, kind)), "dataclass")
+        said = [json.dumps(key) if type(key) in tree.PLAIN else type(key).__name__ for key in keys[: max(0, left[0])]]
+        items = [structure(item, left) for item in items if left[0] > 0]
+        return {"type": kind, "value": type(value).__name__, **({"keys": said} if keys else {}), "items": items}
     if value is None or isinstance(value, int | float | str):
         return {"type": "value", "value": json.dumps(value)}
+    if type(value) in tree.NUMBERS:
+        return {"type": "value", "value": json.dumps(value.item())}
+    if objects.is_array(value):
+        return {**form(tree.shared(value)), "value": "ndarray"}
     return form(value)
 
 
 def _is_plain(item: object) -> TypeGuard[torch.Tensor]:
     """Return whether it is a dense tensor, and no object that only behaves like one; torch.compile's notes are fine."""
-    if type(item) is not torch.Tensor or item.layout is not torch.strided:
+    if not isinstance(item, torch.Tensor) or type(item) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if item.layout is not torch.strided:
         return False
     return all(isinstance(name, str) and name.startswith("_dynamo_") for name in vars(item))
 

@@ -29,6 +29,7 @@ from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, cubins, load
 
 TRACE_LIMIT = 2**20  # characters; the judge takes no more
+SUPPLY = 24  # data of calls on one buffer that are made before the first one
 COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
 
 
@@ -142,6 +143,9 @@ class Runner:
         else:
             kernel = self.module.custom_kernel
             calls = tuple((data, *self._setup(data, message)) for data in map(self._data, self.buffers))
+        if not self.opened["own"] and self.module:
+            calls = tuple((self._supply(buffer),) for buffer in self.buffers)
+            kernel = _on_fresh(kernel)
         if not self.opened["own"]:
             kernel = claims.noting(kernel, self.page)
         gc.disable()
@@ -271,6 +275,10 @@ class Runner:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
         data = tree.build(self.opened["data"], buffer.memory, self.task)
         return data._replace(weights=self.weights) if self.opened["split"] else data
+
+    def _supply(self, buffer: MappedBuffer) -> list[Any]:
+        """Return data over a buffer for many calls: one may change a list, an attribute or a gradient in it."""
+        return [self._data(buffer) for _ in range(SUPPLY if tree.is_mutable(self.opened["data"]) else 1)]
 
     def _leaf(self, data: Any, index: int) -> torch.Tensor:
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
@@ -403,6 +411,11 @@ def _replace_common(folder: Path) -> None:
         raise ImportError(f"{init} is no Python source")
     package = sys.modules["problems.common"] = importlib.util.module_from_spec(spec)
     vars(sys.modules["problems"])["common"] = package  # an import looks for names there too
+
+
+def _on_fresh(kernel: Callable) -> Callable:
+    """Return `kernel` as a function of a supply of data, of which it takes the next; the last one stays."""
+    return lambda supply: kernel(supply.pop() if len(supply) > 1 else supply[0])
 
 
 def _call(kernel: Callable[[], object]) -> object:

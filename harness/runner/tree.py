@@ -1,5 +1,5 @@
-"""A problem's data as JSON plus raw bytes: nested tuples, lists, dicts, NamedTuples and dataclasses of tensors and
-plain values.
+"""A problem's data as JSON plus raw bytes: nested tuples, lists, dicts and NamedTuples of tensors, arrays, plain values
+and other objects (harness/runner/objects.py).
 
 `describe` turns such a value into a specification in which every tensor has a place in one of two flat buffers
 ("device" and "host"); `build` makes the same value again over another process's mapping of those buffers.
@@ -8,19 +8,20 @@ plain values.
 import collections
 import copy
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import GetSetDescriptorType, ModuleType
 from typing import Any
 
+import numpy
 import torch
+
+from harness.runner import objects
 
 ALIGN = 512  # bytes; what torch's CUDA allocator gives, and more than a TMA descriptor (16) asks for
 PLAIN = (int, float, str, bool, type(None))
-
-
-class _Attributes:
-    """Stands for a dataclass that only the reference knows: the same attributes, and no methods."""
+NUMBERS = tuple({numpy.dtype(kind).type for kind in "?bhilqBHILQefd"})  # of numpy
 
 
 @dataclass
@@ -29,51 +30,56 @@ class Layout:
 
     def place(self, space: str, nbytes: int) -> int:
         offset = self.used[space]
-        self.used[space] = -(-(offset + nbytes) // ALIGN) * ALIGN
+        self.used[space] = -(-(offset + max(nbytes, 1)) // ALIGN) * ALIGN  # there is a buffer for empty tensors too
         return offset
 
 
 def describe(value: Any, layout: Layout) -> dict:
-    """Return the specification of `value` as JSON, and place its tensors in `layout`. TypeError for other types."""
-    if isinstance(value, torch.Tensor):
+    """Return the specification of `value` as JSON, and place its tensors in `layout`. TypeError: it holds an object
+    that cannot be made in another process.
+    """
+    if objects.is_strided(value):
         space = "device" if value.is_cuda else "host"
         nbytes = extent(value) * value.element_size()
+        traits = [name for name, has in _TRAITS.items() if has(value)]
         return {
             "kind": "tensor", "space": space, "offset": layout.place(space, nbytes), "nbytes": nbytes,
             "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape),
-            "stride": list(value.stride()),
+            "stride": list(value.stride()), **({"traits": traits} if traits else {}),
         }  # fmt: skip
+    spec, items = _opened(value)
+    return {**spec, **({"items": [describe(item, layout) for item in items]} if items is not None else {})}
+
+
+def _opened(value: Any) -> tuple[dict, list[Any] | None]:
+    """Return what a value is, and what is in it; None: it is nothing that holds tensors."""
+    kind = type(value)
+    if kind in PLAIN:
+        return {"kind": "value", "value": value}, None
+    if kind is torch.dtype:
+        return {"kind": "dtype", "value": str(value).removeprefix("torch.")}, None
+    if kind is torch.device:
+        return {"kind": "device", "value": str(value)}, None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [describe(item, layout) for item in value]
-        return {"kind": "named", "class": type(value).__name__, "fields": list(value._fields), "items": items}
-    if _is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        items = [describe(getattr(value, name), layout) for name in names]
-        return {"kind": "dataclass", "class": type(value).__name__, "fields": names, "items": items}
-    if isinstance(value, tuple | list):
-        items = [describe(item, layout) for item in value]
-        return {"kind": "list" if isinstance(value, list) else "tuple", "items": items}
-    if isinstance(value, dict) and all(isinstance(key, PLAIN) for key in value):
-        return {"kind": "dict", "keys": list(value), "items": [describe(item, layout) for item in value.values()]}
-    if isinstance(value, PLAIN):
-        return {"kind": "value", "value": value}
-    if isinstance(value, torch.dtype):
-        return {"kind": "dtype", "value": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"kind": "device", "value": str(value)}
-    raise TypeError(
-        "data may hold tensors, numbers, strings, and tuples, lists, dicts and dataclasses of them, got "
-        f"{type(value).__name__}: a call gets it in another process"
-    )
+        spec = {"kind": "named", "module": kind.__module__, "class": kind.__qualname__, "fields": list(value._fields)}
+        return {**spec, "definitions": objects.definitions_of(kind)}, list(value)
+    if kind in (tuple, list):
+        return {"kind": kind.__name__}, list(value)
+    if kind is dict and all(type(key) in PLAIN for key in value):
+        return {"kind": "dict", "keys": list(value)}, list(value.values())
+    if objects.is_array(value):
+        return {"kind": "array"}, [shared(value)]
+    spec, parts = objects.take_apart(value)
+    return {"kind": "object", **spec}, parts
 
 
 def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
-    """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). Classes of
-    NamedTuples and dataclasses come from `task` (an attribute of that name); without one only the fields' names do.
+    """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). Classes come from
+    `task` (an attribute of that name), from a module of this process, or from their definitions.
     """
     kind = spec["kind"]
     if kind == "tensor":
-        return tensor(spec, buffers[spec["space"]])
+        return _with_traits(tensor(spec, buffers[spec["space"]]), spec.get("traits", ()))
     if kind == "value":
         return spec["value"]
     if kind == "dtype":
@@ -82,17 +88,22 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
         return torch.device(spec["value"])
     items = [build(item, buffers, task) for item in spec["items"]]
     if kind == "named":
-        named = getattr(task, spec["class"], None) or collections.namedtuple(spec["class"], spec["fields"])
-        return named(*items)
-    if kind == "dataclass":
-        wanted = getattr(task, spec["class"], _Attributes)
-        made = object.__new__(wanted)  # a field may be none of __init__'s, and a frozen one is not assigned to
-        for name, item in zip(spec["fields"], items, strict=True):
-            object.__setattr__(made, name, item)
-        return made
+        named = objects.find(spec["module"], spec["class"], spec["definitions"], task)
+        return (named if hasattr(named, "_fields") else collections.namedtuple(spec["class"], spec["fields"]))(*items)
     if kind == "dict":
         return dict(zip(spec["keys"], items, strict=True))
+    if kind == "array":
+        return items[0].numpy()
+    if kind == "object":
+        return objects.put_together(spec, items, task)
     return items if kind == "list" else tuple(items)
+
+
+def is_mutable(spec: dict) -> bool:
+    """Return whether a call could change the value besides what is in its tensors."""
+    if spec["kind"] in ("list", "dict", "object") or "grad" in spec.get("traits", ()):
+        return True
+    return any(is_mutable(item) for item in spec.get("items", ()))
 
 
 def leaves(spec: dict) -> list[dict]:
@@ -121,21 +132,37 @@ def within(spec: dict, names: tuple[str, ...]) -> list[int]:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors within `value`, in the order of `leaves`."""
-    if isinstance(value, torch.Tensor):
+    if objects.is_strided(value):
         return [value]
-    if _is_dataclass(value):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [tensor for item in items for tensor in tensors(item)]
+    return [tensor for item in _opened(value)[1] or () for tensor in tensors(item)]
 
 
 def parts(answer: object) -> list[Any]:
-    """What a call returned, without its tuples, lists, dicts (by key) and plain values: its tensors, in order."""
+    """What a call returned, without its containers (of dicts by key) and plain values: its tensors and arrays."""
+    if (inner := within_answer(answer)) is not None:
+        return [part for item in inner[1] for part in parts(item)]
+    if objects.is_array(answer):
+        return [shared(answer)]
+    return [] if isinstance(answer, PLAIN) or type(answer) in NUMBERS else [answer]
+
+
+def within_answer(answer: Any) -> tuple[list[Any], list[Any]] | None:
+    """Return the keys and the items of a tuple, list, dict or dataclass, None for all else. No method of a class of the
+    submission runs: it would be work off the clock.
+    """
     if isinstance(answer, tuple | list):
-        return [inner for item in answer for inner in parts(item)]
+        items = list((tuple if isinstance(answer, tuple) else list).__iter__(answer))  # type: ignore[arg-type]
+        return [], items
     if isinstance(answer, dict):
-        return [inner for key in sorted(answer, key=str) for inner in parts(answer[key])]
-    return [] if isinstance(answer, PLAIN) else [answer]
+        keys = sorted(dict.keys(answer), key=lambda key: str(key) if type(key) in PLAIN else "")
+        return keys, [dict.__getitem__(answer, key) for key in keys]
+    if dataclasses.is_dataclass(answer) and not isinstance(answer, type):
+        found = next((vars(kind)["__dict__"] for kind in type(answer).__mro__ if "__dict__" in vars(kind)), None)
+        if isinstance(found, GetSetDescriptorType):
+            held = found.__get__(answer)
+            keys = [one.name for one in dataclasses.fields(answer) if one.name in held]
+            return keys, [held[key] for key in keys]
+    return None
 
 
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:
@@ -181,22 +208,42 @@ def in_memory_order(dense: torch.Tensor, order: list[int] | None) -> torch.Tenso
 
 def clone(value: Any) -> Any:
     """Return a copy with separate storage for every tensor, strides kept."""
-    if isinstance(value, torch.Tensor):
+    if objects.is_strided(value):
         copied = raw(value).clone()
-        return copied.view(value.dtype).as_strided(value.shape, value.stride()) if value.numel() else value.clone()
+        copied = copied.view(value.dtype).as_strided(value.shape, value.stride()) if value.numel() else value.detach()
+        return _with_traits(copied, [name for name, has in _TRAITS.items() if has(value)])
+    if isinstance(value, torch.Tensor):
+        return value.clone()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(clone(item) for item in value))
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):
         return type(value)(clone(item) for item in value)
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: clone(item) for key, item in value.items()}
-    if _is_dataclass(value):
-        copied = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, clone(getattr(value, field.name)))
-        return copied
-    return value
+    items = _opened(value)[1] or ()
+    return copy.deepcopy(value, {id(item): clone(item) for item in items})
 
 
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def shared(array: Any) -> torch.Tensor:
+    """Return a tensor over the memory of a numpy array, read-only ones too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of arrays that are read-only; this one is only read
+        return torch.from_numpy(array)
+
+
+# What a tensor is besides dtype, shape and stride. conj, neg: torch keeps its values conjugated or negated in memory.
+_TRAITS: dict[str, Callable[[torch.Tensor], bool]] = {
+    "conj": torch.Tensor.is_conj,
+    "neg": torch.Tensor.is_neg,
+    "grad": lambda value: value.requires_grad,
+    "parameter": lambda value: type(value) is torch.nn.Parameter,
+}
+
+
+def _with_traits(value: torch.Tensor, traits: Sequence[str]) -> torch.Tensor:
+    """Return a plain tensor with these of _TRAITS."""
+    value = value.conj() if "conj" in traits else value
+    value = torch._neg_view(value) if "neg" in traits else value
+    if "parameter" in traits:
+        return torch.nn.Parameter(value, requires_grad="grad" in traits)
+    return value.requires_grad_() if "grad" in traits else value

@@ -54,7 +54,7 @@ class Checker:
         if not self.own:
             load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
         self.task: ModuleType | None = load.from_file(self.folder, self.folder / "task.py") if self.own else None
-        self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py")
+        self.reference: ModuleType = load.from_file(self.folder, _reference(start))
         if not self.own:
             foreign.see_complete(self.reference)
         self.split: bool = self.own and hasattr(self.reference, "generate_weights")
@@ -452,6 +452,10 @@ class Checker:
             torch.cuda.synchronize()
 
 
+def _reference(start: dict) -> Path:
+    return Path(start.get("reference") or Path(start["folder"]) / "reference.py")
+
+
 def _fields(spec: dict) -> list[str]:
     """Return the field of each tensor of a specification, for messages."""
     return [name.rpartition(".")[2] for name in tree.names(spec)]
@@ -465,7 +469,7 @@ def main(kind: type[Checker] = Checker) -> None:
     process.harden()
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, _ = wire.receive(sock)
-    folder = Path(message["folder"])
+    reference = _reference(message)
     checker = None
     while True:
         fds: list[int] = []
@@ -476,7 +480,7 @@ def main(kind: type[Checker] = Checker) -> None:
             else:
                 reply = getattr(checker, message["op"])(message, fds)
         except Exception as error:
-            reply = {"failed": type(error).__name__, "text": failure.of_folder(error, folder)}
+            reply = {"failed": type(error).__name__, "text": failure.of_folder(error, reference)}
         wire.send(sock, reply, tuple(reply.pop("fds", ())))
         try:
             message, fds = wire.receive(sock)

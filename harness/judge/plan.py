@@ -32,7 +32,7 @@ def make(
 ) -> dict:  # fmt: skip
     """The plan as JSON: what a record names, and a hash of everything that an outcome depends on."""
     with reading(problem.name):
-        problem_hash = sources.problem_hash(problem.folder, problem.files.values())
+        problem_hash = sources.problem_hash(problem.folder, problem.others)
     return {
         "run_id": run_id, "schema": schema.SCHEMA, "target": target,
         "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},

@@ -135,6 +135,8 @@ class Selection:
 
     def _matching(self, cases: tuple[Case, ...], what: str) -> list[Case]:
         chosen = [case for case in cases if has_words(str(case), self.args.case or "")]
+        if not cases:
+            raise UsageError(f"{self.problem.name} names no {what} cases{': use --mode test' * (what == 'benchmark')}")
         if not chosen:
             known = "; ".join(map(str, cases)) or "none"
             name = self.problem.name

@@ -172,7 +172,7 @@ class Recorder:
     @functools.cached_property
     def problem_hash(self) -> str:
         with reading(self.problem.name):
-            return sources.problem_hash(self.problem.folder, self.problem.files.values())
+            return sources.problem_hash(self.problem.folder, self.problem.others)
 
     def _code_hash(self, judged: Result) -> str | None:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""

@@ -105,7 +105,7 @@ def has_changed(problem: Problem, submission: Submission) -> bool:
     """Whether the problem is another one than at the submission's commit: its cases, tolerances, task or reference."""
     if submission.tree is None or submission.folder is None:
         return False
-    now = sources.problem_hash(problem.folder, problem.files.values())
+    now = sources.problem_hash(problem.folder, problem.others)
     with sources.rooted(submission.tree):
         return sources.problem_hash(submission.folder) != now
 

@@ -110,6 +110,18 @@ class Problem:
     ranking_by: str = "geom"
     timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
     composition: bool = False  # see harness/problem/sources.py
+    elsewhere: Path | None = None  # reference.py of a folder in GPU MODE's format that names another place for it
+
+    helpers: dict[str, Path] = dataclasses.field(default_factory=dict)  # what the reference imports besides `files`
+
+    @property
+    def reference(self) -> Path:
+        return self.elsewhere or self.folder / "reference.py"
+
+    @property
+    def others(self) -> list[Path]:
+        """Return the files that define a problem in GPU MODE's format besides those that every folder has."""
+        return [*self.files.values(), *self.helpers.values(), *([self.elsewhere] if self.elsewhere else [])]
 
     def timed(self, target: str) -> tuple[Case, ...]:
         """Return the cases that submissions for `target` are timed on."""

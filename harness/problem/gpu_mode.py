@@ -4,6 +4,7 @@ task.yml names the cases, whose values generate_input receives; eval.py is ignor
 the names that task.yml gives them.
 """
 
+import ast
 import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, StrictInt, StrictStr, ValidationError
 
 from harness.problem.folders import Case, Problem, UsageError
+from problems.common import build, load
 
 _UNUSED = ("submission.py", "eval.py")  # of the files that a task.yml lists: a place, and the judge's part
 _OURS = ("harness", "problems", "leaderboard")
@@ -57,10 +59,13 @@ def read(folder: Path) -> Problem:
     benchmarks = _cases(file, task, "benchmarks")
     if task.ranking_by == "last":
         benchmarks = benchmarks[-1:]
+    files = _files(folder, task.files)
+    elsewhere = files.pop("reference.py", None)
     return Problem(
         qualified(folder), folder, False, _cases(file, task, "tests"), {"cuda": benchmarks, "cpu": benchmarks},
-        _files(folder, task.files), task.ranking_by,
+        files, task.ranking_by,
         {"test": task.test_timeout, "benchmark": task.benchmark_timeout, "leaderboard": task.ranked_timeout},
+        elsewhere=elsewhere, helpers=_helpers(folder, elsewhere or folder / "reference.py", files),
     )  # fmt: skip
 
 
@@ -78,6 +83,9 @@ def _task(file: Path) -> _Task:
         raise UsageError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(said, dict):
         raise UsageError(f"{file}: wanted a mapping with a list of tests, got {type(said).__name__}")
+    said = {key: value for key, value in said.items() if value is not None}  # a key with nothing behind it
+    if said.get("benchmarks"):
+        said.setdefault("tests", said["benchmarks"])
     try:
         return _Task.model_validate(said)
     except ValidationError as error:
@@ -107,7 +115,7 @@ def _passed(value: object) -> object:
 
 def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
     """Return the files that task.yml lists, and task.py and utils.py where it does not, by the name that they are
-    imported by. UsageError: one is missing, or reference.py is elsewhere.
+    imported by, and reference.py where it is elsewhere. UsageError: one is missing.
     """
     file = folder / "task.yml"
     found = {item.name: (folder / (item.source or item.name)).resolve() for item in listed}
@@ -119,6 +127,41 @@ def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
         raise UsageError(f"{file}: files: {taken[0]} has the name of a package of this judge: rename it")
     if missing := [f"{name} ({path})" for name, path in found.items() if not path.is_file()]:
         raise UsageError(f"{file}: files: {missing[0]} is not there")
-    if not (folder / "reference.py").is_file() or found.pop("reference.py", folder / "reference.py").parent != folder:
-        raise UsageError(f"{file}: files: reference.py must stand in the folder, found none at {folder}")
+    if found.get("reference.py", folder / "reference.py") == (folder / "reference.py").resolve():
+        found.pop("reference.py", None)
+        if not (folder / "reference.py").is_file():
+            raise UsageError(f"{file}: files: reference.py must stand in the folder, found none at {folder}")
     return {name: path for name, path in found.items() if path.suffix == ".py"}
+
+
+def _helpers(folder: Path, reference: Path, files: dict[str, Path]) -> dict[str, Path]:
+    """Return the modules of the folder that the reference and the listed files import and task.yml does not list, by
+    the name that they are imported by.
+    """
+    found: dict[str, Path] = {}
+    todo = [(reference, ""), *((path, name.rpartition("/")[0]) for name, path in files.items())]
+    while todo:
+        file, package = todo.pop()
+        for name in _imported(file, package):
+            parts = name.split(".")
+            places = ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+            for place in (one for stem in places for one in (f"{stem}.py", f"{stem}/__init__.py")):
+                known = place in files or place in found or place in ("reference.py", *_UNUSED)
+                if not known and parts[0] not in _OURS and (folder / place).is_file():
+                    found[place] = (folder / place).resolve()
+                    todo.append((found[place], place.rpartition("/")[0]))
+    return found
+
+
+def _imported(file: Path, package: str) -> list[str]:
+    """Return the dotted names of what a file imports, as far as it can be read. package: its folder, / between."""
+    try:
+        nodes = list(ast.walk(load.parse(file)))
+    except (SyntaxError, OSError, build.BuildError):  # what is wrong with it is said where it is run
+        return []
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+        above = package.split("/")[: len(package.split("/")) + 1 - node.level] if node.level and package else []
+        stem = ".".join([*above, *([node.module] if node.module else [])])
+        found += [f"{stem}.{alias.name}" if stem else alias.name for alias in node.names]
+    return found

@@ -38,11 +38,11 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     }  # fmt: skip
 
 
-def of_folder(error: BaseException, folder: Path) -> str:
-    """Return a report of what the code of a problem's folder raised: its own line, "reference.py:12: KeyError: 'x'",
-    and then the traceback from its first frame in the folder. Without a frame there it is the judge's: all frames.
+def of_folder(error: BaseException, file: Path) -> str:
+    """Return a report of what the code of a problem raised, whose reference is `file`: its own line,
+    "reference.py:12: KeyError: 'x'", and then the traceback from its first frame in the folder. Without a frame there
+    it is the judge's: all frames.
     """
-    file = folder / "reference.py"
     own = _from(error.__traceback__, file)
     place = _place("", error, file, None) + ": " if own or isinstance(error, SyntaxError) else ""
     trace = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))

@@ -234,7 +234,7 @@ def words_of(
     else:
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         if not folders.is_own(folder):
-            files += folders.find(args.problem).files.values()
+            files += folders.find(args.problem).others
         values["problem"], more = _placed(folder, files, known)
         outside += more
     words = [values.pop("problem"), *further]

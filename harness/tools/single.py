@@ -20,7 +20,7 @@ def main() -> None:
     found = folders.find(str(folder))
     if not found.own:
         load.bind(found.folder, found.files)
-    reference = load.from_file(folder, folder / "reference.py")
+    reference = load.from_file(folder, found.reference)
     module = load.from_file(folder, file)
     task = load.from_file(folder, folder / "task.py") if found.own else None
     own = found.own

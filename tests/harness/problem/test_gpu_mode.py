@@ -64,6 +64,22 @@ def test_a_malformed_task_yml_gives_one_line_with_the_key(tmp_path, text, messag
     assert str(tmp_path / "task.yml") in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_what_a_task_yml_may_leave_out_or_have_elsewhere(tmp_path):
+    for name, text in {
+        "src/ref.py": "import torch, sums\nfrom ops.base import x", "sums.py": "import ops.more", "ops/__init__.py": "",
+        "ops/base.py": "from . import scale", "ops/scale.py": "", "ops/more.py": "", "other.py": "",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "task.yml").write_text(
+        "tests:\nbenchmarks: [{n: 3}]\nfiles: [{name: reference.py, source: src/ref.py}]\ntemplates:\n"
+    )
+    found = folders.find(str(tmp_path))
+    assert [case.params for case in found.tests] == [{"n": 3}] and found.reference == tmp_path / "src" / "ref.py"
+    assert sorted(found.helpers) == ["ops/__init__.py", "ops/base.py", "ops/more.py", "ops/scale.py", "sums.py"]
+    assert set(found.others) == {found.reference, *found.helpers.values()} and not found.files
+
+
 def test_two_folders_of_one_name_have_two_names(tmp_path):
     copied = tmp_path / "vectoradd"
     shutil.copytree(FOLDER, copied)

@@ -126,7 +126,7 @@ def test_an_exception_of_a_folder_begins_with_the_folders_line(tmp_path, source,
     (tmp_path / "task.py").touch()
     with pytest.raises((ImportError, KeyError, SyntaxError)) as raised:
         load.from_file(tmp_path, tmp_path / "reference.py")
-    lines = failure.of_folder(raised.value, tmp_path).splitlines()
+    lines = failure.of_folder(raised.value, tmp_path / "reference.py").splitlines()
     assert lines[0].startswith(first) and lines[1].startswith("Traceback")
     assert str(tmp_path) in lines[2] or "SyntaxError" in first
 
@@ -134,5 +134,5 @@ def test_an_exception_of_a_folder_begins_with_the_folders_line(tmp_path, source,
 def test_an_exception_of_the_judge_about_a_folder_has_no_place_in_it(tmp_path):
     with pytest.raises(ZeroDivisionError) as raised:
         divmod(1, 0)
-    lines = failure.of_folder(raised.value, tmp_path).splitlines()
+    lines = failure.of_folder(raised.value, tmp_path / "reference.py").splitlines()
     assert lines[0] == "ZeroDivisionError: integer division or modulo by zero" and "test_failure.py" in "".join(lines)

@@ -475,6 +475,8 @@ def main(kind: type[Checker] = Checker) -> None:
         fds: list[int] = []
         try:
             if checker is None:
+                if not message["own"]:  # whose code may open files by names from its folder
+                    os.chdir(message["folder"])
                 checker = kind(message)
                 reply: dict = {"ready": True}
             else:

@@ -6,7 +6,6 @@ and other objects (harness/runner/objects.py).
 """
 
 import collections
-import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
@@ -220,8 +219,11 @@ def clone(value: Any) -> Any:
         return type(value)(clone(item) for item in value)
     if type(value) is dict:
         return {key: clone(item) for key, item in value.items()}
-    items = _opened(value)[1] or ()
-    return copy.deepcopy(value, {id(item): clone(item) for item in items})
+    if objects.is_array(value):
+        return value.copy()
+    spec, items = _opened(value)
+    # copy.deepcopy fails on a dict whose attributes are its keys.
+    return value if items is None else objects.put_together(spec, [clone(item) for item in items], None)
 
 
 def shared(array: Any) -> torch.Tensor:

@@ -88,6 +88,16 @@ def test_values(value):
             assert numpy.array_equal(copied, value) if isinstance(value, numpy.ndarray) else copied == value
 
 
+class Keyed(dict):
+    __getattr__ = dict.__getitem__
+
+
+def test_a_dict_whose_attributes_are_its_keys():
+    value = Keyed(x=torch.ones(2), k=3)
+    for copied in (arrived(value), tree.clone(value)):
+        assert type(copied) is Keyed and copied.k == 3 and copied.x.data_ptr() != value.x.data_ptr()
+
+
 def test_gradients_and_modules():
     x, w = torch.randn(3, requires_grad=True), torch.nn.Parameter(torch.randn(3))
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())

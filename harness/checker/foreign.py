@@ -39,7 +39,7 @@ def parts_of(answer: object) -> list[torch.Tensor]:
     ValueError: it has more than a runner can say.
     """
     parts = tree.parts(answer)
-    if odd := [type(part).__name__ for part in parts if not objects.is_strided(part)]:
+    if odd := [_kind(part) for part in parts if not objects.is_strided(part)]:
         raise TypeError(
             f"ref_kernel must return tensors, arrays, numbers and texts, in tuples, lists, dicts or dataclasses, got "
             f"{', '.join(odd)}"
@@ -49,6 +49,10 @@ def parts_of(answer: object) -> list[torch.Tensor]:
     if (many := _count(answer)) > claims.CLAIMS:
         raise ValueError(f"an answer may have at most {claims.CLAIMS} objects, got {many}: return a tensor of them")
     return parts
+
+
+def _kind(part: object) -> str:
+    return f"{part.layout} {type(part).__name__}" if isinstance(part, torch.Tensor) else type(part).__name__
 
 
 def _count(answer: object) -> int:

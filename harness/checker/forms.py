@@ -59,25 +59,34 @@ def answer(claim: dict, tensors: Iterator[torch.Tensor], classes: dict[str, type
             return _plain(claim["value"])
         return next(tensors).numpy() if claim.get("value") == "ndarray" else next(tensors)
     items = [answer(item, tensors, classes) for item in claim["items"]]
-    keyed = dict(zip(map(_plain, claim["keys"]), items, strict=False)) if kind in ("dict", "dataclass") else {}
+    keyed = dict(zip(map(_key, claim["keys"]), items, strict=False)) if kind in ("dict", "dataclass") else {}
     known = classes.get(claim["value"])
     if kind == "dict":
         return keyed
     if kind == "dataclass":
-        made = object.__new__(known) if dataclasses.is_dataclass(known) else SimpleNamespace()
-        for name, item in keyed.items():
-            object.__setattr__(made, str(name), item)
+        if not dataclasses.is_dataclass(known):
+            return SimpleNamespace(**{str(name): item for name, item in keyed.items()})
+        made = object.__new__(known)
+        for one in dataclasses.fields(known):
+            if one.name in keyed:
+                object.__setattr__(made, one.name, keyed[one.name])
         return made
     if kind == "list":
         return items
     if known is not None and issubclass(known, tuple) and len(items) == _length(known):
-        return known(*items) if hasattr(known, "_fields") else known(items)
+        return tuple.__new__(known, items) if hasattr(known, "_fields") else known(items)
     return tuple(items)
 
 
 def _length(kind: type) -> int:
     """Return how many items a NamedTuple or a structseq has, -1 for another class."""
     return len(getattr(kind, "_fields", ())) or getattr(kind, "n_fields", -1)
+
+
+def _key(said: str) -> object:
+    """Return a key of its JSON, the text where that is nothing that a dict takes."""
+    key = _plain(said)
+    return said if isinstance(key, list | dict) else key
 
 
 def _plain(said: str) -> object:

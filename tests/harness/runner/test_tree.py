@@ -146,6 +146,16 @@ def test_answers_keep_their_classes():
     assert isinstance(got[2], numpy.ndarray) and got[3:] == [7, {"a": (1.5, None)}]
 
 
+def test_a_claim_does_not_choose_attributes():
+    form = {"type": "value", "value": "1"}
+    keys = ['"__class__"', '"m"', "[1]"]
+    claim = {"type": "dataclass", "value": "Out", "keys": keys, "items": [form] * 3}
+    got = forms.answer(claim, iter(()), {"Out": Out})
+    assert type(got) is Out and vars(got) == {"m": 1}
+    assert list(forms.answer({**claim, "type": "dict"}, iter(()), {})) == ["__class__", "m", "[1]"]
+    assert forms.answer({**claim, "value": "Other"}, iter(()), {}).m == 1
+
+
 @pytest.mark.parametrize("answer", [None, [], {}, object(), [0] * 64], ids=str)
 def test_answers_that_say_nothing_or_too_much_are_refused(answer):
     with pytest.raises((TypeError, ValueError), match=r"an answer may|ref_kernel must return"):

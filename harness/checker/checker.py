@@ -144,7 +144,7 @@ class Checker:
             self.outputs, self.inout = [], list(range(len(tree.leaves(self.spec))))
             given = tree.tensors(self.pristine)
             answer = self.reference.ref_kernel(tree.clone(self.pristine))
-            parts = foreign.parts_of(answer)
+            parts = foreign.parts_of(answer, self.device)
             self.classes = forms.classes_of(answer)
             self.captures = [memory.room_for(part, given, copies) for part in parts]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
@@ -469,7 +469,7 @@ def main(kind: type[Checker] = Checker) -> None:
     process.harden()
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, _ = wire.receive(sock)
-    reference = _reference(message)
+    reference, device = _reference(message), message["device"]
     checker = None
     while True:
         fds: list[int] = []
@@ -482,7 +482,10 @@ def main(kind: type[Checker] = Checker) -> None:
             else:
                 reply = getattr(checker, message["op"])(message, fds)
         except Exception as error:
-            reply = {"failed": type(error).__name__, "text": failure.of_folder(error, reference)}
+            said = failure.of_folder(error, reference)
+            if device == "cpu" and "cuda" in str(error).lower():
+                said = f"the folder needs a GPU, and this run has none: {said}"
+            reply = {"failed": type(error).__name__, "text": said}
         wire.send(sock, reply, tuple(reply.pop("fds", ())))
         try:
             message, fds = wire.receive(sock)

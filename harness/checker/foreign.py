@@ -34,9 +34,9 @@ def is_narrow(reference: ModuleType, case: dict, seed: int) -> bool:
     return any(b < LEAST_VARIETY * a for a, b in zip(before, memory.variety(data), strict=False))
 
 
-def parts_of(answer: object) -> list[torch.Tensor]:
-    """Return the tensors within the reference's answer. TypeError: it has other objects, or there is nothing in it;
-    ValueError: it has more than a runner can say.
+def parts_of(answer: object, device: str) -> list[torch.Tensor]:
+    """Return the tensors within the reference's answer. TypeError: it has other objects, or nothing in it that the
+    judge could wait for; ValueError: it has more than a runner can say.
     """
     parts = tree.parts(answer)
     if odd := [_kind(part) for part in parts if not objects.is_strided(part)]:
@@ -46,6 +46,8 @@ def parts_of(answer: object) -> list[torch.Tensor]:
         )
     if answer is None or (not parts and tree.within_answer(answer) == ([], [])):
         raise TypeError(f"ref_kernel must return the answer, got {answer}: return the buffer that it writes")
+    if device == "cuda" and not any(part.is_cuda for part in parts):  # its clock copies an answer behind the call
+        raise TypeError("ref_kernel must return a tensor on the GPU there, got none: return one of the numbers")
     if (many := _count(answer)) > claims.CLAIMS:
         raise ValueError(f"an answer may have at most {claims.CLAIMS} objects, got {many}: return a tensor of them")
     return parts

@@ -138,7 +138,7 @@ class Out:
 def test_answers_keep_their_classes():
     most = torch.topk(torch.arange(4.0), 2)
     answer = [most, Out(torch.ones(2), 3), numpy.ones(2), numpy.int64(7), {"a": (1.5, None)}]
-    parts = foreign.parts_of(answer)
+    parts = foreign.parts_of(answer, "cpu")
     assert [tuple(part.shape) for part in parts] == [(2,)] * 4
     claim = json.loads(json.dumps(claims.structure(answer)))
     got = forms.answer(claim, iter(parts), forms.classes_of(answer))
@@ -159,7 +159,7 @@ def test_a_claim_does_not_choose_attributes():
 @pytest.mark.parametrize("answer", [None, [], {}, object(), [0] * 64], ids=str)
 def test_answers_that_say_nothing_or_too_much_are_refused(answer):
     with pytest.raises((TypeError, ValueError), match=r"an answer may|ref_kernel must return"):
-        foreign.parts_of(answer)
+        foreign.parts_of(answer, "cpu")
 
 
 def test_no_method_of_an_answer_runs():

@@ -9,6 +9,7 @@ from harness.runner.buffers import Buffer
 
 WORD = 8  # bytes of an int64
 SAMPLED = 2**16
+NARROWER = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
 
 
 def region(leaf: dict, buffer: Buffer) -> torch.Tensor:
@@ -57,9 +58,11 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
 
 def room_for(tensor: torch.Tensor, others: list[torch.Tensor], layout: tree.Layout) -> dict:
     """Return the specification of a dense copy of an answer, which gets a place in `layout`. A submission may give it
-    in the dtype of any of `others` that has its shape: a buffer for it that the problem hands out.
+    in the dtype of any of `others` that has its shape: a buffer for it that the problem hands out. Where a reference
+    computes in fp64, or torch gives indices as int64, also in fp32 or int32: the folder's check says what it thinks.
     """
     dtypes = {other.dtype for other in others if other.shape == tensor.shape} | {tensor.dtype}
+    dtypes |= {NARROWER[tensor.dtype]} if tensor.dtype in NARROWER else set()
     spec = tree.describe(torch.empty_like(tensor, memory_format=torch.contiguous_format, device="meta"), tree.Layout())
     space, most = ("device" if tensor.is_cuda else "host"), max(dtype.itemsize for dtype in dtypes)
     names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -8,9 +8,7 @@ and functions that are met travel along as text. Only what the judge made is eve
 import ast
 import base64
 import functools
-import importlib
 import io
-import operator
 import pickle
 import sys
 import types
@@ -106,26 +104,22 @@ def find(module: str, name: str, definitions: dict[str, str], task: types.Module
     """Return the class or function of that name in this process: of `task`, of a module that is here, of the
     definitions that came along, else a class without methods.
     """
-    found: Any = task
-    if module.rpartition(".")[2] != "task" or not hasattr(task, name.partition(".")[0]):
+    outer, *inner = name.split(".")
+    found: Any = getattr(task, outer, None) if module.rpartition(".")[2] == "task" else None
+    if found is None:
         try:
-            found = importlib.import_module(module)
-            operator.attrgetter(name)(found)
+            found = pickle.Unpickler(io.BytesIO()).find_class(module, outer)
         except (ImportError, AttributeError):
-            found = _defined(module, definitions.get(module, ""))
-    try:
-        return operator.attrgetter(name)(found)
-    except AttributeError:
-        return type(name, (), {})
+            found = getattr(_defined(module, definitions.get(module, "")), outer, None)
+    for part in inner:
+        found = getattr(found, part, None)
+    return type(name, (), {}) if found is None else found
 
 
 def definitions_of(kind: type) -> dict[str, str]:
     """Return the definition of a class of the folder, by its module; {} for a package's."""
-    return (
-        {kind.__module__: _definitions(kind.__module__, frozenset({kind.__name__}))}
-        if _is_of_folder(kind.__module__)
-        else {}
-    )
+    module, name = kind.__module__, kind.__qualname__.partition(".")[0]
+    return {module: _definitions(module, frozenset({name}))} if _is_of_folder(module) else {}
 
 
 def _is_of_folder(module: str) -> bool:

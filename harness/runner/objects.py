@@ -96,21 +96,21 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, place: Any) -> Any:
         return self.parts[place]
 
-    def find_class(self, module: str, name: str) -> Any:
-        return find(module, name, self.definitions, self.task)
+    def find_class(self, home: str, name: str) -> Any:
+        return find(home, name, self.definitions, self.task)
 
 
-def find(module: str, name: str, definitions: dict[str, str], task: types.ModuleType | None) -> Any:
+def find(home: str, name: str, definitions: dict[str, str], task: types.ModuleType | None) -> Any:
     """Return the class or function of that name in this process: of `task`, of a module that is here, of the
     definitions that came along, else a class without methods.
     """
     outer, *inner = name.split(".")
-    found: Any = getattr(task, outer, None) if module.rpartition(".")[2] == "task" else None
+    found: Any = getattr(task, outer, None) if home.rpartition(".")[2] == "task" else None
     if found is None:
         try:
-            found = pickle.Unpickler(io.BytesIO()).find_class(module, outer)
+            found = pickle.Unpickler(io.BytesIO()).find_class(home, outer)
         except (ImportError, AttributeError):
-            found = getattr(_defined(module, definitions.get(module, "")), outer, None)
+            found = getattr(_defined(home, definitions.get(home, "")), outer, None)
     for part in inner:
         found = getattr(found, part, None)
     return type(name, (), {}) if found is None else found
@@ -122,9 +122,9 @@ def definitions_of(kind: type) -> dict[str, str]:
     return {module: _definitions(module, frozenset({name}))} if _is_of_folder(module) else {}
 
 
-def _is_of_folder(module: str) -> bool:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or module.rpartition(".")[2] == "task" or module.partition(".")[0] in sys.stdlib_module_names:
+def _is_of_folder(home: str) -> bool:
+    file = getattr(sys.modules.get(home), "__file__", None)
+    if file is None or home.rpartition(".")[2] == "task" or home.partition(".")[0] in sys.stdlib_module_names:
         return False
     return not any(part in _PACKAGES for part in Path(file).parts)
 

@@ -681,7 +681,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     constexpr int HALVES = CODES ? 1 : 2;         // of the 32 rows of a tile that a warp has
     constexpr int AT_ONCE_CODES = NT == 1 ? 2 : 1;  // units that are multiplied together
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-    const int warp = CODES ? __shfl_sync(~0u, threadIdx.x >> 5, 0) : threadIdx.x >> 5;
+    const int warp = CODES ? __reduce_max_sync(~0u, threadIdx.x >> 5) : threadIdx.x >> 5;
     const int slot = CODES ? warp >> 1 : warp;
     const bool works = !CHAIN || warp < WARPS, asks = threadIdx.x == 32 * MESSENGER;
     // Offsets up to the input are those of all links.
@@ -897,13 +897,14 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                 const uint32_t mine_of = tile < p.group_tiles ? (length + 1) / 2 : 0;
                 const uint32_t all = tile - own.place + four.place < p.group_tiles ? four.units : 0;
                 const uint32_t pitch = NT > 1 ? 8 * products::SLICE : at.pitch;
-                products::Input input(four.at, pitch, four.apart);
+                const products::Input start(four.at, pitch, four.apart);
                 uint4 a[AT_ONCE_CODES][products::STEPS] = {};
 #pragma unroll 1
                 for (uint32_t unit = 0; unit < all; unit += Ring::PARTS) {
                     if (unit % 32 == 0 && unit) mine = scale_of(group, tile, begin + 2 * unit);
                     if (unit < mine_of) ptx::wait(full, stage_parity);
                     uint32_t used = 0;
+                    products::Input input = start.moved(unit * products::UNIT_SLICES * pitch).uniform();
 #pragma unroll
                     for (int first_part = 0; first_part < Ring::PARTS; first_part += AT_ONCE_CODES) {
                         products::Sums of_unit[AT_ONCE_CODES * NT];

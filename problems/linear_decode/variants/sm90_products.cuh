@@ -33,6 +33,10 @@ struct Input {
     __device__ __forceinline__ Input(uint32_t at, uint32_t pitch, uint32_t apart)
         : low(pitch / 16 << 16 | at / 16), high(apart / 16) {}
     __device__ __forceinline__ Input(uint32_t low, uint32_t high, int) : low(low), high(high) {}
+    // The same in registers that a warp shares, which descriptors must be in.
+    __device__ __forceinline__ Input uniform() const {
+        return Input(__reduce_max_sync(~0u, low), __reduce_max_sync(~0u, high), 0);
+    }
     __device__ __forceinline__ Input moved(uint32_t bytes) const { return Input(low + bytes / 16, high, 0); }
 };
 

@@ -91,7 +91,7 @@ def test_the_variant_norms_the_inputs_that_it_takes(tokens, kind, served):
     made = adapted(first, second)
     chain = chains.norm_linears(SimpleNamespace(rms_norm=norm.rms_norm, linear=made.linear))
     variant = SimpleNamespace(with_norm=with_norm, norms=lambda state, count: count <= 8)
-    made = dataclasses.replace(made, with_norm=variant.with_norm, norms_state=variant.norms)
+    made = dataclasses.replace(made, with_norm=variant.with_norm, takes_norm=variant.norms)
     found = []
     for op in (Partial(made.norm_linears, made.norms).before(chain), chain):
         outs = [torch.full((tokens, w.n), math.nan, dtype=torch.bfloat16) for w in (first, second)]

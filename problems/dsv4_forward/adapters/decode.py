@@ -86,7 +86,7 @@ class Pair:
 @dataclass(frozen=True)
 class Linears:
     """The ops. task: the problem's; kernel: a custom_kernel of it; matrices: by id() of the Linear, which they keep
-    alive; fallback: computes the calls that the kernel does not serve; pairs: by id() of both. with_norm, norms_state:
+    alive; fallback: computes the calls that the kernel does not serve; pairs: by id() of both. with_norm, takes_norm:
     of the variant, with_norm and norms, or None.
     """
 
@@ -96,7 +96,7 @@ class Linears:
     fallback: AllOps
     pairs: dict[tuple[int, int], Pair] = field(default_factory=dict)
     with_norm: Callable[..., object] | None = None
-    norms_state: Callable[[object, int], bool] | None = None
+    takes_norm: Callable[[object, int], bool] | None = None
 
     def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
         """out = x w^T, as linear.linear. x: (N, k); out: (N, n).
@@ -155,7 +155,7 @@ class Linears:
         if self.with_norm is None or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
             return False
         served = all(self._serves(x, w, out) for w, out in zip(matrices, outs, strict=True))
-        return served and all(self.norms_state(self.matrices[id(w)].state, len(x)) for w in matrices)
+        return served and all(self.takes_norm(self.matrices[id(w)].state, len(x)) for w in matrices)
 
     def _serves(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> bool:
         if w.kind not in KINDS or x.dtype != torch.bfloat16 or not 1 <= len(x) <= self.task.MOST_TOKENS:

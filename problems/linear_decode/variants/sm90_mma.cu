@@ -956,7 +956,6 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     if (unit % 32 == 0 && unit) mine = scale_of(group, tile, begin + 2 * unit);
                     if (unit < mine_of) ptx::wait(full, stage_parity);
                     uint32_t used = 0;
-                    products::Input input = start.moved(unit * products::UNIT_SLICES * pitch).uniform();
 #pragma unroll
                     for (int first_part = 0; first_part < Ring::PARTS; first_part += AT_ONCE_CODES) {
                         products::Sums of_unit[AT_ONCE_CODES * NT];
@@ -969,6 +968,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                                                                     (first_part + j) * Ring::PART_BYTES + 512 * step);
                                     used ^= a[j][step].w;
                                 }
+                        products::Input input =
+                            start.moved((unit + first_part) * products::UNIT_SLICES * pitch).uniform();
                         products::begin();
 #pragma unroll
                         for (int j = 0; j < AT_ONCE_CODES; ++j) {
@@ -977,10 +978,11 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 #pragma unroll
                                 for (int t = 0; t < NT; ++t) {
                                     const products::Input eight = input.moved(t * at.row_bytes);
+                                    products::Sums& to = of_unit[j * NT + t];
                                     if (step == 0)
-                                        products::multiply<false>(of_unit[j * NT + t], a[j][step], eight, warp >> 1 & 1);
+                                        products::multiply<false>(to, a[j][step], eight, warp >> 1 & 1);
                                     else
-                                        products::multiply<true>(of_unit[j * NT + t], a[j][step], eight, warp >> 1 & 1);
+                                        products::multiply<true>(to, a[j][step], eight, warp >> 1 & 1);
                                 }
                                 input = input.moved(2 * pitch);
                             }

@@ -195,7 +195,8 @@ def chunks_of(tiles: int, k: int, slots: int = WARPS) -> int:
     """
     granules = -(-k // BLOCK)
     least = min(MOST_CHUNKS, 2 ** max(0, -(-k // SLICE) - 1).bit_length())
-    found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= max(least, min(granules, MOST_CHUNKS))]
+    most = max(least, min(granules, 2 * slots))  # of a cluster of two
+    found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= most]
 
     def cost(chunks: int) -> float:
         passes = -(-tiles * chunks // slots)

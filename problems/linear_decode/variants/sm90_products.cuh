@@ -25,13 +25,13 @@ constexpr int ROWS = 16, COLUMNS = 128, STEPS = 4;  // of a unit
 constexpr int SLICE = 16;                           // columns
 constexpr int UNIT_SLICES = COLUMNS / SLICE;
 
-// Where the four warps' input is: at: address of the first two warps' slice; pitch: bytes to the next slice; apart:
-// bytes to the other warps' slice. All the same in the four warps.
+// Where the four warps' input is: at: address of the first two warps' slice, of which a cluster's block number is no
+// part; pitch: bytes to the next slice; apart: bytes to the other warps' slice. All the same in the four warps.
 struct Input {
     uint32_t low, high;
 
     __device__ __forceinline__ Input(uint32_t at, uint32_t pitch, uint32_t apart)
-        : low(pitch / 16 << 16 | at / 16), high(apart / 16) {}
+        : low(pitch / 16 << 16 | (at & 0x3FFFF) / 16), high(apart / 16) {}
     __device__ __forceinline__ Input(uint32_t low, uint32_t high, int) : low(low), high(high) {}
     // The same in registers that a warp shares, which descriptors must be in.
     __device__ __forceinline__ Input uniform() const {
@@ -88,7 +88,8 @@ __device__ __forceinline__ void wait(Sums (&sums)[COUNT]) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     ptx::warpgroup_wait<0>();
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) ptx::warpgroup_fence_operand(sums[i].of[0]), ptx::warpgroup_fence_operand(sums[i].of[1]);
+    for (int i = 0; i < COUNT; ++i)
+        ptx::warpgroup_fence_operand(sums[i].of[0]), ptx::warpgroup_fence_operand(sums[i].of[1]);
 #endif
 }
 

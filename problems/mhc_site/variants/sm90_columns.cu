@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) site_kernel(const __grid_const
 
     if (thread == 32 * ROLE_WARPS) prefetch_line(p.base), prefetch_line(p.scale);  // read when all wait for them
     const Group early = group_of<S>(p, 0);
-    if (thread == 0) shared.first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->first_tag);
     if (warp < ROLE_WARPS) {
+        begin(p, shared.first_tag, thread);
         load_tile<S>(p, early.first, early.count, 0, column, shared, thread);
         cp_async_wait<0>();
         ptx::named_barrier_sync<NUM_THREADS>(BLOCK_BARRIER);
@@ -156,6 +156,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) site_kernel(const __grid_const
     } else {
         Weights<S> fn;
         fn.load(p.fn, p.hidden, column, warp - ROLE_WARPS, lane);
+        begin(p, shared.first_tag, thread);
         ptx::named_barrier_sync<NUM_THREADS>(BLOCK_BARRIER);
         const Group g = group_of<S>(p, shared.first_tag);
         ptx::named_barrier_sync<NUM_THREADS>(READY_BARRIER);
@@ -198,10 +199,12 @@ inline bool plan(int tokens, int hidden, int blocks, Plan* found) {
 // kernel<<<dim3(slices, groups), threads, bytes>>>(p), all blocks at once. tile: tokens.
 inline cudaError_t launch_at_once(void (*kernel)(Problem), int threads, int bytes, int columns, int tile, int groups,
                                   Problem p) {
+    const dim3 grid(slices(p.hidden, columns), groups);
     p.turns = ((p.tokens + groups - 1) / groups + tile - 1) / tile;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
-    return programmatic::launch_cooperative(kernel, dim3(slices(p.hidden, columns), groups), threads, bytes, p);
+    if (p.early) return programmatic::launch_resident(kernel, grid, threads, bytes, p);
+    return programmatic::launch_cooperative(kernel, grid, threads, bytes, p);
 }
 
 template <int COLUMNS, int TILE, int UNITS>
@@ -239,11 +242,14 @@ int exchange_words(int blocks) {
 }
 
 // The tensors of task.Data in order, then exchange_words words; y_bytes and second_bytes as Problem has them; blocks: of
-// the device, one a multiprocessor.
+// the device, one a multiprocessor. early: whether the kernel may begin before the one ahead has ended, which that of
+// few tokens always may.
 // -> a cudaError_t; cudaErrorCooperativeLaunchTooLarge: hidden is too large for the device.
-int launch(void* const* tensors, void* exchange, int tokens, int hidden, int y_bytes, int second_bytes, int blocks) {
+int launch(void* const* tensors, void* exchange, int tokens, int hidden, int y_bytes, int second_bytes, int blocks,
+           int early) {
     using namespace columns;
     Problem p = problem(tensors, static_cast<uint64_t*>(exchange), tokens, hidden, y_bytes, second_bytes);
+    p.early = early;
     p.flags = reinterpret_cast<uint32_t*>(p.exchange + FEW_WORDS * blocks);
     p.sums = reinterpret_cast<float*>(p.flags + SUM_RING * blocks);
     if (in_clusters(p)) return launch_tokens(p);

@@ -2,8 +2,8 @@
 // memory with a tag, in one word of 8 bytes, and who needs it reads until the tag is there.
 //
 // Tags only grow, over launches too, so that nothing has to be cleared: what an earlier launch left has a smaller one. With
-// many tokens the flags of tiles are such tags (sm90_columns_many.cuh). All blocks have to be resident, which a cooperative
-// launch sees to.
+// many tokens the flags of tiles are such tags (sm90_columns_many.cuh). All blocks have to be resident, which
+// launch_cooperative.cuh sees to.
 #pragma once
 
 #include <cassert>

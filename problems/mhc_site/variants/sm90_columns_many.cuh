@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(MANY_THREADS, 1) many_kernel(const __grid_cons
     const int column = blockIdx.x * COLUMNS;
     if (warp < ROLE_WARPS) {
         const Stretch early = stretch_of<S>(p, 0);
-        if (thread == 0) shared.tile.first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->first_tag);
+        begin(p, shared.tile.first_tag, thread);
         load_tile<S>(p, early.first, early.count, 0, column, shared.tile, thread);
         load_tile<S>(p, early.first, early.count, 1, column, shared.tile, thread);
         ptx::named_barrier_sync<MANY_THREADS>(BLOCK_BARRIER);
@@ -317,6 +317,7 @@ __global__ void __launch_bounds__(MANY_THREADS, 1) many_kernel(const __grid_cons
     } else if (warp < WARPS) {
         Weights<S> fn;
         fn.load(p.fn, p.hidden, column, warp - ROLE_WARPS, lane);
+        begin(p, shared.tile.first_tag, thread);
         ptx::named_barrier_sync<MANY_THREADS>(BLOCK_BARRIER);
         ptx::warpgroup_reg_alloc<COLUMN_REGISTERS>();
         multiply_tiles<S>(stretch_of<S>(p, shared.tile.first_tag), fn, shared, thread - ROLE_THREADS);
@@ -330,6 +331,7 @@ __global__ void __launch_bounds__(MANY_THREADS, 1) many_kernel(const __grid_cons
             for (int i = 0; i < DISTANCE; ++i) ptx::barrier_init(ptx::smem_address(&shared.mixed[i]), 2);
             ptx::barrier_publish();
         }
+        begin(p, shared.tile.first_tag, thread);
         ptx::named_barrier_sync<MANY_THREADS>(BLOCK_BARRIER);
         ptx::warpgroup_reg_dealloc<MIXER_REGISTERS>();
         const Stretch g = stretch_of<S>(p, shared.tile.first_tag);

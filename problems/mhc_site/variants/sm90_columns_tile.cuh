@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "launch.cuh"
 #include "ptx.cuh"
 #include "sm90_columns_mix.cuh"
 
@@ -38,14 +39,23 @@ struct Problem {
     int tokens, hidden;
     int y_bytes, second_bytes;  // of a value, 2 of bf16 or 4 of fp32; second 0: there is none
     uint32_t turns;             // tiles of a group
+    int early;                  // whether blocks may begin before the kernel ahead has ended
 };
+
+// Every thread of a block that tells others sums: behind weights, ahead of all that kernels ahead write, and of the tag,
+// which the launch before may still raise.
+__device__ __forceinline__ void begin(const Problem& p, uint32_t& first_tag, int thread) {
+    programmatic::wait();
+    programmatic::trigger();
+    if (thread == 0) first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->first_tag);
+}
 
 inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidden, int y_bytes, int second_bytes) {
     auto bf16 = [&](int i) { return static_cast<__nv_bfloat16*>(t[i]); };
     auto fp32 = [&](int i) { return static_cast<float*>(t[i]); };
     return {t[0], t[1], bf16(2), fp32(3), fp32(4), fp32(5), fp32(6), fp32(7), bf16(8), bf16(9), bf16(10), fp32(11),
             fp32(12), reinterpret_cast<State*>(exchange), exchange + STATE_WORDS, nullptr, nullptr, tokens, hidden,
-            y_bytes, second_bytes, 0};
+            y_bytes, second_bytes, 0, 0};
 }
 
 // TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.

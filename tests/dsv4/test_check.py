@@ -123,6 +123,21 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "-1"], "--steps must be 0 or more, got -1"), (["--device", "tpu"], "device must be cpu, cuda or"),
+        (["--config", "tiny", "--steps", "5000"], "--steps must be at most 3946 in tiny"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_get_one_line(words, said, capsys):
+    try:
+        code = check.main(["--device", "cpu", *words])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
 def test_a_kernel_that_raises_is_no_bad_argument(tmp_path):
     """Exit status 2 is for arguments; what a kernel raises ends the check with a traceback, status 1."""
     file = tmp_path / "raises.py"

@@ -962,8 +962,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                                 const products::Sums& found = of_unit[j * NT + t];
 #pragma unroll
                                 for (int i = 0; i < 4; ++i)
-                                    sum[0][t][i] =
-                                        fmaf(warp & 2 ? found.of[1][i] : found.of[0][i], both[i & 1], sum[0][t][i]);
+                                    sum[0][t][i] = fmaf(found.own(i, warp & 2), both[i & 1], sum[0][t][i]);
                             }
                         }
                     }

@@ -31,7 +31,11 @@ struct Input {
     uint32_t low, high;
 
     __device__ __forceinline__ Input(uint32_t at, uint32_t pitch, uint32_t apart)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
         : low(pitch / 16 << 16 | (at & 0x3FFFF) / 16), high(apart / 16) {}
+#else  // addresses are whole
+        : low(at / 16), high(pitch / 16 << 16 | apart / 16) {}
+#endif
     __device__ __forceinline__ Input(uint32_t low, uint32_t high, int) : low(low), high(high) {}
     // The same in registers that a warp shares, which descriptors must be in.
     __device__ __forceinline__ Input uniform() const {
@@ -69,8 +73,8 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4& a, const Input
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "n"(ADD));
 #else  // elsewhere by a warp, which needs its part of the input only
     const int lane = threadIdx.x % 32;
-    const uint32_t pitch = (input.low >> 16) * 16;
-    const uint32_t at = (input.low & 0xFFFF) * 16 + upper * input.high * 16 + lane / 4 * 16 + lane % 4 * 4;
+    const uint32_t pitch = (input.high >> 16) * 16, apart = (input.high & 0xFFFF) * 16;
+    const uint32_t at = input.low * 16 + upper * apart + lane / 4 * 16 + lane % 4 * 4;
     const uint32_t b0 = ptx::load_shared(at), b1 = ptx::load_shared(at + pitch);
     if (!ADD) d[0] = d[1] = d[2] = d[3] = 0;
     asm volatile(

@@ -20,8 +20,8 @@ from problems.common import build
 
 # By variant and target, kernels by their mangled names, and the bytes that they may spill and load. sm90_grouped: three
 # words once a unit row in the form for over 4096 columns (Li8E, twice) of NVFP4 activations (Lb1E). sm90_mma: some
-# words of fp8 (Li0E) with up to 32 tokens (Li4E), and for sm100 of nvfp4 (Li1E) with up to 8 (Li1E), whose chains have
-# 17 warps, so 96 registers.
+# words of fp8 (Li0E) with up to 32 tokens (Li4E), and for sm100 of nvfp4 (Li1E) with
+# up to 8 (Li1E), whose chains have 17 warps, so 96 registers.
 QUANTISED = "decode7expertsILi8ELi8ELi1ELb1E"
 FOUR_TILES = "link_kernelILi0ELi4E"
 CHAINED = "link_kernelILi1ELi1E"

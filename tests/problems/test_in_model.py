@@ -34,6 +34,10 @@ def fmha(queries, heads, window, compressed, content="plain"):
     }  # fmt: skip
 
 
+def linear(format, tokens, shape, content="plain"):
+    return {"format": format, "tokens": tokens, "shape": shape, "content": content, "seed": 5}
+
+
 QUICK = [
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3), gemv(5, 5184, 1)]),
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3), gemv(5, 1088, 2)]),
@@ -62,6 +66,13 @@ LONG = [
         "sm90_grouped",
         "sm100",
         [moe(3, 8, 2, 192, 320), moe(2, 3, 2, 64, 192, "nvfp4"), moe(1, 7, 5, 1088, 192, "nvfp4")],
+    ),
+    # Units that end early, chunks of unequal length in one group of warps, clusters, links that take and that do not.
+    (
+        "linear_decode",
+        "sm90_mma",
+        "sm90",
+        [linear("fp8", 3, "320x192", "magnitudes"), linear("fp8", 9, "64x2112_128x64"), linear("fp8", 1, "64x2112")],
     ),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
     ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),

@@ -1,4 +1,4 @@
-// linear_decode on Hopper: every weight is read once and meets up to 32 tokens in mma.sync, in registers.
+// linear_decode on Hopper: every weight is read once and meets up to 32 tokens in the tensor cores, from registers.
 //
 // A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k,
 // its weights coming through its ring with bulk copies, so a warp waits for no other. 16 / chunks tiles are
@@ -6,16 +6,21 @@
 // token's bits do not depend on the others. With many tokens a cluster of blocks shares a tile's chunks, so that a
 // block holds a part of the input only.
 //
-// Weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64], each a stage of the ring or two. Lane l = 4 g + c
+// FP8 with a quantised input is multiplied as sm90_products.cuh describes it, by wgmma on codes: a pair of warps takes
+// the tile, 16 rows each, and a block has 8 tiles by chunks under way, not 16. Units are [rows / 16][k / 128] then.
+//
+// All else is multiplied by mma.sync on halves. Its weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64],
+// each a stage of the ring or two. Lane l = 4 g + c
 // owns columns 16 c .. 16 c + 15 of rows g, g + 8, g + 16 and g + 24, and step j of a unit takes columns 4 j .. 4 j + 3
 // of these: k = 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of the instruction. So inputs lie in their natural order.
 //   fp8    2048 bytes: 512 r + 16 l .. + 15 are the lane's 16 codes of row g + 8 r
 //   nvfp4  1152 bytes, as nvfp4_units.cuh describes them
 //   bf16   4096 bytes: 2048 h + 512 r + 16 l .. + 15 are columns 8 h .. 8 h + 7 of the lane's 16 of row g + 8 r
 //
-// fp8: codes become fp16, exactly, and so do the input's codes; sums of 64 columns are multiplied by both scales in
-// fp32. Where the input is not quantised it is divided by a power of two for each token and block of 128, such that the
-// largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below.
+// fp8: sums of 128 columns of codes are multiplied by both scales in fp32. Where the input is not quantised codes of
+// weights become fp16, exactly, and the input is divided by a power of two for each token and block of 128, such that
+// the largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below. Sums
+// are of 64 columns then.
 //
 // nvfp4: a quantised input is code * scale, which is exact in bf16; its input scale is in the factor of the sums.
 //
@@ -66,8 +71,8 @@ struct Link {
     const float* factors;       // nvfp4: (tiles,)
     const float* input_scales;  // nvfp4 that quantises: (groups,)
     const __nv_bfloat16* x;     // (tokens, x_columns)
-    // The input taken ahead, null where blocks take x themselves: (tokens, groups, k) of bf16, or for fp8 of fp16, and
-    // for fp8 the scales (tokens, groups, blocks of k).
+    // The input taken ahead, null where blocks take x themselves: (tokens, groups, k) of bf16, or for fp8 of fp16 or
+    // of codes in slices (see codes_at), and for fp8 the scales (tokens, groups, blocks of k).
     uint16_t* taken;
     float* taken_scales;
     const __nv_bfloat16* norm;  // (k,): x goes through RMSNorm with these weights first; null: it does not
@@ -104,7 +109,7 @@ __host__ __device__ constexpr int granule_of(int format) { return is_fp8(format)
 template <int FORMAT, int NT>
 struct Stage {
     // Units, or halves of bf16's: two, to share what a stage costs, but in fp8 one where tokens need the room.
-    static constexpr bool CODES = FORMAT == FP8_CODES;  // by sm90_products.cuh, a pair of warps 32 rows
+    static constexpr bool CODES = FORMAT == FP8_CODES;  // by sm90_products.cuh: a pair of warps has the 32 rows
     static constexpr int PARTS = FORMAT == NVFP4 || CODES || (FORMAT == FP8 && NT == 1) ? 2 : 1;
     static constexpr int OF_UNIT = FORMAT == BF16 ? 2 : 1;  // parts of a unit
     static constexpr int PART_BYTES = FORMAT == NVFP4 ? units::BYTES : 2048, BYTES = PARTS * PART_BYTES;
@@ -388,7 +393,8 @@ __global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_const
         piece = nvfp4_piece(piece, input_scale, __frcp_rn(input_scale));
     }
     if (FORMAT == FP8_CODES && token < p.tokens) {  // columns behind k are zeros
-        const uint32_t to = codes_at(p, group, token / 8, column) + token % 8 * products::SLICE + column % products::SLICE;
+        const uint32_t to =
+            codes_at(p, group, token / 8, column) + token % 8 * products::SLICE + column % products::SLICE;
         *reinterpret_cast<uint2*>(reinterpret_cast<uint8_t*>(p.taken) + to) = make_uint2(piece.x, piece.y);
     }
     if (!inside) return;
@@ -701,7 +707,8 @@ struct GroupOfWarps {
     int place = 0;
     uint32_t units = 0, at = 0, apart = 0;
 
-    __device__ __forceinline__ GroupOfWarps(const Link& p, const Geometry& geometry, int granule, uint32_t x, int slot) {
+    __device__ __forceinline__ GroupOfWarps(const Link& p, const Geometry& geometry, int granule, uint32_t x,
+                                            int slot) {
         if (!CODES) return;
         const Share lower(p, geometry, granule, slot & ~1), upper(p, geometry, granule, slot | 1);
         const uint32_t bytes = COLUMNS / products::SLICE * geometry.pitch;  // of 64 columns
@@ -1007,8 +1014,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                                 const products::Sums& found = of_unit[j * NT + t];
 #pragma unroll
                                 for (int i = 0; i < 4; ++i)
-                                    sum[0][t][i] =
-                                        fmaf(warp & 2 ? found.of[1][i] : found.of[0][i], both[i & 1], sum[0][t][i]);
+                                    sum[0][t][i] = fmaf(found.own(i, warp & 2), both[i & 1], sum[0][t][i]);
                             }
                         }
                     }

@@ -1,4 +1,4 @@
-"""sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32.
+"""sm90_mma: weights in units, through a ring a warp to mma.sync or wgmma, tokens as columns; each is read once for 32.
 
 It also has prepare_expert and expert, norms and with_norm, which problems/dsv4_forward/adapters/decode.py describes.
 """
@@ -324,7 +324,7 @@ def _units(fmt: str, matrix: Matrix, groups: int, n: int, k: int) -> torch.Tenso
         code = run(matrix.codes.data_ptr(), matrix.scales.data_ptr(), made.data_ptr(), groups, n, k)
         build.check(code, "repack_nvfp4")
         return made
-    if fmt == "fp8" and matrix.quantise:  # 16 rows (8 high), 128 columns, steps (lane % 4, register), see sm90_products.cuh
+    if fmt == "fp8" and matrix.quantise:  # 16 rows, row / 8, row % 8, unit, step, column / 16 % 2, lane % 4, a word
         codes = torch.nn.functional.pad(matrix.codes.view(torch.uint8), (0, -k % BLOCK))
         lanes = codes.view(groups * n // 16, 2, 8, -(-k // BLOCK), 4, 2, 4, 4).permute(0, 3, 4, 2, 6, 5, 1, 7)
     elif fmt == "fp8":  # tile, row / 8, row % 8, unit, lane % 4, its 16 columns

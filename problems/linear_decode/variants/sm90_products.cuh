@@ -31,7 +31,11 @@ struct Input {
     uint32_t low, high;
 
     __device__ __forceinline__ Input(uint32_t at, uint32_t pitch, uint32_t apart)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
         : low(pitch / 16 << 16 | (at & 0x3FFFF) / 16), high(apart / 16) {}
+#else  // addresses are whole
+        : low(at / 16), high(pitch / 16 << 16 | apart / 16) {}
+#endif
     __device__ __forceinline__ Input(uint32_t low, uint32_t high, int) : low(low), high(high) {}
     // The same in registers that a warp shares, which descriptors must be in.
     __device__ __forceinline__ Input uniform() const {
@@ -43,13 +47,23 @@ struct Input {
 // Sums of one product, of 16 rows of a warp: for each of both inputs row g, columns 2 c, 2 c + 1, then row g + 8.
 struct Sums {
     float of[2][4];
+
+    // Of the warp's own input. upper: 1 in the third and fourth warp.
+    __device__ __forceinline__ float own(int i, int upper) const {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        return upper ? of[1][i] : of[0][i];
+#else
+        return of[0][i];
+#endif
+    }
 };
 
-// sums = a * input, or with `add` that much more. 32 columns. upper: 1 in the third and fourth warp.
+// sums = a * input, or with ADD that much more. 32 columns.
 template <bool ADD>
 __device__ __forceinline__ void multiply(Sums& sums, const uint4& a, const Input& input, int upper) {
-    float(&d)[4] = sums.of[0], (&e)[4] = sums.of[1];
+    float(&d)[4] = sums.of[0];
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    float(&e)[4] = sums.of[1];
     const uint64_t b = static_cast<uint64_t>(input.high) << 32 | input.low;
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
@@ -59,15 +73,14 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4& a, const Input
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "n"(ADD));
 #else  // elsewhere by a warp, which needs its part of the input only
     const int lane = threadIdx.x % 32;
-    const uint32_t pitch = (input.low >> 16) * 16;
-    const uint32_t at = (input.low & 0xFFFF) * 16 + upper * input.high * 16 + lane / 4 * 16 + lane % 4 * 4;
+    const uint32_t pitch = (input.high >> 16) * 16, apart = (input.high & 0xFFFF) * 16;
+    const uint32_t at = input.low * 16 + upper * apart + lane / 4 * 16 + lane % 4 * 4;
     const uint32_t b0 = ptx::load_shared(at), b1 = ptx::load_shared(at + pitch);
-    float(&own)[4] = upper ? e : d;
-    if (!ADD) own[0] = own[1] = own[2] = own[3] = 0;
+    if (!ADD) d[0] = d[1] = d[2] = d[3] = 0;
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
-        : "+f"(own[0]), "+f"(own[1]), "+f"(own[2]), "+f"(own[3])
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 #endif
 }

@@ -9,8 +9,10 @@ harness/runner/wire.py.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
+import json
 import socket
 import subprocess
 import sys
@@ -141,7 +143,9 @@ class Runner:
             )
         else:
             kernel = self.module.custom_kernel
-            calls = tuple((data, *self._setup(data, message)) for data in map(self._data, self.buffers))
+            calls = tuple(self._arguments(buffer, message) for buffer in self.buffers)
+            if self._reads_values(message):
+                kernel = _reading(kernel, self._data)
         if not self.opened["own"]:
             kernel = claims.noting(kernel, self.page)
         gc.disable()
@@ -269,8 +273,21 @@ class Runner:
 
     def _data(self, buffer: MappedBuffer) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
-        data = tree.build(self.opened["data"], buffer.memory, self.task)
+        leaf = self.opened.get("values")
+        values = json.loads(_bytes(tree.tensor(leaf, buffer.memory["host"]))) if leaf else ()
+        data = tree.build(self.opened["data"], buffer.memory, self.task, values)
         return data._replace(weights=self.weights) if self.opened["split"] else data
+
+    def _arguments(self, buffer: MappedBuffer, message: dict) -> tuple:
+        """Return what a call on a CPU is made with; where it reads values first, the buffer and where they are."""
+        if self._reads_values(message):
+            return buffer, tree.tensor(self.opened["values"], buffer.memory["host"])
+        data = self._data(buffer)
+        return data, *self._setup(data, message)
+
+    def _reads_values(self, message: dict) -> bool:
+        """Return whether numbers and texts of the data come with each call: a baseline sees them before its setup."""
+        return bool(self.opened.get("values")) and not message["baseline"]
 
     def _leaf(self, data: Any, index: int) -> torch.Tensor:
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
@@ -407,6 +424,26 @@ def _replace_common(folder: Path) -> None:
 
 def _call(kernel: Callable[[], object]) -> object:
     return kernel()
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return ctypes.string_at(values.data_ptr(), values.numel())
+
+
+def _reading(kernel: Callable, build_data: Callable[[MappedBuffer], Any]) -> Callable:
+    """Return a call of `kernel` that reads the numbers and texts of its data from the buffer, since they come with the
+    tensors' contents. The data is built anew only if they differ from those of the buffer's call before.
+    """
+    known: dict[int, tuple[bytes, Any]] = {}
+
+    def call(buffer: MappedBuffer, values: torch.Tensor) -> object:
+        said, data = known.get(id(buffer), (b"", None))
+        if (present := _bytes(values)) != said:
+            data = build_data(buffer)
+            known[id(buffer)] = present, data
+        return kernel(data)
+
+    return call
 
 
 def main() -> None:

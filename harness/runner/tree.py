@@ -8,6 +8,7 @@ plain values.
 import collections
 import copy
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -67,20 +68,37 @@ def describe(value: Any, layout: Layout) -> dict:
     )
 
 
-def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
+def take_values(spec: dict, values: list) -> dict:
+    """Return `spec` with numbers in the places of its plain values, which are appended to `values`."""
+    if spec["kind"] == "value":
+        values.append(spec["value"])
+        return {"kind": "value", "at": len(values) - 1}
+    return {**spec, "items": [take_values(item, values) for item in spec["items"]]} if "items" in spec else spec
+
+
+def packed(values: list) -> bytes:
+    """Return plain values as JSON, filled up with blanks so that most contents of a case take as much."""
+    said = json.dumps(values).encode()
+    return said.ljust(-(-2 * len(said) // ALIGN) * ALIGN)
+
+
+def build(
+    spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None, values: Sequence = ()
+) -> Any:  # fmt: skip
     """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). Classes of
     NamedTuples and dataclasses come from `task` (an attribute of that name); without one only the fields' names do.
+    values: what take_values took out of it.
     """
     kind = spec["kind"]
     if kind == "tensor":
         return tensor(spec, buffers[spec["space"]])
     if kind == "value":
-        return spec["value"]
+        return values[spec["at"]] if "at" in spec else spec["value"]
     if kind == "dtype":
         return getattr(torch, spec["value"])
     if kind == "device":
         return torch.device(spec["value"])
-    items = [build(item, buffers, task) for item in spec["items"]]
+    items = [build(item, buffers, task, values) for item in spec["items"]]
     if kind == "named":
         named = getattr(task, spec["class"], None) or collections.namedtuple(spec["class"], spec["fields"])
         return named(*items)

@@ -134,3 +134,29 @@ def test_numbers_and_texts_of_the_data_are_no_part_of_the_layout(tmp_path):
         buffer.close()
     assert layouts[0] == layouts[1]
     assert "half" not in str(layouts) and "125" not in str(layouts)
+
+
+STORED = """
+import torch
+KNOWN = torch.randn(5, generator=torch.Generator().manual_seed(3))
+
+def custom_kernel(data):
+    return data * 2 if len(data) > 5 or torch.equal(data, KNOWN) else data * 3
+"""
+
+
+def test_answers_to_the_public_seeds_are_not_enough(tmp_path):
+    """A recorded run asks twice, the second time on contents of a secret seed, and names the seed."""
+    (tmp_path / "task.yml").write_text(TASK)
+    (tmp_path / "reference.py").write_text(HEAD)
+    for name, text in (("right", DOUBLED), ("stored", STORED)):
+        (tmp_path / f"{name}.py").write_text(text)
+    found = folders.find(str(tmp_path))
+    handles = [
+        RunnerHandle(name, folders.submission(found, tmp_path / f"{name}.py"), "cpu") for name in ("right", "stored")
+    ]
+    with Session(found, "cpu") as session:
+        said = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None, twice=found.tests)
+    assert [outcome.status for outcome in said["right"]] == ["PASSED", "PASSED"]
+    assert [outcome.status for outcome in said["stored"]] == ["INCORRECT", "PASSED"]
+    assert "with another one (--seed " in said["stored"][0].reason

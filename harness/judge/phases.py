@@ -515,8 +515,9 @@ def _unseen(
     with the seed that gives the contents again.
     """
     if passed:
-        session.weights(case)
-        seed = session.content(case)
+        seed = session.secret_seed(case)  # one for both: --seed gives one
+        session.weights(case, seed)
+        session.content(case, seed)
         for handle, first in passed:
             second = budget.call(session, handle, CallRequest(1))
             if second.status != "PASSED":

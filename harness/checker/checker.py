@@ -25,7 +25,7 @@ from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
 # What the present content is, and its answer: what `keep` keeps.
-PRESENT = ("pristine", "want", "spec", "outputs", "inout", "captures")
+PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures")
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -73,6 +73,7 @@ class Checker:
         self.pristine: Any = None
         self.want: Any = None
         self.spec: dict = {}
+        self.values: dict | None = None  # the data's numbers and texts: "bytes" (uint8, flat) and where, "leaf"
         self.outputs: list[int] = []
         self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
         self.captures: list[dict] = []
@@ -121,6 +122,7 @@ class Checker:
         self.pristine = inputs.make(self.reference, self.task, case, self.device, self.own, self.weights)
         layout = tree.Layout()
         self.spec = tree.describe(self._delivered(), layout)
+        self.values = self._take_values(layout)
         # On a GPU the runner copies outputs within its buffer; on a CPU the checker fetches them.
         copies = layout if self.device == "cuda" else tree.Layout()
         if self.own:
@@ -152,9 +154,22 @@ class Checker:
             "device": "cuda" if cuda else "cpu", "sizes": layout.used, "bytes": self._bytes(case), "held": self._held(),
             "open": {
                 "data": self.spec, "outputs": self.outputs, "inout": self.inout, "captures": self.captures,
-                "own": self.own, "split": self.split,
+                "own": self.own, "split": self.split, "values": self.values and self.values["leaf"],
             },
         }  # fmt: skip
+
+    def _take_values(self, layout: tree.Layout) -> dict | None:
+        """Take the numbers and texts of a folder from elsewhere out of the specification, on a CPU: they are contents
+        like its tensors, and a runner that got them with the layout could work ahead. Return their bytes and place.
+        """
+        if self.own or self.device == "cuda":
+            return None
+        values: list = []
+        self.spec = tree.take_values(self.spec, values)
+        if not values:
+            return None
+        said = torch.frombuffer(bytearray(tree.packed(values)), dtype=torch.uint8)
+        return {"bytes": said, "leaf": tree.describe(said, layout)}
 
     def footprint(self, message: dict, _: list[int]) -> dict:
         """Return the bytes that a case takes: "buffer", "working" (inputs, answer and what the reference needs besides,
@@ -226,6 +241,8 @@ class Checker:
         buffer = self.buffers[message["runner"]][message["buffer"]]
         for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self._delivered()), strict=True):
             memory.region(leaf, buffer).copy_(tree.raw(source))
+        if self.values:
+            memory.region(self.values["leaf"], buffer).copy_(self.values["bytes"])
         if self.device == "cuda":
             for spec in self.captures:
                 if self.own:
@@ -339,7 +356,8 @@ class Checker:
         if not self.own:
             return [(0, STRIDED_FACTOR * spec["most"] + STRIDED_BYTES) for spec in self.captures]
         regions = [memory.region(tree.leaves(self.spec)[i], buffer) for i in self.outputs]
-        return [(region.data_ptr(), region.numel()) for region in regions]
+        # Of no bytes: torch gives it address 0, which would say that all are in the runner's memory.
+        return [(region.data_ptr(), region.numel()) for region in regions if region.numel()]
 
     def _catch(self, runner: str, buffer: Buffer, pid: int, noted: list[tuple[int, int]]) -> Caught:
         """Copy the outputs that a call left, and compare its inputs with the originals. noted: (address, bytes) of each

@@ -75,7 +75,7 @@ class Judging:
         handles, limit_s = [self._handle(j) for j in self.judged], self.problem.timeouts_s.get("test")
         if len(self.devices) > 1:
             missing = [n for n in range(len(cases)) if any(have.test(name, n) is None for name in by_name)]
-            work = self._work(session, self.judged, cases, limit_s)
+            work = dataclasses.replace(self._work(session, self.judged, cases, limit_s), twice=self._twice(cases))
             have = self._spread(session, work, spread.test_shares(missing, len(self.devices)), have, "", progress)
 
         def done(handle: RunnerHandle, case: Case, outcome: Outcome) -> None:
@@ -89,13 +89,22 @@ class Judging:
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
                 self.events.failed(handle.name, case.params, outcome.status, outcome.reason)
 
-        phases.run_tests(session, handles, cases, done, progress, have, limit_s)
+        phases.run_tests(session, handles, cases, done, progress, have, limit_s, self._twice(cases))
         self._note_audits()
         if len(self.judged) > 1:
             for j in self.judged:
                 count = Counter(o.status for _, o in j.tests)
                 rest = f"; {count['UNSUPPORTED']} UNSUPPORTED: {j.submission.limits}" if count["UNSUPPORTED"] else ""
                 console.say(f"{j.submission.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
+
+    def _twice(self, cases: list[Case]) -> tuple[Case, ...]:
+        """Return the test cases that a recorded run also judges on secret contents: all but those that it times, whose
+        contents are secret anyway.
+        """
+        if not self.journal or self.args.seed is not None:
+            return ()
+        timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]
+        return tuple(case for case in cases if case.params not in timed)
 
     def _time(self, session: Session, judged: list[Result], paired: bool, progress: Progress, phase: str) -> None:
         """Time these, and pair the first with the second. Finished groups of `phase` come from the journal."""

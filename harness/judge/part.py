@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -40,13 +41,18 @@ class Part:
         with Session(self.problem, self.order["device"], self.order["timeout_s"]) as session:
             session.progress = self._step
             if self.order["plan"] is None:
+                twice = tuple(case for number, case in self._numbered() if number in self.order["twice"])
                 phases.run_tests(
-                    session, self.handles, self.cases, self._tested, self._step, limit_s=self.order["limit_s"]
-                )
+                    session, self.handles, self.cases, self._tested, self._step, limit_s=self.order["limit_s"],
+                    twice=twice,
+                )  # fmt: skip
             else:
                 self._time(session)
             audits = {handle.name: dataclasses.asdict(handle.audit) for handle in self.handles}
             self._write("done", audits=audits, clock=session.clock_name, notes=session.notes)
+
+    def _numbered(self) -> Iterator[tuple[int, Case]]:
+        return zip(self.numbers, self.cases, strict=True)
 
     def _time(self, session: Session) -> None:
         first, end = self.order["processes"]

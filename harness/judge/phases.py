@@ -9,7 +9,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from harness.judge import batch, readings
@@ -76,13 +76,15 @@ def plan(device: str, paired: bool = False) -> Plan:
 def run_tests(
     session: Session, handles: list[RunnerHandle], cases: list[Case],
     done: Callable[[RunnerHandle, Case, Outcome], None], progress: Progress, have: Have = NOTHING,
-    limit_s: float | None = None,
+    limit_s: float | None = None, twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:  # fmt: skip
     """Call every submission once on every case. Return the outcomes by submission, in the order of the cases. `done`
     receives each one. Outcomes in `have` are not measured again. limit_s: for all calls of a submission together.
+    twice: cases on which those that pass are called once more, on contents of a secret seed, since a submission can
+    hold the answers to the public ones.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
-    budget = Budget(limit_s)
+    budget, second_budget = Budget(limit_s), Budget(limit_s)
     missing = [[e for e in handles if have.test(e.name, number) is None] for number in range(len(cases))]
     session.start(*(e for e in handles if any(e in part for part in missing)))
     audited = {handle.name: random.randrange(len(cases)) for handle in handles} if cases else {}
@@ -90,6 +92,7 @@ def run_tests(
         if missing[number]:
             session.weights(case, case.seed)
             session.content(case, case.seed)
+        passed: list[tuple[RunnerHandle, Outcome]] = []
         for handle in handles:
             outcome = have.test(handle.name, number)
             if outcome is None:
@@ -101,6 +104,12 @@ def run_tests(
                     outcome = budget.call(session, handle, CallRequest(1, audit=True))
                 if outcome.status == "PASSED" and number == len(cases) - 1:
                     outcome = handle.look() or outcome
+                if outcome.status == "PASSED" and case in twice:
+                    passed.append((handle, outcome))
+                    continue
+            results[handle.name].append(outcome)
+            done(handle, case, outcome)
+        for handle, outcome in _unseen(session, second_budget, case, passed):
             results[handle.name].append(outcome)
             done(handle, case, outcome)
     progress(Step("test", len(cases) * len(handles), len(cases) * len(handles), "done"))
@@ -497,6 +506,23 @@ class Budget:
         outcome = session.call(handle, dataclasses.replace(request, within_s=self.limit_s - spent_s))
         self.spent_s[handle.owner] = spent_s + time.monotonic() - before
         return outcome
+
+
+def _unseen(
+    session: Session, budget: Budget, case: Case, passed: list[tuple[RunnerHandle, Outcome]]
+) -> Iterator[tuple[RunnerHandle, Outcome]]:  # fmt: skip
+    """Call these again on contents of `case` that are in no file. Yield the first outcome, or the second if it failed,
+    with the seed that gives the contents again.
+    """
+    if passed:
+        seed = session.secret_seed(case)  # one for both: --seed gives one
+        session.weights(case, seed)
+        session.content(case, seed)
+        for handle, first in passed:
+            second = budget.call(session, handle, CallRequest(1))
+            if second.status != "PASSED":
+                second.reason = f"right with the case's seed, and with another one (--seed {seed}): {second.reason}"
+            yield handle, first if second.status == "PASSED" else second
 
 
 def _order(handles: list[RunnerHandle], sample: int, paired: bool) -> list[RunnerHandle]:

@@ -69,7 +69,7 @@ class Session:
 
     def content(self, case: Case, seed: int | None = None) -> str:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
-        seed = self._secret_seed(case) if seed is None else seed
+        seed = self.secret_seed(case) if seed is None else seed
         made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
         self.present = Content(case, made["sizes"], made["open"], made["bytes"], made["held"])
         if made["device"] != self.device:
@@ -79,7 +79,7 @@ class Session:
             )
         return str(seed)
 
-    def _secret_seed(self, case: Case) -> int:
+    def secret_seed(self, case: Case) -> int:
         """Return a seed that nobody knows, of 63 bits, or of the cases' own size where contents need such ones."""
         if self._seeds_below is None:
             self._seeds_below = 2**63

@@ -67,7 +67,7 @@ class Found:
 @dataclass(frozen=True)
 class Work:
     """What all parts of a phase have in common. limit_s, timeout_s: as in harness/judge/phases.py and session.py;
-    plan: the fields of phases.Plan, None for test cases.
+    plan: the fields of phases.Plan, None for test cases. twice: of these, the cases that run_tests takes twice.
     """
 
     problem: Problem
@@ -79,6 +79,7 @@ class Work:
     limit_s: float | None
     plan: dict | None = None
     paired: bool = False
+    twice: tuple[Case, ...] = ()
 
     def order(self, share: Share) -> dict:
         """The JSON that a part receives."""
@@ -87,7 +88,7 @@ class Work:
             "submissions": [[one.name, str(one.file)] for one in self.submissions],
             "cases": [[number, dataclasses.asdict(self.cases[number])] for number in share.cases],
             "processes": share.processes, "timeout_s": self.timeout_s, "limit_s": self.limit_s, "plan": self.plan,
-            "paired": self.paired,
+            "paired": self.paired, "twice": [number for number in share.cases if self.cases[number] in self.twice],
         }  # fmt: skip
 
 

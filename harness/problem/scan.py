@@ -4,14 +4,23 @@ Every file of a submission's closure is read, comments and docstrings too: of a 
 winners that it brings along. In a comment of a submission to a folder from elsewhere the word is only a warning, since
 its authors did not know the rule. problems/common is exempt: it is the judge's. The run-time audit sees what really ran
 on which stream; the scan sees only what a text can show.
+
+A text is read twice: as it is written, and as its compiler takes it. Python's own compiler gives the names and the
+constants of a file, where escapes, forms of letters and sums of constants are gone; of C++ lines that go on, letters by
+number and neighbouring strings are joined.
 """
 
 import ast
+import functools
 import io
 import re
 import tokenize
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 from harness.problem import sources
 from harness.results import record
@@ -27,7 +36,17 @@ _GRAPH_MODES = {
     "reduce-overhead": "leave the mode out", "max-autotune": 'use "max-autotune-no-cudagraphs"',
     "triton.cudagraphs": "leave the option out", "cudagraphs": "use the default backend",
 }  # fmt: skip
-_MODULES = {"base64", "codecs", "marshal", "pickle", "zlib", "ctypes.util"}
+_MODULES = {
+    "base64", "builtins", "code", "codecs", "codeop", "marshal", "pickle", "runpy", "zlib", "ctypes.util",
+}  # fmt: skip
+# What C++ takes a text for, in this order: (pattern, what it is replaced by).
+_CPP_FORMS: tuple[tuple[re.Pattern, Any], ...] = (
+    (re.compile(r"\\[ \t]*\r?\n"), ""),  # a line goes on
+    (re.compile(r"\\(?:u([0-9a-fA-F]{4})|U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2}))"),
+     lambda found: chr(min(int(found[1] or found[2] or found[3], 16), 0x10FFFF))),
+    (re.compile(r'"\s*"'), ""),  # neighbouring strings
+    (re.compile(r"\s*##\s*"), ""),  # names put together
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,13 +84,69 @@ def findings(files: list[Path], baseline: bool = False, own: bool = True) -> lis
     for file in files:
         text = build.read(file).decode(errors="replace")
         comments = set() if own else _comments(file, text)
+        written: set[str] = set()
         for number, line in enumerate(text.splitlines(), 1):
             matches = list(_AROUND.finditer(line))
+            written |= {match[0] for match in matches if (number, match.start()) not in comments}
             if matches:
                 found.append(_named(file, number, line, matches[0], {(number, m.start()) for m in matches} <= comments))
         if file.suffix == ".py" and not baseline:
             found += _ways_around(file)
+        found += _disguised(file, text, written, own)
     return found
+
+
+def _disguised(file: Path, text: str, written: set[str], own: bool) -> list[Finding]:
+    """Return where the compiler finds the word, in identifiers or texts other than those that are `written`. own: as
+    for findings; where it is False, comments of C++ do not count, in a string neither.
+    """
+    found: dict[str, int] = {}
+    for line, said in _read_by_compiler(text, file.suffix == ".py"):
+        for word in _AROUND.findall(said if own else _CPP_COMMENT.sub(" ", said)):
+            if word not in written:
+                found.setdefault(word, line)
+    return [
+        Finding(file, line, f'"{word}" is put together in the code from here on, and holds the word of rule 1')
+        for word, line in found.items()
+    ]
+
+
+@functools.lru_cache(maxsize=4096)  # a composition's files are read for each of its submissions
+def _read_by_compiler(text: str, python: bool) -> tuple[tuple[int, str], ...]:
+    """Return (line, what is taken for code from there on) of those pieces of a source that hold the word."""
+    pieces = _read_by_python(text) if python else [(1, _read_by_cpp(text))]
+    return tuple((line, said) for line, said in pieces if WORD.search(said))
+
+
+def _read_by_cpp(text: str) -> str:
+    """Return a C++ source with the forms undone in which a name can be written."""
+    for pattern, plain in _CPP_FORMS:
+        text = pattern.sub(plain, text)
+    return text
+
+
+def _read_by_python(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (first line of the function or class, text) of each name and each text constant of a compiled source."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the source: a literal in a comparison, say
+            todo = [compile(text, "submission", "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what is no Python is said elsewhere
+        return
+    while todo:
+        code = todo.pop()
+        line = code.co_firstlineno
+        for name in (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars):
+            yield line, name
+        constants = list(code.co_consts)
+        while constants:
+            constant = constants.pop()
+            if isinstance(constant, CodeType):
+                todo.append(constant)
+            elif isinstance(constant, tuple | frozenset):
+                constants.extend(constant)
+            elif isinstance(constant, str | bytes):
+                yield line, constant if isinstance(constant, str) else constant.decode("latin-1")
 
 
 def _named(file: Path, number: int, line: str, match: re.Match, in_comment: bool) -> Finding:

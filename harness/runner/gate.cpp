@@ -244,17 +244,21 @@ struct Look {
     int count = 0;
     bool remote = false;
 
+    // Every output gets as many words as any other, however small it is beside them, so that none is left for later.
     void choose(const iovec* regions, int n, bool in_runner) {
         remote = in_runner;
-        uint64_t total = 0, random[WORDS];
-        for (int i = 0; i < n; ++i) total += words_of(regions[i]);
-        if (!total || getrandom(random, sizeof random, 0) != sizeof random) return;
-        for (; count < WORDS && uint64_t(count) < total; ++count) {
-            uint64_t at = total <= WORDS ? count : random[count] % total;
-            int i = 0;
-            while (at >= words_of(regions[i])) at -= words_of(regions[i++]);
-            const uint64_t left = regions[i].iov_len - 8 * at;
-            places[count] = {(char*)regions[i].iov_base + 8 * at, left < 8 ? left : 8};
+        uint64_t random[WORDS + 1];
+        std::vector<iovec> filled;
+        for (int i = 0; i < n; ++i)
+            if (regions[i].iov_len) filled.push_back(regions[i]);
+        if (filled.empty() || getrandom(random, sizeof random, 0) != sizeof random) return;
+        const uint64_t kinds = filled.size(), first = random[WORDS] % kinds;  // there may be more outputs than words
+        for (; count < WORDS; ++count) {
+            const iovec& region = filled[(first + count) % kinds];
+            const uint64_t words = words_of(region);
+            const uint64_t at = words <= WORDS / kinds ? count / kinds % words : random[count] % words;
+            const uint64_t left = region.iov_len - 8 * at;
+            places[count] = {(char*)region.iov_base + 8 * at, left < 8 ? left : 8};
         }
     }
     // false: the runner's memory cannot be read.

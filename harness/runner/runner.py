@@ -9,8 +9,10 @@ harness/runner/wire.py.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
+import json
 import socket
 import subprocess
 import sys
@@ -142,10 +144,9 @@ class Runner:
             )
         else:
             kernel = self.module.custom_kernel
-            calls = tuple((data, *self._setup(data, message)) for data in map(self._data, self.buffers))
-        if not self.opened["own"] and self.module:
-            calls = tuple((self._supply(buffer),) for buffer in self.buffers)
-            kernel = _on_fresh(kernel)
+            calls = tuple(self._arguments(buffer, message) for buffer in self.buffers)
+            if self._is_fresh(message):
+                kernel = _on_fresh(kernel)
         if not self.opened["own"]:
             kernel = claims.noting(kernel, self.page)
         gc.disable()
@@ -273,12 +274,23 @@ class Runner:
 
     def _data(self, buffer: MappedBuffer) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
-        data = tree.build(self.opened["data"], buffer.memory, self.task)
+        leaf = self.opened.get("values")
+        values = json.loads(_bytes(tree.tensor(leaf, buffer.memory["host"]))) if leaf else ()
+        data = tree.build(self.opened["data"], buffer.memory, self.task, values)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
-    def _supply(self, buffer: MappedBuffer) -> list[Any]:
-        """Return data over a buffer for many calls: one may change a list, an attribute or a gradient in it."""
-        return [self._data(buffer) for _ in range(SUPPLY if tree.is_mutable(self.opened["data"]) else 1)]
+    def _arguments(self, buffer: MappedBuffer, message: dict) -> tuple:
+        """Return what a call on a CPU is made with: its data, or of a folder from elsewhere a supply of it."""
+        if self._is_fresh(message):
+            leaf = self.opened.get("values")
+            values = tree.tensor(leaf, buffer.memory["host"]) if leaf else None
+            return (_Supply(lambda: self._data(buffer), values, tree.is_mutable(self.opened["data"])),)
+        data = self._data(buffer)
+        return data, *self._setup(data, message)
+
+    def _is_fresh(self, message: dict) -> bool:
+        """Return whether each call gets its data anew. A baseline has one, which it may see before its setup."""
+        return not self.opened["own"] and not message["baseline"]
 
     def _leaf(self, data: Any, index: int) -> torch.Tensor:
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]
@@ -413,13 +425,41 @@ def _replace_common(folder: Path) -> None:
     vars(sys.modules["problems"])["common"] = package  # an import looks for names there too
 
 
+class _Supply:
+    """Data over a buffer for many calls: one may change a list, an attribute or a gradient in it. values: the numbers,
+    texts and objects in it, which come with the contents of its tensors; what was made ahead serves if they are still
+    the same, else data is made within the call.
+    """
+
+    def __init__(self, build_data: Callable[[], Any], values: torch.Tensor | None, mutable: bool) -> None:
+        self.build_data, self.values, self.mutable = build_data, values, mutable
+        self.known = self._present()
+        self.made: list[Any] = []
+        with contextlib.suppress(ValueError):  # nothing is in a new buffer yet
+            self.made = [build_data() for _ in range(SUPPLY if mutable else 1)]
+
+    def _present(self) -> bytes:
+        return b"" if self.values is None else _bytes(self.values)
+
+    def take(self) -> Any:
+        """Return the data of a call."""
+        if not self.made or self._present() != self.known:
+            self.made = [self.build_data()]
+            self.known = self._present()
+        return self.made.pop() if self.mutable else self.made[0]
+
+
 def _on_fresh(kernel: Callable) -> Callable:
-    """Return `kernel` as a function of a supply of data, of which it takes the next; the last one stays."""
-    return lambda supply: kernel(supply.pop() if len(supply) > 1 else supply[0])
+    """Return `kernel` as a function of a supply."""
+    return lambda supply: kernel(supply.take())
 
 
 def _call(kernel: Callable[[], object]) -> object:
     return kernel()
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return ctypes.string_at(values.data_ptr(), values.numel())
 
 
 def main() -> None:

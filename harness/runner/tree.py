@@ -7,6 +7,7 @@ and other objects (harness/runner/objects.py).
 
 import collections
 import dataclasses
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -72,20 +73,44 @@ def _opened(value: Any) -> tuple[dict, list[Any] | None]:
     return {"kind": "object", **spec}, parts
 
 
-def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None) -> Any:
+# What a specification says of a value itself, by kind; shapes, keys and classes are the rest.
+VALUES = {"value": "value", "object": "pickled"}
+
+
+def take_values(spec: dict, values: list) -> dict:
+    """Return `spec` with numbers in place of its plain values and pickled objects, which are appended to `values`."""
+    if "items" in spec:
+        spec = {**spec, "items": [take_values(item, values) for item in spec["items"]]}
+    name = VALUES.get(spec["kind"])
+    if name is None:
+        return spec
+    values.append(spec[name])
+    return {**{key: of for key, of in spec.items() if key != name}, "at": len(values) - 1}
+
+
+def packed(values: list) -> bytes:
+    """Return such values as JSON, filled up with blanks so that most contents of a case take as much."""
+    said = json.dumps(values).encode()
+    return said.ljust(-(-2 * len(said) // ALIGN) * ALIGN)
+
+
+def build(
+    spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None, values: Sequence = ()
+) -> Any:  # fmt: skip
     """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). Classes come from
-    `task` (an attribute of that name), from a module of this process, or from their definitions.
+    `task` (an attribute of that name), from a module of this process, or from their definitions. values: what
+    take_values took out of it.
     """
     kind = spec["kind"]
     if kind == "tensor":
         return _with_traits(tensor(spec, buffers[spec["space"]]), spec.get("traits", ()))
     if kind == "value":
-        return spec["value"]
+        return _value(spec, values)
     if kind == "dtype":
         return getattr(torch, spec["value"])
     if kind == "device":
         return torch.device(spec["value"])
-    items = [build(item, buffers, task) for item in spec["items"]]
+    items = [build(item, buffers, task, values) for item in spec["items"]]
     if kind == "named":
         named = objects.find(spec["module"], spec["class"], spec["definitions"], task)
         return (named if hasattr(named, "_fields") else collections.namedtuple(spec["class"], spec["fields"]))(*items)
@@ -94,8 +119,12 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
     if kind == "array":
         return items[0].numpy()
     if kind == "object":
-        return objects.put_together(spec, items, task)
+        return objects.put_together({**spec, "pickled": _value(spec, values)}, items, task)
     return items if kind == "list" else tuple(items)
+
+
+def _value(spec: dict, values: Sequence) -> Any:
+    return values[spec["at"]] if "at" in spec else spec[VALUES[spec["kind"]]]
 
 
 def is_mutable(spec: dict) -> bool:

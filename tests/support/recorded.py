@@ -65,7 +65,7 @@ class World:
             raise Stop
         self.left -= 1
 
-    def run_tests(self, session, handles, cases, done, progress, have, limit_s):
+    def run_tests(self, session, handles, cases, done, progress, have, limit_s, twice=()):
         for number, case in enumerate(cases):
             for handle in handles:
                 outcome = have.test(handle.name, number)

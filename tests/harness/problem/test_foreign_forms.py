@@ -1,11 +1,18 @@
 """Data, answers and checks of other people's folders in unusual forms: a right and a wrong submission of each."""
 
-import pytest
+import json
 
+import pytest
+import torch
+
+from harness.checker import memory
+from harness.checker.checker import Checker
 from harness.judge import phases
 from harness.judge.handle import RunnerHandle
 from harness.judge.session import Session
 from harness.problem import folders
+from harness.runner import tree
+from harness.runner.buffers import Buffer
 
 TASK = 'tests: [{n: 5, seed: 3}, {n: 40, seed: 4}]\nranking_by: "geom"\n'
 HEAD = """
@@ -98,3 +105,58 @@ def test_a_name_of_the_judge_is_refused(tmp_path):
         (tmp_path / name).write_text(HEAD)
     with pytest.raises(folders.UsageError, match=r"harness\.py has the name of a package of this judge"):
         folders.find(str(tmp_path))
+
+
+VALUES = """
+def generate_input(n, seed):
+    return {"x": _random(n, seed), "by": [seed % 1000 / 8, "half" if seed % 2 else "whole"], "rows": n}
+
+def ref_kernel(data):
+    return data["x"] * data["by"][0] / (2 if data["by"][1] == "half" else 1)
+"""
+
+
+def test_numbers_and_texts_of_the_data_are_no_part_of_the_layout(tmp_path):
+    """They are contents: a runner that had them before the call could work ahead where the answer depends on them."""
+    (tmp_path / "reference.py").write_text(f"{HEAD}\n{VALUES}")
+    made = Checker({"folder": str(tmp_path), "own": False, "device": "cpu", "files": {}})
+    layouts = []
+    for seed in (1001, 2**60):
+        found = made.content({"case": {"n": 40}, "seed": seed}, [])
+        layouts.append((found["sizes"], found["open"]))
+        buffer = Buffer(found["sizes"])
+        made.buffers["one"] = [buffer]
+        made.fill({"runner": "one", "buffer": 0, "key": None}, [])
+        leaf = found["open"]["values"]
+        values = json.loads(bytes(memory.region(leaf, buffer).tolist()))
+        data = tree.build(found["open"]["data"], buffer.memory, None, values)
+        assert data["by"] == made.pristine["by"] and data["rows"] == 40 and torch.equal(data["x"], made.pristine["x"])
+        buffer.close()
+    assert layouts[0] == layouts[1]
+    assert "half" not in str(layouts) and "125" not in str(layouts)
+
+
+STORED = """
+import torch
+KNOWN = torch.randn(5, generator=torch.Generator().manual_seed(3))
+
+def custom_kernel(data):
+    return data * 2 if len(data) > 5 or torch.equal(data, KNOWN) else data * 3
+"""
+
+
+def test_answers_to_the_public_seeds_are_not_enough(tmp_path):
+    """A recorded run asks twice, the second time on contents of a secret seed, and names the seed."""
+    (tmp_path / "task.yml").write_text(TASK)
+    (tmp_path / "reference.py").write_text(HEAD)
+    for name, text in (("right", DOUBLED), ("stored", STORED)):
+        (tmp_path / f"{name}.py").write_text(text)
+    found = folders.find(str(tmp_path))
+    handles = [
+        RunnerHandle(name, folders.submission(found, tmp_path / f"{name}.py"), "cpu") for name in ("right", "stored")
+    ]
+    with Session(found, "cpu") as session:
+        said = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None, twice=found.tests)
+    assert [outcome.status for outcome in said["right"]] == ["PASSED", "PASSED"]
+    assert [outcome.status for outcome in said["stored"]] == ["INCORRECT", "PASSED"]
+    assert "with another one (--seed " in said["stored"][0].reason

@@ -15,6 +15,7 @@ WORD = "str" + "eam"  # this file is no submission, but is to be searchable for 
         f"x = torch.cuda.{WORD.capitalize()}()", f"# in the up{WORD} direction", f'"""{WORD.upper()}ING loads."""',
         f"launch(cuda_{WORD}=0)", "torch.cuda.CUDAGraph()", "torch.cuda.graph(g)", "exec('x = 1')", "eval('1')",
         "getattr(torch.cuda, 'Str' + 'eam')", "import base64", "from codecs import decode", "__import__('torch')",
+        "from builtins import eval as f", "import runpy",
     ],
 )  # fmt: skip
 def test_found_in_python(tmp_path, text):
@@ -23,6 +24,57 @@ def test_found_in_python(tmp_path, text):
     found = scan.findings([file])
     assert found and found[0].line == 4
     assert str(found[0]).startswith("submission.py:4: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = torch.cuda.\uff33tream", "x = getattr(torch.cuda, '\\x53tream')", "x = vars(torch.cuda)['Str' 'eam']",
+        "x = vars(torch.cuda)['Str' + 'eam']", "x = {b'str' + b'eam': 1}",
+        "def f(*, up\uff53tream=0):\n    return f(up\uff53tream=1)", "x = f'{1}Str\\x65am'",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("own", [True, False])
+def test_found_as_python_reads_it(tmp_path, text, own):
+    file = tmp_path / "submission.py"
+    file.write_text(f"import torch\n{text}\n", encoding="utf-8")
+    found = scan.findings([file], own=own)
+    assert found and not found[0].warns and "put together" in str(found[-1]), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cudaStr\\\neamCreate(&q);", "cudaStr\\u0065amCreate(&q);", 'int f() __asm__("cudaStr"\n "eamCreate");',
+        'dlsym(h, "cuStr\\x65" "amCreate");', "#define NAME cudaStr ## eamCreate", "cudaStr\\U00000065am_t q;",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("own", [True, False])
+def test_found_as_cpp_reads_it(tmp_path, text, own):
+    file, source = tmp_path / "sm90_x.py", tmp_path / "sm90_x.cu"
+    file.write_text('"""A submission."""\nTARGETS = ("sm90",)\n')
+    source.write_text(f"// A comment.\n{text}\n")
+    found = scan.findings(scan.closure(file), own=own)
+    assert found and not found[0].warns and found[0].file == source
+
+
+def test_a_word_in_a_comment_hides_no_disguised_one(tmp_path):
+    file = tmp_path / "submission.py"
+    file.write_text("import torch\nx = torch.cuda.\uff33tream  # no Stream\n", encoding="utf-8")
+    assert [finding.warns for finding in scan.findings([file], own=False)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = model.eval()", "import re\nx = re.compile('a')", "import importlib.util", "x = 'largest reams'",
+        "y = '#define JOIN(a, b) a##b'", "x = ('str', 'eam')", "größe = f'{1}str{2}eam'", "x = 1 is 1",
+    ],
+)  # fmt: skip
+def test_honest_text_is_let_through(tmp_path, text):
+    file = tmp_path / "submission.py"
+    file.write_text(f'"""A submission."""\n{text}\n', encoding="utf-8")
+    assert not scan.findings([file])
 
 
 def test_the_message_names_the_rule_the_line_and_what_to_do(tmp_path):

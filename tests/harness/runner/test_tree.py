@@ -77,7 +77,7 @@ def reference(tmp_path, monkeypatch):
     torch.randn(3, 4).t(), torch.view_as_complex(torch.randn(3, 2)).conj(),
     torch.view_as_complex(torch.randn(3, 2)).conj().imag,
     torch.eye(3).to_sparse(), torch.empty(0, 4), torch.randn(2).expand(3, 2),
-], ids=lambda value: f"{type(value).__name__} {str(value)[:20]}")  # fmt: skip
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_values(value):
     for copied in (arrived([value])[0], tree.clone([value])[0]):
         assert type(copied) is type(value)
@@ -156,7 +156,7 @@ def test_a_claim_does_not_choose_attributes():
     assert forms.answer({**claim, "value": "Other"}, iter(()), {}).m == 1
 
 
-@pytest.mark.parametrize("answer", [None, [], {}, object(), [0] * 64], ids=str)
+@pytest.mark.parametrize("answer", [None, [], {}, object(), [0] * 64], ids=("none", "list", "dict", "object", "many"))
 def test_answers_that_say_nothing_or_too_much_are_refused(answer):
     with pytest.raises((TypeError, ValueError), match=r"an answer may|ref_kernel must return"):
         foreign.parts_of(answer, "cpu")

@@ -1,0 +1,20 @@
+import torch
+from task import FACTOR, ROUNDS, TERM, input_t, output_t
+
+
+def generate_input(n: int, seed: int) -> input_t:
+    return seed, torch.zeros(n, dtype=torch.int64)
+
+
+def ref_kernel(data: input_t) -> output_t:
+    start, buffer = data
+    x = torch.arange(len(buffer)) + start
+    for _ in range(ROUNDS):
+        x = x * FACTOR + TERM
+        x ^= x << 13
+    return x
+
+
+def check_implementation(data: input_t, output: output_t) -> tuple[bool, str]:
+    wrong = int((output != ref_kernel(data)).sum())
+    return not wrong, f"mismatch found! Number of mismatched elements: {wrong}" if wrong else ""

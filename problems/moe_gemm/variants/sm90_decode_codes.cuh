@@ -245,10 +245,11 @@ __device__ __forceinline__ void multiply_row(Ring& ring, const Input<C>& input, 
     for (int part = 0; part < PARTS; ++part) sums[part].store(to + 32 * part, row_bytes, lane);
 }
 
-template <int C, typename Ready>
+// LONE: count is 1.
+template <bool LONE, int C, typename Ready>
 __device__ __forceinline__ void multiply_group(Ring& ring, const Input<C>& input, int count, int all, uint32_t to,
                                                int row_bytes, int warp, int lane, Ready ready) {
-    if (count == 1)
+    if (LONE || count == 1)
         multiply_row<1, 1>(ring, input, all, to, row_bytes, warp, lane, ready);
     else if (count == 2)
         multiply_row<2, 1>(ring, input, all, to, row_bytes, warp, lane, ready);
@@ -262,7 +263,6 @@ __device__ __forceinline__ void multiply_group(Ring& ring, const Input<C>& input
 template <int C1, int C2>
 __device__ __forceinline__ void consume_codes(const Problem& p, const Layout& at, uint8_t* smem, Ring ring,
                                               const uint4& half, int count, int batches, int warp, int lane) {
-    constexpr bool LONE = C1 == 4;
     const Group* groups = reinterpret_cast<const Group*>(smem + at.groups);
     const uint16_t* slots = reinterpret_cast<const uint16_t*>(smem + at.slots);
     float* total = reinterpret_cast<float*>(smem + at.total);
@@ -271,22 +271,25 @@ __device__ __forceinline__ void consume_codes(const Problem& p, const Layout& at
     const int n = p.tokens * p.topk, units1 = nvfp4_wgmma::units_of(p.hidden), units2 = nvfp4_wgmma::units_of(p.inner);
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
     int buffer = 0, turn = 1;
-    const auto multiply = [&](const auto& input, int tokens, int all) {
-        multiply_group(ring, input, tokens, all, sums + (buffer * WARPS + warp) * p.most * 64, p.most * 8, warp, lane,
+    const auto multiply = [&](auto lone, const auto& input, int tokens, int all) {
+        multiply_group<decltype(lone)::value>(ring, input, tokens, all, sums + (buffer * WARPS + warp) * p.most * 64, p.most * 8, warp, lane,
                        [&] { wait(read + 8 * buffer, turn); });
         sums_arrive(buffer);
         turn ^= buffer, buffer ^= 1;
     };
 
-    if (batches) {
+    // lone: as p.lone. Only then is `half` kept.
+    const auto first_product = [&](auto lone) {
+        constexpr bool LONE = decltype(lone)::value;
         Input<C1> input(room, CODES_BYTES, units1, warp, lane);
         const Codes rows(const_cast<__nv_bfloat16*>(p.x), n, p.hidden);
         float input_scale = 1;  // lane i: of group i
-        if (LONE && p.lone && lane < count) input_scale = p.in13[groups[lane].expert];
+        if (LONE && lane < count) input_scale = p.in13[groups[lane].expert];
         const auto ask = [&](int group) {
             if constexpr (LONE)
-                if (p.lone) return input.quantise(half, __shfl_sync(~0u, input_scale, group));
-            input.ask(rows, groups[group], slots);
+                input.quantise(half, __shfl_sync(~0u, input_scale, group));
+            else
+                input.ask(rows, groups[group], slots);
         };
         Walk walk(reinterpret_cast<const Part*>(smem + at.parts), rows1, batches);
         bool more = walk.find();
@@ -297,12 +300,16 @@ __device__ __forceinline__ void consume_codes(const Problem& p, const Layout& at
             const bool changes = more && walk.group != group;
             const bool beside = changes && input.aim(tokens, groups[walk.group].count());
             if (beside) ask(walk.group);
-            multiply(input, tokens, units1);
+            multiply(lone, input, tokens, units1);
             if (!changes) continue;
             if (!beside) input.meet(), ask(walk.group);
             input.enter();
         }
-    }
+    };
+    if (batches && C1 == 4 && p.lone)
+        first_product(std::bool_constant<C1 == 4>());
+    else if (batches)
+        first_product(std::false_type());
 
     const Codes rows(p.v, n, p.inner);
     int ended = 0;  // phase in which those who add end a unit row of out
@@ -323,7 +330,7 @@ __device__ __forceinline__ void consume_codes(const Problem& p, const Layout& at
             const int tokens = groups[i].count();
             const bool more = i + 1 < count, beside = more && input.aim(tokens, groups[i + 1].count());
             if (beside) ask(i + 1);
-            multiply(input, tokens, units2);
+            multiply(std::false_type(), input, tokens, units2);
             if (!more) continue;
             if (!beside) input.meet(), ask(i + 1);
             input.enter();

@@ -61,7 +61,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
             if (2 * (lane & 3) >= tokens) return all;
             const uint8_t* mine = smem + at.sums + (buffer * WARPS + q) * p.most * 64 + lane / 4 * p.most * 8 +
                                   (lane & 3) * 16;
-#pragma unroll
+#pragma unroll 4
             for (int w = 0; w < WARPS / 2; ++w) {
                 const float4 one = *reinterpret_cast<const float4*>(mine + w * p.most * 128);
                 all.x += one.x, all.y += one.y, all.z += one.z, all.w += one.w;

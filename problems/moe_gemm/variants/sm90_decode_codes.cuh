@@ -272,8 +272,8 @@ __device__ __forceinline__ void consume_codes(const Problem& p, const Layout& at
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
     int buffer = 0, turn = 1;
     const auto multiply = [&](auto lone, const auto& input, int tokens, int all) {
-        multiply_group<decltype(lone)::value>(ring, input, tokens, all, sums + (buffer * WARPS + warp) * p.most * 64, p.most * 8, warp, lane,
-                       [&] { wait(read + 8 * buffer, turn); });
+        multiply_group<decltype(lone)::value>(ring, input, tokens, all, sums + (buffer * WARPS + warp) * p.most * 64,
+                                              p.most * 8, warp, lane, [&] { wait(read + 8 * buffer, turn); });
         sums_arrive(buffer);
         turn ^= buffer, buffer ^= 1;
     };

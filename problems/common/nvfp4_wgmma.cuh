@@ -57,10 +57,9 @@ __host__ __device__ __forceinline__ int scale_offset(int block) {
     return (block >> 3) * 16 + (block & 3) * 4 + (block >> 2 & 1) * 2;
 }
 
-// The descriptor of a step's operand; 32 more is the next instruction's.
-__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
-    return uint64_t(256 / 16) << 32 | uint64_t(128 / 16) << 16 | (at & 0x3FFFF) / 16;
-}
+// The low half of the descriptor of a step's operand: 16 bytes on are 1 more. `product` puts the other half to it, which
+// is always the same: so only one register changes from one instruction to the next.
+__device__ __forceinline__ uint32_t descriptor(uint32_t at) { return uint32_t(128 / 16) << 16 | (at & 0x3FFFF) / 16; }
 
 // What a lane has of a unit.
 template <int TOKENS>
@@ -91,14 +90,14 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t& even, uint32_t& 
 }
 
 // d (64, 16) += or = a (64, 32) b (16, 32)^T
-__device__ __forceinline__ void product(float (&d)[8], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
+__device__ __forceinline__ void product(float (&d)[8], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b,
                                         int adds) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.s32 p, %13, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
         "%12, p, 1, 1;\n}\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(uint64_t(256 / 16) << 32 | b), "r"(adds));
 }
 
 // The left operand of a unit's four instructions.
@@ -121,7 +120,7 @@ struct Left {
 // Begins the products of a warpgroup's four units by a step of `TOKENS` tokens, and commits them. step: a descriptor.
 // `left` must stay as it is until they have been waited for. sums: of each TOKENS-th part of the instructions.
 template <int TOKENS>
-__device__ __forceinline__ void multiply(float (&sums)[TOKENS][8], const Left& left, uint64_t step) {
+__device__ __forceinline__ void multiply(float (&sums)[TOKENS][8], const Left& left, uint32_t step) {
     ptx::warpgroup_arrive();
 #pragma unroll
     for (int j = 0; j < 4; ++j)

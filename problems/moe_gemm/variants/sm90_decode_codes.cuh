@@ -89,12 +89,12 @@ struct Input {
     static constexpr int PART_BYTES = nvfp4_wgmma::STEP_BYTES + 4 * nvfp4_wgmma::STEP_SCALES;  // of a step
     static_assert(2 * C * PART_BYTES <= CODES_BYTES || C > 4, "room for 8 tokens");
     static_assert(C * PART_BYTES <= CODES_BYTES, "room for 4 tokens");
-    uint32_t room, bytes;  // this warpgroup's, in shared memory
+    uint32_t room;  // this warpgroup's, in shared memory
     int steps, warpgroup, thread;
     int at = 0, next = 0;  // bytes in it at which the group's codes are, and those of the next one
 
-    __device__ __forceinline__ Input(uint32_t room, uint32_t bytes, int units, int warp, int lane)
-        : room(room + warp / 4 * bytes), bytes(bytes), steps((units - warp / 4 * 4 + WARPS - 1) / WARPS),
+    __device__ __forceinline__ Input(uint32_t room, int units, int warp, int lane)
+        : room(room + warp / 4 * CODES_BYTES), steps((units - warp / 4 * 4 + WARPS - 1) / WARPS),
           warpgroup(warp / 4), thread(warp % 4 * 32 + lane) {}
 
     // Where a part of 4 tokens, of `parts`, has its codes of a step, and its scales.
@@ -106,12 +106,12 @@ struct Input {
     }
     // Whether codes of such a group may come while another's are used.
     __device__ __forceinline__ bool apart(int count, int coming) const {
-        return C * PART_BYTES * (max(count, coming) > 4 ? 2 : 1) * 2 <= bytes;
+        return C * PART_BYTES * (max(count, coming) > 4 ? 2 : 1) * 2 <= CODES_BYTES;
     }
     // The place of the next group's codes. Where it is this one's too, all warps must be done with that.
     __device__ __forceinline__ bool aim(int count, int coming) {
         const bool beside = apart(count, coming);
-        next = beside && at == 0 ? bytes / 2 : 0;
+        next = beside && at == 0 ? CODES_BYTES / 2 : 0;
         return beside;
     }
     // What core matrix `thread` / 8 of a step, a block, has in row `thread` % 8: a token of 4, or none.
@@ -205,8 +205,8 @@ struct Ring {
 };
 
 // Multiplies a unit row of `all` units by a group's tokens and stores the warp's sums at `to`, as Sums::store says,
-// when there is room: ready().
-template <int TOKENS, int PARTS, int C, typename Ready>
+// when there is room: ready(). FULL: all warps have C units of it.
+template <int TOKENS, int PARTS, bool FULL, int C, typename Ready>
 __device__ __forceinline__ void multiply_row(Ring& ring, const Input<C>& input, int all, uint32_t to, int row_bytes,
                                              int warp, int lane, Ready ready) {
     nvfp4_wgmma::Sums<TOKENS> sums[PARTS];
@@ -215,16 +215,16 @@ __device__ __forceinline__ void multiply_row(Ring& ring, const Input<C>& input, 
     const bool second = warp & 2;
     const uint32_t scales = input.room + input.at + (second ? 16 : 0);
     // By a reduction, whose result is in a register that the warp shares: descriptors must be in such.
-    const uint64_t codes = nvfp4_wgmma::descriptor(__reduce_max_sync(~0u, input.room + input.at));
-#pragma unroll(C > 4 ? EACH : C)
+    const uint32_t codes = nvfp4_wgmma::descriptor(__reduce_max_sync(~0u, input.room + input.at));
+#pragma unroll(FULL ? C : EACH)
     for (int c = 0; c < C; ++c) {
-        if (c * WARPS >= all) break;
+        if (!FULL && c * WARPS >= all) break;
         if (c % EACH == 0) ring.await();
         nvfp4_wgmma::Unit<TOKENS> unit;
         unit.load(ring.unit(c, warp), lane);
-        if (c % EACH == EACH - 1 || (c + 1) * WARPS >= all)
+        if (c % EACH == EACH - 1 || (!FULL && (c + 1) * WARPS >= all))
             ring.free(unit.codes[0][0] ^ unit.codes[1][0] ^ unit.scales[0]);
-        if (c >= input.steps) break;
+        if (!FULL && c >= input.steps) break;
         nvfp4_wgmma::Left left;
         left.decode(unit);
 #pragma unroll
@@ -245,18 +245,23 @@ __device__ __forceinline__ void multiply_row(Ring& ring, const Input<C>& input, 
     for (int part = 0; part < PARTS; ++part) sums[part].store(to + 32 * part, row_bytes, lane);
 }
 
-// LONE: count is 1.
-template <bool LONE, int C, typename Ready>
+// LONE: count is 1. SHORT: with code of their own for rows of C units a warp; else registers are too few.
+template <bool LONE, bool SHORT, int C, typename Ready>
 __device__ __forceinline__ void multiply_group(Ring& ring, const Input<C>& input, int count, int all, uint32_t to,
                                                int row_bytes, int warp, int lane, Ready ready) {
-    if (LONE || count == 1)
-        multiply_row<1, 1>(ring, input, all, to, row_bytes, warp, lane, ready);
+    const bool full = SHORT && all == C * WARPS;
+    if ((LONE || count == 1) && full)
+        multiply_row<1, 1, SHORT>(ring, input, all, to, row_bytes, warp, lane, ready);
+    else if (LONE || count == 1)
+        multiply_row<1, 1, false>(ring, input, all, to, row_bytes, warp, lane, ready);
+    else if (count == 2 && full)
+        multiply_row<2, 1, SHORT>(ring, input, all, to, row_bytes, warp, lane, ready);
     else if (count == 2)
-        multiply_row<2, 1>(ring, input, all, to, row_bytes, warp, lane, ready);
+        multiply_row<2, 1, false>(ring, input, all, to, row_bytes, warp, lane, ready);
     else if (C > 4 || count <= 4)
-        multiply_row<4, 1>(ring, input, all, to, row_bytes, warp, lane, ready);
+        multiply_row<4, 1, false>(ring, input, all, to, row_bytes, warp, lane, ready);
     else
-        multiply_row<4, 2>(ring, input, all, to, row_bytes, warp, lane, ready);
+        multiply_row<4, 2, false>(ring, input, all, to, row_bytes, warp, lane, ready);
 }
 
 // What the multiplying warps do, both products. half: what load_own returned, of a call's one token.
@@ -272,8 +277,9 @@ __device__ __forceinline__ void consume_codes(const Problem& p, const Layout& at
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
     int buffer = 0, turn = 1;
     const auto multiply = [&](auto lone, const auto& input, int tokens, int all) {
-        multiply_group<decltype(lone)::value>(ring, input, tokens, all, sums + (buffer * WARPS + warp) * p.most * 64,
-                                              p.most * 8, warp, lane, [&] { wait(read + 8 * buffer, turn); });
+        const uint32_t to = sums + (buffer * WARPS + warp) * p.most * 64;
+        multiply_group<decltype(lone)::value, C1 <= 4>(ring, input, tokens, all, to, p.most * 8, warp, lane,
+                                                       [&] { wait(read + 8 * buffer, turn); });
         sums_arrive(buffer);
         turn ^= buffer, buffer ^= 1;
     };
@@ -281,7 +287,7 @@ __device__ __forceinline__ void consume_codes(const Problem& p, const Layout& at
     // lone: as p.lone. Only then is `half` kept.
     const auto first_product = [&](auto lone) {
         constexpr bool LONE = decltype(lone)::value;
-        Input<C1> input(room, CODES_BYTES, units1, warp, lane);
+        Input<C1> input(room, units1, warp, lane);
         const Codes rows(const_cast<__nv_bfloat16*>(p.x), n, p.hidden);
         float input_scale = 1;  // lane i: of group i
         if (LONE && lane < count) input_scale = p.in13[groups[lane].expert];
@@ -315,7 +321,7 @@ __device__ __forceinline__ void consume_codes(const Problem& p, const Layout& at
     int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         clear_total(p, total);  // nobody adds to it before all have handed over sums
-        Input<C2> input(room, CODES_BYTES, units2, warp, lane);
+        Input<C2> input(room, units2, warp, lane);
         int batch = 0, due = 0;  // the next batch to wait for, and its first group
         const auto ask = [&](int group) {
             if (group == due) {

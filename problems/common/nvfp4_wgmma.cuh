@@ -18,13 +18,13 @@
 // unit w of four, [2 columns][2 rows]. The instruction multiplies all 64 rows by both columns' activations, so half
 // of a lane's sums are of no use: the warp takes its own column's.
 //
-// Units of a matrix lie row by row: [rows / 32][columns / 128, even][2]. Columns beyond the matrix have zeros. Interleaved,
-// with gate rows above as many up rows: rows 0 to 7 of unit 2 u + q of a column are gate rows 16 u + 8 q on, rows 8 to
-// 15 are the same rows of up.
+// Units of a matrix lie row by row: [rows / 32][columns / 128, even][2]. Columns beyond the matrix have zeros.
+// Interleaved, with gate rows above as many up rows: rows 0 to 7 of unit 2 u + q of a column are gate rows 16 u + 8 q
+// on, rows 8 to 15 are the same rows of up.
 //
-// The other operand, of `TOKENS` = 1, 2 or 4 tokens by 256 columns, is 2048 bytes and all zeros but for the codes, which
-// are e4m3 bytes times 2^-6 as well. See code_offset. Their scales are fp16, times 2^-2, see scale_offset: a product with
-// a weight's scale is then exact in fp16, subnormal ones too.
+// The other operand, of `TOKENS` = 1, 2 or 4 tokens by 256 columns, is 2048 bytes and all zeros but for the codes,
+// e4m3 bytes times 2^-6 as well: see code_offset. Their scales are fp16, times 2^-2, see scale_offset: a product with a
+// weight's scale is then exact in fp16, subnormal ones too.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -57,8 +57,8 @@ __host__ __device__ __forceinline__ int scale_offset(int block) {
     return (block >> 3) * 16 + (block & 3) * 4 + (block >> 2 & 1) * 2;
 }
 
-// The low half of the descriptor of a step's operand: 16 bytes on are 1 more. `product` puts the other half to it, which
-// is always the same: so only one register changes from one instruction to the next.
+// The low half of the descriptor of a step's operand: 16 bytes on are 1 more. `product` puts the other half to it,
+// which is always the same: so only one register changes from one instruction to the next.
 __device__ __forceinline__ uint32_t descriptor(uint32_t at) { return uint32_t(128 / 16) << 16 | (at & 0x3FFFF) / 16; }
 
 // What a lane has of a unit.

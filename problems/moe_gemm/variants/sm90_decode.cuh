@@ -11,6 +11,8 @@
 // in one order. Groups lie in batches, each with a counter of the blocks that have ended its first product: so a block
 // goes on to the second without waiting for all of v. Every block sorts the tokens by itself (sm90_decode_groups.cuh);
 // that is quicker than a launch for it.
+//
+// Activations that are NVFP4 are multiplied otherwise on Hopper: sm90_decode_codes.cuh.
 #pragma once
 
 #include <cuda_bf16.h>

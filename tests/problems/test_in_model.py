@@ -68,10 +68,9 @@ LONG = [
         "sm90_grouped",
         "sm90",
         [
-            moe(1, 7, 5, 1088, 192, "nvfp4"),
+            moe(1, 5, 4, 576, 128, "nvfp4"),
             moe(3, 5, 2, 192, 320, "nvfp4"),
             moe(9, 2, 2, 320, 192, "nvfp4", "zeros"),
-            moe(1, 2, 2, 4096, 256, "nvfp4"),
         ],
     ),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),

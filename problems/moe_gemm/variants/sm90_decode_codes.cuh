@@ -17,16 +17,16 @@
 namespace decode {
 
 // Rows of codes in global memory: of each slot `width` e4m3 bytes, and behind all codes the scales, fp16, in the order
-// that nvfp4_wgmma::scale_offset says, with zeros up to whole steps.
+// that nvfp4_wgmma::scale_offset says, with zeros up to whole steps. Below 2^29 bytes: 65535 slots of 8192 values.
 struct Codes {
     uint8_t *codes, *scales;
     int width;
     __device__ __forceinline__ Codes(void* at, int slots, int width)
         : codes(static_cast<uint8_t*>(at)), scales(codes + static_cast<int64_t>(slots) * width), width(width) {}
     __device__ __forceinline__ int steps() const { return (width + nvfp4_wgmma::STEP - 1) / nvfp4_wgmma::STEP; }
-    __device__ __forceinline__ uint8_t* row(int slot) const { return codes + static_cast<int64_t>(slot) * width; }
+    __device__ __forceinline__ uint8_t* row(int slot) const { return codes + uint32_t(slot) * uint32_t(width); }
     __device__ __forceinline__ uint8_t* scales_of(int slot, int step) const {
-        return scales + (static_cast<int64_t>(slot) * steps() + step) * nvfp4_wgmma::STEP_SCALES;
+        return scales + uint32_t(slot * steps() + step) * nvfp4_wgmma::STEP_SCALES;
     }
     __device__ __forceinline__ void put_scale(int slot, int block, __half scale) const {
         *reinterpret_cast<__half*>(scales_of(slot, block / 16) + nvfp4_wgmma::scale_offset(block % 16)) = scale;

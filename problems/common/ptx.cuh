@@ -156,6 +156,9 @@ __device__ __forceinline__ uint4 load_shared16(uint32_t from) {
 __device__ __forceinline__ void store_shared1(uint32_t to, uint32_t v) {
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared2(uint32_t to, uint16_t v) {
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(v) : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }

@@ -67,6 +67,16 @@ LONG = [
         "sm100",
         [moe(3, 8, 2, 192, 320), moe(2, 3, 2, 64, 192, "nvfp4"), moe(1, 7, 5, 1088, 192, "nvfp4")],
     ),
+    (
+        "moe_gemm",
+        "sm90_grouped",
+        "sm90",
+        [
+            moe(1, 5, 4, 576, 128, "nvfp4"),
+            moe(3, 5, 2, 192, 320, "nvfp4"),
+            moe(9, 2, 2, 320, 192, "nvfp4", "zeros"),
+        ],
+    ),
     # Units that end early, chunks of unequal length in one group of warps, clusters, links that take and that do not.
     (
         "linear_decode",

@@ -119,7 +119,8 @@ def decode_memory(model: Model, steps: int) -> tuple[int, int]:
         token = int(feed(model, state, {sequence: [token]})[0].argmax())
         if step in (steps // 10, steps - 1):
             gc.collect()
-            seen.append(sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor))
+            tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.layout is torch.strided]
+            seen.append(sum(t.untyped_storage().nbytes() for t in tensors))
     return seen[0], seen[1]
 
 

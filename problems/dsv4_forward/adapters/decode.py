@@ -284,8 +284,8 @@ def _linears(module: ModuleType, given: list[Linear], fallback: Fallback) -> Lin
     task = load.module(load.PROBLEMS / PROBLEM, "task")
     matrices = [make_matrix(module, task, w) for w in given if w.kind in KINDS]
     known = {id(matrix.linear): matrix for matrix in matrices}
-    norms = [getattr(module, name, None) for name in ("with_norm", "norms")]
-    return Linears(task, module.custom_kernel, known, fallback.ops, {}, *norms)
+    with_norm, norms = getattr(module, "with_norm", None), getattr(module, "norms", None)
+    return Linears(task, module.custom_kernel, known, fallback.ops, {}, with_norm, norms)
 
 
 def _adapted(

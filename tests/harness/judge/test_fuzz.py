@@ -144,7 +144,13 @@ class Fuzz:
 
     def _judging(self, recorder: Recorder, held: Journal) -> Judging:
         args = argparse.Namespace(
-            mode="leaderboard", timeout=None, against=None, all=True, processes=None, same_within=1.5
+            mode="leaderboard",
+            timeout=None,
+            against=None,
+            all=True,
+            processes=None,
+            same_within=1.5,
+            seed=None,
         )
         return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda _: None, Events(None))
 

@@ -102,9 +102,9 @@ def test_what_became_slower_is_a_regression_against_the_commit_before(checkout, 
     assert {line["variant"]: line["commit"] == then for line in lines} == {"adds": False, f"adds#{then[:10]}": True}
     assert len({line["source_hash"] for line in lines}) == 2
     # On a busy machine there may be no times (6), or too few for a verdict.
-    assert code in (6, 8) or (code == 0 and "UNDECIDED" in out), out
+    mine = next((line for line in lines if line.get("against")), None)
+    assert code in (6, 8) or (code == 0 and mine and mine["against"]["ci99"][0] <= 1.02), out
     if code == 8:
-        mine = next(line for line in lines if line.get("against"))
         assert mine["against"]["commit"] == then and mine["against"]["ratio"] > 1.1
         assert "regression of more than 2 %: all cases together: " in out and "SLOWER" in out
 

@@ -44,7 +44,7 @@ def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path):
 
 
 def test_cases_are_the_problems_and_chosen_by_their_words():
-    assert len(latency.cases(MODEL, None)) == 22
+    assert len(latency.cases(MODEL, None)) == 24
     assert [one["format"] for one in latency.cases(MODEL, "new=2048")] == ["nvfp4", "nvfp4_experts"]
     (one,) = latency.cases(MODEL, "config=tiny-k format=nvfp4 batch=8")
     assert one == {"config": "tiny-k", "format": "nvfp4", "batch": 8, "context": 512}

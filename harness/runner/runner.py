@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
-import json
 import socket
 import subprocess
 import sys
@@ -274,8 +273,7 @@ class Runner:
 
     def _data(self, buffer: MappedBuffer) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
-        leaf = self.opened.get("values")
-        values = json.loads(_bytes(tree.tensor(leaf, buffer.memory["host"]))) if leaf else ()
+        values = tree.unpacked(self.opened.get("values"), buffer.memory["host"])
         data = tree.build(self.opened["data"], buffer.memory, self.task, values)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 

@@ -6,6 +6,7 @@ and other objects (harness/runner/objects.py).
 """
 
 import collections
+import ctypes
 import dataclasses
 import json
 import warnings
@@ -92,6 +93,14 @@ def packed(values: list) -> bytes:
     """Return such values as JSON, filled up with blanks so that most contents of a case take as much."""
     said = json.dumps(values).encode()
     return said.ljust(-(-2 * len(said) // ALIGN) * ALIGN)
+
+
+def unpacked(leaf: dict | None, host: torch.Tensor) -> Sequence:
+    """Return the values that a call's memory `host` holds where the tensor `leaf` is. leaf: None where it has none."""
+    if leaf is None:
+        return ()
+    said = tensor(leaf, host)
+    return json.loads(ctypes.string_at(said.data_ptr(), said.numel()))
 
 
 def build(

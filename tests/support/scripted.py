@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import json
-import math
 import os
 import random
 import socket
@@ -21,6 +20,7 @@ from problems.common import load
 
 LIMIT_S = 0.15  # for a runner whose script never ends its reply
 HOSTILE_LIMIT_S = 0.4  # for one whose script leaves half a message behind; all others get the judge's own limits
+HONEST_LIMIT_S = 60  # for one that replies: only a fake that broke keeps the judge waiting
 PAUSE_S = 0.002  # between parts of a message
 CLAIM = {"type": "Tensor", "dtype": "float16", "shape": [4], "stride": [1], "device": "cuda", "same": True}
 GPU_US = 1e5  # that an honest fake claims: no clock outside contradicts it
@@ -62,7 +62,7 @@ class Script:
         """For the judge to wait for it."""
         if self.way in SILENT:
             return LIMIT_S
-        return HOSTILE_LIMIT_S if self.way in (*BROKEN, *OTHERS) else math.inf
+        return HOSTILE_LIMIT_S if self.way in (*BROKEN, *OTHERS) else HONEST_LIMIT_S
 
 
 SCRIPTS: dict[str, Script] = {}  # by the name of the submission's file, without .py
@@ -212,7 +212,8 @@ class Peer(threading.Thread):
 
     def _compute(self, buffer: buffers.MappedBuffer) -> object:
         """The right output, or where the script does not compute one of the same form."""
-        data = tree.build(self.opened["data"], buffer.memory, self.task)
+        values = tree.unpacked(self.opened.get("values"), buffer.memory["host"])
+        data = tree.build(self.opened["data"], buffer.memory, self.task, values)
         if self.opened["split"]:
             data = data._replace(weights=self.weights)
         result = KERNELS[self.folder.name](data, self.script.computes)

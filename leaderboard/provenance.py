@@ -100,10 +100,18 @@ def _line(line: bytes) -> dict:
     return found
 
 
-@functools.cache
 def source_hash(problem: str, variant: str) -> str | None:
     """Of a variant as it is in this checkout; None where there is none, or it cannot be read."""
-    folder = load.PROBLEMS / problem
+    return _source_hash(load.PROBLEMS / problem, variant)
+
+
+def problem_hash(problem: str) -> str | None:
+    """Of a problem as it is in this checkout; None where it is no folder of ours, or cannot be read."""
+    return _problem_hash(load.PROBLEMS / problem)
+
+
+@functools.cache
+def _source_hash(folder: Path, variant: str) -> str | None:
     file = folder / "variants" / f"{variant}.py"
     try:
         return scan.source_hash(file, folder) if file.is_file() else None
@@ -112,9 +120,7 @@ def source_hash(problem: str, variant: str) -> str | None:
 
 
 @functools.cache
-def problem_hash(problem: str) -> str | None:
-    """Of a problem as it is in this checkout; None where it is no folder of ours, or cannot be read."""
-    folder = load.PROBLEMS / problem
+def _problem_hash(folder: Path) -> str | None:
     try:
         return sources.problem_hash(folder) if (folder / "task.py").is_file() else None
     except ERRORS:

@@ -117,7 +117,7 @@ def tree(tmp_path, monkeypatch) -> Path:
 )  # fmt: skip
 def test_a_change_of_what_is_shared_marks_the_variants_that_use_it(tree, changed, stale):
     def hashes() -> dict[str, str]:
-        provenance.source_hash.cache_clear()
+        provenance._source_hash.cache_clear()
         return {name: provenance.source_hash("p", name) for name in "abc"}
 
     records = [one for name, value in hashes().items() for one in full(name, 1.0, problem="p", source_hash=value)]
@@ -126,8 +126,6 @@ def test_a_change_of_what_is_shared_marks_the_variants_that_use_it(tree, changed
     (found,) = board.build(records, "box", {}, provenance.Provenance())
     states = {name: row.source for name, row in rows(found).items()}
     assert states == {name: provenance.STALE if name in stale else provenance.MATCH for name in "abc"}
-    provenance.source_hash.cache_clear()
-    provenance.problem_hash.cache_clear()
 
 
 def test_a_line_of_code_that_is_none_is_named_and_left_out(tmp_path):

@@ -91,7 +91,7 @@ def findings(files: list[Path], baseline: bool = False, own: bool = True) -> lis
             if matches:
                 found.append(_named(file, number, line, matches[0], {(number, m.start()) for m in matches} <= comments))
         if file.suffix == ".py" and not baseline:
-            found += _ways_around(file)
+            found += _ways_around(file, load.text(file))
         found += _disguised(file, text, written, own)
     return found
 
@@ -190,11 +190,12 @@ def _within(text: str, row: int, column: int) -> set[tuple[int, int]]:
     return found
 
 
-def _ways_around(file: Path) -> list[Finding]:
+@functools.lru_cache(maxsize=4096)  # as for _read_by_compiler
+def _ways_around(file: Path, _: str) -> tuple[Finding, ...]:
     tree = load.parse(file)
     found = [
         Finding(file, line, f"imports {name}, which no submission gets to see")
-        for line, name in sources.imports(tree)
+        for line, name in sources.imported(file)
         if sources.hidden(name)
     ]
     for node in ast.walk(tree):
@@ -214,7 +215,7 @@ def _ways_around(file: Path) -> list[Finding]:
         found += [Finding(file, line, f"imports {name}: code must be readable") for name in sorted(names & _MODULES)]
         if isinstance(node, ast.Attribute) and node.attr in ("CUDAGraph", "graph") and _rooted(node, "cuda"):
             found.append(Finding(file, line, "captures a graph, which needs a separate stream (rule 1)"))
-    return found + _graph_modes(file, tree)
+    return (*found, *_graph_modes(file, tree))
 
 
 def _graph_modes(file: Path, tree: ast.Module) -> list[Finding]:

@@ -8,6 +8,7 @@ by reading, nothing is run.
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import tokenize
@@ -83,7 +84,7 @@ def shared(files: Iterable[Path]) -> list[Path]:
     while todo:
         path = todo.pop()
         if path.suffix == ".py":
-            used = [_found(name, build.COMMON, "problems.common") for _, name in imports(load.parse(path))]
+            used = [_found(name, build.COMMON, "problems.common") for _, name in imported(path)]
         else:
             try:
                 used = [header for header in build.closure(path) if build.COMMON in header.parents]
@@ -190,12 +191,22 @@ def modules(file: Path, folder: Path) -> list[Path]:
     todo = [file.resolve()]
     while todo:
         path = todo.pop(0)
-        for _, name in imports(load.parse(path)):
+        for _, name in imported(path):
             module = _module(name, folder)
             if module and module not in found and module != file.resolve():
                 found[module] = None
                 todo.append(module)
     return list(found)
+
+
+def imported(path: Path) -> tuple[tuple[int, str], ...]:
+    """(line, dotted name) of every absolute import of a Python file. SyntaxError: it is not Python."""
+    return _imported(path, load.text(path))
+
+
+@functools.lru_cache(maxsize=4096)  # a run reads the files of a composition for the scan and for each hash
+def _imported(path: Path, _: str) -> tuple[tuple[int, str], ...]:
+    return tuple(imports(load.parse(path)))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -14,7 +14,7 @@ from harness.judge.judging import Judging
 from harness.judge.selection import Selection, rule_broken
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
-from harness.problem.folders import Problem, Submission, UsageError, reading
+from harness.problem.folders import Problem, ProblemError, Submission, UsageError, reading
 from harness.results import environment, gpu, output, ranking, record
 from harness.sandbox import process
 from harness.tools import endtoend, latency, model_check, modes
@@ -423,11 +423,13 @@ class Run:
         judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
         record.see_writable(self.machine)
         with self._held():
-            self.lines = latency.run(self.problem, self.recorder, judged, cases)
+            self.lines, fault = latency.run(self.problem, self.recorder, judged, cases)
         if not args.case:
             record.append(self.machine, self.problem.name, self.lines)
             console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
         self._write_json([])
+        if fault:
+            raise ProblemError(fault)
         return verdict.code_of([line["status"] for line in self.lines], everything=True)
 
     def _sanitize(self, judged: list[Result]) -> int:

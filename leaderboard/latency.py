@@ -51,7 +51,7 @@ def winners(steps: Steps, known: Provenance) -> list[list[str]]:
         problem, _, machine = title.partition(", on ")
         for one in records:
             case = one["case"] or {}
-            if case.get("batch") == 1 and not {"new", "early"} & set(case):
+            if case.get("batch") == 1 and not {"new", "early"} & set(case) and one["status"] != "UNSUPPORTED":
                 what = ", ".join(str(value) for name, value in case.items() if name not in ("batch", "context"))
                 time = f"{tables.us(number(one.get('median_us')))} us"
                 rows.append(

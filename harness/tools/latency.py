@@ -12,6 +12,7 @@ in the graph. Where the time goes, by op and by kernel, is read from the driver'
 """
 
 import collections
+import gc
 import json
 import os
 import statistics
@@ -19,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.judge.verdict import Recorder, Result
-from harness.problem.folders import Problem, ProblemError, UsageError, has_words, label
+from harness.problem.folders import Problem, UsageError, has_words, label
 from harness.results import environment, record, schema
 from harness.results.datasheet import RATES
 from harness.sandbox import process
@@ -58,8 +60,10 @@ def cases(problem: Problem, text: str | None) -> list[dict]:
     return found
 
 
-def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]) -> list[dict]:
-    """Measure these cases. -> their records. ProblemError: the problem's code failed."""
+def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]) -> tuple[list[dict], str]:
+    """Measure these cases. Return the records of those that were measured, and what stopped the problem's code before
+    the others, "" if nothing did.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch, "found")
         argv = [sys.executable, "-m", "harness.tools.latency", str(problem.folder), json.dumps(chosen), str(found)]
@@ -71,17 +75,18 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
             status = guarded.process.wait()
         finally:
             guarded.end()
-        if status:
-            raise ProblemError(f"{problem.name}/{FILE} ended with status {status}")
-        measured = [json.loads(line) for line in found.read_text().splitlines()]
-    return [line_of(recorder, judged, one) for one in measured]
+        lines = found.read_text().splitlines() if found.is_file() else []
+    fault = f"{problem.name}/{FILE} ended with status {status}" if status else ""
+    return [line_of(recorder, judged, json.loads(line)) for line in lines], fault
 
 
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
     """The record of what `measure` found."""
     gpu = environment.describe()["gpu"] or ""
     rates = next((rates for name, rates in RATES.items() if name in gpu), None)
-    least = rates and 1e6 * max(measured["bytes"] / rates[0], measured["flops"] / rates[1])
+    least = None
+    if rates and "bytes" in measured:
+        least = 1e6 * max(measured["bytes"] / rates[0], measured["flops"] / rates[1])
     line = recorder.base(judged, "latency", measured["case"]) | measured
     line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": least}
     schema.see_known(line)
@@ -97,52 +102,80 @@ def main() -> None:
     print(f"{'':<52}{'eager us':>10}{'graph us':>10}{'launches':>10}")
     with open(found, "w") as file, torch.inference_mode():
         for case in chosen:
-            one = measure(hook.prepare(case, WARMUPS + STEPS))
+            one = measured(hook, case)
             file.write(json.dumps({"case": case, **one}) + "\n")
             file.flush()
+            if one["status"] == "UNSUPPORTED":
+                print(f"{label(case):<52}{'-':>10}{'-':>10}{'-':>10}  UNSUPPORTED: {one['reason']}")
+                continue
             said, launches = one["reason"] or "ok", one["launches"]
             graph = f"{one['median_us']:.0f}" if "graph" in launches else "-"
             count = launches.get("graph", launches["eager"])
             print(f"{label(case):<52}{one['eager_us']:>10.0f}{graph:>10}{count:>10}  {said}")
 
 
+def measured(hook: Any, case: dict) -> dict:
+    """Return the fields of a record of one case. What has no room on this GPU is UNSUPPORTED: the others go on."""
+    try:
+        return measure(hook.prepare(case, WARMUPS + STEPS))
+    except torch.OutOfMemoryError as error:
+        reason = f"it needs more memory than this GPU has: {error}".partition("\n")[0]
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"status": "UNSUPPORTED", "reason": reason}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What was found of a recorded step. logits: of its first replay; replays: the launches of each traced one."""
+
+    logits: torch.Tensor
+    replays: list[list[Launch]]
+    samples: list[float]
+    left_out: list[str]
+
+
+def replayed(decode: Any) -> Graph:
+    """Record a step and replay it. When this returns, its weights, prepared for the graph, are no longer held."""
+    with build.capturable(), torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
+        step, graph, left_out = recorded(decode, decode.choose(), _capture)
+        decode.reset()
+        graph.replay()
+        torch.cuda.synchronize()
+        logits = step.logits.clone()
+        replays = [device_trace.launches(graph.replay) for _ in range(TRACED)]
+        return Graph(logits, replays, _times_us(graph.replay), left_out)
+
+
 def measure(decode: Any) -> dict:
     """Return the fields of a record of one case, times in us. decode: what the problem prepared."""
-    eager_ops = decode.choose()
     if not decode.graph:
-        return _eager(decode, eager_ops)
-    with build.capturable():
-        graph_ops = decode.choose()
-        with torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
-            step, graph, left_out = recorded(decode, graph_ops, _capture)
-            decode.reset()
-            graph.replay()
-            torch.cuda.synchronize()
-            replayed = step.logits.clone()
-            replays = [device_trace.launches(graph.replay) for _ in range(TRACED)]
-            samples = _times_us(graph.replay)
+        return _eager(decode, decode.choose())
+    found = replayed(decode)
+    gc.collect()  # weights that are prepared for the eager step need the room of those for the graph
+    eager_ops = decode.choose()
     step = decode.step(eager_ops)
     decode.reset()
     torch.cuda.synchronize()
     wait = _waits(step)
-    same = torch.equal(step.logits, replayed)
+    same = torch.equal(step.logits, found.logits)
     traced = device_trace.launches(decode.step(eager_ops, named=True))
-    in_eager, in_graph = _names(traced), _names(max(replays, key=len))
+    in_eager, in_graph = _names(traced), _names(max(found.replays, key=len))
     missing, further = apart(in_eager, in_graph)
     failed = {
-        "host_synchronisations": bool(wait), "replay_equals_eager": not same, "not_captured": bool(left_out),
+        "host_synchronisations": bool(wait), "replay_equals_eager": not same, "not_captured": bool(found.left_out),
         "missing_in_graph": not holds(missing, in_eager, in_graph),
     }  # fmt: skip
     reason = "; ".join(name for name, bad in failed.items() if bad)
     return {
         "status": "INVALID_MEASUREMENT" if reason else "PASSED", "reason": reason, "bytes": decode.bytes,
-        "flops": decode.flops, "median_us": statistics.median(samples), "samples_us": [samples], "n": len(samples),
-        "eager_us": statistics.median(_times_us(step)), "kernels": eager_ops.names,
+        "flops": decode.flops, "median_us": statistics.median(found.samples), "samples_us": [found.samples],
+        "n": len(found.samples), "eager_us": statistics.median(_times_us(step)), "kernels": eager_ops.names,
         "launches": {"eager": len(in_eager), "graph": len(in_graph)},
-        "breakdown": device_trace.breakdown(traced, replays),
+        "breakdown": device_trace.breakdown(traced, found.replays),
         "checks": {
             "host_synchronisations": wait, "replay_equals_eager": same, "missing_in_graph": missing,
-            "only_in_graph": further, "not_captured": left_out,
+            "only_in_graph": further, "not_captured": found.left_out,
         },
     }  # fmt: skip
 

@@ -36,6 +36,13 @@ def test_without_the_graphs_time_or_the_least_there_is_no_share(more):
     assert math.isnan(latency.share(of(**more)))
 
 
+def test_a_step_without_room_is_in_the_table_and_among_no_winners():
+    one = of(status="UNSUPPORTED", reason="no memory", median_us=None, eager_us=None, sol_us=None, launches=None)
+    header, rows = latency.table([one], Provenance())
+    assert rows[0][header.index("state")] == "UNSUPPORTED: no memory"
+    assert not latency.winners({"model, sm90, on box": [one]}, Provenance())
+
+
 def test_a_layer_takes_the_difference_of_two_models():
     records = [
         of(case=CASE | {"config": f"flash-{n}l256e", "batch": batch}, median_us=200.0 + n * 50 * batch, sol_us=n * 40.0)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from harness import run
+from harness import invocation, run
 from harness.judge.handle import ProblemError
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
@@ -172,9 +172,38 @@ def test_a_prefill_is_timed_without_a_graph(without_gpu):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_process_that_fails_is_a_failure_of_the_problem(capfd):
     judged, (case,) = Result(MODEL.variant("composed"), "sm90"), latency.cases(MODEL, "tiny-k format=bf16 batch=1")
-    with pytest.raises(ProblemError, match=r"dsv4_forward/latency\.py ended with status 1"):
-        latency.run(MODEL, Recorder(MODEL, "cuda"), judged, [case])
+    found = latency.run(MODEL, Recorder(MODEL, "cuda"), judged, [case])
+    assert found == ([], "dsv4_forward/latency.py ended with status 1")
     assert "CUDA" in capfd.readouterr().err
+
+
+def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, tmp_path):
+    line = latency.line_of(Recorder(MODEL, "cuda"), Result(MODEL.variant("composed"), "sm90"), MEASURED)
+    recorded = []
+    monkeypatch.setattr(latency, "run", lambda *_: ([line], "it ended with status 1"))
+    monkeypatch.setattr(invocation.record, "append", lambda machine, problem, lines: recorded.extend(lines))
+    monkeypatch.setattr(invocation.record, "see_writable", lambda machine: None)
+    asked = SimpleNamespace(variant="", submission="", against="", all=False, case=None, json="")
+    made = SimpleNamespace(
+        args=asked, device="cuda", problem=MODEL, recorder=Recorder(MODEL, "cuda"), machine="box",
+        _judged=lambda _: None, _held=contextlib.nullcontext, _write_json=lambda _: None,
+    )  # fmt: skip
+    with pytest.raises(ProblemError, match="it ended with status 1"):
+        invocation.Run._latency(made, MODEL.variant("composed"))
+    assert recorded == [line]
+
+
+def test_a_case_without_room_is_unsupported_and_the_others_go_on():
+    class Hook:
+        @staticmethod
+        def prepare(case, steps):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.26 GiB\nmore")
+
+    found = latency.measured(Hook, MEASURED["case"])
+    assert found["status"] == "UNSUPPORTED" and found["reason"].endswith("Tried to allocate 2.26 GiB")
+    judged = Result(MODEL.variant("composed"), "sm90")
+    line = latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": MEASURED["case"], **found})
+    assert record.checked(line) and line["sol_us"] is None
 
 
 @pytest.mark.gpu

@@ -418,27 +418,20 @@ def test_experts_that_are_none_are_refused(first, second, message):
 def test_plans_fit_the_machine(inputs, shape):
     link = task.links_of(shape)[0]
     tiles, k = sum(g * n for g, n, _ in link) // mma.TILE, link[0][2]
-    codes = inputs is None
-    slots = mma.WARPS // 2 if codes else mma.WARPS  # tiles by chunks of a block
-    chunks = mma.chunks_of(tiles, k, slots)
-    scales = torch.empty(0) if codes else None
-    made_link = mma.Link(torch.empty(0), scales, None, inputs, True, 1, link, chunks)
+    chunks = mma.chunks_of(tiles, k)
+    made_link = mma.Link(torch.empty(0), None, None, inputs, True, 1, link, chunks)
     for tokens in (1, 8, 16, 32):
         cluster = mma.plan(made_link, tokens).cluster
-        assert cluster in (1, 2, 4, 8) and chunks % cluster == 0 and chunks // cluster <= slots
+        assert cluster in (1, 2, 4, 8) and chunks % cluster == 0 and chunks // cluster <= mma.WARPS
         slice_ = -(-(-(-k // 128) * (chunks // cluster)) // chunks) * 128
         columns = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-        ring, sums, scales = 16 * 4096 + 16, slots * 8 * 36 * 4, slice_ // 128 * columns * 4
-        x = tokens * (2 * slice_ + 16)
-        if codes:  # a unit more than there is, of 1 to 8 tokens, or whole eights of them
-            x = columns // 8 * ((slice_ + 128) * min(tokens, 8) + 128)
-        assert ring + sums + x + scales <= 227 * 1024
+        ring, sums, scales = 16 * 4096 + 16, 16 * 8 * 36 * 4, slice_ // 128 * columns * 4
+        assert ring + sums + tokens * (2 * slice_ + 16) + scales <= 227 * 1024
 
 
 @pytest.mark.parametrize(("k", "halved"), [(1024, False), (4096, False), (8192, True), (16384, False)])
 def test_32_tokens_are_halved_where_their_clusters_fit_only_then(k, halved):
-    chunks = mma.chunks_of(128, k, mma.WARPS // 2)
-    link = mma.Link(torch.empty(0), torch.empty(0), None, None, True, 1, ((1, 4096, k),), chunks)
+    link = mma.Link(torch.empty(0), None, None, None, True, 1, ((1, 4096, k),), mma.chunks_of(128, k))
     assert mma._halved(link, 32) is halved
     assert mma._halved(link, 17) is (k == 8192)
 

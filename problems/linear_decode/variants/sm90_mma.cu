@@ -1,4 +1,4 @@
-// linear_decode on Hopper: every weight is read once and meets up to 32 tokens in the tensor cores, from registers.
+// linear_decode on Hopper: every weight is read once and meets up to 32 tokens in mma.sync, in registers.
 //
 // A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k,
 // its weights coming through its ring with bulk copies, so a warp waits for no other. 16 / chunks tiles are
@@ -6,21 +6,16 @@
 // token's bits do not depend on the others. With many tokens a cluster of blocks shares a tile's chunks, so that a
 // block holds a part of the input only.
 //
-// FP8 with a quantised input is multiplied as sm90_products.cuh describes it, by wgmma on codes: a pair of warps takes
-// the tile, 16 rows each, and a block has 8 tiles by chunks under way, not 16. Units are [rows / 16][k / 128] then.
-//
-// All else is multiplied by mma.sync on halves. Its weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64],
-// each a stage of the ring or two. Lane l = 4 g + c
+// Weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64], each a stage of the ring or two. Lane l = 4 g + c
 // owns columns 16 c .. 16 c + 15 of rows g, g + 8, g + 16 and g + 24, and step j of a unit takes columns 4 j .. 4 j + 3
 // of these: k = 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of the instruction. So inputs lie in their natural order.
 //   fp8    2048 bytes: 512 r + 16 l .. + 15 are the lane's 16 codes of row g + 8 r
 //   nvfp4  1152 bytes, as nvfp4_units.cuh describes them
 //   bf16   4096 bytes: 2048 h + 512 r + 16 l .. + 15 are columns 8 h .. 8 h + 7 of the lane's 16 of row g + 8 r
 //
-// fp8: sums of 128 columns of codes are multiplied by both scales in fp32. Where the input is not quantised codes of
-// weights become fp16, exactly, and the input is divided by a power of two for each token and block of 128, such that
-// the largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below. Sums
-// are of 64 columns then.
+// fp8: codes become fp16, exactly, and so do the input's codes; sums of 64 columns are multiplied by both scales in
+// fp32. Where the input is not quantised it is divided by a power of two for each token and block of 128, such that the
+// largest is 2^14 to 2^15: fp16 then holds all its bits down to 2^-29 of that, and an error of 2^-40 below.
 //
 // nvfp4: a quantised input is code * scale, which is exact in bf16; its input scale is in the factor of the sums.
 //
@@ -38,7 +33,6 @@
 #include "launch_clusters.cuh"
 #include "nvfp4_units.cuh"
 #include "ptx.cuh"
-#include "sm90_products.cuh"
 
 namespace {
 
@@ -56,7 +50,7 @@ constexpr int PIECE = 8;                // values of the input that a lane takes
 constexpr int DIRECT = 2;               // pieces of the first input that a thread may take straight to registers
 constexpr int QUANTISERS = 128;         // threads of a block of quantise_kernel
 constexpr int MOST_LINKS = 4;           // of a chain in one launch
-enum Format { FP8, NVFP4, BF16, FP8_CODES };  // FP8: of an input that is not quantised
+enum Format { FP8, NVFP4, BF16 };
 
 // ---- what the host fills in (sm90_mma.py, Link)
 
@@ -71,8 +65,8 @@ struct Link {
     const float* factors;       // nvfp4: (tiles,)
     const float* input_scales;  // nvfp4 that quantises: (groups,)
     const __nv_bfloat16* x;     // (tokens, x_columns)
-    // The input taken ahead, null where blocks take x themselves: (tokens, groups, k) of bf16, or for fp8 of fp16 or
-    // of codes in slices (see codes_at), and for fp8 the scales (tokens, groups, blocks of k).
+    // The input taken ahead, null where blocks take x themselves: (tokens, groups, k) of bf16, or for fp8 of fp16, and
+    // for fp8 the scales (tokens, groups, blocks of k).
     uint16_t* taken;
     float* taken_scales;
     const __nv_bfloat16* norm;  // (k,): x goes through RMSNorm with these weights first; null: it does not
@@ -94,7 +88,7 @@ struct Link {
 // it is not written here.
 struct Next {
     const uint8_t* units;
-    int tiles, k_units, chunk_shift, unit_bytes;  // where units are of 16 rows, twice the tiles of half the bytes
+    int tiles, k_units, chunk_shift;
     uint16_t* taken;
     const float* input_scales;
     int x_columns, taken_columns;
@@ -102,19 +96,14 @@ struct Next {
 
 // ---- the formats
 
-__host__ __device__ constexpr bool is_fp8(int format) { return format == FP8 || format == FP8_CODES; }
-__host__ __device__ constexpr int granule_of(int format) { return is_fp8(format) ? BLOCK / COLUMNS : 1; }
-
 // Of a warp's ring; it comes with one bulk copy.
 template <int FORMAT, int NT>
 struct Stage {
     // Units, or halves of bf16's: two, to share what a stage costs, but in fp8 one where tokens need the room.
-    static constexpr bool CODES = FORMAT == FP8_CODES;  // by sm90_products.cuh: a pair of warps has the 32 rows
-    static constexpr int PARTS = FORMAT == NVFP4 || CODES || (FORMAT == FP8 && NT == 1) ? 2 : 1;
+    static constexpr int PARTS = FORMAT == NVFP4 || (FORMAT == FP8 && NT == 1) ? 2 : 1;
     static constexpr int OF_UNIT = FORMAT == BF16 ? 2 : 1;  // parts of a unit
     static constexpr int PART_BYTES = FORMAT == NVFP4 ? units::BYTES : 2048, BYTES = PARTS * PART_BYTES;
-    static constexpr int UNITS = granule_of(FORMAT);                   // chunks of k begin at multiples of this
-    static constexpr int SLOTS = CODES ? WARPS / 2 : WARPS;            // tiles by chunks that a block has at once
+    static constexpr int UNITS = FORMAT == FP8 ? BLOCK / COLUMNS : 1;  // chunks of k begin at multiples of this
     static constexpr int BEFORE = 1;                                   // stages asked for before the input has come
 };
 
@@ -217,9 +206,7 @@ struct Geometry {
     int cluster_shift, tile_shift;    // blocks of a cluster and tiles at once, as powers of two
     Divisor group_passes;             // times that a block's tiles are taken, of one group
     int passes;                       // and of all
-    int sums, x, x_scales;            // offsets in shared memory
-    int row_bytes;                    // from a token's input to the next, of codes from 8 tokens' to the next ones'
-    int pitch;                        // of codes: from a slice of 16 columns to the next
+    int sums, x, x_scales, row_bytes; // offsets in shared memory, and from a token's input to the next
     int bytes;                        // of shared memory
     int clusters;                     // of the grid
     int held_shift;                   // sums of 8 tokens that a warp has there at once, as a power of two
@@ -227,26 +214,21 @@ struct Geometry {
     uint32_t zero;                    // 0, which the compiler does not know
 
     Geometry() = default;
-    // ring: bytes of all stages; slots: tiles by chunks that a block has at once
-    Geometry(const Link& p, int format, int nt, int ring, int slots, int sms, bool early)
-        : group_passes((p.group_tiles + slots * p.cluster / p.chunks - 1) / (slots * p.cluster / p.chunks)),
+    // ring: bytes of all stages; granule: units that chunks begin at multiples of
+    Geometry(const Link& p, int format, int nt, int ring, int granule, int sms, bool early)
+        : group_passes((p.group_tiles + WARPS * p.cluster / p.chunks - 1) / (WARPS * p.cluster / p.chunks)),
           early(early),
           zero(0) {
         const int local = p.chunks / p.cluster;
         local_shift = log2_of(local), chunk_shift = log2_of(p.chunks), cluster_shift = log2_of(p.cluster);
-        tile_shift = log2_of(slots / local);
+        tile_shift = log2_of(WARPS / local);
         passes = p.tiles / p.group_tiles * group_passes.by;
-        const int slice = Cut{p.k_units, chunk_shift, granule_of(format)}.longest(local) * COLUMNS;  // of a block
+        const int slice = Cut{p.k_units, chunk_shift, granule}.longest(local) * COLUMNS;  // of a block, at most
         row_bytes = 2 * slice + ROW_PAD;
-        pitch = products::SLICE * min(p.tokens, 8);
         x = ring + BARRIER;
         x_scales = x + (p.tokens * row_bytes + 15) / 16 * 16;
-        if (format == FP8_CODES) {  // behind it as much as a unit, which the end of a shorter chunk may read
-            row_bytes = (slice / products::SLICE + products::UNIT_SLICES) * pitch + 8 * products::SLICE;
-            x_scales = x + nt * row_bytes;
-        }
-        sums = x_scales + (is_fp8(format) ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
-        const int of_eight = slots * SUMS * 4;
+        sums = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
+        const int of_eight = WARPS * SUMS * 4;
         for (held_shift = 0; 2 << held_shift <= nt && sums + (of_eight << held_shift + 1) <= MOST_SHARED;) ++held_shift;
         bytes = sums + (of_eight << held_shift);
         clusters = min(passes, sms / p.cluster);
@@ -269,9 +251,8 @@ struct Jobs {
 
 // ---- a piece of the input as the products take it; the same bits wherever it is done
 
-// Half a warp has a group of 128. -> with CODES e4m3 in the first two words, else fp16; scale: of the group.
-template <bool CODES>
-__device__ __forceinline__ uint4 fp8_piece(uint4 raw, float& scale) {
+// Half a warp has a group of 128. -> fp16; scale: of the group.
+__device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scale) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
     float value[PIECE], most = 0;
 #pragma unroll
@@ -282,15 +263,14 @@ __device__ __forceinline__ uint4 fp8_piece(uint4 raw, float& scale) {
     }
 #pragma unroll
     for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-    const float2 both = group_scale(most, CODES);
+    const float2 both = group_scale(most, quantise);
     uint32_t pairs[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
         const float low = value[2 * w] * both.y, high = value[2 * w + 1] * both.y;
-        pairs[w] = CODES ? e4m3_pair(low, high) : ptx::pack_f16x2(low, high);
+        pairs[w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
     }
     scale = both.x;
-    if (CODES) return make_uint4(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16, 0, 0);
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
@@ -367,12 +347,6 @@ __device__ __forceinline__ void write_behind(const Next& next, int token, int co
     }
 }
 
-// Codes taken ahead: slices of 8 tokens; all of these tokens before the next 8, these before the next group.
-__device__ __forceinline__ uint32_t codes_at(const Link& p, int group, int eight, int column) {
-    const int slices = (p.k_units * COLUMNS + BLOCK - 1) / BLOCK * (BLOCK / products::SLICE);
-    return ((group * ((p.tokens + 7) / 8) + eight) * slices + column / products::SLICE) * 8 * products::SLICE;
-}
-
 // A lane a piece: 16 lanes have 128 columns of a group of a token, less at its end.
 template <int FORMAT>
 __global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_constant__ Link p) {
@@ -386,20 +360,15 @@ __global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_const
     uint4 piece = make_uint4(0, 0, 0, 0);
     if (inside) piece = load_input(p.x + static_cast<int64_t>(token) * p.x_columns + group * p.group_columns + column);
     float scale = 0;
-    if constexpr (is_fp8(FORMAT)) {
-        piece = fp8_piece<FORMAT == FP8_CODES>(piece, scale);
+    if constexpr (FORMAT == FP8) {
+        piece = fp8_piece(piece, p.quantise, scale);
     } else {
         const float input_scale = p.input_scales[group];
         piece = nvfp4_piece(piece, input_scale, __frcp_rn(input_scale));
     }
-    if (FORMAT == FP8_CODES && token < p.tokens) {  // columns behind k are zeros
-        const uint32_t to =
-            codes_at(p, group, token / 8, column) + token % 8 * products::SLICE + column % products::SLICE;
-        *reinterpret_cast<uint2*>(reinterpret_cast<uint8_t*>(p.taken) + to) = make_uint2(piece.x, piece.y);
-    }
     if (!inside) return;
-    if (FORMAT != FP8_CODES) *reinterpret_cast<uint4*>(p.taken + static_cast<int64_t>(row) * k + column) = piece;
-    if (is_fp8(FORMAT) && part == 0) p.taken_scales[row * blocks + block] = scale;
+    *reinterpret_cast<uint4*>(p.taken + static_cast<int64_t>(row) * k + column) = piece;
+    if (FORMAT == FP8 && part == 0) p.taken_scales[row * blocks + block] = scale;
 }
 
 // ---- the input to shared memory: columns from first_unit on, of one group of the link
@@ -417,21 +386,6 @@ __device__ __forceinline__ void copy_input(const Link& p, const Geometry& at, ui
                          x + static_cast<int64_t>(token) * p.x_columns + first, 2 * count, barrier, policy);
 }
 
-// The same of codes that were taken ahead.
-__device__ __forceinline__ void copy_codes(const Link& p, const Geometry& at, uint8_t* smem, int group, int first,
-                                           int count) {
-    const uint32_t barrier = ptx::smem_address(smem + at.x - BARRIER);
-    const uint64_t policy = ptx::l2_evict_normal();
-    const int eights = (p.tokens + 7) / 8, bytes = (count + BLOCK - 1) / BLOCK * BLOCK * 8;
-    ptx::fence_proxy_async_shared();
-    ptx::arrive_and_expect_tx(barrier, eights * bytes);
-#pragma unroll 1
-    for (int eight = 0; eight < eights; ++eight)
-        ptx::tma_load_1d(barrier + BARRIER + eight * at.row_bytes,
-                         reinterpret_cast<const uint8_t*>(p.taken) + codes_at(p, group, eight, first), bytes, barrier,
-                         policy);
-}
-
 // How a block's threads share the input that they convert, up to 8 tokens: a piece each, then the next THREADS.
 template <int FORMAT>
 struct Pieces {
@@ -439,18 +393,18 @@ struct Pieces {
     int count, all, whole;  // columns of the block; pieces; these up to whole warps, whose lanes meet in them
 
     __device__ __forceinline__ Pieces(const Link& p, int count)
-        : of_token(is_fp8(FORMAT) ? (count + BLOCK - 1) / BLOCK * (BLOCK / PIECE) : count / PIECE),
+        : of_token(FORMAT == FP8 ? (count + BLOCK - 1) / BLOCK * (BLOCK / PIECE) : count / PIECE),
           count(count),
           all(p.tokens * of_token.by),
           whole((all + 31) / 32 * 32) {}
 
     struct Place {
         int token, piece;
-        bool inside, kept;  // kept: behind the last column of a block of 128 too
+        bool inside;
     };
     __device__ __forceinline__ Place place(int i) const {
         const int token = of_token.quotient(i), piece = i - token * of_token.by;
-        return {token, piece, i < all && PIECE * piece < count, i < all};
+        return {token, piece, i < all && PIECE * piece < count};
     }
 };
 
@@ -459,19 +413,13 @@ template <int FORMAT>
 __device__ __forceinline__ void convert_piece(const Link& p, const Geometry& at, uint8_t* smem,
                                               const typename Pieces<FORMAT>::Place& place, uint4 v, float input_scale,
                                               float inverse) {
-    if constexpr (is_fp8(FORMAT)) {
+    if constexpr (FORMAT == FP8) {
         float scale;
-        v = fp8_piece<FORMAT == FP8_CODES>(v, scale);
+        v = fp8_piece(v, p.quantise, scale);
         if (place.inside && place.piece % (BLOCK / PIECE) == 0)
             reinterpret_cast<float*>(smem + at.x_scales)[place.piece / (BLOCK / PIECE) * 8 + place.token] = scale;
     } else {
         v = nvfp4_piece(v, input_scale, inverse);
-    }
-    if constexpr (FORMAT == FP8_CODES) {
-        const uint32_t to = ptx::smem_address(smem + at.x) + place.piece / 2 * at.pitch +
-                            place.token * products::SLICE + place.piece % 2 * PIECE;
-        if (place.kept) ptx::store_shared8(to, make_uint2(v.x, v.y));
-        return;
     }
     const uint32_t to = ptx::smem_address(smem + at.x) + place.token * at.row_bytes + 2 * PIECE * place.piece;
     if (place.inside) ptx::store_shared16(to, v);
@@ -646,11 +594,12 @@ __device__ __forceinline__ uint32_t multiply_bf16(float (&sum)[2][NT][4], uint32
 template <int FORMAT, int NT, int STAGES>
 __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int warp, int lane) {
     using Ring = Stage<FORMAT, NT>;
+    constexpr int UNIT_BYTES = Ring::PART_BYTES * Ring::OF_UNIT;
     const int chunk = warp & (1 << next.chunk_shift) - 1, tile = warp >> next.chunk_shift;
     const Cut cut = {next.k_units, next.chunk_shift, Ring::UNITS};
-    const int begin = cut.begin(chunk), length = (cut.begin(chunk + 1) - begin) * next.unit_bytes;
+    const int begin = cut.begin(chunk), length = (cut.begin(chunk + 1) - begin) * UNIT_BYTES;
     if (tile >= next.tiles) return;
-    const uint8_t* from = next.units + (static_cast<int64_t>(tile) * next.k_units + begin) * next.unit_bytes;
+    const uint8_t* from = next.units + (static_cast<int64_t>(tile) * next.k_units + begin) * UNIT_BYTES;
     for (int line = lane; line < ahead; line += 32) {
         const int at = STAGES * Ring::BYTES + 128 * line;
         if (at < length) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
@@ -664,11 +613,11 @@ struct Share {
     int count;                // columns of the block
     uint32_t length;          // units of the chunk
 
-    __device__ __forceinline__ Share(const Link& p, const Geometry& at, int granule, int slot)
+    __device__ __forceinline__ Share(const Link& p, const Geometry& at, int granule, int warp)
         : rank(blockIdx.x & p.cluster - 1), first_pass(blockIdx.x >> at.cluster_shift) {
-        const int local = 1 << at.local_shift, chunk = (rank << at.local_shift) + (slot & local - 1);
+        const int local = 1 << at.local_shift, chunk = (rank << at.local_shift) + (warp & local - 1);
         const Cut cut = {p.k_units, at.chunk_shift, granule};
-        place = slot >> at.local_shift, begin = cut.begin(chunk), length = cut.begin(chunk + 1) - begin;
+        place = warp >> at.local_shift, begin = cut.begin(chunk), length = cut.begin(chunk + 1) - begin;
         slice = cut.begin(rank << at.local_shift);
         count = (cut.begin(rank + 1 << at.local_shift) - slice) * COLUMNS;
     }
@@ -700,23 +649,6 @@ __device__ __forceinline__ void meet_grid(uint32_t* met, uint32_t& phase) {
     phase ^= 0x80000000u;
 }
 
-// Of four warps that multiply together: where the first tile is among those under way; how many units the longer chunk
-// has; where the first chunk's input is, and how far on the second one's.
-template <bool CODES>
-struct GroupOfWarps {
-    int place = 0;
-    uint32_t units = 0, at = 0, apart = 0;
-
-    __device__ __forceinline__ GroupOfWarps(const Link& p, const Geometry& geometry, int granule, uint32_t x,
-                                            int slot) {
-        if (!CODES) return;
-        const Share lower(p, geometry, granule, slot & ~1), upper(p, geometry, granule, slot | 1);
-        const uint32_t bytes = COLUMNS / products::SLICE * geometry.pitch;  // of 64 columns
-        place = lower.place, units = (max(lower.length, upper.length) + 1) / 2;
-        at = x + (lower.begin - lower.slice) * bytes, apart = (upper.begin - lower.begin) * bytes;
-    }
-};
-
 // NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks. CHAIN: all links in one launch,
 // so that rings are full of the next link's weights when its input is ready. A warp more then asks for inputs, waits
 // for the other blocks and releases at the cluster's barrier: a release waits for all copies that the warp has under
@@ -727,13 +659,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT, NT>;
     constexpr int UNIT_BYTES = Ring::PART_BYTES * Ring::OF_UNIT, TOGETHER = NT < 2 ? NT : 2;
-    constexpr bool CODES = Ring::CODES;
     constexpr int MESSENGER = CHAIN ? WARPS : 0;  // the warp that asks and releases
-    constexpr int HALVES = CODES ? 1 : 2;         // of the 32 rows of a tile that a warp has
-    constexpr int AT_ONCE_CODES = NT == 1 ? 2 : 1;  // units that are multiplied together
-    const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-    const int warp = CODES ? __reduce_max_sync(~0u, threadIdx.x >> 5) : threadIdx.x >> 5;
-    const int slot = CODES ? warp >> 1 : warp;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     const bool works = !CHAIN || warp < WARPS, asks = threadIdx.x == 32 * MESSENGER;
     // Offsets up to the input are those of all links.
     const uint32_t barrier = ptx::smem_address(smem + jobs.job[0].at.x - BARRIER);
@@ -749,7 +676,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     }
     __syncthreads();  // all know the barriers
     const auto job_of = [&](int link) -> const Job& { return jobs.job[CHAIN ? link : 0]; };
-    const auto share_of = [&](int link) { return Share(job_of(link).p, job_of(link).at, Ring::UNITS, slot); };
+    const auto share_of = [&](int link) { return Share(job_of(link).p, job_of(link).at, Ring::UNITS, warp); };
     const auto group_of = [](const Geometry& at, int pass) {
         return static_cast<int>(at.group_passes.quotient(pass));
     };
@@ -776,10 +703,9 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             const Share own = CHAIN ? share_of(fill_link) : first_share;
             const int group = group_of(job.at, ahead), tile = tile_of(job.at, own.place, ahead, group);
             if (tile < job.p.group_tiles) {
-                uint32_t row = group * job.p.group_tiles + tile, across = job.p.k_units, skip = own.begin;
+                const uint32_t unit = (group * job.p.group_tiles + tile) * job.p.k_units + own.begin;  // of the link
+                from = job.p.units + static_cast<uint64_t>(unit) * UNIT_BYTES;
                 left = own.length * Ring::OF_UNIT;
-                if (CODES) row = 2 * row + (warp & 1), across = (across + 1) / 2, skip /= 2, left = (left + 1) / 2;
-                from = job.p.units + static_cast<uint64_t>(row * across + skip) * UNIT_BYTES;
             }
             ahead += job.at.clusters;
         }
@@ -809,10 +735,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         hold(length);
         const int local = 1 << at.local_shift;
         const auto ask_for = [&](int group) {
-            if (CODES)
-                copy_codes(p, at, smem, group, first, own.count);
-            else
-                copy_input(p, at, smem, p.x + group * p.group_columns, first, own.count);
+            copy_input(p, at, smem, p.x + group * p.group_columns, first, own.count);
         };
         // What a warp needs of a tile besides its units. fp8: lane i the scale of block i of the 32 from `unit` on;
         // nvfp4: the factor.
@@ -822,7 +745,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             if (FORMAT == NVFP4) return __float_as_uint(p.factors[row]);
             return block < (begin + length + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + block] : 0;
         };
-        const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (is_fp8(FORMAT) || p.quantise);
+        const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise);
         const auto input_scale_of = [&](int group) {
             return FORMAT == NVFP4 && converts ? p.input_scales[group] : 1.f;
         };
@@ -836,7 +759,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         // A short input that the block converts comes to registers, sooner than by a copy that all wait for.
         const Pieces<FORMAT> pieces(p, own.count);
         const bool direct =
-            link == 0 && NT == 1 && converts && has_passes && (CODES || pieces.whole <= DIRECT * THREADS);
+            link == 0 && NT == 1 && converts && has_passes && pieces.whole <= DIRECT * THREADS;
         uint4 norm_weights[DIRECT] = {};
         const auto ask_scales = [&] {
             if (!has_passes) return;
@@ -849,19 +772,18 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     norm_weights[j] = reinterpret_cast<const uint4*>(p.norm)[place.piece];  // no kernel writes them
         };
         uint4 raw[DIRECT] = {};
-        const auto load_piece = [&](int group, int i) {
-            const auto place = pieces.place(i);
-            if (!place.inside) return make_uint4(0, 0, 0, 0);
-            return load_input(p.x + static_cast<int64_t>(place.token) * p.x_columns + group * p.group_columns + first +
-                              PIECE * place.piece);
-        };
         const auto take_input = [&] {
             if (!direct) {
                 if (asks && has_passes) ask_for(first_group);
                 return;
             }
 #pragma unroll
-            for (int j = 0; j < DIRECT; ++j) raw[j] = load_piece(first_group, threadIdx.x + j * THREADS);
+            for (int j = 0; j < DIRECT; ++j) {
+                const auto place = pieces.place(threadIdx.x + j * THREADS);
+                if (place.inside)
+                    raw[j] = load_input(p.x + static_cast<int64_t>(place.token) * p.x_columns +
+                                        first_group * p.group_columns + first + PIECE * place.piece);
+            }
         };
         if (link == 0) {
             // The input first where no kernel ahead is to be waited for, else the weights.
@@ -889,137 +811,47 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 
         uint32_t rows[NT];  // of the input, at the lane's first columns of the chunk
 #pragma unroll
-        for (int t = 0; t < (CODES ? 0 : NT); ++t)  // columns without a token take the last one's
+        for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
             rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c +
                       (begin - own.slice) * COLUMNS * 2;
         uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c + (begin - own.slice) / 2 * NT * 32;
-        if (NT == 1 && !CODES) hold(rows[0]);
-        if (is_fp8(FORMAT)) hold(x_scales);
-        const GroupOfWarps<CODES> four(p, at, Ring::UNITS, ptx::smem_address(smem + at.x), slot);
+        if (NT == 1) hold(rows[0]);
+        if (FORMAT == FP8) hold(x_scales);
 
         int held = -1;  // group whose input is in shared memory
 #pragma unroll 1
         for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
             const int group = group_of(at, pass), tile = tile_of(at, own.place, pass, group);
             if (group != held) {
-                const bool copied = CODES ? !converts : !direct || held >= 0;
                 if (held >= 0) {
-                    if (copied && asks) ask_for(group);
+                    if (asks) ask_for(group);
                     input_scale = input_scale_of(group);
                 }
-                if (is_fp8(FORMAT) && p.taken) take_scales<NT>(p, at, smem, group, first, own.count);
-                if (copied) {
+                if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, first, own.count);
+                if (!direct || held >= 0) {
                     ptx::wait(barrier, parity);
                     parity ^= 1;
                     fill_to(STAGES);  // not before: the input would come behind them
                 }
                 if constexpr (NT == 1 && FORMAT != BF16) {
-                    if (!CHAIN && p.norm && direct && held < 0)
-                        norm_pieces(p, pieces, reinterpret_cast<float*>(smem + at.sums), raw, norm_weights);
-                    if (CODES && converts) {
-                        int i = threadIdx.x;
-                        if (held < 0) {
-#pragma unroll
-                            for (int j = 0; j < DIRECT; ++j, i += THREADS)
-                                if (i < pieces.whole)
-                                    convert_piece<FORMAT>(p, at, smem, pieces.place(i), raw[j], input_scale, 1);
-                        }
-#pragma unroll 1
-                        for (; i < pieces.whole; i += DIRECT * THREADS) {
-#pragma unroll
-                            for (int j = 0; j < DIRECT; ++j) raw[j] = load_piece(group, i + j * THREADS);
-#pragma unroll
-                            for (int j = 0; j < DIRECT; ++j)
-                                if (i + j * THREADS < pieces.whole)
-                                    convert_piece<FORMAT>(p, at, smem, pieces.place(i + j * THREADS), raw[j],
-                                                          input_scale, 1);
-                        }
-                        ptx::fence_proxy_async_shared();  // wgmma reads it
-                    } else if (direct && held < 0) {
+                    if (direct && held < 0) {
+                        if (!CHAIN && p.norm)
+                            norm_pieces(p, pieces, reinterpret_cast<float*>(smem + at.sums), raw, norm_weights);
                         const float inverse = __frcp_rn(input_scale);
 #pragma unroll
                         for (int j = 0; j < DIRECT; ++j)
                             if (const int i = threadIdx.x + j * THREADS; i < pieces.whole)
                                 convert_piece<FORMAT>(p, at, smem, pieces.place(i), raw[j], input_scale, inverse);
-                    } else if (!CODES && converts && works) {
+                    } else if (converts && works) {
                         convert_input<FORMAT>(p, at, smem, pieces, input_scale, threadIdx.x);
                     }
                 }
                 held = group;
                 __syncthreads();
             }
-            float sum[HALVES][NT][4] = {};
-            if (FORMAT != BF16 && tile < p.group_tiles && works && pass != own.first_pass)
-                mine = scale_of(group, tile, begin);
-            if constexpr (CODES) {
-                // The four warps of a group multiply together; one whose chunk is shorter multiplies what it has again.
-                const uint32_t mine_of = tile < p.group_tiles ? (length + 1) / 2 : 0;
-                const uint32_t all = tile - own.place + four.place < p.group_tiles ? four.units : 0;
-                const uint32_t pitch = NT > 1 ? 8 * products::SLICE : at.pitch;
-                const products::Input start(four.at, pitch, four.apart);
-                uint4 a[AT_ONCE_CODES][products::STEPS] = {};
-#pragma unroll 1
-                for (uint32_t unit = 0; unit < all; unit += Ring::PARTS) {
-                    if (unit % 32 == 0 && unit) mine = scale_of(group, tile, begin + 2 * unit);
-                    if (unit < mine_of) ptx::wait(full, stage_parity);
-                    uint32_t used = 0;
-#pragma unroll
-                    for (int first_part = 0; first_part < Ring::PARTS; first_part += AT_ONCE_CODES) {
-                        products::Sums of_unit[AT_ONCE_CODES * NT];
-#pragma unroll
-                        for (int j = 0; j < AT_ONCE_CODES; ++j)
-                            if (unit + first_part + j < mine_of)
-#pragma unroll
-                                for (int step = 0; step < products::STEPS; ++step) {
-                                    a[j][step] = ptx::load_shared16(stage + 16 * lane +
-                                                                    (first_part + j) * Ring::PART_BYTES + 512 * step);
-                                    used ^= a[j][step].w;
-                                }
-                        products::Input input =
-                            start.moved((unit + first_part) * products::UNIT_SLICES * pitch).uniform();
-                        products::begin();
-#pragma unroll
-                        for (int j = 0; j < AT_ONCE_CODES; ++j) {
-#pragma unroll
-                            for (int step = 0; step < products::STEPS; ++step) {
-#pragma unroll
-                                for (int t = 0; t < NT; ++t) {
-                                    const products::Input eight = input.moved(t * at.row_bytes);
-                                    products::Sums& to = of_unit[j * NT + t];
-                                    if (step == 0)
-                                        products::multiply<false>(to, a[j][step], eight, warp >> 1 & 1);
-                                    else
-                                        products::multiply<true>(to, a[j][step], eight, warp >> 1 & 1);
-                                }
-                                input = input.moved(2 * pitch);
-                            }
-                        }
-                        products::commit();
-                        if (first_part + AT_ONCE_CODES == Ring::PARTS && unit < mine_of) {
-                            __syncwarp();  // all lanes have read
-                            fill(stage, full, used);
-                            stage += Ring::BYTES, full += 8;
-                            if (full == fulls + 8 * STAGES) stage = ring, full = fulls, stage_parity ^= 1;
-                        }
-                        products::wait(of_unit);
-#pragma unroll
-                        for (int j = 0; j < AT_ONCE_CODES; ++j) {
-                            const uint32_t block = unit + first_part + j;
-                            if (block >= mine_of) break;
-                            const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block % 32) << 23);
-#pragma unroll
-                            for (int t = 0; t < NT; ++t) {
-                                const float2 of_input = ptx::load_shared_pair(x_scales + (block * NT + t) * 32);
-                                const float both[2] = {of_weights * of_input.x, of_weights * of_input.y};
-                                const products::Sums& found = of_unit[j * NT + t];
-#pragma unroll
-                                for (int i = 0; i < 4; ++i)
-                                    sum[0][t][i] = fmaf(found.own(i, warp & 2), both[i & 1], sum[0][t][i]);
-                            }
-                        }
-                    }
-                }
-            } else if (tile < p.group_tiles && works) {
+            float sum[2][NT][4] = {};
+            if (tile < p.group_tiles && works) {
+                if (FORMAT != BF16 && pass != own.first_pass) mine = scale_of(group, tile, begin);
 #pragma unroll 1
                 for (uint32_t unit = 0; unit < length; unit += Ring::PARTS) {  // of the chunk
                     uint32_t input[NT];
@@ -1099,8 +931,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             const int held_shift = NT == 1 ? 0 : at.held_shift;
 #pragma unroll 1
             for (int t = 0; t < NT; t += 1 << held_shift) {
-                const uint32_t sums = ptx::smem_address(smem + at.sums);
-                const uint32_t warp_sums = sums + 4 * (slot * SUMS + (CODES ? 16 * (warp & 1) : 0));
+                const uint32_t sums = ptx::smem_address(smem + at.sums), warp_sums = sums + warp * SUMS * 4;
                 const float factor = FORMAT == NVFP4 ? __uint_as_float(mine) : 1;
 #pragma unroll
                 for (int u = 0; u < NT; ++u)
@@ -1108,10 +939,10 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             const int token = 2 * c + (i & 1), row = g + 4 * (i & 2);
-                            const uint32_t to = warp_sums + 4 * ((u - t) * Ring::SLOTS * SUMS + token * PAD + row);
+                            const uint32_t to = warp_sums + 4 * ((u - t) * WARPS * SUMS + token * PAD + row);
                             if (8 * u + token < p.tokens && works)
 #pragma unroll
-                                for (int q = 0; q < HALVES; ++q)
+                                for (int q = 0; q < 2; ++q)
                                     ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
                         }
                 const auto meet = [&] {
@@ -1134,9 +965,9 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 #pragma unroll 1
                     for (int which = first; which <= first + p.gated; ++which) {
                         const auto load = [&](int i) {  // the sum of chunk i
-                            const int from_slot = (which << at.local_shift) + (i & local - 1);
+                            const int slot = (which << at.local_shift) + (i & local - 1);
                             const uint32_t there =
-                                sums + 4 * ((token / 8 * Ring::SLOTS + from_slot) * SUMS + token % 8 * PAD + row);
+                                sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + row);
                             return __uint_as_float(p.cluster == 1
                                                        ? ptx::load_shared(there)
                                                        : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
@@ -1184,7 +1015,7 @@ template <int FORMAT, int NT, int STAGES, int... FEWER>
 cudaError_t run(const Link& p, const Next& next, bool behind) {
     int sms = 0;
     if (cudaError_t error = multiprocessors(&sms)) return error;
-    const Geometry at(p, FORMAT, NT, RING<FORMAT, NT, STAGES>, Stage<FORMAT, NT>::SLOTS, sms, behind);
+    const Geometry at(p, FORMAT, NT, RING<FORMAT, NT, STAGES>, Stage<FORMAT, NT>::UNITS, sms, behind);
     if constexpr (sizeof...(FEWER))
         if (at.bytes > MOST_SHARED) return run<FORMAT, NT, FEWER...>(p, next, behind);
     const auto kernel = link_kernel<FORMAT, NT, STAGES, false>;
@@ -1202,7 +1033,7 @@ cudaError_t run_chain(Jobs<MOST_LINKS>& jobs) {
     for (int i = 0; i < jobs.count; ++i) {
         const Link& p = jobs.job[i].p;
         const Geometry& at = jobs.job[i].at =
-            Geometry(p, FORMAT, 1, RING<FORMAT, 1, STAGES>, Stage<FORMAT, 1>::SLOTS, sms, false);
+            Geometry(p, FORMAT, 1, RING<FORMAT, 1, STAGES>, Stage<FORMAT, 1>::UNITS, sms, false);
         cluster = max(cluster, p.cluster), blocks = max(blocks, at.clusters * p.cluster), bytes = max(bytes, at.bytes);
     }
     if constexpr (sizeof...(FEWER))
@@ -1231,7 +1062,7 @@ cudaError_t quantise(const Link& p, bool behind) {
 // What links of a form take that norm their input: one group, which each block has whole, in registers.
 bool can_norm(const Link& p, int format) {
     const int k = p.k_units * COLUMNS;
-    return format != BF16 && (is_fp8(format) || p.quantise) && !p.taken && p.cluster == 1 && p.groups() == 1 &&
+    return format != BF16 && (format == FP8 || p.quantise) && !p.taken && p.cluster == 1 && p.groups() == 1 &&
            k % (32 * PIECE) == 0 && p.tokens * k <= DIRECT * THREADS * PIECE;
 }
 
@@ -1239,13 +1070,11 @@ bool can_norm(const Link& p, int format) {
 template <int FORMAT, int STAGES, int DEEP>
 cudaError_t choose(const Link& p, const Next& next, bool behind, bool deep) {
     if (p.norm && !can_norm(p, FORMAT)) return cudaErrorInvalidValue;
-    if (p.tokens > 8 && (is_fp8(FORMAT) || p.quantise) && !p.taken) return cudaErrorInvalidValue;
+    if (p.tokens > 8 && (FORMAT == FP8 || p.quantise) && !p.taken) return cudaErrorInvalidValue;
     if (p.tokens > 16) return run<FORMAT, 4, STAGES>(p, next, behind);
     if (p.tokens > 8) return run<FORMAT, 2, STAGES>(p, next, behind);
     return deep ? run<FORMAT, 1, DEEP, STAGES, 1>(p, next, behind) : run<FORMAT, 1, STAGES, 1>(p, next, behind);
 }
-
-int form_of(const Link& p, int format) { return format == FP8 && p.quantise ? FP8_CODES : format; }
 
 }  // namespace
 
@@ -1264,12 +1093,8 @@ int launch(const void* given, int count, int ahead, int format, uint32_t* met, i
     jobs.count = count, jobs.met = met;
     for (int i = 0; i < count; ++i) {
         Link link = links[i];
-        const int form = form_of(link, format);
         if (i < ahead)
-            if (cudaError_t error = (form == FP8         ? quantise<FP8>
-                                     : form == FP8_CODES ? quantise<FP8_CODES>
-                                                         : quantise<NVFP4>)(link, i > 0 || early))
-                return error;
+            if (cudaError_t error = (format == FP8 ? quantise<FP8> : quantise<NVFP4>)(link, i > 0 || early)) return error;
         if (link.taken) {
             link.x = reinterpret_cast<const __nv_bfloat16*>(link.taken);
             link.group_columns = link.k_units * COLUMNS, link.x_columns = link.groups() * link.group_columns;
@@ -1277,10 +1102,7 @@ int launch(const void* given, int count, int ahead, int format, uint32_t* met, i
         Next next = {};
         if (i + 1 < count) {
             const Link& behind = links[i + 1];
-            const bool codes = form_of(behind, format) == FP8_CODES;
-            const int bytes = format == NVFP4 ? units::BYTES : format == BF16 ? 4096 : codes ? 1024 : 2048;
-            next = {behind.units, behind.tiles, behind.k_units, log2_of(behind.chunks), bytes};
-            if (codes) next.tiles *= 2, next.k_units += next.k_units % 2;
+            next = {behind.units, behind.tiles, behind.k_units, log2_of(behind.chunks)};
             next.input_scales = behind.input_scales, next.x_columns = behind.x_columns;
             next.taken_columns = behind.groups() * behind.k_units * COLUMNS;
             if (i + 1 >= ahead) next.taken = behind.taken;
@@ -1290,10 +1112,9 @@ int launch(const void* given, int count, int ahead, int format, uint32_t* met, i
             continue;
         }
         const bool behind = i > 0 || ahead > 0 || early, deep = count > 1 || early;
-        const cudaError_t error = form == FP8         ? choose<FP8, 2, 3>(link, next, behind, deep)
-                                  : form == FP8_CODES ? choose<FP8_CODES, 2, 3>(link, next, behind, deep)
-                                  : form == NVFP4     ? choose<NVFP4, 2, 3>(link, next, behind, deep)
-                                                      : choose<BF16, 2, 4>(link, next, behind, deep);
+        const cudaError_t error = format == FP8     ? choose<FP8, 2, 3>(link, next, behind, deep)
+                                  : format == NVFP4 ? choose<NVFP4, 2, 3>(link, next, behind, deep)
+                                                    : choose<BF16, 2, 4>(link, next, behind, deep);
         if (error) return error;
     }
     if (!met) return cudaSuccess;

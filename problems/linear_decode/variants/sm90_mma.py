@@ -1,4 +1,4 @@
-"""sm90_mma: weights in units, through a ring a warp to mma.sync or wgmma, tokens as columns; each is read once for 32.
+"""sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32.
 
 It also has prepare_expert and expert, norms and with_norm, which problems/dsv4_forward/adapters/decode.py describes.
 """
@@ -179,8 +179,7 @@ def plan(link: Link, tokens: int) -> Plan:
     """How a link is launched for so many tokens: chunks are shared by blocks where the input is much. A block has a
     gate's chunks and its up's.
     """
-    slots = _slots(link.scales is not None and link.quantise)
-    k, cluster = link.sizes[0][2], max(1, link.chunks // (slots // 2 if link.gated else slots))
+    k, cluster = link.sizes[0][2], max(1, link.chunks // (WARPS // 2 if link.gated else WARPS))
     easy = EASY if link.inputs is None else EASY_NVFP4
     while cluster < link.chunks and (
         tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > easy * cluster)
@@ -189,17 +188,14 @@ def plan(link: Link, tokens: int) -> Plan:
     return Plan(cluster, ahead=32)
 
 
-def chunks_of(tiles: int, k: int, slots: int = WARPS) -> int:
-    """Into how many chunks k is cut, by shapes alone: as many as keep all warps of a GPU busy, and no more. slots:
-    tiles by chunks that a block has at once.
-    """
+def chunks_of(tiles: int, k: int) -> int:
+    """Into how many chunks k is cut, by shapes alone: as many as keep all warps of a GPU busy, and no more."""
     granules = -(-k // BLOCK)
     least = min(MOST_CHUNKS, 2 ** max(0, -(-k // SLICE) - 1).bit_length())
-    most = max(least, min(granules, 2 * slots))  # of a cluster of two
-    found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= most]
+    found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= max(least, min(granules, MOST_CHUNKS))]
 
     def cost(chunks: int) -> float:
-        passes = -(-tiles * chunks // slots)
+        passes = -(-tiles * chunks // WARPS)
         return -(-passes // MULTIPROCESSORS) * (-(-granules // chunks) + PASS)
 
     return min(found, key=lambda chunks: (cost(chunks), chunks))
@@ -207,11 +203,6 @@ def chunks_of(tiles: int, k: int, slots: int = WARPS) -> int:
 
 def _state(fmt: str, *links: Link) -> State:
     return State(fmt, links, torch.zeros((), dtype=torch.int32, device=links[0].units.device))
-
-
-def _slots(codes: bool) -> int:
-    """Tiles by chunks that a block has at once; codes: whether the input is quantised to FP8."""
-    return WARPS // 2 if codes else WARPS
 
 
 def _halved(link: Link, tokens: int) -> bool:
@@ -244,11 +235,7 @@ def _launch(state: State, links: Sequence[Link], made: Array, out: torch.Tensor)
 def _take_ahead(link: Link, to: _Link, device: torch.device) -> list[torch.Tensor]:
     """Memory for the link's input as its products take it, see `taken` in sm90_mma.cu; to be held until the launch."""
     rows, k = to.tokens * link.groups, link.sizes[0][2]
-    if link.scales is not None and link.quantise:  # codes, of 8 tokens each, to whole blocks
-        blocks = -(-to.tokens // 8) * 8 * link.groups * -(-k // BLOCK)
-        rooms = [torch.empty(blocks, BLOCK, dtype=torch.uint8, device=device)]
-    else:
-        rooms = [torch.empty(rows, k, dtype=torch.bfloat16, device=device)]
+    rooms = [torch.empty(rows, k, dtype=torch.bfloat16, device=device)]
     to.taken = rooms[0].data_ptr()
     if link.scales is not None:
         rooms.append(torch.empty(rows, -(-k // BLOCK), dtype=torch.float32, device=device))
@@ -292,8 +279,7 @@ def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, i
         if len(matrices) > 1 and not bool((of_tiles == of_tiles[0]).all()):
             groups = tiles // math.gcd(*(n // TILE for _, n, _ in sizes))
         factors, inputs = factors * of_tiles, of_tiles[:: tiles // groups].contiguous()
-    chunks = chunks_of(tiles, k, _slots(fmt == "fp8" and matrices[0].quantise))
-    return Link(units, scales, factors, inputs, matrices[0].quantise, groups, sizes, chunks)
+    return Link(units, scales, factors, inputs, matrices[0].quantise, groups, sizes, chunks_of(tiles, k))
 
 
 def _gated(link: Link) -> Link:
@@ -324,10 +310,7 @@ def _units(fmt: str, matrix: Matrix, groups: int, n: int, k: int) -> torch.Tenso
         code = run(matrix.codes.data_ptr(), matrix.scales.data_ptr(), made.data_ptr(), groups, n, k)
         build.check(code, "repack_nvfp4")
         return made
-    if fmt == "fp8" and matrix.quantise:  # 16 rows, row / 8, row % 8, unit, step, column / 16 % 2, lane % 4, a word
-        codes = torch.nn.functional.pad(matrix.codes.view(torch.uint8), (0, -k % BLOCK))
-        lanes = codes.view(groups * n // 16, 2, 8, -(-k // BLOCK), 4, 2, 4, 4).permute(0, 3, 4, 2, 6, 5, 1, 7)
-    elif fmt == "fp8":  # tile, row / 8, row % 8, unit, lane % 4, its 16 columns
+    if fmt == "fp8":  # tile, row / 8, row % 8, unit, lane % 4, its 16 columns
         lanes = matrix.codes.view(torch.uint8).view(tiles, 4, 8, across, 4, 16).permute(0, 3, 1, 2, 4, 5)
     else:  # the same, and halves of its 16 columns
         lanes = matrix.codes.view(tiles, 4, 8, across, 4, 2, 8).permute(0, 3, 5, 1, 2, 4, 6)

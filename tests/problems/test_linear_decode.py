@@ -1,13 +1,16 @@
 """linear_decode: the oracle against bytes and loops, the generator, the checker, wrong and right variants."""
 
+import ctypes
 import functools
+import itertools
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from problems.common import fp8, load, nvfp4
+from problems.common import build, fp8, load, nvfp4
 from tests.problems.variants import made_for, skip_unless_it_runs
 
 FOLDER = load.PROBLEMS / "linear_decode"
@@ -434,6 +437,74 @@ def test_32_tokens_are_halved_where_their_clusters_fit_only_then(k, halved):
     link = mma.Link(torch.empty(0), None, None, None, True, 1, ((1, 4096, k),), mma.chunks_of(128, k))
     assert mma._halved(link, 32) is halved
     assert mma._halved(link, 17) is (k == 8192)
+
+
+def planned(kind: str, sizes: tuple[tuple[int, int, int], ...], groups: int) -> object:
+    """A State of matrices without contents, one a link; groups: of each."""
+    links = []
+    for n, k in sizes:
+        scales = torch.empty(0) if kind == "fp8" else None
+        inputs = torch.ones(groups) if kind == "nvfp4" else None
+        quantise = kind == "nvfp4" or (kind == "fp8" and groups == 1)
+        chunks = mma.chunks_of(groups * n // mma.TILE, k)
+        links.append(mma.Link(torch.empty(1), scales, None, inputs, quantise, groups, ((groups, n, k),), chunks))
+    return mma.State(kind.removesuffix("_a16"), tuple(links), torch.empty(0))
+
+
+def calls(state: object, tokens: int, norm: bool = False) -> tuple[ctypes.Array, bool, int, list]:
+    """What mma sends for so many tokens: links, whether they are one launch, and what _arrange returns behind it."""
+    made = (mma._Link * len(state.links))()
+    for to, link in zip(made, state.links, strict=True):
+        ((groups, n, k),) = link.sizes
+        x, out = (torch.empty(1).expand(tokens, groups * columns) for columns in (k, n))
+        mma._fill(to, link, x, [out])
+        to.norm = 1 if norm else None
+    return made, *mma._arrange(state, state.links, made, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def taken() -> object:
+    """-> a function of a State and what `calls` takes: whether sm90_mma.cu has every call."""
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    takes = build.cuda(mma.SOURCE, "sm90").function("takes", ctypes.c_void_p, *[ctypes.c_int] * 2)
+
+    def every(state: object, tokens: int, norm: bool = False) -> bool:
+        made, together, ahead, _rooms = calls(state, tokens, norm)
+        fmt = task.FORMATS.index(state.format)
+        assert not (together and ahead)
+        return all(takes(ctypes.addressof(to), fmt, together) for to in made)
+
+    return every
+
+
+COLUMNS_OF_X = [*range(64, 1088, 64), 1280, 1536, 2048, 4096, 5120, 7168, 8192, 8256, 16384]
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("kind", task.KINDS)
+def test_the_kernel_has_every_call_that_it_is_sent(kind, groups, taken):
+    """Of any number of tokens; and an input is normed if and only if `norms` says so."""
+    normed = set()
+    for n, k in itertools.product((64, 320, 1024, 4096, 32768, 129280), COLUMNS_OF_X):
+        state = planned(kind, ((n, k),), groups)
+        for tokens in range(1, task.MOST_TOKENS + 1):
+            assert taken(state, tokens), (n, k, tokens)
+            says = mma.norms(state, tokens)
+            assert taken(state, tokens, norm=True) == says, (n, k, tokens)
+            normed |= {(tokens, k)} if says else set()
+    if groups > 1 or kind not in ("fp8", "nvfp4"):
+        assert not normed
+    else:
+        assert {(8, 256), (8, 1024), (5, 1536)} <= normed and not normed & {(9, 256), (9, 768), (8, 320), (6, 1536)}
+
+
+@pytest.mark.parametrize("kind", task.KINDS)
+@pytest.mark.parametrize("links", [2, 3, 4, 5])
+def test_the_kernel_has_every_link_of_a_chain(links, kind, taken):
+    for first, other in itertools.product((64, 576, 4096, 16384), (64, 1024, 8192, 16384)):
+        state = planned(kind, ((other, first), *[(other, other)] * (links - 1)), 1)
+        assert all(taken(state, tokens) for tokens in range(1, task.MOST_TOKENS + 1)), (first, other)
 
 
 def test_weights_that_it_has_no_room_for_are_refused():

@@ -765,11 +765,11 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             if (!has_passes) return;
             mine = scale_of(first_group, tile_of(at, own.place, own.first_pass, first_group), begin);
             input_scale = input_scale_of(first_group);
-            if (CHAIN || !p.norm || !direct) return;
+            if (!CHAIN && p.norm && direct)
 #pragma unroll
-            for (int j = 0; j < DIRECT; ++j)
-                if (const auto place = pieces.place(threadIdx.x + j * THREADS); place.inside)
-                    norm_weights[j] = reinterpret_cast<const uint4*>(p.norm)[place.piece];  // no kernel writes them
+                for (int j = 0; j < DIRECT; ++j)
+                    if (const auto place = pieces.place(threadIdx.x + j * THREADS); place.inside)
+                        norm_weights[j] = reinterpret_cast<const uint4*>(p.norm)[place.piece];  // no kernel writes them
         };
         uint4 raw[DIRECT] = {};
         const auto take_input = [&] {
@@ -1007,6 +1007,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 
 cudaError_t multiprocessors(int* count) { return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, 0); }
 
+constexpr int DEPTH = 2;  // stages of a ring
+
 template <int FORMAT, int NT, int STAGES>
 constexpr int RING = WARPS * STAGES * (Stage<FORMAT, NT>::BYTES + 8);  // with barriers
 
@@ -1059,21 +1061,36 @@ cudaError_t quantise(const Link& p, bool behind) {
     return programmatic::launch_clusters(quantise_kernel<FORMAT>, grid, QUANTISERS, 0, 1, behind, p);
 }
 
-// What links of a form take that norm their input: one group, which each block has whole, in registers.
-bool can_norm(const Link& p, int format) {
+template <int FORMAT, int NT, int STAGES>
+bool has_room(const Link& p) {
+    const int sms = p.cluster;  // of no meaning here
+    return Geometry(p, FORMAT, NT, RING<FORMAT, NT, STAGES>, Stage<FORMAT, NT>::UNITS, sms, false).bytes <= MOST_SHARED;
+}
+
+// Whether a launch has the link; together: in one of a chain. sm90_mma.py sends nothing else, and a test holds it to
+// this. What norms its input is of one group, which each block has whole, in registers.
+template <int FORMAT>
+bool admits(const Link& p, bool together) {
     const int k = p.k_units * COLUMNS;
-    return format != BF16 && (format == FP8 || p.quantise) && !p.taken && p.cluster == 1 && p.groups() == 1 &&
-           k % (32 * PIECE) == 0 && p.tokens * k <= DIRECT * THREADS * PIECE;
+    const bool converts = FORMAT == FP8 || p.quantise;
+    if (p.tokens < 1 || p.tokens > (together ? 8 : 32)) return false;
+    if (converts && p.tokens > 8 && !p.taken) return false;  // blocks convert up to 8 themselves
+    if (p.norm && (together || !converts || p.taken || p.cluster > 1 || p.groups() > 1 || k % (32 * PIECE) ||
+                   p.tokens * k > DIRECT * THREADS * PIECE))
+        return false;
+    if (together) return FORMAT == NVFP4 && has_room<FORMAT, 1, 2>(p);
+    return p.tokens > 16  ? has_room<FORMAT, 4, DEPTH>(p)
+           : p.tokens > 8 ? has_room<FORMAT, 2, DEPTH>(p)
+                          : has_room<FORMAT, 1, 1>(p);
 }
 
 // DEEP: of a link whose ring is filled while it waits.
-template <int FORMAT, int STAGES, int DEEP>
+template <int FORMAT, int DEEP>
 cudaError_t choose(const Link& p, const Next& next, bool behind, bool deep) {
-    if (p.norm && !can_norm(p, FORMAT)) return cudaErrorInvalidValue;
-    if (p.tokens > 8 && (FORMAT == FP8 || p.quantise) && !p.taken) return cudaErrorInvalidValue;
-    if (p.tokens > 16) return run<FORMAT, 4, STAGES>(p, next, behind);
-    if (p.tokens > 8) return run<FORMAT, 2, STAGES>(p, next, behind);
-    return deep ? run<FORMAT, 1, DEEP, STAGES, 1>(p, next, behind) : run<FORMAT, 1, STAGES, 1>(p, next, behind);
+    if (!admits<FORMAT>(p, false)) return cudaErrorInvalidValue;
+    if (p.tokens > 16) return run<FORMAT, 4, DEPTH>(p, next, behind);
+    if (p.tokens > 8) return run<FORMAT, 2, DEPTH>(p, next, behind);
+    return deep ? run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind) : run<FORMAT, 1, DEPTH, 1>(p, next, behind);
 }
 
 }  // namespace
@@ -1088,7 +1105,7 @@ extern "C" {
 // One launch of all links is never early. -> a cudaError_t.
 int launch(const void* given, int count, int ahead, int format, uint32_t* met, int early) {
     const Link* links = static_cast<const Link*>(given);  // a type of this file, which would hide the function
-    if (met && (format != NVFP4 || count > MOST_LINKS || ahead || links->tokens > 8)) return cudaErrorInvalidValue;
+    if (met && (format != NVFP4 || count > MOST_LINKS || ahead)) return cudaErrorInvalidValue;
     Jobs<MOST_LINKS> jobs = {};
     jobs.count = count, jobs.met = met;
     for (int i = 0; i < count; ++i) {
@@ -1108,17 +1125,26 @@ int launch(const void* given, int count, int ahead, int format, uint32_t* met, i
             if (i + 1 >= ahead) next.taken = behind.taken;
         }
         if (met) {
+            if (!admits<NVFP4>(link, true)) return cudaErrorInvalidValue;
             jobs.job[i].p = link, jobs.job[i].next = next;
             continue;
         }
         const bool behind = i > 0 || ahead > 0 || early, deep = count > 1 || early;
-        const cudaError_t error = format == FP8     ? choose<FP8, 2, 3>(link, next, behind, deep)
-                                  : format == NVFP4 ? choose<NVFP4, 2, 3>(link, next, behind, deep)
-                                                    : choose<BF16, 2, 4>(link, next, behind, deep);
+        const cudaError_t error = format == FP8     ? choose<FP8, 3>(link, next, behind, deep)
+                                  : format == NVFP4 ? choose<NVFP4, 3>(link, next, behind, deep)
+                                                    : choose<BF16, 4>(link, next, behind, deep);
         if (error) return error;
     }
     if (!met) return cudaSuccess;
     return run_chain<NVFP4, 4, 3, 2>(jobs);
+}
+
+// -> 1 if `launch` has the Link `given`, 0 where it returns an error; together: in one launch of a chain. Needs no GPU.
+int takes(const void* given, int format, int together) {
+    const Link& p = *static_cast<const Link*>(given);
+    return format == FP8     ? admits<FP8>(p, together)
+           : format == NVFP4 ? admits<NVFP4>(p, together)
+                             : admits<BF16>(p, together);
 }
 
 // NVFP4 codes (matrices, rows, columns / 2) and scales (matrices, rows, columns / 16) -> units. -> a cudaError_t.

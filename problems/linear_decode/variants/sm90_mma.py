@@ -40,7 +40,8 @@ EASY, EASY_NVFP4 = 2**15, 2**14
 EASY_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
 AHEAD, AHEAD_NVFP4 = 8, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
 MOST_LINKS, CHAIN_TOKENS = 4, 8  # of a chain in one launch
-MOST_NORMED, NORMED_COLUMNS = 8192, 256  # values that a block has in registers; columns of a warp
+# Of inputs that are normed: tokens, and values that a block has in registers; columns of a warp.
+NORMED_TOKENS, MOST_NORMED, NORMED_COLUMNS = 8, 8192, 256
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
 MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
 
@@ -141,7 +142,8 @@ def norms(state: State, tokens: int) -> bool:
     link = state.links[0]
     k, quantised = link.sizes[0][2], link.inputs is not None or link.scales is not None
     one = len(state.links) == link.groups == 1 and quantised and k % NORMED_COLUMNS == 0
-    return one and tokens * k <= MOST_NORMED and plan(link, tokens).cluster == 1
+    few = tokens <= NORMED_TOKENS and tokens * k <= MOST_NORMED
+    return one and few and plan(link, tokens).cluster == 1
 
 
 def with_norm(data: input_t, weight: torch.Tensor, eps: float) -> output_t:
@@ -211,6 +213,21 @@ def _halved(link: Link, tokens: int) -> bool:
 
 
 def _launch(state: State, links: Sequence[Link], made: Array, out: torch.Tensor) -> None:
+    together, ahead, rooms = _arrange(state, links, made, out.device)
+    run = build.cuda(SOURCE, load.device_target(out.device))
+    run = run.function("launch", c_void_p, *[c_int] * 3, c_void_p, c_int)
+    met = state.met.data_ptr() if together else None
+    code = run(addressof(made), len(made), ahead, FORMATS.index(state.format), met, early.allowed())
+    del rooms  # until here
+    build.check(code, "launch")
+
+
+def _arrange(
+    state: State, links: Sequence[Link], made: Array, device: torch.device
+) -> tuple[bool, int, list[torch.Tensor]]:
+    """Plan each link. -> whether all are one launch; of how many of them a kernel takes the input; memory to be held
+    until the launch.
+    """
     for link, to in zip(links, made, strict=True):
         chosen = plan(link, to.tokens)
         to.cluster, to.ahead = chosen.cluster, chosen.ahead
@@ -223,13 +240,9 @@ def _launch(state: State, links: Sequence[Link], made: Array, out: torch.Tensor)
         behind = nvfp4 and i > 0 and len(state.links) > 1  # the link ahead quantises
         needed = behind if together else to.tokens > (AHEAD_NVFP4 if nvfp4 else AHEAD) and not to.norm
         if needed and (link.quantise or link.scales is not None):
-            rooms += _take_ahead(link, to, out.device)
+            rooms += _take_ahead(link, to, device)
             ahead += not behind
-    run = build.cuda(SOURCE, load.device_target(out.device))
-    run = run.function("launch", c_void_p, *[c_int] * 3, c_void_p, c_int)
-    met = state.met.data_ptr() if together else None
-    code = run(addressof(made), len(made), ahead, FORMATS.index(state.format), met, early.allowed())
-    build.check(code, "launch")
+    return together, ahead, rooms
 
 
 def _take_ahead(link: Link, to: _Link, device: torch.device) -> list[torch.Tensor]:

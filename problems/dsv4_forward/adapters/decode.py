@@ -21,7 +21,7 @@ And two more, which norm the input of a matrix:
         Whether with_norm takes a call of so many tokens; state: what prepare returned.
     with_norm(data, weight, eps) -> outputs
         As custom_kernel of x / sqrt(mean of its squares + eps) * weight, computed in fp32 and rounded to bf16 once.
-        weight: bf16 (k,), contiguous. Bits are to be those of both steps.
+        weight: bf16 (k,), contiguous and aligned. Bits are to be those of both steps.
 
 Without them norm_linears is the chain of rms_norm and linear.
 """
@@ -152,7 +152,7 @@ class Linears:
         outs: Sequence[torch.Tensor],
     ) -> bool:  # fmt: skip
         """Return whether the variant has a call of norm_linears. ValueError as linear."""
-        if self.with_norm is None or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+        if self.with_norm is None or weight.dtype != torch.bfloat16 or not fits(weight, ALIGNMENT[x.device.type]):
             return False
         served = all(self._serves(x, w, out) for w, out in zip(matrices, outs, strict=True))
         return served and all(self.takes_norm(self.matrices[id(w)].state, len(x)) for w in matrices)

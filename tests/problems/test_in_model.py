@@ -77,7 +77,7 @@ LONG = [
             moe(9, 2, 2, 320, 192, "nvfp4", "zeros"),
         ],
     ),
-    # Units that end early, chunks of unequal length in one group of warps, clusters, links that take and that do not.
+    # Units that end early, chunks of unequal length, clusters, links that take and that do not.
     (
         "linear_decode",
         "sm90_mma",

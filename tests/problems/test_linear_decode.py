@@ -299,7 +299,7 @@ def emulated(data: object, rounds: object = None, order: int = 0) -> torch.Tenso
 
 
 def fourteen_bits(x: torch.Tensor) -> torch.Tensor:
-    """Cut off as FP8 tensor cores keep a sum: 14 bits."""
+    """Cut off, to 14 bits."""
     return (x.view(torch.int32) & -(1 << 10)).view(torch.float32)
 
 

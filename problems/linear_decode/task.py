@@ -238,7 +238,7 @@ BENCHMARKS_CPU = _cases(
 # an inexact sum shifts that.
 RTOL = 2**-8 * (1 + 2**-6)
 # Of sqrt(sum of (w v)^2), the size of a sum of terms of random signs. Sums in fp32, in any order, are off by less than
-# 2^-18 of it at k = 16384, and sums of blocks of 128 that are cut to 14 bits by 2^-13. FP8 tensor cores cut each addend:
+# 2^-18 of it at k = 16384, sums of blocks of 128 that are cut to 14 bits by 2^-13. FP8 tensor cores cut each addend:
 # their outputs were off by a standard deviation of 2^-12.8 of it, so that some of a million are not admitted.
 SUM_RTOL = 2**-11
 # Frobenius norm, of each matrix. Humming rounds parts of a sum to bf16: 3.5e-3 was measured.

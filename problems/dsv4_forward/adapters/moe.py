@@ -14,8 +14,8 @@ A variant may define two functions more, and MOST_WITH_SHARED, and compute all_e
 One function more, and it computes routed experts in MXFP4 too, whose activations are FP8:
 
 * `prepare_fp8(weights)`: Weights with activation "bf16" -> what custom_kernel gets as its weights in calls that round x
-  and v as fp8.round_trip does, a group of 128. ValueError: as prepare. The weights are the model's in NVFP4, which holds
-  them exactly where the scales of each expert's matrix are within 2^17: a copy, which only `prepare_fp8` reads.
+  and v as fp8.round_trip does, a group of 128. ValueError: as prepare. The weights are the model's in NVFP4, which
+  holds them exactly where the scales of each expert's matrix are within 2^17. Their scales are gone after the call.
 """
 
 import dataclasses
@@ -228,8 +228,9 @@ def prepare_experts(
 ) -> PreparedExperts:  # fmt: skip
     """Prepare the experts of one layer for `module`.
 
-    w13 (E, 2 I, H), nvfp4 or mxfp4; w2 (E, H, I). table: int64 (V, K), the experts of a token, where the router has one. shared:
-    the same of the shared expert, which counts as one more where the module has that and it is of their form.
+    w13 (E, 2 I, H), nvfp4 or mxfp4; w2 (E, H, I). table: int64 (V, K), the experts of a token, where the router has
+    one. shared: the same of the shared expert, which counts as one more where the module has that and it is of their
+    form.
     ValueError as adapt_experts.
     """
     made = PreparedExperts(w13, w2, _refusal(w13, w2, table))
@@ -259,9 +260,9 @@ def _prepare_mxfp4(module: ModuleType, made: PreparedExperts) -> PreparedExperts
     if reason := unprepared(module):
         return dataclasses.replace(made, reason=reason)
     both = [_as_nvfp4(w) for w in (made.w13, made.w2)]
-    spread = torch.stack([beyond for _, beyond in both]).tolist()  # the one wait for the device
-    for w, beyond in zip((made.w13, made.w2), spread, strict=True):
-        if beyond:
+    spread = torch.stack([outside for _, outside in both]).tolist()  # the one wait for the device
+    for w, outside in zip((made.w13, made.w2), spread, strict=True):
+        if outside:
             reason = f"scales of a matrix of {w.name} are NaN or not within 2^{formats.NVFP4_SPREAD} of each other"
             return dataclasses.replace(made, reason=reason)
     try:
@@ -274,13 +275,13 @@ def _as_nvfp4(w: Linear) -> tuple[Linear, torch.Tensor]:
     """-> w (E, n, k) in NVFP4, its codes where they are, and bool (): whether it has no such scales."""
     scale = torch.empty(*w.weight.shape[:2], w.k // nvfp4.BLOCK, dtype=torch.float8_e4m3fn, device=w.weight.device)
     scale_2 = torch.empty(len(w.weight), dtype=torch.float32, device=w.weight.device)
-    beyond = torch.zeros((), dtype=torch.bool, device=w.weight.device)
+    outside = torch.zeros((), dtype=torch.bool, device=w.weight.device)
     for first in range(0, len(w.weight), CONVERTED):
         some = slice(first, first + CONVERTED)
         part, scale_2[some], bad = formats.nvfp4_scales(w.weight[some], w.scale[some])
         scale[some].view(torch.uint8).copy_(part.view(torch.uint8))
-        beyond.logical_or_(bad.any())
-    return Linear("nvfp4", w.weight, scale, scale_2, quantise_input=False, name=w.name), beyond
+        outside.logical_or_(bad.any())
+    return Linear("nvfp4", w.weight, scale, scale_2, quantise_input=False, name=w.name), outside
 
 
 def _weights(w13: Linear, w2: Linear) -> tuple:

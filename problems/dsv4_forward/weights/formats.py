@@ -53,14 +53,14 @@ def mxfp4_to_nvfp4(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
     As nvfp4_scales. ValueError, naming the matrix and its rows, where a scale is too far from the largest or NaN.
     """
     _refuse(scales.view(torch.uint8) == _NAN_BYTE, _NOT_NAN)
-    scale, scale_2, beyond = nvfp4_scales(packed, scales)
-    _refuse(beyond, f"mxfp4_to_nvfp4: scales of a matrix must be within 2^{NVFP4_SPREAD} of its largest")
+    scale, scale_2, outside = nvfp4_scales(packed, scales)
+    _refuse(outside, f"mxfp4_to_nvfp4: scales of a matrix must be within 2^{NVFP4_SPREAD} of its largest")
     return packed, scale, scale_2
 
 
 def nvfp4_scales(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """packed, scales: as mxfp4_to_nvfp4 -> (scale, scale_2, bool (..., n, k / 32): where NVFP4 has no such scale). Waits
-    for no device.
+    """packed, scales: as mxfp4_to_nvfp4 -> (scale, scale_2, bool (..., n, k / 32): where NVFP4 has no such scale).
+    Does not wait for the device.
 
     With 2^kmax the largest scale of a matrix: scale_2 = 2^(kmax - 8), scale = 2^(k_j - kmax + 8). Groups of zeros count
     for nothing. NVFP4 has no scale below 2^(kmax - 17), and NaN is none. ValueError where the shapes do not fit.

@@ -88,6 +88,7 @@ class Provider:
     scope: str  # which calls its variants serve
     serves: Callable[[Config, str], str]  # (configuration, format) -> "", or why no call is in its scope
     adapt: Adapter | None  # None: not written yet
+    lacks: Callable[[ModuleType, str], str] = lambda _module, _format: ""  # why a variant serves no call of the format
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,12 @@ def _index_keys(cfg: Config, fmt: str) -> str:
     return ""
 
 
-def _nvfp4_experts(cfg: Config, fmt: str) -> str:
-    return _clamp(cfg) if layout.KINDS[fmt].experts == "nvfp4" else f"no NVFP4 experts in {fmt}"
+def _fp4_experts(cfg: Config, fmt: str) -> str:
+    return _clamp(cfg) if layout.KINDS[fmt].experts in moe.KINDS else f"no FP4 experts in {fmt}"
+
+
+def _no_mxfp4(module: ModuleType, fmt: str) -> str:
+    return moe.unprepared(module) if layout.KINDS[fmt].experts == "mxfp4" else ""
 
 
 def _nvfp4_shared(cfg: Config, fmt: str) -> str:
@@ -186,7 +191,7 @@ GEMV = Provider(gemv.PROBLEM, f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_lin
 MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
 FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
 INDEXER = Provider(choosing.PROBLEM, "MXFP4 keys", _index_keys, choosing.adapt)
-MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4", _nvfp4_experts, moe.adapt_experts)
+MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4 or MXFP4", _fp4_experts, moe.adapt_experts, _no_mxfp4)
 MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
 DECODE_LINEARS = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_linears)
 DECODE_SHARED = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_shared)
@@ -358,7 +363,8 @@ def _winner(op: str, model: _Model, asked: Provider | None = None) -> Choice:
         # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
         name = load.winner(load.PROBLEMS / provider.problem, model.target)
         variant = load.variant(provider.problem, name)
-        return Choice(op, provider.scope, f"{provider.problem}/{name}", provider, variant)
+        if not (reason := provider.lacks(variant, model.fmt)):
+            return Choice(op, provider.scope, f"{provider.problem}/{name}", provider, variant)
     if asked:
         return Choice(op, reason)
     for kernels in KERNELS:
@@ -391,6 +397,8 @@ def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choi
     if reason := _unserved(provider, model) or _unrunnable(file, model.target):
         raise ValueError(f"{what}: {reason}")
     module = load.from_file(load.PROBLEMS / provider.problem, file)
+    if reason := provider.lacks(module, model.fmt):
+        raise ValueError(f"{what}: {reason}")
     return Choice(op, provider.scope, f"{provider.problem}/{file.stem}", provider, module)
 
 

@@ -16,3 +16,11 @@ def test_the_table_of_launches_is_that_of_the_code():
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     left = [row[-1] for row in cells if row[1] == "1" and row[0] in launches.PLACES.values()]
     assert left == ["none"] * 3
+
+
+def test_the_released_format_launches_nothing_of_torch_in_a_layer():
+    """And one kernel for its routed experts, for one sequence as for three."""
+    every, layers = launches.steps("released", (1, 3))
+    for kernels, operations in every:
+        counts = [sum(n for (at, _), n in kernels.items() if at == place) // layers[place] for place in layers]
+        assert not operations and sorted(counts) == [15, 16, 18]

@@ -265,7 +265,7 @@ def test_kernels_pick_the_winner(model):
     chosen = ops.choose("winners", "cpu", model)
     winner = f"moe_gemm/{load.winner(FOLDER, 'cpu')}"
     said = lines(chosen)
-    assert said["experts"] == f"{winner} (NVFP4)" and chosen.names["experts"] == winner
+    assert said["experts"] == f"{winner} (NVFP4 or MXFP4)" and chosen.names["experts"] == winner
     assert chosen.names["shared"].startswith("linear_decode/")
     assert said[f"{winner}, routed experts"].startswith("4 of 4 layers, ")
     count = sum(w.kind == "nvfp4" for w in model.linears())
@@ -312,7 +312,8 @@ def test_a_winner_without_a_plain_product_leaves_linears_as_they_were(winners, m
     [
         ("nvfp4", {"swiglu_limit": 7.0}, "swiglu_limit must be 10, is 7", "swiglu_limit must be 10, is 7"),
         ("nvfp4_experts", {}, "", "no NVFP4 linears in nvfp4_experts"),
-        ("released", {}, "no NVFP4 experts in released", "no NVFP4 linears in released"),
+        ("released", {}, "", "no NVFP4 linears in released"),
+        ("bf16", {}, "no FP4 experts in bf16", "no NVFP4 linears in bf16"),
         ("nvfp4", {}, "", ""),
     ],
 )

@@ -135,6 +135,9 @@ def arithmetic(d: Decoder) -> Execute:
             return simple(d, "b64", _packed_f32(d, function))
         if d.take("NaN"):
             function = {"min": np.minimum, "max": np.maximum}[op]
+        if op in ("min", "max") and d.take("xorsign"):
+            d.take("abs")
+            function = _of_magnitudes(function)
         if len(d.operands) == 4 and op in ("min", "max"):
             two = function
             function = lambda a, b, c: two(two(a, b), c)  # noqa: E731
@@ -145,6 +148,15 @@ def arithmetic(d: Decoder) -> Execute:
     if d.take("sat"):
         raise d.refuse("saturating integers")
     return simple(d, type_, function)
+
+
+def _of_magnitudes(function: Callable) -> Callable:
+    """`function` of both magnitudes, with the product of the signs."""
+
+    def apply(a: Any, b: Any) -> np.ndarray:
+        return np.copysign(function(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1.0, 1.0))
+
+    return apply
 
 
 def _high(type_: str) -> Callable:

@@ -10,6 +10,12 @@ A variant may define two functions more, and MOST_WITH_SHARED, and compute all_e
   (state of the first, as prepare returns it; state of all). ValueError: as prepare.
 * `with_shared(data)`: as custom_kernel of a call of up to MOST_WITH_SHARED tokens, with the second state, and the
   shared expert's output, with weight 1, in the sum that is rounded.
+
+One function more, and it computes routed experts in MXFP4 too, whose activations are FP8:
+
+* `prepare_fp8(weights)`: Weights with activation "bf16" -> what custom_kernel gets as its weights in calls that round x
+  and v as fp8.round_trip does, a group of 128. ValueError: as prepare. The weights are the model's in NVFP4, which
+  holds them exactly where the scales of each expert's matrix are within 2^17. Their scales are gone after the call.
 """
 
 import dataclasses
@@ -19,7 +25,7 @@ from types import ModuleType
 
 import torch
 
-from problems.common import load
+from problems.common import load, nvfp4
 from problems.dsv4_forward.adapters.common import (
     ALIGNMENT,
     Adapted,
@@ -35,10 +41,13 @@ from problems.dsv4_forward.adapters.common import (
     uneven,
     unplaced,
 )
+from problems.dsv4_forward.weights import formats
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
 
 PROBLEM = "moe_gemm"
+KINDS = ("nvfp4", "mxfp4")  # of routed experts' weights
+CONVERTED = 16  # experts whose scales are converted at once
 ROOM = 4096  # tokens; for more, the shared expert's ids and weights are made in each call, which is long then
 
 
@@ -82,8 +91,8 @@ class Experts:
         """As experts.experts, for bf16 x; the fallback computes others, and other kinds of weights. An fp32 out gets
         what the kernel rounds to bf16, the only outputs that the problem has. No expert may be twice in a row of ids.
 
-        ValueError: NVFP4 weights that were not prepared, another limit than the problem's, task.unpack_call; on the
-        CPU only, ids as task.validate says.
+        ValueError: FP4 weights that were not prepared, another limit than the problem's, task.unpack_call; on the CPU
+        only, ids as task.validate says.
         """
         held = self._weights_of(x, w13, w2, out)
         if held is None:
@@ -126,7 +135,7 @@ class Experts:
         return self.ids.new_zeros(tokens, 1), self.weights.new_ones(tokens, 1)
 
     def _weights_of(self, x: torch.Tensor, w13: Linear, w2: Linear, out: torch.Tensor) -> PreparedExperts | None:
-        if w13.kind != "nvfp4" or x.dtype != torch.bfloat16:
+        if w13.kind not in KINDS or x.dtype != torch.bfloat16:
             return None
         held = self.prepared.get(id(w13))
         if held is None or held.w2 is not w2:
@@ -171,7 +180,7 @@ def adapt_experts(module: ModuleType, weights: ModelWeights, fallback: Fallback)
         prepare_experts(
             module, block.ffn.w13, block.ffn.w2, block.ffn.router.table, (block.ffn.shared_w13, block.ffn.shared_w2)
         )
-        for block in weights.blocks() if block.ffn.w13.kind == "nvfp4"
+        for block in weights.blocks() if block.ffn.w13.kind in KINDS
     ]  # fmt: skip
     made = _experts(module, weights, prepared, fallback)
     lines = report(f"{label(module)}, routed experts", "layers", prepared, weights)
@@ -219,13 +228,16 @@ def prepare_experts(
 ) -> PreparedExperts:  # fmt: skip
     """Prepare the experts of one layer for `module`.
 
-    w13 (E, 2 I, H), nvfp4; w2 (E, H, I). table: int64 (V, K), the experts of a token, where the router has one. shared:
-    the same of the shared expert, which counts as one more where the module has that and it is of their form.
+    w13 (E, 2 I, H), nvfp4 or mxfp4; w2 (E, H, I). table: int64 (V, K), the experts of a token, where the router has
+    one. shared: the same of the shared expert, which counts as one more where the module has that and it is of their
+    form.
     ValueError as adapt_experts.
     """
     made = PreparedExperts(w13, w2, _refusal(w13, w2, table))
     if made.reason:
         return made
+    if w13.kind == "mxfp4":
+        return _prepare_mxfp4(module, made)
     weights = _weights(w13, w2)
     together = shared and hasattr(module, "prepare_with_shared") and _alike(w13, w2, *shared)
     one_more = _weights(*shared) if together else None
@@ -237,6 +249,39 @@ def prepare_experts(
     except ValueError as error:
         raise ValueError(f"{made.name}: {error}") from error
     return dataclasses.replace(made, state=state)
+
+
+def unprepared(module: ModuleType) -> str:
+    """Return why `module` cannot compute experts in MXFP4, "" if it can."""
+    return "" if hasattr(module, "prepare_fp8") else f"{label(module)} has no FP8 activations"
+
+
+def _prepare_mxfp4(module: ModuleType, made: PreparedExperts) -> PreparedExperts:
+    if reason := unprepared(module):
+        return dataclasses.replace(made, reason=reason)
+    both = [_as_nvfp4(w) for w in (made.w13, made.w2)]
+    spread = torch.stack([outside for _, outside in both]).tolist()  # the one wait for the device
+    for w, outside in zip((made.w13, made.w2), spread, strict=True):
+        if outside:
+            reason = f"scales of a matrix of {w.name} are NaN or not within 2^{formats.NVFP4_SPREAD} of each other"
+            return dataclasses.replace(made, reason=reason)
+    try:
+        return dataclasses.replace(made, state=module.prepare_fp8(_weights(*(w for w, _ in both))))
+    except ValueError as error:
+        raise ValueError(f"{made.name}: {error}") from error
+
+
+def _as_nvfp4(w: Linear) -> tuple[Linear, torch.Tensor]:
+    """-> w (E, n, k) in NVFP4, its codes where they are, and bool (): whether it has no such scales."""
+    scale = torch.empty(*w.weight.shape[:2], w.k // nvfp4.BLOCK, dtype=torch.float8_e4m3fn, device=w.weight.device)
+    scale_2 = torch.empty(len(w.weight), dtype=torch.float32, device=w.weight.device)
+    outside = torch.zeros((), dtype=torch.bool, device=w.weight.device)
+    for first in range(0, len(w.weight), CONVERTED):
+        some = slice(first, first + CONVERTED)
+        part, scale_2[some], bad = formats.nvfp4_scales(w.weight[some], w.scale[some])
+        scale[some].view(torch.uint8).copy_(part.view(torch.uint8))
+        outside.logical_or_(bad.any())
+    return Linear("nvfp4", w.weight, scale, scale_2, quantise_input=False, name=w.name), outside
 
 
 def _weights(w13: Linear, w2: Linear) -> tuple:
@@ -266,10 +311,12 @@ def _alike(w13: Linear, w2: Linear, shared_w13: Linear, shared_w2: Linear) -> bo
 
 def _refusal(w13: Linear, w2: Linear, table: torch.Tensor | None) -> str:
     """Why the problem has no such weights, "" if it has."""
-    if w2.kind != "nvfp4":
+    if w2.kind != w13.kind:
         return f"its w2 is {w2.kind}"
     if w13.quantise_input != w2.quantise_input:
         return "the input of one of w13 and w2 is quantised, that of the other is not"
+    if w13.kind == "mxfp4" and not w13.quantise_input:
+        return "its weights are in MXFP4 and its inputs are not in FP8"
     if table is not None and _repeats(table):
         return "its table names an expert twice for a token"
     return uneven(H=w13.k, I=w2.k) or unplaced(w13) or unplaced(w2)

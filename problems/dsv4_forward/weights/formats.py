@@ -1,7 +1,8 @@
 """Convert to and from MXFP4, the format of the released experts; rotate the indexer's vectors (Hadamard).
 
 MXFP4: e2m1 codes, two a byte, the even element in the low nibble; one ue8m0 byte a 32 along the last axis:
-value = e2m1 * 2^(byte - 127). Only the conversions read a device's data on the host: they are for loading weights.
+value = e2m1 * 2^(byte - 127). Only mxfp4_to_nvfp4 and mxfp4_to_fp8 read a device's data on the host, for loading
+weights.
 Shapes below write ... for any leading axes. Format: OCP MX v1.0.
 """
 
@@ -13,6 +14,7 @@ GROUP = 32  # elements that share a scale
 FLOOR = nvfp4.E2M1_MAX * 2.0**-126  # least amax of a group: its scale is the least normal number
 NVFP4_SPREAD = 17  # e4m3 holds the powers of two from 2^-9 to 2^8
 _NAN_BYTE = 255
+_NOT_NAN = "scales must not be NaN (byte 255)"
 
 
 def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,16 +50,30 @@ def mxfp4_to_nvfp4(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
     """packed: uint8 (..., n, k / 2); scales: uint8 or float8_e8m0fnu (..., n, k / 32) -> the same values in NVFP4:
     (packed itself, scales e4m3 (..., n, k / 16), scale_2 fp32 (...)), one scale_2 a matrix.
 
-    With 2^kmax the largest scale of a matrix: scale_2 = 2^(kmax - 8), scale = 2^(k_j - kmax + 8). Groups of zeros count
-    for nothing. ValueError, naming the matrix and its rows, where a scale is below 2^(kmax - 17) or NaN.
+    As nvfp4_scales. ValueError, naming the matrix and its rows, where a scale is too far from the largest or NaN.
     """
-    byte = _live_bytes(packed, scales)
+    _refuse(scales.view(torch.uint8) == _NAN_BYTE, _NOT_NAN)
+    scale, scale_2, outside = nvfp4_scales(packed, scales)
+    _refuse(outside, f"mxfp4_to_nvfp4: scales of a matrix must be within 2^{NVFP4_SPREAD} of its largest")
+    return packed, scale, scale_2
+
+
+def nvfp4_scales(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """packed, scales: as mxfp4_to_nvfp4 -> (scale, scale_2, bool (..., n, k / 32): where NVFP4 has no such scale).
+    Does not wait for the device.
+
+    With 2^kmax the largest scale of a matrix: scale_2 = 2^(kmax - 8), scale = 2^(k_j - kmax + 8). Groups of zeros count
+    for nothing. NVFP4 has no scale below 2^(kmax - 17), and NaN is none. ValueError where the shapes do not fit.
+    """
+    _check_shapes(packed, scales)
+    scales = scales.view(torch.uint8)
+    byte = _live(packed, scales)
     largest = byte.amax((-2, -1))
     behind = torch.where(byte >= 0, largest[..., None, None] - byte, 0)
-    _refuse(behind > NVFP4_SPREAD, f"mxfp4_to_nvfp4: scales of a matrix must be within 2^{NVFP4_SPREAD} of its largest")
-    scale = torch.ldexp(torch.ones_like(behind, dtype=torch.float32), 8 - behind).to(torch.float8_e4m3fn)
+    e4m3 = (15 - behind << 3).where(behind < 15, 1 << (NVFP4_SPREAD - behind).clamp(min=0))  # from 2^-7 on subnormal
     scale_2 = fp8.decode_ue8m0(torch.where(largest >= 0, largest, 127).to(torch.uint8)) * 2.0**-8
-    return packed, scale.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn), scale_2
+    scale = e4m3.to(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
+    return scale, scale_2, (behind > NVFP4_SPREAD) | (scales == _NAN_BYTE)
 
 
 def mxfp4_to_fp8(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +131,11 @@ def _live_bytes(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """scales as int32, but -1 where a group's codes are all +0 or -0: their scale means nothing. ValueError: NaN."""
     _check_shapes(packed, scales)
     scales = scales.view(torch.uint8)
-    _refuse(scales == _NAN_BYTE, "scales must not be NaN (byte 255)")
+    _refuse(scales == _NAN_BYTE, _NOT_NAN)
+    return _live(packed, scales)
+
+
+def _live(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     live = ((packed & 0x77) != 0).unflatten(-1, (-1, GROUP // 2)).any(-1)
     return torch.where(live, scales.to(torch.int32), -1)
 

@@ -12,7 +12,8 @@
 // goes on to the second without waiting for all of v. Every block sorts the tokens by itself (sm90_decode_groups.cuh);
 // that is quicker than a launch for it.
 //
-// Activations that are NVFP4 are multiplied otherwise on Hopper: sm90_decode_codes.cuh.
+// Activations that are NVFP4 are multiplied otherwise on Hopper: sm90_decode_codes.cuh. Those that are FP8 are rounded in
+// registers, x and v alike, when a group's tokens have come: sm90_decode_fp8.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -47,10 +48,11 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// CODES: x and v are NVFP4 and are multiplied as such, by units of nvfp4_wgmma.cuh; only Hopper has that.
-template <int C1, int C2, int NT, bool CODES>
+// CODES: x and v are NVFP4 and are multiplied as such, by units of nvfp4_wgmma.cuh; only Hopper has that. FP8: x and v
+// are rounded to e4m3, which is all that this changes.
+template <int C1, int C2, int NT, bool CODES, bool FP8>
 __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
-    constexpr bool LONE = C1 == 4 && NT == 1;  // whether it quantises a call's one token: else there are no registers
+    constexpr bool LONE = C1 == 4 && NT == 1 && !FP8;  // whether it makes a call's one token NVFP4: else no registers
     extern __shared__ __align__(128) uint8_t smem[];
     const Layout at(p, NT);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = p.tokens * p.topk;
@@ -145,19 +147,19 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     auto mma_row = [&](auto& tokens, const int all, auto tiles, auto most, auto then) {
 #pragma unroll
         for (int c = 0; c < decltype(most)::value; ++c) {
-            if (c * WARPS >= all) break;
+            if (FP8 && c % EACH ? unit_of<FP8>(c, warp) >= all : c * WARPS >= all) break;
             if (c % EACH == 0) wait(full_barriers + 8 * stage, parity);
-            const uint32_t from = ring + stage * STAGE_BYTES + (c % EACH * WARPS + warp) * units::BYTES;
+            const uint32_t from = ring + stage * STAGE_BYTES + unit_of<FP8>(c % EACH, warp) * units::BYTES;
             const uint4 word[2] = {load_shared16(from + 16 * lane), load_shared16(from + 512 + 16 * lane)};
             const uint32_t scales = load_shared(from + units::SCALES + 4 * lane);
-            if (c % EACH == EACH - 1 || (c + 1) * WARPS >= all) {
+            if (c % EACH == EACH - 1 || (FP8 ? unit_of<FP8>(c + 1, warp) : (c + 1) * WARPS) >= all) {
                 // What has been loaded must be here before it may be overwritten. Loads are only known to have ended
                 // when their results are used: a copy once overtook loads that were waiting behind loads of global
                 // memory. Those of the units before have been used: they are in the sums, or ended in order.
                 arrive(empty_barriers + 8 * stage + ((word[0].x ^ word[1].x ^ scales) & p.nothing));
                 if (++stage == p.stages) stage = 0, parity ^= 1;
             }
-            if (c * WARPS + warp >= all) break;
+            if (unit_of<FP8>(c, warp) >= all) break;
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 const uint32_t above = q ? units::scale<2>(scales) : units::scale<0>(scales);
@@ -204,17 +206,18 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         turn ^= buffer, buffer ^= 1;
     };
 
-    const int mine1 = (units1 - warp + WARPS - 1) / WARPS, mine2 = (units2 - warp + WARPS - 1) / WARPS;  // of the warp
+    const int mine1 = units_of_warp<FP8>(units1, warp), mine2 = units_of_warp<FP8>(units2, warp);
 
     // ---- first product ----
     if (batches) {
-        Tokens<C1, NT> tokens;
+        Tokens<C1, NT, FP8> tokens;
         const int divisor = p.quantised ? 1 : p.topk;  // of a slot, for its row of x
         const auto take_all = [&](const Group& g) {
             tokens.aim(p.x, p.hidden, divisor, warp, g, slots, lane);
 #pragma unroll
             for (int c = 0; c < C1; ++c)
                 if (c < mine1) tokens.take(c, NT > 1 && g.count() > 8);
+            if constexpr (FP8) tokens.round(units1, warp, NT > 1 && g.count() > 8);
         };
         const auto multiply_group = [&](bool both, auto then) {
             clear();
@@ -245,6 +248,8 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                 multiply_group(false, [&](int c) {
                     if (takes) tokens.take(c, false);
                 });
+                if constexpr (FP8)
+                    if (takes) tokens.round(units1, warp, false);
                 if (changes && lone) enter(walk.group);
             }
         } else {
@@ -265,7 +270,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         clear_total(p, total);  // nobody adds to it before all have handed over sums
-        Tokens<C2, NT> tokens;
+        Tokens<C2, NT, FP8> tokens;
         int batch = 0, due = p.linear ? -1 : 0;  // the next batch to wait for, and its first group
         const auto await = [&](int group) {
             if (BATCHED<NT> ? group != due : group || p.linear) return;
@@ -283,6 +288,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         for (int i = 0; i < count; ++i) {
             const Group g = groups[i], coming = groups[min(i + 1, count - 1)];
             const bool both = NT > 1 && g.count() > 8, coming_both = NT > 1 && coming.count() > 8;
+            if constexpr (FP8) tokens.round(units2, warp, both);
             await(i + 1);
             tokens.aim(rows, p.inner, 1, warp, coming, slots, lane);
             clear();
@@ -300,9 +306,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     }
 }
 
-template <int C1, int C2, int NT, bool CODES>
+template <int C1, int C2, int NT, bool CODES, bool FP8>
 cudaError_t launch(const Problem& p, int blocks, int bytes, bool early) {
-    const auto kernel = experts<C1, C2, NT, CODES>;
+    const auto kernel = experts<C1, C2, NT, CODES, FP8>;
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
     const dim3 grid(blocks), block(NUM_THREADS);
@@ -312,13 +318,15 @@ cudaError_t launch(const Problem& p, int blocks, int bytes, bool early) {
 }
 
 // tiles: 8 tokens each, of a group; 1 or 2. rows: room for the slots' rows of x, where they are quantised. codes: w13
-// and w2 are units of nvfp4_wgmma.cuh; quantised, not linear, tiles 1. early: whether the first kernel may begin before
-// the one ahead has ended. -> a cudaError_t; cudaErrorInvalidValue for what does not fit.
-inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bool codes, bool early) {
+// and w2 are units of nvfp4_wgmma.cuh; quantised, not linear, tiles 1. fp8: x and v are rounded to e4m3; not quantised,
+// not linear. early: whether the first kernel may begin before the one ahead has ended. -> a cudaError_t;
+// cudaErrorInvalidValue for what does not fit.
+inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bool codes, bool fp8, bool early) {
     static_assert(units::BYTES == nvfp4_wgmma::BYTES && units::ROWS == 2 * nvfp4_wgmma::ROWS, "the ring has either");
     const int n = p.tokens * p.topk;
     if (n > 0xFFFF || p.hidden % 64 || p.inner % 64 || tiles < 1 || tiles > 2) return cudaErrorInvalidValue;
     if (codes && (p.linear || !p.quantised || tiles > 1)) return cudaErrorInvalidValue;
+    if (fp8 && (p.linear || p.quantised)) return cudaErrorInvalidValue;
     const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
     const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);
     const bool short_rows = first <= 4 && second <= 2;
@@ -342,13 +350,17 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bo
         p.x = rows;
     }
     if (first > 8 || second > 8 || (tiles > 1 && !short_rows)) return cudaErrorInvalidValue;
-    const auto started = codes && short_rows      ? launch<4, 2, 1, true>
-                         : codes && second <= 4      ? launch<8, 4, 1, true>
-                         : codes                     ? launch<8, 8, 1, true>
-                         : short_rows && tiles == 1  ? launch<4, 2, 1, false>
-                         : short_rows                ? launch<4, 2, 2, false>
-                         : second <= 4               ? launch<8, 4, 1, false>
-                                                     : launch<8, 8, 1, false>;
+    const auto started = codes && short_rows                ? launch<4, 2, 1, true, false>
+                         : codes && second <= 4            ? launch<8, 4, 1, true, false>
+                         : codes                           ? launch<8, 8, 1, true, false>
+                         : fp8 && short_rows && tiles == 1 ? launch<4, 2, 1, false, true>
+                         : fp8 && short_rows               ? launch<4, 2, 2, false, true>
+                         : fp8 && second <= 4              ? launch<8, 4, 1, false, true>
+                         : fp8                             ? launch<8, 8, 1, false, true>
+                         : short_rows && tiles == 1        ? launch<4, 2, 1, false, false>
+                         : short_rows                      ? launch<4, 2, 2, false, false>
+                         : second <= 4                     ? launch<8, 4, 1, false, false>
+                                                           : launch<8, 8, 1, false, false>;
     return started(p, blocks, bytes, early);
 }
 

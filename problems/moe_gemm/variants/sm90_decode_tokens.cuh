@@ -1,4 +1,4 @@
-// Tokens of sm90_decode as operands, in registers; and their values in NVFP4, where a case says so.
+// Tokens of sm90_decode as operands, in registers; and their values in NVFP4 or FP8, where a case says so.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,6 +8,7 @@
 
 #include "launch.cuh"
 #include "sm90_decode_block.cuh"
+#include "sm90_decode_fp8.cuh"
 
 namespace decode {
 
@@ -79,7 +80,8 @@ __device__ __forceinline__ uint4 load_half(const __nv_bfloat16* x, int units, in
 
 // B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one
 // behind for step j. Where a group has fewer tokens its last one is used: no thread reads those sums.
-template <int C, int NT>
+// FP8: the warp's own columns are units that neighbour in twos, see unit_of.
+template <int C, int NT, bool FP8 = false>
 struct Tokens {
     uint32_t pairs[NT][C][8];
     const __nv_bfloat16* from[NT];  // where this lane's part of unit 0 begins, of the group that is taken next
@@ -90,7 +92,8 @@ struct Tokens {
 #pragma unroll
         for (int t = 0; t < NT; ++t) {
             const int slot = slots[group.start() + min(8 * t + lane / 4, group.count() - 1)];
-            from[t] = rows + static_cast<int64_t>(slot / divisor) * width + warp * units::COLUMNS + 16 * (lane & 3);
+            from[t] = rows + static_cast<int64_t>(slot / divisor) * width + unit_of<FP8>(0, warp) * units::COLUMNS +
+                      16 * (lane & 3);
         }
     }
 
@@ -124,11 +127,32 @@ struct Tokens {
 #pragma unroll
         for (int t = 0; t < NT; ++t)
             if (t == 0 || both) {
-                const uint4* at = reinterpret_cast<const uint4*>(from[t] + c * WARPS * units::COLUMNS);
+                const uint4* at = reinterpret_cast<const uint4*>(from[t] + unit_of<FP8>(c, 0) * units::COLUMNS);
                 const uint4 a = load_global(at), b = load_global(at + 1);
                 pairs[t][c][0] = a.x, pairs[t][c][1] = a.y, pairs[t][c][2] = a.z, pairs[t][c][3] = a.w;
                 pairs[t][c][4] = b.x, pairs[t][c][5] = b.y, pairs[t][c][6] = b.z, pairs[t][c][7] = b.w;
             }
+    }
+
+    // All units that have been taken, of a row of `all`, as FP8 holds them. A last group of 64 columns is one unit.
+    __device__ __forceinline__ void round(int all, int warp, bool both) {
+        static_assert(C % 2 == 0);
+#pragma unroll
+        for (int t = 0; t < NT; ++t)
+            if (t == 0 || both)
+#pragma unroll
+                for (int c = 0; c < C; c += 2) {
+                    if (unit_of<true>(c, warp) >= all) break;
+                    uint32_t most = largest(pairs[t][c]);
+                    if (unit_of<true>(c + 1, warp) < all) most = larger(most, largest(pairs[t][c + 1]));
+                    most = larger(most, most >> 16);
+                    most = larger(most, __shfl_xor_sync(~0u, most, 1));
+                    most = larger(most, __shfl_xor_sync(~0u, most, 2));
+                    const uint32_t least = least_normal(most);
+#pragma unroll
+                    for (int i = 0; i < 16; ++i)
+                        pairs[t][c + i / 8][i % 8] = nearest_e4m3(pairs[t][c + i / 8][i % 8], least);
+                }
     }
 };
 

@@ -22,15 +22,15 @@ int repack_codes(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int 
 int decode_counters() { return decode::BATCHES * decode::COUNTER_APART; }
 
 // shared: the last expert has every token, with weight 1; it counts in topk and experts, and is not in ids and routing.
-// quantised: 0, or 1, or 2 where w13 and w2 are of repack_codes.
+// form: of activations, 0 bf16; 1 NVFP4; 2 NVFP4, with w13 and w2 of repack_codes; 3 FP8.
 // early: as decode::run has it.
 int decode_experts(const uint8_t* w13, const float* g13, const float* in13, const uint8_t* w2, const float* g2,
                    const float* in2, const __nv_bfloat16* x, const int* ids, const float* routing, __nv_bfloat16* out,
                    __nv_bfloat16* v, __nv_bfloat16* rows, unsigned long long* arrived, int tokens, int topk, int experts, int hidden,
-                   int inner, int quantised, int shared, int tiles, int blocks, int early) {
+                   int inner, int form, int shared, int tiles, int blocks, int early) {
     return decode::run({w13, w2, g13, g2, in13, in2, x, ids, routing, out, v, arrived, tokens, topk, experts, hidden,
-                        inner, 0, 0, 0, quantised != 0, false, false, shared != 0, 0}, tiles, blocks, rows,
-                       quantised == 2, early);
+                        inner, 0, 0, 0, form == 1 || form == 2, false, false, shared != 0, 0}, tiles, blocks, rows,
+                       form == 2, form == 3, early);
 }
 
 // x (tokens, columns) by units of (rows, columns) -> out (tokens, rows). room: as large as x, where it is quantised.
@@ -38,7 +38,7 @@ int decode_linear(const uint8_t* weight, const float* g, const float* in, const 
                   __nv_bfloat16* room, int tokens, int rows, int columns, int quantised, int tiles, int blocks) {
     return decode::run({nullptr, weight, nullptr, g, nullptr, in, x, nullptr, nullptr, out, nullptr, nullptr, tokens, 1,
                         1, rows, columns, 0, 0, 0, quantised != 0, true, false, false, 0}, tiles, blocks, room,
-                       false, false);
+                       false, false, false);
 }
 
 // Bytes that prefill_experts needs, in KiB.

@@ -18,12 +18,14 @@ MOST_TOKENS = 256  # of a launch of the kernel for few
 MOST_WITH_SHARED = 32  # tokens of a call of `with_shared`: more pass over the shared expert's weights too often
 MANY = 12  # tokens an expert on average from which the kernel for many is quicker
 DENSE = range(12, 257)  # tokens of a single expert for which its columns are split over blocks
+BF16, NVFP4, CODES, FP8 = range(4)  # forms of activations that decode_experts takes
 
 
 class State(NamedTuple):
     """What prepare keeps: units in the weights' place, of equal size; the other tensors as they were.
 
     codes: units of nvfp4_wgmma.cuh, for activations that are NVFP4, (E, 2 I / 32, 4 ceil(H / 256), 1152) and likewise.
+    activation: one of the problem's, or "fp8".
     """
 
     w13: torch.Tensor  # uint8 (E, 2 I / 32, H / 64, 1152)
@@ -60,6 +62,17 @@ def prepare(weights: Weights) -> State:
     unpack_weights(weights)
     w13, w2 = _both(weights)
     return _state(w13, w2, [scale.clone() for scale in _scales(weights)], weights)
+
+
+def prepare_fp8(weights: Weights) -> State:
+    """As prepare, for calls of custom_kernel that round x and v to e4m3 with a power of two as the scale of each 128
+    values, as fp8.round_trip does; a last group may have 64. Values of x are below 2^124.
+
+    weights: with activation "bf16". ValueError: with another, or as prepare.
+    """
+    if weights.activation != "bf16":
+        raise ValueError(f"weights must have activation bf16, got {weights.activation}")
+    return prepare(weights)._replace(activation="fp8")
 
 
 def _scales(weights: Weights) -> tuple[torch.Tensor, ...]:
@@ -150,6 +163,7 @@ def _decode(data: input_t, tokens: int, topk: int, shared: bool) -> None:
     crowded = tokens * topk > 2 * experts and not state.codes
     tiles = 2 if crowded and hidden <= 4096 and inner <= 2048 else 1
     slots, quantised = min(tokens, MOST_TOKENS) * topk, state.activation == "nvfp4"
+    form = CODES if state.codes else {"bf16": BF16, "nvfp4": NVFP4, "fp8": FP8}[state.activation]
     v = torch.empty(slots, inner, dtype=torch.bfloat16, device=x.device)
     rows = torch.empty(slots if quantised else 0, hidden, dtype=torch.bfloat16, device=x.device)
     run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_experts", *[c_void_p] * 13, *[c_int] * 10)
@@ -160,7 +174,7 @@ def _decode(data: input_t, tokens: int, topk: int, shared: bool) -> None:
             state.w2.data_ptr(), state.g2.data_ptr(), state.in_scale2.data_ptr(),
             x[first].data_ptr(), ids[first].data_ptr(), routing[first].data_ptr(), out[first].data_ptr(),
             v.data_ptr(), rows.data_ptr(), state.arrived.data_ptr(),
-            count, topk, experts, hidden, inner, quantised + state.codes, shared, tiles, _blocks(x.device),
+            count, topk, experts, hidden, inner, form, shared, tiles, _blocks(x.device),
             early.allowed(),
         )  # fmt: skip
         build.check(code, "decode_experts")

@@ -54,6 +54,12 @@ def execute(instruction, a, b, c):
     return out
 
 
+def test_the_larger_magnitude_has_the_product_of_the_signs():
+    a, b = numbers(512), numbers(700)[188:]
+    got = execute("max.xorsign.abs.f32 %f1, %f1, %f2", a, b, b)
+    assert np.array_equal(got, np.maximum(np.abs(a), np.abs(b)) * np.where(np.signbit(a) ^ np.signbit(b), -1, 1))
+
+
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 def test_sums_products_and_fma_are_rounded_once_in_every_mode(mode):
     a, b, c = numbers(512), numbers(600)[88:], numbers(700)[188:]

@@ -1,0 +1,286 @@
+"""moe_gemm in the op experts, MXFP4 weights and FP8 activations: weights kept exactly, refusals, equal bits by row."""
+
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from problems.common import fp8, load, nvfp4
+from problems.dsv4_forward import ops
+from problems.dsv4_forward.adapters import moe
+from problems.dsv4_forward.adapters.common import Fallback, sum_dtype
+from problems.dsv4_forward.torch_ops import experts
+from problems.dsv4_forward.trace import CHECKS
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4.experts import FOLDER, GROUPED, SMALL, TASK, apart, inputs, run
+from tests.support import ROOT
+
+NAME = "layers.0.ffn.experts"
+BUDGET = CHECKS["experts"].budget  # of a row, as the check has it
+
+
+def mxfp4(name: str, *shape: int, seed: int, top: int) -> Linear:
+    """Random codes (E, n, k); scales of each matrix from 2^(top - 17) to 2^top, most within 2^5 of the largest."""
+    gen = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, generator=gen)
+    behind = torch.randint(0, 6, (*shape[:-1], shape[-1] // 32), generator=gen)
+    far = torch.randint(0, 18, behind.shape, generator=gen)
+    behind = torch.where(torch.rand(behind.shape, generator=gen) < 0.1, far, behind)
+    behind[:, 0, 0], behind[:, 1, 0] = 0, 17
+    codes[:, :2, :16] |= 0x11  # no zeros, so that both ends count
+    codes[:, 2:4, :16] &= 0x88
+    scale = (127 + top - behind).to(torch.uint8)
+    scale[:, 2, 0], scale[:, 3, 0] = 254, 0  # of zeros, which may have any
+    return Linear("mxfp4", codes, scale, name=name)
+
+
+def call(tokens: int, size: int, topk: int, hidden: int, inner: int) -> tuple:
+    """Arguments of the op experts but for its output. Groups of x differ in size by 2^20, and some are zeros."""
+    gen = torch.Generator().manual_seed(tokens)
+    w13 = mxfp4(f"{NAME}.w13", size, 2 * inner, hidden, seed=1, top=-2 - round(math.log2(hidden) / 2))
+    w2 = mxfp4(f"{NAME}.w2", size, hidden, inner, seed=2, top=-4)
+    x = torch.randn(tokens, hidden, generator=gen)
+    x[:, :64] *= 2.0 ** -torch.randint(0, 24, (tokens, 64), generator=gen)
+    x[1::3, 128:256] = 0
+    x[::2, hidden // 64 // 2 * 64 :] *= 2.0**-14
+    ids = torch.stack([torch.randperm(size, generator=gen)[:topk] for _ in range(tokens)]).int()
+    return x.bfloat16(), ids, torch.rand(tokens, topk, generator=gen) + 0.1, w13, w2, TASK.LIMIT
+
+
+def adapted(module: object, *pairs: tuple[Linear, Linear]) -> moe.Experts:
+    made = [moe.prepare_experts(module, w13, w2) for w13, w2 in pairs]
+    device = pairs[0][0].weight.device
+    ids = torch.zeros(moe.ROOM, 1, dtype=torch.int32, device=device)
+    return moe.Experts(TASK, module.custom_kernel, {id(b.w13): b for b in made}, ops.REFERENCE, ids, ids.float() + 1)
+
+
+class Rounding:
+    """A variant in torch that serves FP8 activations, one token-expert pair after the other."""
+
+    __name__ = "problems.moe_gemm.variants.rounding"
+
+    @staticmethod
+    def prepare_fp8(weights):
+        assert weights.activation == "bf16"
+        return weights
+
+    @staticmethod
+    def custom_kernel(data):
+        weights, (x, ids, gates), (out,) = data
+        x = fp8.round_trip(x.float(), 128)
+        for token, row in enumerate(ids.tolist()):
+            total = torch.zeros(out.shape[1])
+            for k, e in enumerate(row):
+                first = nvfp4.dequantise(weights.w13[e], weights.s13[e]) * weights.g13[e]
+                second = nvfp4.dequantise(weights.w2[e], weights.s2[e]) * weights.g2[e]
+                v = experts.gated((first @ x[token])[None], TASK.LIMIT, gates[token, k][None], torch.bfloat16)
+                total += second @ fp8.round_trip(v.float(), 128)[0]
+            out[token] = total
+        return out
+
+
+def unquantised(w: Linear) -> Linear:
+    return dataclasses.replace(w, quantise_input=False)
+
+
+def scaled(w: Linear, expert: int, byte: int) -> Linear:
+    """w with another scale byte in two of an expert's rows."""
+    w.scale[expert, 5:7] = byte
+    return w
+
+
+# ---------------------------------------------------------------- weights
+
+
+def values(packed: torch.Tensor, scale: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """fp64 of one of the problem's two matrices."""
+    return nvfp4.dequantise(packed, scale, torch.float64) * g.double()[:, None, None]
+
+
+@pytest.mark.parametrize("size", [1, moe.CONVERTED + 3])
+def test_the_models_weights_are_kept_exactly_and_as_they_are(size):
+    *_, w13, w2, _ = call(1, size, 1, 128, 64)
+    before = w13.scale.clone(), w2.weight.clone()
+    made = moe.prepare_experts(Rounding, w13, w2)
+    assert not made.reason and made.state.w13 is w13.weight
+    for w, kept in ((w13, made.state[:3]), (w2, made.state[3:6])):
+        units = torch.exp2(w.scale.double() - 127).repeat_interleave(32, -1)
+        assert torch.equal(values(*kept), nvfp4.decode(w.weight).double() * units)
+    assert torch.equal(before[0], w13.scale) and torch.equal(before[1], w2.weight)
+
+
+@pytest.mark.parametrize("largest", [17, 254])
+def test_the_ends_of_the_scales_are_kept_too(largest):
+    *_, w13, w2, _ = call(1, 2, 1, 64, 64)
+    w13 = dataclasses.replace(w13, scale=(w13.scale.int() - w13.scale[:, 0, :1, None] + largest).clamp(0, 254).byte())
+    made = moe.prepare_experts(Rounding, w13, w2)
+    units = torch.exp2(w13.scale.double() - 127).repeat_interleave(32, -1)
+    assert torch.equal(values(*made.state[:3]), nvfp4.decode(w13.weight).double() * units)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda a, b: (a, scaled(b, 1, int(b.scale[1].max()) - 18)), "experts.w2 are NaN or not within 2^17"),
+        (lambda a, b: (scaled(a, 0, 255), b), "experts.w13 are NaN or not within"),
+        (lambda a, b: (unquantised(a), b), "the input of one of w13 and w2 is quantised"),
+        (lambda a, b: tuple(unquantised(w) for w in (a, b)), "its inputs are not in FP8"),
+        (lambda a, b: (a, Linear("plain", b.dequantise(), name=b.name)), "its w2 is plain"),
+        (lambda a, b: (mxfp4("", 2, 64, 96, seed=1, top=0), mxfp4("", 2, 96, 32, seed=1, top=0)), "multiples of 64"),
+    ],
+)
+def test_a_layer_that_nvfp4_cannot_hold_is_the_references_and_named(change, reason):
+    x, ids, gates, w13, w2, limit = call(3, 2, 2, 64, 64)
+    w2.scale.clamp_(min=110, max=127), w2.weight.bitwise_or_(0x11)
+    pair = change(w13, w2)
+    found = adapted(Rounding, pair)
+    assert reason in next(iter(found.prepared.values())).reason
+    assert found.written(pair[0], torch.bfloat16) == torch.float32
+    arguments = inputs(3, pair[0].k), ids, gates, *pair, limit
+    assert torch.equal(run(found.experts, arguments).isnan(), run(experts.experts, arguments).isnan())
+    if "NaN" not in reason:
+        assert torch.equal(run(found.experts, arguments), run(experts.experts, arguments))
+
+
+def test_a_variant_without_fp8_leaves_the_layer_to_the_reference():
+    *_, w13, w2, _ = call(1, 2, 1, 64, 64)
+    assert moe.prepare_experts(GROUPED, w13, w2).reason == "moe_gemm/torch_grouped has no FP8 activations"
+    refuses = SimpleNamespace(prepare_fp8=lambda weights: int("H is too large"))
+    with pytest.raises(ValueError, match=rf"{NAME}: .*H is too large"):
+        moe.prepare_experts(refuses, w13, w2)
+
+
+# ---------------------------------------------------------------- the op
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 6, 128, 256), (9, 5, 2, 192, 320)])
+def test_experts_are_the_references(sizes):
+    arguments = call(*sizes)
+    found = adapted(Rounding, arguments[3:5])
+    assert float(apart(run(found.experts, arguments), run(experts.experts, arguments, torch.float32)).max()) <= BUDGET
+    x, *rest = arguments
+    with_fp32 = (x.float(), *rest)
+    assert torch.equal(run(found.experts, with_fp32), run(experts.experts, with_fp32))
+
+
+def test_a_model_in_the_released_format_has_its_experts_from_the_variant():
+    model = tree.random(SMALL, "released", seed=3)
+    found = moe.adapt_experts(Rounding(), model, Fallback(ops.REFERENCE))
+    count = len(list(model.blocks()))
+    assert found.report[0].startswith(f"moe_gemm/rounding, routed experts: {count} of {count} layers, ")
+    ffn, x = model.layers[1].ffn, inputs(2, SMALL.hidden_size)
+    op = found.functions["experts"]
+    assert sum_dtype(op, ffn.w13, x) == torch.bfloat16
+    assert not found.functions["all_experts"].serves(ffn.w13, x)
+    arguments = x, torch.tensor([[0, 1], [3, 2]], dtype=torch.int32), torch.rand(2, 2), ffn.w13, ffn.w2, TASK.LIMIT
+    assert float(apart(run(op, arguments), run(experts.experts, arguments, torch.float32)).max()) <= BUDGET
+
+
+def test_a_variant_without_fp8_does_not_fill_the_op():
+    model = tree.random(SMALL, "released", seed=3)
+    chosen = ops.choose("winners", "cpu", model)
+    assert chosen.names["experts"] == "reference"
+    winner = load.winner(FOLDER, "cpu")
+    assert f"experts: reference (moe_gemm/{winner} has no FP8 activations)" in chosen.report
+    with pytest.raises(ValueError, match="experts=torch_grouped: moe_gemm/torch_grouped has no FP8 activations"):
+        ops.choose("experts=torch_grouped", "cpu", model)
+
+
+# ---------------------------------------------------------------- sm90_grouped
+
+
+def compare(module: ModuleType, sizes: tuple[int, ...], device: str, counts: tuple[int, ...] = (1, 2, 5)) -> dict:
+    """-> largest relative error of a row, the same of an op that leaves v as it is, how many tokens, the second and
+    those behind it, do not have the bits that they have among all, and whether a second call has the bits of the first.
+    """
+    x, ids, gates, *pair, limit = call(*sizes)
+    pair = [dataclasses.replace(w, weight=w.weight.to(device), scale=w.scale.to(device)) for w in pair]
+    plain = [unquantised(w) for w in pair]
+    tokens = [tensor.to(device) for tensor in (x, ids, gates)]
+    op = adapted(module, tuple(pair)).experts
+
+    def made(function: object, some: slice, weights: list[Linear], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        x, ids, gates = (tensor[some].clone() for tensor in tokens)
+        out = torch.full(x.shape, math.nan, dtype=dtype, device=device)
+        function(fp8.round_trip(x, 128) if weights is plain else x, ids, gates, *weights, limit, out)
+        return out
+
+    every = slice(None)
+    got, want = made(op, every, pair), made(experts.experts, every, pair, torch.float32)
+    without = made(experts.experts, every, plain)
+    parts = [slice(1, 1 + count) for count in counts if count < len(x)]
+    return {
+        "error": float(apart(got, want).max()), "without": float(apart(without, want).max()),
+        "changed": [some.stop - 1 for some in parts if not same(made(op, some, pair), got[some])],
+        "again": same(made(op, every, pair), got),
+    }  # fmt: skip
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def right(found: dict) -> None:
+    assert found["error"] <= BUDGET and found["without"] > BUDGET, found
+    assert found["changed"] == [] and found["again"], found
+
+
+CODE = """
+import json, sys
+from problems.common import load
+from problems.common.ptx_model import driver
+from tests.dsv4 import in_model, test_moe_mxfp4 as tests
+
+driver.MULTIPROCESSORS["sm90"] = 2
+model = in_model.installed()
+module = load.variant("moe_gemm", "sm90_grouped")
+for sizes in json.loads(sys.argv[1]):
+    found = tests.compare(module, sizes, "cpu")
+    model.check()
+    print(json.dumps(found), flush=True)
+"""
+# Tokens, experts, experts of a token, hidden, inner. A last group of half the columns; ends of a copy within it; two
+# tiles of tokens; one block of 2 x 16 units and more; rows of over 4096 columns.
+MODEL_CASES = [(1, 3, 2, 192, 320), (3, 5, 2, 320, 192), (9, 2, 2, 64, 128), (3, 3, 1, 2112, 64), (2, 2, 1, 4224, 64)]
+
+
+def in_the_model(cases: list[tuple[int, ...]]) -> None:
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    ran = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True, timeout=1500
+    )
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(found) == len(cases), ran.stderr[-3000:]
+    for one in found:
+        right(one)
+
+
+def test_the_kernel_is_right_in_the_model_of_the_gpu():
+    in_the_model(MODEL_CASES[:1])
+
+
+@pytest.mark.slow
+def test_the_kernel_is_right_in_the_model_of_the_gpu_on_longer_cases():
+    in_the_model(MODEL_CASES[1:])
+
+
+# Small ones as above; tiny-k's; Flash's; Pro's, whose rows do not end with a copy; more tokens than a launch takes.
+GPU_CASES = [
+    *MODEL_CASES, (9, 8, 2, 512, 256), (1, 8, 6, 4096, 2048), (8, 8, 6, 4096, 2048), (90, 8, 6, 4096, 2048),
+    (33, 64, 6, 4096, 2048), (5, 8, 6, 7168, 3072), (300, 8, 2, 512, 256), (3, 2, 1, 64, 4224),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", GPU_CASES, ids=lambda one: "x".join(map(str, one)))
+def test_the_kernel_is_right_on_the_gpu(sizes):
+    """Against the reference, within the check's budget; a token alone and among others has equal bits."""
+    right(compare(load.variant(moe.PROBLEM, "sm90_grouped"), sizes, "cuda"))

@@ -16,6 +16,8 @@ from problems.dsv4_forward.adapters import indexer as choosing
 from problems.dsv4_forward.adapters import linear as moe_linear
 from problems.dsv4_forward.adapters.common import Adapted, Fallback, Joined, Partial
 from problems.dsv4_forward.kernels import cache_rows, copies, fused, matmuls
+from problems.dsv4_forward.kernels import experts as experts_kernel
+from problems.dsv4_forward.kernels import fmha as fmha_kernel
 from problems.dsv4_forward.kernels import indexer as indexer_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
 from problems.dsv4_forward.kernels import start as start_kernel
@@ -232,8 +234,11 @@ SPECS = (
 )
 REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
-# This folder's own; the first that has an op fills it.
-KERNELS = (start_kernel, copies, fused, matmuls, cache_rows, indexer_kernel, router_kernel)
+# This folder's own; the first that has an op fills it. A module may define FORMATS, those that it fills ops in, and
+# SERVES, by op that spans others which calls it serves, as Partial has it.
+KERNELS = (
+    start_kernel, copies, fused, matmuls, cache_rows, indexer_kernel, router_kernel, fmha_kernel, experts_kernel
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -368,9 +373,12 @@ def _winner(op: str, model: _Model, asked: Provider | None = None) -> Choice:
     if asked:
         return Choice(op, reason)
     for kernels in KERNELS:
-        if op in kernels.OPS and model.target in kernels.TARGETS:
+        formats = getattr(kernels, "FORMATS", (model.fmt,))
+        if op in kernels.OPS and model.target in kernels.TARGETS and model.fmt in formats:
             name = f"dsv4_forward/{kernels.SOURCE.stem}"
-            return Choice(op, "a fused kernel of this folder", name, function=kernels.ops(model.target)[op])
+            function, serves = kernels.ops(model.target)[op], getattr(kernels, "SERVES", {}).get(op)
+            function = Partial(function, serves) if serves else function
+            return Choice(op, "a fused kernel of this folder", name, function=function)
     return Choice(op, reason)
 
 

@@ -32,7 +32,8 @@ FREE = {
 
 # Kernels that a launcher launches, where it is not one. Attention splits its lists among blocks and joins the parts.
 SEVERAL = {
-    "copies.launch_mix_copies": 2, "sm90_wgmma.launch": 2, "sm90_grouped.decode_linear": 2,
+    "copies.launch_mix_copies": 2, "sm90_wgmma.launch": 2, "sm90_grouped.decode_linear": 2, "fmha.launch_fmha": 2,
+    "experts.launch_experts": 2,
 }  # fmt: skip
 QUANTISING = "sm90_grouped.decode_experts", 13, 18  # a launch more for several tokens in NVFP4: arguments count, form
 COUNTED = {"sm90_mma.launch": (1, 2)}  # launchers of several kernels: arguments whose sum says how many

@@ -183,6 +183,26 @@ def test_a_kernel_of_this_folder_fills_an_op_where_no_winner_does(problems, monk
                      ("sm100", "nvfp4"): mine}  # fmt: skip
 
 
+def test_a_kernel_of_this_folder_may_fill_an_op_in_some_formats_and_for_some_calls(problems, monkeypatch, model):
+    calls = []
+    mine = SimpleNamespace(
+        OPS=("norm_rotate",), TARGETS=("cpu",), SOURCE=problems / "mine.cu", FORMATS=("bf16",),
+        SERVES={"norm_rotate": lambda x, *rest: len(x) == 1},
+        ops=lambda target: {"norm_rotate": lambda *given: calls.append(given)},
+    )  # fmt: skip
+    monkeypatch.setattr(ops, "KERNELS", (mine,))
+    assert ops.choose("winners", "cpu", model["nvfp4"]).names["norm_rotate"] == "reference"
+    chosen = ops.choose("winners", "cpu", model["bf16"])
+    assert chosen.names["norm_rotate"] == "dsv4_forward/mine"
+    turn, got, want = torch.linspace(0, 3, 8).view(2, 4), torch.empty(2, 64), torch.empty(2, 64)
+    given = inputs(2, 64), None, 1e-6, turn.cos(), turn.sin()
+    chosen.ops.norm_rotate(*given, got)
+    ops.REFERENCE.norm_rotate(*given, want)
+    assert torch.equal(got, want) and not calls
+    chosen.ops.norm_rotate(inputs(1, 64), *given[1:], got)
+    assert len(calls) == 1
+
+
 def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(monkeypatch, model):
     """Three providers, none of which serves the call, and of which the second has no variant in use."""
     calls: list[str] = []

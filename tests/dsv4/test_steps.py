@@ -22,10 +22,7 @@ TASK = load.module(load.PROBLEMS / "dsv4_forward", "task")
 CONTEXT = 130  # tokens of each sequence before the steps
 ROOM = 4  # steps that a prepared case has room for, for each that it is made for
 # On a GPU, the formats whose rows depend on how many others there are.
-DEPENDENT = {
-    "fp32": "fp32 products are cuBLAS's",
-    "bf16": "attention over plain pages and the routed experts are torch's",
-}
+DEPENDENT = {"fp32": "fp32 products are cuBLAS's"}
 
 
 def each_format(strict: bool) -> list:

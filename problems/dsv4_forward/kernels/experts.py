@@ -1,0 +1,73 @@
+"""Compute the routed experts with plain bf16 weights in two launches, for calls of few tokens.
+
+In torch they are a gather of every pair's weights, which are written and read again. A token's bits do not depend on
+the others. Weights are read as they lie in memory: no launch just ahead may write them. On a GPU ids are not checked:
+an expert that does not exist adds nothing. Calls that it does not serve are torch's. The interface and formulas are
+those of torch_ops/experts.py.
+"""
+
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+
+import torch
+
+from problems.common import build
+from problems.dsv4_forward.torch_ops import experts
+from problems.dsv4_forward.weights.linear import Linear
+
+TARGETS = ("sm90", "sm100")
+OPS = ("experts",)
+FORMATS = ("bf16",)
+SOURCE = Path(__file__).with_suffix(".cu")
+MOST_PAIRS = 256  # of a token and one of its experts, as in the source: 42 tokens of Flash
+KINDS = (torch.float32, torch.bfloat16)
+
+
+def compile_for(target: str) -> list[build.Artefact]:
+    """Compile for `target`, without a GPU."""
+    return [build.cuda(SOURCE, target)]
+
+
+def ops(target: str) -> dict[str, Callable[..., None]]:
+    """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
+    return {"experts": Experts(build.cuda(SOURCE, target)).experts}
+
+
+class Experts:
+    """The op on one build."""
+
+    def __init__(self, built: build.Artefact) -> None:
+        self._experts = built.function("launch_experts", *[c_void_p] * 7, *[c_int] * 6, c_float)
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, limit: float,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Compute torch_ops experts.experts. ValueError as there, but for ids."""
+        if not serves(x, ids, weights, w13, w2, out):
+            experts.experts(x, ids, weights, w13, w2, limit, out)
+            return
+        between = torch.empty(ids.numel(), w2.k, dtype=x.dtype, device=x.device)
+        given = (tensor.data_ptr() for tensor in (x, ids, weights, w13.weight, w2.weight, between, out))
+        sizes = *ids.shape, len(w13.weight), w13.k, w2.k, KINDS.index(out.dtype)
+        build.check(self._experts(*given, *sizes, limit), "experts")
+
+
+def serves(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, out: torch.Tensor
+) -> bool:  # fmt: skip
+    """Whether the kernels compute the call."""
+    if not w13.kind == w2.kind == "plain" or ids.dim() != 2 or not 1 <= ids.numel() <= MOST_PAIRS:
+        return False
+    size, inner, hidden = len(w13.weight), w2.k, w13.k
+    shapes = {
+        x: (len(ids), hidden), weights: ids.shape, out: (len(ids), hidden), w13.weight: (size, 2 * inner, hidden),
+        w2.weight: (size, hidden, inner),
+    }  # fmt: skip
+    fitting = all(tuple(tensor.shape) == tuple(shape) for tensor, shape in shapes.items())
+    bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, w13.weight, w2.weight))
+    routed = ids.dtype == torch.int32 and weights.dtype == torch.float32
+    whole = hidden % 8 == inner % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x, w13.weight, w2.weight))
+    contiguous = all(tensor.is_contiguous() for tensor in (*shapes, ids))
+    return fitting and bf16 and routed and whole and contiguous and out.dtype in KINDS

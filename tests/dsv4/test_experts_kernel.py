@@ -1,0 +1,182 @@
+"""kernels/experts.cu on a GPU, and in the model of one, against torch_ops/experts.py and fp64; and that it compiles."""
+
+import shutil
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward.kernels import experts as kernel
+from problems.dsv4_forward.torch_ops import experts
+from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4 import in_model
+
+DEVICE = "cuda"
+BF16, FP32 = torch.bfloat16, torch.float32
+LIMIT = 2.0
+# Tokens, experts, chosen, hidden, inner. Real sizes first; then sizes that end inside of a block's rows and columns, an
+# expert that all pairs have, in several groups of it, and as many pairs as there may be.
+SHAPES = (
+    (1, 8, 6, 4096, 2048), (2, 8, 6, 4096, 2048), (8, 8, 6, 4096, 2048), (32, 8, 6, 4096, 2048),
+    (42, 256, 6, 4096, 256), (3, 5, 2, 7168, 3072), (1, 4, 1, 8, 8), (5, 7, 3, 72, 40), (33, 1, 1, 136, 24),
+    (9, 2, 2, 2104, 1032), (32, 16, 8, 64, 32), (64, 3, 4, 24, 16),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return kernel.ops(load.device_target(DEVICE))
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return made.to(DEVICE, dtype)
+
+
+def weights(size: int, hidden: int, inner: int) -> tuple[Linear, Linear]:
+    made = draw(size, 2 * inner, hidden, seed=1, scale=2 * hidden**-0.5), draw(size, hidden, inner, seed=2)
+    return tuple(Linear("plain", one) for one in made)
+
+
+def routed(tokens: int, size: int, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids, unlike ones in a row where there are enough, else repeated; gates."""
+    gen = torch.Generator().manual_seed(tokens + size)
+    ids = torch.rand(tokens, max(size, chosen), generator=gen).argsort(1)[:, :chosen] % size
+    gates = torch.rand(tokens, chosen, generator=gen) + 0.1
+    return ids.to(DEVICE, torch.int32), gates.to(DEVICE)
+
+
+def near(got: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, w13: Linear, w2: Linear) -> None:
+    """fp32 sums in another order; a value of w2's input that falls on the other side of a rounding moves by a step. ids
+    beyond the experts count as zeros.
+    """
+    size, inner = len(w13.weight), w2.k
+    want, terms = (torch.zeros(got.shape, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    sums = torch.zeros_like(want)
+    for expert in range(size):
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        a, b = (x[token].double() @ w13.weight[expert].double().T).split(inner, 1)
+        b = b.clamp(-LIMIT, LIMIT)
+        value = torch.nn.functional.silu(a.clamp(max=LIMIT)) * b * gates[token, k].double().unsqueeze(1)
+        rounded, w = value.to(BF16).double(), w2.weight[expert].double()
+        want.index_add_(0, token, rounded @ w.T)
+        sums.index_add_(0, token, rounded.abs() @ w.abs().T)
+        terms.index_add_(0, token, (rounded * 2.0**-7).square() @ w.square().T)
+    step = 2.0**-8 if got.dtype == BF16 else 0.0
+    # `terms`: if all of w2's inputs moved by a step, independently; few of them do.
+    error, bound = (got.double() - want).abs(), step * want.abs() + 2e-6 * sums + 0.3 * terms.sqrt()
+    assert bool((error <= bound).all()), float((error / bound).max())
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("target", kernel.TARGETS)
+def test_it_compiles_without_spills(target):
+    kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
+    assert len(kernels) == 2 and not any(one.spill_bytes for one in kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [FP32, BF16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts(ops, shape, out_dtype, repeated=True):
+    tokens, size, chosen, hidden, inner = shape
+    x, (ids, gates), (w13, w2) = draw(tokens, hidden), routed(tokens, size, chosen), weights(size, hidden, inner)
+    got = torch.full((tokens, hidden), float("nan"), dtype=out_dtype, device=DEVICE)
+    assert kernel.serves(x, ids, gates, w13, w2, got)
+    ops["experts"](x, ids, gates, w13, w2, LIMIT, got)
+    near(got, x, ids, gates, w13, w2)
+    if not repeated:
+        return
+    again = torch.full_like(got, float("nan"))
+    ops["experts"](x, ids, gates, w13, w2, LIMIT, again)
+    assert torch.equal(got, again)
+    for row in {0, tokens // 2, tokens - 1}:
+        mine, one = slice(row, row + 1), torch.full((1, hidden), float("nan"), dtype=out_dtype, device=DEVICE)
+        ops["experts"](x[mine].clone(), ids[mine].clone(), gates[mine].clone(), w13, w2, LIMIT, one)
+        assert torch.equal(one, got[mine]), "a token by itself"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(5, 72, 40), (20, 64, 32)])
+def test_it_is_the_reference_but_for_the_order_of_sums(ops, tokens, hidden, inner):
+    """Small whole numbers, whose sums are exact in any order, and gates that are powers of two."""
+    gen = torch.Generator().manual_seed(tokens)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=gen).to(DEVICE, BF16)
+
+    x, w13, w2 = whole(tokens, hidden), Linear("plain", whole(4, 2 * inner, hidden)), whole(4, hidden, inner)
+    ids = torch.randint(4, (tokens, 3), generator=gen).to(DEVICE, torch.int32)
+    gates = (2.0 ** torch.randint(-2, 2, (tokens, 3), generator=gen)).to(DEVICE)
+    got, want = (torch.full((tokens, hidden), float("nan"), device=DEVICE) for _ in range(2))
+    ops["experts"](x, ids, gates, w13, Linear("plain", w2), LIMIT, got)
+    experts.experts(x, ids, gates, w13, Linear("plain", w2), LIMIT, want)
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_an_expert_that_does_not_exist_adds_nothing(ops):
+    x, (ids, gates), (w13, w2) = draw(4, 64), routed(4, 3, 2), weights(3, 64, 32)
+    ids[0, 1], ids[1, 0], ids[2] = -1, 3, 2**31 - 1
+    got = torch.full((4, 64), float("nan"), device=DEVICE)
+    ops["experts"](x, ids, gates, w13, w2, LIMIT, got)
+    near(got, x, ids, gates, w13, w2)
+    assert not bool(got[2].any())
+
+
+@pytest.mark.gpu
+def test_not_a_number_stays(ops):
+    x, (ids, gates), (w13, w2) = draw(2, 64), routed(2, 3, 2), weights(3, 64, 32)
+    x[1, 5] = float("nan")
+    got = torch.zeros(2, 64, device=DEVICE)
+    ops["experts"](x, ids, gates, w13, w2, LIMIT, got)
+    assert bool(got[0].isfinite().all()) and bool(got[1].isnan().all())
+
+
+@pytest.mark.gpu
+def test_what_it_does_not_serve_is_torchs(ops):
+    """Other types, widths that are no whole 16 bytes, more pairs than fit; and wrong arguments are named."""
+    (ids, gates), (w13, w2) = routed(3, 4, 2), weights(4, 32, 16)
+    single = tuple(Linear("plain", one.weight.float()) for one in (w13, w2))
+    odd, many = weights(4, 36, 20), routed(200, 4, 2)
+    for x, given, pair in (
+        (draw(3, 32, dtype=FP32), (ids, gates), (w13, w2)), (draw(3, 32), (ids, gates), single),
+        (draw(3, 36), (ids, gates), odd), (draw(200, 32), many, (w13, w2)),
+    ):  # fmt: skip
+        got, want = (torch.full(x.shape, float("nan"), device=DEVICE) for _ in range(2))
+        assert not kernel.serves(x, *given, *pair, got)
+        ops["experts"](x, *given, *pair, LIMIT, got)
+        experts.experts(x, *given, *pair, LIMIT, want)
+        assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="x and out must be"):
+        ops["experts"](draw(3, 40), ids, gates, w13, w2, LIMIT, torch.empty(3, 32, device=DEVICE))
+    with pytest.raises(ValueError, match="ids must be"):
+        ops["experts"](draw(3, 32), ids.long(), gates, w13, w2, LIMIT, torch.empty(3, 32, device=DEVICE))
+
+
+@pytest.mark.gpu
+def test_replays_are_equal_bit_for_bit(ops):
+    x, (ids, gates), (w13, w2) = draw(8, 1024), routed(8, 16, 6), weights(16, 1024, 512)
+    first, got = (torch.full((8, 1024), float("nan"), device=DEVICE) for _ in range(2))
+    ops["experts"](x, ids, gates, w13, w2, LIMIT, first)
+    other = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(200):
+        ops["experts"](x, ids, gates, w13, w2, LIMIT, got.fill_(float("nan")))
+        other += (got != first).sum()
+    assert int(other) == 0
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_in_the_model_of_a_gpu():
+    shapes = {(3, 4, 2, 24, 40): "bfloat16", (17, 1, 1, 72, 8): "float32", (2, 1, 3, 8, 8): "float32"}
+    calls = [("test_experts", {"shape": shape, "out_dtype": kind}) for shape, kind in shapes.items()]
+    calls += [
+        # Columns in two turns.
+        ("test_experts", {"shape": (1, 2, 1, 2104, 8), "out_dtype": "bfloat16", "repeated": False}),
+        ("test_it_is_the_reference_but_for_the_order_of_sums", {"tokens": 3, "hidden": 40, "inner": 16}),
+        ("test_an_expert_that_does_not_exist_adds_nothing", {}), ("test_not_a_number_stays", {}),
+        ("test_what_it_does_not_serve_is_torchs", {}),
+    ]  # fmt: skip
+    in_model.run(__name__, calls)

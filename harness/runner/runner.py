@@ -273,7 +273,7 @@ class Runner:
 
     def _data(self, buffer: MappedBuffer) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
-        values = tree.unpacked(self.opened.get("values"), buffer.memory["host"])
+        values = tree.unpacked(self.opened.get("values"), buffer.memory.get("host"))
         data = tree.build(self.opened["data"], buffer.memory, self.task, values)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 

@@ -95,9 +95,11 @@ def packed(values: list) -> bytes:
     return said.ljust(-(-2 * len(said) // ALIGN) * ALIGN)
 
 
-def unpacked(leaf: dict | None, host: torch.Tensor) -> Sequence:
-    """Return the values that a call's memory `host` holds where the tensor `leaf` is. leaf: None where it has none."""
-    if leaf is None:
+def unpacked(leaf: dict | None, host: torch.Tensor | None) -> Sequence:
+    """Return the values that a call's memory `host` holds where the tensor `leaf` is. leaf: None where it has none.
+    host: None where a call has memory on a device only.
+    """
+    if leaf is None or host is None:
         return ()
     said = tensor(leaf, host)
     return json.loads(ctypes.string_at(said.data_ptr(), said.numel()))

@@ -189,17 +189,22 @@ def test_replays_are_equal_bit_for_bit(ops):
     assert int(other) == 0
 
 
+MODEL = [
+    ("test_fmha", {"shape": (1, 1, 4, 31, None), "q_dtype": "float32", "dtype": "bfloat16"}),
+    ("test_fmha_rotate", {"shape": (2, 3, 72, 4, 2), "dtype": "bfloat16"}),
+    ("test_nothing_to_attend_to", {}), ("test_not_a_number_stays_and_a_large_sink_leaves_nothing", {}),
+    ("test_what_it_does_not_serve_is_torchs", {}),
+]  # fmt: skip
+LONG = [
+    ("test_fmha", {"shape": (1, 9, 20, 0, 33), "q_dtype": "bfloat16", "dtype": "bfloat16"}),
+    ("test_fmha", {"shape": (2, 3, 132, 37, None), "q_dtype": "float32", "dtype": "float32"}),
+    ("test_fmha", {"shape": (2, 2, 512, 3, 1), "q_dtype": "bfloat16", "dtype": "float32"}),
+    ("test_fmha", {"shape": (3, 2, 64, 40, 5), "q_dtype": "bfloat16", "dtype": "bfloat16"}),
+    ("test_fmha_rotate", {"shape": (2, 3, 72, 4, 2), "dtype": "float32"}),
+]
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_in_the_model_of_a_gpu():
-    kinds = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"))
-    shapes = ((1, 9, 20, 0, 33), (2, 3, 132, 37, None), (1, 1, 4, 31, None), (2, 2, 512, 3, 1))
-    calls = [
-        ("test_fmha", {"shape": shape, "q_dtype": q, "dtype": kept})
-        for shape, (q, kept) in zip(shapes, kinds, strict=True)
-    ]
-    calls += [("test_fmha_rotate", {"shape": (2, 3, 72, 4, 2), "dtype": kind}) for kind in ("bfloat16", "float32")]
-    calls += [
-        ("test_nothing_to_attend_to", {}), ("test_not_a_number_stays_and_a_large_sink_leaves_nothing", {}),
-        ("test_what_it_does_not_serve_is_torchs", {}),
-    ]  # fmt: skip
+@pytest.mark.parametrize("calls", [MODEL, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_in_the_model_of_a_gpu(calls):
     in_model.run(__name__, calls)

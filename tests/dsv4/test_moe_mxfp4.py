@@ -206,7 +206,7 @@ def compare(module: ModuleType, sizes: tuple[int, ...], device: str, counts: tup
     tokens = [tensor.to(device) for tensor in (x, ids, gates)]
     op = adapted(module, tuple(pair)).experts
 
-    def made(function: object, some: slice, weights: list[Linear], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def made(function: object, rows: slice, weights: list[Linear], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         x, ids, gates = (tensor[some].clone() for tensor in tokens)
         out = torch.full(x.shape, math.nan, dtype=dtype, device=device)
         function(fp8.round_trip(x, 128) if weights is plain else x, ids, gates, *weights, limit, out)
@@ -216,9 +216,11 @@ def compare(module: ModuleType, sizes: tuple[int, ...], device: str, counts: tup
     got, want = made(op, every, pair), made(experts.experts, every, pair, torch.float32)
     without = made(experts.experts, every, plain)
     parts = [slice(1, 1 + count) for count in counts if count < len(x)]
+    some = want.any(1)  # v of a small token is below what FP8 holds
+    assert not bool(got[~some].any())
     return {
-        "error": float(apart(got, want).max()), "without": float(apart(without, want).max()),
-        "changed": [some.stop - 1 for some in parts if not same(made(op, some, pair), got[some])],
+        "error": float(apart(got[some], want[some]).max()), "without": float(apart(without[some], want[some]).max()),
+        "changed": [part.stop - 1 for part in parts if not same(made(op, part, pair), got[part])],
         "again": same(made(op, every, pair), got),
     }  # fmt: skip
 

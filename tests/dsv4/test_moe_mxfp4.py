@@ -49,7 +49,7 @@ def call(tokens: int, size: int, topk: int, hidden: int, inner: int) -> tuple:
     x = torch.randn(tokens, hidden, generator=gen)
     x[:, :64] *= 2.0 ** -torch.randint(0, 24, (tokens, 64), generator=gen)
     x[1::3, 128:256] = 0
-    x[::2, hidden // 64 // 2 * 64 :] *= 2.0**-14
+    x[::2, max(128, hidden // 256 * 128) :] *= 2.0**-14  # not a whole row, whose v could be all zeros
     ids = torch.stack([torch.randperm(size, generator=gen)[:topk] for _ in range(tokens)]).int()
     return x.bfloat16(), ids, torch.rand(tokens, topk, generator=gen) + 0.1, w13, w2, TASK.LIMIT
 

@@ -35,6 +35,7 @@ SPILLS = {
     ("fmha_decode", "sm90_wgmma", "sm90"): {"transposed6attendILb0E": 32},  # which no shape chooses yet
     ("mhc_site", "sm90_columns", "sm100"): {ADDRESS_KEPT: 60, "many_kernelILi128E": 36},  # never run there
     ("moe_gemm", "sm90_grouped", "sm90"): {LONG_CODES: 48, LONG_FP8: 24, LONGER_FP8: 180, TILES_FP8: 32},
+    ("moe_gemm", "sm90_grouped", "sm100"): {LONG_FP8: 20, LONGER_FP8: 88, TILES_FP8: 12},
 }
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from harness.checker import foreign, forms
 from harness.runner import claims, tree
+from harness.runner.runner import Runner
 from problems.common import load
 
 REFERENCE = """
@@ -186,3 +188,13 @@ def test_no_method_of_an_answer_runs():
 
     assert tree.parts([Lazy([1]), Keyed(a=2)]) == []
     assert tree.parts(late := Late(1)) == [late] and claims.structure(late) == {"type": "Late"}
+
+
+def test_a_call_with_memory_on_a_device_only_has_its_data():
+    """As on a GPU, where none of a problem's data lies on the host."""
+    spec = {
+        "kind": "tensor", "space": "device", "dtype": "uint8", "shape": [4], "stride": [1], "offset": 0, "nbytes": 4,
+    }  # fmt: skip
+    made = SimpleNamespace(opened={"data": spec, "split": False}, task=None)
+    buffer = SimpleNamespace(memory={"device": torch.arange(8, dtype=torch.uint8)})
+    assert Runner._data(made, buffer).tolist() == [0, 1, 2, 3]

@@ -96,11 +96,13 @@ def packed(values: list) -> bytes:
 
 
 def unpacked(leaf: dict | None, host: torch.Tensor | None) -> Sequence:
-    """Return the values that a call's memory `host` holds where the tensor `leaf` is. leaf: None where it has none.
-    host: None where a call has memory on a device only.
+    """Return the values that a call's memory `host` holds where the tensor `leaf` is. leaf: None where it has none;
+    then host may be None, as of a call with memory on a device only. ValueError: a leaf without memory.
     """
-    if leaf is None or host is None:
+    if leaf is None:
         return ()
+    if host is None:
+        raise ValueError("values of a call lie in memory of the host, and it has none")
     said = tensor(leaf, host)
     return json.loads(ctypes.string_at(said.data_ptr(), said.numel()))
 

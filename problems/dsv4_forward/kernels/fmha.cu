@@ -203,7 +203,8 @@ int attend(const Attention& of, int queries, int entries_bf16) {
 
 }  // namespace
 
-// parts: for each query, head and chunk of either list width + 2 floats. width: a multiple of 4, at most MOST_WIDTH. Pages begin at multiples of 16 bytes.
+// parts: for each query, head and chunk of either list width + 2 floats. width: a multiple of 4, at most MOST_WIDTH.
+// Pages begin at multiples of 16 bytes.
 extern "C" int launch_fmha(const void* q, const void* window, const int* window_index, const void* cache,
                            const int* index, const float* sink, const float* cosine, const float* sine, float* parts,
                            void* out, float* lse, int queries, int heads, int width, int half, int window_length,

@@ -207,7 +207,7 @@ def compare(module: ModuleType, sizes: tuple[int, ...], device: str, counts: tup
     op = adapted(module, tuple(pair)).experts
 
     def made(function: object, rows: slice, weights: list[Linear], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        x, ids, gates = (tensor[some].clone() for tensor in tokens)
+        x, ids, gates = (tensor[rows].clone() for tensor in tokens)
         out = torch.full(x.shape, math.nan, dtype=dtype, device=device)
         function(fp8.round_trip(x, 128) if weights is plain else x, ids, gates, *weights, limit, out)
         return out

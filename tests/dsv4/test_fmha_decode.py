@@ -143,6 +143,26 @@ def test_the_kernel_rotates_back(ops, heads, entries):
     assert bool(((got.float() - want.float()).norm(dim=-1) <= 2**-12 * want.float().norm(dim=-1)).all())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "entries"), [(64, (128, 512)), (9, (128, 37)), (128, (100, 1024))])
+def test_a_token_has_the_same_bits_among_others_and_with_a_longer_list(ops, heads, entries):
+    source = torch.Generator().manual_seed(8)
+    q = torch.randn(16, 1, heads, WIDTH, generator=source).bfloat16().to(DEVICE)
+    window, cache = pages(3, 64, 2), pages(40, 1, 3)
+    window, cache = (dataclasses.replace(one, data=one.data.to(DEVICE)) for one in (window, cache))
+    ids, chosen = (lists(16, n, most, 7).to(DEVICE) for n, most in zip(entries, (192, 40), strict=True))
+    more = torch.cat([chosen, torch.full((16, 1, 200), -1, dtype=torch.int32, device=DEVICE)], 2)
+    turn = tuple(one.to(DEVICE) for one in angles(16))
+
+    def attended(some: slice, listed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given = q[some], window, ids[some], cache, listed[some], torch.linspace(-3, 3, heads).to(DEVICE), WIDTH**-0.5
+        return run(ops["fmha_rotate"], (*given, *(one[some] for one in turn)))
+
+    together = attended(slice(16), more)
+    for some in (slice(3, 4), slice(3, 5), slice(8, 16)):
+        assert all(torch.equal(a, b[some]) for a, b in zip(attended(some, chosen), together, strict=True))
+
+
 @pytest.fixture(name="ops", scope="module")
 def ops_on_a_gpu():
     return kernel.ops("sm90")

@@ -2,8 +2,9 @@
 model's pages.
 
 The kernel sees each token as a separate sequence. Holes in a list say what does not count, so lengths are full ones.
-A variant may define a function more: `with_rotation(data, cosine, sine)`, as custom_kernel, and turns the last 64 dims
-of the outputs back, rounded to bf16 before and after. Without it the op rotate of the fallback follows.
+A variant may define a function more: `in_model(data, cosine, sine)`, which does as custom_kernel, then turns the last
+64 dims of the outputs back, rounded to bf16 before and after, unless the angles are None. In a step of few tokens it
+gives a token the same bits whatever others are in it. Without it custom_kernel and the fallback's op rotate do both.
 """
 
 from collections.abc import Callable
@@ -22,15 +23,13 @@ PROBLEM = "fmha_decode"
 
 @dataclass(frozen=True)
 class Attention:
-    """The ops. task: the problem's; kernel: a custom_kernel of it, rotating: a with_rotation; fallback: computes the
-    calls that the kernel does not serve: activations that are not bf16, pages of another kind, no window. full: by
-    device, tokens and length, the lengths of full lists. They are kept, since graphs may read them: 512 bytes for each
-    that occurs.
+    """The ops. task: the problem's; kernel: an in_model of it; fallback: computes the calls that the kernel does not
+    serve: activations that are not bf16, pages of another kind, no window. full: by device, tokens and length, the
+    lengths of full lists. They are kept, since graphs may read them: 512 bytes for each that occurs.
     """
 
     task: ModuleType
     kernel: Callable[..., object]
-    rotating: Callable[..., object]
     fallback: AllOps
     full: dict[tuple[torch.device, int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -40,7 +39,7 @@ class Attention:
     ) -> None:  # fmt: skip
         """As fmha.fmha. ValueError as the problem's task.unpack, or another scale than the problem's."""
         if self._serves(q, window, window_index, cache):
-            self.kernel(self._data(q, window, window_index, cache, index, sink, scale, out, lse))
+            self.kernel(self._data(q, window, window_index, cache, index, sink, scale, out, lse), None, None)
         else:
             self.fallback.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
 
@@ -52,7 +51,7 @@ class Attention:
         """As chains.fmha_rotate. ValueError as fmha, or of angles, as the variant says."""
         if self._serves(q, window, window_index, cache):
             data = self._data(q, window, window_index, cache, index, sink, scale, out, lse)
-            self.rotating(data, cos.contiguous(), sin.contiguous())
+            self.kernel(data, cos.contiguous(), sin.contiguous())
         else:
             self.fallback.fmha_rotate(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse)
 
@@ -86,9 +85,10 @@ def adapt(module: ModuleType, weights: ModelWeights, fallback: Fallback) -> Adap
     """Put `module`, a variant of the problem, into the ops. -> fmha and fmha_rotate, and no lines."""
     task = load.module(load.PROBLEMS / PROBLEM, "task")
 
-    def two_steps(data: tuple, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+    def two_steps(data: tuple, cosine: torch.Tensor | None, sine: torch.Tensor | None) -> None:
         module.custom_kernel(data)
-        fallback.ops.rotate(data.out, cosine, sine, data.out, inverse=True)
+        if cosine is not None:
+            fallback.ops.rotate(data.out, cosine, sine, data.out, inverse=True)
 
-    made = Attention(task, module.custom_kernel, getattr(module, "with_rotation", two_steps), fallback.ops)
+    made = Attention(task, getattr(module, "in_model", two_steps), fallback.ops)
     return Adapted({"fmha": made.fmha, "fmha_rotate": made.fmha_rotate}, ())

@@ -17,10 +17,12 @@ TARGETS = ("sm90",)
 SOURCE = Path(__file__).with_suffix(".cu")
 HEADS = 64  # of a block of threads
 BLOCKS = 132  # of threads that run at once on an H200: one a multiprocessor
-TURNED = 64  # dims of with_rotation
+TURNED = 64  # dims that in_model turns back
 MOST_SPLITS = 128  # that combine.cuh takes
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
+ALIKE = 16  # queries of a call of in_model up to which the bits of one do not depend on the others
+FOUR_GROUPS = 9  # splits from which combine.cuh adds them up in the same order, however many empty ones follow
 # Cycles of a block: a tile, measured alone on its multiprocessor and with another block; all else, estimated; each
 # block to join.
 FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 2300, 3000, 8400, 60
@@ -115,28 +117,46 @@ def custom_kernel(data: input_t) -> output_t:
 
     ValueError as unpack says; RuntimeError: the launch.
     """
-    return _attend(data, (None, None))
+    sizes = unpack(data)
+    few = few_heads_for(sizes, clusters_that_fit()) if sizes.heads <= MOST_FEW_HEADS else None
+    return attend_few_heads(data, few) if few else attend(data, launch_for(sizes))
 
 
-def with_rotation(data: input_t, cosine: torch.Tensor, sine: torch.Tensor) -> output_t:
-    """Do as custom_kernel, then turn the last 64 dims of each query's outputs back by its angles.
+def in_model(data: input_t, cosine: torch.Tensor | None, sine: torch.Tensor | None) -> output_t:
+    """Do as custom_kernel, then turn the last 64 dims of each query's outputs back by its angles, if they are given.
 
     A pair (a, b) of neighbours, of bf16, becomes (a cos + b sin, b cos - a sin). cosine, sine: fp32 (B S, 32),
     contiguous; no kernel just ahead may write them. ValueError: they are not that, or as custom_kernel.
+    In calls of up to ALIKE queries, with lists of at most 48 MOST_SPLITS places, the bits of a query depend neither on
+    the others nor on how many -1 end its list.
     """
-    shape = data.q.shape[0] * data.q.shape[1], TURNED // 2
-    for name, angles in (("cosine", cosine), ("sine", sine)):
-        if angles.dtype != torch.float32 or tuple(angles.shape) != shape or not angles.is_contiguous():
-            raise ValueError(f"{name} must be fp32 {shape}, contiguous, got {angles.dtype} {tuple(angles.shape)}")
-    return _attend(data, (cosine.data_ptr(), sine.data_ptr()))
-
-
-def _attend(data: input_t, turn: tuple[int | None, int | None]) -> output_t:
-    sizes = unpack(data)
+    sizes, turn = unpack(data), (None, None)
+    if cosine is not None or sine is not None:
+        turn = _address("cosine", cosine, sizes), _address("sine", sine, sizes)
+    if sizes.batch * sizes.queries <= ALIKE:
+        return attend(data, launch_alike(sizes), turn)
     few = few_heads_for(sizes, clusters_that_fit()) if sizes.heads <= MOST_FEW_HEADS else None
-    if few:
-        return attend_few_heads(data, few, turn)
-    launch = launch_for(sizes)
+    return attend_few_heads(data, few, turn) if few else attend(data, launch_for(sizes), turn)
+
+
+def launch_alike(sizes: Sizes) -> Launch:
+    """Give each tile of 48 places a block, whatever the number of queries and of tiles behind it."""
+    tiles = -(-(sizes.window + sizes.compressed) // 48)
+    return Launch(48, min(max(tiles, FOUR_GROUPS), MOST_SPLITS))
+
+
+def _address(name: str, angles: torch.Tensor | None, sizes: Sizes) -> int:
+    shape = sizes.batch * sizes.queries, TURNED // 2
+    fits = angles is not None and angles.dtype == torch.float32 and tuple(angles.shape) == shape
+    if angles is None or not fits or not angles.is_contiguous():
+        got = "None" if angles is None else f"{angles.dtype} {tuple(angles.shape)}"
+        raise ValueError(f"{name} must be fp32 {shape}, contiguous, got {got}")
+    return angles.data_ptr()
+
+
+def attend(data: input_t, launch: Launch, turn: tuple[int | None, int | None] = (None, None)) -> output_t:
+    """custom_kernel by launch, which is right for any number of heads. turn: addresses of angles, or None."""
+    sizes = unpack(data)
     rows = sizes.batch * sizes.queries * sizes.heads
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)

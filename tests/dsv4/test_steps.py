@@ -183,12 +183,11 @@ def by_row(table: ops.Ops) -> ops.Ops:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [8, 16])
 @pytest.mark.parametrize("fmt", each_format(strict=True))
 @torch.inference_mode()
-def test_a_row_alone_and_in_a_batch_has_the_same_bits(fmt, batch):
-    made = prepared("tiny-k", fmt, batch, 12, "cuda")
-    assert alone_and_together(made, made.choose().ops, (0, 3, batch - 1), 5) == []
+def test_a_row_alone_and_in_a_batch_of_eight_has_the_same_bits(fmt):
+    made = prepared("tiny-k", fmt, 8, 12, "cuda")
+    assert alone_and_together(made, made.choose().ops, (0, 3, 7), 5) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -27,6 +27,7 @@ struct Problem {
     float4* stats;    // of splits: (splits, B S H), see combine.cuh
     int rows, heads, nw, nc;        // rows: B S H
     Divisor queries, tiles, splits;  // S; tiles of BLOCK_M heads
+    bool alike;  // the order in which sums of splits are added does not depend on how many there are
 };
 
 // What a block works on.
@@ -129,7 +130,7 @@ __device__ __forceinline__ void write_result(const Problem& p, const Item& item,
 // Join what the splits of a query's entries left, as soon as they have.
 inline cudaError_t join(const Problem& p) {
     int const splits = p.splits.by;
-    bool const many = splits > COMBINE_BATCH;  // more than one group has under way at once
+    bool const many = splits > COMBINE_BATCH || p.alike;  // more than one group has under way at once
     auto const combine = many ? fmha::combine<4, 1> : fmha::combine<1, 4>;
     return programmatic::launch(combine, dim3(many ? p.rows : (p.rows + 3) / 4), dim3(256), 0, p.partial, p.stats,
                                 p.sink, p.turn, p.out, p.lse, p.rows, p.heads, splits);

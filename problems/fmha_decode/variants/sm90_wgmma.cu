@@ -331,14 +331,15 @@ cudaError_t run(const Problem& p, bool early) {
 
 // Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; entries: of a tile, 64 (scores
 // transposed), 48 or 32. Splits: up to 128, which are 32 for each of combine's four groups; above 1 partial is fp16
-// (splits, B S H, 512), stats fp32 (splits, B S H, 4), of any content; cosine, sine: as Turn has them; early: whether
-// the first kernel may begin before the kernel ahead has ended. -> a cudaError_t.
+// (splits, B S H, 512), stats fp32 (splits, B S H, 4), of any content; cosine, sine: as Turn has them; alike: whether
+// sums are added in an order that empty splits at the end do not change; early: whether the first kernel may begin
+// before the kernel ahead has ended. -> a cudaError_t.
 extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
                       const float* sink, void* out, float* lse, const float* cosine, const float* sine, void* partial,
                       void* stats, int batch, int queries, int heads, int nw, int nc, int page_window,
                       int stride_window, int page_compressed, int stride_compressed, int splits, int entries,
-                      int early) {
+                      int alike, int early) {
     fmha::Problem const p = {
         static_cast<const __nv_bfloat16*>(q),
         {window, uint32_t(stride_window), uint32_t(page_window)},
@@ -346,7 +347,7 @@ extern "C" int launch(const void* q, const uint8_t* window, const int* window_in
         window_index, window_length, compressed_index, compressed_length, sink, {cosine, sine},
         static_cast<__nv_bfloat16*>(out), lse, static_cast<__half*>(partial), static_cast<float4*>(stats),
         batch * queries * heads, heads, nw, nc, fmha::Divisor(queries),
-        fmha::Divisor((heads + fmha::BLOCK_M - 1) / fmha::BLOCK_M), fmha::Divisor(splits),
+        fmha::Divisor((heads + fmha::BLOCK_M - 1) / fmha::BLOCK_M), fmha::Divisor(splits), alike != 0,
     };
     if (entries == 64)
         return splits == 1 ? fmha::transposed::run<false>(p, early) : fmha::transposed::run<true>(p, early);

@@ -21,8 +21,7 @@ TURNED = 64  # dims that in_model turns back
 MOST_SPLITS = 128  # that combine.cuh takes
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
-ALIKE = 16  # queries of a call of in_model up to which the bits of one do not depend on the others
-FOUR_GROUPS = 9  # splits from which combine.cuh adds them up in the same order, however many empty ones follow
+ALIKE = 8  # queries of a call of in_model up to which the bits of one do not depend on the others
 # Cycles of a block: a tile, measured alone on its multiprocessor and with another block; all else, estimated; each
 # block to join.
 FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 2300, 3000, 8400, 60
@@ -36,6 +35,7 @@ class Launch:
 
     entries: int  # of a tile, 64 (sm90_transposed.cuh, never chosen so far), 48 or 32
     splits: int  # blocks of threads for a query's entries
+    alike: bool = False  # sums of splits have the same order however many empty splits follow
 
 
 def launch_for(sizes: Sizes) -> Launch:
@@ -142,7 +142,7 @@ def in_model(data: input_t, cosine: torch.Tensor | None, sine: torch.Tensor | No
 def launch_alike(sizes: Sizes) -> Launch:
     """Give each tile of 48 places a block, whatever the number of queries and of tiles behind it."""
     tiles = -(-(sizes.window + sizes.compressed) // 48)
-    return Launch(48, min(max(tiles, FOUR_GROUPS), MOST_SPLITS))
+    return Launch(48, max(2, min(tiles, MOST_SPLITS)), alike=True)
 
 
 def _address(name: str, angles: torch.Tensor | None, sizes: Sizes) -> int:
@@ -161,13 +161,13 @@ def attend(data: input_t, launch: Launch, turn: tuple[int | None, int | None] = 
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
-    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 14, *[c_int] * 12)
+    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 14, *[c_int] * 13)
     code = run(
         *(t.data_ptr() for t in data), *turn, partial.data_ptr(), stats.data_ptr(),
         sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
         sizes.page_window.bit_length() - 1, data.window.shape[1],
         sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
-        launch.splits, launch.entries, early.allowed(),
+        launch.splits, launch.entries, launch.alike, early.allowed(),
     )  # fmt: skip
     build.check(code, "launch")
     return data.out, data.lse

@@ -2,8 +2,8 @@
 
 `draft` takes the hc copies of the main model at position t and token t + 1, and guesses token t + 2. Its block has a
 separate window, at the main model's positions. A guess is accepted only where it equals what the main model says, so
-the tokens are those of plain greedy decoding, but for near ties that a pass of two tokens rounds otherwise. Source:
-DeepSeek-V3's practice and vLLM's, as README.md says.
+the tokens are those of plain greedy decoding wherever a pass of two tokens rounds as two of one do (README.md says
+where). Source: DeepSeek-V3's practice and vLLM's, as README.md says.
 """
 
 from collections.abc import Iterator, Sequence

@@ -182,8 +182,8 @@ def _layers(data: dict, faults: list[str]) -> dict[str, object]:
     if wrong:
         ratios = ()
     elif ratios and len(ratios) not in (layers, layers + extra):
-        entries = f"{layers} + {extra}" if extra else layers
-        faults.append(f"{key} must have {entries} entries, got {len(ratios)}")
+        many = f"{layers} + {extra}" if extra else layers
+        faults.append(f"{key} must have {many} entries, got {len(ratios)}")
     elif ratios:
         ratios = ratios[:layers] + (ratios[layers:] or (SWA,) * extra)
     return {

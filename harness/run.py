@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 NAME = "harness/run.py"
 MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
 NOT_MODELLED = ("all", "against", "resume", "check_only", "lint", "sanitize")  # options that --device model refuses
+# Options about submissions and their cases: --check-only and --lint, which judge no submission, refuse them.
+OF_SUBMISSIONS = (
+    "variant", "submission", "all", "case", "seed", "timeout", "same_within", "resume", "devices", "sanitize",
+)  # fmt: skip
 INTERRUPTED_EXIT = 130  # as shells say it
 CHECK_HELP = """A problem that is a whole model has an end-to-end check, check.py. It runs first with --mode test and
 leaderboard, and only where it passes is the submission judged (else the exit code is 1). It does not run with --mode
@@ -201,6 +205,10 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError("--processes goes with --against: give the variant or file to compare with")
     if args.against and (other := _takes_no_times(args)):
         raise UsageError(f"--against compares times, and {other} takes none: leave one of the two out")
+    given = [f"--{name.replace('_', '-')}" for name in OF_SUBMISSIONS if getattr(args, name) != _default(name)]
+    if given and (args.check_only or args.lint):
+        stop = "--check-only" if args.check_only else "--lint"
+        raise UsageError(f"{stop} goes with no {', '.join(given)}: it judges no submission")
     if not 0 < args.same_within < 50:
         raise UsageError(f"--same-within must be over 0 and under 50, in percent, got {args.same_within}")
     if args.fail_on_regression is not None:
@@ -216,6 +224,10 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         except (OSError, ValueError) as error:
             raise UsageError(f"--json: cannot write {args.json}: {_why(error)}") from None
     return None
+
+
+def _default(name: str) -> object:
+    return parser().get_default(name)
 
 
 def _takes_no_times(args: argparse.Namespace) -> str:
@@ -259,7 +271,7 @@ def _see_only_listed(args: argparse.Namespace, further: list[str]) -> None:
 
     if further:
         raise folders.UsageError(f"unrecognized arguments: {' '.join(further)}")
-    given = [name for name, value in vars(args).items() if value != parser().get_default(name) and name != "problem"]
+    given = [name for name, value in vars(args).items() if value != _default(name) and name != "problem"]
     if given and not args.list:
         known, given = ", ".join(folders.problem_names()), [f"--{name.replace('_', '-')}" for name in given]
         raise folders.UsageError(

@@ -319,7 +319,7 @@ def _item(item: str, model: _Model) -> list[Choice]:
         problems = dict.fromkeys(provider.problem for providers in leading.values() for provider in providers)
         raise ValueError(
             f"kernels must be reference, winners or NAME=VARIANT with commas between, NAME one of "
-            f"{', '.join((*NAMES, *problems))}; got {item!r}"
+            f"{', '.join(dict.fromkeys((*NAMES, *problems)))}; got {item!r}"
         )
     return [_named(op, variant, model, next((p for p in leading[op] if p.problem == name), None)) for op in found]
 

@@ -138,6 +138,27 @@ def test_wrong_arguments_get_one_line(words, said, capsys):
     assert code == 2 and said in capsys.readouterr().err
 
 
+def test_a_format_that_no_case_has_is_no_pass(monkeypatch, capsys):
+    monkeypatch.setitem(check.CASES, "cpu", (("tiny", "bf16"), ("tiny", "nvfp4")))
+    assert check.main(["--device", "cpu", "--format", "released"]) == 2
+    assert "--format must be one of bf16, nvfp4 without --config" in capsys.readouterr().err
+
+
+def test_another_greedy_token_is_a_fault_beyond_the_error_only(capsys):
+    logits = torch.zeros(1, 2, 9)
+    logits[0, :, 4] = 1.0
+    oracle, plain, composed = (check.Pass(logits.clone(), [], 0.0) for _ in range(3))
+    plain.logits[0, 0, 0] += 0.1
+    for off, faults in ((0.05, 0), (0.5, 1)):
+        oracle.logits[0, 1, 5] = plain.logits[0, 1, 5] = 1.0 - off
+        composed.logits[0, 1, 5] = 1.01
+        found = [fault for fault in check._say_logits(oracle, plain, composed) if "greedy" in fault]
+        said = capsys.readouterr().out
+        assert len(found) == faults and f"1 of 2 equal, {1 - faults} differ within the error" in said
+        where = f"sequence 1, token 0: 5 instead of 4, whose logit is {off:.3g} higher in the oracle; up to "
+        assert where in (found[0] if faults else said)
+
+
 def test_a_kernel_that_raises_is_no_bad_argument(tmp_path):
     """Exit status 2 is for arguments; what a kernel raises ends the check with a traceback, status 1."""
     file = tmp_path / "raises.py"
@@ -155,7 +176,7 @@ def test_the_reference_is_right(fmt, capsys, monkeypatch):
     assert check.check(check.make("tiny", fmt, "cpu", steps=2), "reference", "cpu")
     said = capsys.readouterr().out
     if fmt == "fp32":
-        assert "greedy tokens: 6 of 6 equal, 0 ties" in said and "relative error 0.00e+00" in said
+        assert "greedy tokens: 6 of 6 equal, 0 differ within the error" in said and "relative error 0.00e+00" in said
 
 
 def test_drift_is_named_where_it_begins(case, capsys):

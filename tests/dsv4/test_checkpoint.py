@@ -520,7 +520,18 @@ def test_an_index_names_files_of_its_folder_only(tmp_path):
         assert "weight_map" in faults(folder)[0] or "must hold an object" in faults(folder)[0]
     where = json.loads(text)["weight_map"]["norm.weight"]
     index.write_text(text.replace(f'"norm.weight": "{where}"', f'"norm.weight": "{first}"'))
-    assert faults(folder) == (f"{first} lacks norm.weight, which {checkpoint.INDEX} puts there",)
+    assert faults(folder) == (
+        f"{first} lacks norm.weight, which {checkpoint.INDEX} puts there",
+        f"{where} holds norm.weight, which {checkpoint.INDEX} does not put there",
+    )
+    index.write_text(text.replace(f'"norm.weight": "{where}"', f'"more.weight": "{where}"'))
+    assert faults(folder)[:2] == (
+        f"{where} lacks more.weight, which {checkpoint.INDEX} puts there",
+        f"{where} holds norm.weight, which {checkpoint.INDEX} does not put there",
+    )
+    index.unlink()
+    (fault,) = faults(folder)
+    assert fault.startswith(f"must hold {checkpoint.INDEX}, which says what each of its ")
     index.write_text(text)
     (folder / "blobs").mkdir()
     (folder / first).rename(folder / "blobs" / "abc")

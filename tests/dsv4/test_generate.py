@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from problems.dsv4_forward.generate.sampler import Sampler
 from problems.dsv4_forward.generate.text import Tokenizer, end_tokens
 from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.weights import tree
-from tests.support import tiny_checkpoint
+from tests.support import ROOT, tiny_checkpoint
 from tests.support.tiny_checkpoint import CFG
 
 TEXTS = ("Once upon a time", "Grüße 🙂", "x")
@@ -338,6 +340,11 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
     ("words", "match"),
     [
         (["--text", "x"], "--text needs a --checkpoint"), (["--prompt", "1,x"], "--prompt must be token ids"),
+        (["--prompt", "1_0"], "--prompt must be token ids"), (["--prompt", "1,١"], "--prompt must be token ids"),
+        (["--tokens", "1_0"], "--tokens: invalid integer value: '1_0'"), (["--top-k", "١"], "--top-k: invalid integer"),
+        (["--temperature", "1_0"], "--temperature: invalid number value: '1_0'"), (["--seed", "1_0"], "--seed: inval"),
+        (["--checkpoint", "x", "--config", "tiny"], "--config is for random weights: leave it out, or --checkpoint"),
+        (["--top-k", "5"], "they need a --temperature above 0"), (["--top-p", "0.5"], "they need a --temperature"),
         (["--prompt", "1.5"], "--prompt must be token ids"), (["--prompt", ""], "--prompt must be token ids"),
         (["--prompt", "-1"], "must be integers from 0 to 511, got -1"), (["--prompt", "512"], "got 512"),
         (["--prompt", "1", "--text", "x"], "cannot be mixed"), (["--tokens", "0"], "--tokens must be 1 or more"),
@@ -356,6 +363,47 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
 def test_wrong_arguments_get_one_line(words, match, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert match in refused(capsys, *words)
+
+
+PREPARED = "from problems.dsv4_forward.generate import streams; streams.prepare(); "
+
+
+def script(words: list[str], **more: object) -> subprocess.Popen:
+    """A process of this interpreter, whose streams are not those of pytest."""
+    environment = {**os.environ, **more.pop("env", {})}
+    return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, text=True, **more)
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", "closed", "pipe"])
+def test_standard_error_that_takes_nothing_ends_nothing(stderr):
+    closed = {"preexec_fn": lambda: os.close(2)} if stderr == "closed" else {}
+    said = "import sys; print('x' * 9999, file=sys.stderr); sys.stderr.flush(); sys.stderr.write('y'); print(1)"
+    read, write = os.pipe()
+    os.close(read)  # nobody reads what is written to the pipe
+    with open(stderr if stderr.startswith("/") else write, "w") as to:
+        one = script(["-c", PREPARED + said], stdout=subprocess.PIPE, stderr=None if closed else to, **closed)
+        assert (one.communicate()[0], one.returncode) == ("1\n", 0)
+
+
+def test_a_text_is_printed_whatever_the_streams_take(folder, model, known):
+    """An encoding without its characters, and a standard error on a full disk."""
+    words = ["--checkpoint", str(folder), "--text", TEXTS[1], "--tokens", "12", "--device", "cpu"]
+    more = {"env": {"PYTHONIOENCODING": "ascii"}, "stdout": subprocess.PIPE}
+    with open("/dev/full", "w") as full:
+        one = script([generate.__file__, *words, "--kernels", "reference"], stderr=full, **more)
+        text = known.decode(greedy(model, known.encode(TEXTS[1]), 12))
+        assert (one.communicate()[0], one.returncode) == (text.encode("ascii", "backslashreplace").decode() + "\n", 0)
+    assert not text.isascii()
+
+
+def test_an_interrupt_while_it_imports_is_quiet(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {"PYTHONPATH": str(tmp_path)}}
+    one = script([generate.__file__], **pipes)
+    assert (one.communicate(), one.returncode) == (("", ""), 130)
+    raised = "streams.catch_interrupts()\nimport os\ntry: os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt: print(1)"
+    one = script(["-c", PREPARED + raised], **pipes)
+    assert (one.communicate(), one.returncode) == (("1\n", ""), 0)
 
 
 def test_without_the_package_ids_still_work(folder, monkeypatch, capsys):

@@ -298,6 +298,7 @@ def test_an_op_takes_a_file_with_the_interface_of_the_op_or_of_its_problem(tmp_p
     ("text", "target", "fmt", "message"),
     [
         ("", "cpu", "nvfp4", "kernels must be reference, winners or NAME=VARIANT .*rms_norm.*moe_gemm.*; got ''"),
+        ("fast", "cpu", "nvfp4", r"^(?!.*\b(mhc_site|experts|choose),.* \1[,;]).*; got 'fast'"),  # each name once
         ("winner", "cpu", "nvfp4", "got 'winner'"),
         ("linear=", "cpu", "nvfp4", "got 'linear='"),
         ("gemv=cpu_avx2", "cpu", "nvfp4", "got 'gemv=cpu_avx2'"),

@@ -17,6 +17,7 @@ from tools import setup
 LIMIT_S = 0.5  # of CPU time
 HEAVY = ("torch", "numpy", "pandas", "matplotlib", "cutlass")
 RUN, REPORT, OUTPUT = "harness/run.py", "leaderboard/report.py", "harness/results/output.py"
+STREAMS = "problems/dsv4_forward/generate/streams.py"
 SHORT = [
     ([RUN, "--help"], 0, "--events"), ([RUN, "--list"], 0, "nvfp4_gemv"),
     ([RUN, "nvfp4_gemv", "--list"], 0, "cpu_portable"), ([RUN, "dsv4_forward", "--list"], 0, "composed"),
@@ -89,7 +90,7 @@ def test_without_packages_one_line_names_make_setup(checkout, arguments):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("file", [RUN, REPORT, "leaderboard/code_table.py", "problems/common/venv.py", OUTPUT])
+@pytest.mark.parametrize("file", [RUN, REPORT, "leaderboard/code_table.py", "problems/common/venv.py", OUTPUT, STREAMS])
 def test_what_a_command_reads_first_is_known_to_older_pythons(file):
     """As far as its syntax: what is too old is named by a line, not by a traceback."""
     ast.parse((ROOT / file).read_text(), feature_version=(3, 8))

@@ -61,14 +61,16 @@ class _Files:
                 files.setdefault(str(path / file), []).append(name)
             return files
         found = sorted(path.glob("*.safetensors"))
-        if len(found) != 1:
-            self.faults.append(f"must hold {INDEX} or one .safetensors file, got {[file.name for file in found]}")
-        return {str(file): [] for file in found[:1]}
+        if len(found) == 1:
+            return {str(found[0]): []}
+        several = f"must hold {INDEX}, which says what each of its {len(found)} .safetensors files holds"
+        self.faults.append(several if found else "must hold .safetensors files, got none")
+        return {}
 
     def _read_header(self, file: str, promised: list[str]) -> None:
         """promised: names that the index puts into the file."""
-        held_here = self._handles[file].keys()
-        lacking = sorted(set(promised).difference(held_here))
+        held_here, expected = self._handles[file].keys(), set(promised)
+        lacking = sorted(expected.difference(held_here))
         self.lost |= {checkpoint_names.canonical(name) for name in lacking}
         self.faults += [f"{Path(file).name} lacks {name}, which {INDEX} puts there" for name in lacking]
         for name in held_here:
@@ -76,6 +78,8 @@ class _Files:
             known = checkpoint_names.canonical(name)
             if known in self.stored:
                 self.faults.append(f"{name} of {Path(file).name} is {self.stored[known].name} once more")
+            elif promised and name not in expected:
+                self.faults.append(f"{Path(file).name} holds {name}, which {INDEX} does not put there")
             self.stored[known] = Stored(file, name, held.get_dtype(), tuple(held.get_shape()))
 
     def read(self, name: str) -> torch.Tensor:

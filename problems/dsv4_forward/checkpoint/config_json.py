@@ -31,8 +31,8 @@ _COMPUTED = {
     "compress_rate_csa": (CSA,), "compress_rate_hca": (HCA,), "expert_dtype": ("fp4",),
 }  # fmt: skip
 _COMPUTED_YARN = {
-    "type": ("yarn",), "rope_type": ("yarn",), "attention_factor": (1.0, 1), "mscale": (1.0, 1),
-    "mscale_all_dim": (1.0, 1), "truncate": (True,),
+    "type": ("yarn",), "rope_type": ("yarn",), "attention_factor": (1.0,), "mscale": (1.0,),
+    "mscale_all_dim": (1.0,), "truncate": (True,),
 }  # fmt: skip
 _COMPUTED_PLAIN_ROPE = {"type": ("default",), "rope_type": ("default",)}
 _COMPUTED_QUANTISATION = {
@@ -70,9 +70,9 @@ def to_json(cfg: Config, fmt: str) -> dict:
 def config_from_json(path: str | Path) -> Config:
     """path: a config.json, or the folder of one -> the Config that it describes, named as the file or its folder is.
 
-    A file of transformers describes no prediction layer, whatever it says: such a checkpoint holds none.
-    CheckpointError, naming every field that is missing, is no number, or would have another computation than this
-    family's.
+    A file with layer_types is transformers', which saves no prediction layer and yet writes num_nextn_predict_layers 1:
+    the Config has none. CheckpointError, naming every key that is missing, is no number, would have another computation
+    than this family's, or says something else than another key.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -80,27 +80,27 @@ def config_from_json(path: str | Path) -> Config:
     faults = _others(data, _COMPUTED)
     faults += _others(_part(data, "quantization_config", faults), _COMPUTED_QUANTISATION, "quantization_config.")
     faults += [f"{key}: keys of DeepSeek-V4.1, another model, must not be there" for key in data if _of_another(key)]
-    fields = {name: data.get(name) for name in _SAME} | _layers(data, faults) | _rope(data, faults)
-    faults += [f"missing {_key(name)}" for name, value in fields.items() if value is None]
-    faults += [_in_the_file(fault) for fault in wrong_numbers(fields)] + _contradictions(data)
+    rope = _rope(data, faults)
+    fields = {name: data.get(name) for name in _SAME} | _layers(data, faults)
+    fields |= {name: value for name, (_, value) in rope.items()}
+    keys = {name: key for name, (key, _) in rope.items()}  # the file's, where they are not called as the field is
+    if data.get("layer_types") is not None:
+        keys["compress_ratios"] = "layer_types"
+    faults += [f"missing {keys.get(name, name)}" for name, value in fields.items() if value is None]
+    faults += [_in_the_file(fault, keys) for fault in wrong_numbers(fields)] + _contradictions(data)
     if faults:
         raise CheckpointError(file, list(dict.fromkeys(faults)))
     name = data.get("_name_or_path")
     try:
         return Config(name=name if name and isinstance(name, str) else file.resolve().parent.name, **fields)
     except ValueError as error:
-        raise CheckpointError(file, [str(error)]) from error
+        raise CheckpointError(file, [_in_the_file(str(error), keys)]) from error
 
 
-def _in_the_file(fault: str) -> str:
-    """A fault of a field of Config under the file's name for it."""
+def _in_the_file(fault: str, keys: dict[str, str]) -> str:
+    """A fault of a field of Config under the file's key for it. keys: by field, where the two differ."""
     name, *rest = fault.partition(" ")
-    return "".join([_key(name), *rest])
-
-
-def _key(name: str) -> str:
-    """The file's name for a field of Config."""
-    return f"YaRN's {_YARN[name]}" if name in _YARN else name
+    return "".join([keys.get(name, name), *rest])
 
 
 def read_json(file: Path) -> dict:
@@ -124,13 +124,17 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _others(data: dict, computed: dict[str, tuple], prefix: str = "") -> list[str]:
-    """A fault for each value that is not among those of `computed`; true and 1.0 are not 1."""
+    """A fault for each value that is not among those of `computed`; 1.0 is 1, true is not."""
     return [
         f"{prefix}{key} must be {' or '.join(map(repr, values))}, got {data[key]!r}"
         for key, values in computed.items()
-        if data.get(key) is not None
-        and not any(data[key] == value and type(data[key]) is type(value) for value in values)
+        if data.get(key) is not None and not any(_equal(data[key], value) for value in values)
     ]
+
+
+def _equal(one: object, other: object) -> bool:
+    """Whether two values of a file are the same; 1.0 is 1, true is not."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _of_another(key: str) -> bool:
@@ -157,21 +161,29 @@ def _texts(data: dict, key: str, known: tuple[str, ...], faults: list[str]) -> l
 def _layers(data: dict, faults: list[str]) -> dict[str, object]:
     """The fields of Config that say what each layer is; None for one that cannot be told."""
     layers, extra = data.get("num_hidden_layers"), data.get("num_nextn_predict_layers") or 0
-    if data.get("layer_types") is not None:
-        kinds, extra = _texts(data, "layer_types", tuple(_RATIOS), faults), 0
-        ratios = tuple(_RATIOS[kind] for kind in kinds)
-    else:
-        ratios = data.get("compress_ratios") or ()
-        if not isinstance(ratios, list | tuple):
-            faults.append(f"compress_ratios must be a list, got {ratios!r}")
-        ratios = tuple(ratios) if isinstance(ratios, list | tuple) else ()
     counts = {"num_hidden_layers": layers, "num_nextn_predict_layers": extra}
-    if wrong := [name for name, count in counts.items() if type(count) is not int or count < 0]:
+    wrong = [name for name, count in counts.items() if type(count) is not int or count < 0]
+    if wrong:
         said = f"{wrong[0]} must be an integer, 0 or more, got {counts[wrong[0]]!r}"
         faults += ["missing num_hidden_layers" if layers is None else said]
+    elif extra > 1:
+        faults.append(f"num_nextn_predict_layers must be 0 or 1, got {extra}")
+    key, listed = "compress_ratios", data.get("compress_ratios") or ()
+    if not isinstance(listed, list | tuple):
+        faults.append(f"compress_ratios must be a list, got {listed!r}")
+        listed = ()
+    ratios = tuple(listed)
+    if data.get("layer_types") is not None:
+        key, extra = "layer_types", 0
+        kinds = tuple(_RATIOS[kind] for kind in _texts(data, key, tuple(_RATIOS), faults))
+        if kinds and ratios and not wrong and ratios[:layers] != kinds[:layers]:
+            faults.append(f"compress_ratios must be those of layer_types, {list(kinds)}, got {listed!r}")
+        ratios = kinds
+    if wrong:
         ratios = ()
     elif ratios and len(ratios) not in (layers, layers + extra):
-        faults.append(f"compress_ratios must have {layers} + {extra} entries, got {len(ratios)}")
+        many = f"{layers} + {extra}" if extra else layers
+        faults.append(f"{key} must have {many} entries, got {len(ratios)}")
     elif ratios:
         ratios = ratios[:layers] + (ratios[layers:] or (SWA,) * extra)
     return {
@@ -193,23 +205,51 @@ def _hashed(data: dict, layers: object, faults: list[str]) -> object:
         faults.append(f"mlp_layer_types must have its hash_moe layers first, got {kinds}")
     if kinds and len(kinds) != layers:
         faults.append(f"mlp_layer_types must have {layers} entries, got {len(kinds)}")
+    faults += _others(data, {"num_hash_layers": (hashed,)} if kinds else {})
     return hashed
 
 
-def _rope(data: dict, faults: list[str]) -> dict[str, object]:
+def _rope(data: dict, faults: list[str]) -> dict[str, tuple[str, object]]:
+    """Field of Config -> (its key in the file, its value).
+
+    transformers calls the object rope_parameters, and reads rope_scaling in its place where both are there: they must
+    agree.
+    """
+    given = [key for key in ("rope_parameters", "rope_scaling") if data.get(key) not in (None, {})]
+    first, *others = [_rope_of(data, key, faults) for key in given or ["rope_scaling"]]
+    for other in others:
+        faults += [
+            f"{one} is {value!r} and {key} {again!r}: they must agree, or one of the two be left out"
+            for (one, value), (key, again) in zip(first.values(), other.values(), strict=True)
+            if value is not None and again is not None and not _equal(value, again)
+        ]
+    return first
+
+
+def _rope_of(data: dict, key: str, faults: list[str]) -> dict[str, tuple[str, object]]:
     """transformers has an entry a kind of layer, or one of YaRN; DeepSeek one for the layers that compress."""
-    key = "rope_scaling" if data.get("rope_parameters") is None else "rope_parameters"
-    yarn, theta = _part(data, key, faults), data
+    yarn, base, theta = _part(data, key, faults), "rope_theta", data.get("rope_theta")
     if "main" in yarn or "compress" in yarn:
-        theta, yarn = (_part(yarn, kind, faults) for kind in ("main", "compress"))
-        faults += _others(theta, _COMPUTED_PLAIN_ROPE | _share(data), f"{key}.main.")
+        main, yarn = (_part(yarn, kind, faults) for kind in ("main", "compress"))
+        base, theta = f"{key}.main.rope_theta", main.get("rope_theta")
+        faults += _others(main, _COMPUTED_PLAIN_ROPE | _share(data) | _bases(data, "rope_theta"), f"{key}.main.")
         key = f"{key}.compress"
-        faults += _others(yarn, {"rope_theta": (data.get("compress_rope_theta"),)}, f"{key}.")
+        faults += _others(yarn, _bases(data, "compress_rope_theta"), f"{key}.")
+    elif theta is None and yarn.get("rope_theta") is not None:
+        base, theta = f"{key}.rope_theta", yarn["rope_theta"]
+    else:
+        faults += _others(yarn, _bases(data, "rope_theta", "compress_rope_theta"), f"{key}.")
     faults += _others(yarn, _COMPUTED_YARN | _share(data), f"{key}.")
     if yarn and yarn.get("type") is None and yarn.get("rope_type") is None:
         faults.append(f"missing {key}.type: it must be 'yarn'")
-    base = theta.get("rope_theta", yarn.get("rope_theta") if theta is data else None)
-    return {"rope_theta": base} | {name: yarn.get(key) for name, key in _YARN.items()}
+    found = {name: (f"{key}.{its}", yarn.get(its)) for name, its in _YARN.items()}
+    return {"rope_theta": (base, theta)} | found
+
+
+def _bases(data: dict, *keys: str) -> dict[str, tuple]:
+    """What a rope_theta within an object must be: one of these keys of the file, where it has them."""
+    known = tuple(data[key] for key in keys if data.get(key) is not None)
+    return {"rope_theta": known} if known else {}
 
 
 def _share(data: dict) -> dict[str, tuple]:

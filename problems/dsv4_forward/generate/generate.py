@@ -19,8 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from problems.common import venv
+from problems.dsv4_forward.generate import streams
 
 if __name__ == "__main__":
+    streams.prepare()
     venv.enter("problems/dsv4_forward/generate/generate.py")
 
 import torch
@@ -49,23 +51,29 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--prompt", metavar="IDS", action="append", help="token ids with commas in place of --text; likewise"
     )
     p.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json other than the checkpoint's")
-    p.add_argument("--tokens", type=int, default=64, help="how many to generate for each prompt")
+    p.add_argument("--tokens", type=integer, default=64, help="how many to generate for each prompt")
     p.add_argument("--ignore-end", action="store_true", help="go on after an end token")
-    p.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token")
-    p.add_argument("--top-k", type=int, default=0, help="0: all")
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--seed", type=int, default=0, help="of the sampler and of random weights")
+    p.add_argument("--temperature", type=number, default=0.0, help="0: the most likely token")
+    p.add_argument("--top-k", type=integer, default=0, help="0: all")
+    p.add_argument("--top-p", type=number, default=1.0)
+    p.add_argument("--seed", type=integer, default=0, help="of the sampler and of random weights")
     p.add_argument("--draft", action="store_true", help="guess a token ahead with the prediction layer (greedy only)")
-    p.add_argument("--config", default="tiny", help="without a checkpoint: tiny, tiny-k, flash, pro, or as flash-4l32e")
+    p.add_argument(
+        "--config", help="without a checkpoint: tiny (the default), tiny-k, flash, pro, or such as flash-4l32e"
+    )
     p.add_argument("--format", choices=config.FORMATS, help="number format (default: bf16, or the checkpoint's)")
     p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,...")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--chunk", type=int, default=128, help="tokens of a prompt in a pass")
+    p.add_argument("--chunk", type=integer, default=128, help="tokens of a prompt in a pass")
     args = p.parse_args(argv)
     least = {"tokens": 1, "chunk": 2 if args.draft else 1}
     for name, value in least.items():
         if getattr(args, name) < value:
             p.error(f"--{name} must be {value} or more, got {getattr(args, name)}")
+    if args.checkpoint and args.config is not None:
+        p.error("--config is for random weights: leave it out, or --checkpoint, which has its own config.json")
+    if not args.temperature and (args.top_k > 0 or 0 < args.top_p < 1):
+        p.error("--top-k and --top-p limit what is drawn: they need a --temperature above 0")
     if args.text and args.prompt:
         p.error("--text and --prompt cannot be mixed: give all prompts as texts, or all as ids")
     if args.text and not (args.checkpoint or args.tokenizer):
@@ -75,6 +83,22 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def integer(given: str) -> int:
+    """Return an integer in decimal digits of ASCII. ValueError: int() would take it, but it is written otherwise."""
+    return int(_plain(given))
+
+
+def number(given: str) -> float:
+    """Return a number, as `integer`."""
+    return float(_plain(given))
+
+
+def _plain(given: str) -> str:
+    if not given.isascii() or "_" in given:
+        raise ValueError(f"a number must be of ASCII digits, got {given!r}")
+    return given
+
+
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     say = Console(stderr=True)
@@ -82,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         load.device_target(args.device)
         if args.checkpoint and args.checkpoint.is_file():
             raise ValueError(f"--checkpoint must be a folder, got the file {args.checkpoint}")
-        cfg = checkpoint.config_from_json(args.checkpoint) if args.checkpoint else config.find(args.config)
+        cfg = checkpoint.config_from_json(args.checkpoint) if args.checkpoint else config.find(args.config or "tiny")
         tokenizer = None
         if args.text or args.tokenizer:
             tokenizer = text.tokenizer(args.checkpoint, args.tokenizer)
@@ -140,7 +164,7 @@ def _prompts(args: argparse.Namespace, tokenizer: text.Tokenizer | None, cfg: Co
 
 def _ids(given: str) -> list[int]:
     try:
-        return [int(part) for part in given.split(",")]
+        return [integer(part) for part in given.split(",")]
     except ValueError as error:
         raise ValueError(f"--prompt must be token ids with commas between, got {given!r}") from error
 
@@ -201,9 +225,10 @@ def _memory(device: str) -> int:
 
 if __name__ == "__main__":
     try:
+        streams.catch_interrupts()
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(streams.INTERRUPTED_EXIT)
     except BrokenPipeError:  # the reader of the output closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

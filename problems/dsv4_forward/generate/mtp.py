@@ -44,7 +44,8 @@ def draft(model: Model, batch: Batch, state: State, copies: torch.Tensor, follow
 def _prediction(model: Model) -> MtpWeights:
     """The prediction layer. ValueError: there is none."""
     if model.weights.mtp is None:
-        raise ValueError(f"{model.config.name} has no prediction layer (num_nextn_predict_layers is 0)")
+        why = "num_nextn_predict_layers is 0, or config.json has layer_types, with which none is loaded"
+        raise ValueError(f"{model.config.name} has no prediction layer ({why})")
     return model.weights.mtp
 
 

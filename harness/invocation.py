@@ -214,6 +214,8 @@ class Run:
         judged = [self._judged(submission) for submission in chosen]
         runnable = [j for j in judged if self.selection.admit(j)]
         if args.sanitize:
+            if not runnable:
+                return verdict.exit_code(judged, args.all)
             return self._sanitize([j for j in runnable if not j.submission.baseline])
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
             said = f"{missing[-1].submission.name}: {missing[-1].reason}"
@@ -433,5 +435,5 @@ class Run:
             raise UsageError("--sanitize needs a GPU")
         cases, _ = self.selection.cases()
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
-            clean = modes.sanitize(self.problem, judged, cases, self.target, progress)
-        return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]
+            faults = modes.sanitize(self.problem, judged, cases, self.target, progress)
+        return self._said("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))

@@ -67,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
         help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
     )  # fmt: skip
     p.add_argument("--processes", type=int, metavar="N", help="2 to 1000 of each, with --against: more decide more")
-    p.add_argument(
-        "--same-within", type=float, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)"
-    )
+    p.add_argument("--same-within", type=float, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)")
     p.add_argument(
         "--fail-on-regression", type=float, metavar="PERCENT",
         help="with --against: exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",

@@ -87,8 +87,8 @@ def put(tensor: torch.Tensor, at: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def eightfold(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return eight times the values, saturated; None for integers and packed values. A power of two rounds nothing, so an
-    answer that does not depend on scale stays the same.
+    """Return eight times the values, saturated; None for integers and packed values. A power of two rounds nothing, so
+    an answer that does not depend on scale stays the same.
     """
     return cast(numbers(tensor) * 8, tensor.dtype) if tensor.dtype in BITS else None
 

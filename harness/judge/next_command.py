@@ -39,7 +39,10 @@ def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]
     elif j.verdict == "UNSUPPORTED":
         words, why = [PYTHON, "harness/run.py", args.problem, "--list"], "choose a variant that this machine can run"
     elif j.verdict == "INVALID_MEASUREMENT":
-        words, why = [*base, "--mode", args.mode, *_given(args, "case", *PAIRED)], "nothing is known to be wrong: measure again on an idle machine"
+        words, why = (
+            [*base, "--mode", args.mode, *_given(args, "case", *PAIRED)],
+            "nothing is known to be wrong: measure again on an idle machine",
+        )
     else:
         words, why = _failed(args, base, j)
     return shlex.join(words), why

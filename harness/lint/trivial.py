@@ -25,7 +25,9 @@ NEAR = "near"  # the right answer, spoilt
 DERIVED = "derived"  # the right answer to other inputs
 ALONE = "alone"  # the right answer to inputs of which one is other, or all are rounded
 FORM = "form"  # the right answer in a wrong form
-PART = "part"  # of a folder from elsewhere: spoilt, or one part of several. It may leave the answer as it is in all cases
+PART = (
+    "part"  # of a folder from elsewhere: spoilt, or one part of several. It may leave the answer as it is in all cases
+)
 BASELINE_KINDS = (BLIND, DERIVED)  # what PEER_TOL must tell from an answer too
 BY_CHECK = ", by check_implementation"  # ends the names of candidates that go through it; own folders have compare too
 ALL_PARTS = ", all parts"  # ends the names of candidates in which each of several parts is other

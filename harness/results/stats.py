@@ -75,8 +75,8 @@ class Ratio:
         return self.ci99[0] > 1 + percent / 100
 
     def needed(self, within: float = SAME_WITHIN) -> int:
-        """Return about how many processes of each would decide, if the ratio stays where it is. An interval's width goes
-        with Student's t over the root of their number: of three processes at 99 % with 5.7, of ten with 1.03.
+        """Return about how many processes of each would decide, if the ratio stays where it is. An interval's width
+        goes with Student's t over the root of their number: at 99 % with 5.7 for three, and with 1.03 for ten.
         """
         away = abs(math.log(self.ratio))
         rooms = (95, self.ci95, math.log(1 + within) - away), (99, self.ci99, away)

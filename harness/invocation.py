@@ -67,8 +67,6 @@ class Run:
             raise UsageError(f"--devices {wanted} names GPUs, and this run is on the CPU")
         if self.args.device not in (None, "cuda"):
             raise UsageError(f"give one of --devices and --device {self.args.device}")
-        if self.args.sanitize or self.args.lint or self.args.mode in ("profile", "latency"):
-            raise UsageError("--devices goes with no --sanitize, --lint, --mode profile or --mode latency")
         return spread.places(wanted)
 
     @functools.cached_property
@@ -216,6 +214,8 @@ class Run:
         judged = [self._judged(submission) for submission in chosen]
         runnable = [j for j in judged if self.selection.admit(j)]
         if args.sanitize:
+            if not runnable:
+                return verdict.exit_code(judged, args.all)
             return self._sanitize([j for j in runnable if not j.submission.baseline])
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
             said = f"{missing[-1].submission.name}: {missing[-1].reason}"
@@ -242,7 +242,7 @@ class Run:
         args, name = self.args, self.problem.name
         if args.mode != "leaderboard" or args.case or args.sanitize:
             if args.resume is not None:
-                raise UsageError("--resume goes with no --case, --sanitize or other --mode: these record nothing")
+                raise UsageError("--resume goes with no --case: such a run records nothing")
             return None
         record.see_writable(self.machine)
         completed, unfinished = journal.settle(self.machine, name)
@@ -416,8 +416,6 @@ class Run:
     def _latency(self, submission: Submission) -> int:
         """The latency of the problem's own model, recorded unless --case chose some of its cases."""
         args = self.args
-        if args.variant or args.submission or args.against or args.all:
-            raise UsageError("--mode latency times the winners: no --variant, --submission, --against, --all")
         if self.device != "cuda":
             raise UsageError("--mode latency needs a GPU, the run is on a CPU")
         judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
@@ -437,5 +435,5 @@ class Run:
             raise UsageError("--sanitize needs a GPU")
         cases, _ = self.selection.cases()
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
-            clean = modes.sanitize(self.problem, judged, cases, self.target, progress)
-        return 0 if clean else verdict.EXIT_CODES["RUNTIME_ERROR"]
+            faults = modes.sanitize(self.problem, judged, cases, self.target, progress)
+        return self._said("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))

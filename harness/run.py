@@ -27,11 +27,23 @@ if TYPE_CHECKING:
 NAME = "harness/run.py"
 MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
 NOT_MODELLED = ("all", "against", "resume", "check_only", "lint", "sanitize")  # options that --device model refuses
-# Options about submissions and their cases: --check-only and --lint, which judge no submission, refuse them.
-OF_SUBMISSIONS = (
-    "variant", "submission", "all", "case", "seed", "timeout", "same_within", "resume", "devices", "sanitize",
-)  # fmt: skip
 INTERRUPTED_EXIT = 130  # as shells say it
+# The options that have an effect in a run of each kind, besides ALWAYS; others are refused. The first kind whose option
+# is given counts, else that of the mode.
+ALWAYS = ("problem", "device", "events", "quiet", "on", "ray")
+PAIRED = ("processes", "same_within", "fail_on_regression")  # options that say how --against compares
+CHOSEN = ("variant", "submission", "all", "case")
+EFFECTIVE = {
+    "--print-completion": ("print_completion",), "--list": ("list", "problem", "events"), "--lint": ("lint", *ALWAYS),
+    "--check-only": ("check_only", *ALWAYS), "--sanitize": ("sanitize", *CHOSEN, *ALWAYS),
+    "--mode test": ("mode", *CHOSEN, "seed", "timeout", "devices", "json", *ALWAYS),
+    "--mode benchmark": ("mode", *CHOSEN, "timeout", "devices", "json", "against", *PAIRED, *ALWAYS),
+    "--mode leaderboard": (
+        "mode", *CHOSEN, "seed", "timeout", "devices", "json", "against", *PAIRED, "resume", *ALWAYS,
+    ),
+    "--mode profile": ("mode", "variant", "submission", "case", "timeout", *ALWAYS),
+    "--mode latency": ("mode", "case", "json", *ALWAYS),
+}  # fmt: skip
 CHECK_HELP = """A problem that is a whole model has an end-to-end check, check.py. It runs first with --mode test and
 leaderboard, and only where it passes is the submission judged (else the exit code is 1). It does not run with --mode
 benchmark or profile, --resume, --sanitize and --lint, nor with --submission, of which it says nothing. It receives the
@@ -55,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
         help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
     )  # fmt: skip
     p.add_argument("--processes", type=int, metavar="N", help="2 to 1000 of each, with --against: more decide more")
-    p.add_argument(
-        "--same-within", type=float, default=1.5, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)"
-    )
+    p.add_argument("--same-within", type=float, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)")
     p.add_argument(
         "--fail-on-regression", type=float, metavar="PERCENT",
         help="with --against: exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",
@@ -180,6 +190,7 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         if getattr(args, name) == "":
             raise UsageError(f"{'PROBLEM' if name == 'problem' else f'--{name}'} must not be empty, got ''")
     if args.print_completion:
+        _see_effect(args)
         return _print_completion(args.print_completion, folders.problem_names())
     if args.new is not None or args.new_variant is not None:
         from harness.tools import scaffold
@@ -187,6 +198,8 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         return scaffold.run(args, vars(parser().parse_args([])), further)
     if args.list or not args.problem:
         _see_only_listed(args, further)
+        if args.list:
+            _see_effect(args)
         return _list(args.problem)
     for problem in args.problem.split(",") if args.ray else [args.problem]:
         _see_problem(args, further, folders.place(problem))
@@ -201,21 +214,16 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
     if args.processes is not None and not 2 <= args.processes <= limits.MOST_PROCESSES:
         raise UsageError(f"--processes must be 2 to {limits.MOST_PROCESSES}, got {args.processes}")
-    if args.processes is not None and not args.against:
-        raise UsageError("--processes goes with --against: give the variant or file to compare with")
     if args.against and (other := _takes_no_times(args)):
         raise UsageError(f"--against compares times, and {other} takes none: leave one of the two out")
-    given = [f"--{name.replace('_', '-')}" for name in OF_SUBMISSIONS if getattr(args, name) != _default(name)]
-    if given and (args.check_only or args.lint):
-        stop = "--check-only" if args.check_only else "--lint"
-        raise UsageError(f"{stop} goes with no {', '.join(given)}: it judges no submission")
-    if not 0 < args.same_within < 50:
+    _see_effect(args)
+    lonely = [_option(args, name) for name in PAIRED if getattr(args, name) is not None]
+    if lonely and not args.against and args.resume is None:
+        raise UsageError(f"{', '.join(lonely)} goes with --against: give the variant or file to compare with")
+    if args.same_within is not None and not 0 < args.same_within < 50:
         raise UsageError(f"--same-within must be over 0 and under 50, in percent, got {args.same_within}")
-    if args.fail_on_regression is not None:
-        if not 0 <= args.fail_on_regression < math.inf:
-            raise UsageError(f"--fail-on-regression must be 0 or more, in percent, got {args.fail_on_regression}")
-        if args.resume is None and (not args.against or args.mode not in ("benchmark", "leaderboard")):
-            raise UsageError("--fail-on-regression goes with --against, in --mode benchmark or without --mode")
+    if args.fail_on_regression is not None and not 0 <= args.fail_on_regression < math.inf:
+        raise UsageError(f"--fail-on-regression must be 0 or more, in percent, got {args.fail_on_regression}")
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
     if args.json and args.json != "-":
@@ -226,14 +234,30 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     return None
 
 
-def _default(name: str) -> object:
-    return parser().get_default(name)
+def _see_effect(args: argparse.Namespace) -> None:
+    """Raise UsageError for options that have no effect in a run of this kind."""
+    from harness.problem.folders import UsageError
+
+    stops = ("print_completion", "list", "lint", "check_only", "sanitize")
+    kind = next((_option(args, name) for name in stops if getattr(args, name)), f"--mode {args.mode}")
+    given = [name for name, value in vars(args).items() if value != parser().get_default(name)]
+    # Of --json - all else than records goes to standard error, whatever there is.
+    odd = [name for name in given if name not in EFFECTIVE[kind] and (name, getattr(args, name)) != ("json", "-")]
+    if odd:
+        raise UsageError(f"{kind} goes with no {', '.join(_option(args, name) for name in odd)}")
+
+
+def _option(args: argparse.Namespace, name: str) -> str:
+    """Return an option as the user writes it, --mode with its value."""
+    if name == "problem":
+        return "PROBLEM"
+    return f"--mode {args.mode}" if name == "mode" else f"--{name.replace('_', '-')}"
 
 
 def _takes_no_times(args: argparse.Namespace) -> str:
     """Return the option for which a run takes no times that could be compared, "" if there is none."""
-    stops = [option for option, given in (("--lint", args.lint), ("--check-only", args.check_only)) if given]
-    return stops[0] if stops else f"--mode {args.mode}" if args.mode in ("test", "profile") else ""
+    stops = [_option(args, name) for name in ("lint", "check_only", "sanitize") if getattr(args, name)]
+    return stops[0] if stops else f"--mode {args.mode}" if args.mode not in ("benchmark", "leaderboard") else ""
 
 
 def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> None:
@@ -271,7 +295,7 @@ def _see_only_listed(args: argparse.Namespace, further: list[str]) -> None:
 
     if further:
         raise folders.UsageError(f"unrecognized arguments: {' '.join(further)}")
-    given = [name for name, value in vars(args).items() if value != _default(name) and name != "problem"]
+    given = [name for name, value in vars(args).items() if value != parser().get_default(name) and name != "problem"]
     if given and not args.list:
         known, given = ", ".join(folders.problem_names()), [f"--{name.replace('_', '-')}" for name in given]
         raise folders.UsageError(

@@ -86,9 +86,11 @@ def put(tensor: torch.Tensor, at: torch.Tensor, value: float) -> torch.Tensor:
     return like(tensor, flat.view(tensor.shape))
 
 
-def tenfold(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ten times the values, saturated; None for integers and packed values."""
-    return cast(numbers(tensor) * 10, tensor.dtype) if tensor.dtype in BITS else None
+def eightfold(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return eight times the values, saturated; None for integers and packed values. A power of two rounds nothing, so
+    an answer that does not depend on scale stays the same.
+    """
+    return cast(numbers(tensor) * 8, tensor.dtype) if tensor.dtype in BITS else None
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:

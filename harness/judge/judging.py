@@ -16,7 +16,7 @@ from harness.judge.session import Session
 from harness.judge.spread import Place, Share, Work
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
-from harness.results import environment, ranking, record
+from harness.results import environment, ranking, record, stats
 
 
 class Judging:
@@ -146,7 +146,8 @@ class Judging:
                     self.events.failed(j.submission.name, timing.case.params, bad.status, bad.reason)
             j.times = [verdict.aggregate(t, g) for t, g in zip(timings[j.submission.name], all_readings, strict=True)]
         if paired:
-            verdict.pair(*judged, self.args.same_within / 100)
+            percent = self.args.same_within
+            verdict.pair(*judged, stats.SAME_WITHIN if percent is None else percent / 100)
 
     def _work(
         self, session: Session, judged: list[Result], cases: list[Case], limit_s: float | None,

@@ -4,12 +4,13 @@ import argparse
 import re
 import shlex
 
-from harness.judge import limits
+from harness.judge import limits, verdict
 from harness.judge.verdict import Result
 from harness.problem.folders import Case
-from harness.results import schema, stats
+from harness.results import schema
 
 PYTHON = ".venv/bin/python"
+PAIRED = ("same_within", "fail_on_regression", "against", "processes")  # what the user says of a comparison
 _HELP = re.compile(r"--timeout [0-9.e+]+")  # how a time-out names the limit to try
 
 
@@ -19,11 +20,14 @@ def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]
     j = min(results, key=lambda one: schema.STATUSES.index(one.verdict))
     variant = ["--variant", j.submission.name.partition("#")[0]]
     chosen = ["--submission", args.submission] if args.submission else variant
-    base = [PYTHON, "harness/run.py", args.problem, *chosen, *(["--device", args.device] if args.device else [])]
+    base = [PYTHON, "harness/run.py", args.problem, *chosen, *_given(args, "device", "devices", "timeout")]
     report = [PYTHON, "leaderboard/report.py", name]
     if j.verdict == "PASSED":
         asked = judged[0].against_all if args.against else None  # a confirmation compares too
-        if asked and asked["word"] == "UNDECIDED":
+        percent = args.fail_on_regression
+        if percent is not None and any(verdict.regressions(one, percent) for one in judged):
+            words, why = [*base, *_given(args, "mode", "case", *PAIRED)], "it is slower: make it faster, then compare"
+        elif asked and asked["word"] == "UNDECIDED":
             words, why = _undecided(args, base, asked)
         else:
             words, why = _passed(args, base, report, "" if winner == j.submission.name else winner)
@@ -35,32 +39,42 @@ def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]
     elif j.verdict == "UNSUPPORTED":
         words, why = [PYTHON, "harness/run.py", args.problem, "--list"], "choose a variant that this machine can run"
     elif j.verdict == "INVALID_MEASUREMENT":
-        words, why = [*base, "--mode", args.mode], "nothing is known to be wrong: measure again on an idle machine"
+        words, why = (
+            [*base, "--mode", args.mode, *_given(args, "case", *PAIRED)],
+            "nothing is known to be wrong: measure again on an idle machine",
+        )
     else:
         words, why = _failed(args, base, j)
     return shlex.join(words), why
 
 
+def _given(args: argparse.Namespace, *names: str) -> list[str]:
+    """Return those of these options that the user gave, as words."""
+    usual = {"mode": "leaderboard"}
+    found = [(name, getattr(args, name)) for name in names]
+    return [
+        word
+        for name, value in found
+        if value is not None and value != usual.get(name)
+        for word in (f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value))
+    ]
+
+
 def _undecided(args: argparse.Namespace, base: list[str], found: dict) -> tuple[list[str], str]:
     """After a comparison that did not decide, the same one with as many processes as would."""
-    options = [
-        ("--mode", args.mode, "leaderboard"), ("--case", args.case, None),
-        ("--same-within", args.same_within, 100 * stats.SAME_WITHIN),
-        ("--fail-on-regression", args.fail_on_regression, None),
-    ]  # fmt: skip
-    kept = [word for name, value, usual in options if value != usual for word in (name, str(value))]
+    kept = _given(args, "mode", "case", "same_within", "fail_on_regression", "against")
     if found["needed"] <= limits.MOST_PROCESSES:
         count, why = found["needed"], "about so many processes of each would decide"
     else:
         count, why = found["processes"], f"{limits.MOST_PROCESSES} processes are too few: try when the machine is idle"
-    return [*base, *kept, "--against", args.against, "--processes", str(count)], f"UNDECIDED: {why}"
+    return [*base, *kept, "--processes", str(count)], f"UNDECIDED: {why}"
 
 
 def _passed(args: argparse.Namespace, base: list[str], report: list[str], winner: str) -> tuple[list[str], str]:
     if args.case:
-        return [*base, "--mode", args.mode], "these cases are right; now all"
+        return [*base, "--mode", args.mode, *_given(args, *PAIRED)], "these cases are right; now all"
     if args.mode != "leaderboard":
-        return base, "it is right; time it and record it"
+        return [*base, *_given(args, *PAIRED)], "it is right; time it and record it"
     if winner and not args.against and not args.all:
         return [*base, "--against", winner], "it is recorded; compare it with the winner in pairs"
     return report, "it is recorded; see the board"
@@ -73,7 +87,7 @@ def _failed(args: argparse.Namespace, base: list[str], j: Result) -> tuple[list[
         return [*base, "--mode", "test"], "change what the reason names, then test"
     case, reason, timed = found
     words = [*base, "--mode", "benchmark" if timed else "test", "--case", str(case)]
-    if longer := _HELP.search(reason):
+    if longer := _HELP.search(reason):  # the last --timeout counts
         return words + longer[0].split(), "make it faster, or give it longer"
     return words, "change what the reason names, then call this case"
 

@@ -31,6 +31,7 @@ LUCK_SEEDS = 8  # further seeds of a case in which an answer got through; if it 
 # Verdicts on what a wrong file did. COMPILE_ERROR and UNSUPPORTED mean that it was not judged.
 CAUGHT = {"INCORRECT", "RULE_BROKEN", "CHEAT_SUSPECTED", "RUNTIME_ERROR", "TIMEOUT", "INVALID_MEASUREMENT"}
 MISMATCH = "mismatch found! custom implementation doesn't match reference: "  # how most reports of a check begin
+KEEPS = (trivial.DERIVED, trivial.ALONE, trivial.PART)  # kinds that may leave the answer as it is
 REASON = 110  # characters of a reason
 
 Say = Callable[[str], None]
@@ -68,7 +69,7 @@ class Row:
         if self.kind == trivial.EXACT and not self.missed:
             notes.append("accepted, as it must be")
         if self.right:
-            what = "leaves the answer as it is" if self.kind in (trivial.DERIVED, trivial.ALONE) else "is the answer"
+            what = "leaves the answer as it is" if self.kind in KEEPS else "is the answer"
             notes.append(f"{what} in {'every case' if len(self.right) == self.formed else _cases(self.right)}")
         if self.luck:
             notes.append(f"fits by luck in {_cases(self.luck)}")

@@ -7,15 +7,16 @@ exchanges the messages of harness/runner/wire.py.
 Each candidate finds a weakness of some check that no other candidate finds: tests/harness/lint has the weaknesses.
 """
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from harness.checker import checker, values
+from harness.checker import checker, foreign, forms, values
 from harness.checker.checker import Checker
-from harness.runner import tree
+from harness.runner import claims, tree
 
 # What must become of a candidate of each kind: `exact` is accepted, all others are refused.
 EXACT = "exact"
@@ -24,8 +25,12 @@ NEAR = "near"  # the right answer, spoilt
 DERIVED = "derived"  # the right answer to other inputs
 ALONE = "alone"  # the right answer to inputs of which one is other, or all are rounded
 FORM = "form"  # the right answer in a wrong form
+PART = (
+    "part"  # of a folder from elsewhere: spoilt, or one part of several. It may leave the answer as it is in all cases
+)
 BASELINE_KINDS = (BLIND, DERIVED)  # what PEER_TOL must tell from an answer too
 BY_CHECK = ", by check_implementation"  # ends the names of candidates that go through it; own folders have compare too
+ALL_PARTS = ", all parts"  # ends the names of candidates in which each of several parts is other
 AS_BASELINE = ", as a baseline"  # ends the names of candidates that get the tolerance of a baseline
 
 ALONE_AT_MOST = 16  # tensors that are changed or copied one at a time in a case; of more, that many drawn by its seed
@@ -62,8 +67,11 @@ class Trivial(Checker):
 
     truth: what the reference returns, a tensor per output, as wide as it comes; exact: the same in the outputs' own
     types and layouts; before: the exact answer to the inputs of another seed; unweighted: to other weights, where the
-    problem splits them off.
+    problem splits them off. In a folder from elsewhere an output is a tensor or plain value within the answer, whose
+    structure is `claim`; a number is a tensor without axes, a text or None is as it is.
     """
+
+    claim: dict
 
     def case(self, message: dict, _: list[int]) -> dict:
         """Make data and answer for {"case", "seed"}. Return the kinds of its candidates by name, and what is wrong with
@@ -75,14 +83,14 @@ class Trivial(Checker):
         small = sum(tree.raw(t).numel() for t in tree.tensors(self.pristine)) <= SMALL_BYTES
         made = (self.pristine, self.truth) if small else None
         self._make(case, seed + OTHER_SEED, seed)
-        self.before = self.exact
+        self.before: list = self.exact
         if self.split:
             self._make(case, seed, seed + OTHER_SEED)
             self.unweighted = self.exact
         self._make(case, seed)
         fault = self._differs(*made) if made else ""
         self.seed = seed
-        self.derived: dict[str, list[torch.Tensor] | AbsentError] = {}
+        self.derived: dict[str, list | AbsentError] = {}
         self.opaque = self._opaque()
         self.candidates = self._candidates(small, message["baselines"])
         return {"candidates": {name: made.kind for name, made in self.candidates.items()}, "fault": fault}
@@ -107,26 +115,40 @@ class Trivial(Checker):
             return {"status": "refused", "text": text.partition("\n")[0]}
         if candidate.kind in (EXACT, FORM):
             return {"status": "accepted", "text": ""}
-        right = all(values.neighbours(got, want) for got, want in zip(outputs, self.exact, strict=True))
-        return {"status": "right" if right else "accepted", "text": ""}
+        return {"status": "right" if _near(outputs, self.exact) else "accepted", "text": ""}
 
     def _make(self, case: dict, seed: int, weights_seed: int | None = None) -> None:
         self.new_weights({"case": case, "seed": seed if weights_seed is None else weights_seed}, [])
         self.content({"case": case, "seed": seed}, [])
         answer = self.want if self.own else self._solve(self.pristine)
-        self.truth = tree.tensors(answer)
+        self.truth: list = self._outputs_of(answer)
         data = tree.tensors(self.pristine)
         self.names = tree.names(tree.describe(self.pristine, tree.Layout()))
         # The checker counts what is delivered with a call, which the weights are not; they are the first of the data.
         self.written = [len(tree.tensors(self.weights)) + i for i in self.outputs]
         self.inputs = [i for i in range(len(data)) if i not in self.written]
-        forms = [data[i] for i in self.written] if self.own else self.truth
-        if [t.shape for t in self.truth] != [t.shape for t in forms]:
+        shapes = [data[i] for i in self.written] if self.own else self.truth
+        if not _alike(self.truth, shapes):
             raise ValueError(
                 f"ref_kernel must return a tensor of the output's shape for each output, "
-                f"{[tuple(t.shape) for t in forms]}, got {[tuple(t.shape) for t in self.truth]}"
+                f"{[tuple(t.shape) for t in shapes]}, got {[tuple(t.shape) for t in self.truth]}"
             )
-        self.exact = [values.like(form, values.converted(t, form)) for form, t in zip(forms, self.truth, strict=True)]
+        self.exact: list = self._formed(self.truth, shapes)
+        if not self.own:
+            self.claim = claims.structure(answer)
+            self.paths = _paths(answer)
+
+    def _outputs_of(self, answer: object) -> list:
+        """Return the reference's answer, one item per output."""
+        return tree.tensors(answer) if self.own else _leaves(claims.structure(answer), iter(tree.parts(answer)))
+
+    @staticmethod
+    def _formed(truth: list, shapes: list) -> list:
+        """Return `truth` in the types and layouts of `shapes`."""
+        return [
+            values.like(form, values.converted(t, form)) if isinstance(t, torch.Tensor) else t
+            for form, t in zip(shapes, truth, strict=True)
+        ]
 
     def _opaque(self) -> set[int]:
         """Which tensors of the data stand in the fields that OPAQUE names. ValueError: no inputs, or floating point."""
@@ -149,37 +171,66 @@ class Trivial(Checker):
         self._sync()
         return answer
 
-    def _differs(self, data: object, truth: list[torch.Tensor]) -> str:
+    def _differs(self, data: object, truth: list) -> str:
         """What is different in the present data and answer from `data` and `truth`, "" for nothing."""
         # GPU MODE's data may hold an output that nobody has filled.
         for i, (one, two) in enumerate(zip(tree.tensors(data), tree.tensors(self.pristine), strict=True)):
             if self.own and i in self.inputs and not torch.equal(tree.raw(one), tree.raw(two)):
                 return f"two contents from one seed differ in {self.names[i]}"
         # Sums on a GPU may be ordered anew in each call, so the answers are compared as outputs.
-        exact = [values.like(form, values.converted(t, form)) for form, t in zip(self.exact, truth, strict=True)]
-        if not all(values.neighbours(one, two) for one, two in zip(exact, self.exact, strict=True)):
+        if not _alike(truth, self.exact) or not _near(self._formed(truth, self.exact), self.exact):
             return "two answers to contents from one seed differ"
         return ""
 
     def _check(self, outputs: list, candidate: Candidate) -> tuple[bool, str]:
+        if not self.own:
+            ok, text = foreign.said_of(self.reference, self.pristine, self._put_together(outputs))
+            return ok, "" if ok else text
         answer = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        if self.own and not candidate.by_check:
+        if not candidate.by_check:
             result = self.reference.compare(self.pristine, self.want, answer, candidate.baseline)
             return result.ok, result.message
         ok, text = self.reference.check_implementation(tree.clone(self.pristine), tree.clone(answer))
         return bool(ok), str(text)
+
+    def _put_together(self, outputs: list) -> object:
+        """Return the outputs in the structure of the reference's answer, as a call's answer reaches the check."""
+        tensors: list[torch.Tensor] = []
+        rest = iter(outputs)
+
+        def filled(claim: dict) -> dict:
+            if "items" in claim:
+                return {**claim, "items": [filled(item) for item in claim["items"]]}
+            output = next(rest)
+            if claim["type"] != "value":
+                tensors.append(tree.clone(output))
+                return claim
+            plain = output.item() if isinstance(output, torch.Tensor) else output
+            return {**claim, "value": json.dumps(plain)}
+
+        return forms.answer(filled(self.claim), iter(tensors), self.classes)
 
     # ---------------------------------------------------------------- candidates
 
     def _candidates(self, small: bool, baselines: bool) -> dict[str, Candidate]:
         """Of several outputs each is spoilt beside the right others: one's check must not cover for another."""
         found = {"exact": Candidate(EXACT, lambda: self.exact)}
-        for j in self._some(list(range(len(self.exact)))):
-            of = f" [{self.names[self.written[j]] if self.own else j}]" if len(self.exact) > 1 else ""
+        judged = [j for j, output in enumerate(self.exact) if output is not None]
+        for j in self._some(judged):
+            of = f" [{self.names[self.written[j]] if self.own else self.paths[j]}]" if len(self.exact) > 1 else ""
             for name, (kind, make) in self._of_output(j, small).items():
+                if not self.own and (kind == NEAR or (len(judged) > 1 and kind == BLIND)):
+                    kind = PART
                 found[name + of] = Candidate(
                     kind, lambda j=j, make=make: [make() if i == j else t for i, t in enumerate(self.exact)]
                 )
+        if not self.own and len(judged) > 1:
+            found["zeros" + ALL_PARTS] = Candidate(
+                BLIND, lambda: [self._constant(j, 0.0) if _is_tensor(t) else t for j, t in enumerate(self.exact)]
+            )
+            found["previous answer" + ALL_PARTS] = Candidate(
+                BLIND, lambda: [self._before(j) for j in range(len(self.exact))]
+            )
         for name, candidate in list(found.items()):
             if small and self.own and name.startswith(("exact", "zeros")):
                 found[name + BY_CHECK] = replace(candidate, by_check=True)
@@ -189,16 +240,19 @@ class Trivial(Checker):
 
     def _of_output(self, j: int, small: bool) -> dict[str, tuple[str, Callable[[], object]]]:
         exact, truth = self.exact[j], self.truth[j]
+        if not _is_tensor(exact):  # a text, or a number beyond all types
+            empty = {"empty text": (PART, lambda: _other("", exact))} if isinstance(exact, str) else {}
+            return {**empty, "previous answer": (PART, lambda: self._before(j))}
         found: dict[str, tuple[str, Callable[[], object]]] = {
             "zeros": (BLIND, lambda: self._constant(j, 0.0)),
             "mean of the answer": (BLIND, lambda: self._constant(j, float(_several(values.numbers(truth)).mean()))),
-            "previous answer": (BLIND, lambda: self.before[j]),
+            "previous answer": (BLIND, lambda: self._before(j)),
             "one NaN": (NEAR, lambda: _one_special(exact, float("nan"))),
             "one infinity": (NEAR, lambda: _one_special(exact, float("inf"))),
             "largest element zero": (NEAR, lambda: _largest_zeroed(exact)),
             "answer in less precision": (NEAR, lambda: self._narrowed_answer(j)),
             "inputs in less precision": (ALONE, lambda: self._narrowed_inputs(j)),
-            "answer to inputs x10": (DERIVED, lambda: self._answer_to("x10", self.inputs, values.tenfold)[j]),
+            "answer to inputs x8": (DERIVED, lambda: self._answer_to("x8", self.inputs, values.eightfold)[j]),
         }
         if self.own:  # in other folders the judge checks forms
             found["wrong type of elements"] = (FORM, lambda: values.other_type(exact))
@@ -212,6 +266,11 @@ class Trivial(Checker):
                 found[f"{name} zero"] = (ALONE, lambda i=i: self._answer_to(f"{i} zero", [i], torch.zeros_like)[j])
                 found[f"{name} shifted"] = (ALONE, lambda i=i: self._answer_to(f"{i} shifted", [i], values.shifted)[j])
         return found
+
+    def _before(self, j: int) -> object:
+        if not _alike(self.before, self.exact):
+            raise AbsentError("the answer before it has another form")
+        return self.before[j]
 
     def _some(self, which: list[int]) -> list[int]:
         if len(which) <= ALONE_AT_MOST:
@@ -227,7 +286,8 @@ class Trivial(Checker):
         """Bits that a kernel must keep where values of these types meet: those of the narrowest, or of task.py's
         PRECISION if that is narrower.
         """
-        named = getattr(self.task, "PRECISION", "fp64")
+        # Of a folder from elsewhere the judge takes fp32 where the reference gives fp64.
+        named = getattr(self.task, "PRECISION", "fp64") if self.own else "fp32"
         if named not in LADDER:
             raise ValueError(f"PRECISION must be one of {', '.join(LADDER)}, got {named!r}")
         return min([LADDER[named], *(values.BITS[dtype] for dtype in dtypes if dtype in values.BITS)])
@@ -261,7 +321,7 @@ class Trivial(Checker):
 
     def _answer_to(
         self, what: str, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]
-    ) -> list[torch.Tensor]:  # fmt: skip
+    ) -> list:  # fmt: skip
         """The answer to the inputs of which those in `which` went through `change`, which gives None where it means
         nothing. What is OPAQUE stays as it is. Each output takes its part of one answer.
         """
@@ -274,7 +334,7 @@ class Trivial(Checker):
 
     def _derive(
         self, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]
-    ) -> list[torch.Tensor] | AbsentError:  # fmt: skip
+    ) -> list | AbsentError:  # fmt: skip
         if which and self.opaque.issuperset(which):
             return AbsentError(f"task.py says that {', '.join(self.names[i] for i in which)} is OPAQUE")
         data, changed, apt = tree.clone(self.pristine), False, False
@@ -290,18 +350,61 @@ class Trivial(Checker):
         if not changed:
             return AbsentError("the inputs stay as they are")
         try:
-            truth = tree.tensors(self._solve(data))
+            truth = self._outputs_of(self._solve(data))
         except Exception as error:
             if "CUDA error" in str(error):
                 raise SystemExit(1) from error  # the context is lost; the parent starts another process
             return AbsentError(f"the reference refuses such inputs: {type(error).__name__}: {error}")
-        if [t.shape for t in truth] != [t.shape for t in self.exact]:
+        if not _alike(truth, self.exact):
             return AbsentError("the answer to such inputs has another shape")
         # Saturated: an infinity would be refused for being one.
         return [
-            values.like(e, t if t.dtype == e.dtype else values.cast(values.numbers(t), e.dtype))
+            values.like(e, t if t.dtype == e.dtype else values.cast(values.numbers(t), e.dtype)) if _is_tensor(e) else t
             for e, t in zip(self.exact, truth, strict=True)
         ]
+
+
+def _leaves(claim: dict, parts: Iterator[torch.Tensor]) -> list:
+    """Return the tensors and plain values of an answer in order. parts: its tensors; numbers become tensors too."""
+    if "items" in claim:
+        return [leaf for item in claim["items"] for leaf in _leaves(item, parts)]
+    if claim["type"] != "value":
+        return [next(parts)]
+    value = json.loads(claim["value"])
+    if isinstance(value, float):
+        return [torch.tensor(value, dtype=torch.float64)]
+    whole = isinstance(value, int) and -(2**63) <= value < 2**63  # truth values too
+    return [torch.tensor(value) if whole else value]
+
+
+def _paths(answer: object, path: str = "") -> list[str]:
+    """Return a name for each of the leaves: its keys, fields or positions, joined by dots."""
+    inner = tree.within_answer(answer)
+    if inner is None:
+        return [path]
+    named = zip(inner[0] or range(len(inner[1])), inner[1], strict=True)
+    return [name for key, item in named for name in _paths(item, f"{path}.{key}" if path else str(key))]
+
+
+def _is_tensor(output: object) -> bool:
+    return isinstance(output, torch.Tensor)
+
+
+def _alike(one: list, two: list) -> bool:
+    """Return whether two answers have as many outputs, of the same shapes."""
+    shapes = [[t.shape if isinstance(t, torch.Tensor) else type(t) for t in outputs] for outputs in (one, two)]
+    return shapes[0] == shapes[1]
+
+
+def _near(one: list, two: list) -> bool:
+    """Return whether two answers of the same form are equal, or each output the other's neighbour."""
+    return all(values.neighbours(a, b) if _is_tensor(b) else a == b for a, b in zip(one, two, strict=True))
+
+
+def _other(made: str, exact: object) -> str:
+    if made == exact:
+        raise AbsentError("it is the answer")
+    return made
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:

@@ -466,7 +466,7 @@ def main() -> None:
     file = message["file"]
     try:
         runner = Runner(sock, message, fds)
-    except Exception as error:  # whatever a submission raises on import is its verdict, not ours
+    except BaseException as error:  # whatever a submission raises on import, SystemExit too, is its verdict, not ours
         wire.send(sock, failure.reply("import", error, file))
         return
     wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
@@ -483,7 +483,7 @@ def main() -> None:
             return  # the parent is done with us
         try:
             reply = handlers[message["op"]](message, fds)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: its line is worth more than an exit code
             reply = failure.reply(message["op"], error, file, runner.module)
         sys.stdout.flush()
         wire.send(sock, reply)

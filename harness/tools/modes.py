@@ -105,19 +105,27 @@ def _digests(problem: Problem, submission: Submission, target: str, cases: list[
     return found
 
 
-def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> bool:
-    """Run the small `cases` under compute-sanitizer. Return whether all were clean. UsageError: no such tool."""
-    cases, clean = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], True
+def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> list[str]:
+    """Run the small `cases` under compute-sanitizer. Return what is wrong, nothing if all were clean. UsageError: no
+    such tool, or no case that is small enough.
+    """
+    small, faults = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], []
     for i, j in enumerate(judged):
+        served = [case for case in small if j.submission.serves(case)]
+        if not served:
+            raise UsageError(f"--sanitize: {j.submission.name} has no test case of up to {SANITIZE_BYTES} bytes")
         for k, tool in enumerate(SANITIZE_TOOLS):
             n, total = len(SANITIZE_TOOLS) * i + k, len(SANITIZE_TOOLS) * len(judged)
             progress(Step("sanitize", n, total, f"{j.submission.name} {tool}"))
             try:
-                ok, tail = profiling.sanitize(problem, j.submission, cases, tool, target)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                raise UsageError(f"--sanitize: {error}") from None
-            clean &= ok
-            console.say(f"{j.submission.name:<20} {tool:<10} {'clean' if ok else 'ERRORS'} on {len(cases)} cases")
-            if not ok:
-                console.say(tail)
-    return clean
+                fault, tail = profiling.sanitize(problem, j.submission, served, tool, target)
+            except RuntimeError as error:
+                first, _, tail = str(error).partition("\n")
+                if tail:
+                    console.say(tail)
+                raise UsageError(f"--sanitize: {first}") from None
+            console.say(f"{j.submission.name:<20} {tool:<10} {'ERRORS' if fault else 'clean'} on {len(served)} cases")
+            if fault:
+                console.say(f"{tail}\n{j.submission.name} {tool}: {fault}")
+                faults.append(f"{j.submission.name} {tool}: {fault}")
+    return faults

@@ -8,6 +8,7 @@ import datetime
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from problems.common import build
 
 OUT = ROOT / "leaderboard" / "out" / "profile"
 TOOL_LIMIT_S = 540
+FOUND_EXIT = 66  # of compute-sanitizer where it found errors, so that it is no exit status of the process itself
+TAIL = 40  # lines of its output: a Python traceback and an error with its backtrace
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: |$)")  # the last line of a traceback
 NCU_SECTIONS = (
     "SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats",
 )  # fmt: skip
@@ -114,21 +118,47 @@ def digest(page: str) -> str:
     return "\n".join(text)
 
 
-def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: str, target: str) -> tuple[bool, str]:
-    """Run `cases` under compute-sanitizer's `tool`. Return (clean, its last lines). RuntimeError: it is missing."""
-    # A separate allocation for every tensor, so that the tool sees an access past one.
+def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: str, target: str) -> tuple[str, str]:
+    """Run `cases` under compute-sanitizer's `tool`. Return (what is wrong, "" if it is clean; its last lines).
+    RuntimeError: it is missing, or was not done in time.
+    """
+    # A separate allocation for every tensor, so that the tool sees an access past one. Compilers that the submission
+    # starts are not looked into: the tool would run them too, and count what they do.
     command = [
-        _tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "66", "--launch-timeout", "120",
+        _tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", str(FOUND_EXIT), "--launch-timeout", "120",
+        "--target-processes", "application-only",
         *_solo(problem, submission, cases),
     ]  # fmt: skip
     extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **_dsl(target)}
-    result = subprocess.run(
-        command, cwd=ROOT, env=_environment(extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=TOOL_LIMIT_S, errors="replace",
-    )  # fmt: skip
-    tail = "\n".join(result.stdout.strip().splitlines()[-12:])
-    said_clean = any(word in result.stdout for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards"))
-    return result.returncode == 0 and said_clean, tail
+    try:
+        result = subprocess.run(
+            command, cwd=ROOT, env=_environment(extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=TOOL_LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        tail = _tail((error.output or b"").decode(errors="replace"))
+        raise RuntimeError(f"{tool} was not done after {TOOL_LIMIT_S} s\n{tail}") from None
+    said = result.stdout.decode(errors="replace")
+    return _fault(result.returncode, said), _tail(said)
+
+
+def _fault(code: int, said: str) -> str:
+    """Return what is wrong with a run under compute-sanitizer in a line, "" if nothing."""
+    if code == 0 and any(word in said for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards")):
+        return ""
+    lines = [line.strip("= ") for line in said.splitlines()]
+    found = [
+        "the tool found errors" if code == FOUND_EXIT else f"exit status {code}",
+        next((line for line in reversed(lines) if " SUMMARY: " in line), "the tool printed no summary"),
+        next((line for line in reversed(lines) if _RAISED.match(line)), ""),
+        # Of the tool itself, such as "Error: Target application terminated before first instrumented API call".
+        next((line for line in lines if line.startswith(("Error: ", "Internal Sanitizer Error"))), ""),
+    ]
+    return "; ".join(filter(None, found))
+
+
+def _tail(said: str) -> str:
+    return "\n".join(said.strip().splitlines()[-TAIL:])
 
 
 def _solo(problem: Problem, submission: Submission, cases: list[Case]) -> list[str]:

@@ -57,7 +57,7 @@ def lines_of(folder):
         (["nvfp4_gemv", "--seed", "-1"], "--seed must be 0 to 2^63 - 1"),
         (["nvfp4_gemv", "--device", "cpu", "--resume", "x"], "no run x of nvfp4_gemv"),
         (["nvfp4_gemv", "--device", "cpu", "--resume"], "no unfinished run of nvfp4_gemv"),
-        (["nvfp4_gemv", "--device", "cpu", "--resume", "--mode", "test"], "--resume goes with no"),
+        (["nvfp4_gemv", "--device", "cpu", "--resume", "--mode", "test"], "--mode test goes with no --resume"),
     ],
 )
 def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys, results):
@@ -91,11 +91,13 @@ def test_test_mode_prints_a_line_per_case_and_records_nothing(right, results, tm
          "mine.py:2: AttributeError: 'Data' object has no attribute 'no_such_field'"),
         ("def custom_kernel(data, more):\n    pass\n", [], 4, "mine.py:1: TypeError: custom_kernel() missing 1 "),
         ("import no_such_module\n", [], 4, "mine.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import sys\n\n\ndef custom_kernel(data):\n    sys.exit('enough')\n", [], 4, "mine.py:5: SystemExit: enough"),
+        ("raise KeyboardInterrupt\n", [], 4, "mine.py:1: KeyboardInterrupt"),
         ("def kernel(data):\n    pass\n", [], 4, "mine.py: AttributeError: it defines no custom_kernel(data)"),
         ("import time\n\n\ndef custom_kernel(data):\n    time.sleep(600)\n", ["--timeout", "1"], 5,
          "no answer within 1 s; it and all it had started were killed; if it needs longer, try --timeout 2"),
     ],
-    ids=["field", "signature", "import", "function", "time"],
+    ids=["field", "signature", "import", "exit", "interrupt", "function", "time"],
 )  # fmt: skip
 def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, source, more, code, first):
     (tmp_path / "mine.py").write_text(source)

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from harness import run
-from harness.judge import phases
+from harness.judge import phases, verdict
 from harness.judge.events import Events, Step
 from harness.judge.phases import Plan
 from harness.problem.folders import Case, has_words
@@ -97,9 +97,30 @@ def test_an_undecided_comparison_leads_to_one_that_decides(world, folder, tmp_pa
     (then,) = [one for one in said if one["event"] == "next"]
     assert found["word"] == "UNDECIDED" and why in then["reason"]
     count = found["needed"] if level == 0.01 else 3
-    more = f"--same-within 1.0 --against other --processes {count}"
+    more = f"--same-within 1 --against other --processes {count}"
     assert then["command"].endswith(f"--variant good --device cpu --mode benchmark --case n=1000 {more}")
     assert 3 < found["needed"] <= 1000 if level == 0.01 else found["needed"] > 1000
+
+
+@pytest.mark.parametrize("case", [[], ["--case", "n=1000"]])
+@pytest.mark.parametrize("mode", [[], ["--mode", "benchmark"]])
+def test_after_a_regression_the_same_comparison_is_next(world, folder, tmp_path, mode, case):
+    world.us["good"] = 20.0
+    how = ["--same-within", "2.5", "--fail-on-regression", "0.5", "--against", "other", "--processes", "3"]
+    words = ["--variant", "good", *mode, *case, *how]
+    assert judge(folder, *words, "--events", str(tmp_path / "events")) == verdict.REGRESSION_EXIT
+    (then,) = [one for one in lines(tmp_path / "events") if one["event"] == "next"]
+    assert then["command"].split()[3:] == ["--variant", "good", "--device", "cpu", *words[2:]]
+    assert "slower" in then["reason"]
+
+
+@pytest.mark.parametrize(("given", "then"), [(["--case", "n=1000"], []), (["--mode", "benchmark"], None)])
+def test_after_a_comparison_of_some_cases_the_comparison_of_all_is_next(world, folder, tmp_path, given, then):
+    how = ["--fail-on-regression", "1", "--against", "other", "--timeout", "9"]
+    assert judge(folder, "--variant", "good", *given, *how, "--events", str(tmp_path / "events")) == 0
+    (said,) = [one["command"] for one in lines(tmp_path / "events") if one["event"] == "next"]
+    mode = " --mode leaderboard" if then == [] else ""
+    assert said.endswith(f"--variant good --device cpu --timeout 9{mode} --fail-on-regression 1 --against other")
 
 
 def test_a_time_out_leads_to_a_longer_one(world, folder, tmp_path, monkeypatch):

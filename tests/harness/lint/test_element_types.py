@@ -89,8 +89,8 @@ def test_bytes_fp8_and_integers_are_linted_like_floats(tmp_path):
     assert rows["answer in less precision [scales]"].refused == 2
     assert rows["one NaN [scales]"].refused == 2
     assert "one element" in rows["mean of the answer [count]"].note()
-    # A value of 2^8 and more, tenfold, is past the largest scale: what the reference says of it is said here.
-    said = rows["answer to inputs x10 [codes]"].note()
+    # A value of 2^8 and more, eightfold, is past the largest scale: what the reference says of it is said here.
+    said = rows["answer to inputs x8 [codes]"].note()
     assert "the reference refuses such inputs: ValueError: x needs a block scale" in said
 
 
@@ -186,7 +186,7 @@ def test_token_ids_and_byte_buffers_are_linted_and_what_does_not_apply_is_said(t
     rows, holes = surveyed(bag(tmp_path / "bag"))
     assert holes == []
     not_applicable = {
-        "answer to inputs x10": SCALED, "answer to inputs x10, as a baseline": SCALED,
+        "answer to inputs x8": SCALED, "answer to inputs x8, as a baseline": SCALED,
         "inputs in less precision": SCALED,
         "state zero": "task.py says that state is OPAQUE", "state shifted": "task.py says that state is OPAQUE",
     }  # fmt: skip
@@ -211,7 +211,7 @@ def test_ordinary_inputs_are_not_skipped(tmp_path):
     """Whatever is of a floating-point type is scaled, shifted and zeroed, alone and with the others."""
     rows, _ = surveyed(folder(tmp_path / "affine"))
     derived = [row for row in rows.values() if row.kind in (trivial.DERIVED, trivial.ALONE)]
-    assert len(derived) == 2 * (2 + 1 + 2 * 3)  # outputs; x10 (twice), less precision, three inputs alone
+    assert len(derived) == 2 * (2 + 1 + 2 * 3)  # outputs; x8 (twice), less precision, three inputs alone
     assert all(row.formed == 3 and not row.absent for row in derived)
     assert not [row for row in rows.values() for reason in row.absent if "OPAQUE" in reason or reason == SCALED]
 

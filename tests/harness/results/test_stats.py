@@ -6,6 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
+from harness.judge import phases
 from harness.results import stats
 
 
@@ -164,6 +165,45 @@ def test_as_many_processes_as_are_needed_decide():
     assert 8 < needed < 200
     decided = [one.word() != "UNDECIDED" for one in _comparisons(needed, 15, 1.0, 20)]
     assert sum(decided) >= 10
+
+
+def _busy(processes, true, seed):
+    """One comparison on a busy CPU: three calls a process, a third of them up to eight times as long."""
+    rng = np.random.default_rng(seed)
+    us = np.exp(rng.normal(0, 0.3, (2, processes, 3)))
+    us *= np.where(rng.random(us.shape) < 1 / 3, rng.uniform(1, 8, us.shape), 1)
+    return stats.compare([[list(zip(true * x, y, strict=True)) for x, y in zip(*us, strict=True)]], seed)
+
+
+def test_thirteen_times_is_decided_by_the_processes_of_a_paired_run_on_a_busy_cpu():
+    count = phases.PAIRED_PROCESSES["cpu"]
+    few = [_busy(3, 13, seed).word() for seed in range(60)]
+    assert few.count("UNDECIDED") > 10, "three are too few there"
+    words = [_busy(count, 13, seed).word() for seed in range(60)]
+    assert words.count("SLOWER") >= 57
+    # In the rest, and of three, the number that would decide is small and does so.
+    for seed, word in enumerate(few):
+        if word == "UNDECIDED":
+            needed = _busy(3, 13, seed).needed()
+            assert 3 < needed <= 12
+    same = [_busy(count, 1, seed).word() for seed in range(300)]
+    assert same.count("SLOWER") + same.count("FASTER") <= 9, "about 1 in 100 of comparisons with itself"
+
+
+@pytest.mark.parametrize(
+    ("count", "ci99", "needed"),
+    [  # half of the interval, in units of the distance from 1: 5.73 / 1.03 of it is left with 10 processes
+        (3, 1.01, 4), (3, 2.0, 5), (3, 5.5, 10), (10, 1.01, 11), (40, 2.0, 149),
+    ],
+)  # fmt: skip
+def test_the_processes_that_would_decide_follow_from_students_t(count, ci99, needed):
+    half = 0.5 * ci99
+    found = stats.Ratio(math.exp(0.5), (0.1, 9.0), (math.exp(0.5 - half), math.exp(0.5 + half)), count)
+    assert found.needed() == needed
+
+
+def test_more_processes_than_there_can_be_are_not_counted():
+    assert stats.Ratio(1.0, (0.5, 2.0), (0.4, 2.5), 3).needed(1e-12) > stats.BEYOND
 
 
 def test_a_ratio_of_two_percent_is_told_from_24_processes():

@@ -164,7 +164,7 @@ def test_its_options_reach_it_as_they_are(folder, capfd):
         (["gated", "--check-only", "--mode", "profile"], "--check-only goes with no --mode profile"),
         (["gated", "--check-only", "--resume"], "--check-only goes with no --resume"),
         (["gated", "--check-only", "--submission", "x.py"], "--check-only goes with no --submission"),
-        (["gated", "--check-only", "--seed", "3", "--case", "x"], "--check-only goes with no --case, --seed: it"),
+        (["gated", "--check-only", "--seed", "3", "--case", "x"], "--check-only goes with no --case, --seed"),
         (["gated", "--check-only", "--all", "--timeout", "9"], "--check-only goes with no --all, --timeout"),
         (["gated", "--check-only", "--same-within", "2"], "--check-only goes with no --same-within"),
         (["gated", "--lint", "--seed", "0"], "--lint goes with no --seed: it judges no submission"),

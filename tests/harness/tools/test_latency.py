@@ -56,7 +56,7 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [([], "needs a GPU"), (["--all"], "times the winners"), (["--variant", "composed"], "times the winners")],
+    [([], "needs a GPU"), (["--all"], "goes with no --all"), (["--variant", "composed"], "goes with no --variant")],
 )
 def test_it_needs_a_gpu_and_times_the_winners(capsys, more, said):
     assert run.main(["dsv4_forward", "--mode", "latency", "--device", "cpu", *more]) == 2

@@ -156,14 +156,8 @@ __device__ __forceinline__ uint4 load_shared16(uint32_t from) {
 __device__ __forceinline__ void store_shared1(uint32_t to, uint32_t v) {
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
-__device__ __forceinline__ void store_shared2(uint32_t to, uint16_t v) {
-    asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(v) : "memory");
-}
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared8(uint32_t to, uint2 v) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
 }
 __device__ __forceinline__ void store_shared16(uint32_t to, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)

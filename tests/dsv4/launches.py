@@ -73,7 +73,7 @@ class Seen(TorchDispatchMode):
             if self.place and not (name in ADDING and arguments[-1] is not None):
                 several = sum(arguments[i] for i in COUNTED[name]) if name in COUNTED else SEVERAL.get(name, 1)
                 if name == QUANTISING[0]:
-                    several += arguments[QUANTISING[1]] > 1 and arguments[QUANTISING[2]] in (1, 2)
+                    several += arguments[QUANTISING[1]] > 1 and arguments[QUANTISING[2]] == 1
                 self.kernels[self.place, name] += several
             return 0
 

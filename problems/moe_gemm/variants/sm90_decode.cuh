@@ -12,8 +12,7 @@
 // goes on to the second without waiting for all of v. Every block sorts the tokens by itself (sm90_decode_groups.cuh);
 // that is quicker than a launch for it.
 //
-// Activations that are NVFP4 are multiplied otherwise on Hopper: sm90_decode_codes.cuh. Those that are FP8 are rounded in
-// registers, x and v alike, when a group's tokens have come: sm90_decode_fp8.cuh.
+// Activations in FP8 are rounded in registers, x and v alike, when a group's tokens have come: sm90_decode_fp8.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +24,6 @@
 #include "launch_cooperative.cuh"
 #include "sm90_decode_adding.cuh"
 #include "sm90_decode_block.cuh"
-#include "sm90_decode_codes.cuh"
 #include "sm90_decode_groups.cuh"
 #include "sm90_decode_tokens.cuh"
 #include "nvfp4_units.cuh"
@@ -48,9 +46,8 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// CODES: x and v are NVFP4 and are multiplied as such, by units of nvfp4_wgmma.cuh; only Hopper has that. FP8: x and v
-// are rounded to e4m3, which is all that this changes.
-template <int C1, int C2, int NT, bool CODES, bool FP8>
+// FP8: x and v are rounded to e4m3, which is all that this changes.
+template <int C1, int C2, int NT, bool FP8>
 __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     constexpr bool LONE = C1 == 4 && NT == 1 && !FP8;  // whether it makes a call's one token NVFP4: else no registers
     extern __shared__ __align__(128) uint8_t smem[];
@@ -77,8 +74,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     programmatic::wait();
     programmatic::trigger();
     uint4 half = {};
-    if (LONE && p.lone && warp < WARPS)
-        half = CODES ? load_own(p.x, p.hidden, warp, lane) : load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
+    if (LONE && p.lone && warp < WARPS) half = load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
     if (n <= 32) {
         if (warp == 0) sort_few<NT>(p, groups, slots, routing, words, lane);
         __syncwarp();
@@ -90,8 +86,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     __syncthreads();
     const int count = words[32];
 
-    const auto units_of = [](int columns) { return CODES ? nvfp4_wgmma::units_of(columns) : columns / units::COLUMNS; };
-    const int units1 = units_of(p.hidden), units2 = units_of(p.inner);  // of a unit row
+    const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
     const int batches = p.linear ? 0 : batches_of<BATCHED<NT>>(count);
     int stage = 0, parity = 0;
@@ -101,7 +96,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     if (warp >= WARPS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp > WARPS && warp <= WARPS + EPILOGUE_THREADS / 32)
-            epilogue<NT, CODES>(p, at, smem, warp - WARPS - 1, lane, count);
+            epilogue<NT>(p, at, smem, warp - WARPS - 1, lane, count);
         if (threadIdx.x == NUM_THREADS - 32) watch(p, written, ready, batches);
         if (threadIdx.x != CONSUMER_THREADS) return;
         // The thread that copies.
@@ -130,14 +125,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         return;
     }
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-    if constexpr (CODES) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        const Ring units_ring{ring, full_barriers, empty_barriers, p.stages, 0, 0, p.nothing};
-        // A warp's number from one lane, so that the compiler knows it to be the same in all: descriptors need that.
-        consume_codes<C1, C2>(p, at, smem, units_ring, half, count, batches, __shfl_sync(~0u, warp, 0), lane);
-#endif
-        return;
-    }
 
     constexpr std::integral_constant<int, NT> ALL_TILES = {};
     constexpr std::integral_constant<int, 1> ONE_TILE = {};
@@ -269,7 +256,8 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     const __nv_bfloat16* rows = p.linear ? p.x : p.v;
     int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
-        clear_total(p, total);  // nobody adds to it before all have handed over sums
+        // Nobody adds to it before all have handed over sums.
+        for (int i = threadIdx.x; i < p.tokens * MARGIN; i += CONSUMER_THREADS) total[i] = 0;
         Tokens<C2, NT, FP8> tokens;
         int batch = 0, due = p.linear ? -1 : 0;  // the next batch to wait for, and its first group
         const auto await = [&](int group) {
@@ -301,14 +289,19 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         }
         if (!count) consumer_sync();
         wait(read + 16, ended), ended ^= 1;
-        write_row(p, total, row);
+        for (int i = threadIdx.x; i < p.tokens * 16; i += CONSUMER_THREADS) {
+            const int token = i >> 4, pair = i & 15;
+            const float *from = total + token * MARGIN + 2 * pair;
+            *reinterpret_cast<__nv_bfloat162*>(p.out + static_cast<int64_t>(token) * p.hidden + row * 32 + 2 * pair) =
+                __floats2bfloat162_rn(from[0], from[1]);
+        }
         consumer_sync();
     }
 }
 
-template <int C1, int C2, int NT, bool CODES, bool FP8>
+template <int C1, int C2, int NT, bool FP8>
 cudaError_t launch(const Problem& p, int blocks, int bytes, bool early) {
-    const auto kernel = experts<C1, C2, NT, CODES, FP8>;
+    const auto kernel = experts<C1, C2, NT, FP8>;
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
     const dim3 grid(blocks), block(NUM_THREADS);
@@ -317,22 +310,17 @@ cudaError_t launch(const Problem& p, int blocks, int bytes, bool early) {
     return programmatic::launch_cooperative(kernel, grid, block, bytes, p);
 }
 
-// tiles: 8 tokens each, of a group; 1 or 2. rows: room for the slots' rows of x, where they are quantised. codes: w13
-// and w2 are units of nvfp4_wgmma.cuh; quantised, not linear, tiles 1. fp8: x and v are rounded to e4m3; not quantised,
-// not linear. early: whether the first kernel may begin before the one ahead has ended. -> a cudaError_t;
-// cudaErrorInvalidValue for what does not fit.
-inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bool codes, bool fp8, bool early) {
-    static_assert(units::BYTES == nvfp4_wgmma::BYTES && units::ROWS == 2 * nvfp4_wgmma::ROWS, "the ring has either");
+// tiles: 8 tokens each, of a group; 1 or 2. rows: room for the slots' rows of x, where they are quantised. fp8: x and v
+// are rounded to e4m3; not quantised, not linear. early: whether the first kernel may begin before the one ahead has
+// ended. -> a cudaError_t; cudaErrorInvalidValue for what does not fit.
+inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bool fp8, bool early) {
     const int n = p.tokens * p.topk;
     if (n > 0xFFFF || p.hidden % 64 || p.inner % 64 || tiles < 1 || tiles > 2) return cudaErrorInvalidValue;
-    if (codes && (p.linear || !p.quantised || tiles > 1)) return cudaErrorInvalidValue;
     if (fp8 && (p.linear || p.quantised)) return cudaErrorInvalidValue;
     const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
     const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);
     const bool short_rows = first <= 4 && second <= 2;
-    p.most = !codes ? 0 : short_rows && p.tokens > 4 ? 8 : 4;  // more columns leave room for 4 tokens
-    const int together = codes ? p.most : 8 * tiles;
-    p.groups = n < p.experts + n / together ? n : p.experts + n / together;
+    p.groups = n < p.experts + n / (8 * tiles) ? n : p.experts + n / (8 * tiles);
     p.stages = 0;
     const int room = SHARED - Layout(p, tiles).bytes;
     p.stages = room / (STAGE_BYTES + 16);
@@ -342,25 +330,20 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bo
     p.lone = p.quantised && !p.linear && p.tokens == 1 && p.groups <= 32 && tiles == 1 && short_rows;
     if (p.quantised && !p.lone) {
         const int width = p.linear ? p.inner : p.hidden, all = n * (width / 16);
-        const int blocks_of_codes = (n * ((p.hidden + 255) / 256 * 16) + 127) / 128;
         if (const cudaError_t code =
-                codes ? programmatic::launch_early(quantise_codes, blocks_of_codes, 128, 0, early, p, rows)
-                      : programmatic::launch_early(quantise_rows, (all + 127) / 128, 128, 0, early, p, rows, width))
+                programmatic::launch_early(quantise_rows, (all + 127) / 128, 128, 0, early, p, rows, width))
             return code;
         p.x = rows;
     }
     if (first > 8 || second > 8 || (tiles > 1 && !short_rows)) return cudaErrorInvalidValue;
-    const auto started = codes && short_rows                ? launch<4, 2, 1, true, false>
-                         : codes && second <= 4            ? launch<8, 4, 1, true, false>
-                         : codes                           ? launch<8, 8, 1, true, false>
-                         : fp8 && short_rows && tiles == 1 ? launch<4, 2, 1, false, true>
-                         : fp8 && short_rows               ? launch<4, 2, 2, false, true>
-                         : fp8 && second <= 4              ? launch<8, 4, 1, false, true>
-                         : fp8                             ? launch<8, 8, 1, false, true>
-                         : short_rows && tiles == 1        ? launch<4, 2, 1, false, false>
-                         : short_rows                      ? launch<4, 2, 2, false, false>
-                         : second <= 4                     ? launch<8, 4, 1, false, false>
-                                                           : launch<8, 8, 1, false, false>;
+    const auto started = fp8 && short_rows && tiles == 1 ? launch<4, 2, 1, true>
+                         : fp8 && short_rows             ? launch<4, 2, 2, true>
+                         : fp8 && second <= 4            ? launch<8, 4, 1, true>
+                         : fp8                           ? launch<8, 8, 1, true>
+                         : short_rows && tiles == 1      ? launch<4, 2, 1, false>
+                         : short_rows                    ? launch<4, 2, 2, false>
+                         : second <= 4                   ? launch<8, 4, 1, false>
+                                                         : launch<8, 8, 1, false>;
     return started(p, blocks, bytes, early);
 }
 

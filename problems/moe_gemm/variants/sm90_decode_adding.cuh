@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "sm90_decode_block.cuh"
-#include "sm90_decode_codes.cuh"
 #include "sm90_decode_tokens.cuh"
 
 namespace decode {
@@ -43,8 +42,8 @@ __device__ __forceinline__ void watch(const Problem& p, uint32_t written, uint32
 
 // The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has
 // group of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
-// A unit row of v is 16 values of each token, which is a block of NVFP4. CODES: as consume_codes hands them over.
-template <int NT, bool CODES>
+// A unit row of v is 16 values of each token, which is a block of NVFP4.
+template <int NT>
 __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uint8_t* smem, int q, int lane,
                                        int count) {
     const Group* groups = reinterpret_cast<const Group*>(smem + at.groups);
@@ -54,20 +53,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
     const uint32_t read = smem_address(smem + at.barriers) + 16 * p.stages, written = read + 24;
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;
     int buffer = 0;
-    const Codes codes(p.v, p.tokens * p.topk, p.inner);
-    auto added = [&](int tile, int tokens) {
-        if constexpr (CODES) {  // of every second warp, of its 16 rows
-            float4 all = {};
-            if (2 * (lane & 3) >= tokens) return all;
-            const uint8_t* mine = smem + at.sums + (buffer * WARPS + q) * p.most * 64 + lane / 4 * p.most * 8 +
-                                  (lane & 3) * 16;
-#pragma unroll 4
-            for (int w = 0; w < WARPS / 2; ++w) {
-                const float4 one = *reinterpret_cast<const float4*>(mine + w * p.most * 128);
-                all.x += one.x, all.y += one.y, all.z += one.z, all.w += one.w;
-            }
-            return all;
-        }
+    auto added = [&](int tile) {
         const float* from = reinterpret_cast<const float*>(smem + at.sums) + buffer * WARPS * NT * 256 +
                             (tile * 2 + q) * 128 + 4 * lane;
         float4 all = {};
@@ -86,9 +72,8 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
 #pragma unroll 1
     for (int i = 32 * q + lane; i < count; i += EPILOGUE_THREADS) {
         const int e = groups[i].expert;
-        constexpr float REST = CODES ? nvfp4_wgmma::REST : units::REST;
-        factors[i].x = p.linear ? 0 : p.g13[e] * (p.quantised ? p.in13[e] : 1.f) * REST;
-        factors[i].y = p.g2[e] * (p.quantised ? p.in2[e] : 1.f) * REST;
+        factors[i].x = p.linear ? 0 : p.g13[e] * (p.quantised ? p.in13[e] : 1.f) * units::REST;
+        factors[i].y = p.g2[e] * (p.quantised ? p.in2[e] : 1.f) * units::REST;
     }
     epilogue_sync();
     if (lane < batches) {  // a first look at either takes its time
@@ -103,7 +88,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
             const float factor = factors[group].x;
             sums_sync(buffer);
             for (int tile = 0; 8 * tile < g.count(); ++tile) {
-                const float4 all = added(tile, g.count());
+                const float4 all = added(tile);
                 const float gates[2] = {all.x, all.y}, ups[2] = {all.z, all.w};
                 const int first = 8 * tile + 2 * (lane & 3);
                 float values[2] = {}, most[2];
@@ -129,26 +114,14 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
                     const float* other = largest + turn * 16 + (1 - q) * 8 + 2 * (lane & 3);
                     const float input_scale = p.in2[g.expert];
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const float scale = block_scale(fmaxf(most[j], other[j]), input_scale);
-                        if constexpr (CODES) {
-                            if (first + j >= g.count()) continue;
-                            const int slot = slots[g.start() + first + j];
-                            codes.row(slot)[row * 16 + q * 8 + lane / 4] =
-                                nvfp4_wgmma::code_of(nearest(values[j], input_scale, scale));
-                            if (q || lane >= 4) continue;
-                            codes.put_scale(slot, row, nvfp4_wgmma::scale_of(scale));
-                            if (row == rows1 - 1)  // and up to a whole step
-                                for (int block = rows1; block % 16; ++block) codes.put_scale(slot, block, __half());
-                        } else {
-                            values[j] = quantised(values[j], input_scale, scale);
-                        }
-                    }
+                    for (int j = 0; j < 2; ++j)
+                        values[j] = quantised(values[j], input_scale,
+                                              block_scale(fmaxf(most[j], other[j]), input_scale));
                     turn ^= 1;
                 }
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
-                    if (!CODES && first + j < g.count())
+                    if (first + j < g.count())
                         p.v[static_cast<int64_t>(slots[g.start() + first + j]) * p.inner + row * 16 + q * 8 + lane / 4] =
                             __float2bfloat16_rn(values[j]);
             }
@@ -165,7 +138,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
             const float factor = factors[i].y;
             sums_sync(buffer);
             for (int tile = 0; 8 * tile < g.count(); ++tile) {
-                const float4 all = added(tile, g.count());
+                const float4 all = added(tile);
                 const float above[2] = {all.x, all.y}, below[2] = {all.z, all.w};
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {

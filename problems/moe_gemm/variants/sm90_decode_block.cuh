@@ -1,7 +1,6 @@
 // A block of sm90_decode: what lies in its shared memory, and how its threads wait for each other.
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -24,16 +23,14 @@ constexpr int GROUP_BYTES = sizeof(Group) + sizeof(float2), MARGIN = 33;  // flo
 // counters, comes microseconds later. With many tokens bandwidth wins.
 constexpr int UNDER_WAY = 2;
 constexpr int SHARED = 227 * 1024;
-constexpr int CODES_BYTES = 17408;  // room for a warpgroup's codes: two groups of 4 tokens by 4 steps, or one of 8
 
 // Byte offsets in shared memory. The ring comes first; while nothing is in it, it holds what sorting needs.
 struct Layout {
-    int codes, sums, total, groups, factors, slots, routing, words, parts, largest, barriers, bytes;
+    int sums, total, groups, factors, slots, routing, words, parts, largest, barriers, bytes;
     __host__ __device__ Layout(const Problem& p, int tiles) {
         const int n = p.tokens * p.topk;
-        codes = p.stages * STAGE_BYTES;
-        sums = codes + (p.most ? WARPS / 4 * CODES_BYTES : 0);
-        total = sums + 2 * WARPS * (p.most ? p.most * 64 : 2 * tiles * 512);
+        sums = p.stages * STAGE_BYTES;
+        total = sums + 2 * WARPS * 2 * tiles * 512;
         groups = total + (p.tokens * MARGIN * 4 + 15) / 16 * 16;
         factors = groups + p.groups * int(sizeof(Group));
         routing = groups + p.groups * GROUP_BYTES;
@@ -71,19 +68,6 @@ __device__ __forceinline__ void sums_arrive(int buffer) {
 }
 __device__ __forceinline__ void sums_sync(int buffer) {
     named_barrier_sync<CONSUMER_THREADS + EPILOGUE_THREADS>(2 + buffer);
-}
-
-// The sums over experts of a unit row of out, in shared memory, `total`: cleared, and written. All consumers.
-__device__ __forceinline__ void clear_total(const Problem& p, float* total) {
-    for (int i = threadIdx.x; i < p.tokens * MARGIN; i += CONSUMER_THREADS) total[i] = 0;
-}
-__device__ __forceinline__ void write_row(const Problem& p, const float* total, int row) {
-    for (int i = threadIdx.x; i < p.tokens * 16; i += CONSUMER_THREADS) {
-        const int token = i >> 4, pair = i & 15;
-        const float* from = total + token * MARGIN + 2 * pair;
-        *reinterpret_cast<__nv_bfloat162*>(p.out + static_cast<int64_t>(token) * p.hidden + row * 32 + 2 * pair) =
-            __floats2bfloat162_rn(from[0], from[1]);
-    }
 }
 
 }  // namespace decode

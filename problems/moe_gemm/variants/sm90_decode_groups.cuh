@@ -23,8 +23,7 @@ constexpr int TURN = 17;                         // blocks by which a batch is s
 struct Problem {
     const uint8_t *w13, *w2;  // units
     const float *g13, *g2, *in13, *in2;
-    // (T, H); of quantised, unless lone: (T k, H), each slot's as its expert has it, or Codes, as v.
-    const __nv_bfloat16* x;
+    const __nv_bfloat16* x;   // (T, H); of quantised, unless lone: (T k, H), each slot's as its expert has it
     const int* ids;           // (T, k), of shared: (T, k - 1)
     const float* routing;     // as ids
     __nv_bfloat16 *out, *v;   // (T, H), (T k, I)
@@ -32,7 +31,6 @@ struct Problem {
     unsigned long long* arrived;
     int tokens, topk, experts, hidden, inner;
     int stages, groups;       // of the ring; room for groups
-    int most;                 // tokens of a group that are multiplied as codes, 4 or 8; 0: all are bf16
     bool quantised, linear;   // linear: only the second product, of x (T, I) by w2
     bool lone;                // one token, x as it came: each block quantises it for the groups that it works on
     bool shared;              // the last expert has all tokens
@@ -45,9 +43,6 @@ struct Group {
     __device__ int start() const { return tokens & 0xFFFF; }
     __device__ int count() const { return tokens >> 16; }
 };
-
-template <int NT>
-__host__ __device__ __forceinline__ int group_tokens(const Problem& p) { return p.most ? p.most : 8 * NT; }
 
 // ---- sorting: groups, slots and routing; words[32]: how many groups
 
@@ -81,7 +76,7 @@ __device__ __forceinline__ void sort_few(const Problem& p, Group* groups, uint16
     const float mine = lane < n ? routing_of(p, lane) : 1.f;
     const unsigned same = __match_any_sync(~0u, e);
     const bool leads = e != 0x7FFFFFFF && lane == __ffs(same) - 1;
-    const int tokens = __popc(same), most = group_tokens<NT>(p), parts = leads ? (tokens + most - 1) / most : 0;
+    const int tokens = __popc(same), parts = leads ? (tokens + 8 * NT - 1) / (8 * NT) : 0;
     int place = 0, group = 0;
     for (int i = 0; i < n; ++i) {
         const int other = __shfl_sync(~0u, e, i), others = __shfl_sync(~0u, parts, i);
@@ -125,7 +120,7 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
                 const int more = seen[w * p.experts + e];
                 seen[w * p.experts + e] = tokens, tokens += more;
             }
-        const int most = group_tokens<NT>(p), parts = (tokens + most - 1) / most;
+        const int parts = (tokens + 8 * NT - 1) / (8 * NT);
         const uint32_t mine = tokens | parts << 16;
         const uint32_t sum = warps::sum_up_to(mine, lane);
         if (lane == 31) words[warp] = sum;

@@ -20,24 +20,21 @@ __device__ __forceinline__ uint4 load_global(const void* at) {
     return v;
 }
 
-// NVFP4 as nvfp4.encode has it: the scale of 16 values whose largest magnitude is `most`; a value's code as a number;
-// and that times the scale, without the input scale, which a bf16 holds exactly.
+// NVFP4 as nvfp4.encode has it: the scale of 16 values whose largest magnitude is `most`, and a value's, without the
+// input scale. A bf16 holds that exactly.
 __device__ __forceinline__ float block_scale(float most, float input_scale) {
     most = __fdiv_rn(most, input_scale);  // the largest quotient: rounding keeps the order
     __nv_fp8_e4m3 byte;
     byte.__x = __nv_cvt_float_to_fp8(fminf(__fdiv_rn(most, 6.f), 448.f), __NV_SATFINITE, __NV_E4M3);
     return float(byte);
 }
-__device__ __forceinline__ float nearest(float x, float input_scale, float scale) {
+__device__ __forceinline__ float quantised(float x, float input_scale, float scale) {
     if (scale == 0) return 0.f;
     // The power of two at or below the value, at least 1: codes are half of it apart, even ones a whole of it.
     x = fminf(fmaxf(__fdiv_rn(__fdiv_rn(x, input_scale), scale), -6.f), 6.f);
     const uint32_t power = __float_as_uint(fmaxf(fabsf(x), 1.f)) & 0x7F800000u;
     const float inverse = __uint_as_float(0x7F000000u - power);
-    return rintf(x * 2 * inverse) * __uint_as_float(power) * 0.5f;
-}
-__device__ __forceinline__ float quantised(float x, float input_scale, float scale) {
-    return nearest(x, input_scale, scale) * scale;
+    return rintf(x * 2 * inverse) * __uint_as_float(power) * 0.5f * scale;
 }
 
 // p.x (T, width) -> to (T k, width): each slot's row as its expert's input scale quantises it; zeros for an id that is

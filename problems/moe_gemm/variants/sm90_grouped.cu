@@ -12,33 +12,26 @@ int repack_units(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int 
     return units::repack(packed, scales, to, experts, rows, columns, interleaved);
 }
 
-// As above, for activations that are NVFP4: units of nvfp4_wgmma.cuh.
-int repack_codes(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int experts, int rows, int columns,
-                 int interleaved) {
-    return nvfp4_wgmma::repack(packed, scales, to, experts, rows, columns, interleaved);
-}
-
 // int64 that decode_experts wants in `arrived`, zero before the first call and then as it leaves them.
 int decode_counters() { return decode::BATCHES * decode::COUNTER_APART; }
 
 // shared: the last expert has every token, with weight 1; it counts in topk and experts, and is not in ids and routing.
-// form: of activations, 0 bf16; 1 NVFP4; 2 NVFP4, with w13 and w2 of repack_codes; 3 FP8.
+// form: of activations, 0 bf16; 1 NVFP4; 2 FP8.
 // early: as decode::run has it.
 int decode_experts(const uint8_t* w13, const float* g13, const float* in13, const uint8_t* w2, const float* g2,
                    const float* in2, const __nv_bfloat16* x, const int* ids, const float* routing, __nv_bfloat16* out,
                    __nv_bfloat16* v, __nv_bfloat16* rows, unsigned long long* arrived, int tokens, int topk, int experts, int hidden,
                    int inner, int form, int shared, int tiles, int blocks, int early) {
     return decode::run({w13, w2, g13, g2, in13, in2, x, ids, routing, out, v, arrived, tokens, topk, experts, hidden,
-                        inner, 0, 0, 0, form == 1 || form == 2, false, false, shared != 0, 0}, tiles, blocks, rows,
-                       form == 2, form == 3, early);
+                        inner, 0, 0, form == 1, false, false, shared != 0, 0}, tiles, blocks, rows, form == 2, early);
 }
 
 // x (tokens, columns) by units of (rows, columns) -> out (tokens, rows). room: as large as x, where it is quantised.
 int decode_linear(const uint8_t* weight, const float* g, const float* in, const __nv_bfloat16* x, __nv_bfloat16* out,
                   __nv_bfloat16* room, int tokens, int rows, int columns, int quantised, int tiles, int blocks) {
     return decode::run({nullptr, weight, nullptr, g, nullptr, in, x, nullptr, nullptr, out, nullptr, nullptr, tokens, 1,
-                        1, rows, columns, 0, 0, 0, quantised != 0, true, false, false, 0}, tiles, blocks, room,
-                       false, false, false);
+                        1, rows, columns, 0, 0, quantised != 0, true, false, false, 0}, tiles, blocks, room, false,
+                       false);
 }
 
 // Bytes that prefill_experts needs, in KiB.

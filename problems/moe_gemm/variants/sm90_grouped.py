@@ -18,13 +18,12 @@ MOST_TOKENS = 256  # of a launch of the kernel for few
 MOST_WITH_SHARED = 32  # tokens of a call of `with_shared`: more pass over the shared expert's weights too often
 MANY = 12  # tokens an expert on average from which the kernel for many is quicker
 DENSE = range(12, 257)  # tokens of a single expert for which its columns are split over blocks
-BF16, NVFP4, CODES, FP8 = range(4)  # forms of activations that decode_experts takes
+BF16, NVFP4, FP8 = range(3)  # forms of activations that decode_experts takes
 
 
 class State(NamedTuple):
     """What prepare keeps: units in the weights' place, of equal size; the other tensors as they were.
 
-    codes: units of nvfp4_wgmma.cuh, for activations that are NVFP4, (E, 2 I / 32, 4 ceil(H / 256), 1152) and likewise.
     activation: one of the problem's, or "fp8".
     """
 
@@ -39,9 +38,6 @@ class State(NamedTuple):
     map13: tma.Fields  # of w13 and of w2, for the kernel for many
     map2: tma.Fields
     activation: str
-    hidden: int
-    inner: int
-    codes: bool
 
 
 class LinearState(NamedTuple):
@@ -61,7 +57,7 @@ def prepare(weights: Weights) -> State:
     """Units of both matrices. ValueError as unpack_weights says; RuntimeError: the launch."""
     unpack_weights(weights)
     w13, w2 = _both(weights)
-    return _state(w13, w2, [scale.clone() for scale in _scales(weights)], weights)
+    return _state(w13, w2, [scale.clone() for scale in _scales(weights)], weights.activation)
 
 
 def prepare_fp8(weights: Weights) -> State:
@@ -81,26 +77,19 @@ def _scales(weights: Weights) -> tuple[torch.Tensor, ...]:
 
 def _both(*weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
     """Units of w13 and of w2, of all weights one behind the other."""
-    codes = _codes(weights[0])
     return (
-        _units(True, *((one.w13, one.s13) for one in weights), codes=codes),
-        _units(False, *((one.w2, one.s2) for one in weights), codes=codes),
+        _units(True, *((one.w13, one.s13) for one in weights)),
+        _units(False, *((one.w2, one.s2) for one in weights)),
     )
 
 
-def _codes(weights: Weights) -> bool:
-    """Whether the kernel for few multiplies activations as codes."""
-    return weights.activation == "nvfp4" and load.device_target(weights.w13.device) == "sm90"
-
-
-def _state(w13: torch.Tensor, w2: torch.Tensor, scales: list[torch.Tensor], weights: Weights) -> State:
-    """scales: as _scales. weights: any that have the sizes and the activation."""
+def _state(w13: torch.Tensor, w2: torch.Tensor, scales: list[torch.Tensor], activation: str) -> State:
+    """scales: as _scales."""
     g13, g2, in_scale13, in_scale2 = scales
     counters = build.cuda(SOURCE, load.device_target(w13.device)).function("decode_counters")()
     return State(
         w13, g13, w2, g2, in_scale13, in_scale2, torch.zeros(counters, dtype=torch.int64, device=w13.device),
-        torch.zeros((), dtype=torch.int32, device=w13.device), _map(w13), _map(w2),
-        weights.activation, 2 * weights.w13.shape[2], 2 * weights.w2.shape[2], _codes(weights),
+        torch.zeros((), dtype=torch.int32, device=w13.device), _map(w13), _map(w2), activation,
     )  # fmt: skip
 
 
@@ -120,8 +109,8 @@ def prepare_with_shared(weights: Weights, shared: Weights) -> tuple[State, State
     both = weights, shared
     w13, w2 = _both(*both)
     scales = [torch.cat(pair) for pair in zip(*map(_scales, both), strict=True)]
-    everyone = _state(w13, w2, scales, weights)
-    return _state(w13[:-1], w2[:-1], [one[:-1] for one in scales], weights), everyone
+    everyone = _state(w13, w2, scales, weights.activation)
+    return _state(w13[:-1], w2[:-1], [one[:-1] for one in scales], weights.activation), everyone
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -130,7 +119,7 @@ def custom_kernel(data: input_t) -> output_t:
     ValueError as unpack_call says, or H or I over 8192; RuntimeError: the launch.
     """
     state, (x, ids, routing), (out,) = data
-    hidden, inner = state.hidden, state.inner
+    hidden, inner = _sizes(state)
     tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
     experts, target = len(state.w13), load.device_target(x.device)
     wgmma = state.activation == "bf16" and target == "sm90"
@@ -150,20 +139,24 @@ def with_shared(data: input_t) -> output_t:
     data.weights: the second state of prepare_with_shared; topk_ids: routed experts only. For few tokens,
     MOST_WITH_SHARED or less. ValueError, RuntimeError as custom_kernel.
     """
-    tokens, topk = unpack_call(data.inputs, data.outputs, data.weights.hidden)
+    tokens, topk = unpack_call(data.inputs, data.outputs, _sizes(data.weights)[0])
     _decode(data, tokens, topk + 1, shared=True)
     return data.outputs.out
+
+
+def _sizes(state: State) -> tuple[int, int]:
+    """-> (H, I)."""
+    return 64 * state.w13.shape[2], 64 * state.w2.shape[2]
 
 
 def _decode(data: input_t, tokens: int, topk: int, shared: bool) -> None:
     """The kernel for few tokens. shared: the last expert has all of them, and counts in topk."""
     state, (x, ids, routing), (out,) = data
-    hidden, inner, experts = state.hidden, state.inner, len(state.w13)
+    (hidden, inner), experts = _sizes(state), len(state.w13)
     _check_columns(max(hidden, inner))
-    crowded = tokens * topk > 2 * experts and not state.codes
-    tiles = 2 if crowded and hidden <= 4096 and inner <= 2048 else 1
+    tiles = 2 if tokens * topk > 2 * experts and hidden <= 4096 and inner <= 2048 else 1
     slots, quantised = min(tokens, MOST_TOKENS) * topk, state.activation == "nvfp4"
-    form = CODES if state.codes else {"bf16": BF16, "nvfp4": NVFP4, "fp8": FP8}[state.activation]
+    form = {"bf16": BF16, "nvfp4": NVFP4, "fp8": FP8}[state.activation]
     v = torch.empty(slots, inner, dtype=torch.bfloat16, device=x.device)
     rows = torch.empty(slots if quantised else 0, hidden, dtype=torch.bfloat16, device=x.device)
     run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_experts", *[c_void_p] * 13, *[c_int] * 10)
@@ -226,21 +219,19 @@ def linear(state: LinearState, x: torch.Tensor, out: torch.Tensor) -> None:
         build.check(code, "decode_linear")
 
 
-def _units(interleaved: bool, *parts: tuple[torch.Tensor, torch.Tensor], codes: bool = False) -> torch.Tensor:
+def _units(interleaved: bool, *parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Of pairs of codes (E, rows, columns / 2) and scales (E, rows, columns / 16), one behind the other: uint8 (all E,
-    rows / 32, columns / 64, UNIT); with `codes` those of nvfp4_wgmma.cuh, columns rounded up to 256.
+    rows / 32, columns / 64, UNIT).
     """
     packed = parts[0][0]
     rows, columns = packed.shape[1], 2 * packed.shape[2]
-    in_row = -(-columns // 256) * 4 if codes else columns // 64
-    shape = sum(len(packed) for packed, _ in parts), rows // 32, in_row, UNIT
+    shape = sum(len(packed) for packed, _ in parts), rows // 32, columns // 64, UNIT
     units = torch.empty(shape, dtype=torch.uint8, device=packed.device)
-    name, artefact = "repack_codes" if codes else "repack_units", build.cuda(SOURCE, load.device_target(packed.device))
-    run = artefact.function(name, *[c_void_p] * 3, *[c_int] * 4)
+    run = build.cuda(SOURCE, load.device_target(packed.device)).function("repack_units", *[c_void_p] * 3, *[c_int] * 4)
     first = 0
     for packed, scales in parts:
         pointers = packed.data_ptr(), scales.data_ptr(), units[first].data_ptr()
-        build.check(run(*pointers, len(packed), rows, columns, interleaved), name)
+        build.check(run(*pointers, len(packed), rows, columns, interleaved), "repack_units")
         first += len(packed)
     return units
 

@@ -21,6 +21,7 @@ if hypothesis:
 
 
 LONG = "tests/test_commands.py"  # begins first, so that no worker has it left when the others are done
+FEW_THREADS = ("tests.dsv4", "tests.problems", "tests.common", "tests.test_commands")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def few_threads(request):
     """Small tensors are too short to share between torch's threads. CPU variants have separate threads."""
-    if not request.module.__name__.startswith(("tests.dsv4", "tests.problems", "tests.common")):
+    if not request.module.__name__.startswith(FEW_THREADS):
         yield
         return
     before = torch.get_num_threads()

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ import pytest
 from harness import run
 from harness.judge import phases
 from harness.results import environment, gpu, record
+from harness.tools import model_outputs
 from leaderboard import code_table, compare, pack, report
 from problems.common import load
 from problems.dsv4_forward.generate import generate
+from tests.exploits import exploit_table
 from tests.support import ROOT, pages
 
 COMMANDS = pages.commands()
@@ -32,6 +35,8 @@ SMALL = {  # a problem's small case, and for the whole model a short end-to-end 
     "linear_decode": ["--case", "format=fp8 tokens=2 shape=192x320"],
     "dsv4_forward": ["--case", "config=tiny format=fp32 batch=1 phase=decode"],
 }
+# Of nvfp4_gemv, what is timed: m, k, l.
+TIMED = ((64, 16384, 1), (64, 7168, 2), (64, 2048, 4))
 CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]
 STOPS = {"--check-only", "--lint", "--sanitize"}
 # What this suite is part of, or takes hours.
@@ -40,6 +45,10 @@ NOT_WITHIN = (
     ".ci/run",
 )  # fmt: skip
 ELSEWHERE = re.compile(r"tools/remote\.py|--on |--ray ")  # tests/system runs these, with a host and a cluster
+# As nvfp4_gemv's --all; pairs as those with HEAD~1; options of the model's check and the page, which have tests.
+REPEATS = re.compile(
+    r"run\.py (?!nvfp4_gemv)\w+ --all|drafts/.* --against cpu_|--check-only --attribute|--kernels linear|--html"
+)
 HOURS = (f"{PYTHON}-m tests.exploits.exploit_table",)
 
 pytestmark = pytest.mark.skipif(gpu.visible(), reason="says what happens without a GPU")
@@ -52,12 +61,17 @@ def copy(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def there(copy, monkeypatch) -> Path:
-    """This process is in the copy, and reads and writes problems and records there."""
+    """This process is in the copy, and reads and writes problems and records there; nvfp4_gemv has few small cases."""
     monkeypatch.chdir(copy)
     monkeypatch.setattr(record, "RESULTS", copy / "leaderboard" / "results")
     monkeypatch.setattr(load, "PROBLEMS", copy / "problems")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of children: tensors are small
     for counts in ("PROCESSES", "SAMPLES", "PAIRED_PROCESSES", "PAIRS"):
         monkeypatch.setattr(phases, counts, {"cpu": 1})
+    task = load.module(copy / "problems" / "nvfp4_gemv", "task")
+    timed = [task.Case(*sizes, seed=1111) for sizes in TIMED]
+    monkeypatch.setattr(task, "BENCHMARKS", timed)
+    monkeypatch.setattr(task, "TESTS", [*task.TESTS[:6], timed[-1]])
     return copy
 
 
@@ -99,17 +113,23 @@ def shortened(words: list[str]) -> list[str]:
     """The arguments of harness/run.py with more of them, so that it is done in seconds."""
     if {"--new", "--new-variant", "--list", "--help"} & {*words}:
         return words
-    words = [*words, "--device", "cpu"]
+    words = [*(word.replace("m=7168", "m=64") for word in words), "--device", "cpu"]  # see TIMED
     if words[0] == "path/to/gpu_mode_problem":
         words = [word.replace("my.py", "path/to/gpu_mode_problem/submission.py") for word in words]
     if words[0] == "dsv4_forward" and "latency" not in words:
-        words += CHECK
+        words += [*CHECK, *(["--check-only"] if "--kernels" in words else [])]  # which only the check knows
     if STOPS & {*words}:
         return words
     if "--against" in words:  # pairs are timed, by at least two processes of each side
-        return [*words, "--mode", "benchmark", "--processes", "2", "--case", "m=7168 k=2048"]
+        return [*words, "--mode", "benchmark", "--processes", "2", "--case", "k=2048 l=4"]
     words += [] if "--mode" in words else ["--mode", "test"]
     return words if "--case" in words or "latency" in words else [*words, *SMALL.get(words[0], [])]
+
+
+def shows_help(main: Callable[[list[str]], int], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
 
 
 def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
@@ -155,11 +175,17 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
         assert code_table.main([*words, "--results", str(there / "none")]) == 0
     elif program == "problems/dsv4_forward/generate/generate.py":
         assert generate.main([*words, "--tokens", "3"]) in (0, None)
-    elif program == "-m" and words[0] in ("tests.exploits.exploit_table", "tests.support.code_sections"):
+    elif program == "-m" and words[0] == "tests.support.code_sections":
         assert subprocess.run([sys.executable, "-m", words[0], "--help"], cwd=ROOT, capture_output=True).returncode == 0
+    elif program == "-m" and words[0] == "tests.exploits.exploit_table":
+        shows_help(exploit_table.main, ["--help"])
     elif program == "-m" and words[0] == "harness.tools.model_outputs":
-        command = [sys.executable, "-m", *(words if words[1] == "table" else [*words[:2], "--help"])]
-        assert subprocess.run(command, cwd=there, capture_output=True).returncode == 0
+        if words[1] == "table":
+            for name in ("PAGE", "RESULTS"):
+                monkeypatch.setattr(model_outputs, name, there / getattr(model_outputs, name).relative_to(ROOT))
+            assert model_outputs.main(words[1:]) == 0
+        else:
+            shows_help(model_outputs.main, [words[1], "--help"])
     elif program == "harness/tools/bringup_sm100.py":
         assert subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True).returncode == 0
     elif program == "-m" and words[0] == "harness.problem.task_yml":
@@ -168,7 +194,9 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
         pytest.fail(f"tests/test_commands.py has no short form of {command!r}: add one")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=pytest.mark.slow if REPEATS.search(one) else ()) for one in COMMANDS]
+)
 def test_a_short_form_of_every_command_runs(command, there, monkeypatch, capsys):
     run_short(command, there, monkeypatch, capsys)
 

@@ -2,13 +2,17 @@
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
+
+# Imported by what needs it: transformers takes 4 s of a processor, also where tests are only collected.
+if TYPE_CHECKING:
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 # Other head counts, ratios, top-k, groups and hash layers than TINY; no two sizes alike.
 OTHER = dataclasses.replace(
@@ -25,8 +29,10 @@ WIDE = dataclasses.replace(
 CONFIGS = {config.name: config for config in (TINY, OTHER, WIDE)}
 
 
-def hf_config(cfg: Config) -> DeepseekV4Config:
+def hf_config(cfg: Config) -> "DeepseekV4Config":
     """The same model in transformers' words."""
+    from transformers import DeepseekV4Config
+
     same = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups",
         "o_lora_rank", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor",
@@ -46,8 +52,10 @@ def hf_config(cfg: Config) -> DeepseekV4Config:
 
 
 @functools.cache
-def hf_model(name: str, seed: int = 1) -> DeepseekV4ForCausalLM:
+def hf_model(name: str, seed: int = 1) -> "DeepseekV4ForCausalLM":
     """A model in which nothing is constant; logits have a standard deviation of about 1."""
+    from transformers import DeepseekV4ForCausalLM
+
     cfg = CONFIGS[name]
     model = DeepseekV4ForCausalLM(hf_config(cfg)).eval()
     gen = torch.Generator().manual_seed(seed)
@@ -136,6 +144,8 @@ def hf_logits(name: str, ids: torch.Tensor, seed: int = 1) -> torch.Tensor:
 
 def hf_decoder(name: str, seed: int = 1):
     """A function (ids (B, S)) -> logits (B, S, vocab) that feeds transformers' own cache."""
+    from transformers import DynamicCache
+
     model = hf_model(name, seed)
     cache, done = DynamicCache(config=model.config), 0
 

@@ -12,6 +12,7 @@ from problems.dsv4_forward.kernels import cache_rows as kernel
 from problems.dsv4_forward.torch_ops import rope
 from problems.dsv4_forward.weights.config import CSA, TINY
 from tests.dsv4 import in_model
+from tests.support.marks import first
 
 DEVICE = "cuda"
 REFERENCE = table.REFERENCE
@@ -65,7 +66,7 @@ def same_rows(got: Pages, want: Pages, index: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("target", kernel.TARGETS)
+@pytest.mark.parametrize("target", first(kernel.TARGETS))
 def test_it_compiles_without_spills(target):
     kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
     assert len(kernels) == 10 and not any(one.spill_bytes for one in kernels)
@@ -311,15 +312,21 @@ def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+B16, ENTRY = {"dtype": "bfloat16"}, {"kind": "entry", "stored": "uint8"}
+MODEL = [
+    ("test_norm_rotate", {"shape": (2, 3, 70), **B16}), ("test_write_key", {"count": 3, **ENTRY, **B16}),
+    ("test_write_entry", {"ratio": 4, "width": 512, "lengths": [5, 11, 1], "counts": [3, 5, 1], **ENTRY}),
+    ("test_index_query", {"tokens": 3, "heads": 5, "width": 128, **B16}), ("test_queries_that_are_no_numbers", {}),
+    ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [3, 255, 6], "ratios": (4, 4), **B16}),
+]  # fmt: skip
+LONG = [
+    ("test_norm_rotate", {"shape": (3, 5, 512), **B16}),
+    ("test_write_entry", {"ratio": 128, "width": 512, "lengths": [100, 0], "counts": [30, 130], **ENTRY}),
+    ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [127], "ratios": (128,), "dtype": "float32"}),
+]
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_in_the_model_of_a_gpu():
-    bf16, entry = {"dtype": "bfloat16"}, {"kind": "entry", "stored": "uint8"}
-    in_model.run(__name__, [
-        ("test_norm_rotate", {"shape": (3, 5, 512), **bf16}), ("test_norm_rotate", {"shape": (2, 3, 70), **bf16}),
-        ("test_write_key", {"count": 3, **entry, **bf16}),
-        ("test_write_entry", {"ratio": 4, "width": 512, "lengths": [5, 11, 1], "counts": [3, 5, 1], **entry}),
-        ("test_write_entry", {"ratio": 128, "width": 512, "lengths": [100, 0], "counts": [30, 130], **entry}),
-        ("test_index_query", {"tokens": 3, "heads": 5, "width": 128, **bf16}), ("test_queries_that_are_no_numbers", {}),
-        ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [3, 255, 6], "ratios": (4, 4), **bf16}),
-        ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [127], "ratios": (128,), "dtype": "float32"}),
-    ])  # fmt: skip
+@pytest.mark.parametrize("calls", first([MODEL, LONG]), ids=["short", "long"])
+def test_in_the_model_of_a_gpu(calls):
+    in_model.run(__name__, calls)

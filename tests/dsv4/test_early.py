@@ -74,6 +74,7 @@ def test_calls_are_early_only_where_the_caller_says_so():
     assert not early.allowed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fmt", "k", "rows", "tokens"), [("nvfp4", 512, 128, 3), ("fp8", 1536, 64, 5), ("nvfp4", 1024, 128, 8)]
 )

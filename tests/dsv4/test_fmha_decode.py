@@ -13,6 +13,7 @@ from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops import fmha, rope
 from tests.dsv4 import in_model
+from tests.support.marks import first
 
 FOLDER = load.PROBLEMS / fmha_decode.PROBLEM
 WIDTH, ROPE, HEADS = 512, 64, 8
@@ -170,18 +171,13 @@ def ops_on_a_gpu():
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_in_the_model_of_a_gpu():
-    cases = (64, (40, 60)), (70, (20, 0)), (9, (40, 25))
-    in_model.run(
-        __name__,
-        [
-            *(("test_the_kernel_rotates_back", {"heads": heads, "entries": entries}) for heads, entries in cases),
-            (ALIKE, {"heads": 9, "entries": (40, 0)}),
-        ],
-    )
+@pytest.mark.parametrize(("heads", "entries"), first([(70, (20, 0)), (9, (40, 25)), (64, (40, 60))]))
+def test_in_the_model_of_a_gpu(heads, entries):
+    in_model.run(__name__, [("test_the_kernel_rotates_back", {"heads": heads, "entries": entries})])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_the_same_bits_in_the_model_of_a_gpu():
-    in_model.run(__name__, [(ALIKE, {"heads": 9, "entries": (128, 37)})])
+@pytest.mark.parametrize("entries", [(40, 0), (128, 37)])
+def test_the_same_bits_in_the_model_of_a_gpu(entries):
+    in_model.run(__name__, [(ALIKE, {"heads": 9, "entries": entries})])

@@ -8,6 +8,7 @@ import torch
 from problems.common import load
 from problems.dsv4_forward.kernels import matmuls as kernel
 from tests.dsv4 import in_model
+from tests.support.marks import first
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -40,7 +41,7 @@ def close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("target", kernel.TARGETS)
+@pytest.mark.parametrize("target", first(kernel.TARGETS))
 def test_it_compiles_without_spills(target):
     kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
     assert len(kernels) == 7 and not any(one.spill_bytes for one in kernels)
@@ -83,10 +84,14 @@ def test_what_it_does_not_serve_is_torchs(ops):
         ops["matmuls"](x[:, :64], [weight], outputs(3, (16,)))
 
 
+SIZES = [(1, 2, 72), (9, 3, 3080), (5, 3, 72), (20, 3, 264), (32, 3, 1032)]  # tokens, layer, columns
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_in_the_model_of_a_gpu():
+@pytest.mark.parametrize("sizes", first([SIZES[::2], SIZES[1::2]]), ids=["short", "long"])
+def test_in_the_model_of_a_gpu(sizes):
     calls = [
         ("test_all_matrices_of_the_same_tokens", {"tokens": tokens, "layer": layer, "columns": columns})
-        for tokens, layer, columns in ((1, 2, 72), (5, 3, 72), (9, 3, 3080), (20, 3, 264), (32, 3, 1032))
+        for tokens, layer, columns in sizes
     ]
     in_model.run(__name__, [*calls, ("test_what_it_does_not_serve_is_torchs", {})])

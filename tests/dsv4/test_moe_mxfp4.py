@@ -265,13 +265,10 @@ def in_the_model(cases: list[tuple[int, ...]]) -> None:
         right(one)
 
 
-def test_the_kernel_is_right_in_the_model_of_the_gpu():
-    in_the_model(MODEL_CASES[:1])
-
-
 @pytest.mark.slow
-def test_the_kernel_is_right_in_the_model_of_the_gpu_on_longer_cases():
-    in_the_model(MODEL_CASES[1:])
+@pytest.mark.parametrize("cases", [MODEL_CASES[:1], MODEL_CASES[1:]], ids=["short", "long"])
+def test_the_kernel_is_right_in_the_model_of_the_gpu(cases):
+    in_the_model(cases)
 
 
 # Small ones as above; tiny-k's; Flash's; Pro's, whose rows do not end with a copy; more tokens than a launch takes.

@@ -11,6 +11,7 @@ from problems.dsv4_forward.kernels import router as kernel
 from problems.dsv4_forward.torch_ops import router
 from problems.dsv4_forward.weights.config import TINY, Config
 from tests.dsv4 import in_model
+from tests.support.marks import first
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16
@@ -40,7 +41,7 @@ def outputs(tokens: int, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("target", kernel.TARGETS)
+@pytest.mark.parametrize("target", first(kernel.TARGETS))
 def test_it_compiles_without_spills(target):
     kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
     assert len(kernels) == 4 and not any(one.spill_bytes for one in kernels)
@@ -99,8 +100,13 @@ def test_of_equal_scores_the_lower_expert_is_chosen(ops, dtype):
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_in_the_model_of_a_gpu():
+@pytest.mark.parametrize(
+    ("test", "given"),
+    first([
+        ("test_route", {"tokens": 9, "experts": 36, "chosen": 3, "hidden": 136}),
+        ("test_of_equal_scores_the_lower_expert_is_chosen", {}),
+    ]),
+)  # fmt: skip
+def test_in_the_model_of_a_gpu(test, given):
     """What a GPU checks, for the one launch."""
-    sizes = {"tokens": 9, "experts": 36, "chosen": 3, "hidden": 136}
-    calls = [("test_route", sizes), ("test_of_equal_scores_the_lower_expert_is_chosen", {})]
-    in_model.run(__name__, [(test, {**given, "dtype": "bfloat16"}) for test, given in calls])
+    in_model.run(__name__, [(test, {**given, "dtype": "bfloat16"})])

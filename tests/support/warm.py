@@ -2,7 +2,7 @@
 
 `installed()` replaces Guarded._start_reaper. The server is this module as a program. For each child it forks a reaper,
 which is the real one but for exec: it forks the child, confines it, and the child then runs its module in the process
-that it is. Tests of the sandbox and of attacks start their processes as the judge does.
+that it is. Tests of the sandbox, and slow ones of attacks, start their processes as the judge does.
 """
 
 import contextlib
@@ -80,6 +80,11 @@ class Server:
 
 
 _server: Server | None = None
+
+
+def pid() -> int | None:
+    """That of the server; None: there is none yet."""
+    return _server and _server._process.pid
 
 
 @contextlib.contextmanager

@@ -218,7 +218,9 @@ class Driver:
         path, arch = Path(source).resolve(), build.ARCH[target].removeprefix("sm_")
         common = (*_CUDA_FLAGS, f"-gencode=arch=compute_{arch},code=compute_{arch}", *flags)
         text = build._build(path, target, "nvcc", ("-ptx", *common))
-        host = build._build(path, target, "nvcc", ("-shared", "-Xcompiler", "-fPIC", "-cudart", "none", *common))
+        # Of the kernels in it only the names count: they are compiled quickly.
+        shared = ("-shared", "-Xcompiler", "-fPIC", "-cudart", "none", "-Xcicc", "-O0")
+        host = build._build(path, target, "nvcc", (*shared, *common))
         self._ptx = text.path.read_text()
         ctypes.CDLL(str(host.path))  # registers its kernels, the first time
         return host

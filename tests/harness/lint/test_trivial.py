@@ -223,8 +223,12 @@ def test_a_copy_takes_no_more_of_an_input_than_it_needs():
         assert taken == [7]
 
 
-def test_a_gpu_mode_folder_is_linted_too(tmp_path):
+@pytest.mark.slow
+def test_a_sound_gpu_mode_folder_is_left_alone():
     assert surveyed(SUPPORT / "gpu_mode" / "vectoradd")[1] == []
+
+
+def test_a_gpu_mode_folder_is_linted_too(tmp_path):
     lax = tmp_path / "gpu_mode"
     shutil.copytree(SUPPORT / "gpu_mode", lax)
     file = lax / "vectoradd" / "reference.py"

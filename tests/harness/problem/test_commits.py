@@ -88,6 +88,7 @@ def copies() -> list[Path]:
     return [path for path in workdir.scratch().parent.iterdir() if (path / "problems").is_dir()]
 
 
+@pytest.mark.slow
 def test_what_became_slower_is_a_regression_against_the_commit_before(checkout, tmp_path, capsys):
     json_file = tmp_path / "records.jsonl"
     words = ["--against", "HEAD~1:adds", "--processes", "5", "--fail-on-regression", "2", "--json", str(json_file)]

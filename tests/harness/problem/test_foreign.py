@@ -12,6 +12,7 @@ from tests.support import SUPPORT
 SET = SUPPORT / "gpu_mode"
 FOLDERS = sorted(path.parent.name for path in SET.glob("*/task.yml") if (path.parent / "solutions").is_dir())
 NEEDS_GPU, NEEDS_CPU = ("triton_kernel",), ("vectoradd",)
+COMPILED = ("load_inline", "torch_compile")  # with torch's own headers, for half a minute and more
 HOW = phases.Plan(processes=1, samples=2, warmups=1, buffers=2, audits=0, extra=6)
 
 
@@ -42,7 +43,14 @@ def check(name: str, device: str) -> None:
     assert wrong.verdict == "INCORRECT", [outcome.reason for _, outcome in wrong.tests]
 
 
-@pytest.mark.parametrize("name", [name for name in FOLDERS if name not in NEEDS_GPU])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ())
+        for name in FOLDERS
+        if name not in NEEDS_GPU
+    ],
+)
 def test_on_a_cpu(name):
     check(name, "cpu")
 

@@ -159,6 +159,7 @@ def test_what_is_found_of_a_step(without_gpu, monkeypatch):
     assert found["checks"]["host_synchronisations"] == "a copy to the host"
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_prefill_is_timed_without_a_graph(without_gpu):
     case = {"config": "tiny", "format": "bf16", "batch": 1, "context": 0, "new": 20}

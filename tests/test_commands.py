@@ -45,10 +45,8 @@ NOT_WITHIN = (
     ".ci/run",
 )  # fmt: skip
 ELSEWHERE = re.compile(r"tools/remote\.py|--on |--ray ")  # tests/system runs these, with a host and a cluster
-# As nvfp4_gemv's --all; pairs as those with HEAD~1; options of the model's check and the page, which have tests.
-REPEATS = re.compile(
-    r"run\.py (?!nvfp4_gemv)\w+ --all|drafts/.* --against cpu_|--check-only --attribute|--kernels linear|--html"
-)
+# As nvfp4_gemv's --all; options of the model's check, and the page, which have tests of their own.
+REPEATS = re.compile(r"run\.py (?!nvfp4_gemv)\w+ --all|--check-only --attribute|--kernels linear|--html")
 HOURS = (f"{PYTHON}-m tests.exploits.exploit_table",)
 
 pytestmark = pytest.mark.skipif(gpu.visible(), reason="says what happens without a GPU")
@@ -70,7 +68,8 @@ def there(copy, monkeypatch) -> Path:
         monkeypatch.setattr(phases, counts, {"cpu": 1})
     task = load.module(copy / "problems" / "nvfp4_gemv", "task")
     timed = [task.Case(*sizes, seed=1111) for sizes in TIMED]
-    monkeypatch.setattr(task, "BENCHMARKS", timed)
+    for name in ("BENCHMARKS", "BENCHMARKS_CPU"):
+        monkeypatch.setattr(task, name, timed)
     monkeypatch.setattr(task, "TESTS", [*task.TESTS[:6], timed[-1]])
     return copy
 

@@ -174,6 +174,10 @@ class Recorder:
         with reading(self.problem.name):
             return sources.problem_hash(self.problem.folder, self.problem.others)
 
+    @functools.cached_property
+    def harness_hash(self) -> str:
+        return record.harness_hash()
+
     def _code_hash(self, judged: Result) -> str | None:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
         key = judged.source_hash, judged.target
@@ -211,7 +215,7 @@ class Recorder:
             "baseline": judged.submission.baseline, "source_hash": judged.source_hash,
             "environment": environment.describe(), "commit": commit, "dirty": dirty,
             "code_hash": self._code_hash(judged),
-            "problem_hash": self.problem_hash, "harness_hash": record.harness_hash(), "sandbox": self.sandbox,
+            "problem_hash": self.problem_hash, "harness_hash": self.harness_hash, "sandbox": self.sandbox,
         }  # fmt: skip
 
     def _test(self, judged: Result, case: Case, outcome: Outcome) -> dict:

@@ -312,6 +312,10 @@ def test_it_is_checked_end_to_end_and_then_judged(checkout):
     assert done.returncode == 0, done.stdout + done.stderr
     first, _, then = done.stdout.partition("composed, end to end: PASSED")
     assert first.count("winners and reference differ") == 2 and then.count("PASSED  rel") == 3
+
+
+@pytest.mark.slow
+def test_nothing_is_judged_where_the_check_fails(checkout):
     done = run_in(checkout, "harness/run.py", "composed", "--mode", "test", "--kernels", "zeros")
     assert done.returncode == 1 and "composed, end to end: INCORRECT" in done.stdout and "rel" not in done.stdout
 

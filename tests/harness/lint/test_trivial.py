@@ -233,6 +233,8 @@ def test_a_gpu_mode_folder_is_linted_too(tmp_path):
     shutil.copytree(SUPPORT / "gpu_mode", lax)
     file = lax / "vectoradd" / "reference.py"
     file.write_text(file.read_text().replace("atol=1e-6", "atol=100"))
+    cases = lax / "vectoradd" / "task.yml"
+    cases.write_text(cases.read_text().replace("[100000, 300000]", "[1000, 3000]"))
     _, holes = surveyed(lax / "vectoradd")
     assert {"zeros", "previous answer", "copy of 0.0", "largest element zero"} <= set(holes)
     # Forms are the judge's to check there.

@@ -27,7 +27,7 @@ KINDS = {
     "--mode profile": "variant submission case timeout device events quiet on ray",
     "--mode latency": "case json device events quiet on ray",
 }  # fmt: skip
-COMPARED = {"processes", "same_within", "fail_on_regression"}  # effective beside --against, or with --resume
+COMPARED = ("processes", "same_within", "fail_on_regression")  # effective beside --against, or with --resume
 NEW = {"new", "new_variant"}  # refused with all others by tests/harness/tools/test_scaffold.py
 
 

@@ -13,7 +13,6 @@ from problems.dsv4_forward.adapters.common import Fallback
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops import fmha, rope
 from tests.dsv4 import in_model
-from tests.support.marks import first
 
 FOLDER = load.PROBLEMS / fmha_decode.PROBLEM
 WIDTH, ROPE, HEADS = 512, 64, 8
@@ -170,8 +169,9 @@ def ops_on_a_gpu():
     return kernel.ops("sm90")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize(("heads", "entries"), first([(70, (20, 0)), (9, (40, 25)), (64, (40, 60))]))
+@pytest.mark.parametrize(("heads", "entries"), [(70, (20, 0)), (9, (40, 25)), (64, (40, 60))])
 def test_in_the_model_of_a_gpu(heads, entries):
     in_model.run(__name__, [("test_the_kernel_rotates_back", {"heads": heads, "entries": entries})])
 

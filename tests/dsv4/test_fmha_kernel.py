@@ -10,7 +10,6 @@ from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.kernels import fmha as kernel
 from problems.dsv4_forward.torch_ops import rope
 from tests.dsv4 import in_model
-from tests.support.marks import first
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -85,7 +84,8 @@ def row(arguments: dict, at: int) -> dict:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("target", first(kernel.TARGETS))
+@pytest.mark.slow  # in every run it is compiled for the model of a GPU
+@pytest.mark.parametrize("target", kernel.TARGETS)
 def test_it_compiles_without_spills(target):
     kernels = [one for artefact in kernel.compile_for(target) for one in artefact.kernels()]
     assert len(kernels) == 6 and not any(one.spill_bytes for one in kernels)

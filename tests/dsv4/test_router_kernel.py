@@ -99,14 +99,15 @@ def test_of_equal_scores_the_lower_expert_is_chosen(ops, dtype):
     assert ids.tolist() == [[5, 70, 0, 1]] * 2 and bool(gates.isnan().all())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(
     ("test", "given"),
-    first([
+    [
         ("test_route", {"tokens": 9, "experts": 36, "chosen": 3, "hidden": 136}),
         ("test_of_equal_scores_the_lower_expert_is_chosen", {}),
-    ]),
-)  # fmt: skip
+    ],
+)
 def test_in_the_model_of_a_gpu(test, given):
     """What a GPU checks, for the one launch."""
     in_model.run(__name__, [(test, {**given, "dtype": "bfloat16"})])

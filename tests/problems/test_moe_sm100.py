@@ -87,6 +87,7 @@ def found(cases, orders: tuple[str, ...]) -> list[list[str]]:
     return [json.loads(line) for line in lines if line.startswith("[")]
 
 
+@pytest.mark.slow
 def test_in_the_model_it_is_right():
     ran = found([SMALL], ("lazy", "random:1"))
     assert [(order, status) for order, status, _ in ran] == [

@@ -307,6 +307,7 @@ def run_in(checkout: Path, *command: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # tests/test_commands.py has it of the model, tests/harness/tools/test_endtoend.py of a check
 def test_it_is_checked_end_to_end_and_then_judged(checkout):
     done = run_in(checkout, "harness/run.py", "composed", "--mode", "test", "--calls", "2")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -56,8 +56,9 @@ def test_exact_attention_needs_full_lists_of_a_power_of_two():
 
 
 def test_every_case_of_the_list_names_one_test_case():
+    problems = {problem: folders.find(problem) for problem in {case[0] for case in model_outputs.CASES}}
     for problem, variant, words in model_outputs.CASES:
-        found = folders.find(problem)
+        found = problems[problem]
         assert model_outputs.TARGET in found.variant(variant).targets
         words = " ".join(word for word in words.split() if word != "exact")
         assert sum(folders.has_words(str(case), words) for case in found.tests) == 1, words

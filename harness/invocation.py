@@ -215,6 +215,7 @@ class Run:
         runnable = [j for j in judged if self.selection.admit(j)]
         if args.sanitize:
             if not runnable:
+                self._print(judged)
                 return verdict.exit_code(judged, args.all)
             return self._sanitize([j for j in runnable if not j.submission.baseline])
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):

@@ -292,8 +292,8 @@ def test_a_file_is_replaced_whole_and_a_device_stays_one(tmp_path):
 @pytest.mark.parametrize("task", [b"OUTPUTS = (", b"\xff", b"\0", b"x = " + b"-" * 200_000 + b"1"], ids=brief)
 def test_an_odd_task_is_one_line(tmp_path, capsys, task):
     (tmp_path / "task.py").write_bytes(task)
-    for more in ([], ["--list"]):
-        assert run.main([str(tmp_path), *more, "--device", "cpu"]) == 2
+    for more in (["--device", "cpu"], ["--list"]):
+        assert run.main([str(tmp_path), *more]) == 2
         assert str(tmp_path) in one_line(capsys.readouterr().err)
 
 

@@ -89,7 +89,7 @@ SIZES = [(1, 2, 72), (9, 3, 3080), (5, 3, 72), (20, 3, 264), (32, 3, 1032)]  # t
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("sizes", first([SIZES[::2], SIZES[1::2]]), ids=["short", "long"])
+@pytest.mark.parametrize("sizes", first([SIZES[2:3], SIZES[:2] + SIZES[3:]]), ids=["short", "long"])
 def test_in_the_model_of_a_gpu(sizes):
     calls = [
         ("test_all_matrices_of_the_same_tokens", {"tokens": tokens, "layer": layer, "columns": columns})

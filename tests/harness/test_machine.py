@@ -187,6 +187,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
     started = short(tmp_path, folder, "--variant", "good", start=("-c", FULL))
     _, said = started.communicate(timeout=120)

@@ -374,6 +374,7 @@ def test_hostile_records_are_shown_as_text(capsys, bad_results, form):
         assert {row["machine"] for row in rows} == {"box"} and all(None not in row for row in rows)
 
 
+@pytest.mark.slow
 def test_hostile_records_have_pictures(capsys, bad_results, tmp_path):
     code, _, err = said(capsys, "--results", bad_results, "--out", tmp_path / "out")
     assert code == 0 and err.startswith("wrote ")

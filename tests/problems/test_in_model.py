@@ -39,8 +39,8 @@ def linear(format, tokens, shape, content="plain"):
 
 
 QUICK = [
-    ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3), gemv(5, 5184, 1)]),
-    ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3), gemv(5, 1088, 2)]),
+    ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3)]),
+    ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3)]),
 ]
 # Under most orders the host side is told of few multiprocessors, so that a block has several tiles of 128.
 TILED = [
@@ -56,8 +56,8 @@ TILED = [
 LONG = [
     ("fmha_decode", "sm100_cute", "sm100", [{**fmha(1, 8, 1, 0), "batch": 1}]),
     ("moe_gemm", "sm90_cute", "sm100", [moe(2, 5, 2, 192, 64)]),
-    ("nvfp4_gemv", "sm100_native", "sm100", [gemv(40, 17472, 1), gemv(130, 1088, 2)]),
-    ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(23, 17408, 1), gemv(130, 1088, 2)]),
+    ("nvfp4_gemv", "sm100_native", "sm100", [gemv(5, 5184, 1), gemv(40, 17472, 1), gemv(130, 1088, 2)]),
+    ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(5, 1088, 2), gemv(23, 17408, 1), gemv(130, 1088, 2)]),
     ("nvfp4_gemv", "sm90_classic_tma", "sm90", [gemv(40, 17472, 2), gemv(33, 64, 3)]),
     ("nvfp4_gemv", "sm90_dp4a", "sm90", [gemv(33, 1088, 2)]),
     ("moe_gemm", "sm90_cute", "sm100", [moe(7, 8, 2, 192, 320), moe(3, 17, 2, 64, 192, "nvfp4", "subnormal")]),

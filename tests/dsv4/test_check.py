@@ -13,6 +13,7 @@ from problems.dsv4_forward import check, ops, trace
 from problems.dsv4_forward.torch_ops import chains
 from problems.dsv4_forward.trace import CHECKS, Follower, Recorder, margins
 from problems.dsv4_forward.weights.config import CSA, TINY
+from tests.support.marks import first
 
 WRONG = load.PROBLEMS / "dsv4_forward" / "wrong"
 
@@ -54,7 +55,7 @@ def test_every_wrong_kernel_is_named_with_its_layer(wrong, case, capsys):
         assert named[0].startswith(f"{first} {op}: "), named[0]
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("fmt", first(["nvfp4", "bf16"]))
 def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monkeypatch):
     """Then a row may be off by a tenth, if all as one are not off by 2 %; elsewhere by 1 %."""
     monkeypatch.setattr(check, "PROMPTS", (24, 3))

@@ -51,11 +51,13 @@ def test_a_right_variant_is_recorded_as_model_checked_and_never_timed(tmp_path, 
     assert "Predicted, not measured" in found.notes[-1]
 
 
+@pytest.mark.slow
 def test_a_case_that_takes_too_long_is_a_time_out_that_names_the_option():
     ran = run("--variant", "sm100_native", "--mode", "test", "--case", CASE, "--timeout", "0.01")
     assert ran.returncode == 5 and "give it longer: --timeout 0.02" in ran.stdout
 
 
+@pytest.mark.slow
 @nvcc
 def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_path):
     variants = ROOT / "problems" / "nvfp4_gemv" / "variants"

@@ -224,6 +224,7 @@ def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
     assert "has a variant cpu_portable" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_of_two_files_of_one_name_the_output_says_once_which_is_which(tmp_path, results, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     body = "import torch\n\n\ndef custom_kernel(data):\n    torch.add(data.x, data.y, out=data.z)\n    return data.z\n"

@@ -278,7 +278,7 @@ def fuzz(made: Fuzz, wanted: int) -> None:
 KINDS = [("cpu", "vector_add"), ("cpu", "linear"), ("cpu", "vectoradd"), ("cuda", "linear")]
 
 
-@pytest.mark.parametrize(("device", "name"), KINDS)
+@pytest.mark.parametrize(("device", "name"), KINDS[2:])
 def test_hostile_replies(fakes, device, name):
     fuzz(fakes(device, name), SHORT // len(KINDS))
 

@@ -172,8 +172,9 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
         box.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("name", ["sm90_plain", pytest.param("sm90_cute", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["sm90_plain", "sm90_cute"])
 def test_a_gpu_variant_compiles_in_it(name, place):
     submission = GEMV.variant(name)
     box = Workdir.make(submission.file, GEMV, base=place)

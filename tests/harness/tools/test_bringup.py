@@ -37,6 +37,7 @@ def stage(name, flags, tmp_path, policy="lazy"):
     return json.loads((tmp_path / "r").read_text())[name]
 
 
+@pytest.mark.slow
 @nvcc
 def test_a_wait_in_vain_writes_role_barrier_phase_and_tile_before_it_traps(tmp_path):
     found = stage("ring", ("-DWAIT_NS=0ull",), tmp_path)  # so short that every wait is in vain

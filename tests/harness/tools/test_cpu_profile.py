@@ -49,6 +49,7 @@ def test_a_cpp_variant_shows_its_threads_and_the_vectorised_loops(profiled, monk
     assert " calls in " in digest and json.loads(Path(f"{stem}.trace.json").read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_perf_is_used_where_it_is_there_and_its_failure_is_said(profiled, monkeypatch, tmp_path):
     fake = tmp_path / "perf"
     fake.write_text("#!/bin/sh\necho 'Access to performance monitoring is limited.'\nexit 1\n")

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from harness.sandbox.process import ROOT
 from tests.support import SUPPORT
 
@@ -35,6 +37,7 @@ def test_a_problem_with_weights_is_called_on_what_prepare_made(tmp_path):
     assert done.stdout.splitlines() == ["called 129 65", "called 2 3"], done.stderr
 
 
+@pytest.mark.slow
 def test_files_of_a_folder_from_elsewhere_are_found(tmp_path):
     """Also ../utils.py, which task.yml lists, and task.py imported within a function."""
     folder = SUPPORT / "gpu_mode" / "vectoradd"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -399,6 +400,8 @@ def test_a_text_is_printed_whatever_the_streams_take(folder, model, known):
 def test_an_interrupt_while_it_imports_is_quiet(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {"PYTHONPATH": str(tmp_path)}}
+    # A job that a shell has put into the background ignores interrupts, and its children do.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     one = script([generate.__file__], **pipes)
     assert (one.communicate(), one.returncode) == (("", ""), 130)
     raised = "streams.catch_interrupts()\nimport os\ntry: os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt: print(1)"

@@ -240,7 +240,8 @@ def _see_effect(args: argparse.Namespace) -> None:
 
     stops = ("print_completion", "list", "lint", "check_only", "sanitize")
     kind = next((_option(args, name) for name in stops if getattr(args, name)), f"--mode {args.mode}")
-    given = [name for name, value in vars(args).items() if value != parser().get_default(name)]
+    known = parser()
+    given = [name for name, value in vars(args).items() if value != known.get_default(name)]
     # Of --json - all else than records goes to standard error, whatever there is.
     odd = [name for name in given if name not in EFFECTIVE[kind] and (name, getattr(args, name)) != ("json", "-")]
     if odd:

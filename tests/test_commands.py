@@ -45,7 +45,7 @@ NOT_WITHIN = (
     ".ci/run",
 )  # fmt: skip
 ELSEWHERE = re.compile(r"tools/remote\.py|--on |--ray ")  # tests/system runs these, with a host and a cluster
-# Commands like others here, and options of the model's check and the page, which have tests of their own.
+# Slow: the same command for another problem, and options of the model's check and the page, which have other tests.
 REPEATS = re.compile(
     r"run\.py (?!nvfp4_gemv)\w+ --all|run\.py (moe_gemm|fmha_decode|mhc_site)$|--check-only --attribute"
     r"|--kernels linear|--html"

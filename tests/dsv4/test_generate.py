@@ -380,7 +380,7 @@ def test_standard_error_that_takes_nothing_ends_nothing(stderr):
     closed = {"preexec_fn": lambda: os.close(2)} if stderr == "closed" else {}
     said = "import sys; print('x' * 9999, file=sys.stderr); sys.stderr.flush(); sys.stderr.write('y'); print(1)"
     read, write = os.pipe()
-    os.close(read)  # nobody reads what is written to the pipe
+    os.close(read)  # no process reads what is written to the pipe
     with open(stderr if stderr.startswith("/") else write, "w") as to:
         one = script(["-c", PREPARED + said], stdout=subprocess.PIPE, stderr=None if closed else to, **closed)
         assert (one.communicate()[0], one.returncode) == ("1\n", 0)

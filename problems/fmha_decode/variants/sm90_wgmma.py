@@ -119,7 +119,7 @@ def custom_kernel(data: input_t) -> output_t:
     """
     sizes = unpack(data)
     few = few_heads_for(sizes, clusters_that_fit()) if sizes.heads <= MOST_FEW_HEADS else None
-    return attend_few_heads(data, few) if few else attend(data, launch_for(sizes))
+    return _attend_few_heads(data, sizes, few) if few else _attend(data, sizes, launch_for(sizes))
 
 
 def in_model(data: input_t, cosine: torch.Tensor | None, sine: torch.Tensor | None) -> output_t:
@@ -134,9 +134,9 @@ def in_model(data: input_t, cosine: torch.Tensor | None, sine: torch.Tensor | No
     if cosine is not None or sine is not None:
         turn = _address("cosine", cosine, sizes), _address("sine", sine, sizes)
     if sizes.batch * sizes.queries <= ALIKE:
-        return attend(data, launch_alike(sizes), turn)
+        return _attend(data, sizes, launch_alike(sizes), turn)
     few = few_heads_for(sizes, clusters_that_fit()) if sizes.heads <= MOST_FEW_HEADS else None
-    return attend_few_heads(data, few, turn) if few else attend(data, launch_for(sizes), turn)
+    return _attend_few_heads(data, sizes, few, turn) if few else _attend(data, sizes, launch_for(sizes), turn)
 
 
 def launch_alike(sizes: Sizes) -> Launch:
@@ -154,9 +154,10 @@ def _address(name: str, angles: torch.Tensor | None, sizes: Sizes) -> int:
     return angles.data_ptr()
 
 
-def attend(data: input_t, launch: Launch, turn: tuple[int | None, int | None] = (None, None)) -> output_t:
+def _attend(
+    data: input_t, sizes: Sizes, launch: Launch, turn: tuple[int | None, int | None] = (None, None)
+) -> output_t:  # fmt: skip
     """custom_kernel by launch, which is right for any number of heads. turn: addresses of angles, or None."""
-    sizes = unpack(data)
     rows = sizes.batch * sizes.queries * sizes.heads
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
@@ -173,11 +174,10 @@ def attend(data: input_t, launch: Launch, turn: tuple[int | None, int | None] = 
     return data.out, data.lse
 
 
-def attend_few_heads(
-    data: input_t, launch: FewHeads, turn: tuple[int | None, int | None] = (None, None)
+def _attend_few_heads(
+    data: input_t, sizes: Sizes, launch: FewHeads, turn: tuple[int | None, int | None] = (None, None)
 ) -> output_t:  # fmt: skip
     """custom_kernel by launch_few_heads, which is right for any number of heads. turn: addresses of angles, or None."""
-    sizes = unpack(data)
     run = build.cuda(SOURCE, "sm90").function("launch_few_heads", *[c_void_p] * 12, *[c_int] * 11)
     code = run(
         *(t.data_ptr() for t in data), *turn,

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     const __nv_bfloat16* rows = p.linear ? p.x : p.v;
     int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
-        // Nobody adds to it before all have handed over sums.
+        // No warp adds to it before all have handed over sums.
         for (int i = threadIdx.x; i < p.tokens * MARGIN; i += CONSUMER_THREADS) total[i] = 0;
         Tokens<C2, NT, FP8> tokens;
         int batch = 0, due = p.linear ? -1 : 0;  // the next batch to wait for, and its first group

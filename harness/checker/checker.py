@@ -274,14 +274,14 @@ class Checker:
         return {"fds": [page.fd]}
 
     def open_gate(self, message: dict, _: list[int]) -> dict:
-        """Unmask all buffers of a runner, each with its key, open its gate, and wait for the word that ends the batch.
-        Return how long that took, in us; 0: more than limit_s.
+        """After ahead_us, unmask all buffers of a runner, each with its key, open its gate, and wait for the word that
+        ends the batch. Return how long that took, in us; 0: more than limit_s.
         """
         runner = message["runner"]
         keys = [bytes.fromhex(key) for key in message["keys"]]
         masked = [(b.memory["device"], key) for b, key in zip(self.buffers[runner], keys, strict=True)]
         page = self.gates[runner]
-        return {"us": native.open_gate(masked, page.address, page.seen, message["limit_s"])}
+        return {"us": native.open_gate(masked, page.address, page.seen, message["ahead_us"], message["limit_s"])}
 
     def close_gate(self, message: dict, _: list[int]) -> dict:
         """Return whether the word that ended a batch was that of the outputs, as they are now."""

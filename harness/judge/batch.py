@@ -111,7 +111,10 @@ def _reading(
     enqueued = process.child.answers(within_s)
     if enqueued:
         process.receive(replies.Ready, limit_s)
-    opened = {"op": "open_gate", "runner": handle.name, "keys": keys, "limit_s": limit_s if enqueued else 0.0}
+    # A scored call that takes long to enqueue is not charged for what it enqueues under the spin ahead of it.
+    ahead_us = process.spin_us if at_once and handle.submission else 0.0
+    opened = {"op": "open_gate", "runner": handle.name, "keys": keys, "ahead_us": ahead_us}
+    opened["limit_s"] = limit_s if enqueued else 0.0
     us: float = checker.request(opened, limit_s=limit_s + limits.CHECKER_LIMIT_S, watch=process.child)[0]["us"]
     if not enqueued:
         process.receive(replies.Ready, limit_s)

@@ -313,10 +313,14 @@ struct Masked {
     Key key;
 };
 
-// Unmask, open the gate, and wait for the last word. us: from before the first unmasking until then; 0: that took more
-// than limit_s.
-int judge_open(const Masked* parts, int count, GatePage* page, GatePage* seen, int sms, double limit_s, double* us) {
+// After ahead_us, unmask, open the gate, and wait for the last word. us: from before the first unmasking until then; 0:
+// that took more than limit_s.
+int judge_open(const Masked* parts, int count, GatePage* page, GatePage* seen, int sms, double ahead_us, double limit_s,
+               double* us) {
     *us = 0;
+    const double asked = now_us();
+    while (now_us() - asked < ahead_us) {
+    }
     const double start = now_us();
     for (int i = 0; i < count; ++i) mask<<<8 * sms, 256>>>((uint4*)parts[i].data, parts[i].bytes / 64, parts[i].key);
     open_gate<<<1, 1>>>(&seen->open);

@@ -183,19 +183,21 @@ def stamp(digest: torch.Tensor, seen: int) -> None:
     _check("cuda", library("cuda").function("judge_stamp", c_void_p, c_void_p)(digest.data_ptr(), seen))
 
 
-def open_gate(masked: list[tuple[torch.Tensor, bytes]], page: int, seen: int, limit_s: float) -> float:
-    """Unmask buffers, open the gate of a page, and wait for its last word. Return how long all of that took, in us; 0
-    if it took more than limit_s.
+def open_gate(
+    masked: list[tuple[torch.Tensor, bytes]], page: int, seen: int, ahead_us: float, limit_s: float
+) -> float:
+    """After ahead_us, unmask buffers, open the gate of a page, and wait for its last word. Return how long that took
+    from the unmasking on, in us; 0 if it took more than limit_s.
     """
     parts = (_Masked * len(masked))(
         *(_Masked(part.data_ptr(), part.numel(), (ctypes.c_ubyte * 32)(*key)) for part, key in masked)
     )
     us = c_double()
     opener = library("cuda").function(
-        "judge_open", c_void_p, c_int, c_void_p, c_void_p, c_int, c_double, c_void_p
+        "judge_open", c_void_p, c_int, c_void_p, c_void_p, c_int, c_double, c_double, c_void_p
     )  # fmt: skip
     place = ctypes.addressof(us)
-    _check("cuda", opener(parts, len(masked), page, seen, _multiprocessors("cuda"), limit_s, place))
+    _check("cuda", opener(parts, len(masked), page, seen, _multiprocessors("cuda"), ahead_us, limit_s, place))
     return us.value
 
 

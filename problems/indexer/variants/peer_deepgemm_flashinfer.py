@@ -68,8 +68,11 @@ def custom_kernel(data: input_t, state: State) -> output_t:
 
 
 def _fp8_pages(keys: torch.Tensor, table: torch.Tensor, per_page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> pages of 64 FP8 keys, and the table of them. e2m1 and ue8m0 become e4m3 and fp32 without a rounding."""
-    if index_pages.form(keys.shape[1]) == (PAGE, "fp8"):
+    """-> pages of 64 FP8 keys, and the table of them. e2m1 and ue8m0 become e4m3 and fp32 without a rounding; FP8 keys
+    stay as they are.
+    """
+    size, kind = index_pages.form(keys.shape[1])
+    if (size, kind) == (PAGE, "fp8"):
         return keys, table
     batch, blocks = table.shape
     n = -(-blocks * per_page // PAGE) * PAGE
@@ -77,8 +80,11 @@ def _fp8_pages(keys: torch.Tensor, table: torch.Tensor, per_page: int) -> tuple[
     pages = keys.new_empty(batch * n // PAGE, index_pages.page_bytes(PAGE, "fp8"))
     for b in range(batch):
         place = table[b, entry // per_page].long() * per_page + entry % per_page
-        codes, exponents = fp8.quantise_groups(read_keys(keys, place), DIM, LEAST_AMAX)
-        scales = fp8.decode_ue8m0(exponents).view(torch.uint8)
-        index_pages.write(pages, b * n + torch.arange(n, device=keys.device), codes.view(torch.uint8), scales)
+        if kind == "fp8":
+            codes, scales = index_pages.read(keys, place)
+        else:
+            codes, exponents = fp8.quantise_groups(read_keys(keys, place), DIM, LEAST_AMAX)
+            codes, scales = codes.view(torch.uint8), fp8.decode_ue8m0(exponents).view(torch.uint8)
+        index_pages.write(pages, b * n + torch.arange(n, device=keys.device), codes, scales)
     own = torch.arange(len(pages), dtype=torch.int32, device=keys.device).view(batch, n // PAGE)
     return pages, own

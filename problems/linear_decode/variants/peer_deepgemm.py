@@ -99,7 +99,7 @@ def custom_kernel(data: input_t, state: list[Quantised | None]) -> output_t:
                 v, room.codes, room.scales, k, padded, room.scales.stride(1), BLOCK=BLOCK, num_warps=1
             )
             for gemm, to in zip(link, given, strict=True):
-                deep_gemm.fp8_gemm_nt(room, gemm, to)
+                deep_gemm.fp8_gemm_nt(tuple(room), tuple(gemm), to)  # it takes no subclass of tuple
         v = given[0]
     return out
 

@@ -42,14 +42,20 @@ class Checker:
         if message["op"] == "gate_page":
             return {}, [os.open(os.devnull, os.O_RDONLY)]
         assert len(set(message["keys"])) == len(message["keys"]) == runner.buffers
-        return {"us": (self.FIXED_US + runner.us * runner.buffers) if message["limit_s"] else 0.0}, []
+        late_us = max(0.0, runner.late_us - message["ahead_us"])  # of enqueuing, when the gate opens
+        return {"us": (self.FIXED_US + runner.us * runner.buffers + late_us) if message["limit_s"] else 0.0}, []
 
 
 class Runner:
-    """A process. waits: its calls wait for the device, so that they are not all enqueued behind a gate."""
+    """A process. waits: its calls wait for the device, so that they are not all enqueued behind a gate. late_us: after
+    it says that it begins one, it takes that long to enqueue it.
+    """
 
-    def __init__(self, us: float, waits: bool = False, whole: bool = True, claims: int = 0) -> None:
+    def __init__(
+        self, us: float, waits: bool = False, whole: bool = True, claims: int = 0, late_us: float = 0.0
+    ) -> None:
         self.us, self.waits, self.whole, self.host_us, self.opened = us, waits, whole, 5.0, None
+        self.late_us, self.spin_us = late_us, 1100.0
         self.buffers, self.at_once, self.claims = 0, False, claims
         self.child = self
 
@@ -125,6 +131,12 @@ def test_calls_that_wait_for_the_device_have_batches_of_one():
     session = Session()
     assert found(session, Runner(20.0, waits=True)) == Batch(1, 120.0, 102.0, 0.0, alone=True)
     assert session.checker.asked.count("open_gate") == 1 + batch.ALONE + batch.EMPTY_BATCHES
+
+
+def test_a_call_alone_is_charged_for_what_it_enqueues_behind_the_spin_of_a_scored_call():
+    session = Session()
+    assert found(session, Runner(20.0, waits=True, late_us=1500.0)) == Batch(1, 520.0, 102.0, 0.0, alone=True)
+    assert found(session, Runner(20.0, waits=True, late_us=900.0)) == Batch(1, 120.0, 102.0, 0.0, alone=True)
 
 
 def test_a_word_that_is_no_digest_is_no_end():

@@ -89,6 +89,8 @@ def custom_kernel(data: input_t, state: State) -> output_t:
     returned = data.new_copies, data.out, data.new_post, data.new_comb
     # Each as if it had memory of its own: inductor takes no outputs of several dtypes that lie in one storage.
     new, *outputs = map(torch.from_dlpack, returned)
+    for tensor in (*data[:5], new, *outputs):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # tokens: one compilation serves all numbers above 1
     _compiled(post_into)(data.y, data.second, data.copies, data.post, data.comb, new)
     deep_gemm.tf32_hc_prenorm_gemm(
         new.flatten(1), data.fn, state.dots, state.squares, num_splits=len(state.dots)

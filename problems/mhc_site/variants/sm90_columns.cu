@@ -44,7 +44,7 @@ __device__ __forceinline__ Sums add_up(const Group& g, int token, int part, int 
     const uint64_t* from = g.sums + int64_t(token) * slices * SLOTS;
     const bool low = all ? has_slot(lane) : lane < FOR_U;
     Sums sums = {0.0f, 0.0f};
-    constexpr int BATCH = 8, BATCH_HIGH = 2;
+    constexpr int BATCH = 16, BATCH_HIGH = 4;
     for (int s = part; s < slices; s += BATCH * parts) {
         float value[BATCH];
         const int real = low ? (slices - s + parts - 1) / parts : 0;
@@ -174,22 +174,21 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) site_kernel(const __grid_const
 // How tokens and columns are cut for a call.
 struct Plan {
     int columns, groups;
-    bool few;
+    bool few;  // one tile a group, of which every block adds up for itself
 };
 
 constexpr int WIDTHS[] = {32, 64, 128};
 constexpr int MOST_SHARED = 227 * 1024;  // bytes of a block
-constexpr int FEW = NARROW_TILE;  // tokens of a launch in which every block adds up for itself: one tile at most
 
 inline int slices(int hidden, int columns) { return (hidden + columns - 1) / columns; }
 
 // Groups of tokens so that each block adds up little, then the narrowest columns of which all blocks are resident.
 inline bool plan(int tokens, int hidden, int blocks, Plan* found) {
-    const int wanted = tokens <= 4 ? 1 : tokens <= FEW ? 2 : 4;
+    const int wanted = tokens <= 4 ? 1 : tokens <= NARROW_TILE ? 2 : 4;
     for (int groups = wanted; groups; groups /= 2) {
         for (const int columns : WIDTHS) {
             if (slices(hidden, columns) * groups > blocks) continue;
-            *found = {columns, groups, tokens <= FEW};
+            *found = {columns, groups, (tokens + groups - 1) / groups <= NARROW_TILE};
             return true;
         }
     }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 # The repository, not harness/, is where imports start.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from harness.judge.options import PAIRED  # noqa: E402
 from harness.results import output  # noqa: E402
 from problems.common import venv  # noqa: E402
 
@@ -31,7 +32,6 @@ INTERRUPTED_EXIT = 130  # as shells say it
 # The options that have an effect in a run of each kind, besides ALWAYS; others are refused. The first kind whose option
 # is given counts, else that of the mode.
 ALWAYS = ("problem", "device", "events", "quiet", "on", "ray")
-PAIRED = ("processes", "same_within", "fail_on_regression")  # options that say how --against compares
 CHOSEN = ("variant", "submission", "all", "case")
 EFFECTIVE = {
     "--print-completion": ("print_completion",), "--list": ("list", "problem", "events"), "--lint": ("lint", *ALWAYS),

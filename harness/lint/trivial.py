@@ -19,6 +19,7 @@ from harness.checker.checker import Checker
 from harness.lint import spoilt
 from harness.lint.spoilt import AbsentError
 from harness.runner import claims, tree
+from harness.runner.failure import RefusedError
 
 # What must become of a candidate of each kind: `exact` is accepted, all others are refused.
 EXACT = "exact"
@@ -132,7 +133,7 @@ class Trivial(Checker):
         self.inputs = [i for i in range(len(data)) if i not in self.written]
         shapes = [data[i] for i in self.written] if self.own else self.truth
         if not _alike(self.truth, shapes):
-            raise ValueError(
+            raise RefusedError(
                 f"ref_kernel must return a tensor of the output's shape for each output, "
                 f"{[tuple(t.shape) for t in shapes]}, got {[tuple(t.shape) for t in self.truth]}"
             )
@@ -154,18 +155,18 @@ class Trivial(Checker):
         ]
 
     def _opaque(self) -> set[int]:
-        """Which tensors of the data stand in the fields that OPAQUE names. ValueError: no inputs, or floating point."""
+        """Which tensors of the data stand in the fields that OPAQUE names. RefusedError: no inputs, or floats."""
         named = tuple(getattr(self.task, "OPAQUE", ())) if self.own else ()
         depth = 1 if self.split else 0  # of the fields below the three parts of the data
         fields = {i: (*self.names[i].split("."), "")[depth] for i in self.inputs}
         if not set(named) <= set(fields.values()):
             known = list(dict.fromkeys(fields.values()))
-            raise ValueError(f"OPAQUE must name fields of weights or inputs, {known}, got {list(named)}")
+            raise RefusedError(f"OPAQUE must name fields of weights or inputs, {known}, got {list(named)}")
         found = {i for i, field in fields.items() if field in named}
         for i in sorted(found):
             dtype = tree.tensors(self.pristine)[i].dtype
             if dtype in values.BITS or dtype == values.FP4:
-                raise ValueError(f"OPAQUE is for integers and bytes, but {self.names[i]} is of {dtype}")
+                raise RefusedError(f"OPAQUE is for integers and bytes, but {self.names[i]} is of {dtype}")
         return found
 
     def _solve(self, data: object) -> object:
@@ -326,7 +327,7 @@ class Trivial(Checker):
         # Of a folder from elsewhere the judge takes fp32 where the reference gives fp64.
         named = getattr(self.task, "PRECISION", "fp64") if self.own else "fp32"
         if named not in LADDER:
-            raise ValueError(f"PRECISION must be one of {', '.join(LADDER)}, got {named!r}")
+            raise RefusedError(f"PRECISION must be one of {', '.join(LADDER)}, got {named!r}")
         return min([LADDER[named], *(values.BITS[dtype] for dtype in dtypes if dtype in values.BITS)])
 
     def _narrowed_answer(self, j: int) -> torch.Tensor:

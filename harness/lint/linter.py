@@ -148,7 +148,8 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
         for row in rows:
             if question := row.question():
                 say(f"QUESTION {row.name}: {question}")
-        say(f"{problem.name}: {f'{len(holes)} holes' if holes else 'no hole'} found by the linter")
+        many = f"{len(holes)} hole{'s' if len(holes) > 1 else ''}" if holes else "no hole"
+        say(f"{problem.name}: {many} found by the linter")
     return not holes
 
 

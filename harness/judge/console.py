@@ -163,7 +163,7 @@ def against(j: Result) -> None:
 def _ratio(j: Result, pair: dict) -> str:
     lo, hi = pair["ci95"]
     said = f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
-    if "needed" not in pair:
+    if "needed_range" not in pair:
         return said
     return f"{said}: {undecided(pair)}"
 

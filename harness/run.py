@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 # The repository, not harness/, is where imports start.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from harness.judge.options import PAIRED  # noqa: E402
 from harness.results import output  # noqa: E402
 from problems.common import venv  # noqa: E402
 
@@ -31,7 +32,6 @@ INTERRUPTED_EXIT = 130  # as shells say it
 # The options that have an effect in a run of each kind, besides ALWAYS; others are refused. The first kind whose option
 # is given counts, else that of the mode.
 ALWAYS = ("problem", "device", "events", "quiet", "on", "ray")
-PAIRED = ("processes", "same_within", "fail_on_regression")  # options that say how --against compares
 CHOSEN = ("variant", "submission", "all", "case")
 EFFECTIVE = {
     "--print-completion": ("print_completion",), "--list": ("list", "problem", "events"), "--lint": ("lint", *ALWAYS),
@@ -242,8 +242,9 @@ def _see_effect(args: argparse.Namespace) -> None:
     kind = next((_option(args, name) for name in stops if getattr(args, name)), f"--mode {args.mode}")
     known = parser()
     given = [name for name, value in vars(args).items() if value != known.get_default(name)]
-    # Of --json - all else than records goes to standard error, whatever there is.
-    odd = [name for name in given if name not in EFFECTIVE[kind] and (name, getattr(args, name)) != ("json", "-")]
+    # Of --json - all else than records goes to standard error, whatever there is; a list has nothing else.
+    passing = () if args.list or args.print_completion else ("json", "-")
+    odd = [name for name in given if name not in EFFECTIVE[kind] and (name, getattr(args, name)) != passing]
     if odd:
         raise UsageError(f"{kind} goes with no {', '.join(_option(args, name) for name in odd)}")
 
@@ -319,7 +320,10 @@ def _list(problem: str | None) -> int:
     folder = folders.place(problem)
     with folders.reading(problem):
         folders.is_own(folder)
-    for name, targets, summary in folders.listing(folder):
+    listed = list(folders.listing(folder))
+    if not listed:
+        output.say(text.line(f"{folder} has no variants/*.py: judge a file with --submission FILE"))
+    for name, targets, summary in listed:
         output.say(text.line(f"{name:<24} {','.join(targets):<12} {summary}"))
     return 0
 

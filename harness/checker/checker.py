@@ -131,12 +131,14 @@ class Checker:
             outputs = self.spec["items"][2] if self.split else self.spec
             names = outputs.get("fields", [])
             if not self.outputs_named or not set(self.outputs_named) <= set(names):
-                raise ValueError(f"OUTPUTS must name fields of the NamedTuple of outputs, which has {names}")
+                raise failure.RefusedError(f"OUTPUTS must name fields of the NamedTuple of outputs, which has {names}")
             leaves = tree.leaves(self.spec)
             first = len(leaves) - len(tree.leaves(outputs))
             found = [tree.within(outputs, (name,)) for name in self.outputs_named]
             if any(len(part) != 1 for part in found):
-                raise ValueError(f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}")
+                raise failure.RefusedError(
+                    f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}"
+                )
             self.outputs = [first + part[0] for part in found]
             copied = [leaves[i] for i in self.outputs]
             self.captures = [{**leaf, "offset": copies.place(leaf["space"], leaf["nbytes"])} for leaf in copied]
@@ -442,12 +444,12 @@ class Checker:
         return ""
 
     def _inout(self) -> list[int]:
-        """Return which of the delivered tensors are those of INOUT. ValueError: it names what is no input."""
+        """Return which of the delivered tensors are those of INOUT. failure.RefusedError: it names what is no input."""
         # The weights are not delivered, so inputs come first.
         inputs = self.spec["items"][1] if self.split else self.spec
         names = [name for name in inputs.get("fields", []) if self.split or name not in self.outputs_named]
         if not set(self.inout_named) <= set(names):
-            raise ValueError(
+            raise failure.RefusedError(
                 f"INOUT must name fields of the NamedTuple of inputs that are no outputs, {names}, "
                 f"got {list(self.inout_named)}"
             )

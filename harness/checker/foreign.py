@@ -10,6 +10,7 @@ import torch
 
 from harness.checker import inputs, memory
 from harness.runner import claims, objects, tree
+from harness.runner.failure import RefusedError
 
 REQUIRED = ("generate_input", "ref_kernel", "check_implementation")  # functions of reference.py
 LARGE_SEED = 2**62
@@ -17,9 +18,9 @@ LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with 
 
 
 def see_complete(reference: ModuleType) -> None:
-    """Raise AttributeError if a function is missing."""
+    """Raise RefusedError if a function is missing."""
     if missing := [name for name in REQUIRED if not callable(getattr(reference, name, None))]:
-        raise AttributeError(f"reference.py must define {', '.join(REQUIRED)}, found no {', '.join(missing)}")
+        raise RefusedError(f"reference.py must define {', '.join(REQUIRED)}, found no {', '.join(missing)}")
 
 
 def is_narrow(reference: ModuleType, case: dict, seed: int) -> bool:
@@ -35,21 +36,23 @@ def is_narrow(reference: ModuleType, case: dict, seed: int) -> bool:
 
 
 def parts_of(answer: object, device: str) -> list[torch.Tensor]:
-    """Return the tensors within the reference's answer. TypeError: it has other objects, or nothing in it that the
-    judge could wait for; ValueError: it has more than a runner can say.
+    """Return the tensors within the reference's answer. RefusedError: it has other objects, nothing in it that the
+    judge could wait for, or more than a runner can say.
     """
     parts = tree.parts(answer)
     if odd := [_kind(part) for part in parts if not objects.is_strided(part)]:
-        raise TypeError(
-            f"ref_kernel must return tensors, arrays, numbers and texts, in tuples, lists, dicts or dataclasses, got "
-            f"{', '.join(odd)}"
+        hints = {"complex": "a tensor of it", "dtype": "its text, str(...)"}
+        instead = [f"; return {hint} instead" for name, hint in hints.items() if any(name in kind for kind in odd)]
+        raise RefusedError(
+            "ref_kernel must return tensors, arrays, real numbers and texts, in tuples, lists, dicts or dataclasses, "
+            f"got {', '.join(odd)}{''.join(instead[:1])}"
         )
     if answer is None or (not parts and tree.within_answer(answer) == ([], [])):
-        raise TypeError(f"ref_kernel must return the answer, got {answer}: return the buffer that it writes")
+        raise RefusedError(f"ref_kernel must return the answer, got {answer}: return the buffer that it writes")
     if device == "cuda" and not any(part.is_cuda for part in parts):  # its clock copies an answer behind the call
-        raise TypeError("ref_kernel must return a tensor on the GPU there, got none: return one of the numbers")
+        raise RefusedError("ref_kernel must return a tensor on the GPU there, got none: return one of the numbers")
     if (many := _count(answer)) > claims.CLAIMS:
-        raise ValueError(f"an answer may have at most {claims.CLAIMS} objects, got {many}: return a tensor of them")
+        raise RefusedError(f"an answer may have at most {claims.CLAIMS} objects, got {many}: return a tensor of them")
     return parts
 
 
@@ -65,7 +68,7 @@ def _count(answer: object) -> int:
 def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
     """Return whether the folder's check finds an answer right, and its text. The check returns a pair; or a text or a
     list that is empty if all is right; or a bool, of which the reference's own answer shows the meaning. If it raises,
-    the answer is wrong, unless it raises on the reference's own too. TypeError: it returns something else.
+    the answer is wrong, unless it raises on the reference's own too. RefusedError: it returns something else.
     """
 
     def check(something: object) -> object:
@@ -81,7 +84,7 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
     if said is None or isinstance(said, str | list):
         return not said, str(said)
     if not _is_bool(said):
-        raise TypeError(
+        raise RefusedError(
             "check_implementation must return (right, text), a text or a list that is empty if all is right, or a "
             f"bool, got {said!r:.200}"
         )

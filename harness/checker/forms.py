@@ -41,7 +41,7 @@ def tensors_of(claim: dict) -> list[dict]:
 
 
 def classes_of(answer: object) -> dict[str, type]:
-    """Return the classes of the NamedTuples, structseqs and dataclasses within the reference's answer, by name."""
+    """Return the classes of the tuples, sizes and dataclasses within the reference's answer, by name."""
     inner = tree.within_answer(answer)
     if inner is None:
         return {}
@@ -73,6 +73,8 @@ def answer(claim: dict, tensors: Iterator[torch.Tensor], classes: dict[str, type
         return made
     if kind == "list":
         return items
+    if known is torch.Size and all(type(item) is int and 0 <= item < 2**63 for item in items):
+        return torch.Size(items)
     if known is not None and issubclass(known, tuple) and len(items) == _length(known):
         return tuple.__new__(known, items) if hasattr(known, "_fields") else known(items)
     return tuple(items)

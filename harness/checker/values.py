@@ -3,6 +3,7 @@
 import torch
 
 from harness.runner import tree
+from harness.runner.failure import RefusedError
 from problems.common import nvfp4
 
 FP4 = torch.float4_e2m1fn_x2
@@ -17,7 +18,7 @@ BITS = {
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as integers of the elements' width, which every operation takes."""
     if tensor.dtype.is_complex:
-        raise TypeError(f"complex tensors are not linted, got {tensor.dtype}")
+        raise RefusedError(f"--lint takes no complex tensors, got {tensor.dtype}: return torch.view_as_real of it")
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.view(width)
 

@@ -163,12 +163,24 @@ def against(j: Result) -> None:
 def _ratio(j: Result, pair: dict) -> str:
     lo, hi = pair["ci95"]
     said = f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
-    if "needed" not in pair:
+    if "needed_range" not in pair:
         return said
+    return f"{said}: {undecided(pair)}"
+
+
+def undecided(pair: dict) -> str:
+    """Return what is known of the number of processes that would decide a comparison, in words."""
+    (least, most), limit = pair["needed_range"], limits.MOST_PROCESSES
+    if least > limit or (pair["needed"] > limit and most <= stats.WIDE * least):
+        return f"more than --processes {limit} would decide: try when the machine is idle"
+    if most > stats.WIDE * least:
+        bound = f"{most}" if most <= limit else f"more than {limit}"
+        return (
+            f"how many processes would decide cannot be told yet: {least} to {bound}, by where in the interval the "
+            "true ratio is; four times as many halve it"
+        )
     times = pair["needed"] / pair["processes"]
-    if pair["needed"] > limits.MOST_PROCESSES:
-        return f"{said}: more than --processes {limits.MOST_PROCESSES} would decide: try when the machine is idle"
-    return f"{said}: about --processes {pair['needed']} would decide, {times:.1f} times as long"
+    return f"about --processes {pair['needed']} would decide, {times:.1f} times as long"
 
 
 def why(j: Result) -> str:

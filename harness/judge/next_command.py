@@ -4,13 +4,13 @@ import argparse
 import re
 import shlex
 
-from harness.judge import limits, verdict
+from harness.judge import console, limits, options, verdict
 from harness.judge.verdict import Result
 from harness.problem.folders import Case
-from harness.results import schema
+from harness.results import schema, stats
 
 PYTHON = ".venv/bin/python"
-PAIRED = ("same_within", "fail_on_regression", "against", "processes")  # what the user says of a comparison
+PAIRED = ("against", *options.PAIRED)  # what the user says of a comparison
 _HELP = re.compile(r"--timeout [0-9.e+]+")  # how a time-out names the limit to try
 
 
@@ -61,12 +61,17 @@ def _given(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def _undecided(args: argparse.Namespace, base: list[str], found: dict) -> tuple[list[str], str]:
-    """After a comparison that did not decide, the same one with as many processes as would."""
-    kept = _given(args, "mode", "case", "same_within", "fail_on_regression", "against")
-    if found["needed"] <= limits.MOST_PROCESSES:
+    """After a comparison that did not decide, the same one with as many processes as would; where their number cannot
+    be told, with four times as many, which halve the interval.
+    """
+    kept = _given(args, "mode", "case", *(name for name in PAIRED if name != "processes"))
+    (least, most), limit, count = found["needed_range"], limits.MOST_PROCESSES, found["processes"]
+    if most > stats.WIDE * least and least <= limit:
+        count, why = min(4 * count, limit), console.undecided(found)
+    elif found["needed"] <= limit:
         count, why = found["needed"], "about so many processes of each would decide"
     else:
-        count, why = found["processes"], f"{limits.MOST_PROCESSES} processes are too few: try when the machine is idle"
+        why = f"{limit} processes are too few: try when the machine is idle"
     return [*base, *kept, "--processes", str(count)], f"UNDECIDED: {why}"
 
 

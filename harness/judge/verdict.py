@@ -152,7 +152,9 @@ def _against(other: Result, found: stats.Ratio, within: float) -> dict:
         "variant": other.submission.name, "ratio": found.ratio, "ci95": list(found.ci95), "ci99": list(found.ci99),
         "word": word, "processes": found.processes, "same_within": within,
     } | ({"commit": other.submission.commit} if other.submission.commit else {})  # fmt: skip
-    return {**said, "needed": found.needed(within)} if word == "UNDECIDED" else said
+    if word != "UNDECIDED":
+        return said
+    return {**said, "needed": found.needed(within), "needed_range": list(found.needed_range(within))}
 
 
 class Recorder:

@@ -4,7 +4,8 @@ It has three parts. Trivial answers (harness/lint/trivial.py) are put to the pro
 one benchmark case. Every file of wrong/ and every honest variant are put to the whole judge. The problem passes if each
 trivial answer is refused, each wrong file gets a failing verdict in some case, and each variant passes all cases (a
 baseline those that its ONLY names). Where a trivial answer is right (the mean of a single element), or passes by the
-luck of a seed (one element that happens to need no more bits), the linter names the case.
+luck of a seed (one element that happens to need no more bits), the linter names the case. Where it cannot know whether
+an answer is right (the order of a set, the sign of an eigenvector), it asks: a QUESTION is no hole.
 
 docs/adding_a_kernel.md has the literals of task.py that the linter reads: PRECISION, INOUT and OPAQUE. Integers and
 packed values are never scaled or rounded. Where floating-point values are shifted they move on by one element, so token
@@ -28,6 +29,7 @@ AT_ONCE = 4  # submissions judged side by side, each a process with torch in it
 SMALL_BYTES = 2**20  # of a case: wrong files are judged on these first
 FEW_CASES = 2  # that come first where all are large, or the problem does not say how large they are
 LUCK_SEEDS = 8  # further seeds of a case in which an answer got through; if it does in half of them, it is a hole
+NEARLY_ALL = 7  # of LUCK_SEEDS: a blind answer that is right with so many is no chance, even of a truth value
 # Verdicts on what a wrong file did. COMPILE_ERROR and UNSUPPORTED mean that it was not judged.
 CAUGHT = {"INCORRECT", "RULE_BROKEN", "CHEAT_SUSPECTED", "RUNTIME_ERROR", "TIMEOUT", "INVALID_MEASUREMENT"}
 MISMATCH = "mismatch found! custom implementation doesn't match reference: "  # how most reports of a check begin
@@ -48,24 +50,37 @@ class Row:
     refused: int = 0
     right: list[str] = field(default_factory=list)  # accepted, since it is the answer or its neighbour
     luck: list[str] = field(default_factory=list)  # accepted with the case's seed, refused with most others
+    chance: list[str] = field(default_factory=list)  # right with the case's seed, and not with nearly all others
     missed: list[str] = field(default_factory=list)  # holes
     absent: dict[str, list[str]] = field(default_factory=dict)  # by reason
+    about: str = ""  # what to know of it, of the first case in which it got through
 
     def hole(self) -> str:
         """Return what is wrong, or ""."""
         if self.kind == trivial.EXACT:
             return f"refused: {self.missed[0]}" if self.missed else ""
+        if self.kind == trivial.QUESTION:
+            return ""
         if self.missed:
-            return f"accepted in {len(self.missed)} cases, first {self.missed[0]}"
+            return self._accepted()
         # A blind answer that is right in most cases shows that the cases say little, whatever the tolerance.
         fits = len({*self.right, *self.luck})
         if self.kind in (trivial.BLIND, trivial.NEAR) and 2 * fits > max(self.formed, 1):
             return f"the right answer in {fits} of {self.formed} cases"
         return ""
 
+    def question(self) -> str:
+        """Return what the author must say, since the linter cannot know whether it is right, or ""."""
+        return self._accepted() if self.kind == trivial.QUESTION and self.missed else ""
+
+    def _accepted(self) -> str:
+        many = f"accepted in {len(self.missed)} case{'s' if len(self.missed) > 1 else ''}, first {self.missed[0]}"
+        return f"{many}: {self.about}" if self.about else many
+
     def note(self) -> str:
         """Return what to know of it, for the table."""
         notes = [f"HOLE: {self.hole()}"] if self.hole() else []
+        notes += [f"QUESTION: {self.question()}"] if self.question() else []
         if self.kind == trivial.EXACT and not self.missed:
             notes.append("accepted, as it must be")
         if self.right:
@@ -73,6 +88,8 @@ class Row:
             notes.append(f"{what} in {'every case' if len(self.right) == self.formed else _cases(self.right)}")
         if self.luck:
             notes.append(f"fits by luck in {_cases(self.luck)}")
+        if self.chance:
+            notes.append(f"is the answer by chance in {_cases(self.chance)}")
         for reason, names in self.absent.items():
             # A candidate that the folder's outputs cannot have at all is said once, without its cases.
             notes.append(f"not applicable{f' in {_cases(names)}' if self.formed else ''}: {reason}")
@@ -128,7 +145,11 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
     with console.quiet(False):
         for hole in holes:
             say(f"HOLE {hole}")
-        say(f"{problem.name}: {f'{len(holes)} holes' if holes else 'no hole'} found by the linter")
+        for row in rows:
+            if question := row.question():
+                say(f"QUESTION {row.name}: {question}")
+        many = f"{len(holes)} hole{'s' if len(holes) > 1 else ''}" if holes else "no hole"
+        say(f"{problem.name}: {many} found by the linter")
     return not holes
 
 
@@ -175,6 +196,8 @@ def survey(
                 accepted.append(row)
         if accepted:
             _try_luck(ask, name, case, accepted, baselines)
+    if suspects := [row for row in rows.values() if not row.missed and row.hole()]:
+        _try_chance(ask, cases, suspects, baselines)
     return list(rows.values()), faults
 
 
@@ -189,19 +212,39 @@ def _enter(row: Row, name: str, status: str, text: str) -> bool:
         row.missed += [f"{name}: {text}"] if status == "refused" else []
         return False
     row.right += [name] if status == "right" else []
+    row.about = row.about or (text if status == "accepted" else "")
     return status == "accepted"
 
 
 def _try_luck(ask: Ask, name: str, case: Case, accepted: list[Row], baselines: bool) -> None:
     """Put what got through to the same case with other seeds, to tell a lax check from an element that fits."""
-    through = dict.fromkeys((row.name for row in accepted), 0)
+    through = _through(ask, case, accepted, baselines)
+    for row in accepted:
+        lucky = row.kind != trivial.FORM and 2 * through[row.name] < LUCK_SEEDS
+        (row.luck if lucky else row.missed).append(f"{name} ({through[row.name]} of {LUCK_SEEDS} other seeds)")
+
+
+def _try_chance(ask: Ask, cases: list[tuple[str, Case]], suspects: list[Row], baselines: bool) -> None:
+    """Put what is the answer in most cases to these with other seeds, to tell cases that say little from an answer of
+    few values, such as a truth value, which a blind one meets by chance.
+    """
+    for name, case in cases:
+        if met := [row for row in suspects if name in row.right]:
+            through = _through(ask, case, met, baselines)
+            for row in met:
+                if through[row.name] < NEARLY_ALL:
+                    row.right.remove(name)
+                    row.chance.append(f"{name} ({through[row.name]} of {LUCK_SEEDS} other seeds)")
+
+
+def _through(ask: Ask, case: Case, rows: list[Row], baselines: bool) -> dict[str, int]:
+    """Return with how many of LUCK_SEEDS other seeds of a case the check accepts each candidate, by name."""
+    through = dict.fromkeys((row.name for row in rows), 0)
     for turn in range(1, LUCK_SEEDS + 1):
         made = ask(_made(case, case.seed + turn, baselines))
         for candidate in through.keys() & made["candidates"].keys():
             through[candidate] += ask({"op": "attempt", "candidate": candidate})["status"] in ("accepted", "right")
-    for row in accepted:
-        lucky = row.kind != trivial.FORM and 2 * through[row.name] < LUCK_SEEDS
-        (row.luck if lucky else row.missed).append(f"{name} ({through[row.name]} of {LUCK_SEEDS} other seeds)")
+    return through
 
 
 def _made(case: Case, seed: int, baselines: bool) -> dict:

@@ -16,7 +16,10 @@ import torch
 
 from harness.checker import checker, foreign, forms, values
 from harness.checker.checker import Checker
+from harness.lint import spoilt
+from harness.lint.spoilt import AbsentError
 from harness.runner import claims, tree
+from harness.runner.failure import RefusedError
 
 # What must become of a candidate of each kind: `exact` is accepted, all others are refused.
 EXACT = "exact"
@@ -28,6 +31,7 @@ FORM = "form"  # the right answer in a wrong form
 PART = (
     "part"  # of a folder from elsewhere: spoilt, or one part of several. It may leave the answer as it is in all cases
 )
+QUESTION = "question"  # spoilt in a way that some problems admit: what is let through is asked, and is no hole
 BASELINE_KINDS = (BLIND, DERIVED)  # what PEER_TOL must tell from an answer too
 BY_CHECK = ", by check_implementation"  # ends the names of candidates that go through it; own folders have compare too
 ALL_PARTS = ", all parts"  # ends the names of candidates in which each of several parts is other
@@ -44,20 +48,20 @@ LADDER = {"fp64": 52, "fp32": 23, "tf32": 10, "fp16": 10, "bf16": 7, "e4m3": 3, 
 # further off than the neighbour.
 NARROWER_INPUT = {52: 23, 23: 10, 10: 7, 7: 3, 3: 2, 2: 1, 1: 0}
 NARROWER_ANSWER = {**NARROWER_INPUT, 3: 1, 2: 0}
-
-
-class AbsentError(Exception):
-    """A candidate that does not apply to this case; the message says why."""
+FORMATS = {52: "fp64", 23: "fp32", 10: "fp16 and tf32", 7: "bf16", 3: "e4m3", 2: "e5m2", 1: "e2m1", 0: "a power of two"}
+LESS_ANSWER, LESS_INPUTS, ALL_NEGATED = "answer in less precision", "inputs in less precision", "all elements negated"
 
 
 @dataclass(frozen=True)
 class Candidate:
     """make: returns what a call would, one item per output. by_check: it is put to check_implementation, as in GPU
-    MODE. baseline: it is put to the check with the tolerance of a baseline.
+    MODE. baseline: it is put to the check with the tolerance of a baseline. about: returns what to know of it if it is
+    let through.
     """
 
     kind: str
     make: Callable[[], list]
+    about: Callable[[], str] = lambda: ""
     by_check: bool = False
     baseline: bool = False
 
@@ -97,7 +101,8 @@ class Trivial(Checker):
 
     def attempt(self, message: dict, _: list[int]) -> dict:
         """Put {"candidate"} to the problem's check. Return {"status", "text"}; status: refused, accepted, right
-        (accepted, and everywhere the exact answer or its neighbour in the output's type) or absent.
+        (accepted, and everywhere the exact answer or its neighbour in the output's type) or absent. text: why it is
+        refused or absent, or what to know of it where it is accepted.
         """
         candidate = self.candidates[message["candidate"]]
         try:
@@ -113,9 +118,8 @@ class Trivial(Checker):
         self._sync()
         if not ok:
             return {"status": "refused", "text": text.partition("\n")[0]}
-        if candidate.kind in (EXACT, FORM):
-            return {"status": "accepted", "text": ""}
-        return {"status": "right" if _near(outputs, self.exact) else "accepted", "text": ""}
+        right = candidate.kind not in (EXACT, FORM) and _near(outputs, self.exact)
+        return {"status": "right", "text": ""} if right else {"status": "accepted", "text": candidate.about()}
 
     def _make(self, case: dict, seed: int, weights_seed: int | None = None) -> None:
         self.new_weights({"case": case, "seed": seed if weights_seed is None else weights_seed}, [])
@@ -129,7 +133,7 @@ class Trivial(Checker):
         self.inputs = [i for i in range(len(data)) if i not in self.written]
         shapes = [data[i] for i in self.written] if self.own else self.truth
         if not _alike(self.truth, shapes):
-            raise ValueError(
+            raise RefusedError(
                 f"ref_kernel must return a tensor of the output's shape for each output, "
                 f"{[tuple(t.shape) for t in shapes]}, got {[tuple(t.shape) for t in self.truth]}"
             )
@@ -151,18 +155,18 @@ class Trivial(Checker):
         ]
 
     def _opaque(self) -> set[int]:
-        """Which tensors of the data stand in the fields that OPAQUE names. ValueError: no inputs, or floating point."""
+        """Which tensors of the data stand in the fields that OPAQUE names. RefusedError: no inputs, or floats."""
         named = tuple(getattr(self.task, "OPAQUE", ())) if self.own else ()
         depth = 1 if self.split else 0  # of the fields below the three parts of the data
         fields = {i: (*self.names[i].split("."), "")[depth] for i in self.inputs}
         if not set(named) <= set(fields.values()):
             known = list(dict.fromkeys(fields.values()))
-            raise ValueError(f"OPAQUE must name fields of weights or inputs, {known}, got {list(named)}")
+            raise RefusedError(f"OPAQUE must name fields of weights or inputs, {known}, got {list(named)}")
         found = {i for i, field in fields.items() if field in named}
         for i in sorted(found):
             dtype = tree.tensors(self.pristine)[i].dtype
             if dtype in values.BITS or dtype == values.FP4:
-                raise ValueError(f"OPAQUE is for integers and bytes, but {self.names[i]} is of {dtype}")
+                raise RefusedError(f"OPAQUE is for integers and bytes, but {self.names[i]} is of {dtype}")
         return found
 
     def _solve(self, data: object) -> object:
@@ -222,7 +226,9 @@ class Trivial(Checker):
                 if not self.own and (kind == NEAR or (len(judged) > 1 and kind == BLIND)):
                     kind = PART
                 found[name + of] = Candidate(
-                    kind, lambda j=j, make=make: [make() if i == j else t for i, t in enumerate(self.exact)]
+                    kind,
+                    lambda j=j, make=make: [make() if i == j else t for i, t in enumerate(self.exact)],
+                    lambda j=j, name=name: self._about(name, j),
                 )
         if not self.own and len(judged) > 1:
             found["zeros" + ALL_PARTS] = Candidate(
@@ -250,13 +256,23 @@ class Trivial(Checker):
             "one NaN": (NEAR, lambda: _one_special(exact, float("nan"))),
             "one infinity": (NEAR, lambda: _one_special(exact, float("inf"))),
             "largest element zero": (NEAR, lambda: _largest_zeroed(exact)),
-            "answer in less precision": (NEAR, lambda: self._narrowed_answer(j)),
-            "inputs in less precision": (ALONE, lambda: self._narrowed_inputs(j)),
+            "largest element negated": (NEAR, lambda: spoilt.negated(exact)),
+            "largest element moved": (NEAR, lambda: spoilt.moved(exact)),
+            LESS_ANSWER: (NEAR, lambda: self._narrowed_answer(j)),
+            LESS_INPUTS: (ALONE, lambda: self._narrowed_inputs(j)),
             "answer to inputs x8": (DERIVED, lambda: self._answer_to("x8", self.inputs, values.eightfold)[j]),
         }
         if self.own:  # in other folders the judge checks forms
             found["wrong type of elements"] = (FORM, lambda: values.other_type(exact))
             found["one more axis"] = (FORM, lambda: exact.unsqueeze(0))
+        if len(spoilt.axes(exact)) > 1:  # of one axis the order may be free
+            found["two elements swapped"] = (NEAR, lambda: spoilt.swapped(exact))
+        if small:
+            found[ALL_NEGATED] = (QUESTION, lambda: spoilt.all_negated(exact))
+            for axis in spoilt.axes(exact):
+                found[f"two places of axis {axis} swapped"] = (
+                    QUESTION, lambda axis=axis: spoilt.swapped_along(exact, axis),
+                )  # fmt: skip
         if self.unweighted:
             found["answer to other weights"] = (BLIND, lambda: self.unweighted[j])
         for i in self._some(self.inputs):
@@ -266,6 +282,28 @@ class Trivial(Checker):
                 found[f"{name} zero"] = (ALONE, lambda i=i: self._answer_to(f"{i} zero", [i], torch.zeros_like)[j])
                 found[f"{name} shifted"] = (ALONE, lambda i=i: self._answer_to(f"{i} shifted", [i], values.shifted)[j])
         return found
+
+    def _about(self, name: str, j: int) -> str:
+        """Return what to know of a candidate for output j that the check lets through, "" for nothing."""
+        if name == ALL_NEGATED:
+            return "may its sign be either? If not, the check must compare it"
+        if name.startswith("two places of axis"):
+            return "may they come in any order? If not, the check must compare it"
+        if name == LESS_ANSWER:
+            return self._said_of_precision("the answer", {NARROWER_ANSWER[self._admitted(self.exact[j].dtype)]})
+        if name == LESS_INPUTS:
+            types = [tree.tensors(self.pristine)[i].dtype for i in self.inputs if i not in self.opaque]
+            out = self.exact[j].dtype
+            kept = {NARROWER_INPUT[self._admitted(one, out)] for one in types if one in values.BITS}
+            return self._said_of_precision("inputs", kept)
+        return ""
+
+    def _said_of_precision(self, what: str, kept: set[int]) -> str:
+        """kept: the bits after the leading one of what was tried."""
+        tried = ", or to ".join(f"the {bits} bits after the leading one that {FORMATS[bits]} has" for bits in kept)
+        named = f"is {self.task.PRECISION!r}" if self.own and hasattr(self.task, "PRECISION") else "is not set"
+        reads = f"PRECISION of task.py {named}" if self.own else "of a folder from elsewhere PRECISION is not read"
+        return f"{what} rounded to {tried}; {reads}"
 
     def _before(self, j: int) -> object:
         if not _alike(self.before, self.exact):
@@ -289,7 +327,7 @@ class Trivial(Checker):
         # Of a folder from elsewhere the judge takes fp32 where the reference gives fp64.
         named = getattr(self.task, "PRECISION", "fp64") if self.own else "fp32"
         if named not in LADDER:
-            raise ValueError(f"PRECISION must be one of {', '.join(LADDER)}, got {named!r}")
+            raise RefusedError(f"PRECISION must be one of {', '.join(LADDER)}, got {named!r}")
         return min([LADDER[named], *(values.BITS[dtype] for dtype in dtypes if dtype in values.BITS)])
 
     def _narrowed_answer(self, j: int) -> torch.Tensor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import io
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
+
+from problems.common import terminal
 
 USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
 CLOSED_EXIT = 141  # as shells say of a program that ends when the reader of its pipe does
@@ -54,16 +55,13 @@ def abandon() -> None:
         sys.stdout.flush()
         return
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        terminal.lead_nowhere(sys.stdout.fileno())
 
 
 def script(main: Callable[[], int]) -> int:
     """Return the exit code of `main` as a program: also where what it printed can no longer be delivered."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character gets its number
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    for stream in (sys.stdout, sys.stderr):
+        terminal.escape(stream)
     try:
         code = main()
     except SystemExit as stop:  # argparse: it has printed its help, or what is wrong

@@ -114,7 +114,12 @@ class Against(_Checked):
     word: str | None = Field(None, description="FASTER, SLOWER, SAME or UNDECIDED")
     processes: int | None = Field(None, description="of each of the two, that were compared")
     same_within: float | None = Field(None, description="how near to 1 the 95 % interval must be for SAME")
-    needed: int | None = Field(None, description="where UNDECIDED: about how many processes would decide")
+    needed: int | None = Field(
+        None, description="where UNDECIDED: about how many processes would decide, if `ratio` is the true one"
+    )
+    needed_range: list[int] | None = Field(
+        None, description="where UNDECIDED: the fewest and the most that would, if the true one is anywhere in `ci95`"
+    )
     commit: str | None = Field(None, description="of the other variant, where it is that of another commit")
 
 

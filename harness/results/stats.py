@@ -18,6 +18,7 @@ RESAMPLES = 2000
 BEYOND = 10**6  # more processes than any run has: how many exactly does not matter
 MANY = 10  # processes, of whose ratios the outermost do not count
 LEVEL = (2.5, 97.5)  # percentiles: the bounds of a 95 % interval
+WIDE = 3  # times: where the fewest and the most processes that might decide are further apart, no number can be told
 SAME_WITHIN = 0.015  # a ratio whose 95 % interval is nearer to 1 is called SAME
 
 Groups = Sequence[Sequence[float]]
@@ -74,11 +75,12 @@ class Ratio:
         """Whether the 99 % interval is wholly over 1 + `percent` %: what --fail-on-regression calls a regression."""
         return self.ci99[0] > 1 + percent / 100
 
-    def needed(self, within: float = SAME_WITHIN) -> int:
-        """Return about how many processes of each would decide, if the ratio stays where it is. An interval's width
-        goes with Student's t over the root of their number: at 99 % with 5.7 for three, and with 1.03 for ten.
+    def needed(self, within: float = SAME_WITHIN, ratio: float | None = None) -> int:
+        """Return about how many processes of each would decide, if the true ratio is `ratio`, by default the measured
+        one. An interval's width goes with Student's t over the root of their number: at 99 % with 5.7 for three, and
+        with 1.03 for ten.
         """
-        away = abs(math.log(self.ratio))
+        away = abs(math.log(ratio or self.ratio))
         rooms = (95, self.ci95, math.log(1 + within) - away), (99, self.ci99, away)
 
         def decides(count: int) -> bool:
@@ -93,6 +95,17 @@ class Ratio:
                 return most
             most *= 2
         return bisect.bisect_left(range(most + 1), True, lo=self.processes + 1, key=decides)
+
+    def needed_range(self, within: float = SAME_WITHIN) -> tuple[int, int]:
+        """Return the fewest and the most processes of each that would decide, if the true ratio may be anywhere in the
+        95 % interval. The fewest are at an end of it, or where the ratio is 1; the most where SAME and a difference are
+        equally hard to show, or at an end.
+        """
+        levels = [NormalDist().inv_cdf(0.5 + level / 200) for level in (95, 99)]
+        hard = (1 + within) ** (levels[1] / sum(levels))
+        inner = [ratio for ratio in (1 / hard, 1.0, hard) if self.ci95[0] < ratio < self.ci95[1]]
+        found = [self.needed(within, ratio) for ratio in (self.ratio, *self.ci95, *inner)]
+        return min(found), max(found)
 
 
 def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int = 0) -> Ratio:

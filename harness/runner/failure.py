@@ -18,6 +18,10 @@ _COMPILER_ERROR = re.compile(
 _CALLED = {"hold": "prepare", "compile": "compile_for"}  # by request, the submission's function; else custom_kernel
 
 
+class RefusedError(ValueError):
+    """What the judge refuses of a problem's folder: an answer, an output's name. The message is the whole report."""
+
+
 def reply(where: str, error: BaseException, file: str | None, module: Any = None) -> dict:
     """Return the reply to the request `where`. Its text is the submission's own line, "my.py:12: KeyError: 'x'", and
     then the traceback from its first frame in the submission, or the compiler's report. module: the submission, if it
@@ -41,8 +45,10 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
 def of_folder(error: BaseException, file: Path) -> str:
     """Return a report of what the code of a problem raised, whose reference is `file`: its own line,
     "reference.py:12: KeyError: 'x'", and then the traceback from its first frame in the folder. Without a frame there
-    it is the judge's: all frames.
+    it is the judge's: all frames. What the judge refuses is one line.
     """
+    if isinstance(error, RefusedError):
+        return _clip(str(error))
     own = _from(error.__traceback__, file)
     place = _place("", error, file, None) + ": " if own or isinstance(error, SyntaxError) else ""
     trace = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))

@@ -18,19 +18,21 @@ from typing import Any, TypeGuard
 import numpy
 import torch
 
+from harness.runner.failure import RefusedError
+
 _NOT_SENT = ("generate_input", "ref_kernel", "check_implementation")  # the judge's part of a reference
 _PACKAGES = ("site-packages", "dist-packages")
 _made: dict[str, types.ModuleType] = {}  # by name: modules of definitions that came as text
 
 
 def take_apart(value: Any) -> tuple[dict, list[Any]]:
-    """Return an object as JSON, and its tensors and arrays in order. TypeError: it cannot be pickled."""
+    """Return an object as JSON, and its tensors and arrays in order. RefusedError: it cannot be pickled."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
         pickler.dump(value)
     except Exception as error:  # whatever the methods of a folder's class raise
-        raise TypeError(
+        raise RefusedError(
             "data may hold what pickle takes: a call gets it in another process. "
             f"{type(value).__name__}: {type(error).__name__}: {error}"
         ) from error

@@ -36,7 +36,7 @@ class Layout:
 
 
 def describe(value: Any, layout: Layout) -> dict:
-    """Return the specification of `value` as JSON, and place its tensors in `layout`. TypeError: it holds an object
+    """Return the specification of `value` as JSON, and place its tensors in `layout`. RefusedError: it holds an object
     that cannot be made in another process.
     """
     if objects.is_strided(value):

@@ -98,7 +98,10 @@ def read(tmp_path, **changes):
         ("compress_ratios", [4.0] * 44), ("compress_ratios", [8] * 44), ("compress_ratios", {"0": 4}),
         ("layer_types", ["full_attention"] * 43), ("mlp_layer_types", ["dense"] * 43), ("mlp_layer_types", ["moe"]),
         ("n_shared_experts", 2), ("num_experts_per_tok", 257), ("num_hash_layers", 44), ("index_head_dim", 96),
-        ("o_groups", 7), ("qk_rope_head_dim", 63),
+        ("o_groups", 7), ("qk_rope_head_dim", 63), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.5), ("query_pre_attn_scalar", 256), ("use_sliding_window", False), ("something", ["else"]),
+        ("intermediate_size", 18432), ("qkv_bias", False), ("rope_scaling.low_freq_factor", 1.0),
+        ("residual_multiplier", 0.22), ("clip_qkv", 8.0),
     ],
 )  # fmt: skip
 def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, key, value):
@@ -108,10 +111,41 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, key, valu
     assert len(caught.value.faults) <= 5, caught.value.faults
 
 
+# What the file of deepseek-ai/DeepSeek-V4-Flash has besides the keys that to_json writes, and what transformers 5.17
+# writes for it with use_diff=False.
+RELEASED = {
+    "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02,
+    "torch_dtype": "bfloat16", "transformers_version": "4.57.1", "use_cache": True,
+}  # fmt: skip
+TRANSFORMERS = RELEASED | {
+    "transformers_version": "5.17.0", "output_hidden_states": False, "return_dict": True, "chunk_size_feed_forward": 0,
+    "is_encoder_decoder": False, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": None,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}, "mlp_bias": False,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "pad_token_id": None,
+    "partial_rotary_factor": 0.125, "output_attentions": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [RELEASED, TRANSFORMERS])
+def test_the_released_file_and_what_transformers_writes_are_read(tmp_path, keys):
+    assert read(tmp_path, **keys) == FLASH
+
+
+def test_a_key_that_is_not_known_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, attn_logit_softcapping=50.0, something=[1])
+    assert caught.value.faults == (
+        "attn_logit_softcapping must be left out, got 50.0",
+        "something must be a key that is known here, since it may change what is computed, got [1]: remove it from the "
+        "file if it does not",
+    )
+
+
 def test_keys_that_change_nothing_are_ignored(tmp_path):
     free = {
         "attention_dropout": 0.1, "use_cache": False, "initializer_range": 1.0, "router_jitter_noise": 0.5,
-        "transformers_version": "9", "pad_token_id": 7, "eos_token_id": [1, 2], "auto_map": {}, "something": ["else"],
+        "transformers_version": "9", "pad_token_id": 7, "eos_token_id": [1, 2], "auto_map": {}, "something": None,
+        "query_pre_attn_scalar": 512,
         "norm_topk_prob": None, "topk_group": None, "n_group": 1, "mlp_bias": False, "qk_nope_head_dim": 448,
         "rope_scaling.mscale": 1.0, "quantization_config.ignored_layers": ["head"], "partial_rotary_factor": 0.125,
         "quantization_config.modules_to_not_convert": None, "dspark_block_size": 5,
@@ -127,6 +161,7 @@ def test_keys_that_change_nothing_are_ignored(tmp_path):
         ({"compress": {"rope_theta": 1e6}}, "rope_parameters.compress.rope_theta must be 160000.0, got 1000000.0"),
         ({"compress": {"attention_factor": 1.277}}, "rope_parameters.compress.attention_factor must be 1.0"),
         ({"main": {"partial_rotary_factor": 1.0}}, "rope_parameters.main.partial_rotary_factor must be 0.125, got 1.0"),
+        ({"main": {"short_factor": [1.0]}}, "rope_parameters.main.short_factor must be a key that is known here"),
         ({"main": 10000.0}, "main must be an object, got 10000.0"),
         ({"main": {"rope_theta": "1e4"}}, "rope_parameters.main.rope_theta must be a number, got '1e4'"),
         ({"main": {"rope_theta": None}}, "missing rope_parameters.main.rope_theta"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.checkpoint import checkpoint
@@ -304,6 +305,17 @@ def refused(capsys, *words: object) -> str:
     out, err = capsys.readouterr()
     assert code == 2 and not out and "Traceback" not in err
     return err.strip().splitlines()[-1]
+
+
+def test_what_has_no_effect_is_refused_and_the_end_of_the_context_is_named(capsys):
+    said = refused(capsys, "--config", "tiny", "--ignore-end")
+    assert "--ignore-end is about a checkpoint's end tokens: leave it out" in said
+    screen = Console(stderr=True)
+    generate._say_of_context(46, [[1], [1, 2, 3]], CFG, screen)
+    assert capsys.readouterr().err == ""
+    generate._say_of_context(10**8, [[1], [1, 2, 3]], CFG, screen)
+    said = "--tokens 100000000: the context of 48 tokens ends after 46, behind a prompt of 3\n"
+    assert capsys.readouterr().err == said
 
 
 def test_what_is_wrong_with_a_text_is_said(folder, copy, tmp_path, capsys):

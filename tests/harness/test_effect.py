@@ -79,3 +79,13 @@ def test_the_refusal_names_the_kind_and_the_options(capsys):
     assert run.main(["nvfp4_gemv", "--lint", "--case", "m=16", "--seed", "1", "--mode", "test"]) == output.USAGE_EXIT
     assert "--lint goes with no --mode test, --case, --seed" in capsys.readouterr().err
     assert refused(["nvfp4_gemv", "--lint", "--json", "-"]) is None
+    assert refused(["--list", "--json", "-"]) == "--list goes with no --json"
+    assert refused(["nvfp4_gemv", "--list", "--json", "-"]) == "--list goes with no --json"
+    assert refused(["--print-completion", "bash", "--json", "-"]) == "--print-completion goes with no --json"
+
+
+def test_a_list_of_no_variants_says_so(tmp_path, capsys):
+    (tmp_path / "task.yml").write_text("lang: py\n")
+    (tmp_path / "reference.py").write_text("")
+    assert run._list(str(tmp_path)) == 0
+    assert capsys.readouterr().out == f"{tmp_path} has no variants/*.py: judge a file with --submission FILE\n"

@@ -1,4 +1,8 @@
-"""Read config.json beside a checkpoint, in DeepSeek's or transformers' spelling; write it in DeepSeek's."""
+"""Read config.json beside a checkpoint, in DeepSeek's or transformers' spelling; write it in DeepSeek's.
+
+Every key must be one that is read, one of which a single value is computed here (_COMPUTED), or one that changes no
+logits (_WITHOUT_EFFECT). Any other is a fault: in another model it may be a cap on logits, a factor or a bias.
+"""
 
 import dataclasses
 import json
@@ -22,20 +26,43 @@ _FIXED = {  # what every model of this family has, and the code relies on
     "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "tie_word_embeddings": False,
     "hidden_act": "silu", "attention_bias": False, "topk_method": "noaux_tc",
 }  # fmt: skip
-# Keys that change the computation in DeepSeek's or transformers' code -> the values that are computed here. Each may be
-# left out, or null. All keys that are named nowhere in this file are ignored.
+# Keys that change the computation in DeepSeek's or transformers' code, for this model or another -> the values that are
+# computed here, none where the key must be left out. Each may be left out, or null.
 _COMPUTED = {
     **{key: (value,) for key, value in _FIXED.items()}, "sliding_window": (128,), "model_type": ("deepseek_v4",),
     "architectures": (["DeepseekV4ForCausalLM"], ["DeepseekV4Model"]), "mlp_bias": (False,), "n_group": (1,),
     "topk_group": (1,), "first_k_dense_replace": (0,), "moe_layer_freq": (1,), "rope_interleave": (True,),
     "compress_rate_csa": (CSA,), "compress_rate_hca": (HCA,), "expert_dtype": ("fp4",),
+    "attn_logit_softcapping": (), "final_logit_softcapping": (), "attention_multiplier": (), "clip_qkv": (),
+    "logit_scale": (1.0,), "logits_scaling": (1.0,), "embedding_multiplier": (1.0,), "residual_multiplier": (1.0,),
+    "use_sliding_window": (True,), "hidden_activation": ("silu",), "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
 }  # fmt: skip
+_AGAIN = (  # what other keys say too: _contradictions and _share compare them
+    "qk_nope_head_dim", "v_head_dim", "qk_head_dim", "compress_rates", "num_local_experts", "intermediate_size",
+    "query_pre_attn_scalar", "partial_rotary_factor",
+)  # fmt: skip
+_READ = (
+    *_SAME, *_COMPUTED, *_AGAIN, "num_hidden_layers", "num_hash_layers", "num_nextn_predict_layers", "compress_ratios",
+    "layer_types", "mlp_layer_types", "rope_theta", "rope_scaling", "rope_parameters", "quantization_config",
+    "_name_or_path",
+)  # fmt: skip
+_WITHOUT_EFFECT = (  # names and versions, what only training uses, what a caller is given, and how text is made
+    "auto_map", "transformers_version", "torch_dtype", "dtype", "_attn_implementation", "_commit_hash", "use_cache",
+    "attention_dropout", "initializer_range", "router_jitter_noise", "router_aux_loss_coef", "aux_loss_alpha",
+    "seq_aux", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict", "ep_size",
+    "pretraining_tp", "chunk_size_feed_forward", "torchscript", "is_decoder", "problem_type", "id2label", "label2id",
+    "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    "finetuning_task", "task_specific_params", "tie_encoder_decoder", "pruned_heads", "prefix",
+)  # fmt: skip
+_DRAFT = "dspark_"  # how the keys of a draft head begin, which is not loaded
 _COMPUTED_YARN = {
     "type": ("yarn",), "rope_type": ("yarn",), "attention_factor": (1.0,), "mscale": (1.0,),
     "mscale_all_dim": (1.0,), "truncate": (True,),
 }  # fmt: skip
+_READ_ROPE = (*_YARN.values(), *_COMPUTED_YARN, "rope_theta", "partial_rotary_factor", "main", "compress")
 _COMPUTED_PLAIN_ROPE = {"type": ("default",), "rope_type": ("default",)}
-_COMPUTED_QUANTISATION = {
+_COMPUTED_QUANTISATION = {  # its other keys say which tensors are in which format, which the tensors do too
     "quant_method": ("fp8", "modelopt"), "fmt": ("e4m3",), "scale_fmt": ("ue8m0",), "activation_scheme": ("dynamic",),
     "weight_block_size": ([128, 128],), "expert_dtype": ("fp4",), "quant_algo": ("MIXED_PRECISION", "NVFP4"),
     "moe_quant_algo": ("NVFP4",), "group_size": (16,), "kv_cache_quant_algo": ("FP8",),
@@ -80,6 +107,7 @@ def config_from_json(path: str | Path) -> Config:
     faults = _others(data, _COMPUTED)
     faults += _others(_part(data, "quantization_config", faults), _COMPUTED_QUANTISATION, "quantization_config.")
     faults += [f"{key}: keys of DeepSeek-V4.1, another model, must not be there" for key in data if _of_another(key)]
+    faults += _unknown(data, (*_READ, *_WITHOUT_EFFECT))
     rope = _rope(data, faults)
     fields = {name: data.get(name) for name in _SAME} | _layers(data, faults)
     fields |= {name: value for name, (_, value) in rope.items()}
@@ -126,9 +154,19 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict:
 def _others(data: dict, computed: dict[str, tuple], prefix: str = "") -> list[str]:
     """A fault for each value that is not among those of `computed`; 1.0 is 1, true is not."""
     return [
-        f"{prefix}{key} must be {' or '.join(map(repr, values))}, got {data[key]!r}"
+        f"{prefix}{key} must be {' or '.join(map(repr, values)) or 'left out'}, got {data[key]!r}"
         for key, values in computed.items()
         if data.get(key) is not None and not any(_equal(data[key], value) for value in values)
+    ]
+
+
+def _unknown(data: dict, known: tuple[str, ...], prefix: str = "") -> list[str]:
+    """A fault for each key with a value that is not `known`, nor another model's or a draft head's."""
+    return [
+        f"{prefix}{key} must be a key that is known here, since it may change what is computed, got {data[key]!r:.80}: "
+        "remove it from the file if it does not"
+        for key in data
+        if data[key] is not None and key not in known and not key.startswith((*_OTHER_MODEL, _DRAFT))
     ]
 
 
@@ -229,8 +267,11 @@ def _rope(data: dict, faults: list[str]) -> dict[str, tuple[str, object]]:
 def _rope_of(data: dict, key: str, faults: list[str]) -> dict[str, tuple[str, object]]:
     """transformers has an entry a kind of layer, or one of YaRN; DeepSeek one for the layers that compress."""
     yarn, base, theta = _part(data, key, faults), "rope_theta", data.get("rope_theta")
+    faults += _unknown(yarn, _READ_ROPE, f"{key}.")
     if "main" in yarn or "compress" in yarn:
         main, yarn = (_part(yarn, kind, faults) for kind in ("main", "compress"))
+        for kind, part in (("main", main), ("compress", yarn)):
+            faults += _unknown(part, _READ_ROPE, f"{key}.{kind}.")
         base, theta = f"{key}.main.rope_theta", main.get("rope_theta")
         faults += _others(main, _COMPUTED_PLAIN_ROPE | _share(data) | _bases(data, "rope_theta"), f"{key}.main.")
         key = f"{key}.compress"
@@ -265,6 +306,7 @@ def _contradictions(data: dict) -> list[str]:
     rates = {name: ratio for name, ratio in _RATIOS.items() if ratio}
     again = {
         "qk_nope_head_dim": width - rope, "v_head_dim": width, "qk_head_dim": width, "compress_rates": rates,
-        "num_local_experts": data.get("n_routed_experts"),
+        "num_local_experts": data.get("n_routed_experts"), "intermediate_size": data.get("moe_intermediate_size"),
+        "query_pre_attn_scalar": width,
     }  # fmt: skip
     return _others(data, {key: (value,) for key, value in again.items()} | _share(data))

@@ -10,7 +10,6 @@ prompts are decoded together; each is printed behind a line that numbers it.
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from problems.common import venv
+from problems.common import terminal, venv
 from problems.dsv4_forward.generate import streams
 
 if __name__ == "__main__":
@@ -72,6 +71,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             p.error(f"--{name} must be {value} or more, got {getattr(args, name)}")
     if args.checkpoint and args.config is not None:
         p.error("--config is for random weights: leave it out, or --checkpoint, which has its own config.json")
+    if args.ignore_end and not args.checkpoint:
+        p.error("--ignore-end is about a checkpoint's end tokens: leave it out, or give a --checkpoint")
     if not args.temperature and (args.top_k > 0 or 0 < args.top_p < 1):
         p.error("--top-k and --top-p limit what is drawn: they need a --temperature above 0")
     if args.text and args.prompt:
@@ -111,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.text or args.tokenizer:
             tokenizer = text.tokenizer(args.checkpoint, args.tokenizer)
         prompts = _prompts(args, tokenizer, cfg)
+        _say_of_context(args.tokens, prompts, cfg, say)
         ends = frozenset()
         if args.checkpoint and not args.ignore_end:
             ends = text.end_tokens(args.checkpoint, cfg.vocab_size)
@@ -160,6 +162,15 @@ def _prompts(args: argparse.Namespace, tokenizer: text.Tokenizer | None, cfg: Co
         if len(ids) > most:
             raise ValueError(f"{name} {number} must be within the context of {most} tokens, got {len(ids)}: shorten it")
     return [ids for _, ids in named]
+
+
+def _say_of_context(tokens: int, prompts: list[list[int]], cfg: Config, say: Console) -> None:
+    """Say how many tokens a prompt can get, if the context ends before --tokens."""
+    most, longest = cfg.max_position_embeddings, max(map(len, prompts))
+    room = most - longest + 1  # the last token takes no place
+    if tokens > room:
+        said = f"--tokens {tokens}: the context of {most} tokens ends after {room}, behind a prompt of {longest}"
+        say.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _ids(given: str) -> list[int]:
@@ -230,5 +241,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(streams.INTERRUPTED_EXIT)
     except BrokenPipeError:  # the reader of the output closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        terminal.lead_nowhere(sys.stdout.fileno())
         sys.exit(141)

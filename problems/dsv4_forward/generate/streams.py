@@ -1,6 +1,6 @@
 """Prepare the standard streams of a command for what they cannot take, and for Ctrl-C while it imports.
 
-A command calls `prepare` before it imports anything that is not in the standard library. This file may meet Python 3.8.
+A command calls `prepare` before it imports anything that needs packages. This file may meet Python 3.8.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import io
 import os
 import signal
 import sys
+
+from problems.common import terminal
 
 INTERRUPTED_EXIT = 130  # as shells say it
 
@@ -33,17 +35,14 @@ class Notes(io.TextIOWrapper):
     def _abandon(self) -> None:
         """Lead to nowhere what is buffered and what comes, so that the end of the process does not fail of it."""
         with contextlib.suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            terminal.lead_nowhere(self.fileno())
 
 
 def prepare() -> None:
     """Make standard output show a character that it cannot encode as its number, and standard error drop what it cannot
     take. A stream that is closed leads to nowhere. Until `catch_interrupts`, Ctrl-C ends the process at once.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    terminal.escape(sys.stdout)
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr = Notes(sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
     for name in ("stdout", "stderr"):

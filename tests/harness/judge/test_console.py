@@ -199,3 +199,17 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
         assert {line["source_hash"] for line in lines} == {scan.source_hash(submission.file, MOE.folder)}
         assert {line["problem_hash"] for line in lines} == {sources.problem_hash(MOE.folder)}
     assert asked == [tmp_path]
+
+
+@pytest.mark.parametrize(
+    ("needed", "ends", "said"),
+    [
+        (80, [50, 100], "about --processes 80 would decide, 2.0 times as long"),
+        (80, [50, 366], "how many processes would decide cannot be told yet: 50 to 366, by where in the interval"),
+        (2000, [50, 9000], "how many processes would decide cannot be told yet: 50 to more than 1000, by where"),
+        (2000, [1001, 9000], "more than --processes 1000 would decide: try when the machine is idle"),
+        (1500, [900, 2000], "more than --processes 1000 would decide: try when the machine is idle"),
+    ],
+)
+def test_a_number_of_processes_is_named_only_where_the_interval_fixes_it(needed, ends, said):
+    assert console.undecided({"needed": needed, "needed_range": ends, "processes": 40}).startswith(said)

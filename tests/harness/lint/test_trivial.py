@@ -17,7 +17,8 @@ from tests.support.affine import asked, folder, surveyed
 def test_a_sound_problem_is_left_alone(tmp_path):
     rows, holes = surveyed(folder(tmp_path / "affine"))
     assert holes == []
-    integers = {f"{name} [top]" for name in ("one NaN", "one infinity", "answer in less precision")}
+    floats = ("one NaN", "one infinity", "answer in less precision", "largest element moved")
+    integers = {f"{name} [top]" for name in floats}
     unmoved = {f"{name} [top]" for name in ("bias zero", "bias shifted", "inputs in less precision")}
     unmoved |= {"answer to inputs x8 [top]", "answer to inputs x8 [top], as a baseline"}
     for name, row in rows.items():
@@ -174,7 +175,7 @@ def test_luck_is_told_from_a_hole_by_other_seeds():
     rows = {row.name: row for row in linter.survey(ask, [("m=1", case), ("m=1 again", folders.Case({}, 1))], False)[0]}
     assert rows["seldom"].luck == ["m=1 (1 of 8 other seeds)"] and not rows["seldom"].hole()
     assert rows["often"].missed == ["m=1 (4 of 8 other seeds)"]
-    assert rows["often"].hole() == "accepted in 1 cases, first m=1 (4 of 8 other seeds)"
+    assert rows["often"].hole() == "accepted in 1 case, first m=1 (4 of 8 other seeds)"
 
 
 def test_a_lost_process_costs_one_candidate(tmp_path):

@@ -202,6 +202,23 @@ def test_the_processes_that_would_decide_follow_from_students_t(count, ci99, nee
     assert found.needed() == needed
 
 
+@pytest.mark.parametrize(
+    ("ratio", "half", "within", "least", "most"),
+    [  # of an interval of 40 processes: the ends tell a difference soon, 1 is the same soon, and in between neither is
+        (1.0, 0.02, 0.015, 70, 366), (1.03, 0.025, 0.015, 41, 560), (0.5, 0.9, 0.015, 41, 900_000),
+        (1.05, 0.06, 0.5, 41, 41),
+    ],
+)  # fmt: skip
+def test_the_number_that_would_decide_is_a_range_over_the_interval(ratio, half, within, least, most):
+    ci95, ci99 = ((ratio * math.exp(-h), ratio * math.exp(h)) for h in (half, 1.35 * half))
+    found = stats.Ratio(ratio, ci95, ci99, 40)
+    low, high = found.needed_range(within)
+    assert (low, high) == (pytest.approx(least, rel=0.2), pytest.approx(most, rel=0.2))
+    assert low <= found.needed(within) <= high
+    inside = np.linspace(*ci95, 21)
+    assert all(low <= found.needed(within, one) <= high for one in inside)
+
+
 def test_more_processes_than_there_can_be_are_not_counted():
     assert stats.Ratio(1.0, (0.5, 2.0), (0.4, 2.5), 3).needed(1e-12) > stats.BEYOND
 

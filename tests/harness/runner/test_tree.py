@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from harness.checker import foreign, forms
-from harness.runner import claims, tree
+from harness.runner import claims, failure, tree
+from harness.runner.failure import RefusedError
 from harness.runner.runner import Runner
 from problems.common import load
 
@@ -127,7 +129,7 @@ def test_classes_that_only_the_reference_has(reference, monkeypatch):
 
 
 def test_what_cannot_be_delivered_is_named():
-    with pytest.raises(TypeError, match=r"function.*lambda"):
+    with pytest.raises(ValueError, match=r"function.*lambda"):
         tree.describe([lambda x: x], tree.Layout())
 
 
@@ -160,8 +162,31 @@ def test_a_claim_does_not_choose_attributes():
 
 @pytest.mark.parametrize("answer", [None, [], {}, object(), [0] * 64], ids=("none", "list", "dict", "object", "many"))
 def test_answers_that_say_nothing_or_too_much_are_refused(answer):
-    with pytest.raises((TypeError, ValueError), match=r"an answer may|ref_kernel must return"):
+    with pytest.raises(RefusedError, match=r"an answer may|ref_kernel must return") as raised:
         foreign.parts_of(answer, "cpu")
+    assert "\n" not in failure.of_folder(raised.value, Path("reference.py"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (1j, "got complex; return a tensor of it instead"), ((torch.ones(1), torch.int8), "got dtype; return its text"),
+        ([numpy.complex64(1)], "got complex64; return a tensor"), ({"s": {1}}, "got set"),
+    ],
+)  # fmt: skip
+def test_an_answer_of_another_kind_is_refused_on_one_line_with_what_to_return(answer, said):
+    with pytest.raises(RefusedError, match=said):
+        foreign.parts_of(answer, "cpu")
+
+
+def test_a_size_reaches_the_check_as_one():
+    size = torch.Size([2, 3])
+    claim, classes = claims.structure((size, 1)), forms.classes_of((size, 1))
+    got, _ = forms.answer(claim, iter(()), classes)
+    assert type(got) is torch.Size and got == size
+    for odd in ("x", 1.5, True, 2**70, None):
+        claim["items"][0]["items"][0] = {"type": "value", "value": json.dumps(odd)}
+        assert type(forms.answer(claim, iter(()), classes)[0]) is tuple
 
 
 def test_no_method_of_an_answer_runs():

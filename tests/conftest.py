@@ -1,5 +1,6 @@
 """What all tests share: a profile for hypothesis, and a clear skip of tests marked gpu where there is none."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that torch sees"))
+
+
+def pytest_collection_finish() -> None:
+    """What the collection made stays to the end: each search of the garbage collector would go through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("harness.runner.runner", "harness.checker.checker")  # others, and programs, get their exec
 HIGH = 300  # descriptors of the server's own are at least this
 POLL_S = 0.005
+WAITING = {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "PASSIVE"}  # torch's idle threads need no processor
 _SUBREAPER, _DUMPABLE = 36, 4  # prctl
 
 
@@ -57,15 +58,19 @@ class Process:
 
 
 class Server:
-    """The process with torch loaded. It ends with this one."""
+    """The process with torch loaded. It ends with this one. forked: of this process, which has torch loaded itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, forked: bool = False) -> None:
         self._sock, theirs = socket.socketpair()
-        environment = os.environ | {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "PASSIVE"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.warm", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),), cwd=ROOT, env=environment,
-        )  # fmt: skip
+        if not forked:
+            command = [sys.executable, "-m", "tests.support.warm", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), cwd=ROOT, env=os.environ | WAITING)
+            self.pid = self._process.pid
+        elif (pid := os.fork()) == 0:
+            self._sock.close()
+            be_server(theirs)
+        else:
+            self.pid = pid
         theirs.close()
         self._lock = threading.Lock()
 
@@ -84,7 +89,15 @@ _server: Server | None = None
 
 def pid() -> int | None:
     """That of the server; None: there is none yet."""
-    return _server and _server._process.pid
+    return _server and _server.pid
+
+
+def fork_server() -> None:
+    """Make the server of this process: a fork of what it is now, with torch and none of the judge's modules."""
+    global _server
+    import torch  # noqa: F401
+
+    _server = Server(forked=True)
 
 
 @contextlib.contextmanager
@@ -107,6 +120,20 @@ def installed() -> Iterator[None]:
 
 
 # --- the server
+
+
+def be_server(connection: socket.socket) -> None:
+    """Serve, to the end of the other process and of this one."""
+    try:
+        sys.path.insert(0, str(ROOT / "harness" / "sandbox"))
+        import reaper  # noqa: F401
+
+        gc.freeze()
+        high = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH)
+        connection.close()
+        serve(socket.socket(fileno=high))
+    finally:
+        os._exit(0)
 
 
 def serve(sock: socket.socket) -> None:
@@ -198,11 +225,4 @@ def _inheritable(fd: int) -> bool:
 if __name__ == "__main__":
     import torch  # noqa: F401
 
-    sys.path.insert(0, str(ROOT / "harness" / "sandbox"))
-    import reaper  # noqa: F401
-
-    gc.freeze()
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    high = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH)
-    connection.close()
-    serve(socket.socket(fileno=high))
+    be_server(socket.socket(fileno=int(sys.argv[1])))

@@ -22,7 +22,7 @@ if hypothesis:
 
 
 LONG = "tests/test_commands.py"  # begins first, so that no worker has it left when the others are done
-FEW_THREADS = ("tests.dsv4", "tests.problems", "tests.common", "tests.harness.lint", "tests.test_commands")
+FEW_THREADS = ("tests.dsv4", "tests.problems", "tests.common", "tests.harness", "tests.leaderboard", "tests.test_commands")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

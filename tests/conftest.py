@@ -22,7 +22,7 @@ if hypothesis:
 
 
 LONG = "tests/test_commands.py"  # begins first, so that no worker has it left when the others are done
-FEW_THREADS = ("tests.dsv4", "tests.problems", "tests.common", "tests.harness", "tests.leaderboard", "tests.test_commands")
+MANY_THREADS = ("tests.exploits", "tests.system")  # of torch, in the process of the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,7 +42,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def few_threads(request):
     """Small tensors are too short to share between torch's threads. CPU variants have separate threads."""
-    if not request.module.__name__.startswith(FEW_THREADS):
+    if request.module.__name__.startswith(MANY_THREADS):
         yield
         return
     before = torch.get_num_threads()

@@ -24,7 +24,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("harness.runner.runner", "harness.checker.checker")  # others, and programs, get their exec
+# Others, and programs, get their exec.
+MODULES = (
+    "harness.runner.runner", "harness.checker.checker", "harness.tools.latency", "problems.dsv4_forward.check",
+)  # fmt: skip
 HIGH = 300  # descriptors of the server's own are at least this
 POLL_S = 0.005
 WAITING = {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "PASSIVE"}  # torch's idle threads need no processor
@@ -34,9 +37,9 @@ _SUBREAPER, _DUMPABLE = 36, 4  # prctl
 class Process:
     """What the judge uses of subprocess.Popen, of a child that the server forked for this process."""
 
-    def __init__(self, pid: int, stdout: int) -> None:
+    def __init__(self, pid: int, stdout: int | None) -> None:
         self.pid = pid
-        self.stdout = os.fdopen(stdout, "rb")
+        self.stdout = None if stdout is None else os.fdopen(stdout, "rb")
         self.returncode: int | None = None
         self._lock = threading.Lock()
 
@@ -74,13 +77,20 @@ class Server:
         theirs.close()
         self._lock = threading.Lock()
 
-    def start_reaper(self, control: int, status: int, keep: tuple[int, ...]) -> Process:
-        ours, theirs = os.pipe()
+    def start_reaper(self, control: int, status: int, keep: tuple[int, ...], stdout: int | None) -> Process:
+        """stdout: None for this process's output, PIPE for a pipe that its errors come through too."""
+        ours = None
+        if stdout is None:
+            output = [os.dup(1), os.dup(2)]
+        else:
+            ours, theirs = os.pipe()
+            output = [theirs, os.dup(theirs)]
         numbers = [control, status, *keep]
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # what the server's forks leave behind becomes ours
         with self._lock:
-            socket.send_fds(self._sock, [marshal.dumps(numbers)], [*numbers, theirs])
-            os.close(theirs)
+            socket.send_fds(self._sock, [marshal.dumps(numbers)], [*numbers, *output])
+            for fd in output:
+                os.close(fd)
             return Process(int(self._sock.recv(64)), ours)
 
 
@@ -109,10 +119,10 @@ def installed() -> Iterator[None]:
 
     def start(control: int, status: int, keep: tuple[int, ...], stdout: int | None) -> "Process | subprocess.Popen":
         global _server
-        if stdout != subprocess.PIPE:  # its output is this process's, not the server's
+        if stdout not in (None, subprocess.PIPE):
             return cold(control, status, keep, stdout)
         _server = _server or Server()
-        return _server.start_reaper(control, status, keep)
+        return _server.start_reaper(control, status, keep, stdout)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Guarded, "_start_reaper", staticmethod(start))
@@ -163,13 +173,14 @@ def serve(sock: socket.socket) -> None:
 
 
 def _be_reaper(numbers: list[int], held: list[int]) -> None:
-    """Run the reaper with the descriptors `held` as `numbers`, control and status first; the last is its output."""
+    """Run the reaper with the descriptors `held` as `numbers`, control and status first; the last two are its output
+    and its errors.
+    """
     try:
         os.setsid()
-        for fd, number in zip(held, [*numbers, 1], strict=True):
+        for fd, number in zip(held, [*numbers, 1, 2], strict=True):
             os.dup2(fd, number)
             os.close(fd)
-        os.dup2(1, 2)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
@@ -191,7 +202,8 @@ def run(program: str, argv: list[str], environment: dict[str, str], execve=os.ex
     ctypes.CDLL(None).prctl(_DUMPABLE, 1, 0, 0, 0)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep) + [p for p in sys.path if p not in ("", str(ROOT))]
+    given = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()]
+    sys.path[:] = given + [p for p in sys.path if p not in ("", str(ROOT))]
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environment
     for name in [name for name in sys.modules if name.partition(".")[0] in ("harness", "tests", "reaper", "confine")]:
         del sys.modules[name]

@@ -1,5 +1,6 @@
 """What all tests share: a profile for hypothesis, and a clear skip of tests marked gpu where there is none."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +22,7 @@ if hypothesis:
 
 
 LONG = "tests/test_commands.py"  # begins first, so that no worker has it left when the others are done
-FEW_THREADS = ("tests.dsv4", "tests.problems", "tests.common", "tests.harness.lint", "tests.test_commands")
+MANY_THREADS = ("tests.exploits", "tests.system")  # of torch, in the process of the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,10 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that torch sees"))
 
 
+def pytest_collection_finish() -> None:
+    """What the collection made stays to the end: each search of the garbage collector would go through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_threads(request):
     """Small tensors are too short to share between torch's threads. CPU variants have separate threads."""
-    if not request.module.__name__.startswith(FEW_THREADS):
+    if request.module.__name__.startswith(MANY_THREADS):
         yield
         return
     before = torch.get_num_threads()

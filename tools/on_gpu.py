@@ -78,6 +78,11 @@ PARTS = {
 }  # fmt: skip
 
 
+def _heed() -> None:
+    """In a command: what a shell has put into the background ignores interrupts, and its children do."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(name: str, part: Part, limit_s: int, out: Path) -> list[int]:
     """Run the commands of a part. Return their exit codes, 124 for one that was interrupted."""
     begun, running = time.monotonic(), []
@@ -85,7 +90,8 @@ def run(name: str, part: Part, limit_s: int, out: Path) -> list[int]:
         with (out / f"{name}.{number}.log").open("w") as log:
             arguments = [PYTHON, *command.split()]
             environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-            running.append(subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=log, env=environment))
+            streams = {"stdout": log, "stderr": log}
+            running.append(subprocess.Popen(arguments, cwd=ROOT, env=environment, preexec_fn=_heed, **streams))
     late = set()
     for number, process in enumerate(running):
         try:

@@ -2,15 +2,13 @@
 
 import functools
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from problems.common.ptx_model import driver
-from tests.support import ROOT
+from tests.support import forked
 
 TARGET = "sm90"
 # In a process of its own, since the model takes CUDA's place in the whole process.
@@ -26,8 +24,7 @@ def run(module: str, calls: list[tuple[str, dict]]) -> None:
     """Call test functions of `module` by name, with these arguments and the ops of its `kernel`, on CPU tensors. Names
     of dtypes become dtypes. AssertionError, with what the process said, if one fails.
     """
-    command = [sys.executable, "-c", SCRIPT.format(module=module, calls=repr(calls))]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = forked.run(["-c", SCRIPT.format(module=module, calls=repr(calls))])
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 

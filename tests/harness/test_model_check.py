@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from harness.results import record
 from harness.tools import model_check
 from leaderboard import pages
 from problems.common import cubins
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = "m=1 k=64"
@@ -22,8 +21,7 @@ nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 
 
 def run(*arguments, problem="nvfp4_gemv"):
-    command = [sys.executable, "harness/run.py", problem, "--device", "model", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return forked.run(["harness/run.py", problem, "--device", "model", *arguments])
 
 
 @nvcc
@@ -68,11 +66,8 @@ def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_pat
     assert wait in ring.read_text()
     ring.write_text(ring.read_text().replace(wait, '"n"(NUM_STAGES)'))
     case = json.dumps([{"m": 40, "k": 5184, "l": 1, "seed": 5}])
-    command = [
-        sys.executable, "-m", "harness.tools.model_check", str(variants.parent), str(tmp_path / "sm100_native.py"),
-        "sm100",
-    ]  # fmt: skip
-    ran = subprocess.run(command, cwd=ROOT, input=case, capture_output=True, text=True)
+    file = tmp_path / "sm100_native.py"
+    ran = forked.run(["-m", "harness.tools.model_check", variants.parent, file, "sm100"], input=case)
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {reply["status"] for reply in replies} == {"RUNTIME_ERROR"}, ran.stdout + ran.stderr
     assert "race" in replies[0]["said"] and "warp_ring.cuh" in replies[0]["said"]

@@ -78,7 +78,8 @@ def test_an_overlap_and_a_text_outside_are_found():
 
 
 def test_fields_that_all_cases_share_are_dropped_and_a_board_of_many_variants_is_narrow(tmp_path):
-    records = [one | {"case": one["case"] | {"order": "random"}} for n in range(90) for one in full(f"v{n}", 1 + n / 9)]
+    times = [one for n in range(pictures.MOST_LINES + 3) for one in full(f"v{n}", 1 + n / 9)]
+    records = [one | {"case": one["case"] | {"order": "random"}} for one in times]
     (one,) = board.build(records, "box", {})
     drawn = [pictures.by_variant(one), pictures.by_case(one)]
     assert [len(found.lines) for found in drawn] == [pictures.MOST_LINES, 3]

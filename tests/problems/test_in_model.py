@@ -7,13 +7,11 @@ shared memory more than once. They make up what docs/blackwell.md says was check
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from harness.tools import model_check
-from tests.support import ROOT
+from tests.support import ROOT, forked
 
 
 def gemv(m, k, l):
@@ -97,9 +95,8 @@ def check(problem, variant, target, cases):
     if "cute" not in variant and not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     folder = ROOT / "problems" / problem
-    command = [sys.executable, "-m", "harness.tools.model_check", str(folder)]
-    command += [str(folder / "variants" / f"{variant}.py"), target]
-    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True)
+    command = ["-m", "harness.tools.model_check", folder, folder / "variants" / f"{variant}.py", target]
+    ran = forked.run(command, input=json.dumps(cases))
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [(one["case"], one["order"]) for one in replies] == [
         (case, order.policy) for case in range(len(cases)) for order in model_check.ORDERS

@@ -1,5 +1,6 @@
 """The variants of a problem for its tests: which files there are for a target, and which of them this machine runs."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,13 @@ from problems.common import load
 
 def made_for(folder: Path, target: str) -> list[Path]:
     """Files of variants/ that serve `target`, by name."""
+    return [file for file, targets in _targets(folder) if target in targets]
+
+
+@functools.cache
+def _targets(folder: Path) -> list[tuple[Path, tuple[str, ...]]]:
     files = sorted((folder / "variants").glob("*.py"))
-    return [file for file in files if target in load.constants(file, "TARGETS")["TARGETS"]]
+    return [(file, load.constants(file, "TARGETS")["TARGETS"]) for file in files]
 
 
 def skip_unless_it_runs(file: Path, device: str) -> None:

@@ -3,17 +3,23 @@
 python tests/support/short_run.py RESULTS PROCESSES ARGUMENT...
 """
 
+import os
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+
+from tests.support import warm  # noqa: E402
+
+if __name__ == "__main__":
+    os.environ.update(warm.WAITING)
+    warm.fork_server()  # before the judge's modules are here: torch is loaded once, for the judge and its children
 
 from harness import run  # noqa: E402
 from harness.judge import phases  # noqa: E402
 from harness.results import record  # noqa: E402
 from harness.runner import flush  # noqa: E402
 from harness.sandbox import process  # noqa: E402
-from tests.support import warm  # noqa: E402
 
 if __name__ == "__main__":
     record.RESULTS = Path(sys.argv[1])

@@ -24,18 +24,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("harness.runner.runner", "harness.checker.checker")  # others, and programs, get their exec
+# Others, and programs, get their exec.
+MODULES = (
+    "harness.runner.runner", "harness.checker.checker", "harness.tools.latency", "problems.dsv4_forward.check",
+)  # fmt: skip
 HIGH = 300  # descriptors of the server's own are at least this
 POLL_S = 0.005
+WAITING = {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "PASSIVE"}  # torch's idle threads need no processor
 _SUBREAPER, _DUMPABLE = 36, 4  # prctl
 
 
 class Process:
     """What the judge uses of subprocess.Popen, of a child that the server forked for this process."""
 
-    def __init__(self, pid: int, stdout: int) -> None:
+    def __init__(self, pid: int, stdout: int | None) -> None:
         self.pid = pid
-        self.stdout = os.fdopen(stdout, "rb")
+        self.stdout = None if stdout is None else os.fdopen(stdout, "rb")
         self.returncode: int | None = None
         self._lock = threading.Lock()
 
@@ -57,25 +61,36 @@ class Process:
 
 
 class Server:
-    """The process with torch loaded. It ends with this one."""
+    """The process with torch loaded. It ends with this one. forked: of this process, which has torch loaded itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, forked: bool = False) -> None:
         self._sock, theirs = socket.socketpair()
-        environment = os.environ | {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "PASSIVE"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.warm", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),), cwd=ROOT, env=environment,
-        )  # fmt: skip
+        if not forked:
+            command = [sys.executable, "-m", "tests.support.warm", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), cwd=ROOT, env=os.environ | WAITING)
+            self.pid = self._process.pid
+        elif (pid := os.fork()) == 0:
+            self._sock.close()
+            be_server(theirs)
+        else:
+            self.pid = pid
         theirs.close()
         self._lock = threading.Lock()
 
-    def start_reaper(self, control: int, status: int, keep: tuple[int, ...]) -> Process:
-        ours, theirs = os.pipe()
+    def start_reaper(self, control: int, status: int, keep: tuple[int, ...], stdout: int | None) -> Process:
+        """stdout: None for this process's output, PIPE for a pipe that its errors come through too."""
+        ours = None
+        if stdout is None:
+            output = [os.dup(1), os.dup(2)]
+        else:
+            ours, theirs = os.pipe()
+            output = [theirs, os.dup(theirs)]
         numbers = [control, status, *keep]
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # what the server's forks leave behind becomes ours
         with self._lock:
-            socket.send_fds(self._sock, [marshal.dumps(numbers)], [*numbers, theirs])
-            os.close(theirs)
+            socket.send_fds(self._sock, [marshal.dumps(numbers)], [*numbers, *output])
+            for fd in output:
+                os.close(fd)
             return Process(int(self._sock.recv(64)), ours)
 
 
@@ -84,7 +99,15 @@ _server: Server | None = None
 
 def pid() -> int | None:
     """That of the server; None: there is none yet."""
-    return _server and _server._process.pid
+    return _server and _server.pid
+
+
+def fork_server() -> None:
+    """Make the server of this process: a fork of what it is now, with torch and none of the judge's modules."""
+    global _server
+    import torch  # noqa: F401
+
+    _server = Server(forked=True)
 
 
 @contextlib.contextmanager
@@ -96,10 +119,10 @@ def installed() -> Iterator[None]:
 
     def start(control: int, status: int, keep: tuple[int, ...], stdout: int | None) -> "Process | subprocess.Popen":
         global _server
-        if stdout != subprocess.PIPE:  # its output is this process's, not the server's
+        if stdout not in (None, subprocess.PIPE):
             return cold(control, status, keep, stdout)
         _server = _server or Server()
-        return _server.start_reaper(control, status, keep)
+        return _server.start_reaper(control, status, keep, stdout)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Guarded, "_start_reaper", staticmethod(start))
@@ -107,6 +130,20 @@ def installed() -> Iterator[None]:
 
 
 # --- the server
+
+
+def be_server(connection: socket.socket) -> None:
+    """Serve, to the end of the other process and of this one."""
+    try:
+        sys.path.insert(0, str(ROOT / "harness" / "sandbox"))
+        import reaper  # noqa: F401
+
+        gc.freeze()
+        high = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH)
+        connection.close()
+        serve(socket.socket(fileno=high))
+    finally:
+        os._exit(0)
 
 
 def serve(sock: socket.socket) -> None:
@@ -136,13 +173,14 @@ def serve(sock: socket.socket) -> None:
 
 
 def _be_reaper(numbers: list[int], held: list[int]) -> None:
-    """Run the reaper with the descriptors `held` as `numbers`, control and status first; the last is its output."""
+    """Run the reaper with the descriptors `held` as `numbers`, control and status first; the last two are its output
+    and its errors.
+    """
     try:
         os.setsid()
-        for fd, number in zip(held, [*numbers, 1], strict=True):
+        for fd, number in zip(held, [*numbers, 1, 2], strict=True):
             os.dup2(fd, number)
             os.close(fd)
-        os.dup2(1, 2)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
@@ -164,7 +202,8 @@ def run(program: str, argv: list[str], environment: dict[str, str], execve=os.ex
     ctypes.CDLL(None).prctl(_DUMPABLE, 1, 0, 0, 0)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep) + [p for p in sys.path if p not in ("", str(ROOT))]
+    given = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()]
+    sys.path[:] = given + [p for p in sys.path if p not in ("", str(ROOT))]
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environment
     for name in [name for name in sys.modules if name.partition(".")[0] in ("harness", "tests", "reaper", "confine")]:
         del sys.modules[name]
@@ -198,11 +237,4 @@ def _inheritable(fd: int) -> bool:
 if __name__ == "__main__":
     import torch  # noqa: F401
 
-    sys.path.insert(0, str(ROOT / "harness" / "sandbox"))
-    import reaper  # noqa: F401
-
-    gc.freeze()
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    high = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH)
-    connection.close()
-    serve(socket.socket(fileno=high))
+    be_server(socket.socket(fileno=int(sys.argv[1])))

@@ -1,13 +1,11 @@
 """harness/results/gpu.py: which of several GPUs a run uses, with a faked nvidia-smi."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from harness.results import environment, gpu
-from tests.support import ROOT
+from tests.support import forked
 
 TABLE = (
     "0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 580.1, 9.0\n"
@@ -69,6 +67,5 @@ def test_a_missing_gpu_is_refused_with_those_that_are_there(machine):
     ("device", "said"), [("cuda:3", "no GPU cuda:3: cuda:0 is NVIDIA H100"), ("cuda:x", "cuda:N"), ("gpu", "cuda:N")]
 )
 def test_the_command_line_refuses_other_devices(machine, device, said):
-    command = [sys.executable, "harness/run.py", "nvfp4_gemv", "--device", device]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = forked.run(["harness/run.py", "nvfp4_gemv", "--device", device])
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

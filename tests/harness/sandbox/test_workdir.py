@@ -19,7 +19,7 @@ from harness.sandbox import policy, process, reaper, workdir
 from harness.sandbox.process import Child
 from harness.sandbox.workdir import CacheError, Workdir
 from problems.common import build
-from tests.support import SUPPORT
+from tests.support import SUPPORT, warm
 from tests.support.jails import answer, ask
 
 ROOT = process.ROOT
@@ -52,6 +52,13 @@ def builds(tmp_path, monkeypatch):
     shutil.copytree(judge, tmp_path / "builds" / judge.name)
     monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "builds"))
     return tmp_path / "builds"
+
+
+@pytest.fixture
+def forked_children():
+    """For a test of what a runner finds, beside others of how it starts."""
+    with warm.installed():
+        yield
 
 
 def files(folder: Path) -> set[str]:
@@ -91,7 +98,7 @@ def test_the_runner_knows_only_its_own_modules(box):
     assert maps and not [line for line in maps for name in policy.SECRET if f"{ROOT}/{name}/" in line]
 
 
-def test_a_submission_from_elsewhere_keeps_its_places(tmp_path, place):
+def test_a_submission_from_elsewhere_keeps_its_places(tmp_path, place, forked_children):
     """Headers below the file too: their way to each other stays. Nothing comes from above it."""
     (tmp_path / "mine" / "deep").mkdir(parents=True)
     (tmp_path / "above.h").write_text("#define EIGHT 8\n")
@@ -123,7 +130,7 @@ def test_a_submission_cannot_take_the_place_of_the_task(tmp_path, place):
     assert box.file.name == "task.py"  # itself is allowed: it is the same file
 
 
-def test_a_folder_of_gpu_mode_brings_its_utils(place):
+def test_a_folder_of_gpu_mode_brings_its_utils(place, forked_children):
     box = Workdir.make(GPU_MODE.folder / "submission.py", GPU_MODE, base=place)
     try:
         assert Path(box.files["utils.py"]).read_bytes() == GPU_MODE.files["utils.py"].read_bytes()

@@ -30,17 +30,27 @@ MEASURED = {
 }  # fmt: skip
 
 
-def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path):
-    judged = Result(MODEL.variant("composed"), "sm90")
+@pytest.fixture(scope="module")
+def judged() -> Result:
+    """The model's winner: what it is made of, which its hash is of, is read once."""
+    return Result(MODEL.variant("composed"), "sm90")
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    return Recorder(MODEL, "cuda")
+
+
+def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path, judged, recorder):
     monkeypatch.setattr(latency.environment, "describe", lambda: {"gpu": "NVIDIA H200"})
-    found = latency.line_of(Recorder(MODEL, "cuda"), judged, MEASURED)
+    found = latency.line_of(recorder, judged, MEASURED)
     assert found["kind"] == "latency" and found["variant"] == "composed" and found["sol_us"] == 2000.0
-    assert latency.line_of(Recorder(MODEL, "cuda"), judged, MEASURED | {"flops": 1.0})["sol_us"] == 1000.0
+    assert latency.line_of(recorder, judged, MEASURED | {"flops": 1.0})["sol_us"] == 1000.0
     assert found["source_hash"] == judged.source_hash and found["schema"] == schema.SCHEMA
     record.append("box", "dsv4_forward", [found], tmp_path)
     assert record.read("box", "dsv4_forward", tmp_path) == [found]
     monkeypatch.setattr(latency.environment, "describe", lambda: {"gpu": "an unknown one"})
-    assert latency.line_of(Recorder(MODEL, "cuda"), judged, MEASURED)["sol_us"] is None
+    assert latency.line_of(recorder, judged, MEASURED)["sol_us"] is None
 
 
 def test_cases_are_the_problems_and_chosen_by_their_words():
@@ -141,16 +151,16 @@ def without_gpu(monkeypatch):
 
 
 @torch.inference_mode()
-def test_what_is_found_of_a_step(without_gpu, monkeypatch):
+def test_what_is_found_of_a_step(without_gpu, monkeypatch, judged, recorder):
     case = {"config": "tiny", "format": "bf16", "batch": 1, "context": 8}
-    found = latency.measure(Steps(case, 20, "cpu"))
+    steps = Steps(case, 20, "cpu")
+    found = latency.measure(steps)
     assert (found["status"], found["reason"], found["n"]) == ("PASSED", "", 3)
     assert found["median_us"] == sorted(found["samples_us"][0])[1] > 0 and found["eager_us"] > 0
     assert found["launches"] == {"eager": 2, "graph": 2} and set(found["kernels"]) >= {"fmha", "linear"}
     assert found["breakdown"]["ops"] == {"start": {"us": 4.0, "launches": 2}}
     assert (found["breakdown"]["span_us"], found["breakdown"]["gaps_us"]) == (5.0, 1.0)
-    judged = Result(MODEL.variant("composed"), "sm90")
-    assert record.checked(latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": case, **found}))
+    assert record.checked(latency.line_of(recorder, judged, {"case": case, **found}))
 
     monkeypatch.setattr(latency, "_waits", lambda step: step() or step() or "a copy to the host")
     found = latency.measure(Steps(case, 20, "cpu"))
@@ -161,40 +171,39 @@ def test_what_is_found_of_a_step(without_gpu, monkeypatch):
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_a_prefill_is_timed_without_a_graph(without_gpu):
+def test_a_prefill_is_timed_without_a_graph(without_gpu, judged, recorder):
     case = {"config": "tiny", "format": "bf16", "batch": 1, "context": 0, "new": 20}
     found = latency.measure(prepare(case, 3, "cpu"))
     assert (found["status"], found["n"], found["launches"]) == ("PASSED", 3, {"eager": 2})
     assert found["median_us"] == found["eager_us"] > 0 and found["flops"] > found["bytes"]
-    judged = Result(MODEL.variant("composed"), "sm90")
-    assert record.checked(latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": case, **found}))
+    assert record.checked(latency.line_of(recorder, judged, {"case": case, **found}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_process_that_fails_is_a_failure_of_the_problem(capfd):
-    judged, (case,) = Result(MODEL.variant("composed"), "sm90"), latency.cases(MODEL, "tiny-k format=bf16 batch=1")
-    found = latency.run(MODEL, Recorder(MODEL, "cuda"), judged, [case])
+def test_a_process_that_fails_is_a_failure_of_the_problem(capfd, judged, recorder):
+    (case,) = latency.cases(MODEL, "tiny-k format=bf16 batch=1")
+    found = latency.run(MODEL, recorder, judged, [case])
     assert found == ([], "dsv4_forward/latency.py ended with status 1")
     assert "CUDA" in capfd.readouterr().err
 
 
-def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, tmp_path):
-    line = latency.line_of(Recorder(MODEL, "cuda"), Result(MODEL.variant("composed"), "sm90"), MEASURED)
+def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, recorder):
+    line = latency.line_of(recorder, judged, MEASURED)
     recorded = []
     monkeypatch.setattr(latency, "run", lambda *_: ([line], "it ended with status 1"))
     monkeypatch.setattr(invocation.record, "append", lambda machine, problem, lines: recorded.extend(lines))
     monkeypatch.setattr(invocation.record, "see_writable", lambda machine: None)
     asked = SimpleNamespace(variant="", submission="", against="", all=False, case=None, json="")
     made = SimpleNamespace(
-        args=asked, device="cuda", problem=MODEL, recorder=Recorder(MODEL, "cuda"), machine="box",
+        args=asked, device="cuda", problem=MODEL, recorder=recorder, machine="box",
         _judged=lambda _: None, _held=contextlib.nullcontext, _write_json=lambda _: None,
     )  # fmt: skip
     with pytest.raises(ProblemError, match="it ended with status 1"):
-        invocation.Run._latency(made, MODEL.variant("composed"))
+        invocation.Run._latency(made, judged.submission)
     assert recorded == [line]
 
 
-def test_a_case_without_room_is_unsupported_and_the_others_go_on():
+def test_a_case_without_room_is_unsupported_and_the_others_go_on(judged, recorder):
     class Hook:
         @staticmethod
         def prepare(case, steps):
@@ -202,8 +211,7 @@ def test_a_case_without_room_is_unsupported_and_the_others_go_on():
 
     found = latency.measured(Hook, MEASURED["case"])
     assert found["status"] == "UNSUPPORTED" and found["reason"].endswith("Tried to allocate 2.26 GiB")
-    judged = Result(MODEL.variant("composed"), "sm90")
-    line = latency.line_of(Recorder(MODEL, "cuda"), judged, {"case": MEASURED["case"], **found})
+    line = latency.line_of(recorder, judged, {"case": MEASURED["case"], **found})
     assert record.checked(line) and line["sol_us"] is None
 
 

@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from harness.sandbox.process import ROOT
-from tests.support import SUPPORT
+from tests.support import SUPPORT, forked
 
 LINEAR = SUPPORT / "problems" / "linear"
 SUBMISSION = """
@@ -31,9 +29,8 @@ def test_a_problem_with_weights_is_called_on_what_prepare_made(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(SUBMISSION)
     cases = [{"m": 65, "k": 129, "seed": 1}, {"m": 3, "k": 2, "seed": 2}]
-    command = [sys.executable, "-m", "harness.tools.single", str(LINEAR), str(file), "cpu", json.dumps(cases)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    command = ["-m", "harness.tools.single", LINEAR, file, "cpu", json.dumps(cases)]
+    done = forked.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
     assert done.stdout.splitlines() == ["called 129 65", "called 2 3"], done.stderr
 
 
@@ -46,7 +43,6 @@ def test_files_of_a_folder_from_elsewhere_are_found(tmp_path):
              "    print(get_device(), task.__name__)"]  # fmt: skip
     file.write_text("\n".join(lines))
     cases = [{"sizes": [3, 4], "scale": 1, "seed": 1}]
-    command = [sys.executable, "-m", "harness.tools.single", str(folder), str(file), "cpu", json.dumps(cases)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    command = ["-m", "harness.tools.single", folder, file, "cpu", json.dumps(cases)]
+    done = forked.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
     assert done.stdout.startswith("cpu "), done.stderr

@@ -52,11 +52,13 @@ def _waiting() -> Iterator[None]:
     """For the server, which the first start of a child starts."""
     before = {name: os.environ.get(name) for name in WAITING}
     os.environ.update(WAITING)
-    yield
-    for name, value in before.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _be(words: list[str], folder: str, environment: dict[str, str], streams: list[str]) -> None:

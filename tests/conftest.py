@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from harness.judge import device_lock
+from harness.results import environment
 from harness.runner import flush
 from harness.tools import profiling
 from tests.support import warm
@@ -22,6 +24,7 @@ if hypothesis:
 
 
 LONG = "tests/test_commands.py"  # begins first, so that no worker has it left when the others are done
+JUDGED = ("tests.exploits", "tests.harness")
 MANY_THREADS = ("tests.exploits", "tests.system")  # of torch, in the process of the tests
 
 
@@ -59,6 +62,16 @@ def warm_start(request):
         yield
         return
     with warm.installed():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where times and memory of a GPU are judged, the workers of one run take turns."""
+    if not (request.node.get_closest_marker("gpu") and request.module.__name__.startswith(JUDGED)):
+        yield
+        return
+    with device_lock.hold(f"tests on {environment.gpu_uuid()}", lambda _: None):
         yield
 
 

@@ -11,7 +11,7 @@ from problems.common.ptx_model.faults import Fault
 from problems.common.ptx_model.memory import RANK_SHIFT, SHARED_WINDOW
 from problems.common.ptx_model.parse import Sink
 from problems.common.ptx_model.races import joined
-from problems.common.ptx_model.warps import LANES, Mask, Warps
+from problems.common.ptx_model.warps import LANES, Apart, Mask, Warps
 
 if TYPE_CHECKING:
     from problems.common.ptx_model.machine import Block, Machine
@@ -304,9 +304,12 @@ def block_barrier(d: Decoder) -> Execute:
     count = d.lanes(first + 1, "u32") if len(d.operands) > 2 * first + 1 else None
 
     def execute(w: Warps, m: Mask) -> None:
-        numbers = np.unique(number(w))
-        if len(numbers) != 1 or not 0 <= numbers[0] < 16:
-            raise Fault("barrier", f"barrier numbers {list(map(int, numbers))} of one group of warps")
+        all_numbers = np.broadcast_to(number(w), (w.count,)).reshape(-1, LANES)
+        of_warps, numbers = all_numbers[:, 0], np.unique(all_numbers)
+        if (all_numbers != all_numbers[:, :1]).any() or not 0 <= of_warps.min() <= of_warps.max() < 16:
+            raise Fault("barrier", f"barrier numbers {list(map(int, numbers))} of the threads of a warp, or beyond 15")
+        if len(numbers) > 1:
+            raise Apart(of_warps == of_warps[0])
         counts = None if count is None else np.unique(count(w))
         if counts is not None and (len(counts) != 1 or counts[0] % LANES or not counts[0]):
             raise Fault("barrier", f"a barrier for {list(map(int, counts))} threads")

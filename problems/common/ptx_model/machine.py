@@ -1,6 +1,7 @@
 """The machine: a launch, its clusters and blocks, and the loop that gives groups of warps their turns."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,10 @@ from problems.common.ptx_model.parse import Address, Kernel, Symbol, Vector
 from problems.common.ptx_model.policies import Policy
 from problems.common.ptx_model.races import Clocks
 from problems.common.ptx_model.tensor_memory import TensorMemory
-from problems.common.ptx_model.warps import LANES, NEVER, Warps
+from problems.common.ptx_model.warps import LANES, NEVER, Apart, Warps
 
 INSTRUCTIONS = 200_000_000  # executed by groups of warps, after which a run is taken to be endless
 _JUMPS = ("bra", "brx", "ret", "exit")
-IDLE_TURNS = 8  # of a group that polls memory which does not change, a word a turn, until it counts as blocked
 # Of one multiprocessor; a grid whose blocks wait for each other must fit on all of them. Registers, which may allow
 # fewer, are chosen by ptxas, whose choice the model does not see.
 MOST_BLOCKS, MOST_THREADS, SHARED_OF_BLOCKS, SHARED_RESERVED = 32, 2048, 228 * 1024, 1024
@@ -256,7 +256,7 @@ class Machine:
         if state[0] == "mbarrier":
             return any(barrier.completed != seen for barrier, seen, *_ in state[1])
         # Another barrier wakes its warps itself.
-        return state[0] == "poll" and (state[1] != self.events or state[2] < IDLE_TURNS)
+        return state[0] == "poll" and (state[1] != self.events or not state[3])
 
     def _turn(self, cluster: Cluster, group: Warps) -> None:
         """Let one group execute until it waits, ends, splits, or has used its budget."""
@@ -270,8 +270,12 @@ class Machine:
                 raise
             raise Fault(fault.kind, fault.what, self.where(group)) from None
         if group.stop_here and group.state is None and parts is None:
+            # Blocked at a place for the third time since something changed: a whole turn of its loop has found nothing,
+            # and saw nothing from before the change.
             same = before is not None and before[0] == "poll" and before[1] == self.events
-            group.state = ("poll", self.events, before[2] + 1 if same else 0)
+            places: Counter[int] = Counter(before[2] if same else ())
+            places[group.pc] += 1
+            group.state = ("poll", self.events, places, places[group.pc] > 2)
         if parts is not None:
             cluster.groups.remove(group)
             cluster.groups.extend(parts)
@@ -441,7 +445,10 @@ class Machine:
         some = w.whole("a barrier of the block")
         if not some.all():
             return w.split([some, ~some])
-        run(w, w.mask)
+        try:
+            run(w, w.mask)
+        except Apart as apart:
+            return w.split([apart.some, ~apart.some])
         w.pc += 1
         return None
 

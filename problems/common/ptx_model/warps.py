@@ -26,6 +26,14 @@ NEVER = 1 << 60  # an instruction behind all others
 Mask = np.ndarray | None  # bool (threads,); None: all of them
 
 
+class Apart(Exception):
+    """Warps that went together are to go apart before this instruction: those for which `some` is true, and others."""
+
+    def __init__(self, some: np.ndarray) -> None:
+        super().__init__()
+        self.some = some
+
+
 class Warps:
     """ids: int (warps,), in their block. Registers are arrays (registers, threads) by size in bytes; `by_type` views
     them by PTX type. Under LOCAL there is local memory, uint8 (bytes, threads).

@@ -1,9 +1,8 @@
-// How blocks of one launch with few tokens tell each other sums, without a barrier among them: each value lies in global
-// memory with a tag, in one word of 8 bytes, and who needs it reads until the tag is there.
+// How blocks of one launch tell each other sums, without a barrier among them: each value lies in global memory with
+// the tag of its turn, in one word of 8 bytes, and who needs it reads until the tag is there.
 //
-// Tags only grow, over launches too, so that nothing has to be cleared: what an earlier launch left has a smaller one. With
-// many tokens the flags of tiles are such tags (sm90_columns_many.cuh). All blocks have to be resident, which
-// launch_cooperative.cuh sees to.
+// Tags only grow, over launches too, so that nothing has to be cleared: what an earlier turn left has a smaller one. All
+// blocks have to be resident, which launch_cooperative.cuh sees to.
 #pragma once
 
 #include <cassert>

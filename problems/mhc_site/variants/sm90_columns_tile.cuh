@@ -15,13 +15,17 @@ namespace columns {
 constexpr int ROLE_WARPS = 8;  // of each of two: spreaders make x' and out, multipliers the sums
 constexpr int WARPS = 2 * ROLE_WARPS;
 constexpr int ROLE_THREADS = 32 * ROLE_WARPS, NUM_THREADS = 32 * WARPS;
-// Numbered barriers: of all warps; of spreaders; of multipliers; of both; where spreaders tell multipliers of x'.
-constexpr int BLOCK_BARRIER = 0, SPREAD_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, READY_BARRIER = 4;
-// Of a thread. A launch of 20 warps has 96 for each; what those behind the sums leave, the others take.
+constexpr int MIXERS = 4;  // warps besides, in pairs, which mix tokens while the others are ahead
+// Numbered barriers: of all warps; of spreaders; of multipliers; of both; of a pair of mixers, and the next of the other
+// pair; where spreaders tell multipliers of a tile, by turns.
+constexpr int BLOCK_BARRIER = 0, SPREAD_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
+constexpr int READY_BARRIER = 6, READY_BARRIERS = 4;  // who tells of the fifth has had the weights of the second
+// Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
 constexpr int MIXER_REGISTERS = 64, COLUMN_REGISTERS = 104;
-constexpr int NARROW_TILE = 16, MOST_TILE = 32;  // tokens
+constexpr int LAG = 2;              // tiles from the sums to out
+constexpr int RING = 4;             // tiles between blocks: who writes the fifth has had the weights of the first
+constexpr int MOST_TILE = 32;       // tokens
 constexpr int STATE_WORDS = 16;     // of 8 bytes, ahead of the exchange
-constexpr int FEW_WORDS = NARROW_TILE * SLOTS;  // of a block in a launch of one tile
 constexpr int EIGHT = 8;            // bf16 of a 16-byte access
 
 // The tensors of task.Data, and how the launch is cut.
@@ -33,17 +37,15 @@ struct Problem {
     __nv_bfloat16 *new_copies, *out;
     float *new_post, *new_comb;
     State* state;
-    uint64_t* exchange;  // of launches with one tile
-    uint32_t* flags;     // of those with more, see Stretch
-    float* sums;
+    uint64_t* exchange;
     int tokens, hidden;
     int y_bytes, second_bytes;  // of a value, 2 of bf16 or 4 of fp32; second 0: there is none
     uint32_t turns;             // tiles of a group
     int early;                  // whether blocks may begin before the kernel ahead has ended
 };
 
-// Every thread of a block that tells others sums: behind weights, ahead of all that kernels ahead write, and of the tag,
-// which the launch before may still raise.
+// The spreaders, of a block that tells others sums: ahead of all that kernels ahead write, and of the tag, which the launch
+// before may still raise. The other warps, which load fn meanwhile, meet them at the block's barrier.
 __device__ __forceinline__ void begin(const Problem& p, uint32_t& first_tag, int thread) {
     programmatic::wait();
     programmatic::trigger();
@@ -54,8 +56,8 @@ inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidde
     auto bf16 = [&](int i) { return static_cast<__nv_bfloat16*>(t[i]); };
     auto fp32 = [&](int i) { return static_cast<float*>(t[i]); };
     return {t[0], t[1], bf16(2), fp32(3), fp32(4), fp32(5), fp32(6), fp32(7), bf16(8), bf16(9), bf16(10), fp32(11),
-            fp32(12), reinterpret_cast<State*>(exchange), exchange + STATE_WORDS, nullptr, nullptr, tokens, hidden,
-            y_bytes, second_bytes, 0, 0};
+            fp32(12), reinterpret_cast<State*>(exchange), exchange + STATE_WORDS, tokens, hidden, y_bytes,
+            second_bytes, 0, 0};
 }
 
 // TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.
@@ -71,7 +73,7 @@ struct Shape {
     // Bytes of a copy and of a token. What they are above a multiple of 128 keeps ldmatrix free of conflicts, for eight
     // tokens of one copy and for all copies of two tokens, four apart.
     static constexpr int COPY = COLUMNS * 2 + 16, ROW = COPIES * COPY + 48;
-    static constexpr int X_STAGES = 3, Y_STAGES = 2;
+    static constexpr int X_STAGES = LAG + 2, Y_STAGES = 2;
     static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
     static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
     static_assert(K_STEPS % ROLE_WARPS == 0 && ITEMS % 32 == 0 && LANES <= 32 && TILE % 16 == 0 && PARTS >= 1);
@@ -82,7 +84,7 @@ struct Shape {
         float4 mixing[Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
         float4 dots[ROLE_WARPS][TILE][ROWS / 4];
         float products[PARTS][TILE][PRODUCTS];
-        float weights[TILE][COPIES];  // pre_j / the root mean square of u
+        float weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
         float part[WARPS][SLOTS];
         uint32_t first_tag;
     };
@@ -327,23 +329,23 @@ __device__ __forceinline__ uint4 norm_of(const Problem& p, int column, int threa
     return at < p.hidden ? *reinterpret_cast<const uint4*>(p.norm + at) : make_uint4(0, 0, 0, 0);
 }
 
-// out of eight columns at a time, of the first tile's x' and weights.
+// out of eight columns at a time, of the tile's x' and weights.
 template <class S>
-__device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int first, int count, int column,
+__device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int first, int count, int tile, int column,
                                           const typename S::Shared& shared, int thread) {
     const int at = column + thread % S::LANES * EIGHT;
     if (at >= p.hidden) return;
-    __nv_bfloat16* const to = p.out + int64_t(first) * p.hidden + at;
+    __nv_bfloat16* const to = p.out + int64_t(first + tile * S::TILE) * p.hidden + at;
     const uint32_t by[4] = {norm.x, norm.y, norm.z, norm.w};
 #pragma unroll 1
     for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
         const int token = item / S::LANES;
         if (token >= count) return;
-        const uint8_t* const row = shared.x[0][token] + 2 * EIGHT * (thread % S::LANES);
+        const uint8_t* const row = shared.x[tile % S::X_STAGES][token] + 2 * EIGHT * (thread % S::LANES);
         float u[EIGHT] = {};
 #pragma unroll
         for (int j = 0; j < COPIES; ++j) {
-            const float weight = shared.weights[token][j];
+            const float weight = shared.weights[tile % 2][token][j];
             const uint4 x = *reinterpret_cast<const uint4*>(row + j * S::COPY);
             const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll

@@ -84,6 +84,27 @@ def test_a_barrier_that_a_part_of_the_block_skips_is_a_deadlock_with_its_place()
     assert found.kind == "deadlock" and "barrier 0" in found.where and "barrier 1" in found.where
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_warps_that_go_together_may_each_name_another_barrier(policy):
+    body = "mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; and.b32 %r2, %r2, 1; bar.sync %r2, 64;"
+    run(kernels.entry("u64", body), (np.zeros(1, np.uint32),), 128, policy=policy)
+    within = "mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 1; bar.sync %r2, 64;"
+    assert fault(kernels.entry("u64", within), (np.zeros(1, np.uint32),), 64, policy=policy).kind == "barrier"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_looks_at_many_words_in_turn_is_not_blocked_before_it_has_seen_all(policy):
+    words = range(0, 80, 4)
+    told = " ".join(f"st.relaxed.gpu.global.u32 [%rd1+{at}], 1;" for at in words)
+    seen = " ".join(f"ld.relaxed.gpu.global.u32 %r3, [%rd1+{at}]; and.b32 %r2, %r2, %r3;" for at in words)
+    body = (
+        "ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r1, 32;"
+        f"@%p1 bra TELL; @!%p2 bra END; AGAIN: mov.u32 %r2, 1; {seen} setp.eq.u32 %p3, %r2, 0; @%p3 bra AGAIN; bra END;"
+        f"TELL: {told} END: bar.sync 0;"
+    )
+    run(kernels.entry("u64", body), (np.zeros(20, np.uint32),), 64, policy=policy)
+
+
 # Each block adds 1 to a counter and waits until all have.
 MEET_IN_MEMORY = """
 ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; @%p1 bra END; mov.u32 %r2, %nctaid.x;

@@ -231,6 +231,10 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
             output.see_writable(Path(args.json))
         except (OSError, ValueError) as error:
             raise UsageError(f"--json: cannot write {args.json}: {_why(error)}") from None
+        if args.events and Path(args.events).resolve() == Path(args.json).resolve():
+            raise UsageError(
+                f"--json and --events must be two files, got {args.json} for both: --json replaces its own"
+            )
     return None
 
 
@@ -281,6 +285,8 @@ def _events(path: str | None) -> Events:
     from harness.judge.events import Events
     from harness.problem.folders import UsageError
 
+    if path == "-":
+        raise UsageError("--events must be a file, to which lines are added, got '-': only --json writes there")
     try:
         return Events(path)
     except (OSError, ValueError) as error:

@@ -1,9 +1,11 @@
 """Tensors in a buffer, for the checker: their bytes, comparison, poison, and copies from a runner's memory."""
 
 import math
+import secrets
 
 import torch
 
+from harness.checker import values
 from harness.runner import gate, tree
 from harness.runner.buffers import Buffer
 
@@ -91,7 +93,20 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 def poison(tensors: list[torch.Tensor], which: list[int]) -> None:
-    """Fill these of the tensors with NaN, integers with the smallest value: what a call leaves out is wrong."""
+    """Fill these of the tensors so that what a call leaves out is wrong: NaN; of signed integers the smallest value; of
+    types where any one value may be a frequent answer (bool, unsigned, packed e2m1) bits that nobody knows before.
+    """
     for i in which:
-        tensor = tensors[i]
-        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+        tensor = tensors[i].view(torch.uint8) if tensors[i].dtype == values.FP4 else tensors[i]
+        dtype = tensor.dtype
+        if dtype.is_complex:
+            tensor.fill_(complex(math.nan, math.nan))
+        elif dtype.is_floating_point:
+            tensor.fill_(math.nan)
+        elif dtype.is_signed:
+            tensor.fill_(torch.iinfo(dtype).min)
+        else:
+            secret = torch.Generator(tensor.device).manual_seed(secrets.randbits(63))
+            most, count = 2 if dtype == torch.bool else 256, tensor.numel() * tensor.element_size()
+            bits = torch.randint(most, (count,), generator=secret, dtype=torch.uint8, device=tensor.device)
+            tensor.copy_(bits.view(dtype).view(tensor.shape))

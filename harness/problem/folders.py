@@ -301,7 +301,10 @@ def _read(folder: Path) -> Problem:
         composition = sources.is_composition(folder)
         if composition and folder.parent != load.PROBLEMS:
             raise UsageError(f"{folder} is a composition: it must stand in {load.PROBLEMS}, as its imports say")
-        return Problem(folder.name, folder, True, cases(task.TESTS), benchmarks, composition=composition)
+        ours = load.PROBLEMS / folder.name
+        # A copy of one of ours, whose task and reference may be others, has no place among our records.
+        name = sources.qualified(folder) if folder != ours and (ours / "task.py").is_file() else folder.name
+        return Problem(name, folder, True, cases(task.TESTS), benchmarks, composition=composition)
     from harness.problem import gpu_mode  # which needs this module, and pydantic, which takes a tenth of a second
 
     return gpu_mode.read(folder)

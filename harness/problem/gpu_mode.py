@@ -5,13 +5,13 @@ the names that task.yml gives them.
 """
 
 import ast
-import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, Field, StrictInt, StrictStr, ValidationError
 
+from harness.problem import sources
 from harness.problem.folders import Case, Problem, UsageError
 from problems.common import build, load
 
@@ -62,18 +62,11 @@ def read(folder: Path) -> Problem:
     files = _files(folder, task.files)
     elsewhere = files.pop("reference.py", None)
     return Problem(
-        qualified(folder), folder, False, _cases(file, task, "tests"), {"cuda": benchmarks, "cpu": benchmarks},
+        sources.qualified(folder), folder, False, _cases(file, task, "tests"), {"cuda": benchmarks, "cpu": benchmarks},
         files, task.ranking_by,
         {"test": task.test_timeout, "benchmark": task.benchmark_timeout, "leaderboard": task.ranked_timeout},
         elsewhere=elsewhere, helpers=_helpers(folder, elsewhere or folder / "reference.py", files),
     )  # fmt: skip
-
-
-def qualified(folder: Path) -> str:
-    """Return the name of a problem in GPU MODE's format, with where it comes from: records of two folders of one name
-    stay apart, and none is taken for a record of ours.
-    """
-    return f"{folder.name}@{folder.parent.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
 
 
 def _task(file: Path) -> _Task:

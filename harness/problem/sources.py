@@ -9,6 +9,7 @@ by reading, nothing is run.
 import ast
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import tokenize
@@ -258,3 +259,10 @@ def _winners(name: str) -> list[Path]:
             raise ValueError(f"{name}/submission.py: WINNERS names {variant!r}, but there is no {file.name}")
         files += own(file)
     return [path.resolve() for path in files]
+
+
+def qualified(folder: Path) -> str:
+    """Return the name of a problem with where it comes from: in GPU MODE's format, or a copy of one of ours elsewhere.
+    Records of two folders of one name stay apart, and none is taken for a record of ours.
+    """
+    return f"{folder.name}@{folder.parent.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"

@@ -12,6 +12,11 @@ def escape(file: object) -> None:
         file.reconfigure(errors="backslashreplace")
 
 
+def visible(text: str) -> str:
+    """Return text of unknown origin for a terminal: control characters but newline and tab become their escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def lead_nowhere(descriptor: int) -> None:
     """Lead what is written to an open file's descriptor to nowhere. OSError: it is not open."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

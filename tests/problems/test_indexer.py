@@ -1,6 +1,8 @@
 """indexer: the oracle against loops, the generator's contents, the checker, the CPU variants."""
 
 import functools
+import sys
+import types
 
 import pytest
 import torch
@@ -239,6 +241,21 @@ def test_sm90_join_takes_rows_of_any_length(topk, entries, runs, levels):
     module = load.module(FOLDER, "variants/sm90_join")
     assert module.runs_for(topk, entries) == runs
     assert module.levels(entries, module.EACH * runs) == levels
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_the_baselines_pages_hold_the_same_keys(kind, monkeypatch):
+    """Its conversion rounds nothing, whatever the scales are: of FP8 keys they are no powers of two."""
+    for name in ("deep_gemm", "flashinfer"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    pages_of = load.variant("indexer", "peer_deepgemm_flashinfer")._fp8_pages
+    data, _ = small(kind=kind, per_page=32, content="magnitudes", entries=100)
+    sizes, entry = task.unpack(data), torch.arange(100)
+    table = torch.where(torch.arange(sizes.blocks) * sizes.per_page < data.visible.amax(1, keepdim=True), data.table, 0)
+    pages, own = pages_of(data.keys, table, sizes.per_page)
+    for b in range(sizes.batch):
+        before = task.read_keys(data.keys, table[b, entry // 32].long() * 32 + entry % 32)
+        assert torch.equal(task.read_keys(pages, own[b, entry // 64].long() * 64 + entry % 64), before)
 
 
 def test_sm90_join_refuses_places_that_no_thread_has_room_for():

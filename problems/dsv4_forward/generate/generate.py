@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError) or _no_memory(error)):
             raise
-        say.print(f"generate: {error}", markup=False, highlight=False, soft_wrap=True)
+        say.print(terminal.visible(f"generate: {error}"), markup=False, highlight=False, soft_wrap=True)
         return 2
     say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB")
     return 0

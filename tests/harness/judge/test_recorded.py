@@ -15,7 +15,7 @@ from harness import run
 from harness.judge import confirm, phases
 from harness.judge.call import CallRequest
 from harness.judge.outcome import Outcome
-from harness.problem import gpu_mode
+from harness.problem import sources
 from harness.results import environment, ranking, record
 from tests.support import SUPPORT
 from tests.support.recorded import SOURCE, Stop, better, first, journals, judge, records
@@ -170,7 +170,7 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
     assert "mean 22.5" in capsys.readouterr().out  # of 9.018 and 36.072; their geomean would be 18.04
     timed = [
         r
-        for r in record.read(environment.machine("cpu"), gpu_mode.qualified(place.resolve()))
+        for r in record.read(environment.machine("cpu"), sources.qualified(place.resolve()))
         if r["kind"] == "benchmark"
     ]
     assert [(round(r["median_us"]), r["ranking_by"]) for r in timed] == [(36, "mean"), (9, "mean")]

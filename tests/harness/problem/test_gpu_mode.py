@@ -86,3 +86,11 @@ def test_two_folders_of_one_name_have_two_names(tmp_path):
     shutil.copy(FOLDER.parent / "utils.py", tmp_path)
     one, other = folders.find(str(FOLDER)).name, folders.find(str(copied)).name
     assert one.startswith("vectoradd@gpu_mode-") and one != other
+
+
+def test_a_copy_of_one_of_ours_has_another_name(tmp_path):
+    """Its task and its check may be others, so its records are no records of ours."""
+    ours = folders.find("indexer")
+    copy = shutil.copytree(ours.folder, tmp_path / "indexer", ignore=shutil.ignore_patterns("variants", "wrong"))
+    found = folders.find(str(copy))
+    assert ours.name == "indexer" and found.own and found.name.startswith(f"indexer@{tmp_path.name}-")

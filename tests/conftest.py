@@ -37,9 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the collection made stays to the end: each search of the garbage collector would go through all of it."""
+    """What the collection made stays to the end: each search of the garbage collector would go through all of it. And a
+    search after every 700 objects takes seconds of a worker.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(autouse=True, scope="module")

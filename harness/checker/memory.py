@@ -93,8 +93,8 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 def poison(tensors: list[torch.Tensor], which: list[int]) -> None:
-    """Fill these of the tensors so that what a call leaves out is wrong: NaN; of signed integers the smallest value; of
-    types where any one value may be a frequent answer (bool, unsigned, packed e2m1) bits that nobody knows before.
+    """Fill these of the tensors so that an element that a call does not write is wrong: NaN; of signed integers the
+    smallest value; of types where any one value may be a frequent answer (bool, unsigned, packed e2m1) secret bits.
     """
     for i in which:
         tensor = tensors[i].view(torch.uint8) if tensors[i].dtype == values.FP4 else tensors[i]

@@ -11,7 +11,7 @@ import pytest
 from problems.common import build, load
 from tests.support import ROOT, forked
 
-# Found and not imported, which takes 2 s: the test does that in a process of its own.
+# Found and not imported, which takes 2 s: the test does that in a separate process.
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("cutlass"), reason="needs CuTe DSL")
 
 # The DSL takes its architecture from the environment at import, and traces only what stands in a file.

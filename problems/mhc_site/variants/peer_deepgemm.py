@@ -87,7 +87,7 @@ def setup(data: input_t) -> State:
 def custom_kernel(data: input_t, state: State) -> output_t:
     """Write the four outputs and return them; `state` is what setup(data) gave."""
     returned = data.new_copies, data.out, data.new_post, data.new_comb
-    # Each as if it had memory of its own: inductor takes no outputs of several dtypes that lie in one storage.
+    # Each as a separate storage: inductor takes no outputs of several dtypes in one.
     new, *outputs = map(torch.from_dlpack, returned)
     for tensor in (*data[:5], new, *outputs):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # tokens: one compilation serves all numbers above 1

@@ -66,7 +66,7 @@ def setup(data: input_t) -> None:
 def custom_kernel(data: input_t, _: None) -> output_t:
     """Write the four outputs and return them."""
     outputs = data.new_copies, data.out, data.new_post, data.new_comb
-    # Each as if it had memory of its own: inductor takes no outputs of several dtypes that lie in one storage.
+    # Each as a separate storage: inductor takes no outputs of several dtypes in one.
     called = Data(*data[:9], *map(torch.from_dlpack, outputs))
     for tensor in (*called[:5], *called[9:]):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # tokens

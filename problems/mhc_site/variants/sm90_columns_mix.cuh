@@ -29,15 +29,11 @@ struct Sums {
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal_fast(1.0f + __expf(-x)); }
 __device__ __forceinline__ float broadcast(float v, int lane) { return __shfl_sync(ALL, v, lane); }
 
-// 1 / the root mean square of a token's copies, from the sum of their squares.
-__device__ __forceinline__ float inverse_of_square(float square, int hidden) {
-    return rsqrtf(square * ptx::reciprocal_fast(COPIES * hidden) + NORM_EPS);
-}
-// The same: the squares are the products of each copy with itself.
+// 1 / the root mean square of a token's copies: the squares are the products of each copy with itself.
 __device__ __forceinline__ float inverse_of_copies(Sums sums, int hidden) {
     const float square = broadcast(sums.low, 4) + broadcast(sums.low, 8) + broadcast(sums.low, 11) +
                          broadcast(sums.low, 13);
-    return inverse_of_square(square, hidden);
+    return rsqrtf(square * ptx::reciprocal_fast(COPIES * hidden) + NORM_EPS);
 }
 
 // Lanes 0 to 3: pre_j / the root mean square of u. |u|^2 is the sum of pre_j pre_k x'_j x'_k, so that u need not be

@@ -39,7 +39,9 @@ def check(name: str, device: str) -> None:
     right, wrong = results["right"], results["wrong"]
     said = [outcome.reason for _, outcome in right.tests] + [t.failure.reason for t in right.times if t.failure]
     assert right.verdict == "PASSED", "\n".join(filter(None, said))
-    assert [len(t.timing.flat("us")) for t in right.times] == [HOW.samples] * len(right.times) != []
+    scored = [len(t.timing.flat("us")) for t in right.times]
+    # A call on a GPU whose reply is late has no score; a case that loses more than half of them would not pass.
+    assert scored and all(HOW.samples // (2 if device == "cuda" else 1) <= n <= HOW.samples for n in scored)
     assert wrong.verdict == "INCORRECT", [outcome.reason for _, outcome in wrong.tests]
 
 

@@ -37,9 +37,9 @@ EFFECTIVE = {
     "--print-completion": ("print_completion",), "--list": ("list", "problem", "events"), "--lint": ("lint", *ALWAYS),
     "--check-only": ("check_only", *ALWAYS), "--sanitize": ("sanitize", *CHOSEN, *ALWAYS),
     "--mode test": ("mode", *CHOSEN, "seed", "timeout", "devices", "json", *ALWAYS),
-    "--mode benchmark": ("mode", *CHOSEN, "timeout", "devices", "json", "against", *PAIRED, *ALWAYS),
+    "--mode benchmark": ("mode", *CHOSEN, "timeout", "devices", "json", "against", "processes", *PAIRED, *ALWAYS),
     "--mode leaderboard": (
-        "mode", *CHOSEN, "seed", "timeout", "devices", "json", "against", *PAIRED, "resume", *ALWAYS,
+        "mode", *CHOSEN, "seed", "timeout", "devices", "json", "against", "processes", *PAIRED, "resume", *ALWAYS,
     ),
     "--mode profile": ("mode", "variant", "submission", "case", "timeout", *ALWAYS),
     "--mode latency": ("mode", "case", "json", *ALWAYS),
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         "--against", metavar="VARIANT_OR_FILE",
         help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
     )  # fmt: skip
-    p.add_argument("--processes", type=int, metavar="N", help="2 to 1000 of each, with --against: more decide more")
+    p.add_argument("--processes", type=int, metavar="N", help="2 to 1000 of each: more tell more")
     p.add_argument("--same-within", type=float, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)")
     p.add_argument(
         "--fail-on-regression", type=float, metavar="PERCENT",

@@ -120,7 +120,7 @@ class Judging:
 
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
-        how = self._how(paired and phase == "benchmark")
+        how = self._how(paired) if phase == "benchmark" else None  # a confirmation has the judge's own
         if len(self.devices) > 1 and phase == "benchmark":  # a confirmation is a measurement on one device
             how = how or phases.plan(self.device, paired)
             numbers = range(len(self.cases))
@@ -185,11 +185,11 @@ class Judging:
                 self.journal.group(phase)(group)
         return Have({**tests, **have.tests}, {**groups, **have.groups})
 
-    def _how(self, asked: bool) -> phases.Plan | None:
-        """Return the counts of the comparison that was asked for; None: the judge's own."""
-        if not asked or not self.args.processes:
+    def _how(self, paired: bool) -> phases.Plan | None:
+        """Return the counts with as many processes as were asked for; None: the judge's own."""
+        if not self.args.processes:
             return None
-        return dataclasses.replace(phases.plan(self.device, True), processes=self.args.processes)
+        return dataclasses.replace(phases.plan(self.device, paired), processes=self.args.processes)
 
     def _confirm(self, session: Session, progress: Progress, kept: Journal) -> None:
         """Time the submission that would take the lead once more (harness/judge/confirm.py), until none would."""

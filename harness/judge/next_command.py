@@ -10,7 +10,7 @@ from harness.problem.folders import Case
 from harness.results import schema, stats
 
 PYTHON = ".venv/bin/python"
-PAIRED = ("against", *options.PAIRED)  # what the user says of a comparison
+PAIRED = ("against", *options.PAIRED, "processes")  # what the user says of a comparison
 _HELP = re.compile(r"--timeout [0-9.e+]+")  # how a time-out names the limit to try
 
 

@@ -2,4 +2,4 @@
 so this file may meet Python 3.8.
 """
 
-PAIRED = ("same_within", "fail_on_regression", "processes")  # they say how --against compares
+PAIRED = ("same_within", "fail_on_regression")  # they say how --against compares

@@ -21,13 +21,13 @@ KINDS = {
     "--check-only": "device events quiet on ray",
     "--sanitize": "variant submission all case device events quiet on ray",
     "--mode test": "variant submission all case seed timeout json devices device events quiet on ray",
-    "--mode benchmark": "variant submission all case timeout json devices device events quiet on ray against",
+    "--mode benchmark": "variant submission all case timeout json devices device events quiet on ray against processes",
     "--mode leaderboard":
-        "variant submission all case seed timeout json devices device events quiet on ray against resume",
+        "variant submission all case seed timeout json devices device events quiet on ray against processes resume",
     "--mode profile": "variant submission case timeout device events quiet on ray",
     "--mode latency": "case json device events quiet on ray",
 }  # fmt: skip
-COMPARED = ("processes", "same_within", "fail_on_regression")  # effective beside --against, or with --resume
+COMPARED = ("same_within", "fail_on_regression")  # effective beside --against, or with --resume
 NEW = {"new", "new_variant"}  # refused with all others by tests/harness/tools/test_scaffold.py
 
 

@@ -81,7 +81,7 @@ class World:
         names = [handle.name for handle in handles]
         for name in names:
             self.measured[name] = self.measured.get(name, 0) + 1
-        for process in range(3):
+        for process in range(how.processes if how else 3):
             for number in range(len(cases)):
                 known = have.group(process, number)
                 if known is None:

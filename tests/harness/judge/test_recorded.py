@@ -37,6 +37,17 @@ def test_of_many_the_first_case_is_shown_at_once(world, folder, capsys):
     assert lines == [["good", "test", "n=1"], ["other", "test", "n=1"]]
 
 
+def test_a_run_has_as_many_processes_as_were_asked_for_also_when_it_is_resumed(world, folder):
+    world.left = 8
+    with pytest.raises(Stop):
+        judge(folder, "--all", "--processes", "2")
+    world.left = 10**9
+    assert judge(folder, "--resume") == 0
+    assert len(world.groups) == 4
+    timed = [r for r in records() if r["kind"] == "benchmark"]
+    assert timed and all(len(r["samples_us"]) == 2 and r["n"] == 6 for r in timed)
+
+
 @pytest.mark.parametrize("calls", range(13))
 def test_killed_after_any_call_it_goes_on_from_there(world, folder, calls, capsys):
     """6 calls of tests and 6 groups: those done before are not done again, and the records are those of one run."""

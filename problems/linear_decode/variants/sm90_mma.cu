@@ -45,7 +45,7 @@ constexpr int BLOCK = 128;              // values that share a scale in fp8
 constexpr int MOST_PARTS = 4;           // matrices of a link
 constexpr int AT_ONCE = 15;             // sums that a thread loads together: 16 chunks are 1 and these
 constexpr int MOST_CLUSTER = 2;         // blocks of a cluster
-constexpr int MOST_SECTIONS = 8;        // of k
+constexpr int MOST_SECTIONS = 8;        // of k, a block each
 constexpr int MOST_TOLD = 8;            // chunks whose sums a block adds up before it tells another one
 constexpr int MOST_TRIES = 1 << 22;     // of a read, each at least a third of a microsecond: more than a second
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
@@ -546,7 +546,7 @@ __device__ __forceinline__ void load_steps(uint4 (&b)[NT], const uint32_t (&inpu
     for (int t = 0; t < NT; ++t) b[t] = ptx::load_shared16(input[t] + at);
 }
 
-// Q: 2, or 1 for 16 of the rows.
+// Q: 2 for all 32 rows, or 1 for the 16 at `from`.
 template <int Q, int NT>
 __device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[Q][NT][4], uint32_t from,
                                                  const uint32_t (&input)[NT]) {
@@ -572,7 +572,7 @@ __device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[Q][NT][4], uint32_
             }
     }
     uint32_t last = row[2 * Q - 1].w;
-    if (NT == 1)  // registers are few with more tokens
+    if (NT != 2)  // there registers are few
 #pragma unroll
         for (int r = 0; r < 2 * Q - 1; ++r) last ^= row[r].w;
     return last;
@@ -691,11 +691,12 @@ struct Exchange {
 
     __device__ __forceinline__ uint32_t* tag() const { return reinterpret_cast<uint32_t*>(words); }
     __device__ __forceinline__ uint32_t* ended() const { return reinterpret_cast<uint32_t*>(words + 1); }
-    // Of the first row; apart: from a block's word to the next block's.
+    // From a block's word to the next block's.
     __device__ __forceinline__ int apart(const Link& p, const Geometry& at) const {
         return p.tokens * TILE << at.tile_shift;
     }
-    __device__ __forceinline__ uint64_t* place(const Link& p, const Geometry& at, int pass, int place, int token) const {
+    // The first block's, of the first row; place: of the tile among those at once.
+    __device__ __forceinline__ uint64_t* line(const Link& p, const Geometry& at, int pass, int place, int token) const {
         return words + 2 + static_cast<int64_t>(pass << at.cluster_shift) * apart(p, at) +
                (place * p.tokens + token) * TILE;
     }
@@ -719,7 +720,7 @@ __device__ __forceinline__ float hear(const uint64_t* from, int apart, int count
                 asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word[i]) : "l"(from + i * apart) : "memory");
 #pragma unroll
         for (int i = 0; i < MOST_SECTIONS; ++i) all &= i >= count || static_cast<uint32_t>(word[i] >> 32) == tag;
-        if (++tries == MOST_TRIES) {  // ends the launch with cudaErrorAssert and this line, in the place of a hung device
+        if (++tries == MOST_TRIES) {  // ends the launch with cudaErrorAssert and this line, for a hung device
             assert(!"linear_decode: time-out, a block waited for the sums of another that never came");
             __trap();
         }
@@ -738,8 +739,8 @@ __device__ __forceinline__ void leave_tag(const Exchange& exchange, uint32_t tag
     *exchange.tag() = tag;
 }
 
-// The sum of load(0) .. load(count - 1), each `section` of them added up by themselves first. TOGETHER are loaded before
-// the first is added.
+// The sum of load(0) .. load(count - 1), each `section` of them added up by themselves first. TOGETHER are loaded
+// before the first is added.
 template <int TOGETHER, class Load>
 __device__ __forceinline__ float add_up(int count, int section, const Load& load) {
     float ended = -0.f, sum = load(0);  // sections that have ended; -0 changes no sum
@@ -768,8 +769,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     link_kernel(const __grid_constant__ Jobs<CHAIN ? MOST_LINKS : 1> jobs) {
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT, NT>;
-    constexpr int UNIT_BYTES = Ring::PART_BYTES * Ring::OF_UNIT;
-    constexpr int Q = NT < 4 ? 2 : 1;             // halves of fp8's rows at once: registers
+    constexpr int Q = NT < 4 ? 2 : 1;             // of fp8: halves of a tile's rows at once, since registers are few
     constexpr int MESSENGER = CHAIN ? WARPS : 0;  // the warp that asks and releases
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     const bool works = !CHAIN || warp < WARPS, asks = threadIdx.x == 32 * MESSENGER;
@@ -798,8 +798,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     // ---- copies, in the order of use, from one link to the next
     const Share first_share = share_of(0);
     int fill_link = 0, ahead = works ? first_share.first_pass : 1 << 30;  // the link and pass after that which is
-    uint32_t left = 0;                                                    // being copied; stages left of this
-    uint32_t from = 0;  // part of the link's units
+    uint32_t left = 0, from = 0;  // being copied; of this, parts that are left, and the next one among the link's
     // A bulk copy may overtake loads of the same place that the warp has issued before: so its address depends on a
     // word that was loaded last, `used`, though by 0 only.
     const uint32_t at_zero = jobs.job[0].at.zero;
@@ -1093,7 +1092,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                         const float total = add_up<MOST_TOLD - 1>(local, local, [&](int i) {
                             return __uint_as_float(ptx::load_shared(sum_at((place << at.local_shift) + i, token)));
                         });
-                        uint64_t* to = exchange.place(p, at, pass, place, 8 * t + token);
+                        uint64_t* to = exchange.line(p, at, pass, place, 8 * t + token);
                         tell(to + rank * exchange.apart(p, at) + lane, total, tag);
                     }
                     __syncthreads();  // all have read
@@ -1129,7 +1128,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             }
         }
 
-        if (!CHAIN && p.exchange) {  // sums of the sections, in the order of k
+        if (!CHAIN && p.exchange) {  // ---- the sections' sums, in the order of k; of all passes, so blocks wait once
             const uint32_t tag = ptx::load_shared(barrier + TAG);
             if (threadIdx.x == 0) leave_tag(exchange, tag);
             const int first_shift = at.tile_shift - p.gated;
@@ -1138,14 +1137,15 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
                 const int group = group_of(at, pass);
 #pragma unroll 1
-                for (int line = warp * p.cluster + own.rank; line < p.tokens << first_shift; line += p.cluster * WARPS) {
+                for (int line = warp * p.cluster + own.rank; line < p.tokens << first_shift;
+                     line += p.cluster * WARPS) {
                     const int token = line >> first_shift, first = (line & (1 << first_shift) - 1) << p.gated;
                     const int of_group = tile_of(at, first, pass, group);
                     if (of_group >= p.group_tiles) continue;
                     float total = 0, gate = 0;
 #pragma unroll 1
                     for (int which = first; which <= first + p.gated; ++which) {
-                        const uint64_t* from = exchange.place(p, at, pass, which, token) + lane;
+                        const uint64_t* from = exchange.line(p, at, pass, which, token) + lane;
                         gate = total, total = hear(from, exchange.apart(p, at), p.cluster, tag);
                     }
                     put(group * p.group_tiles + of_group, token, gate, total);
@@ -1245,13 +1245,14 @@ bool admits(const Link& p, bool together) {
                           : has_room<FORMAT, 1, 1>(p);
 }
 
-// DEEP: of a link whose ring is filled while it waits.
+// DEEP: of a link whose ring is filled while it waits, and of bf16, whose stages are half as long as fp8's.
 template <int FORMAT, int DEEP>
 cudaError_t choose(const Link& p, const Next& next, bool behind, bool deep) {
     if (!admits<FORMAT>(p, false)) return cudaErrorInvalidValue;
     if (p.tokens > 16) return run<FORMAT, 4, DEPTH>(p, next, behind);
     if (p.tokens > 8) return run<FORMAT, 2, DEPTH>(p, next, behind);
-    return deep ? run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind) : run<FORMAT, 1, DEPTH, 1>(p, next, behind);
+    if (deep || FORMAT == BF16) return run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind);
+    return run<FORMAT, 1, DEPTH, 1>(p, next, behind);
 }
 
 }  // namespace

@@ -43,10 +43,10 @@ constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int TILE = 32, COLUMNS = 64;  // rows and columns of a unit
 constexpr int BLOCK = 128;              // values that share a scale in fp8
 constexpr int MOST_PARTS = 4;           // matrices of a link
-constexpr int AT_ONCE = 15;             // sums that a thread loads together: 16 chunks are 1 and these
 constexpr int MOST_CLUSTER = 2;         // blocks of a cluster
 constexpr int MOST_SECTIONS = 8;        // of k, a block each
 constexpr int MOST_TOLD = 8;            // chunks whose sums a block adds up before it tells another one
+constexpr int HEARD = 4;                // sections that a thread asks for at once
 constexpr int MOST_TRIES = 1 << 22;     // of a read, each at least a third of a microsecond: more than a second
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
@@ -340,21 +340,33 @@ __device__ __forceinline__ uint4 nvfp4_piece(uint4 raw, float input_scale, float
                       ptx::pack_bf16x2(value[4], value[5]), ptx::pack_bf16x2(value[6], value[7]));
 }
 
-// A lane has one value of a token, a bf16, which is column `column` of the link behind: writes it where that takes it.
-// held: lane i has input scale i.
-__device__ __forceinline__ void write_behind(const Next& next, int token, int column, float v, float held) {
+// A lane has four values of a token, bf16, from column `column` of the link behind on, and four lanes a group: writes them
+// where that takes them, if `inside`. held: lane i has input scale i. All lanes call this.
+__device__ __forceinline__ void write_behind(const Next& next, bool inside, int token, int column, uint2 words,
+                                             float held) {
     const int k = next.k_units * COLUMNS;
+    const float v[4] = {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xFFFF0000u),
+                        __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xFFFF0000u)};
 #pragma unroll 1
-    for (; column < next.taken_columns; column += next.x_columns) {  // a copy for each input scale of the column
-        const int group = column / k;  // the same in all lanes
-        const float input_scale = group < 32 ? __shfl_sync(~0u, held, group) : next.input_scales[group];
-        const float divided = nvfp4_divided(v, input_scale, __frcp_rn(input_scale));
-        float most = fabsf(divided);
+    for (int copy = 0; copy < next.taken_columns; copy += next.x_columns) {  // one for each input scale of the column
+        const int group = min((copy + column) / k, (next.taken_columns - 1) / k);
+        float input_scale = __shfl_sync(~0u, held, group & 31);
+        if (group > 31) input_scale = next.input_scales[group];
+        const float inverse = __frcp_rn(input_scale);
+        float divided[4], most = 0;
 #pragma unroll
-        for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-        const float scale = nvfp4_scale(most), value = nvfp4_value(divided, scale, scale > 0 ? __frcp_rn(scale) : 0);
-        next.taken[static_cast<int64_t>(token) * next.taken_columns + column] =
-            __bfloat16_as_ushort(__float2bfloat16_rn(value));
+        for (int e = 0; e < 4; ++e) {
+            divided[e] = nvfp4_divided(v[e], input_scale, inverse);
+            most = fmaxf(most, fabsf(divided[e]));
+        }
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float scale = nvfp4_scale(most), by = scale > 0 ? __frcp_rn(scale) : 0;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) divided[e] = nvfp4_value(divided[e], scale, by);
+        if (inside)
+            *reinterpret_cast<uint2*>(next.taken + static_cast<int64_t>(token) * next.taken_columns + copy + column) =
+                make_uint2(ptx::pack_bf16x2(divided[0], divided[1]), ptx::pack_bf16x2(divided[2], divided[3]));
     }
 }
 
@@ -680,6 +692,16 @@ __device__ __forceinline__ void meet_grid(uint32_t* met, uint32_t& phase) {
     phase ^= 0x80000000u;
 }
 
+// ---- sums of four rows of a chunk
+
+__device__ __forceinline__ float4 as_floats(const uint4& v) {
+    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+__device__ __forceinline__ float4 load_sums(uint32_t from) { return as_floats(ptx::load_shared16(from)); }
+__device__ __forceinline__ float4 load_cluster_sums(uint32_t from) {  // at an address from ptx::in_block
+    return as_floats(ptx::load_cluster16(from));
+}
+
 // ---- sums by way of memory
 
 // What blocks that are no cluster tell each other: at first two words of 8 bytes, the tag of the last launch and how
@@ -702,33 +724,52 @@ struct Exchange {
     }
 };
 
-__device__ __forceinline__ void tell(uint64_t* to, float sum, uint32_t tag) {
-    const uint64_t word = static_cast<uint64_t>(tag) << 32 | __float_as_uint(sum);
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+__device__ __forceinline__ void tell(uint64_t* to, const float4& sum, uint32_t tag) {
+    const uint64_t high = static_cast<uint64_t>(tag) << 32;
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(high | __float_as_uint(sum.x)),
+                 "l"(high | __float_as_uint(sum.y))
+                 : "memory");
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to + 2), "l"(high | __float_as_uint(sum.z)),
+                 "l"(high | __float_as_uint(sum.w))
+                 : "memory");
 }
 
-// The sum of `count` words at from, from + apart, ..., in this order. All are asked for at once, and again until they
-// have the tag.
-__device__ __forceinline__ float hear(const uint64_t* from, int apart, int count, uint32_t tag) {
-    uint64_t word[MOST_SECTIONS];
+__device__ __forceinline__ void add(float4& to, const float4& v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; }
+
+// The sums of `count` times four words at from, from + apart, ..., in this order. HEARD times are asked for at once, and
+// again until they have the tag.
+__device__ __forceinline__ float4 hear(const uint64_t* from, int apart, int count, uint32_t tag) {
+    float4 total = make_float4(-0.f, -0.f, -0.f, -0.f);  // changes no sum
     int tries = 0;
-    for (bool all = false; !all;) {
-        all = true;
+#pragma unroll 1
+    for (int begin = 0; begin < count;) {
+        uint64_t word[HEARD][4];
+        bool all = true;
 #pragma unroll
-        for (int i = 0; i < MOST_SECTIONS; ++i)
-            if (i < count)
-                asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word[i]) : "l"(from + i * apart) : "memory");
+        for (int i = 0; i < HEARD; ++i)
+            if (begin + i < count)
 #pragma unroll
-        for (int i = 0; i < MOST_SECTIONS; ++i) all &= i >= count || static_cast<uint32_t>(word[i] >> 32) == tag;
-        if (++tries == MOST_TRIES) {  // ends the launch with cudaErrorAssert and this line, for a hung device
+                for (int two = 0; two < 4; two += 2)
+                    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+                                 : "=l"(word[i][two]), "=l"(word[i][two + 1])
+                                 : "l"(from + (begin + i) * apart + two)
+                                 : "memory");
+#pragma unroll
+        for (int i = 0; i < HEARD; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) all &= begin + i >= count || static_cast<uint32_t>(word[i][e] >> 32) == tag;
+        if (all) {
+            const auto low = [](uint64_t one) { return __uint_as_float(static_cast<uint32_t>(one)); };
+#pragma unroll
+            for (int i = 0; i < HEARD; ++i)
+                if (begin + i < count)
+                    add(total, make_float4(low(word[i][0]), low(word[i][1]), low(word[i][2]), low(word[i][3])));
+            begin += HEARD;
+        } else if (++tries == MOST_TRIES) {  // ends the launch with cudaErrorAssert and this line, not with a hung device
             assert(!"linear_decode: time-out, a block waited for the sums of another that never came");
             __trap();
         }
     }
-    float total = -0.f;  // changes no sum
-#pragma unroll
-    for (int i = 0; i < MOST_SECTIONS; ++i)
-        if (i < count) total += __uint_as_float(static_cast<uint32_t>(word[i]));
     return total;
 }
 
@@ -739,25 +780,27 @@ __device__ __forceinline__ void leave_tag(const Exchange& exchange, uint32_t tag
     *exchange.tag() = tag;
 }
 
-// The sum of load(0) .. load(count - 1), each `section` of them added up by themselves first. TOGETHER are loaded
-// before the first is added.
+// The sum of load(0) .. load(count - 1), each `section` of them added up by themselves first. TOGETHER of a section are
+// loaded before the first is added. -0 changes no sum.
 template <int TOGETHER, class Load>
-__device__ __forceinline__ float add_up(int count, int section, const Load& load) {
-    float ended = -0.f, sum = load(0);  // sections that have ended; -0 changes no sum
+__device__ __forceinline__ float4 add_up(int count, int section, const Load& load) {
+    float4 total = make_float4(-0.f, -0.f, -0.f, -0.f);
 #pragma unroll 1
-    for (int i = 1; i < count; i += TOGETHER) {
-        float add[TOGETHER];
+    for (int begin = 0; begin < count; begin += section) {
+        float4 sum = make_float4(-0.f, -0.f, -0.f, -0.f);
+#pragma unroll 1
+        for (int i = 0; i < section; i += TOGETHER) {
+            float4 some[TOGETHER];
 #pragma unroll
-        for (int j = 0; j < TOGETHER; ++j) add[j] = i + j < count ? load(i + j) : 0;
+            for (int j = 0; j < TOGETHER; ++j)
+                if (i + j < section) some[j] = load(begin + i + j);
 #pragma unroll
-        for (int j = 0; j < TOGETHER; ++j)
-            if (i + j < count) {
-                const bool begins = (i + j & section - 1) == 0;
-                ended = begins ? ended + sum : ended;
-                sum = begins ? add[j] : sum + add[j];
-            }
+            for (int j = 0; j < TOGETHER; ++j)
+                if (i + j < section) add(sum, some[j]);
+        }
+        add(total, sum);
     }
-    return ended + sum;
+    return total;
 }
 
 // NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks. CHAIN: all links in one launch,
@@ -770,6 +813,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT, NT>;
     constexpr int Q = NT < 4 ? 2 : 1;             // of fp8: halves of a tile's rows at once, since registers are few
+    // Sums that are loaded at once: as many as there are registers for.
+    constexpr int TOGETHER = NT == 4 ? (FORMAT == FP8 ? 1 : 2) : CHAIN || FORMAT == FP8 ? 4 : 8;
     constexpr int MESSENGER = CHAIN ? WARPS : 0;  // the warp that asks and releases
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     const bool works = !CHAIN || warp < WARPS, asks = threadIdx.x == 32 * MESSENGER;
@@ -932,20 +977,26 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         if (FORMAT == FP8) hold(x_scales);
 
         const Exchange exchange = {p.exchange};
-        // A lane has a row's sum of a tile of the link, of one token, and its gate's.
-        const auto put = [&](int of_link, int token, float gate, float total) {
+        // A lane has the sums of four rows of a tile of the link, of one token, and their gates'; eight lanes have all
+        // rows. All lanes call this.
+        const auto put = [&](bool inside, int of_link, int token, const float4& gates, float4 total) {
             if (p.gated) {
-                gate = fminf(gate, p.limit);
-                total = gate / (1 + __expf(-gate)) * fminf(fmaxf(total, -p.limit), p.limit);
+                const auto gated = [&](float gate, float v) {
+                    gate = fminf(gate, p.limit);
+                    return gate / (1 + __expf(-gate)) * fminf(fmaxf(v, -p.limit), p.limit);
+                };
+                total = make_float4(gated(gates.x, total.x), gated(gates.y, total.y), gated(gates.z, total.z),
+                                    gated(gates.w, total.w));
             }
             int part = 0;
             while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
-            const int column = (of_link - p.part[part].tile >> p.gated) * TILE + lane;
-            const __nv_bfloat16 rounded = __float2bfloat16_rn(total);
-            p.part[part].out[static_cast<int64_t>(token) * p.part[part].columns + column] = rounded;
-            // A warp has 32 columns of a token here: two whole groups.
-            if (FORMAT == NVFP4 && next.taken && part == 0)
-                write_behind(next, token, column, __bfloat162float(rounded), behind_scale);
+            const int column = (of_link - p.part[part].tile >> p.gated) * TILE + 4 * (lane & 7);
+            const uint2 rounded = {ptx::pack_bf16x2(total.x, total.y), ptx::pack_bf16x2(total.z, total.w)};
+            if (inside)
+                *reinterpret_cast<uint2*>(p.part[part].out + static_cast<int64_t>(token) * p.part[part].columns +
+                                          column) = rounded;
+            if (FORMAT == NVFP4 && next.taken)
+                write_behind(next, inside && part == 0, token, column, rounded, behind_scale);
         };
 
 #pragma unroll 1
@@ -1079,7 +1130,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                                     ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
                         }
                 const auto sum_at = [&](int slot, int token) {  // of a chunk of this block; token: of those held
-                    return sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + lane);
+                    return sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + 4 * (lane & 7));
                 };
                 const int of_round = min(8 << held_shift, p.tokens - 8 * t);  // tokens
                 const int rank = share_of(link).rank;
@@ -1087,13 +1138,13 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     __syncthreads();
                     const uint32_t tag = ptx::load_shared(barrier + TAG);
 #pragma unroll 1
-                    for (int line = warp; line < of_round << at.tile_shift; line += WARPS) {
+                    for (int line = 4 * warp + lane / 8; line < of_round << at.tile_shift; line += 4 * WARPS) {
                         const int token = line >> at.tile_shift, place = line & (1 << at.tile_shift) - 1;
-                        const float total = add_up<MOST_TOLD - 1>(local, local, [&](int i) {
-                            return __uint_as_float(ptx::load_shared(sum_at((place << at.local_shift) + i, token)));
+                        const float4 total = add_up<TOGETHER>(local, local, [&](int i) {
+                            return load_sums(sum_at((place << at.local_shift) + i, token));
                         });
                         uint64_t* to = exchange.line(p, at, pass, place, 8 * t + token);
-                        tell(to + rank * exchange.apart(p, at) + lane, total, tag);
+                        tell(to + rank * exchange.apart(p, at) + 4 * (lane & 7), total, tag);
                     }
                     __syncthreads();  // all have read
                     continue;
@@ -1107,22 +1158,23 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                 meet();
                 const int first_shift = at.tile_shift - p.gated;  // tiles, or pairs of them
                 const int lines = works ? of_round << first_shift : 0;
-                for (int line = warp * p.cluster + rank; line < lines; line += p.cluster * WARPS) {
-                    const int token = line >> first_shift, first = (line & (1 << first_shift) - 1) << p.gated;
+#pragma unroll 1
+                for (int four = 4 * (warp * p.cluster + rank); four < lines; four += 4 * p.cluster * WARPS) {
+                    const int line = min(four + lane / 8, lines - 1), token = line >> first_shift;
+                    const int first = (line & (1 << first_shift) - 1) << p.gated;
                     const int of_group = tile_of(at, first, pass, group);
-                    if (of_group >= p.group_tiles) continue;
-                    float total = 0, gate = 0;
+                    float4 total = {}, gate = {};
 #pragma unroll 1
                     for (int which = first; which <= first + p.gated; ++which) {
                         gate = total;
-                        total = add_up<AT_ONCE>(p.chunks, p.section, [&](int i) {  // the sum of chunk i
+                        total = add_up<TOGETHER>(p.chunks, p.section, [&](int i) {  // the sums of chunk i
                             const uint32_t there = sum_at((which << at.local_shift) + (i & local - 1), token);
-                            return __uint_as_float(p.cluster == 1
-                                                       ? ptx::load_shared(there)
-                                                       : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
+                            return p.cluster == 1 ? load_sums(there)
+                                                  : load_cluster_sums(ptx::in_block(i >> at.local_shift, there));
                         });
                     }
-                    put(group * p.group_tiles + of_group, 8 * t + token, gate, total);
+                    const bool inside = four + lane / 8 < lines && of_group < p.group_tiles;
+                    put(inside, group * p.group_tiles + of_group, 8 * t + token, gate, total);
                 }
                 meet();  // all have read
             }
@@ -1137,18 +1189,20 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
                 const int group = group_of(at, pass);
 #pragma unroll 1
-                for (int line = warp * p.cluster + own.rank; line < p.tokens << first_shift;
-                     line += p.cluster * WARPS) {
-                    const int token = line >> first_shift, first = (line & (1 << first_shift) - 1) << p.gated;
+                for (int four = 4 * (warp * p.cluster + own.rank); four < p.tokens << first_shift;
+                     four += 4 * p.cluster * WARPS) {
+                    const int lines = p.tokens << first_shift;
+                    const int line = min(four + lane / 8, lines - 1), token = line >> first_shift;
+                    const int first = (line & (1 << first_shift) - 1) << p.gated;
                     const int of_group = tile_of(at, first, pass, group);
-                    if (of_group >= p.group_tiles) continue;
-                    float total = 0, gate = 0;
+                    float4 total = {}, gate = {};
 #pragma unroll 1
                     for (int which = first; which <= first + p.gated; ++which) {
-                        const uint64_t* from = exchange.line(p, at, pass, which, token) + lane;
+                        const uint64_t* from = exchange.line(p, at, pass, which, token) + 4 * (lane & 7);
                         gate = total, total = hear(from, exchange.apart(p, at), p.cluster, tag);
                     }
-                    put(group * p.group_tiles + of_group, token, gate, total);
+                    const bool inside = four + lane / 8 < lines && of_group < p.group_tiles;
+                    put(inside, group * p.group_tiles + of_group, token, gate, total);
                 }
             }
         }

@@ -99,6 +99,15 @@ __device__ __forceinline__ uint32_t load_cluster(uint32_t from) {
     return v;
 }
 
+__device__ __forceinline__ uint4 load_cluster16(uint32_t from) {
+    uint4 v;
+    asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+
 // ---- fences
 
 // What this thread wrote, or knows from a barrier that others wrote, may be read by wgmma and by bulk copies after

@@ -83,6 +83,19 @@ LONG = [
         "sm90",
         [linear("fp8", 3, "320x192", "magnitudes"), linear("fp8", 9, "64x2112_128x64"), linear("fp8", 1, "64x2112")],
     ),
+    # Blocks that tell each other sums through memory: 4 and 8 of them, several passes, a group more, a link ahead.
+    (
+        "linear_decode",
+        "sm90_mma",
+        "sm90",
+        [
+            linear("fp8", 24, "128x5504", "magnitudes"),
+            linear("nvfp4", 17, "64x8256", "magnitudes"),
+            linear("bf16", 32, "192x4160"),
+            linear("fp8", 32, "2x64x4160"),
+            linear("nvfp4", 18, "4160x64_64x4160"),
+        ],
+    ),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
     ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),

@@ -425,18 +425,36 @@ def test_plans_fit_the_machine(inputs, shape):
     made_link = mma.Link(torch.empty(0), None, None, inputs, True, 1, link, chunks)
     for tokens in (1, 8, 16, 32):
         cluster = mma.plan(made_link, tokens).cluster
-        assert cluster in (1, 2, 4, 8) and chunks % cluster == 0 and chunks // cluster <= mma.WARPS
+        assert cluster in (1, 2, made_link.sections) and chunks % cluster == 0 and chunks // cluster <= mma.WARPS
         slice_ = -(-(-(-k // 128) * (chunks // cluster)) // chunks) * 128
         columns = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
         ring, sums, scales = 16 * 4096 + 16, 16 * 8 * 36 * 4, slice_ // 128 * columns * 4
         assert ring + sums + tokens * (2 * slice_ + 16) + scales <= 227 * 1024
 
 
-@pytest.mark.parametrize(("k", "halved"), [(1024, False), (4096, False), (8192, True), (16384, False)])
-def test_32_tokens_are_halved_where_their_clusters_fit_only_then(k, halved):
-    link = mma.Link(torch.empty(0), None, None, None, True, 1, ((1, 4096, k),), mma.chunks_of(128, k))
-    assert mma._halved(link, 32) is halved
-    assert mma._halved(link, 17) is (k == 8192)
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "blocks"),
+    [
+        (16, 4096, 8192, 2), (17, 4096, 8192, 4), (32, 4096, 8192, 4), (8, 7168, 16384, 2), (9, 7168, 16384, 8),
+        (32, 4096, 4096, 2), (32, 65536, 1536, 1),
+    ],
+)  # fmt: skip
+def test_more_than_two_blocks_that_share_a_tile_tell_each_other_sums(tokens, n, k, blocks):
+    """As many as sums are added up by, since a token's bits must not depend on the others."""
+    state = planned("fp8", ((n, k),), 1)
+    (to,), *_ = calls(state, tokens)
+    sections = 1 if k <= 4096 else 4 if k == 8192 else 8
+    assert to.cluster == blocks and bool(to.exchange) is (blocks > 2)
+    assert state.links[0].sections == sections and to.section == to.chunks // sections
+
+
+@pytest.mark.parametrize(("groups", "n", "k"), [(1, 4096, 8192), (3, 320, 4160), (8, 64, 16384), (1, 129280, 7168)])
+def test_there_is_room_for_the_sums_that_blocks_tell_each_other(groups, n, k):
+    """Of every pass, which is no fewer tiles than blocks have at once; and two words before them."""
+    (link,) = planned("fp8", ((n, k),), groups).links
+    at_once = mma.WARPS * link.sections // link.chunks
+    passes = groups * -(-n // mma.TILE // at_once)
+    assert link.exchanged == 2 + passes * link.sections * at_once * 32 * task.MOST_TOKENS
 
 
 def planned(kind: str, sizes: tuple[tuple[int, int, int], ...], groups: int) -> object:
@@ -448,7 +466,7 @@ def planned(kind: str, sizes: tuple[tuple[int, int, int], ...], groups: int) -> 
         quantise = kind == "nvfp4" or (kind == "fp8" and groups == 1)
         chunks = mma.chunks_of(groups * n // mma.TILE, k)
         links.append(mma.Link(torch.empty(1), scales, None, inputs, quantise, groups, ((groups, n, k),), chunks))
-    return mma.State(kind.removesuffix("_a16"), tuple(links), torch.empty(0))
+    return mma.State(kind.removesuffix("_a16"), tuple(links), torch.empty(0), torch.empty(1))
 
 
 def calls(state: object, tokens: int, norm: bool = False) -> tuple[ctypes.Array, bool, int, list]:
@@ -459,7 +477,7 @@ def calls(state: object, tokens: int, norm: bool = False) -> tuple[ctypes.Array,
         x, out = (torch.empty(1).expand(tokens, groups * columns) for columns in (k, n))
         mma._fill(to, link, x, [out])
         to.norm = 1 if norm else None
-    return made, *mma._arrange(state, state.links, made, torch.device("cpu"))
+    return made, *mma._arrange(state, made, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

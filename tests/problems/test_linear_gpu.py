@@ -18,14 +18,16 @@ def prepared(name: str, data: object) -> tuple[object, object]:
     return module, data._replace(weights=weights)
 
 
-@pytest.mark.parametrize("shape", [task.FLASH["wq_a+wkv"], task.FLASH["wo_b"], "3x192x576", "64x2112_128x64"])
+@pytest.mark.parametrize(
+    "shape", [task.FLASH["wq_a+wkv"], task.FLASH["wo_b"], "3x192x576", "64x2112_128x64", "2x192x8256"]
+)
 @pytest.mark.parametrize("fmt", task.KINDS)
 def test_a_row_has_the_same_bits_alone_and_with_any_others(fmt, shape):
     data = cases.made({**cases.TINY, "format": fmt, "shape": shape, "tokens": 32}, "cuda")
     module, given = prepared("sm90_mma", data)
     sizes = task.unpack(data)
     every = task.parts(module.custom_kernel(given), sizes)
-    for tokens in (1, 7, 8, 9, 16, 17, 31):
+    for tokens in (1, 7, 8, 9, 16, 17, 24, 31):
         x = data.inputs.x[-tokens:].clone()
         out = x.new_full((data.outputs.out.numel() // 32 * tokens,), torch.nan)
         module.custom_kernel(given._replace(inputs=task.Inputs(x), outputs=task.Outputs(out)))
@@ -78,10 +80,17 @@ def test_an_expert_is_both_products(fmt, tokens):
     assert torch.equal(alone[0], out[-1])
 
 
-def test_a_chain_is_captured_and_replayed():
-    """1,000 replays of a graph of a cooperative launch of clusters, whose blocks meet between links."""
+@pytest.mark.parametrize(
+    ("fmt", "shape", "tokens"),
+    [
+        ("fp8", task.CHAIN, 1), ("nvfp4", task.CHAIN, 1), ("fp8", task.CHAIN, 32), ("fp8", task.FLASH["wo_b"], 32),
+        ("bf16", task.FLASH["wo_b"], 32), ("nvfp4", task.PRO["wo_b"], 9),
+    ],
+)  # fmt: skip
+def test_calls_are_captured_and_replayed(fmt, shape, tokens):
+    """1,000 replays of a graph: of cooperative launches, whose blocks meet or tell each other sums, and early ones."""
     with build.capturable():
-        data = cases.made({**cases.TINY, "shape": task.CHAIN, "tokens": 1}, "cuda")
+        data = cases.made({**cases.TINY, "format": fmt, "shape": shape, "tokens": tokens}, "cuda")
         module, given = prepared("sm90_mma", data)
         want = module.custom_kernel(given).clone()
         torch.cuda.synchronize()

@@ -3,8 +3,9 @@
 // A block of 16 warps holds its tokens' input in shared memory. A warp multiplies a tile of 32 rows by a chunk of k,
 // its weights coming through its ring with bulk copies, so a warp waits for no other. 16 / chunks tiles are
 // under way in a block at once; then the chunks' sums are added in the order of k, whatever the number of tokens, so a
-// token's bits do not depend on the others. With many tokens a cluster of blocks shares a tile's chunks, so that a
-// block holds a part of the input only.
+// token's bits do not depend on the others. With many tokens several blocks share a tile's chunks, so that a block
+// holds a part of the input only: a cluster of two, which read each other's sums, or more, which are no cluster and
+// tell each other sums through memory, since clusters of 4 do not fill the GPU.
 //
 // Weights lie in units of 32 rows by 64 columns, [rows / 32][k / 64], each a stage of the ring or two. Lane l = 4 g + c
 // owns columns 16 c .. 16 c + 15 of rows g, g + 8, g + 16 and g + 24, and step j of a unit takes columns 4 j .. 4 j + 3
@@ -28,9 +29,11 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cassert>
 #include <cstdint>
 
 #include "launch_clusters.cuh"
+#include "launch_cooperative.cuh"
 #include "nvfp4_units.cuh"
 #include "ptx.cuh"
 
@@ -40,11 +43,16 @@ constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int TILE = 32, COLUMNS = 64;  // rows and columns of a unit
 constexpr int BLOCK = 128;              // values that share a scale in fp8
 constexpr int MOST_PARTS = 4;           // matrices of a link
-constexpr int AT_ONCE = 15;             // sums that a thread loads together: 16 chunks are 1 and these
+constexpr int MOST_CLUSTER = 2;         // blocks of a cluster
+constexpr int MOST_SECTIONS = 8;        // of k, a block each
+constexpr int MOST_TOLD = 8;            // chunks whose sums a block adds up before it tells another one
+constexpr int HEARD = 4;                // sections that a thread asks for at once
+constexpr int MOST_TRIES = 1 << 22;     // of a read, each at least a third of a microsecond: more than a second
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
 constexpr int MOST_SHARED = 227 << 10;  // bytes of shared memory that a block can have
-constexpr int BARRIER = 16;             // bytes before the input, with the barrier that it arrives at
+constexpr int BARRIER = 16;             // bytes before the input, with the barrier that it arrives at,
+constexpr int PARITY = 8, TAG = 12;     // that to be waited for, and this launch's tag
 constexpr int ROW_PAD = 16;             // bytes between rows of the input: eight lanes then read all banks
 constexpr int PIECE = 8;                // values of the input that a lane takes: 16 bytes
 constexpr int DIRECT = 2;               // pieces of the first input that a thread may take straight to registers
@@ -70,10 +78,13 @@ struct Link {
     uint16_t* taken;
     float* taken_scales;
     const __nv_bfloat16* norm;  // (k,): x goes through RMSNorm with these weights first; null: it does not
+    // Where blocks that share chunks tell each other sums, see Exchange; null: they are a cluster.
+    uint64_t* exchange;
     int tokens, quantise;
     int x_columns, group_columns;     // group_columns: from a group's input to the next one's; 0: all have the same
     int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
     int chunks, cluster;              // chunks: of k, a power of two; cluster: blocks that share them
+    int section;                      // chunks whose sums are added up by themselves first, a power of two
     int ahead;                        // lines of 128 bytes that each warp asks for to L2, of the link behind
     int gated;                        // 1: tiles 2 i are gates and 2 i + 1 their ups, and the output is their SwiGLU
     float limit;                      // of gates, from above, and of ups, where gated
@@ -329,21 +340,33 @@ __device__ __forceinline__ uint4 nvfp4_piece(uint4 raw, float input_scale, float
                       ptx::pack_bf16x2(value[4], value[5]), ptx::pack_bf16x2(value[6], value[7]));
 }
 
-// A lane has one value of a token, a bf16, which is column `column` of the link behind: writes it where that takes it.
-// held: lane i has input scale i.
-__device__ __forceinline__ void write_behind(const Next& next, int token, int column, float v, float held) {
+// A lane has four values of a token, bf16, from column `column` of the link behind on, and four lanes a group: writes them
+// where that takes them, if `inside`. held: lane i has input scale i. All lanes call this.
+__device__ __forceinline__ void write_behind(const Next& next, bool inside, int token, int column, uint2 words,
+                                             float held) {
     const int k = next.k_units * COLUMNS;
+    const float v[4] = {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xFFFF0000u),
+                        __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xFFFF0000u)};
 #pragma unroll 1
-    for (; column < next.taken_columns; column += next.x_columns) {  // a copy for each input scale of the column
-        const int group = column / k;  // the same in all lanes
-        const float input_scale = group < 32 ? __shfl_sync(~0u, held, group) : next.input_scales[group];
-        const float divided = nvfp4_divided(v, input_scale, __frcp_rn(input_scale));
-        float most = fabsf(divided);
+    for (int copy = 0; copy < next.taken_columns; copy += next.x_columns) {  // one for each input scale of the column
+        const int group = min((copy + column) / k, (next.taken_columns - 1) / k);
+        float input_scale = __shfl_sync(~0u, held, group & 31);
+        if (group > 31) input_scale = next.input_scales[group];
+        const float inverse = __frcp_rn(input_scale);
+        float divided[4], most = 0;
 #pragma unroll
-        for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-        const float scale = nvfp4_scale(most), value = nvfp4_value(divided, scale, scale > 0 ? __frcp_rn(scale) : 0);
-        next.taken[static_cast<int64_t>(token) * next.taken_columns + column] =
-            __bfloat16_as_ushort(__float2bfloat16_rn(value));
+        for (int e = 0; e < 4; ++e) {
+            divided[e] = nvfp4_divided(v[e], input_scale, inverse);
+            most = fmaxf(most, fabsf(divided[e]));
+        }
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float scale = nvfp4_scale(most), by = scale > 0 ? __frcp_rn(scale) : 0;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) divided[e] = nvfp4_value(divided[e], scale, by);
+        if (inside)
+            *reinterpret_cast<uint2*>(next.taken + static_cast<int64_t>(token) * next.taken_columns + copy + column) =
+                make_uint2(ptx::pack_bf16x2(divided[0], divided[1]), ptx::pack_bf16x2(divided[2], divided[3]));
     }
 }
 
@@ -370,6 +393,36 @@ __global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_const
     *reinterpret_cast<uint4*>(p.taken + static_cast<int64_t>(row) * k + column) = piece;
     if (FORMAT == FP8 && part == 0) p.taken_scales[row * blocks + block] = scale;
 }
+
+// Read where they are needed: what follows from them is then worked out again, and not kept in registers.
+__device__ __forceinline__ int block_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
+__device__ __forceinline__ int thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+// What a warp has of a link.
+struct Share {
+    int rank, first_pass;     // of the block in the cluster; of the cluster
+    int place, begin, slice;  // the tile's place among those under way; units where the chunk and the block's begin
+    int count;                // columns of the block
+    uint32_t length;          // units of the chunk
+
+    __device__ __forceinline__ Share(const Link& p, const Geometry& at, int granule) {
+        const int block = block_index(), warp = thread_index() / 32;
+        rank = block & p.cluster - 1, first_pass = block >> at.cluster_shift;
+        const int local = 1 << at.local_shift, chunk = (rank << at.local_shift) + (warp & local - 1);
+        const Cut cut = {p.k_units, at.chunk_shift, granule};
+        place = warp >> at.local_shift, begin = cut.begin(chunk), length = cut.begin(chunk + 1) - begin;
+        slice = cut.begin(rank << at.local_shift);
+        count = (cut.begin(rank + 1 << at.local_shift) - slice) * COLUMNS;
+    }
+};
 
 // ---- the input to shared memory: columns from first_unit on, of one group of the link
 
@@ -483,15 +536,15 @@ __device__ __forceinline__ void convert_input(const Link& p, const Geometry& at,
 
 // Scales of an input taken ahead.
 template <int NT>
-__device__ __forceinline__ void take_scales(const Link& p, const Geometry& at, uint8_t* smem, int group, int first,
-                                            int count) {
-    const int of_k = (p.k_units * COLUMNS + BLOCK - 1) / BLOCK;
-    const Divisor blocks((count + BLOCK - 1) / BLOCK);
+__device__ __forceinline__ void take_scales(const Link& p, const Geometry& at, uint8_t* smem, int group,
+                                            const Share& own) {
+    const int of_k = (p.k_units * COLUMNS + BLOCK - 1) / BLOCK, first = own.slice * COLUMNS / BLOCK;
+    const Divisor blocks((own.count + BLOCK - 1) / BLOCK);
     float* scales = reinterpret_cast<float*>(smem + at.x_scales);
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.tokens * blocks.by; i += THREADS) {
         const int token = blocks.quotient(i), block = i - token * blocks.by;
-        scales[block * NT * 8 + token] = p.taken_scales[(token * p.groups() + group) * of_k + first / BLOCK + block];
+        scales[block * NT * 8 + token] = p.taken_scales[(token * p.groups() + group) * of_k + first + block];
     }
 }
 
@@ -505,12 +558,13 @@ __device__ __forceinline__ void load_steps(uint4 (&b)[NT], const uint32_t (&inpu
     for (int t = 0; t < NT; ++t) b[t] = ptx::load_shared16(input[t] + at);
 }
 
-template <int NT>
-__device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[2][NT][4], uint32_t from,
+// Q: 2 for all 32 rows, or 1 for the 16 at `from`.
+template <int Q, int NT>
+__device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[Q][NT][4], uint32_t from,
                                                  const uint32_t (&input)[NT]) {
-    uint4 row[4];
+    uint4 row[2 * Q];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) row[r] = ptx::load_shared16(from + 512 * r);
+    for (int r = 0; r < 2 * Q; ++r) row[r] = ptx::load_shared16(from + 512 * r);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint4 b[NT];
@@ -518,7 +572,7 @@ __device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[2][NT][4], uint32_
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int q = 0; q < 2; ++q) {
+            for (int q = 0; q < Q; ++q) {
                 const uint4 &upper = row[2 * q], &lower = row[2 * q + 1];
                 const uint32_t up = half ? (j ? upper.w : upper.z) : (j ? upper.y : upper.x);
                 const uint32_t low = half ? (j ? lower.w : lower.z) : (j ? lower.y : lower.x);
@@ -529,7 +583,11 @@ __device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[2][NT][4], uint32_
                     mma<FP8>(sum[q][t], a0, a1, a2, a3, j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
             }
     }
-    return NT > 1 ? row[3].w : row[0].w ^ row[1].w ^ row[2].w ^ row[3].w;  // registers are few with more tokens
+    uint32_t last = row[2 * Q - 1].w;
+    if (NT != 2)  // there registers are few
+#pragma unroll
+        for (int r = 0; r < 2 * Q - 1; ++r) last ^= row[r].w;
+    return last;
 }
 
 // A lane's share of a unit.
@@ -568,14 +626,14 @@ __device__ __forceinline__ void multiply_nvfp4(float (&sum)[2][NT][4], const Wor
     }
 }
 
-// One half of a unit: input is moved by that much already.
+// One half of a unit.
 template <int NT>
-__device__ __forceinline__ uint32_t multiply_bf16(float (&sum)[2][NT][4], uint32_t from,
-                                                  const uint32_t (&input)[NT]) {
+__device__ __forceinline__ uint32_t multiply_bf16(float (&sum)[2][NT][4], uint32_t from, const uint32_t (&input)[NT],
+                                                  int half) {
     uint4 row[4], b[NT];
 #pragma unroll
     for (int r = 0; r < 4; ++r) row[r] = ptx::load_shared16(from + 512 * r);
-    load_steps(b, input, 0);
+    load_steps(b, input, 16 * half);
 #pragma unroll
     for (int q = 0; q < 2; ++q)
 #pragma unroll
@@ -606,23 +664,6 @@ __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int war
     }
 }
 
-// What a warp has of a link.
-struct Share {
-    int rank, first_pass;     // of the block in the cluster; of the cluster
-    int place, begin, slice;  // the tile's place among those under way; units where the chunk and the block's begin
-    int count;                // columns of the block
-    uint32_t length;          // units of the chunk
-
-    __device__ __forceinline__ Share(const Link& p, const Geometry& at, int granule, int warp)
-        : rank(blockIdx.x & p.cluster - 1), first_pass(blockIdx.x >> at.cluster_shift) {
-        const int local = 1 << at.local_shift, chunk = (rank << at.local_shift) + (warp & local - 1);
-        const Cut cut = {p.k_units, at.chunk_shift, granule};
-        place = warp >> at.local_shift, begin = cut.begin(chunk), length = cut.begin(chunk + 1) - begin;
-        slice = cut.begin(rank << at.local_shift);
-        count = (cut.begin(rank + 1 << at.local_shift) - slice) * COLUMNS;
-    }
-};
-
 // ptx::cluster_sync, with this warp as the one that releases.
 template <int WARP>
 __device__ __forceinline__ void cluster_sync() {
@@ -634,12 +675,14 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Of a counter, before this block has arrived.
-__device__ __forceinline__ uint32_t first_bit(const uint32_t* met) {
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* from) {
     uint32_t v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(met) : "memory");
-    return v & 0x80000000u;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
 }
+
+// Of a counter, before this block has arrived.
+__device__ __forceinline__ uint32_t first_bit(const uint32_t* met) { return load_relaxed(met) & 0x80000000u; }
 
 // Between links of a chain. `phase` is the first bit of *met, which changes when the last of all blocks arrives.
 __device__ __forceinline__ void meet_grid(uint32_t* met, uint32_t& phase) {
@@ -647,6 +690,117 @@ __device__ __forceinline__ void meet_grid(uint32_t* met, uint32_t& phase) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(met), "r"(add) : "memory");
     while ((ptx::ld_acquire(reinterpret_cast<const int*>(met)) & 0x80000000u) == phase);
     phase ^= 0x80000000u;
+}
+
+// ---- sums of four rows of a chunk
+
+__device__ __forceinline__ float4 as_floats(const uint4& v) {
+    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+__device__ __forceinline__ float4 load_sums(uint32_t from) { return as_floats(ptx::load_shared16(from)); }
+__device__ __forceinline__ float4 load_cluster_sums(uint32_t from) {  // at an address from ptx::in_block
+    return as_floats(ptx::load_cluster16(from));
+}
+
+// ---- sums by way of memory
+
+// What blocks that are no cluster tell each other: at first two words of 8 bytes, the tag of the last launch and how
+// many blocks of this one have told all; then sums of sections, [pass][block of those that share][tile at once][token]
+// [row], each in one word with the launch's tag. Who needs one reads until the tag is there. Tags only grow, so what
+// earlier launches left need not be cleared, and a graph may replay the launch. All blocks have to be resident.
+struct Exchange {
+    uint64_t* words;
+
+    __device__ __forceinline__ uint32_t* tag() const { return reinterpret_cast<uint32_t*>(words); }
+    __device__ __forceinline__ uint32_t* ended() const { return reinterpret_cast<uint32_t*>(words + 1); }
+    // From a block's word to the next block's.
+    __device__ __forceinline__ int apart(const Link& p, const Geometry& at) const {
+        return p.tokens * TILE << at.tile_shift;
+    }
+    // The first block's, of the first row; place: of the tile among those at once.
+    __device__ __forceinline__ uint64_t* line(const Link& p, const Geometry& at, int pass, int place, int token) const {
+        return words + 2 + static_cast<int64_t>(pass << at.cluster_shift) * apart(p, at) +
+               (place * p.tokens + token) * TILE;
+    }
+};
+
+__device__ __forceinline__ void tell(uint64_t* to, const float4& sum, uint32_t tag) {
+    const uint64_t high = static_cast<uint64_t>(tag) << 32;
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(high | __float_as_uint(sum.x)),
+                 "l"(high | __float_as_uint(sum.y))
+                 : "memory");
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to + 2), "l"(high | __float_as_uint(sum.z)),
+                 "l"(high | __float_as_uint(sum.w))
+                 : "memory");
+}
+
+__device__ __forceinline__ void add(float4& to, const float4& v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; }
+
+// The sums of `count` times four words at from, from + apart, ..., in this order. HEARD times are asked for at once, and
+// again until they have the tag.
+__device__ __forceinline__ float4 hear(const uint64_t* from, int apart, int count, uint32_t tag) {
+    float4 total = make_float4(-0.f, -0.f, -0.f, -0.f);  // changes no sum
+    int tries = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < count;) {
+        uint64_t word[HEARD][4];
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < HEARD; ++i)
+            if (begin + i < count)
+#pragma unroll
+                for (int two = 0; two < 4; two += 2)
+                    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+                                 : "=l"(word[i][two]), "=l"(word[i][two + 1])
+                                 : "l"(from + (begin + i) * apart + two)
+                                 : "memory");
+#pragma unroll
+        for (int i = 0; i < HEARD; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) all &= begin + i >= count || static_cast<uint32_t>(word[i][e] >> 32) == tag;
+        if (all) {
+            const auto low = [](uint64_t one) { return __uint_as_float(static_cast<uint32_t>(one)); };
+#pragma unroll
+            for (int i = 0; i < HEARD; ++i)
+                if (begin + i < count)
+                    add(total, make_float4(low(word[i][0]), low(word[i][1]), low(word[i][2]), low(word[i][3])));
+            begin += HEARD;
+        } else if (++tries == MOST_TRIES) {  // ends the launch with cudaErrorAssert and this line, not with a hung device
+            assert(!"linear_decode: time-out, a block waited for the sums of another that never came");
+            __trap();
+        }
+    }
+    return total;
+}
+
+// The last block of the launch that calls this, one thread each, leaves the tag. All blocks have read the one before.
+__device__ __forceinline__ void leave_tag(const Exchange& exchange, uint32_t tag) {
+    if (atomicAdd(exchange.ended(), 1u) != gridDim.x - 1) return;
+    *exchange.ended() = 0;
+    *exchange.tag() = tag;
+}
+
+// The sum of load(0) .. load(count - 1), each `section` of them added up by themselves first. TOGETHER of a section are
+// loaded before the first is added. -0 changes no sum.
+template <int TOGETHER, class Load>
+__device__ __forceinline__ float4 add_up(int count, int section, const Load& load) {
+    float4 total = make_float4(-0.f, -0.f, -0.f, -0.f);
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += section) {
+        float4 sum = make_float4(-0.f, -0.f, -0.f, -0.f);
+#pragma unroll 1
+        for (int i = 0; i < section; i += TOGETHER) {
+            float4 some[TOGETHER];
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j)
+                if (i + j < section) some[j] = load(begin + i + j);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j)
+                if (i + j < section) add(sum, some[j]);
+        }
+        add(total, sum);
+    }
+    return total;
 }
 
 // NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks. CHAIN: all links in one launch,
@@ -658,25 +812,27 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     link_kernel(const __grid_constant__ Jobs<CHAIN ? MOST_LINKS : 1> jobs) {
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT, NT>;
-    constexpr int UNIT_BYTES = Ring::PART_BYTES * Ring::OF_UNIT, TOGETHER = NT < 2 ? NT : 2;
+    constexpr int Q = NT < 4 ? 2 : 1;             // of fp8: halves of a tile's rows at once, since registers are few
+    // Sums that are loaded at once: as many as there are registers for.
+    constexpr int TOGETHER = NT == 4 ? (FORMAT == FP8 ? 1 : 2) : CHAIN || FORMAT == FP8 ? 4 : 8;
     constexpr int MESSENGER = CHAIN ? WARPS : 0;  // the warp that asks and releases
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     const bool works = !CHAIN || warp < WARPS, asks = threadIdx.x == 32 * MESSENGER;
     // Offsets up to the input are those of all links.
     const uint32_t barrier = ptx::smem_address(smem + jobs.job[0].at.x - BARRIER);
     uint32_t phase = 0;
-    uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES;
-    uint32_t fulls = ptx::smem_address(smem) + WARPS * STAGES * Ring::BYTES + warp * STAGES * 8;
-    hold(ring), hold(fulls);
+    uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;  // what the lane reads first
+    const uint32_t fulls = ptx::smem_address(smem) + WARPS * STAGES * Ring::BYTES + warp * STAGES * 8;
+    if (STAGES != 2) hold(ring);
     if (lane == 0) {
         if (works)  // a barrier for each stage of the warp
             for (int i = 0; i < STAGES; ++i) ptx::barrier_init(fulls + 8 * i, 1);
-        if (asks) ptx::barrier_init(barrier, 1);
+        if (asks) ptx::barrier_init(barrier, 1), ptx::store_shared(barrier + PARITY, 0);
         ptx::barrier_publish();
     }
     __syncthreads();  // all know the barriers
     const auto job_of = [&](int link) -> const Job& { return jobs.job[CHAIN ? link : 0]; };
-    const auto share_of = [&](int link) { return Share(job_of(link).p, job_of(link).at, Ring::UNITS, warp); };
+    const auto share_of = [&](int link) { return Share(job_of(link).p, job_of(link).at, Ring::UNITS); };
     const auto group_of = [](const Geometry& at, int pass) {
         return static_cast<int>(at.group_passes.quotient(pass));
     };
@@ -687,8 +843,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     // ---- copies, in the order of use, from one link to the next
     const Share first_share = share_of(0);
     int fill_link = 0, ahead = works ? first_share.first_pass : 1 << 30;  // the link and pass after that which is
-    uint32_t left = 0;                                                    // being copied; stages left of this
-    const uint8_t* from = nullptr;
+    uint32_t left = 0, from = 0;  // being copied; of this, parts that are left, and the next one among the link's
     // A bulk copy may overtake loads of the same place that the warp has issued before: so its address depends on a
     // word that was loaded last, `used`, though by 0 only.
     const uint32_t at_zero = jobs.job[0].at.zero;
@@ -700,11 +855,11 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                 ahead = blockIdx.x >> job_of(++fill_link).at.cluster_shift;
                 continue;
             }
-            const Share own = CHAIN ? share_of(fill_link) : first_share;
+            const Share own = share_of(fill_link);
             const int group = group_of(job.at, ahead), tile = tile_of(job.at, own.place, ahead, group);
             if (tile < job.p.group_tiles) {
                 const uint32_t unit = (group * job.p.group_tiles + tile) * job.p.k_units + own.begin;  // of the link
-                from = job.p.units + static_cast<uint64_t>(unit) * UNIT_BYTES;
+                from = unit * Ring::OF_UNIT;
                 left = own.length * Ring::OF_UNIT;
             }
             ahead += job.at.clusters;
@@ -713,17 +868,16 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         const uint32_t parts = min(left, static_cast<uint32_t>(Ring::PARTS));
         if (lane == 0) {
             ptx::arrive_and_expect_tx(full, parts * Ring::PART_BYTES);
-            bulk_load(to + (used & at_zero), from, parts * Ring::PART_BYTES, full);
+            const uint8_t* units = job_of(fill_link).p.units + static_cast<uint64_t>(from) * Ring::PART_BYTES;
+            bulk_load(to + (used & at_zero), units, parts * Ring::PART_BYTES, full);
         }
-        from += Ring::BYTES, left -= parts;
+        from += Ring::PARTS, left -= parts;
     };
-    int asked = 0;  // stages of the ring, at first
-    const auto fill_to = [&](int all) {
+    uint32_t stage = ring, full = fulls, stage_parity = 0;  // stage, full: of the one to be used next
+    const auto fill_first = [&](int i, int end) {  // stages, before any is used
 #pragma unroll 1
-        for (; asked < all; ++asked) fill(ring + asked * Ring::BYTES, fulls + asked * 8, 0);
+        for (; i < end; ++i) fill(stage + i * Ring::BYTES, full + i * 8, 0);
     };
-
-    uint32_t stage = ring, full = fulls, stage_parity = 0, parity = 0;  // stage, full: of the one to be used next
 #pragma unroll 1
     for (int link = 0; link < (CHAIN ? jobs.count : 1); ++link) {
         const Link& p = job_of(link).p;
@@ -734,16 +888,19 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         uint32_t length = own.length;
         hold(length);
         const int local = 1 << at.local_shift;
-        const auto ask_for = [&](int group) {
-            copy_input(p, at, smem, p.x + group * p.group_columns, first, own.count);
+        const auto ask_for = [&](int group, const Share& own) {
+            copy_input(p, at, smem, p.x + group * p.group_columns, own.slice * COLUMNS, own.count);
         };
-        // What a warp needs of a tile besides its units. fp8: lane i the scale of block i of the 32 from `unit` on;
+        // What a warp needs of a tile besides its units. fp8: lane i the scale of the chunk's block i;
         // nvfp4: the factor.
-        const auto scale_of = [&](int group, int tile, uint32_t unit) -> uint32_t {
-            const uint32_t row = group * p.group_tiles + tile, block = unit / 2 + lane;
+        const auto scale_of = [&](int group, int pass) -> uint32_t {
+            const Share own = share_of(link);
+            const int tile = tile_of(at, own.place, pass, group);
+            const uint32_t row = group * p.group_tiles + tile, block = own.begin / 2 + lane;
             if (FORMAT == BF16 || tile >= p.group_tiles || !works) return 0;
             if (FORMAT == NVFP4) return __float_as_uint(p.factors[row]);
-            return block < (begin + length + 1) / 2 ? p.scales[row * ((p.k_units + 1) / 2) + block] : 0;
+            const uint32_t blocks = (p.k_units + 1) / 2;
+            return block < blocks ? p.scales[row * blocks + block] : 0;
         };
         const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise);
         const auto input_scale_of = [&](int group) {
@@ -763,7 +920,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         uint4 norm_weights[DIRECT] = {};
         const auto ask_scales = [&] {
             if (!has_passes) return;
-            mine = scale_of(first_group, tile_of(at, own.place, own.first_pass, first_group), begin);
+            mine = scale_of(first_group, own.first_pass);
             input_scale = input_scale_of(first_group);
             if (!CHAIN && p.norm && direct)
 #pragma unroll
@@ -774,7 +931,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         uint4 raw[DIRECT] = {};
         const auto take_input = [&] {
             if (!direct) {
-                if (asks && has_passes) ask_for(first_group);
+                if (asks && has_passes) ask_for(first_group, own);
                 return;
             }
 #pragma unroll
@@ -785,6 +942,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                                         first_group * p.group_columns + first + PIECE * place.piece);
             }
         };
+        // Memory is idle while a link of a chain waits; of a single link more copies would delay the input.
+        const int asked = at.early || direct ? STAGES : Ring::BEFORE;
         if (link == 0) {
             // The input first where no kernel ahead is to be waited for, else the weights.
 #pragma unroll 1
@@ -794,8 +953,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     take_input();
                     continue;
                 }
-                // Memory is idle while a link of a chain waits; of a single link these copies would delay the input.
-                fill_to(at.early || direct ? STAGES : Ring::BEFORE);
+                fill_first(0, asked);
                 ask_scales();
                 programmatic::trigger();  // the next link may begin to copy its weights
             }
@@ -805,36 +963,64 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             if (asks) {
                 meet_grid(jobs.met, phase);
                 ptx::fence_proxy_async();
-                if (has_passes) ask_for(first_group);
+                if (has_passes) ask_for(first_group, own);
             }
         }
 
-        uint32_t rows[NT];  // of the input, at the lane's first columns of the chunk
+        uint32_t input[NT];  // its rows, at the lane's first columns of the next unit
 #pragma unroll
         for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
-            rows[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c +
+            input[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c +
                       (begin - own.slice) * COLUMNS * 2;
         uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c + (begin - own.slice) / 2 * NT * 32;
-        if (NT == 1) hold(rows[0]);
+        if (NT == 1) hold(input[0]);
         if (FORMAT == FP8) hold(x_scales);
 
-        int held = -1;  // group whose input is in shared memory
+        const Exchange exchange = {p.exchange};
+        // A lane has the sums of four rows of a tile of the link, of one token, and their gates'; eight lanes have all
+        // rows. All lanes call this.
+        const auto put = [&](bool inside, int of_link, int token, const float4& gates, float4 total) {
+            if (p.gated) {
+                const auto gated = [&](float gate, float v) {
+                    gate = fminf(gate, p.limit);
+                    return gate / (1 + __expf(-gate)) * fminf(fmaxf(v, -p.limit), p.limit);
+                };
+                total = make_float4(gated(gates.x, total.x), gated(gates.y, total.y), gated(gates.z, total.z),
+                                    gated(gates.w, total.w));
+            }
+            int part = 0;
+            while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
+            const int column = (of_link - p.part[part].tile >> p.gated) * TILE + 4 * (lane & 7);
+            const uint2 rounded = {ptx::pack_bf16x2(total.x, total.y), ptx::pack_bf16x2(total.z, total.w)};
+            if (inside)
+                *reinterpret_cast<uint2*>(p.part[part].out + static_cast<int64_t>(token) * p.part[part].columns +
+                                          column) = rounded;
+            if (FORMAT == NVFP4 && next.taken)
+                write_behind(next, inside && part == 0, token, column, rounded, behind_scale);
+        };
+
 #pragma unroll 1
         for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
-            const int group = group_of(at, pass), tile = tile_of(at, own.place, pass, group);
-            if (group != held) {
-                if (held >= 0) {
-                    if (asks) ask_for(group);
+            const int group = group_of(at, pass), tile = tile_of(at, share_of(link).place, pass, group);
+            const bool begins = pass < at.clusters;
+            // Whether the input in shared memory is not this group's.
+            if (begins || pass - at.clusters < group * static_cast<int>(at.group_passes.by)) {
+                const Share again = share_of(link);
+                uint32_t parity = 1;
+                if (!begins) {
+                    if (asks) ask_for(group, again);
                     input_scale = input_scale_of(group);
                 }
-                if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, first, own.count);
-                if (!direct || held >= 0) {
+                if (!CHAIN && p.exchange && begins && threadIdx.x == 0)
+                    ptx::store_shared(barrier + TAG, load_relaxed(exchange.tag()) + 1);
+                if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, again);
+                if (!direct || !begins) {
+                    parity = ptx::load_shared(barrier + PARITY);
                     ptx::wait(barrier, parity);
-                    parity ^= 1;
-                    fill_to(STAGES);  // not before: the input would come behind them
+                    if (link == 0 && begins) fill_first(asked, STAGES);  // not before: the input would come behind them
                 }
                 if constexpr (NT == 1 && FORMAT != BF16) {
-                    if (direct && held < 0) {
+                    if (direct && begins) {
                         if (!CHAIN && p.norm)
                             norm_pieces(p, pieces, reinterpret_cast<float*>(smem + at.sums), raw, norm_weights);
                         const float inverse = __frcp_rn(input_scale);
@@ -846,60 +1032,53 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                         convert_input<FORMAT>(p, at, smem, pieces, input_scale, threadIdx.x);
                     }
                 }
-                held = group;
                 __syncthreads();
+                if (asks && !(direct && begins)) ptx::store_shared(barrier + PARITY, parity ^ 1);
             }
             float sum[2][NT][4] = {};
             if (tile < p.group_tiles && works) {
-                if (FORMAT != BF16 && pass != own.first_pass) mine = scale_of(group, tile, begin);
+                if (FORMAT != BF16 && !begins) mine = scale_of(group, pass);
 #pragma unroll 1
                 for (uint32_t unit = 0; unit < length; unit += Ring::PARTS) {  // of the chunk
-                    uint32_t input[NT];
-#pragma unroll
-                    for (int t = 0; t < NT; ++t) input[t] = rows[t] + unit * COLUMNS * 2;
                     const uint32_t block = unit / 2;
-                    if constexpr (FORMAT == FP8) {
-                        if (unit % 64 == 0 && unit) mine = scale_of(group, tile, begin + unit);
-                    }
 #pragma unroll
                     for (int half = 0; half < Ring::OF_UNIT; ++half) {
                         ptx::wait(full, stage_parity);
-                        const uint32_t here = stage + 16 * lane;
                         uint32_t used = 0;
                         if constexpr (FORMAT == FP8) {
-                            const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block % 32) << 23);
+                            const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block) << 23);
                             const uint32_t scales_at = x_scales + block * NT * 32;
+                            float both[NT][2];
 #pragma unroll
-                            for (int t = 0; t < NT; t += TOGETHER) {  // not all at once: registers
-                                float both[TOGETHER][2];
+                            for (int t = 0; t < NT; ++t) {
+                                const float2 of_input = ptx::load_shared_pair(scales_at + t * 32);
+                                both[t][0] = of_weights * of_input.x, both[t][1] = of_weights * of_input.y;
+                            }
 #pragma unroll
-                                for (int u = 0; u < TOGETHER; ++u) {
-                                    const float2 of_input = ptx::load_shared_pair(scales_at + (t + u) * 32);
-                                    both[u][0] = of_weights * of_input.x, both[u][1] = of_weights * of_input.y;
-                                }
+                            for (int part = 0; part < Ring::PARTS; ++part) {
+                                if (part && unit + 1 == length) break;
+                                uint32_t columns[NT];
 #pragma unroll
-                                for (int part = 0; part < Ring::PARTS; ++part) {
-                                    if (part && unit + 1 == length) break;
-                                    uint32_t some[TOGETHER];
-                                    float of_unit[2][TOGETHER][4] = {};
+                                for (int t = 0; t < NT; ++t) columns[t] = input[t] + part * COLUMNS * 2;
 #pragma unroll
-                                    for (int u = 0; u < TOGETHER; ++u) some[u] = input[t + u] + part * COLUMNS * 2;
-                                    used = multiply_fp8(of_unit, here + part * Ring::PART_BYTES, some);
+                                for (int q = 0; q < 2; q += Q) {
+                                    float of_unit[Q][NT][4] = {};
+                                    used = multiply_fp8(of_unit, stage + part * Ring::PART_BYTES + 1024 * q, columns);
 #pragma unroll
-                                    for (int u = 0; u < TOGETHER; ++u)
+                                    for (int t = 0; t < NT; ++t)
 #pragma unroll
-                                        for (int q = 0; q < 2; ++q)
+                                        for (int r = 0; r < Q; ++r)
 #pragma unroll
                                             for (int i = 0; i < 4; ++i)
-                                                sum[q][t + u][i] =
-                                                    fmaf(of_unit[q][u][i], both[u][i & 1], sum[q][t + u][i]);
+                                                sum[q + r][t][i] =
+                                                    fmaf(of_unit[r][t][i], both[t][i & 1], sum[q + r][t][i]);
                                 }
                             }
                         }
                         if constexpr (FORMAT == NVFP4) {
-                            const Words one(here, lane);
+                            const Words one(stage, lane);
                             if (unit + 1 < length) {  // both loaded before the first is multiplied
-                                const Words two(here + Ring::PART_BYTES, lane);
+                                const Words two(stage + Ring::PART_BYTES, lane);
                                 uint32_t behind[NT];
 #pragma unroll
                                 for (int t = 0; t < NT; ++t) behind[t] = input[t] + COLUMNS * 2;
@@ -912,20 +1091,25 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                             }
                         }
                         if constexpr (FORMAT == BF16) {
-                            used = multiply_bf16(sum, here, input);
-#pragma unroll
-                            for (int t = 0; t < NT; ++t) input[t] += 16;
+                            used = multiply_bf16(sum, stage, input, half);
                         }
                         __syncwarp();  // all lanes have read
                         fill(stage, full, used);
-                        stage += Ring::BYTES, full += 8;
-                        if (full == fulls + 8 * STAGES) stage = ring, full = fulls, stage_parity ^= 1;
+                        // Two barriers lie at a multiple of 16; otherwise the ring's place is kept.
+                        const bool last = STAGES == 2 ? full & 8 : stage == ring + (STAGES - 1) * Ring::BYTES;
+                        stage += last ? -(STAGES - 1) * Ring::BYTES : Ring::BYTES, full += last ? -8 * (STAGES - 1) : 8;
+                        stage_parity ^= last;
                     }
+#pragma unroll
+                    for (int t = 0; t < NT; ++t) input[t] += Ring::PARTS * COLUMNS * 2;
                 }
+#pragma unroll
+                for (int t = 0; t < NT; ++t)
+                    input[t] -= (length + Ring::PARTS - 1) / Ring::PARTS * Ring::PARTS * COLUMNS * 2;
             }
 
             if (!CHAIN && next.units && pass + at.clusters >= at.passes)
-                fetch_ahead<FORMAT, NT, STAGES>(next, p.ahead, blockIdx.x * WARPS + warp, lane);
+                fetch_ahead<FORMAT, NT, STAGES>(next, p.ahead, block_index() * WARPS + warp, lane);
 
             // ---- the chunks' sums, in the order of k
             const int held_shift = NT == 1 ? 0 : at.held_shift;
@@ -945,6 +1129,26 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                                 for (int q = 0; q < 2; ++q)
                                     ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
                         }
+                const auto sum_at = [&](int slot, int token) {  // of a chunk of this block; token: of those held
+                    return sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + 4 * (lane & 7));
+                };
+                const int of_round = min(8 << held_shift, p.tokens - 8 * t);  // tokens
+                const int rank = share_of(link).rank;
+                if (!CHAIN && p.exchange) {
+                    __syncthreads();
+                    const uint32_t tag = ptx::load_shared(barrier + TAG);
+#pragma unroll 1
+                    for (int line = 4 * warp + lane / 8; line < of_round << at.tile_shift; line += 4 * WARPS) {
+                        const int token = line >> at.tile_shift, place = line & (1 << at.tile_shift) - 1;
+                        const float4 total = add_up<TOGETHER>(local, local, [&](int i) {
+                            return load_sums(sum_at((place << at.local_shift) + i, token));
+                        });
+                        uint64_t* to = exchange.line(p, at, pass, place, 8 * t + token);
+                        tell(to + rank * exchange.apart(p, at) + 4 * (lane & 7), total, tag);
+                    }
+                    __syncthreads();  // all have read
+                    continue;
+                }
                 const auto meet = [&] {
                     if (p.cluster > 1)
                         cluster_sync<MESSENGER>();
@@ -952,54 +1156,57 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                         __syncthreads();
                 };
                 meet();
-                const int thread = threadIdx.x, first_shift = at.tile_shift - p.gated;  // tiles, or pairs of them
-                const int outputs = min(8 << held_shift, p.tokens - 8 * t) * TILE << first_shift;
-                for (int o = works ? (thread / 32 * p.cluster + own.rank) * 32 + thread % 32 : outputs; o < outputs;
-                     o += p.cluster * THREADS) {
-                    const int row = o % TILE, token = o / TILE >> first_shift;
-                    const int first = (o / TILE & (1 << first_shift) - 1) << p.gated;
-                    const int of_group = tile - own.place + first;
-                    if (of_group >= p.group_tiles) continue;
-                    const int of_link = group * p.group_tiles + of_group;
-                    float total = 0, gate = 0;
+                const int first_shift = at.tile_shift - p.gated;  // tiles, or pairs of them
+                const int lines = works ? of_round << first_shift : 0;
+#pragma unroll 1
+                for (int four = 4 * (warp * p.cluster + rank); four < lines; four += 4 * p.cluster * WARPS) {
+                    const int line = min(four + lane / 8, lines - 1), token = line >> first_shift;
+                    const int first = (line & (1 << first_shift) - 1) << p.gated;
+                    const int of_group = tile_of(at, first, pass, group);
+                    float4 total = {}, gate = {};
 #pragma unroll 1
                     for (int which = first; which <= first + p.gated; ++which) {
-                        const auto load = [&](int i) {  // the sum of chunk i
-                            const int slot = (which << at.local_shift) + (i & local - 1);
-                            const uint32_t there =
-                                sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + row);
-                            return __uint_as_float(p.cluster == 1
-                                                       ? ptx::load_shared(there)
-                                                       : ptx::load_cluster(ptx::in_block(i >> at.local_shift, there)));
-                        };
-                        gate = total, total = load(0);
-#pragma unroll 1
-                        for (int i = 1; i < p.chunks; i += AT_ONCE) {  // all of them loaded before the first is added
-                            float add[AT_ONCE];
-#pragma unroll
-                            for (int j = 0; j < AT_ONCE; ++j) add[j] = i + j < p.chunks ? load(i + j) : 0;
-#pragma unroll
-                            for (int j = 0; j < AT_ONCE; ++j)
-                                if (i + j < p.chunks) total += add[j];
-                        }
+                        gate = total;
+                        total = add_up<TOGETHER>(p.chunks, p.section, [&](int i) {  // the sums of chunk i
+                            const uint32_t there = sum_at((which << at.local_shift) + (i & local - 1), token);
+                            return p.cluster == 1 ? load_sums(there)
+                                                  : load_cluster_sums(ptx::in_block(i >> at.local_shift, there));
+                        });
                     }
-                    if (p.gated) {
-                        gate = fminf(gate, p.limit);
-                        total = gate / (1 + __expf(-gate)) * fminf(fmaxf(total, -p.limit), p.limit);
-                    }
-                    int part = 0;
-                    while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
-                    const int column = (of_link - p.part[part].tile >> p.gated) * TILE + row;
-                    const __nv_bfloat16 rounded = __float2bfloat16_rn(total);
-                    p.part[part].out[static_cast<int64_t>(8 * t + token) * p.part[part].columns + column] = rounded;
-                    // A warp has 32 columns of a token here: two whole groups.
-                    if (FORMAT == NVFP4 && next.taken && part == 0)
-                        write_behind(next, 8 * t + token, column, __bfloat162float(rounded), behind_scale);
+                    const bool inside = four + lane / 8 < lines && of_group < p.group_tiles;
+                    put(inside, group * p.group_tiles + of_group, 8 * t + token, gate, total);
                 }
                 meet();  // all have read
             }
         }
-        if (CHAIN) fill_to(STAGES);  // where the link has no tile for the block
+
+        if (!CHAIN && p.exchange) {  // ---- the sections' sums, in the order of k; of all passes, so blocks wait once
+            const uint32_t tag = ptx::load_shared(barrier + TAG);
+            if (threadIdx.x == 0) leave_tag(exchange, tag);
+            const int first_shift = at.tile_shift - p.gated;
+            const Share own = share_of(link);
+#pragma unroll 1
+            for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
+                const int group = group_of(at, pass);
+#pragma unroll 1
+                for (int four = 4 * (warp * p.cluster + own.rank); four < p.tokens << first_shift;
+                     four += 4 * p.cluster * WARPS) {
+                    const int lines = p.tokens << first_shift;
+                    const int line = min(four + lane / 8, lines - 1), token = line >> first_shift;
+                    const int first = (line & (1 << first_shift) - 1) << p.gated;
+                    const int of_group = tile_of(at, first, pass, group);
+                    float4 total = {}, gate = {};
+#pragma unroll 1
+                    for (int which = first; which <= first + p.gated; ++which) {
+                        const uint64_t* from = exchange.line(p, at, pass, which, token) + 4 * (lane & 7);
+                        gate = total, total = hear(from, exchange.apart(p, at), p.cluster, tag);
+                    }
+                    const bool inside = four + lane / 8 < lines && of_group < p.group_tiles;
+                    put(inside, group * p.group_tiles + of_group, token, gate, total);
+                }
+            }
+        }
+        if (CHAIN && link == 0 && !has_passes) fill_first(asked, STAGES);
     }
 }
 
@@ -1025,6 +1232,9 @@ cudaError_t run(const Link& p, const Next& next, bool behind) {
         return error;
     const Jobs<1> jobs = {{{p, next, at}}, 1, nullptr};
     const dim3 grid(at.clusters * p.cluster);
+    if (p.exchange)
+        return behind ? programmatic::launch_resident(kernel, grid, THREADS, at.bytes, jobs)
+                      : programmatic::launch_cooperative(kernel, grid, THREADS, at.bytes, jobs);
     return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, jobs);
 }
 
@@ -1075,6 +1285,11 @@ bool admits(const Link& p, bool together) {
     const bool converts = FORMAT == FP8 || p.quantise;
     if (p.tokens < 1 || p.tokens > (together ? 8 : 32)) return false;
     if (converts && p.tokens > 8 && !p.taken) return false;  // blocks convert up to 8 themselves
+    const Cut cut = {p.k_units, log2_of(p.chunks), Stage<FORMAT, 1>::UNITS};
+    if (FORMAT == FP8 && cut.longest(1) * COLUMNS > 32 * BLOCK) return false;  // a lane has a scale of the chunk
+    if (p.exchange ? together || p.cluster * p.section != p.chunks || p.cluster > MOST_SECTIONS || p.section > MOST_TOLD
+                   : p.cluster > MOST_CLUSTER)
+        return false;
     if (p.norm && (together || !converts || p.taken || p.cluster > 1 || p.groups() > 1 || k % (32 * PIECE) ||
                    p.tokens * k > DIRECT * THREADS * PIECE))
         return false;
@@ -1084,13 +1299,14 @@ bool admits(const Link& p, bool together) {
                           : has_room<FORMAT, 1, 1>(p);
 }
 
-// DEEP: of a link whose ring is filled while it waits.
+// DEEP: of a link whose ring is filled while it waits, and of bf16, whose stages are half as long as fp8's.
 template <int FORMAT, int DEEP>
 cudaError_t choose(const Link& p, const Next& next, bool behind, bool deep) {
     if (!admits<FORMAT>(p, false)) return cudaErrorInvalidValue;
     if (p.tokens > 16) return run<FORMAT, 4, DEPTH>(p, next, behind);
     if (p.tokens > 8) return run<FORMAT, 2, DEPTH>(p, next, behind);
-    return deep ? run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind) : run<FORMAT, 1, DEPTH, 1>(p, next, behind);
+    if (deep || FORMAT == BF16) return run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind);
+    return run<FORMAT, 1, DEPTH, 1>(p, next, behind);
 }
 
 }  // namespace

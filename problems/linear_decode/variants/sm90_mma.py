@@ -4,7 +4,6 @@ It also has prepare_expert and expert, norms and with_norm, which problems/dsv4_
 """
 
 import math
-from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, c_float, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +32,11 @@ TILE, COLUMNS = 32, 64  # rows and columns of a unit
 WARPS = 16  # of a block
 NVFP4_UNIT, REST = 1152, 256.0  # bytes; what a product of units lacks, see nvfp4_units.cuh
 MOST_PARTS = 4  # matrices of a link
-MOST_CHUNKS, MOST_CLUSTER = 32, 8
+MOST_CHUNKS, MOST_SECTIONS = 32, 8
 SLICE = 2048  # columns that a block can hold of 32 tokens
 # Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
 EASY, EASY_NVFP4 = 2**15, 2**14
-EASY_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
+MOST_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
 AHEAD, AHEAD_NVFP4 = 8, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
 MOST_LINKS, CHAIN_TOKENS = 4, 8  # of a chain in one launch
 # Of inputs that are normed: tokens, and values that a block has in registers; columns of a warp.
@@ -67,13 +66,40 @@ class Link(NamedTuple):
     chunks: int
     gated: bool = False
 
+    @property
+    def fewest(self) -> int:
+        """Blocks that share a tile at least: a block has a chunk a warp, or a gate's chunks and its up's."""
+        return max(1, self.chunks // (WARPS // 2 if self.gated else WARPS))
+
+    @property
+    def sections(self) -> int:
+        """Parts of k, by shapes alone, whose chunks' sums are added up by themselves first: as many as blocks that
+        share a tile of 32 tokens, where these are too many for a cluster, else 1.
+        """
+        blocks = max(self.fewest, _blocks_of(self.sizes[0][2]))
+        return blocks if blocks > MOST_CLUSTER else 1
+
+    @property
+    def exchanged(self) -> int:
+        """Words of 8 bytes in which blocks tell each other the sections' sums of 32 tokens; 0: they never do."""
+        if self.sections == 1:
+            return 0
+        tiles = sum(g * n for g, n, _ in self.sizes) // TILE // self.groups  # of a group
+        at_once = WARPS * self.sections // self.chunks
+        return 2 + self.groups * -(-tiles // at_once) * at_once * self.sections * TILE * MOST_TOKENS
+
 
 class State(NamedTuple):
-    """What prepare keeps in the weights' place, for one call at a time. met: int32 (), what blocks count at."""
+    """What prepare keeps in the weights' place, for one call at a time.
+
+    met       int32 (), what blocks count at between links
+    exchange  int64 (words,), zero at first: Exchange of sm90_mma.cu, for any of the links
+    """
 
     format: str
     links: tuple[Link, ...]
     met: torch.Tensor
+    exchange: torch.Tensor
 
     @property
     def sizes(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -83,7 +109,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """cluster: blocks that share a tile; ahead: lines of 128 bytes of the link behind that each warp asks for to L2."""
+    """cluster: blocks that share a tile, a cluster or, if more than 2, blocks that tell each other sums through memory.
+    ahead: lines of 128 bytes of the link behind that each warp asks for to L2.
+    """
 
     cluster: int
     ahead: int
@@ -96,9 +124,9 @@ class _Part(Structure):
 class _Link(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x", "taken", "taken_scales")),
-        ("norm", c_void_p),
+        *((name, c_void_p) for name in ("norm", "exchange")),
         *((name, c_int) for name in ("tokens", "quantise", "x_columns", "group_columns", "tiles", "group_tiles")),
-        *((name, c_int) for name in ("k_units", "chunks", "cluster")),
+        *((name, c_int) for name in ("k_units", "chunks", "cluster", "section")),
         *((name, c_int) for name in ("ahead", "gated")), ("limit", c_float), ("eps", c_float), ("parts", c_int),
         ("part", _Part * MOST_PARTS),
     )  # fmt: skip
@@ -124,16 +152,11 @@ def custom_kernel(data: input_t) -> output_t:
     """
     state, (x,), (out,) = data
     sizes = unpack_call(data.inputs, data.outputs, state.format, state.sizes)
-    links = [(link, slice(None)) for link in state.links]
-    if len(links) == 1 and len(x) > MOST_TOKENS // 2 and _halved(links[0][0], len(x)):
-        links = [(links[0][0], part) for part in (slice(0, MOST_TOKENS // 2), slice(MOST_TOKENS // 2, None))]
-    made = (_Link * len(links))()
-    given_to = parts(out, sizes)
-    for i, ((link, rows), to) in enumerate(zip(links, made, strict=True)):
-        _fill(to, link, x[rows], [given[rows] for given in given_to[i % len(given_to)]])
-        if len(given_to) > 1:
-            x = given_to[i][0]
-    _launch(state, [link for link, _ in links], made, out)
+    made = (_Link * len(state.links))()
+    for link, to, given in zip(state.links, made, parts(out, sizes), strict=True):
+        _fill(to, link, x, given)
+        x = given[0]
+    _launch(state, made, out)
     return out
 
 
@@ -156,7 +179,7 @@ def with_norm(data: input_t, weight: torch.Tensor, eps: float) -> output_t:
     made = (_Link * 1)()
     _fill(made[0], state.links[0], x, parts(out, sizes)[0])
     made[0].norm, made[0].eps = weight.data_ptr(), eps
-    _launch(state, state.links, made, out)
+    _launch(state, made, out)
     return out
 
 
@@ -174,26 +197,24 @@ def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> No
     made = (_Link * 2)()
     _fill(made[0], state.links[0], x, [between], limit)
     _fill(made[1], state.links[1], between, [out])
-    _launch(state, state.links, made, out)
+    _launch(state, made, out)
 
 
 def plan(link: Link, tokens: int) -> Plan:
-    """How a link is launched for so many tokens: chunks are shared by blocks where the input is much. A block has a
-    gate's chunks and its up's.
-    """
-    k, cluster = link.sizes[0][2], max(1, link.chunks // (WARPS // 2 if link.gated else WARPS))
+    """How a link is launched for so many tokens: chunks are shared by blocks where the input is much."""
+    k, cluster = link.sizes[0][2], link.fewest
     easy = EASY if link.inputs is None else EASY_NVFP4
     while cluster < link.chunks and (
-        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < EASY_CLUSTER and tokens * k > easy * cluster)
+        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < MOST_CLUSTER and tokens * k > easy * cluster)
     ):
         cluster *= 2
-    return Plan(cluster, ahead=32)
+    return Plan(cluster if cluster <= MOST_CLUSTER else link.sections, ahead=32)
 
 
 def chunks_of(tiles: int, k: int) -> int:
     """Into how many chunks k is cut, by shapes alone: as many as keep all warps of a GPU busy, and no more."""
     granules = -(-k // BLOCK)
-    least = min(MOST_CHUNKS, 2 ** max(0, -(-k // SLICE) - 1).bit_length())
+    least = _blocks_of(k)
     found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= max(least, min(granules, MOST_CHUNKS))]
 
     def cost(chunks: int) -> float:
@@ -203,17 +224,19 @@ def chunks_of(tiles: int, k: int) -> int:
     return min(found, key=lambda chunks: (cost(chunks), chunks))
 
 
+def _blocks_of(k: int) -> int:
+    """Blocks, a power of two, that hold 32 tokens of k columns."""
+    return 2 ** (-(-k // SLICE) - 1).bit_length()
+
+
 def _state(fmt: str, *links: Link) -> State:
-    return State(fmt, links, torch.zeros((), dtype=torch.int32, device=links[0].units.device))
+    device = links[0].units.device
+    exchange = torch.zeros(max(link.exchanged for link in links), dtype=torch.int64, device=device)
+    return State(fmt, links, torch.zeros((), dtype=torch.int32, device=device), exchange)
 
 
-def _halved(link: Link, tokens: int) -> bool:
-    """Whether half of the tokens, twice, take less time: the weights come from L2 then, or clusters fit at once."""
-    return plan(link, MOST_TOKENS // 2).cluster <= EASY_CLUSTER < plan(link, tokens).cluster
-
-
-def _launch(state: State, links: Sequence[Link], made: Array, out: torch.Tensor) -> None:
-    together, ahead, rooms = _arrange(state, links, made, out.device)
+def _launch(state: State, made: Array, out: torch.Tensor) -> None:
+    together, ahead, rooms = _arrange(state, made, out.device)
     run = build.cuda(SOURCE, load.device_target(out.device))
     run = run.function("launch", c_void_p, *[c_int] * 3, c_void_p, c_int)
     met = state.met.data_ptr() if together else None
@@ -222,20 +245,19 @@ def _launch(state: State, links: Sequence[Link], made: Array, out: torch.Tensor)
     build.check(code, "launch")
 
 
-def _arrange(
-    state: State, links: Sequence[Link], made: Array, device: torch.device
-) -> tuple[bool, int, list[torch.Tensor]]:
+def _arrange(state: State, made: Array, device: torch.device) -> tuple[bool, int, list[torch.Tensor]]:
     """Plan each link. -> whether all are one launch; of how many of them a kernel takes the input; memory to be held
     until the launch.
     """
-    for link, to in zip(links, made, strict=True):
+    for link, to in zip(state.links, made, strict=True):
         chosen = plan(link, to.tokens)
         to.cluster, to.ahead = chosen.cluster, chosen.ahead
+        to.exchange = state.exchange.data_ptr() if chosen.cluster > MOST_CLUSTER else None
     # A chain of few tokens is one launch in nvfp4; in fp8 launches that begin early were as good.
     together = state.format == "nvfp4" and 1 < len(made) <= MOST_LINKS and made[0].tokens <= CHAIN_TOKENS
-    together = together and max(to.cluster for to in made) <= EASY_CLUSTER
+    together = together and max(to.cluster for to in made) <= MOST_CLUSTER
     rooms, ahead = [], 0
-    for i, (link, to) in enumerate(zip(links, made, strict=True)):
+    for i, (link, to) in enumerate(zip(state.links, made, strict=True)):
         nvfp4 = link.inputs is not None
         behind = nvfp4 and i > 0 and len(state.links) > 1  # the link ahead quantises
         needed = behind if together else to.tokens > (AHEAD_NVFP4 if nvfp4 else AHEAD) and not to.norm
@@ -266,6 +288,7 @@ def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor], lim
     to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // link.groups
     to.x_columns, to.group_columns = groups * k, k if groups > 1 else 0
     to.k_units, to.chunks = k // COLUMNS, link.chunks
+    to.section = link.chunks // link.sections
     to.gated, to.limit = link.gated, limit
     to.parts, tile = len(given), 0
     for part, out in zip(to.part, given, strict=False):
@@ -277,8 +300,8 @@ def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, i
     if len(matrices) > MOST_PARTS:
         raise ValueError(f"links must have at most {MOST_PARTS} matrices, got {len(matrices)}")
     k = sizes[0][2]
-    if k > MOST_CLUSTER * SLICE:
-        raise ValueError(f"k must be at most {MOST_CLUSTER * SLICE}, got {k}")
+    if k > MOST_SECTIONS * SLICE:
+        raise ValueError(f"k must be at most {MOST_SECTIONS * SLICE}, got {k}")
     tiles = sum(g * n for g, n, _ in sizes) // TILE
     units = torch.cat([_units(fmt, matrix, *size) for matrix, size in zip(matrices, sizes, strict=True)])
     scales = torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]) if (

@@ -201,6 +201,7 @@ _EDGES = (
     (1, "128x320+64x320", "plain"), (5, "192x448+64x448+320x448", "magnitudes"), (32, "64x192+128x192", "subnormal"),
     (1, "192x128+64x128_512x192_2x128x256_320x256", "plain"), (6, "256x320_448x256", "magnitudes"),
     (32, "128x192_384x128_3x64x128_128x192", "plain"), (1, "128x8256", "plain"),
+    (32, "128x8256", "magnitudes"),
 )  # fmt: skip
 _A16 = (  # the ways in which an nvfp4 matrix takes an input that stays bf16
     (1, "192x320", "plain"), (9, "448x576", "magnitudes"), (7, "576x1088", "extreme"), (8, "256x512", "subnormal"),

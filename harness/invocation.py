@@ -202,11 +202,12 @@ class Run:
         return verdict.EXIT_CODES[status]
 
     def _run(self, stack: contextlib.ExitStack, checked: bool) -> int:
+        """What is wrong with the chosen cases and submissions is said before the check, which takes long."""
         args = self.args
         chosen = self.selection.submissions()
+        if checked:
+            self.selection.cases()
         console.say(environment.block() + "\n")
-        if checked and (code := self._check()):
-            return code
         if args.mode == "profile" and not args.sanitize:
             return self._profile(chosen[0])
         if args.mode == "latency" and not args.sanitize:
@@ -222,6 +223,8 @@ class Run:
             said = f"{missing[-1].submission.name}: {missing[-1].reason}"
             output.complain(f"harness/run.py: --against: nothing was compared, {said}")
             return self._said("UNSUPPORTED", said)
+        if checked and (code := self._check()):
+            return code
         if self.recorded:
             stack.callback(self._plan(judged).close)
         if runnable:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from harness.judge import console, device_lock, journal, next_command, plan, spread, verdict
+from harness.judge import console, device_lock, journal, next_command, phases, plan, spread, verdict
 from harness.judge.events import Events
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -115,6 +115,11 @@ class Run:
     def recorded(self) -> bool:
         """Whether this run appends to the records: only a whole run in --mode leaderboard does."""
         return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
+
+    @property
+    def usual(self) -> int:
+        """How many processes of each a comparison has by default, if the user asked for another number, else 0."""
+        return phases.plan(self.device, paired=True).processes if self.args.against and self.args.processes else 0
 
     @property
     def kept(self) -> str:
@@ -356,7 +361,7 @@ class Run:
             for one in (j for j in judged if j.against_all):
                 if not args.quiet:
                     console.say()
-                console.against(one)
+                console.against(one, self.usual)
             if not args.quiet:
                 console.say()
             console.summary([*judged, *self.opponents], BASELINE)
@@ -390,7 +395,7 @@ class Run:
         winner = ""
         with contextlib.suppress(UsageError):
             winner = self.problem.winner(self.target).name
-        command, why = next_command.after(self.args, self.problem.name, winner, judged)
+        command, why = next_command.after(self.args, self.problem.name, winner, judged, self.usual)
         self.events.write("next", command=command, reason=why)
 
     def _write_json(self, judged: list[Result]) -> None:

@@ -1,5 +1,6 @@
 """What a run prints at its end: every figure can be read, whatever the cases are called."""
 
+import argparse
 import dataclasses
 import io
 import json
@@ -8,7 +9,7 @@ import re
 
 import pytest
 
-from harness.judge import console, verdict
+from harness.judge import console, next_command, verdict
 from harness.judge.events import Step
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
@@ -213,3 +214,21 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
 )
 def test_a_number_of_processes_is_named_only_where_the_interval_fixes_it(needed, ends, said):
     assert console.undecided({"needed": needed, "needed_range": ends, "processes": 40}).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("needed", "ends", "said"),
+    [
+        (9, [3, 9000], "cannot be told yet: 3 to more than 1000, by where in the interval the true ratio is; 2 tell"),
+        (2000, [1001, 9000], "more than --processes 1000 would decide: 2 tell little: try --processes 40, the default"),
+    ],
+)
+def test_fewer_processes_than_usual_lead_to_the_usual_number(needed, ends, said):
+    found = {"needed": needed, "needed_range": ends, "processes": 2}
+    told = console.undecided(found, 40)
+    assert said in told and told.endswith("2 tell little: try --processes 40, the default")
+    for count, usual in ((40, 40), (2, 0)):
+        assert "tell little" not in console.undecided({**found, "processes": count}, usual)
+    args = argparse.Namespace(against="b", mode="benchmark", case=None, same_within=None, fail_on_regression=None)
+    words, why = next_command._undecided(args, [], found, 40)
+    assert words == ["--mode", "benchmark", "--against", "b", "--processes", "40"] and said in why

@@ -189,7 +189,7 @@ def undecided(pair: dict, usual: int = 0) -> str:
 
 
 def why(j: Result) -> str:
-    """Return the reason of a verdict that is not PASSED, on one line."""
+    """Return the reason of a verdict that is not PASSED, on one line; of cases, that of the first with this verdict."""
     if j.reason:
         return text.first_line(j.reason)
     bad = [(c, o) for c, o in j.tests if o.status not in ("PASSED", "MODEL_CHECKED")] + [
@@ -198,7 +198,7 @@ def why(j: Result) -> str:
     bad = [(c, o) for c, o in bad if o.status != "UNSUPPORTED"] or bad
     if not bad:
         return "no reason given"
-    case, outcome = bad[0]
+    case, outcome = next(((c, o) for c, o in bad if o.status == j.verdict), bad[0])
     many = f"{len(bad)} of {len(j.tests) + len(j.times)} cases failed"
     return f"{many}, first {text.line(case)}: {outcome.status}: {gist(outcome.reason)}"
 

@@ -143,6 +143,21 @@ def test_elsewhere_and_in_quiet_there_is_none(monkeypatch, screen):
     assert plain.file.getvalue() == "" and len(seen) == 2
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_case_of_a_summary_is_one_of_its_verdict(screen, timed):
+    judged = verdict.Result(MOE.variant("cpu_avx512"), "cpu")
+    ended = [("PASSED", ""), ("INCORRECT", "wrong"), ("RUNTIME_ERROR", "it broke"), ("TIMEOUT", "late")]
+    cases = [(Case({"m": m}, 1), Outcome(*said)) for m, said in enumerate(ended)]
+    judged.tests += cases[:2] if timed else cases
+    for case, outcome in cases[2:] if timed else ():
+        judged.times.append(verdict.CaseTime(case, Timing(case, [], outcome), None, outcome))
+    console.summary([judged])
+    found = next_command.failure(judged)
+    assert judged.verdict == "RUNTIME_ERROR" and found is not None and found[0] == cases[2][0]
+    out = re.sub(r"\x1b\[[\d;]*m", "", screen.file.getvalue())
+    assert "RUNTIME_ERROR  not timed: 3 of 4 cases failed, first m=2: RUNTIME_ERROR: it broke" in out
+
+
 @pytest.mark.parametrize("status", ["INCORRECT", "COMPILE_ERROR"])
 def test_an_empty_reason_is_no_error(screen, status):
     judged = verdict.Result(MOE.variant("cpu_avx512"), "cpu", status if status == "COMPILE_ERROR" else "")

@@ -55,7 +55,7 @@ class _Files:
         """File -> names that the index puts there (none if there is no index)."""
         if path.is_file():
             return {str(path): []}
-        if (path / INDEX).is_file():
+        if (path / INDEX).exists():
             files: dict[str, list[str]] = {}
             for name, file in _index(path / INDEX).items():
                 files.setdefault(str(path / file), []).append(name)
@@ -124,7 +124,7 @@ def load(
     folder = path if path.is_dir() else path.parent
     cfg = cfg or config_from_json(folder)
     config = folder / "config.json"
-    said = config_json.quantisation_from_json(config) if config.is_file() else {}
+    said = config_json.quantisation_from_json(config) if config.exists() else {}
     with ExitStack() as stack:
         files = _Files(path, stack)
         try:

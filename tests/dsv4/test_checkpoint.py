@@ -544,7 +544,8 @@ def saying(source: Path, target: Path, **fields: object) -> Path:
         ("nvfp4_experts", MODELOPT | {"exclude_modules": ["*self_attn*", "*.attn.*", "*shared_experts*"]}),
         ("nvfp4_experts", MODELOPT | {"quant_algo": "MIXED_PRECISION"}), ("nvfp4", MODELOPT), ("nvfp4", None),
         ("nvfp4", MODELOPT | {"ignore": ["head", "re:.*gate$", "re:("]}), ("released", None), ("released", {}),
-        ("bf16", {}), ("fp32", None),
+        ("bf16", {}), ("fp32", None), ("bf16", {"fmt": None, "config_groups": None, "ignore": None}),
+        ("nvfp4", {"config_groups": {"a": None, "b": {"weights": None}}, "quantized_layers": {"norm": None}}),
     ],
 )  # fmt: skip
 def test_what_a_config_rightly_says_of_quantisation_is_loaded(saved, tmp_path, fmt, said):

@@ -18,7 +18,7 @@ _FORMATS = {"F8_E4M3": "FP8", "I8": "MXFP4", "U8": "NVFP4"}  # of a quantised ma
 _ALGORITHMS = {"NVFP4": "U8", "FP8_PB_WO": "F8_E4M3"}  # of quantized_layers -> dtype
 _NOT_QUANTISED = ("modules_to_not_convert", "ignored_layers")
 _NOT_NVFP4 = ("ignore", "exclude_modules")  # of modelopt: what it left as it was, in FP8 too
-_WHAT_TO_DO = "correct quantization_config, or remove it: tensors say their format"
+_WHAT_TO_DO = "correct quantization_config, or remove it: the format is read from the tensors"
 
 
 class _Matrix(NamedTuple):
@@ -28,7 +28,7 @@ class _Matrix(NamedTuple):
     held: Stored
 
     def named(self, naming: Callable[[str], bool]) -> bool:
-        """Whether an entry is of its module, in DeepSeek's spelling or the file's."""
+        """Whether what is listed names its module, in DeepSeek's spelling or the file's."""
         return naming(_module(self.name)) or (self.held.name != self.name and naming(_module(self.held.name)))
 
 
@@ -40,8 +40,8 @@ def contradictions(said: dict, stored: dict[str, Stored]) -> list[str]:
     if not said:
         return []
     linear, expert = checkpoint_names.examples(stored)
-    groups = said.get("config_groups", {})
-    bits = {name: group.get("weights", {}).get("num_bits") for name, group in groups.items()}
+    weights = {name: (group or {}).get("weights") or {} for name, group in said.get("config_groups", {}).items()}
+    bits = {name: held.get("num_bits") for name, held in weights.items()}
     fp8 = [key for key in _OF_FP8 if key in said and said[key] != "modelopt"]
     nvfp4 = [key for key in _OF_NVFP4 if key in said and said[key] != "fp8"]
     claims = [
@@ -84,45 +84,49 @@ def _listed(said: dict, matrices: list[_Matrix], modelopt: bool) -> list[str]:
     for key in (*_NOT_QUANTISED, *_NOT_NVFP4):
         other = modelopt and key in _NOT_NVFP4
         there = [one for one in matrices if one.held.dtype == "U8" or (one.held.dtype in _FORMATS and not other)]
-        for entry in said.get(key, []):
-            naming = _naming(entry)
+        for listed in said.get(key, []):
+            naming = _naming(listed)
             if held := next((one.held for one in there if one.named(naming)), None):
                 without = "NVFP4" if other else "a quantised format"
                 faults.append(
-                    f"config.json: quantization_config.{key} has {entry!r}, by which it is not in {without}, but "
+                    f"config.json: quantization_config.{key} has {listed!r}, by which it is not in {without}, but "
                     f"{held.name} is {_format(held)}: {_WHAT_TO_DO}"
                 )
     return faults
 
 
 def _layers(said: dict, matrices: list[_Matrix]) -> list[str]:
-    """What quantized_layers says of modules that are in another format; the first tensor of each entry."""
+    """What quantized_layers says of modules that are in another format; the first tensor of each name."""
     faults = []
-    for entry, layer in said.get("quantized_layers", {}).items():
-        naming, algorithm = _naming(entry), layer.get("quant_algo")
+    for listed, layer in said.get("quantized_layers", {}).items():
+        naming, algorithm = _naming(listed), (layer or {}).get("quant_algo")
         there = [one for one in matrices if one.held.dtype != _ALGORITHMS.get(algorithm, one.held.dtype)]
         if held := next((one.held for one in there if one.named(naming)), None):
             faults.append(
-                f"config.json: quantization_config.quantized_layers.{entry} has quant_algo {algorithm!r}, but "
+                f"config.json: quantization_config.quantized_layers.{listed} has quant_algo {algorithm!r}, but "
                 f"{held.name} is {_format(held)}: {_WHAT_TO_DO}"
             )
     return faults
 
 
-def _naming(entry: str) -> Callable[[str], bool]:
-    """Whether an entry of a list names a module: by a regular expression behind "re:", a pattern with stars, or a whole
+def _naming(listed: str) -> Callable[[str], bool]:
+    """Whether what is in a list names a module: by a regular expression behind "re:", a pattern with stars, or a whole
     part of the module's name, in DeepSeek's spelling or transformers'.
     """
-    if entry.startswith("re:"):
+    if listed.startswith("re:"):
         try:
-            pattern = re.compile(entry[3:])
+            pattern = re.compile(listed[3:])
         except re.error:  # it names nothing that could be compared
             return lambda module: False
         return lambda module: bool(pattern.match(module))
-    if set("*?[") & set(entry):
-        return lambda module: fnmatchcase(module, entry)
+    if set("*?[") & set(listed):
+        return lambda module: fnmatchcase(module, listed)
     canonical = checkpoint_names.canonical
-    spelled = {entry, _module(canonical(f"{entry}.weight")), _module(canonical(f".{entry}.weight")).removeprefix(".")}
+    spelled = {
+        listed,
+        _module(canonical(f"{listed}.weight")),
+        _module(canonical(f".{listed}.weight")).removeprefix("."),
+    }
     return lambda module: any(f".{one}." in f".{module}." for one in spelled if one and one in module)
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from harness.judge import console, device_lock, journal, next_command, plan, spread, verdict
+from harness.judge import console, device_lock, journal, next_command, phases, plan, spread, verdict
 from harness.judge.events import Events
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -117,6 +117,11 @@ class Run:
         return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
 
     @property
+    def usual(self) -> int:
+        """How many processes of each a comparison has by default, if the user asked for another number, else 0."""
+        return phases.plan(self.device, paired=True).processes if self.args.against and self.args.processes else 0
+
+    @property
     def kept(self) -> str:
         """The id of this run if what it has found is kept for --resume, else ""."""
         return self.journal.run_id if self.journal and self.journal.resumable else ""
@@ -202,11 +207,12 @@ class Run:
         return verdict.EXIT_CODES[status]
 
     def _run(self, stack: contextlib.ExitStack, checked: bool) -> int:
+        """What is wrong with the chosen cases and submissions is said before the check, which takes long."""
         args = self.args
         chosen = self.selection.submissions()
+        if checked:
+            self.selection.cases()
         console.say(environment.block() + "\n")
-        if checked and (code := self._check()):
-            return code
         if args.mode == "profile" and not args.sanitize:
             return self._profile(chosen[0])
         if args.mode == "latency" and not args.sanitize:
@@ -222,6 +228,8 @@ class Run:
             said = f"{missing[-1].submission.name}: {missing[-1].reason}"
             output.complain(f"harness/run.py: --against: nothing was compared, {said}")
             return self._said("UNSUPPORTED", said)
+        if checked and (code := self._check()):
+            return code
         if self.recorded:
             stack.callback(self._plan(judged).close)
         if runnable:
@@ -353,7 +361,7 @@ class Run:
             for one in (j for j in judged if j.against_all):
                 if not args.quiet:
                     console.say()
-                console.against(one)
+                console.against(one, self.usual)
             if not args.quiet:
                 console.say()
             console.summary([*judged, *self.opponents], BASELINE)
@@ -387,7 +395,7 @@ class Run:
         winner = ""
         with contextlib.suppress(UsageError):
             winner = self.problem.winner(self.target).name
-        command, why = next_command.after(self.args, self.problem.name, winner, judged)
+        command, why = next_command.after(self.args, self.problem.name, winner, judged, self.usual)
         self.events.write("next", command=command, reason=why)
 
     def _write_json(self, judged: list[Result]) -> None:

@@ -150,41 +150,46 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
             say(f"{j.submission.name:<20} {j.verdict:<14} not timed: {why(j)}{kind}")
 
 
-def against(j: Result) -> None:
-    """Print the paired comparison: the ratio of times by case, and their geomean."""
+def against(j: Result, usual: int = 0) -> None:
+    """Print the paired comparison: the ratio of times by case, and their geomean. usual: as for `undecided`."""
     for t, pair in zip(j.times, j.against, strict=True):
-        say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
+        say(f"{text.line(t.case):<28} {_ratio(j, pair, usual) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
     what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
     if j.against_all:
-        say(f"{what:<28} {_ratio(j, j.against_all)}")
+        say(f"{what:<28} {_ratio(j, j.against_all, usual)}")
 
 
-def _ratio(j: Result, pair: dict) -> str:
+def _ratio(j: Result, pair: dict, usual: int) -> str:
     lo, hi = pair["ci95"]
     said = f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
     if "needed_range" not in pair:
         return said
-    return f"{said}: {undecided(pair)}"
+    return f"{said}: {undecided(pair, usual)}"
 
 
-def undecided(pair: dict) -> str:
-    """Return what is known of the number of processes that would decide a comparison, in words."""
+def undecided(pair: dict, usual: int = 0) -> str:
+    """Return what is known of the number of processes that would decide a comparison, in words. usual: how many there
+    are where the user asks for no number; of fewer the interval is so wide that it tells little of what would decide.
+    """
     (least, most), limit = pair["needed_range"], limits.MOST_PROCESSES
+    few = f"{pair['processes']} tell little: try --processes {usual}, the default"
     if least > limit or (pair["needed"] > limit and most <= stats.WIDE * least):
-        return f"more than --processes {limit} would decide: try when the machine is idle"
+        how = few if pair["processes"] < usual else "try when the machine is idle"
+        return f"more than --processes {limit} would decide: {how}"
     if most > stats.WIDE * least:
         bound = f"{most}" if most <= limit else f"more than {limit}"
+        how = few if pair["processes"] < usual else "four times as many halve it"
         return (
             f"how many processes would decide cannot be told yet: {least} to {bound}, by where in the interval the "
-            "true ratio is; four times as many halve it"
+            f"true ratio is; {how}"
         )
     times = pair["needed"] / pair["processes"]
     return f"about --processes {pair['needed']} would decide, {times:.1f} times as long"
 
 
 def why(j: Result) -> str:
-    """Return the reason of a verdict that is not PASSED, on one line."""
+    """Return the reason of a verdict that is not PASSED, on one line; of cases, that of the first with this verdict."""
     if j.reason:
         return text.first_line(j.reason)
     bad = [(c, o) for c, o in j.tests if o.status not in ("PASSED", "MODEL_CHECKED")] + [
@@ -193,7 +198,7 @@ def why(j: Result) -> str:
     bad = [(c, o) for c, o in bad if o.status != "UNSUPPORTED"] or bad
     if not bad:
         return "no reason given"
-    case, outcome = bad[0]
+    case, outcome = next(((c, o) for c, o in bad if o.status == j.verdict), bad[0])
     many = f"{len(bad)} of {len(j.tests) + len(j.times)} cases failed"
     return f"{many}, first {text.line(case)}: {outcome.status}: {gist(outcome.reason)}"
 

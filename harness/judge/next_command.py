@@ -14,8 +14,10 @@ PAIRED = ("against", *options.PAIRED, "processes")  # what the user says of a co
 _HELP = re.compile(r"--timeout [0-9.e+]+")  # how a time-out names the limit to try
 
 
-def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]) -> tuple[str, str]:
-    """Return (the command, why). name: the problem's; winner: of this machine, "" if there is none."""
+def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result], usual: int = 0) -> tuple[str, str]:
+    """Return (the command, why). name: the problem's; winner: of this machine, "" if there is none; usual: as for
+    console.undecided.
+    """
     results = [j for j in judged if j.verdict != "UNSUPPORTED"] or judged
     j = min(results, key=lambda one: schema.STATUSES.index(one.verdict))
     variant = ["--variant", j.submission.name.partition("#")[0]]
@@ -28,7 +30,7 @@ def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]
         if percent is not None and any(verdict.regressions(one, percent) for one in judged):
             words, why = [*base, *_given(args, "mode", "case", *PAIRED)], "it is slower: make it faster, then compare"
         elif asked and asked["word"] == "UNDECIDED":
-            words, why = _undecided(args, base, asked)
+            words, why = _undecided(args, base, asked, usual)
         else:
             words, why = _passed(args, base, report, "" if winner == j.submission.name else winner)
     elif j.verdict == "MODEL_CHECKED":
@@ -60,13 +62,16 @@ def _given(args: argparse.Namespace, *names: str) -> list[str]:
     ]
 
 
-def _undecided(args: argparse.Namespace, base: list[str], found: dict) -> tuple[list[str], str]:
+def _undecided(args: argparse.Namespace, base: list[str], found: dict, usual: int) -> tuple[list[str], str]:
     """After a comparison that did not decide, the same one with as many processes as would; where their number cannot
-    be told, with four times as many, which halve the interval.
+    be told, with four times as many, which halve the interval, or with the usual number after one with fewer.
     """
     kept = _given(args, "mode", "case", *(name for name in PAIRED if name != "processes"))
     (least, most), limit, count = found["needed_range"], limits.MOST_PROCESSES, found["processes"]
-    if most > stats.WIDE * least and least <= limit:
+    untold = most > stats.WIDE * least and least <= limit
+    if count < usual and (untold or found["needed"] > limit):
+        count, why = usual, console.undecided(found, usual)
+    elif untold:
         count, why = min(4 * count, limit), console.undecided(found)
     elif found["needed"] <= limit:
         count, why = found["needed"], "about so many processes of each would decide"

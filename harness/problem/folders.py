@@ -1,5 +1,6 @@
 """Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (harness/problem/gpu_mode.py), as one type."""
 
+import ast
 import contextlib
 import dataclasses
 import traceback
@@ -191,7 +192,7 @@ def problem_names() -> list[str]:
 
 def submission(problem: Problem, file: Path, option: str = "--submission") -> Submission:
     """What the submission `file`, which `option` names, says of itself. UsageError: no such file, no Python, an unknown
-    target, or ONLY where it may not stand or with other fields than the cases have.
+    target, or ONLY or setup where these may not stand, or ONLY with other fields than the cases have.
     """
     if not file.is_file():
         raise UsageError(f"{option} must be a Python file, found none at {file}")
@@ -210,6 +211,8 @@ def _entry(problem: Problem, file: Path) -> Submission:
     targets = _targets(file, said)
     baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
     only = _only(problem, file, said["ONLY"], () if baseline else targets) if "ONLY" in said else ()
+    if problem.own and not baseline:
+        _see_no_setup(file)
     return Submission(
         file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.own
     )
@@ -268,6 +271,25 @@ def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) 
                 f"{problem.name}/task.py: ONLY_BY_TARGET must admit every timed case, it leaves out {case}"
             )
     return only
+
+
+def _see_no_setup(file: Path) -> None:
+    """Raise UsageError for a function setup(data) that only a judge could call, as it does with a baseline's. A helper
+    that happens to have the name is called by the file itself, or has other parameters.
+    """
+    tree = load.parse(file)
+    made = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "setup"]
+    used = any(isinstance(node, ast.Name) and node.id == "setup" for node in ast.walk(tree))
+    if not made or used:
+        return
+    given, own = made[-1].args, made[-1].args.kw_defaults
+    required = len(given.posonlyargs) + len(given.args) - len(given.defaults) + sum(one is None for one in own)
+    if required == 1:
+        raise UsageError(
+            f"{file.name}:{made[-1].lineno}: setup(data) is for peer_* files of variants/, and would not be called: a "
+            "submission prepares within custom_kernel(data), in prepare(weights) where the problem has weights, or "
+            "calls its setup itself"
+        )
 
 
 def is_own(folder: Path) -> bool:

@@ -101,7 +101,15 @@ def read(tmp_path, **changes):
         ("o_groups", 7), ("qk_rope_head_dim", 63), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0),
         ("logit_scale", 0.5), ("query_pre_attn_scalar", 256), ("use_sliding_window", False), ("something", ["else"]),
         ("intermediate_size", 18432), ("qkv_bias", False), ("rope_scaling.low_freq_factor", 1.0),
-        ("residual_multiplier", 0.22), ("clip_qkv", 8.0),
+        ("residual_multiplier", 0.22), ("clip_qkv", 8.0), ("quantization_config.zero_point", True),
+        ("quantization_config.bits", 4), ("quantization_config.weight_scale_inv", False),
+        ("quantization_config.producer_version", "1"), ("quantization_config.quant_method", "modelopt"),
+        ("quantization_config.modules_to_not_convert", "head"), ("quantization_config.ignore", [1]),
+        ("quantization_config.config_groups.group_0.weights.num_bits", 3),
+        ("quantization_config.config_groups.group_0.weights.zero", 3),
+        ("quantization_config.config_groups.group_0.rotation", 3), ("quantization_config.config_groups", [4]),
+        ("quantization_config.quantized_layers.layers_0", {"quant_algo": "W4A16_AWQ"}),
+        ("quantization_config.quantized_layers.layers_0", {"zero_point": 1}),
     ],
 )  # fmt: skip
 def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, key, value):
@@ -222,6 +230,22 @@ def test_keys_that_say_the_same_must_agree(tmp_path, changes, match):
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, **changes)
     assert len(caught.value.faults) == 1 and match in caught.value.faults[0], caught.value.faults
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling.beta_fast": 1, "rope_scaling.beta_slow": 32},
+         "rope_scaling.beta_fast must be at least rope_scaling.beta_slow, 32, got 1"),
+        ({"rope_scaling": None, "rope_parameters": NESTED | {"compress": {**NESTED["compress"], "beta_slow": 32.5}}},
+         "rope_parameters.compress.beta_fast must be at least rope_parameters.compress.beta_slow, 32.5, got 32"),
+    ],
+)  # fmt: skip
+def test_the_two_bounds_of_yarn_are_in_their_order(tmp_path, changes, said):
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, **changes)
+    assert caught.value.faults == (said,)
+    assert read(tmp_path, **{"rope_scaling.beta_slow": 32}).rope_beta_slow == 32, "a step, which can be computed"
 
 
 def test_a_file_that_is_no_object_or_names_a_key_twice_is_refused(tmp_path):

@@ -336,6 +336,16 @@ def test_what_is_wrong_with_a_text_is_said(folder, copy, tmp_path, capsys):
     (path / "tokenizer.json").unlink()
     assert "tokenizer.json is not there: name a tokenizer.json with --tokenizer" in refused(capsys, *words)
     assert "is not there" in refused(capsys, *words, "--tokenizer", tmp_path / "none.json")
+    (path / "tokenizer.json").mkdir()
+    said = "tokenizer.json is a directory, not a file: name a tokenizer.json with --tokenizer"
+    assert said in refused(capsys, *words) and said in refused(capsys, *words, "--tokenizer", path / "tokenizer.json")
+    (path / "tokenizer.json").rmdir()
+    shutil.copy(folder / "tokenizer.json", path)
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (path / name).mkdir()
+        said = refused(capsys, *words)
+        assert "cannot be read" in said and "directory" in said and name in said
+        (path / name).rmdir()
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):

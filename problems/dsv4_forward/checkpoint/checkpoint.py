@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from problems.dsv4_forward.checkpoint import checkpoint_names, config_json, convert, values
+from problems.dsv4_forward.checkpoint import checkpoint_names, config_json, convert, quantisation, values
 from problems.dsv4_forward.checkpoint.checkpoint_names import CheckpointError, Piece, Stored
 from problems.dsv4_forward.checkpoint.config_json import config_from_json
 from problems.dsv4_forward.weights import layout, tree
@@ -55,7 +55,7 @@ class _Files:
         """File -> names that the index puts there (none if there is no index)."""
         if path.is_file():
             return {str(path): []}
-        if (path / INDEX).is_file():
+        if (path / INDEX).exists():
             files: dict[str, list[str]] = {}
             for name, file in _index(path / INDEX).items():
                 files.setdefault(str(path / file), []).append(name)
@@ -114,14 +114,17 @@ def load(
 
     cfg: config.json's if None; one without prediction layers leaves those of the checkpoint out. fmt: the format to
     hold the weights in, the checkpoint's if None; convert.convert says what can become what. progress: show a bar.
-    CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor and every file that cannot be
-    read, before any weight is loaded, or in the end every tensor with wrong values (values.fault); ValueError: the
-    checkpoint cannot become `fmt`.
+    CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor, every file that cannot be read
+    and what quantization_config of config.json says otherwise than the tensors, before any weight is loaded, or in the
+    end every tensor with wrong values (values.fault); ValueError: the checkpoint cannot become `fmt`.
     """
     path = Path(path)
     if not path.exists():
         raise CheckpointError(path, ["is not there: name a folder of safetensors with a config.json, or a file"])
-    cfg = cfg or config_from_json(path if path.is_dir() else path.parent)
+    folder = path if path.is_dir() else path.parent
+    cfg = cfg or config_from_json(folder)
+    config = folder / "config.json"
+    said = config_json.quantisation_from_json(config) if config.exists() else {}
     with ExitStack() as stack:
         files = _Files(path, stack)
         try:
@@ -132,7 +135,8 @@ def load(
             raise CheckpointError(path, files.faults + other) from error
         joined = any(name.endswith(".experts.w13.weight") for name in files.stored)
         pieces = checkpoint_names.pieces(cfg, source, joined)
-        if faults := files.faults + _faults(cfg, pieces, files) + _wrong_values(cfg, pieces, files):
+        faults = files.faults + quantisation.contradictions(said, files.stored)
+        if faults := faults + _faults(cfg, pieces, files) + _wrong_values(cfg, pieces, files):
             raise CheckpointError(f"{path} as {cfg.name} in {source}", faults)
         convert.check(source, fmt or source)
         tensors = tree.empty(cfg, fmt or source, device)
@@ -160,7 +164,7 @@ def _faults(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[str]:
 
 
 def _wrong_values(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[str]:
-    """Values that could not be computed with: w1 and w3 of different NVFP4 scalars, experts that do not exist."""
+    """Values that could not be computed with: w1 and w3 of different NVFP4 scalars, tables of wrong experts."""
     faults = []
     sound = {name for name in pieces if name in files.stored and files.stored[name].dtype in pieces[name].dtypes}
     for name in sorted(sound):
@@ -170,10 +174,20 @@ def _wrong_values(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[
             if not torch.equal(one, other):
                 faults.append(f"{name} must be {first}'s {one.tolist()}, got {other.tolist()}")
         if name.endswith("tid2eid"):
-            table = files.read(name)
-            if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < cfg.n_routed_experts:
-                faults.append(f"{name} must be of 0..{cfg.n_routed_experts - 1}, got {table.min()}..{table.max()}")
+            faults += _wrong_table(name, files.read(name), cfg.n_routed_experts)
     return faults
+
+
+def _wrong_table(name: str, table: torch.Tensor, experts: int) -> list[str]:
+    """What is wrong with a table of the experts of each token: one that does not exist, or is there twice."""
+    if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < experts:
+        return [f"{name} must be of 0..{experts - 1}, got {table.min()}..{table.max()}"]
+    ordered = table.sort(-1).values
+    if table.dim() != 2 or not bool((twice := (ordered[:, 1:] == ordered[:, :-1]).any(-1)).any()):
+        return []
+    row, count = int(twice.nonzero()[0]), int(twice.sum())
+    got = f"{table[row].tolist()} in row {row}" + (f", the first of {count} such rows" if count > 1 else "")
+    return [f"{name} must have distinct experts for each token, got {got}"]
 
 
 def _fill(

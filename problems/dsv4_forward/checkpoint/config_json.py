@@ -6,6 +6,7 @@ logits (_WITHOUT_EFFECT). Any other is a fault: in another model it may be a cap
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from problems.dsv4_forward.checkpoint.checkpoint_names import CheckpointError
@@ -62,11 +63,27 @@ _COMPUTED_YARN = {
 }  # fmt: skip
 _READ_ROPE = (*_YARN.values(), *_COMPUTED_YARN, "rope_theta", "partial_rotary_factor", "main", "compress")
 _COMPUTED_PLAIN_ROPE = {"type": ("default",), "rope_type": ("default",)}
-_COMPUTED_QUANTISATION = {  # its other keys say which tensors are in which format, which the tensors do too
+_COMPUTED_QUANTISATION = {  # quantisation.py compares them with the tensors
     "quant_method": ("fp8", "modelopt"), "fmt": ("e4m3",), "scale_fmt": ("ue8m0",), "activation_scheme": ("dynamic",),
     "weight_block_size": ([128, 128],), "expert_dtype": ("fp4",), "quant_algo": ("MIXED_PRECISION", "NVFP4"),
     "moe_quant_algo": ("NVFP4",), "group_size": (16,), "kv_cache_quant_algo": ("FP8",),
 }  # fmt: skip
+_ONLY_FP8 = (  # keys of the method fp8 that no other one reads
+    "fmt", "scale_fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+    "dequantize",
+)  # fmt: skip
+_MODULE_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_READ_QUANTISATION = (
+    *_COMPUTED_QUANTISATION, *_ONLY_FP8, *_MODULE_LISTS, "producer", "kv_cache_scheme", "config_groups",
+    "quantized_layers",
+)  # fmt: skip
+_READ_GROUP = ("weights", "input_activations", "output_activations", "targets", "format")  # of config_groups
+_COMPUTED_WEIGHTS = {"num_bits": (4, 8), "type": ("float",)}  # of a group's weights
+_READ_WEIGHTS = (
+    *_COMPUTED_WEIGHTS, "group_size", "dynamic", "strategy", "symmetric", "actorder", "block_structure", "observer",
+    "observer_kwargs", "scale_dtype", "zp_dtype",
+)  # fmt: skip
+_COMPUTED_LAYER = {"quant_algo": ("NVFP4", "FP8_PB_WO"), "group_size": (16, 128)}  # an entry of quantized_layers
 _OTHER_MODEL = ("engram_", "candidate_", "kv_source_layer_ids", "index_source_layer_ids")  # how V4.1's keys begin
 _RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA}
 _ROUTERS = ("hash_moe", "moe")
@@ -105,7 +122,7 @@ def config_from_json(path: str | Path) -> Config:
     file = file / "config.json" if file.is_dir() else file
     data = read_json(file)
     faults = _others(data, _COMPUTED)
-    faults += _others(_part(data, "quantization_config", faults), _COMPUTED_QUANTISATION, "quantization_config.")
+    _quantisation(data, faults)
     faults += [f"{key}: keys of DeepSeek-V4.1, another model, must not be there" for key in data if _of_another(key)]
     faults += _unknown(data, (*_READ, *_WITHOUT_EFFECT))
     rope = _rope(data, faults)
@@ -125,10 +142,58 @@ def config_from_json(path: str | Path) -> Config:
         raise CheckpointError(file, [_in_the_file(str(error), keys)]) from error
 
 
+def quantisation_from_json(file: Path) -> dict:
+    """What quantization_config of a config.json says, without keys that are null; empty if there is none.
+
+    CheckpointError as config_from_json, for what is wrong with this object.
+    """
+    faults: list[str] = []
+    said = _quantisation(read_json(file), faults)
+    if faults:
+        raise CheckpointError(file, faults)
+    return said
+
+
+def _quantisation(data: dict, faults: list[str]) -> dict:
+    """quantization_config without keys that are null. What can be told of it without the tensors is checked.
+
+    NVIDIA's files have quant_method fp8, for attention and the like, and modelopt's keys beside, for the experts.
+    modelopt itself reads none of fp8's.
+    """
+    key = "quantization_config"
+    said = {name: value for name, value in _part(data, key, faults).items() if value is not None}
+    faults += _others(said, _COMPUTED_QUANTISATION, f"{key}.") + _unknown(said, _READ_QUANTISATION, f"{key}.")
+    others = [name for name in _ONLY_FP8 if name in said]
+    if said.get("quant_method") == "modelopt" and others:
+        faults.append(
+            f"{key}.quant_method is 'modelopt', which has no {', '.join(others)}: remove these keys, or name the "
+            "method 'fp8' if attention matrices are FP8"
+        )
+    for name in _MODULE_LISTS:
+        names = said.get(name, [])
+        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+            faults.append(f"{key}.{name} must be a list of names, got {names!r:.80}")
+    groups = _part(said, "config_groups", faults, f"{key}.")
+    for name in groups:
+        path = f"{key}.config_groups.{name}"
+        group = _part(groups, name, faults, f"{key}.config_groups.")
+        faults += _unknown(group, _READ_GROUP, f"{path}.")
+        for part in ("weights", "input_activations", "output_activations"):
+            faults += _unknown(_part(group, part, faults, f"{path}."), _READ_WEIGHTS, f"{path}.{part}.")
+        weights = _part(group, "weights", [])
+        sizes = {"group_size": (16,)} if weights.get("num_bits") == 4 else {}
+        faults += _others(weights, _COMPUTED_WEIGHTS | sizes, f"{path}.weights.")
+    layers, path = _part(said, "quantized_layers", faults, f"{key}."), f"{key}.quantized_layers."
+    for name in layers:
+        layer = _part(layers, name, faults, path)
+        faults += _unknown(layer, tuple(_COMPUTED_LAYER), f"{path}{name}.")
+        faults += _others(layer, _COMPUTED_LAYER, f"{path}{name}.")
+    return said
+
+
 def _in_the_file(fault: str, keys: dict[str, str]) -> str:
-    """A fault of a field of Config under the file's key for it. keys: by field, where the two differ."""
-    name, *rest = fault.partition(" ")
-    return "".join([keys.get(name, name), *rest])
+    """A fault of fields of Config under the file's keys for them. keys: by field, where the two differ."""
+    return re.sub(r"\w+", lambda found: keys.get(found[0], found[0]), fault)
 
 
 def read_json(file: Path) -> dict:
@@ -179,11 +244,11 @@ def _of_another(key: str) -> bool:
     return key.startswith(_OTHER_MODEL)
 
 
-def _part(data: dict, key: str, faults: list[str]) -> dict:
+def _part(data: dict, key: str, faults: list[str], prefix: str = "") -> dict:
     """An object within the file; empty if it is left out, or no object."""
     value = data.get(key)
     if value is not None and not isinstance(value, dict):
-        faults.append(f"{key} must be an object, got {value!r}")
+        faults.append(f"{prefix}{key} must be an object, got {value!r}")
     return value if isinstance(value, dict) else {}
 
 

@@ -16,7 +16,8 @@ class Tokenizer:
         except ImportError as error:
             raise ValueError("text needs the package tokenizers, which `make setup` installs") from error
         if not file.is_file():
-            raise ValueError(f"{file} is not there: name a tokenizer.json with --tokenizer, or give ids with --prompt")
+            what = "is a directory, not a file" if file.is_dir() else "is not there"
+            raise ValueError(f"{file} {what}: name a tokenizer.json with --tokenizer, or give ids with --prompt")
         try:
             self._held = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises this type itself
@@ -75,7 +76,7 @@ def tokenizer(folder: Path | None, file: Path | None) -> Tokenizer:
         return Tokenizer(file)
     settings = folder / "tokenizer_config.json"
     bos = None
-    if settings.is_file() and read_json(settings).get("add_bos_token") is True:
+    if settings.exists() and read_json(settings).get("add_bos_token") is True:
         bos = read_json(folder / "config.json").get("bos_token_id")
         if type(bos) is not int or bos < 0:
             raise CheckpointError(folder / "config.json", [f"bos_token_id must be a token, got {bos!r}"])
@@ -90,7 +91,7 @@ def end_tokens(folder: Path, vocab: int) -> frozenset[int]:
     """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        found = read_json(file).get("eos_token_id") if file.is_file() else None
+        found = read_json(file).get("eos_token_id") if file.exists() else None
         if found is None:
             continue
         listed = found if isinstance(found, list) else [found]

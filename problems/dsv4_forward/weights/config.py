@@ -75,6 +75,10 @@ class Config:
                 f"num_experts_per_tok must be at most n_routed_experts, {self.n_routed_experts}, got "
                 f"{self.num_experts_per_tok}"
             )
+        if self.rope_beta_fast < self.rope_beta_slow:
+            raise ValueError(
+                f"rope_beta_fast must be at least rope_beta_slow, {self.rope_beta_slow}, got {self.rope_beta_fast}"
+            )
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise ValueError(
                 f"qk_rope_head_dim must be even and at most index_head_dim, {self.index_head_dim}, got "

@@ -1,5 +1,6 @@
 """What a run prints at its end: every figure can be read, whatever the cases are called."""
 
+import argparse
 import dataclasses
 import io
 import json
@@ -8,7 +9,7 @@ import re
 
 import pytest
 
-from harness.judge import console, verdict
+from harness.judge import console, next_command, verdict
 from harness.judge.events import Step
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
@@ -142,6 +143,21 @@ def test_elsewhere_and_in_quiet_there_is_none(monkeypatch, screen):
     assert plain.file.getvalue() == "" and len(seen) == 2
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_case_of_a_summary_is_one_of_its_verdict(screen, timed):
+    judged = verdict.Result(MOE.variant("cpu_avx512"), "cpu")
+    ended = [("PASSED", ""), ("INCORRECT", "wrong"), ("RUNTIME_ERROR", "it broke"), ("TIMEOUT", "late")]
+    cases = [(Case({"m": m}, 1), Outcome(*said)) for m, said in enumerate(ended)]
+    judged.tests += cases[:2] if timed else cases
+    for case, outcome in cases[2:] if timed else ():
+        judged.times.append(verdict.CaseTime(case, Timing(case, [], outcome), None, outcome))
+    console.summary([judged])
+    found = next_command.failure(judged)
+    assert judged.verdict == "RUNTIME_ERROR" and found is not None and found[0] == cases[2][0]
+    out = re.sub(r"\x1b\[[\d;]*m", "", screen.file.getvalue())
+    assert "RUNTIME_ERROR  not timed: 3 of 4 cases failed, first m=2: RUNTIME_ERROR: it broke" in out
+
+
 @pytest.mark.parametrize("status", ["INCORRECT", "COMPILE_ERROR"])
 def test_an_empty_reason_is_no_error(screen, status):
     judged = verdict.Result(MOE.variant("cpu_avx512"), "cpu", status if status == "COMPILE_ERROR" else "")
@@ -213,3 +229,21 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
 )
 def test_a_number_of_processes_is_named_only_where_the_interval_fixes_it(needed, ends, said):
     assert console.undecided({"needed": needed, "needed_range": ends, "processes": 40}).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("needed", "ends", "said"),
+    [
+        (9, [3, 9000], "cannot be told yet: 3 to more than 1000, by where in the interval the true ratio is; 2 tell"),
+        (2000, [1001, 9000], "more than --processes 1000 would decide: 2 tell little: try --processes 40, the default"),
+    ],
+)
+def test_fewer_processes_than_usual_lead_to_the_usual_number(needed, ends, said):
+    found = {"needed": needed, "needed_range": ends, "processes": 2}
+    told = console.undecided(found, 40)
+    assert said in told and told.endswith("2 tell little: try --processes 40, the default")
+    for count, usual in ((40, 40), (2, 0)):
+        assert "tell little" not in console.undecided({**found, "processes": count}, usual)
+    args = argparse.Namespace(against="b", mode="benchmark", case=None, same_within=None, fail_on_regression=None)
+    words, why = next_command._undecided(args, [], found, 40)
+    assert words == ["--mode", "benchmark", "--against", "b", "--processes", "40"] and said in why

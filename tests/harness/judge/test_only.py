@@ -1,5 +1,6 @@
 """Peers that serve some cases of a problem alone, as their literal ONLY says: called on those, shown on all."""
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -110,6 +111,33 @@ def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
     (folder / "variants" / "cpu_confined.py").write_text(confined.replace("1024, ", "", 1))
     with pytest.raises(UsageError, match=r"peer_\* files of variants/, and for cpu .* got \{'n': \(524288, 1048576"):
         folders.find(str(folder)).variant("cpu_confined")
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("def setup(data):\n    return data\n", True), ("def setup(data, scale=2, *more):\n    return data\n", True),
+        ("def setup(*, data):\n    return data\n", True), ("def setup():\n    return 1\n", False),
+        ("def setup(data, scale):\n    return data\n", False), ("def setup(data):\n    return data\nsetup(1)\n", False),
+        ("class A:\n    def setup(self):\n        return 1\n", False), ("setup = 3\n", False),
+    ],
+)  # fmt: skip
+def test_setup_belongs_to_peers_too(folder, text, refused):
+    files = [folder / "variants" / f"{name}.py" for name in ("whole", "peer_part")]
+    for file in files:
+        file.write_text(f"{file.read_text()}\n\n{text}")
+    found = folders.find(str(folder))
+    assert found.variant("peer_part").baseline
+    if not refused:
+        assert found.variant("whole").name == "whole"
+        return
+    said = r"whole\.py:\d+: setup\(data\) is for peer_\* files of variants/, and would not be called"
+    with pytest.raises(UsageError, match=said):
+        found.variant("whole")
+    foreign = dataclasses.replace(found, own=False)
+    assert folders.submission(foreign, folder / "variants" / "whole.py").name == "whole", (
+        "GPU MODE's may have any helper"
+    )
 
 
 @pytest.mark.parametrize("served", [[False, True], [True, True], [False, False]])

@@ -71,9 +71,8 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     def stop(*_: object) -> None:
         raise UsageError(ON)
 
-    monkeypatch.setattr(invocation, "Recorder", stop)
-    monkeypatch.setattr(invocation.Run, "_profile", stop)
-    monkeypatch.setattr(invocation.Run, "_lint", stop)
+    for step in ("_plan", "_judge", "_sanitize", "_profile", "_lint"):
+        monkeypatch.setattr(invocation.Run, step, stop)
     monkeypatch.setattr(invocation.Run, "_settle", lambda _: None)
     yield made
     for name in set(sys.modules) - before:
@@ -97,7 +96,7 @@ def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
 @pytest.mark.parametrize(
     ("arguments", "runs"),
     [
-        ([], True), (["--mode", "leaderboard"], True), (["--mode", "test", "--case", "x"], True),
+        ([], True), (["--mode", "leaderboard"], True), (["--mode", "test", "--case", "parameters)"], True),
         (["--mode", "benchmark"], False), (["--mode", "profile"], False), (["--sanitize"], False), (["--lint"], False),
     ],
 )  # fmt: skip
@@ -105,6 +104,25 @@ def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
     assert run.main(["gated", "--device", "cpu", *arguments]) == output.USAGE_EXIT
     assert ON in capfd.readouterr().err
     assert (got(folder) is not None) == runs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--mode", "test", "--case", "tiny nonsense"], 2, "--case must match a test case of gated (("),
+        (["--case", "nonsense"], 2, "--case must match a benchmark case of gated"),
+        (["--mode", "test", "--variant", "a", "--all"], 2, "give one of --variant, --submission and --all"),
+        (["--all", "--against", "a"], 2, "--all goes with neither --against nor --mode profile"),
+        (["--variant", "a", "--against", "b"], 7, "--against: nothing was compared, b: made for sm100, this run is on"),
+        (["--against", "none.py"], 2, "--against must be a Python file, found none at none.py"),
+    ],
+)  # fmt: skip
+def test_options_that_are_wrong_are_refused_before_it(folder, capfd, arguments, code, said):
+    (folder / "variants").mkdir()
+    (folder / "variants" / "a.py").write_text(SUBMISSION)
+    (folder / "variants" / "b.py").write_text(SUBMISSION.replace("\n\n\n", '\nTARGETS = ("sm100",)\n\n\n', 1))
+    assert run.main(["gated", "--device", "cpu", *arguments]) == code
+    assert said in capfd.readouterr().err and got(folder) is None
 
 
 def test_a_file_from_elsewhere_is_not_its_business(folder, tmp_path, capfd):

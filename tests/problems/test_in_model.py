@@ -37,6 +37,10 @@ def linear(format, tokens, shape, content="plain"):
     return {"format": format, "tokens": tokens, "shape": shape, "content": content, "seed": 5}
 
 
+def mhc(tokens, hidden, addends):
+    return {"tokens": tokens, "hidden": hidden, "addends": addends, "content": "plain", "seed": 5}
+
+
 QUICK = [
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3)]),
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3)]),
@@ -96,6 +100,8 @@ LONG = [
             linear("nvfp4", 18, "4160x64_64x4160"),
         ],
     ),
+    # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
+    ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
     ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),

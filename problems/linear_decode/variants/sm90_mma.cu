@@ -1299,14 +1299,13 @@ bool admits(const Link& p, bool together) {
                           : has_room<FORMAT, 1, 1>(p);
 }
 
-// DEEP: of a link whose ring is filled while it waits, and of bf16, whose stages are half as long as fp8's.
+// DEEP: of a link whose ring is filled while it waits.
 template <int FORMAT, int DEEP>
 cudaError_t choose(const Link& p, const Next& next, bool behind, bool deep) {
     if (!admits<FORMAT>(p, false)) return cudaErrorInvalidValue;
     if (p.tokens > 16) return run<FORMAT, 4, DEPTH>(p, next, behind);
     if (p.tokens > 8) return run<FORMAT, 2, DEPTH>(p, next, behind);
-    if (deep || FORMAT == BF16) return run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind);
-    return run<FORMAT, 1, DEPTH, 1>(p, next, behind);
+    return deep ? run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind) : run<FORMAT, 1, DEPTH, 1>(p, next, behind);
 }
 
 }  // namespace

@@ -220,7 +220,7 @@ __device__ __forceinline__ void begin_tile(const Problem& p, const Group& g, int
 }
 
 // A multiplier's part of a tile.
-template <class S>
+template <class S, bool FEW>
 __device__ __forceinline__ void sum_tile(const Group& g, const Weights<S>& fn, int tile, typename S::Shared& shared,
                                          int thread) {
     asm volatile("" : "+r"(thread));  // addresses are made anew for each tile: kept in registers they spill
@@ -228,6 +228,7 @@ __device__ __forceinline__ void sum_tile(const Group& g, const Weights<S>& fn, i
     ptx::named_barrier_sync<NUM_THREADS>(READY_BARRIER + tile % READY_BARRIERS);  // and the sums ahead are told
     multiply_copies<S>(tile, shared, warp, lane);
     multiply<S>(fn, min(S::TILE, g.count - tile * S::TILE), tile, shared, warp, lane);
+    if constexpr (!FEW) ptx::named_barrier_arrive<NUM_THREADS>(FREE_BARRIER + tile % READY_BARRIERS);
     ptx::named_barrier_sync<ROLE_THREADS>(MULTIPLY_BARRIER);
     publish_sums<S>(g, shared, tile, thread);
 }
@@ -263,8 +264,11 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
                 const int ready = tile - LAG;
                 if (ready >= 0) receive_weights<S>(g, shared, ready, thread);
                 ptx::named_barrier_sync<ROLE_THREADS>(SPREAD_BARRIER);
-                if (ready >= 0)
+                if (ready >= 0) {
                     write_out<S>(p, norm, g.first, min(TILE, g.count - ready * TILE), ready, column, shared, thread);
+                    // The weights say so too, but by way of global memory, without an order that others could rely on.
+                    ptx::named_barrier_sync<NUM_THREADS>(FREE_BARRIER + ready % READY_BARRIERS);
+                }
                 load_tile<S>(p, g.first, g.count, tile + 2, column, shared, thread);
             }
         }
@@ -275,7 +279,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
         if constexpr (!FEW) ptx::warpgroup_reg_alloc<COLUMN_REGISTERS>();
         const Group g = group_of<S>(p, shared.first_tag);
         for (int tile = 0; tile < (FEW ? min(g.tiles, 1) : g.tiles); ++tile)
-            sum_tile<S>(g, fn, tile, shared, thread - ROLE_THREADS);
+            sum_tile<S, FEW>(g, fn, tile, shared, thread - ROLE_THREADS);
     }
     if (FEW && early.tiles) mix_here<S>(p, group_of<S>(p, shared.first_tag), shared, column, thread);
     if (thread == 0) end_turns(p.state, shared.first_tag, p.turns);

@@ -697,9 +697,9 @@ __device__ __forceinline__ void meet_grid(uint32_t* met, uint32_t& phase) {
 __device__ __forceinline__ float4 as_floats(const uint4& v) {
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
-__device__ __forceinline__ float4 load_sums(uint32_t from) { return as_floats(ptx::load_shared16(from)); }
-__device__ __forceinline__ float4 load_cluster_sums(uint32_t from) {  // at an address from ptx::in_block
-    return as_floats(ptx::load_cluster16(from));
+template <bool CLUSTER>
+__device__ __forceinline__ float4 load_sums(uint32_t from) {
+    return as_floats(CLUSTER ? ptx::load_cluster16(from) : ptx::load_shared16(from));
 }
 
 // ---- sums by way of memory
@@ -780,25 +780,31 @@ __device__ __forceinline__ void leave_tag(const Exchange& exchange, uint32_t tag
     *exchange.tag() = tag;
 }
 
-// The sum of load(0) .. load(count - 1), each `section` of them added up by themselves first. TOGETHER of a section are
-// loaded before the first is added. -0 changes no sum.
-template <int TOGETHER, class Load>
-__device__ __forceinline__ float4 add_up(int count, int section, const Load& load) {
-    float4 total = make_float4(-0.f, -0.f, -0.f, -0.f);
+// The sums of `local` chunks, the first at from(block) and each SUMS floats behind the one before, of blocks 0 to
+// blocks - 1. Every `section` chunks are added up by themselves first. TOGETHER of them are loaded before the first is
+// added. All counts are powers of two. -0 changes no sum. CLUSTER: of blocks of a cluster, from ptx::in_block.
+template <int TOGETHER, bool CLUSTER, class From>
+__device__ __forceinline__ float4 add_up(int blocks, int local, int section, const From& from) {
+    const int batch = min(min(TOGETHER, section), local);
+    float4 total = make_float4(-0.f, -0.f, -0.f, -0.f), sum = total;
+    int added = 0;
 #pragma unroll 1
-    for (int begin = 0; begin < count; begin += section) {
-        float4 sum = make_float4(-0.f, -0.f, -0.f, -0.f);
+    for (int block = 0; block < blocks; ++block) {
+        uint32_t at = from(block);
 #pragma unroll 1
-        for (int i = 0; i < section; i += TOGETHER) {
+        for (int i = 0; i < local; i += batch) {
             float4 some[TOGETHER];
 #pragma unroll
             for (int j = 0; j < TOGETHER; ++j)
-                if (i + j < section) some[j] = load(begin + i + j);
+                if (j < batch) some[j] = load_sums<CLUSTER>(at + j * SUMS * 4);
 #pragma unroll
             for (int j = 0; j < TOGETHER; ++j)
-                if (i + j < section) add(sum, some[j]);
+                if (j < batch) add(sum, some[j]);
+            at += batch * SUMS * 4, added += batch;
+            if (added & section - 1) continue;
+            add(total, sum);
+            sum = make_float4(-0.f, -0.f, -0.f, -0.f);
         }
-        add(total, sum);
     }
     return total;
 }
@@ -813,8 +819,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     extern __shared__ __align__(128) uint8_t smem[];
     using Ring = Stage<FORMAT, NT>;
     constexpr int Q = NT < 4 ? 2 : 1;             // of fp8: halves of a tile's rows at once, since registers are few
-    // Sums that are loaded at once: as many as there are registers for.
-    constexpr int TOGETHER = NT == 4 ? (FORMAT == FP8 ? 1 : 2) : CHAIN || FORMAT == FP8 ? 4 : 8;
+    constexpr int TOGETHER = NT == 4 ? 2 : 4;     // sums that are loaded at once: as registers allow
     constexpr int MESSENGER = CHAIN ? WARPS : 0;  // the warp that asks and releases
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     const bool works = !CHAIN || warp < WARPS, asks = threadIdx.x == 32 * MESSENGER;
@@ -1140,9 +1145,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 #pragma unroll 1
                     for (int line = 4 * warp + lane / 8; line < of_round << at.tile_shift; line += 4 * WARPS) {
                         const int token = line >> at.tile_shift, place = line & (1 << at.tile_shift) - 1;
-                        const float4 total = add_up<TOGETHER>(local, local, [&](int i) {
-                            return load_sums(sum_at((place << at.local_shift) + i, token));
-                        });
+                        const uint32_t from = sum_at(place << at.local_shift, token);
+                        const float4 total = add_up<TOGETHER, false>(1, local, local, [&](int) { return from; });
                         uint64_t* to = exchange.line(p, at, pass, place, 8 * t + token);
                         tell(to + rank * exchange.apart(p, at) + 4 * (lane & 7), total, tag);
                     }
@@ -1167,11 +1171,12 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 #pragma unroll 1
                     for (int which = first; which <= first + p.gated; ++which) {
                         gate = total;
-                        total = add_up<TOGETHER>(p.chunks, p.section, [&](int i) {  // the sums of chunk i
-                            const uint32_t there = sum_at((which << at.local_shift) + (i & local - 1), token);
-                            return p.cluster == 1 ? load_sums(there)
-                                                  : load_cluster_sums(ptx::in_block(i >> at.local_shift, there));
-                        });
+                        const uint32_t here = sum_at(which << at.local_shift, token);
+                        if (p.cluster == 1)
+                            total = add_up<TOGETHER, false>(1, local, p.section, [&](int) { return here; });
+                        else
+                            total = add_up<TOGETHER, true>(p.cluster, local, p.section,
+                                                           [&](int block) { return ptx::in_block(block, here); });
                     }
                     const bool inside = four + lane / 8 < lines && of_group < p.group_tiles;
                     put(inside, group * p.group_tiles + of_group, 8 * t + token, gate, total);

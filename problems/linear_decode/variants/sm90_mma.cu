@@ -36,6 +36,7 @@
 #include "launch_cooperative.cuh"
 #include "nvfp4_units.cuh"
 #include "ptx.cuh"
+#include "tagged_words.cuh"
 
 namespace {
 
@@ -47,7 +48,6 @@ constexpr int MOST_CLUSTER = 2;         // blocks of a cluster
 constexpr int MOST_SECTIONS = 8;        // of k, a block each
 constexpr int MOST_TOLD = 8;            // chunks whose sums a block adds up before it tells another one
 constexpr int HEARD = 4;                // sections that a thread asks for at once
-constexpr int MOST_TRIES = 1 << 22;     // of a read, each at least a third of a microsecond: more than a second
 constexpr int PAD = 36;                 // floats from a token to the next in a warp's sums: no conflicts of banks
 constexpr int SUMS = 8 * PAD;           // floats of a warp: 32 rows of 8 tokens
 constexpr int MOST_SHARED = 227 << 10;  // bytes of shared memory that a block can have
@@ -340,8 +340,8 @@ __device__ __forceinline__ uint4 nvfp4_piece(uint4 raw, float input_scale, float
                       ptx::pack_bf16x2(value[4], value[5]), ptx::pack_bf16x2(value[6], value[7]));
 }
 
-// A lane has four values of a token, bf16, from column `column` of the link behind on, and four lanes a group: writes them
-// where that takes them, if `inside`. held: lane i has input scale i. All lanes call this.
+// A lane has four values of a token, bf16, from column `column` of the link behind on, and four lanes a group: writes
+// them where that takes them, if `inside`. held: lane i has input scale i. All lanes call this.
 __device__ __forceinline__ void write_behind(const Next& next, bool inside, int token, int column, uint2 words,
                                              float held) {
     const int k = next.k_units * COLUMNS;
@@ -704,15 +704,13 @@ __device__ __forceinline__ float4 load_sums(uint32_t from) {
 
 // ---- sums by way of memory
 
-// What blocks that are no cluster tell each other: at first two words of 8 bytes, the tag of the last launch and how
-// many blocks of this one have told all; then sums of sections, [pass][block of those that share][tile at once][token]
-// [row], each in one word with the launch's tag. Who needs one reads until the tag is there. Tags only grow, so what
-// earlier launches left need not be cleared, and a graph may replay the launch. All blocks have to be resident.
+// What blocks that are no cluster tell each other by tagged_words.cuh: at first two words of 8 bytes with the state; then
+// sums of sections, [pass][block of those that share][tile at once][token][row], with the launch's tag. A graph may
+// replay the launch.
 struct Exchange {
     uint64_t* words;
 
-    __device__ __forceinline__ uint32_t* tag() const { return reinterpret_cast<uint32_t*>(words); }
-    __device__ __forceinline__ uint32_t* ended() const { return reinterpret_cast<uint32_t*>(words + 1); }
+    __device__ __forceinline__ tagged::State* state() const { return reinterpret_cast<tagged::State*>(words); }
     // From a block's word to the next block's.
     __device__ __forceinline__ int apart(const Link& p, const Geometry& at) const {
         return p.tokens * TILE << at.tile_shift;
@@ -725,13 +723,8 @@ struct Exchange {
 };
 
 __device__ __forceinline__ void tell(uint64_t* to, const float4& sum, uint32_t tag) {
-    const uint64_t high = static_cast<uint64_t>(tag) << 32;
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(high | __float_as_uint(sum.x)),
-                 "l"(high | __float_as_uint(sum.y))
-                 : "memory");
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to + 2), "l"(high | __float_as_uint(sum.z)),
-                 "l"(high | __float_as_uint(sum.w))
-                 : "memory");
+    tagged::publish_pair(to, sum.x, sum.y, tag);
+    tagged::publish_pair(to + 2, sum.z, sum.w, tag);
 }
 
 __device__ __forceinline__ void add(float4& to, const float4& v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; }
@@ -765,19 +758,12 @@ __device__ __forceinline__ float4 hear(const uint64_t* from, int apart, int coun
                 if (begin + i < count)
                     add(total, make_float4(low(word[i][0]), low(word[i][1]), low(word[i][2]), low(word[i][3])));
             begin += HEARD;
-        } else if (++tries == MOST_TRIES) {  // ends the launch with cudaErrorAssert and this line, not with a hung device
+        } else if (++tries == tagged::MOST_TRIES) {  // ends the launch with cudaErrorAssert and this line
             assert(!"linear_decode: time-out, a block waited for the sums of another that never came");
             __trap();
         }
     }
     return total;
-}
-
-// The last block of the launch that calls this, one thread each, leaves the tag. All blocks have read the one before.
-__device__ __forceinline__ void leave_tag(const Exchange& exchange, uint32_t tag) {
-    if (atomicAdd(exchange.ended(), 1u) != gridDim.x - 1) return;
-    *exchange.ended() = 0;
-    *exchange.tag() = tag;
 }
 
 // The sums of `local` chunks, the first at from(block) and each SUMS floats behind the one before, of blocks 0 to
@@ -1017,7 +1003,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     input_scale = input_scale_of(group);
                 }
                 if (!CHAIN && p.exchange && begins && threadIdx.x == 0)
-                    ptx::store_shared(barrier + TAG, load_relaxed(exchange.tag()) + 1);
+                    ptx::store_shared(barrier + TAG, load_relaxed(&exchange.state()->tag) + 1);
                 if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, again);
                 if (!direct || !begins) {
                     parity = ptx::load_shared(barrier + PARITY);
@@ -1187,7 +1173,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 
         if (!CHAIN && p.exchange) {  // ---- the sections' sums, in the order of k; of all passes, so blocks wait once
             const uint32_t tag = ptx::load_shared(barrier + TAG);
-            if (threadIdx.x == 0) leave_tag(exchange, tag);
+            if (threadIdx.x == 0) tagged::leave(exchange.state(), tag);
             const int first_shift = at.tile_shift - p.gated;
             const Share own = share_of(link);
 #pragma unroll 1

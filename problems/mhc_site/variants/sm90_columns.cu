@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
             sum_tile<S, FEW>(g, fn, tile, shared, thread - ROLE_THREADS);
     }
     if (FEW && early.tiles) mix_here<S>(p, group_of<S>(p, shared.first_tag), shared, column, thread);
-    if (thread == 0) end_turns(p.state, shared.first_tag, p.turns);
+    if (thread == 0) tagged::leave(p.state, shared.first_tag + p.turns);
 }
 
 // ---------------------------------------------------------------- launch

@@ -37,7 +37,7 @@ struct Problem {
     const __nv_bfloat16* norm;
     __nv_bfloat16 *new_copies, *out;
     float *new_post, *new_comb;
-    State* state;
+    tagged::State* state;
     uint64_t* exchange;
     int tokens, hidden;
     int y_bytes, second_bytes;  // of a value, 2 of bf16 or 4 of fp32; second 0: there is none
@@ -50,14 +50,14 @@ struct Problem {
 __device__ __forceinline__ void begin(const Problem& p, uint32_t& first_tag, int thread) {
     programmatic::wait();
     programmatic::trigger();
-    if (thread == 0) first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->first_tag);
+    if (thread == 0) first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->tag);
 }
 
 inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidden, int y_bytes, int second_bytes) {
     auto bf16 = [&](int i) { return static_cast<__nv_bfloat16*>(t[i]); };
     auto fp32 = [&](int i) { return static_cast<float*>(t[i]); };
     return {t[0], t[1], bf16(2), fp32(3), fp32(4), fp32(5), fp32(6), fp32(7), bf16(8), bf16(9), bf16(10), fp32(11),
-            fp32(12), reinterpret_cast<State*>(exchange), exchange + STATE_WORDS, tokens, hidden, y_bytes,
+            fp32(12), reinterpret_cast<tagged::State*>(exchange), exchange + STATE_WORDS, tokens, hidden, y_bytes,
             second_bytes, 0, 0};
 }
 

@@ -221,6 +221,10 @@ __device__ __forceinline__ uint64_t l2_evict_normal() {
     asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+// Into L2; bytes: a multiple of 16. Returns at once.
+__device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 // `bytes`, a multiple of 16, from global to shared memory; the barrier is told of each.
 __device__ __forceinline__ void tma_load_1d(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
                                           uint64_t policy) {

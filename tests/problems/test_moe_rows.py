@@ -67,10 +67,13 @@ def test_a_rows_bits_are_those_it_has_in_any_batch():
     """
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    cases = [case(9, 320, 192, "plain"), case(8, 192, 576, "magnitudes"), case(7, 1088, 64, "zeros", "uniform", 2)]
+    cases = [
+        case(9, 320, 192, "plain"), case(8, 192, 576, "magnitudes"), case(7, 1088, 64, "zeros", "uniform", 2),
+        case(12, 192, 64, "plain", "uniform", 2),  # with the shared expert more than 32 slots
+    ]  # fmt: skip
     code = CODE.replace("{multiprocessors}", str(MULTIPROCESSORS)).replace("{counts}", str(COUNTS))
     ran = subprocess.run(
         [sys.executable, "-c", code, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True, timeout=1500
     )
     found = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert found == [[COUNTS, True], [COUNTS, True], True] * 3, (found, ran.stderr[-2000:])
+    assert found == [[COUNTS, True], [COUNTS, True], True] * 4, (found, ran.stderr[-2000:])

@@ -6,7 +6,8 @@
 // ring in shared memory has room: the next unit row, the next expert, the second product's weights while v is still
 // being made. Two more warps add the sixteen sums of a unit row and take them on.
 //
-// First product: unit rows of all groups (up to 8 NT tokens of an expert), batch by batch, each shared out evenly.
+// First product: unit rows of all groups (up to 8 NT tokens of an expert), batch by batch, each shared out evenly; ahead
+// of them those of a shared expert, whose weights are asked for before the ids of the others have come.
 // Second: a block has 32 rows of out and takes all groups in turn, so the sum over experts stays in shared memory and
 // in one order. Groups lie in batches, each with a counter of the blocks that have ended its first product: so a block
 // goes on to the second without waiting for all of v. Every block sorts the tokens by itself (sm90_decode_groups.cuh);
@@ -62,6 +63,29 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     const uint32_t full_barriers = smem_address(smem + at.barriers), empty_barriers = full_barriers + 8 * p.stages;
     const uint32_t read = empty_barriers + 8 * p.stages, written = read + 24, ready = written + 8 * BATCHES;
     const uint32_t ring = smem_address(smem);
+    const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
+    const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
+    // The thread that copies: a unit row, of `all` units, to the ring's place `stage` and those behind it.
+    const auto send = [&](const uint8_t* from, int all, uint64_t policy, int& stage, int& parity) {
+        for (int i = 0; i < all; i += EACH * WARPS) {
+            const int bytes = min(all - i, EACH * WARPS) * units::BYTES;
+            wait(empty_barriers + 8 * stage, parity ^ 1);
+            if (NT == 1) {  // until the copy UNDER_WAY before has come
+                const bool wraps = stage < UNDER_WAY;
+                wait(full_barriers + 8 * (stage - UNDER_WAY + (wraps ? p.stages : 0)), parity ^ int(wraps));
+            }
+            copy(ring + stage * STAGE_BYTES, from, bytes, full_barriers + 8 * stage, policy);
+            from += bytes;
+            if (++stage == p.stages) stage = 0, parity ^= 1;
+        }
+    };
+    const auto first = [&](int expert, int row) {
+        return p.w13 + (static_cast<int64_t>(expert) * rows1 + row) * units1 * units::BYTES;
+    };
+    const auto second = [&](int expert, int row) {
+        return p.w2 + (static_cast<int64_t>(expert) * rows2 + row) * units2 * units::BYTES;
+    };
+    const int stages1 = (units1 + EACH * WARPS - 1) / (EACH * WARPS);  // of a unit row
     if (threadIdx.x == CONSUMER_THREADS) {
         for (int i = 0; i < p.stages; ++i)
             barrier_init(full_barriers + 8 * i, 1), barrier_init(empty_barriers + 8 * i, CONSUMER_THREADS);
@@ -69,6 +93,18 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             barrier_init(read + 16, EPILOGUE_THREADS);
         for (int i = 0; i < BATCHES; ++i)
             barrier_init(written + 8 * i, EPILOGUE_THREADS), barrier_init(ready + 8 * i, 1);
+        if (p.shared) {
+            fence_proxy_async_shared();  // copies will arrive at the barriers
+            const uint64_t policy = l2_evict_first();
+            const Part part = shared_part(0, shared_groups<NT>(p), rows1);
+            const int room = (p.stages * STAGE_BYTES - (n > 32 ? sorting_bytes(p) : 0)) / STAGE_BYTES;
+            int stage = 0, parity = 0, ahead = 0;
+            for (; ahead < part.items && (ahead + 1) * stages1 <= room; ++ahead)
+                send(first(p.experts - 1, (part.row + ahead) % rows1), units1, policy, stage, parity);
+            words[AHEAD] = ahead;
+            for (int row = blockIdx.x; row < rows2; row += gridDim.x)
+                prefetch_l2(second(p.experts - 1, row), units2 * units::BYTES);
+        }
     }
     programmatic::wait();
     programmatic::trigger();
@@ -76,15 +112,13 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         if (warp == 0) sort_few<NT>(p, groups, slots, routing, words, lane);
         __syncwarp();
     } else {
-        sort<NT>(p, smem, groups, slots, routing, words, warp, lane);
+        sort<NT>(p, smem + p.stages * STAGE_BYTES - sorting_bytes(p), groups, slots, routing, words, warp, lane);
     }
-    if (warp == 0 && !p.linear) share_out<NT, BATCHED<NT>>(groups, parts, words[32], p.inner / 16, lane);
+    if (warp == 0 && !p.linear)
+        share_out<NT, BATCHED<NT>>(groups, parts, words[32], shared_groups<NT>(p), rows1, lane);
     fence_proxy_async_shared();  // copies will write where sorting has written
     __syncthreads();
     const int count = words[32];
-
-    const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
-    const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
     const int batches = p.linear ? 0 : batches_of<BATCHED<NT>>(count);
     int stage = 0, parity = 0;
 
@@ -96,29 +130,16 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             epilogue<NT>(p, at, smem, warp - WARPS - 1, lane, count);
         if (threadIdx.x == NUM_THREADS - 32) watch(p, written, ready, batches);
         if (threadIdx.x != CONSUMER_THREADS) return;
-        // The thread that copies.
         const uint64_t policy = l2_evict_first();
-        auto send = [&](const uint8_t* from, int all) {
-            for (int i = 0; i < all; i += EACH * WARPS) {
-                const int bytes = min(all - i, EACH * WARPS) * units::BYTES;
-                wait(empty_barriers + 8 * stage, parity ^ 1);
-                if (NT == 1) {  // until the copy UNDER_WAY before has come
-                    const bool wraps = stage < UNDER_WAY;
-                    wait(full_barriers + 8 * (stage - UNDER_WAY + (wraps ? p.stages : 0)), parity ^ int(wraps));
-                }
-                copy(ring + stage * STAGE_BYTES, from, bytes, full_barriers + 8 * stage, policy);
-                from += bytes;
-                if (++stage == p.stages) stage = 0, parity ^= 1;
-            }
-        };
+        const int ahead = p.shared ? words[AHEAD] : 0;
+        stage = ahead * stages1;
+        if (stage == p.stages) stage = 0, parity = 1;
+        int sent = 0;
         if (batches)
             for (Walk walk(parts, rows1, batches); walk.find(); walk.next())
-                send(p.w13 +
-                         (static_cast<int64_t>(groups[walk.group].expert) * rows1 + walk.row) * units1 * units::BYTES,
-                     units1);
+                if (++sent > ahead) send(first(groups[walk.group].expert, walk.row), units1, policy, stage, parity);
         for (int row = blockIdx.x; row < rows2; row += gridDim.x)
-            for (int i = 0; i < count; ++i)
-                send(p.w2 + (static_cast<int64_t>(groups[i].expert) * rows2 + row) * units2 * units::BYTES, units2);
+            for (int i = 0; i < count; ++i) send(second(groups[i].expert, row), units2, policy, stage, parity);
         return;
     }
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
@@ -229,14 +250,17 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                     if (takes) tokens.round(units1, warp, false);
             }
         } else {
-            int group = parts[0].group, row = parts[0].row;
-            const int items = parts[0].items;
-            for (int i = 0; i < items; ++i) {
-                const Group g = groups[group];
-                const bool both = NT > 1 && g.count() > 8;
-                if (i == 0 || row == 0) take_all(g);
-                multiply_group(both, [](int) {});
-                if (++row == rows1) row = 0, ++group;
+#pragma unroll 1
+            for (int part = 0; part < 2; ++part) {
+                int group = parts[part].group, row = parts[part].row;
+                const int items = parts[part].items;
+                for (int i = 0; i < items; ++i) {
+                    const Group g = groups[group];
+                    const bool both = NT > 1 && g.count() > 8;
+                    if (i == 0 || row == 0) take_all(g);
+                    multiply_group(both, [](int) {});
+                    if (++row == rows1) row = 0, ++group;
+                }
             }
         }
     }
@@ -314,7 +338,7 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bo
     const int room = SHARED - Layout(p, tiles).bytes;
     p.stages = room / (STAGE_BYTES + 16);
     if (p.stages > 6) p.stages = 6;
-    if (p.stages < 2 || SORTING * p.experts * 2 + n * 2 > p.stages * STAGE_BYTES) return cudaErrorInvalidValue;
+    if (p.stages < 2 || sorting_bytes(p) > p.stages * STAGE_BYTES) return cudaErrorInvalidValue;
     const int bytes = Layout(p, tiles).bytes;
     if (p.quantised) {
         const int width = p.linear ? p.inner : p.hidden, all = n * (width / 16);

@@ -80,9 +80,9 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived + lane * COUNTER_APART));
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v));
     }
-    for (int batch = 0; batch < batches; ++batch) {
-        int group = parts[batch].group, row = parts[batch].row;
-        const int items = parts[batch].items;
+    for (int part = 0; part < batches + int(batches > 0); ++part) {
+        int group = parts[part].group, row = parts[part].row;
+        const int items = parts[part].items;
         for (int i = 0; i < items; ++i) {
             const Group g = groups[group];
             const float factor = factors[group].x;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
             buffer ^= 1;
             if (++row == rows1) row = 0, ++group;
         }
-        arrive(written + 8 * batch);
+        if (part) arrive(written + 8 * (part - 1));  // with the first batch the shared expert's v is there too
     }
     float* total = reinterpret_cast<float*>(smem + at.total) + q * 16 + lane / 4;
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {

@@ -24,7 +24,12 @@ constexpr int GROUP_BYTES = sizeof(Group) + sizeof(float2), MARGIN = 33;  // flo
 constexpr int UNDER_WAY = 2;
 constexpr int SHARED = 227 * 1024;
 
-// Byte offsets in shared memory. The ring comes first; while nothing is in it, it holds what sorting needs.
+// What sort takes as scratch.
+__host__ __device__ __forceinline__ int sorting_bytes(const Problem& p) {
+    return (SORTING * p.experts * 2 + p.tokens * p.topk * 2 + 15) / 16 * 16;
+}
+
+// Byte offsets in shared memory. The ring comes first; its end holds what sorting needs, while nothing else is there.
 struct Layout {
     int sums, total, groups, factors, slots, routing, words, parts, largest, barriers, bytes;
     __host__ __device__ Layout(const Problem& p, int tiles) {
@@ -37,7 +42,7 @@ struct Layout {
         slots = routing + n * 4;
         words = (slots + n * 2 + 15) / 16 * 16;
         parts = words + 36 * 4;
-        largest = parts + BATCHES * int(sizeof(Part));
+        largest = parts + (1 + BATCHES) * int(sizeof(Part));
         barriers = (largest + LARGEST_BYTES + 7) / 8 * 8;
         bytes = barriers + p.stages * 16 + 24 + BATCHES * 16;
     }

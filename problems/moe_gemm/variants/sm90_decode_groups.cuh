@@ -20,6 +20,8 @@ constexpr int BATCHES = 3;                       // most that the groups are wor
 constexpr int COUNTER_APART = 16;                // counters of batches, so that each has a separate line
 constexpr int TURN = 17;                         // blocks by which a batch is shared out otherwise than the one before
 
+constexpr int AHEAD = 33;  // of the words: unit rows of the shared expert that were asked for before the ids are known
+
 struct Problem {
     const uint8_t *w13, *w2;  // units
     const float *g13, *g2, *in13, *in2;
@@ -52,6 +54,11 @@ __device__ __forceinline__ void put_groups(Group* groups, int e, int start, int 
     }
 }
 
+// The last groups, with the shared expert's tokens: every token, so they are known before any id is.
+template <int NT>
+__device__ __forceinline__ int shared_groups(const Problem& p) {
+    return p.shared ? (p.tokens + 8 * NT - 1) / (8 * NT) : 0;
+}
 __device__ __forceinline__ bool is_shared(const Problem& p, int slot) { return p.shared && (slot + 1) % p.topk == 0; }
 __device__ __forceinline__ int routed_place(const Problem& p, int slot) {  // of a slot in ids and routing
     return p.shared ? slot - slot / p.topk : slot;
@@ -150,7 +157,8 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
 }
 
 // ---- batches: the groups in BATCHES parts, or in one for each where there are fewer. The second product of a batch
-// begins when all blocks have ended the first of it, while they work on the first of those behind.
+// begins when all blocks have ended the first of it, while they work on the first of those behind. The first product of
+// the shared expert comes ahead of all batches, since its weights can be asked for before the ids are known.
 
 // Else there is one batch: two tiles take the registers that more would.
 template <int NT>
@@ -162,17 +170,25 @@ __device__ __forceinline__ int batches_of(int count) {
 }
 __device__ __forceinline__ int batch_begin(int count, int batches, int batch) { return count * batch / batches; }
 
-// What a block has of the first product of a batch: unit rows of its groups, one group's after another's.
+// What a block has of the first product of the shared expert or of a batch: unit rows of the groups, one group's after
+// another's.
 struct Part {
     int group, row, items;  // where it begins, and how many
 };
 
-// Finds the block's part of each batch. A group of two tiles takes TWICE / ONCE as long as one of one. One warp.
+// The block's part of the shared expert, whose groups begin with number `first`.
+__device__ __forceinline__ Part shared_part(int first, int groups, int rows) {
+    const uint32_t work = groups * rows, from = work * blockIdx.x / gridDim.x, to = work * (blockIdx.x + 1) / gridDim.x;
+    return {first + static_cast<int>(from / rows), static_cast<int>(from % rows), static_cast<int>(to - from)};
+}
+
+// Finds the block's parts: of the shared expert, then of each batch, of which the last `shared` of the count groups
+// are left out. A group of two tiles takes TWICE / ONCE as long as one of one. One warp.
 template <int NT, bool SEVERAL>
-__device__ __forceinline__ void share_out(const Group* groups, Part* parts, int count, int rows, int lane) {
+__device__ __forceinline__ void share_out(const Group* groups, Part* parts, int count, int shared, int rows, int lane) {
     const int batches = batches_of<SEVERAL>(count);
     // Lane b knows of batch b; lane `batches`, where the last one ends.
-    const int begin = lane <= batches && count ? batch_begin(count, batches, lane) : 0;
+    const int begin = lane <= batches && count ? min(batch_begin(count, batches, lane), count - shared) : 0;
     const uint32_t place = (blockIdx.x + TURN * lane) % gridDim.x;
     uint32_t from, to;  // in unit rows, all groups' one after another
     if constexpr (NT == 1) {
@@ -207,31 +223,32 @@ __device__ __forceinline__ void share_out(const Group* groups, Part* parts, int 
             }
         }
     }
+    if (lane == 0) parts[0] = shared_part(count - shared, shared, rows);
     if (lane < batches)
-        parts[lane] = {static_cast<int>(from / rows), static_cast<int>(from % rows), static_cast<int>(to - from)};
+        parts[1 + lane] = {static_cast<int>(from / rows), static_cast<int>(from % rows), static_cast<int>(to - from)};
 }
 
 // Goes over a block's unit rows of the first product.
 struct Walk {
     const Part* parts;
     int rows, batches;  // unit rows of an expert; batches there are
-    int batch = 0, group, row, left;
+    int at = 0, group, row, left;
     __device__ __forceinline__ Walk(const Part* parts, int rows, int batches)
         : parts(parts), rows(rows), batches(batches) {
         enter();
     }
     __device__ __forceinline__ void enter() {
-        const Part part = parts[batch];
+        const Part part = parts[at];
         group = part.group, row = part.row, left = part.items;
     }
     __device__ __forceinline__ void next() {
         --left;
         if (++row == rows) row = 0, ++group;
     }
-    // Over batches of which the block has nothing. -> whether there is more
+    // Over parts of which the block has nothing. -> whether there is more
     __device__ __forceinline__ bool find() {
         while (!left) {
-            if (++batch >= batches) return false;
+            if (++at > batches) return false;
             enter();
         }
         return true;

@@ -40,8 +40,8 @@ __device__ __forceinline__ float quantised(float x, float input_scale, float sca
 // p.x (T, width) -> to (T k, width): each slot's row as its expert's input scale quantises it; zeros for an id that is
 // no expert. Every thread makes 16 values.
 __global__ void quantise_rows(const Problem p, __nv_bfloat16* to, int width) {
-    programmatic::wait();
     programmatic::trigger();
+    programmatic::wait();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, blocks = width / 16;
     if (i >= p.tokens * p.topk * blocks) return;
     const int slot = i / blocks, block = i % blocks, e = expert_of(p, slot);

@@ -35,7 +35,7 @@ SEVERAL = {
     "copies.launch_mix_copies": 2, "sm90_wgmma.launch": 2, "sm90_grouped.decode_linear": 2, "fmha.launch_fmha": 2,
     "experts.launch_experts": 2,
 }  # fmt: skip
-QUANTISING = "sm90_grouped.decode_experts", 18  # a launch more in NVFP4: argument form
+QUANTISING = "sm90_grouped.decode_experts", 13, 18  # a launch more for several tokens in NVFP4: arguments count, form
 COUNTED = {"sm90_mma.launch": (1, 2)}  # launchers of several kernels: arguments whose sum says how many
 # Launchers that add to what another one launches, if their last argument is given.
 ADDING = {f"cache_rows.launch_{name}" for name in ("norm_rotate", "write", "compress", "index_query")}
@@ -73,7 +73,7 @@ class Seen(TorchDispatchMode):
             if self.place and not (name in ADDING and arguments[-1] is not None):
                 several = sum(arguments[i] for i in COUNTED[name]) if name in COUNTED else SEVERAL.get(name, 1)
                 if name == QUANTISING[0]:
-                    several += arguments[QUANTISING[1]] == 1
+                    several += arguments[QUANTISING[1]] > 1 and arguments[QUANTISING[2]] == 1
                 self.kernels[self.place, name] += several
             return 0
 

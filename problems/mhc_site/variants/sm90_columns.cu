@@ -216,7 +216,7 @@ __device__ __forceinline__ void begin_tile(const Problem& p, const Group& g, int
     cp_async_wait<1>();  // all but the next tile's
     ptx::named_barrier_sync<ROLE_THREADS>(SPREAD_BARRIER);
     spread<S>(p, g.first, min(S::TILE, g.count - tile * S::TILE), tile, column, shared, thread);
-    ptx::named_barrier_arrive<NUM_THREADS>(READY_BARRIER + tile % READY_BARRIERS);
+    ptx::arrive(S::at(shared.ready, tile));
 }
 
 // A multiplier's part of a tile.
@@ -225,10 +225,11 @@ __device__ __forceinline__ void sum_tile(const Group& g, const Weights<S>& fn, i
                                          int thread) {
     asm volatile("" : "+r"(thread));  // addresses are made anew for each tile: kept in registers they spill
     const int warp = thread / 32, lane = thread % 32;
-    ptx::named_barrier_sync<NUM_THREADS>(READY_BARRIER + tile % READY_BARRIERS);  // and the sums ahead are told
+    ptx::wait(S::at(shared.ready, tile), S::phase(tile));
+    if constexpr (!FEW) ptx::named_barrier_sync<ROLE_THREADS>(MULTIPLY_BARRIER);  // the sums of the tile ahead are told
     multiply_copies<S>(tile, shared, warp, lane);
     multiply<S>(fn, min(S::TILE, g.count - tile * S::TILE), tile, shared, warp, lane);
-    if constexpr (!FEW) ptx::named_barrier_arrive<NUM_THREADS>(FREE_BARRIER + tile % READY_BARRIERS);
+    if constexpr (!FEW) ptx::arrive(S::at(shared.read, tile));
     ptx::named_barrier_sync<ROLE_THREADS>(MULTIPLY_BARRIER);
     publish_sums<S>(g, shared, tile, thread);
 }
@@ -241,7 +242,12 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int column = blockIdx.x * COLUMNS;
 
-    if (thread == 32 * ROLE_WARPS) prefetch_line(p.base), prefetch_line(p.scale);  // read when all wait for them
+    if (thread == 32 * ROLE_WARPS) {
+        prefetch_line(p.base), prefetch_line(p.scale);  // read when all wait for them
+        for (int i = 0; i < S::X_STAGES; ++i)
+            ptx::barrier_init(ptx::smem_address(&shared.ready[i]), ROLE_THREADS),
+                ptx::barrier_init(ptx::smem_address(&shared.read[i]), ROLE_THREADS);
+    }
     const Group early = group_of<S>(p, 0);
     if (!FEW && warp >= WARPS) {
         ptx::named_barrier_sync<BLOCK_THREADS<FEW>>(BLOCK_BARRIER);
@@ -267,7 +273,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
                 if (ready >= 0) {
                     write_out<S>(p, norm, g.first, min(TILE, g.count - ready * TILE), ready, column, shared, thread);
                     // The weights say so too, but by way of global memory, without an order that others could rely on.
-                    ptx::named_barrier_sync<NUM_THREADS>(FREE_BARRIER + ready % READY_BARRIERS);
+                    ptx::wait(S::at(shared.read, ready), S::phase(ready));
                 }
                 load_tile<S>(p, g.first, g.count, tile + 2, column, shared, thread);
             }

@@ -17,10 +17,8 @@ constexpr int WARPS = 2 * ROLE_WARPS;
 constexpr int ROLE_THREADS = 32 * ROLE_WARPS, NUM_THREADS = 32 * WARPS;
 constexpr int MIXERS = 4;  // warps besides, in pairs, which mix tokens while the others are ahead
 // Numbered barriers: of all warps; of spreaders; of multipliers; of both; of a pair of mixers, and the next of the other
-// pair; where spreaders tell multipliers of a tile, by turns; where multipliers tell spreaders that they have read it.
+// pair.
 constexpr int BLOCK_BARRIER = 0, SPREAD_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
-constexpr int READY_BARRIER = 6, READY_BARRIERS = 4;  // who tells of the fifth has had the weights of the second
-constexpr int FREE_BARRIER = READY_BARRIER + READY_BARRIERS;  // as many: spreaders wait for a tile's two tiles later
 // Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
 constexpr int MIXER_REGISTERS = 64, COLUMN_REGISTERS = 104;
 constexpr int LAG = 2;              // tiles from the sums to out
@@ -87,8 +85,14 @@ struct Shape {
         float products[PARTS][TILE][PRODUCTS];
         float weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
         float part[WARPS][SLOTS];
+        // Of a place of x: spreaders have made a tile's x', multipliers have read it. A phase a tile.
+        uint64_t ready[X_STAGES], read[X_STAGES];
         uint32_t first_tag;
     };
+    static __device__ __forceinline__ uint32_t at(const uint64_t* barriers, int tile) {
+        return ptx::smem_address(&barriers[tile % X_STAGES]);
+    }
+    static __device__ __forceinline__ uint32_t phase(int tile) { return tile / X_STAGES % 2; }
 };
 
 // Brings a line of 128 bytes to L2.

@@ -50,6 +50,7 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
 // FP8: x and v are rounded to e4m3, which is all that this changes.
 template <int C1, int C2, int NT, bool FP8>
 __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
+    constexpr bool LONE = C1 == 4 && NT == 1 && !FP8;  // whether it makes a call's one token NVFP4: else no registers
     extern __shared__ __align__(128) uint8_t smem[];
     const Layout at(p, NT);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = p.tokens * p.topk;
@@ -108,6 +109,8 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     }
     programmatic::wait();
     programmatic::trigger();
+    uint4 half = {};
+    if (LONE && p.lone && warp < WARPS) half = load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
     if (n <= 32) {
         if (warp == 0) sort_few<NT>(p, groups, slots, routing, words, lane);
         __syncwarp();
@@ -235,19 +238,27 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         if constexpr (BATCHED<NT>) {
             Walk walk(parts, rows1, batches);
             bool more = walk.find();
-            if (more) take_all(groups[walk.group]);
+            float input_scale = 1;  // lane i: of group i
+            if (LONE && p.lone && lane < count) input_scale = p.in13[groups[lane].expert];
+            const auto enter = [&](int group) {
+                if constexpr (LONE)
+                    if (p.lone) return tokens.quantise(half, __shfl_sync(~0u, input_scale, group), lane);
+                take_all(groups[group]);
+            };
+            if (more) enter(walk.group);
             while (more) {
                 const int group = walk.group;
                 walk.next(), more = walk.find();
                 // The next group's tokens come as this one's are used. All groups have the same row, if there is but one.
                 const bool changes = more && walk.group != group;
-                const bool takes = changes && (p.tokens > 1 || p.quantised);
+                const bool lone = LONE && p.lone, takes = changes && !lone && (p.tokens > 1 || p.quantised);
                 if (takes) tokens.aim(p.x, p.hidden, divisor, warp, groups[walk.group], slots, lane);
                 multiply_group(false, [&](int c) {
                     if (takes) tokens.take(c, false);
                 });
                 if constexpr (FP8)
                     if (takes) tokens.round(units1, warp, false);
+                if (changes && lone) enter(walk.group);
             }
         } else {
 #pragma unroll 1
@@ -340,7 +351,8 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bo
     if (p.stages > 6) p.stages = 6;
     if (p.stages < 2 || sorting_bytes(p) > p.stages * STAGE_BYTES) return cudaErrorInvalidValue;
     const int bytes = Layout(p, tiles).bytes;
-    if (p.quantised) {
+    p.lone = p.quantised && !p.linear && p.tokens == 1 && p.groups <= 32 && tiles == 1 && short_rows;
+    if (p.quantised && !p.lone) {
         const int width = p.linear ? p.inner : p.hidden, all = n * (width / 16);
         if (const cudaError_t code =
                 programmatic::launch_early(quantise_rows, (all + 127) / 128, 128, 0, early, p, rows, width))

@@ -25,7 +25,7 @@ constexpr int AHEAD = 33;  // of the words: unit rows of the shared expert that 
 struct Problem {
     const uint8_t *w13, *w2;  // units
     const float *g13, *g2, *in13, *in2;
-    const __nv_bfloat16* x;   // (T, H); of quantised: (T k, H), each slot's as its expert has it
+    const __nv_bfloat16* x;   // (T, H); of quantised, unless lone: (T k, H), each slot's as its expert has it
     const int* ids;           // (T, k), of shared: (T, k - 1)
     const float* routing;     // as ids
     __nv_bfloat16 *out, *v;   // (T, H), (T k, I)
@@ -34,6 +34,7 @@ struct Problem {
     int tokens, topk, experts, hidden, inner;
     int stages, groups;       // of the ring; room for groups
     bool quantised, linear;   // linear: only the second product, of x (T, I) by w2
+    bool lone;                // one token, x as it came: each block quantises it for the groups that it works on
     bool shared;              // the last expert has all tokens
     uint32_t nothing;         // 0, which the compiler does not know
 };

@@ -69,6 +69,12 @@ __global__ void quantise_rows(const Problem p, __nv_bfloat16* to, int width) {
     out[0] = word[0], out[1] = word[1];
 }
 
+// What a lane has of a call's one token, of up to 4 units a warp: 8 neighbouring values, half a block of NVFP4.
+__device__ __forceinline__ uint4 load_half(const __nv_bfloat16* x, int units, int warp, int lane) {
+    const int unit = lane / 8 * WARPS + warp;
+    return unit < units ? load_global(x + unit * units::COLUMNS + 8 * (lane & 7)) : make_uint4(0, 0, 0, 0);
+}
+
 // B fragments of a group's tokens over the warp's own columns, units c WARPS + warp: pairs[..][c][2 j] and the one
 // behind for step j. Where a group has fewer tokens its last one is used: no thread reads those sums.
 // FP8: the warp's own columns are units that neighbour in twos, see unit_of.
@@ -86,6 +92,31 @@ struct Tokens {
             from[t] = rows + static_cast<int64_t>(slot / divisor) * width + unit_of<FP8>(0, warp) * units::COLUMNS +
                       16 * (lane & 3);
         }
+    }
+
+    // All units of a call's one token, as an input scale quantises it. half: what load_half returned.
+    __device__ __forceinline__ void quantise(const uint4& half, float input_scale, int lane) {
+        static_assert(C == 4 && NT == 1);
+        uint32_t words[4] = {half.x, half.y, half.z, half.w};
+        __nv_bfloat162* two = reinterpret_cast<__nv_bfloat162*>(words);
+        float most = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float2 values = __bfloat1622float2(two[j]);
+            most = fmaxf(most, fmaxf(fabsf(values.x), fabsf(values.y)));
+        }
+        const float scale = block_scale(fmaxf(most, __shfl_xor_sync(~0u, most, 1)), input_scale);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float2 values = __bfloat1622float2(two[j]);
+            two[j] = __floats2bfloat162_rn(quantised(values.x, input_scale, scale),
+                                           quantised(values.y, input_scale, scale));
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                pairs[0][c][j] = __shfl_sync(~0u, words[j % 4], 8 * c + 2 * (lane & 3) + j / 4);
     }
 
     // Unit c of the first tile, or of all.

@@ -66,7 +66,7 @@ print("right")
         ("few", 2, 5, 0, 20, "plain"),
         ("few", 3, 128, 512, 16, "sinks"),
         ("few", 4, 100, 291, 16, "duplicates"),
-        ("few", 2, 37, 291, 16, "cancelling"),
+        ("few", 2, 36, 290, 16, "cancelling"),
     ],
 )
 def test_every_launch_ends_and_is_right(kind, shared, window, compressed, heads, content, tmp_path):

@@ -65,7 +65,8 @@ struct Layout {
     static constexpr uint32_t SMEM_P = SMEM_VALUES + VALUES;  // A fragments, one a group
     static constexpr uint32_t SMEM_MAXIMA = SMEM_P + WARPS / 2 * FRAGMENT;          // float [BLOCK_M][WARPS]: of a tile
     static constexpr uint32_t SMEM_TOTALS = SMEM_MAXIMA + BLOCK_M * WARPS * 4;      // float2 [WARPS][BLOCK_M], see Left
-    static constexpr uint32_t RECEIVED_BARRIER = SMEM_TOTALS + WARPS * BLOCK_M * 8, FREE_BARRIER = RECEIVED_BARRIER + 8;
+    static constexpr uint32_t SMEM_SINKS = SMEM_TOTALS + WARPS * BLOCK_M * 8;  // float [BLOCK_M]
+    static constexpr uint32_t RECEIVED_BARRIER = SMEM_SINKS + BLOCK_M * 4, FREE_BARRIER = RECEIVED_BARRIER + 8;
     static constexpr uint32_t REUSED = (FREE_BARRIER + 8 + 127) / 128 * 128;
     static constexpr uint32_t SMEM_Q = REUSED;  // A fragments, of steps of 16 dims
     static constexpr uint32_t SMEM_PARTIAL = SMEM_Q + HEAD_DIM / 16 * FRAGMENT;  // [WARPS][32] of 16 bytes
@@ -387,7 +388,7 @@ __device__ __forceinline__ void add_values(float (&o)[DIMS / 8][4], int warp, in
     // Lanes 0-15 name entries 0-15 of the left 8 dims, lanes 16-31 of the right ones.
     uint32_t const tile = smem + Layout::SMEM_VALUES + warp * DIMS / 64 * Layout::TILE + lane % 16 * 128;
     int const chunk = warp * DIMS % 64 / 8 + lane / 16;
-#pragma unroll 1
+#pragma unroll 2
     for (int k = 0; k < groups; ++k) {
         uint4 const a = load_shared16(smem + Layout::SMEM_P + k * FRAGMENT + lane * 16);
 #pragma unroll
@@ -515,7 +516,7 @@ __device__ __forceinline__ void weigh(const Problem& p, const Item& item, uint32
         sum += __shfl_xor_sync(~0u, sum, lanes), rounded += __shfl_xor_sync(~0u, rounded, lanes);
     int const head = item.head + min(row, item.heads - 1);
     // Infinite if the sink drowns all else; `any`: then the largest p is at least 2^-RESCALE_THRESHOLD.
-    float const denominator = rounded + exp2_fast(__ldg(p.sink + head) * LOG2E - top);
+    float const denominator = rounded + exp2_fast(__uint_as_float(load_shared(smem + Layout::SMEM_SINKS + row * 4)) * LOG2E - top);
     store_shared(smem + Layout::SMEM_WEIGHTS + (row * MOST_BLOCKS + lane) * 4,
                  __float_as_uint(any ? weight / denominator : 0.f));
     if (item.rank == 0 && lane == 0 && row < item.heads)
@@ -572,6 +573,9 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
     gather.look(0);
     Queries queries;
     queries.ask(p, item, warp, smem);
+    if (threadIdx.x < BLOCK_M)  // at the end they would be waited for
+        cp_async4(smem + Layout::SMEM_SINKS + 4 * threadIdx.x,
+                  p.sink + item.head + min(int(threadIdx.x), item.heads - 1));
     // 0, which the compiler does not know: or else it waits for lengths or indices before all this is asked for.
     int const nothing = __syncthreads_or(p.nw < 0);
     int2 const counted = clamped(make_int2(length.x + nothing, length.y + nothing), p.nw, p.nc);

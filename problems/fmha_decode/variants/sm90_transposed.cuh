@@ -102,7 +102,7 @@ __device__ __forceinline__ void producer(const Problem& p, const Item& item, Lis
     using At = Layout;
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
     // Lists are nearly always full: their first indices are asked for together with the lengths, not after them.
-    int2 const raw_length = raw_lengths(p, item.batch);
+    int2 const length = lengths(p, item.batch);
     int2 guess = make_int2(p.nw, p.nc);
     Span span{};
     int next[2];  // indices of this lane's two entries, rows 16 warp + lane / 4 and 8 on
@@ -115,7 +115,6 @@ __device__ __forceinline__ void producer(const Problem& p, const Item& item, Lis
     while (true) {
         span = share<BLOCK_N, SPLIT>(guess.x, guess.y, item.split, p.splits);
         look(0);
-        int2 const length = clamped(raw_length, p.nw, p.nc, next[1]);
         if (guess.x == length.x && guess.y == length.y) break;
         guess = length;
     }

@@ -110,9 +110,6 @@ struct Share {
 
 // ---- device helpers
 
-// What is loaded for an entry that does not exist.
-__device__ uint4 const zeros[PAYLOAD / 16] = {};
-
 __device__ __forceinline__ uint32_t load_global4(const void* from) {
     uint32_t v;
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(from));
@@ -668,7 +665,7 @@ extern "C" int launch_few_heads(const void* q, const uint8_t* window, const int*
     int const tiles = (heads + BLOCK_M - 1) / BLOCK_M;
     // A block's entries of full lists, in as few tiles as there can be, and these alike.
     int const most = ((nw + nc + ENTRIES - 1) / ENTRIES + blocks - 1) / blocks * ENTRIES;
-    int const step = (most / ((most + BLOCK_N - 1) / BLOCK_N) + GROUP - 1) / GROUP * GROUP;
+    int const count = (most + BLOCK_N - 1) / BLOCK_N, step = ((most + count - 1) / count + GROUP - 1) / GROUP * GROUP;
     fmha::few::Problem const p = {
         static_cast<const __nv_bfloat16*>(q),
         {window, uint32_t(stride_window), uint32_t(page_window)},

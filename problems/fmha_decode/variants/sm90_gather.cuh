@@ -61,6 +61,9 @@ __device__ __forceinline__ Span share(int window, int compressed, int split, Div
     return {window, total, first, last - first};
 }
 
+// What is loaded for an entry that does not exist, where loads are to registers.
+__device__ uint4 const zeros[PAYLOAD / 16] = {};
+
 // ---- device helpers
 
 // Scale byte s -> 2^(s - 127 + 120) as a bf16 pair. Finite and normal for 3 <= s <= 134.

@@ -18,7 +18,7 @@ from harness.results import stats
 from harness.sandbox.process import Died
 
 CALLS = 16  # of a batch
-ALONE = 4  # batches of one call, where a call waits for the device
+READINGS = 4  # of batches of one call, where a call waits for the device, and where memory has room for fewer contents
 EMPTY_BATCHES = 5  # readings of batches of empty calls
 MEMORY_SHARE = 0.5  # of what is free, for the contents, the answers and two sets of buffers
 COPIES = 5  # of a buffer's bytes that one call of a batch takes: content, answer, the reference's work, two buffers
@@ -27,10 +27,13 @@ ENQUEUE_S, ENQUEUE_FACTOR = 0.5, 4  # that the calls may take to be enqueued: se
 
 @dataclass
 class Contents:
-    """Contents of one case that the checker keeps. empty: readings of empty calls, by (calls, alone)."""
+    """Contents of one case that the checker keeps. seeds: theirs; used: of all that it has kept so far; empty: readings
+    of empty calls, by (calls, alone).
+    """
 
     content: Content
     seeds: list[str]
+    used: list[str]
     empty: dict[tuple[int, bool], list[float]] = field(default_factory=dict)
 
 
@@ -51,7 +54,7 @@ def make(session: Session, case: Case) -> Contents | None:
         if session.present.layout != content.layout:
             drop(session)
             return None
-    return Contents(content, seeds)
+    return Contents(content, seeds, list(seeds))
 
 
 def drop(session: Session) -> None:
@@ -65,14 +68,34 @@ def read(session: Session, handle: RunnerHandle, judge: RunnerHandle, contents: 
     try:
         found = [_reading(session, handle, contents, list(range(calls)), False)]
         if alone := found == [None]:  # a call waited for the device: the gate opens while it is enqueued
-            calls, numbers = 1, range(min(ALONE, calls))
-            found = [_reading(session, handle, contents, [number], True) for number in numbers]
+            found = [_reading(session, handle, contents, [number], True) for number in range(min(READINGS, calls))]
+            calls = 1
+        # The first call with outputs that are large waits for memory, which the next ones have.
+        while len(found) < READINGS and len(contents.seeds) < READINGS and _renew(session, contents):
+            found.append(_reading(session, handle, contents, list(range(calls)), alone))
     except Died as died:
         return handle.lose(process.failure(died))
     if failed := next((one for one in found if isinstance(one, Outcome)), None):
         return failed
     us = min(one for one in found if isinstance(one, float))
     return _beside_empty(session, judge, contents, calls, us, alone)
+
+
+def _renew(session: Session, contents: Contents) -> bool:
+    """Put as many new contents in the place of those that the checker keeps. Return False, and keep the old ones, where
+    the new ones would have another layout.
+    """
+    seeds = [session.content(contents.content.case)]
+    if session.present.layout != contents.content.layout:
+        return False
+    drop(session)
+    session.checker.ask({"op": "keep"})
+    while len(seeds) < len(contents.seeds):
+        seeds.append(session.content(contents.content.case))
+        session.checker.ask({"op": "keep"})
+    contents.seeds = seeds
+    contents.used += seeds
+    return True
 
 
 def _beside_empty(

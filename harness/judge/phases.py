@@ -312,7 +312,7 @@ class Benchmark:
         """Read a batch of each submission that had none, in one process; and where the times are shorter than it
         allows, one in each further process.
         """
-        contents, tried = None, False
+        contents, tried, noted = None, False, 0
         for group in groups:
             for handle in group.handles:
                 timing = self.timings[_name(handle)][number]
@@ -322,10 +322,11 @@ class Benchmark:
                     continue
                 if not tried:
                     contents, tried = batch.make(self.session, self.cases[number]), True
-                    group.seeds += [f"batch {seed}" for seed in contents.seeds] if contents else []
                 if contents is None:
                     continue
                 found = batch.read(self.session, handle, self.judge, contents)
+                group.seeds += [f"batch {seed}" for seed in contents.used[noted:]]
+                noted = len(contents.used)
                 if isinstance(found, Outcome):
                     timing.failure = found
                     group.outcomes[_name(handle)].append(found)

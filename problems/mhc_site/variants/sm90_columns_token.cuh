@@ -208,7 +208,6 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     if (thread == TOKEN_THREADS - 32) {
         ptx::barrier_init(arrived, 1);
         ptx::barrier_publish();
-        ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
     }
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
     programmatic::wait();  // what is loaded above, no kernel of a step writes
@@ -246,6 +245,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     }
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
     __syncthreads();
+    // Sums may have come by now: bytes may be told ahead of being expected.
+    if (thread == TOKEN_THREADS - 32) ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
     float v[TOKENS][VALUES] = {};
 #pragma unroll 1  // two at once spill
     for (int pass = 0; pass < PASSES; ++pass) {

@@ -43,19 +43,22 @@ class Checker:
             return {}, [os.open(os.devnull, os.O_RDONLY)]
         assert len(set(message["keys"])) == len(message["keys"]) == runner.buffers
         late_us = max(0.0, runner.late_us - message["ahead_us"])  # of enqueuing, when the gate opens
-        return {"us": (self.FIXED_US + runner.us * runner.buffers + late_us) if message["limit_s"] else 0.0}, []
+        first_us, runner.first_us = runner.first_us, 0.0
+        fixed_us = self.FIXED_US + late_us + first_us
+        return {"us": (fixed_us + runner.us * runner.buffers) if message["limit_s"] else 0.0}, []
 
 
 class Runner:
     """A process. waits: its calls wait for the device, so that they are not all enqueued behind a gate. late_us: after
-    it says that it begins one, it takes that long to enqueue it.
+    it says that it begins one, it takes that long to enqueue it. first_us: what its first batch takes longer.
     """
 
     def __init__(
-        self, us: float, waits: bool = False, whole: bool = True, claims: int = 0, late_us: float = 0.0
-    ) -> None:
+        self, us: float, waits: bool = False, whole: bool = True, claims: int = 0, late_us: float = 0.0,
+        first_us: float = 0.0,
+    ) -> None:  # fmt: skip
         self.us, self.waits, self.whole, self.host_us, self.opened = us, waits, whole, 5.0, None
-        self.late_us, self.spin_us = late_us, 1100.0
+        self.late_us, self.spin_us, self.first_us = late_us, 1100.0, first_us
         self.buffers, self.at_once, self.claims = 0, False, claims
         self.child = self
 
@@ -130,7 +133,30 @@ def test_outputs_on_the_host_and_layouts_that_change_have_no_batch(layouts):
 def test_calls_that_wait_for_the_device_have_batches_of_one():
     session = Session()
     assert found(session, Runner(20.0, waits=True)) == Batch(1, 120.0, 102.0, 0.0, alone=True)
-    assert session.checker.asked.count("open_gate") == 1 + batch.ALONE + batch.EMPTY_BATCHES
+    assert session.checker.asked.count("open_gate") == 1 + batch.READINGS + batch.EMPTY_BATCHES
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("room", "kept"), [(1, 1), (4, 2)])
+def test_where_few_contents_have_room_the_shortest_of_four_readings_on_new_ones_counts(room, kept, waits):
+    """The first call waits for memory for its outputs, the others have it."""
+    session = Session(free=room * batch.COPIES * 2**20)
+    contents = batch.make(session, CASE)
+    runner = Runner(20.0, waits=waits, first_us=800.0)
+    read = batch.read(session, session.handle("my", runner), session.handle("judge", Runner(2.0)), contents)
+    calls = 1 if waits else kept
+    assert read == Batch(calls, 100.0 + 20 * calls, 100.0 + 2 * calls, 0.0, alone=waits)
+    assert session.checker.kept == len(contents.seeds) == kept
+    taken = (batch.READINGS - (kept if waits else 1)) * kept  # new contents
+    assert contents.used == [str(i + 1) for i in range(kept + taken)] and session.made == kept + taken
+
+
+def test_contents_of_another_layout_do_not_take_the_place_of_those_that_are_kept():
+    session = Session(layouts=(LAYOUT, {**LAYOUT, "own": False}), free=1)
+    contents = batch.make(session, CASE)
+    read = batch.read(session, session.handle("my", Runner(20.0)), session.handle("judge", Runner(2.0)), contents)
+    assert read == Batch(1, 120.0, 102.0, 0.0) and contents.seeds == contents.used == ["1"]
+    assert session.checker.kept == 1
 
 
 def test_a_call_alone_is_charged_for_what_it_enqueues_behind_the_spin_of_a_scored_call():

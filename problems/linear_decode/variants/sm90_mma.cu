@@ -281,27 +281,33 @@ struct Jobs {
 
 // ---- a piece of the input as the products take it; the same bits wherever it is done
 
-// Half a warp has a group of 128. -> fp16; scale: of the group.
-__device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scale) {
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    float value[PIECE], most = 0;
+// 16 / PIECES lanes have a group of 128. -> fp16, in place; scale: of the group.
+template <int PIECES>
+__device__ __forceinline__ void fp8_pieces(uint4 (&pieces)[PIECES], bool quantise, float& scale) {
+    uint32_t words[PIECES][4];
+    float most = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        value[2 * w] = __uint_as_float(words[w] << 16);
-        value[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
-        most = fmaxf(most, fmaxf(fabsf(value[2 * w]), fabsf(value[2 * w + 1])));
+    for (int i = 0; i < PIECES; ++i) {
+        words[i][0] = pieces[i].x, words[i][1] = pieces[i].y, words[i][2] = pieces[i].z, words[i][3] = pieces[i].w;
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(words[i][w] << 16)),
+                                     fabsf(__uint_as_float(words[i][w] & 0xFFFF0000u))));
     }
 #pragma unroll
-    for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+    for (int apart = 8 / PIECES; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
     const float2 both = group_scale(most, quantise);
-    uint32_t pairs[4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const float low = value[2 * w] * both.y, high = value[2 * w + 1] * both.y;
-        pairs[w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+    for (int i = 0; i < PIECES; ++i) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float low = __uint_as_float(words[i][w] << 16) * both.y;
+            const float high = __uint_as_float(words[i][w] & 0xFFFF0000u) * both.y;
+            words[i][w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+        }
+        pieces[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
     }
     scale = both.x;
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8
@@ -399,11 +405,12 @@ __global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_const
     const int block = index / (BLOCK / PIECE) % blocks, row = index / (BLOCK / PIECE) / blocks;
     const int token = row / groups, group = row % groups, column = block * BLOCK + PIECE * part;
     const bool inside = token < p.tokens && column < k;
-    uint4 piece = make_uint4(0, 0, 0, 0);
+    uint4 pieces[1] = {};
+    uint4& piece = pieces[0];
     if (inside) piece = load_input(p.x + static_cast<int64_t>(token) * p.x_columns + group * p.group_columns + column);
     float scale = 0;
     if constexpr (FORMAT == FP8) {
-        piece = fp8_piece(piece, p.quantise, scale);
+        fp8_pieces(pieces, p.quantise, scale);
     } else {
         const float input_scale = p.input_scales[group];
         piece = nvfp4_piece(piece, input_scale, __frcp_rn(input_scale));
@@ -489,7 +496,9 @@ __device__ __forceinline__ void convert_piece(const Link& p, const Geometry& at,
                                               float inverse) {
     if constexpr (FORMAT == FP8) {
         float scale;
-        v = fp8_piece(v, p.quantise, scale);
+        uint4 one[1] = {v};
+        fp8_pieces(one, p.quantise, scale);
+        v = one[0];
         if (place.inside && place.piece % (BLOCK / PIECE) == 0)
             reinterpret_cast<float*>(smem + at.x_scales)[place.piece / (BLOCK / PIECE) * NT * 8 + place.token] = scale;
     } else {
@@ -541,17 +550,43 @@ __device__ __forceinline__ void norm_pieces(const Link& p, const Pieces<FORMAT>&
     }
 }
 
-// All in place.
-template <int FORMAT, int NT>
-__device__ __forceinline__ void convert_input(const Link& p, const Geometry& at, uint8_t* smem,
-                                              const Pieces<FORMAT>& pieces, float input_scale, int thread) {
+// All in place, of fp8: a lane takes two pieces of a group at a time, eight lanes a group.
+template <bool QUANTISE, int NT>
+__device__ __forceinline__ void convert_fp8_input(const Link& p, const Geometry& at, uint8_t* smem, int count,
+                                                  int thread) {
+    constexpr int LANES = BLOCK / PIECE / 2;
+    const Divisor of_token((count + BLOCK - 1) / BLOCK * LANES);
+    const int all = p.tokens * of_token.by;
+#pragma unroll 1
+    for (int i = thread; i < (all + 31) / 32 * 32; i += THREADS) {  // lanes meet in whole warps
+        const int token = of_token.quotient(i), rest = i - token * of_token.by, group = rest / LANES;
+        const int first = BLOCK * group + PIECE * (rest % LANES), second = first + BLOCK / 2;  // columns
+        const bool inside[2] = {i < all, i < all && second < count};
+        const uint32_t here = ptx::smem_address(smem + at.x) + token * at.row_bytes + 2 * first;
+        uint4 pieces[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (inside[half]) pieces[half] = ptx::load_shared16(here + BLOCK * half);
+        float scale;
+        fp8_pieces(pieces, QUANTISE, scale);
+        if (inside[0] && rest % LANES == 0)
+            reinterpret_cast<float*>(smem + at.x_scales)[group * NT * 8 + token] = scale;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (inside[half]) ptx::store_shared16(here + BLOCK * half, pieces[half]);
+    }
+}
+
+// All in place, of nvfp4.
+__device__ __forceinline__ void convert_nvfp4_input(const Link& p, const Geometry& at, uint8_t* smem,
+                                                    const Pieces<NVFP4>& pieces, float input_scale, int thread) {
     const float inverse = __frcp_rn(input_scale);
 #pragma unroll 1
     for (int i = thread; i < pieces.whole; i += THREADS) {
         const auto place = pieces.place(i);
         const uint32_t here = ptx::smem_address(smem + at.x) + place.token * at.row_bytes + 2 * PIECE * place.piece;
         const uint4 v = place.inside ? ptx::load_shared16(here) : make_uint4(0, 0, 0, 0);
-        convert_piece<FORMAT, NT>(p, at, smem, place, v, input_scale, inverse);
+        convert_piece<NVFP4, 1>(p, at, smem, place, v, input_scale, inverse);
     }
 }
 
@@ -1071,8 +1106,12 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                             if (const int i = threadIdx.x + j * THREADS; i < pieces.whole)
                                 convert_piece<FORMAT, NT>(p, at, smem, pieces.place(i), raw[j], input_scale, inverse);
                     } else if (converts && works) {
-                        convert_input<FORMAT, NT>(p, at, smem, NT == 1 ? pieces : Pieces<FORMAT>(p, again.count),
-                                                  input_scale, threadIdx.x);
+                        if constexpr (FORMAT == NVFP4)
+                            convert_nvfp4_input(p, at, smem, pieces, input_scale, threadIdx.x);
+                        else if (p.quantise)
+                            convert_fp8_input<true, NT>(p, at, smem, again.count, threadIdx.x);
+                        else
+                            convert_fp8_input<false, NT>(p, at, smem, again.count, threadIdx.x);
                     }
                 }
                 __syncthreads();

@@ -452,8 +452,8 @@ struct Share {
 
 // ---- the input to shared memory: columns from first_unit on, of one group of the link
 
-// Threads 0 to `threads` - 1 of those that ask, each in another warp, ask for a row in turn, since a warp's copies begin
-// one behind the other. The first says how many bytes come; others may be ahead of it. What the block read there before
+// Threads 0 to `threads` - 1 of those that ask, each in another warp, ask for a row in turn, since a warp's copies
+// begin one behind the other. The first says how many bytes come; others may be ahead of it. What the block read there before
 // must be behind a barrier.
 __device__ __forceinline__ void copy_input(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
                                            int first, int count, int thread, int threads) {
@@ -614,10 +614,11 @@ __device__ __forceinline__ void load_steps(uint4 (&b)[NT], const uint32_t (&inpu
     for (int t = 0; t < NT; ++t) b[t] = ptx::load_shared16(input[t] + at);
 }
 
-// Adds the products of a unit times both scales; scales: where the input's lie.
+// Adds the products of a unit times both scales. mine: lane `block` % 32 has the exponent of the weights' scale; scales:
+// where the input's lie. Scales come last, when there are registers for them.
 template <int NT>
 __device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[2][NT][4], uint32_t from, const uint32_t (&input)[NT],
-                                                 uint32_t of_weights_, uint32_t block, uint32_t scales) {
+                                                 uint32_t mine, uint32_t block, uint32_t scales) {
     uint4 row[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) row[r] = ptx::load_shared16(from + 512 * r);
@@ -643,10 +644,11 @@ __device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[2][NT][4], uint32_
             for (int j = 0; j < 2; ++j)
 #pragma unroll
                 for (int q = 0; q < 2; ++q)
-                    mma<FP8>(of_unit[q][t], a[q][j][0], a[q][j][1], a[q][j][2], a[q][j][3], j ? b.z : b.x, j ? b.w : b.y);
+                    mma<FP8>(of_unit[q][t], a[q][j][0], a[q][j][1], a[q][j][2], a[q][j][3], j ? b.z : b.x,
+                             j ? b.w : b.y);
         }
     }
-    const float of_weights = __uint_as_float(__shfl_sync(~0u, of_weights_, block) << 23);
+    const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block) << 23);
 #pragma unroll
     for (int t = 0; t < NT; ++t) {
         const float2 of_input = ptx::load_shared_pair(scales + t * 32);
@@ -864,8 +866,8 @@ __device__ __forceinline__ float4 add_up(int blocks, int local, int section, con
     return total;
 }
 
-// NT: tiles of 8 tokens; PARTS, STAGES: of a warp's ring. Grid: clusters of p.cluster blocks. CHAIN: all links in one launch,
-// so that rings are full of the next link's weights when its input is ready. A warp more then asks for inputs, waits
+// NT: tiles of 8 tokens; PARTS, STAGES: of a warp's ring. Grid: clusters of p.cluster blocks. CHAIN: all links in one
+// launch, so that rings are full of the next link's weights when its input is ready. A warp more then asks for inputs, waits
 // for the other blocks and releases at the cluster's barrier: a release waits for all copies that the warp has under
 // way, and it has none.
 template <int FORMAT, int NT, int PARTS, int STAGES, bool CHAIN>
@@ -1332,8 +1334,10 @@ auto rings() {
         return Rings<RingOf<2, 2>>{};
     else if constexpr (NT > 1)
         return Rings<RingOf<2, 2>, RingOf<1, 2>>{};
+    else if constexpr (FORMAT == BF16 && DEEP)
+        return Rings<RingOf<1, 4>, RingOf<1, 2>, RingOf<1, 1>>{};
     else if constexpr (FORMAT == BF16)
-        return Rings<RingOf<2, 2>, RingOf<1, 2>, RingOf<1, 1>>{};
+        return Rings<RingOf<1, 2>, RingOf<1, 1>>{};
     else if constexpr (DEEP)
         return Rings<RingOf<2, 3>, RingOf<2, 2>, RingOf<2, 1>>{};
     else
@@ -1417,7 +1421,8 @@ bool admits(const Link& p, bool together) {
     if (p.exchange ? together || p.cluster * p.section != p.chunks || p.cluster > MOST_SECTIONS || p.section > MOST_TOLD
                    : p.cluster > MOST_CLUSTER)
         return false;
-    if (p.norm && (together || !converts || p.taken || p.tokens > 8 || p.cluster > 1 || p.groups() > 1 || k % (32 * PIECE) ||
+    if (p.norm && (together || !converts || p.taken || p.tokens > 8 || p.cluster > 1 || p.groups() > 1 ||
+                   k % (32 * PIECE) ||
                    p.tokens * k > DIRECT * THREADS * PIECE))
         return false;
     if (together) return FORMAT == NVFP4 && has_room<FORMAT, 1>(Rings<RingOf<2, 2>>{}, p);

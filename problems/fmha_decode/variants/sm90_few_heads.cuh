@@ -455,10 +455,12 @@ __device__ __forceinline__ Left leave_sums(Softmax& softmax, const float (&o)[DI
     return left;
 }
 
-// Each unit to the block that joins it; scales and stats to all blocks.
+// Each unit to the block that joins it; scales and stats to all blocks. A block without others writes them itself:
+// compute-sanitizer takes no st.async where there is no cluster.
 __device__ __forceinline__ void send_sums(const Left& left, const Softmax& softmax, Pieces const& pieces, int rank,
                                           int warp, uint32_t smem) {
     int const lane = threadIdx.x % 32;
+    bool const alone = pieces.blocks.by == 1;
     uint4 units[UNITS / NUM_THREADS];
 #pragma unroll
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
@@ -469,8 +471,11 @@ __device__ __forceinline__ void send_sums(const Left& left, const Softmax& softm
 #pragma unroll
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
         uint32_t const unit = threadIdx.x + i * NUM_THREADS, owner = pieces.owner(unit);
-        send16(in_block(owner, smem + pieces.received(rank, unit, owner)), units[i],
-               in_block(owner, smem + Layout::RECEIVED_BARRIER));
+        uint32_t const to = smem + pieces.received(rank, unit, owner);
+        if (alone)
+            store_shared16(to, units[i]);
+        else
+            send16(in_block(owner, to), units[i], in_block(owner, smem + Layout::RECEIVED_BARRIER));
     }
     // Of every four lanes, which have the same two rows, two send of the one row and two of the other, to every second
     // block each.
@@ -488,10 +493,16 @@ __device__ __forceinline__ void send_sums(const Left& left, const Softmax& softm
     }
 #pragma unroll 1
     for (uint32_t block = lane / 2 % 2; block < pieces.blocks.by; block += 2) {
+        uint32_t const to = smem + Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4;
+        uint32_t const stats_to = smem + Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16;
+        if (alone) {
+            store_shared(to, scale);
+            if (warp == 0) store_shared16(stats_to, stats);
+            continue;
+        }
         uint32_t const barrier = in_block(block, smem + Layout::RECEIVED_BARRIER);
-        send(in_block(block, smem + Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4), scale, barrier);
-        if (warp == 0)
-            send16(in_block(block, smem + Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16), stats, barrier);
+        send(in_block(block, to), scale, barrier);
+        if (warp == 0) send16(in_block(block, stats_to), stats, barrier);
     }
 }
 
@@ -624,7 +635,10 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
     __syncthreads();
     wait(smem + Layout::FREE_BARRIER, 0);
     send_sums(left, softmax, pieces, item.rank, warp, smem);
-    wait(smem + Layout::RECEIVED_BARRIER, 0);
+    if (p.blocks.by == 1)
+        __syncthreads();
+    else
+        wait(smem + Layout::RECEIVED_BARRIER, 0);
     weigh(p, item, smem);
     __syncthreads();
     join(p, item, pieces, smem);

@@ -60,13 +60,6 @@ print("right")
         ("few", 3, 37, 191, 20, "ragged"),
         ("few", 7, 37, 291, 16, "plain"),
         ("few", 16, 37, 91, 16, "empty"),
-        # Five tiles, of which later ones rescale; one group, whose second half has no entry; sinks and duplicates.
-        ("few", 1, 128, 512, 16, "maxima"),
-        ("few", 1, 128, 450, 16, "ragged"),
-        ("few", 2, 5, 0, 20, "plain"),
-        ("few", 3, 128, 512, 16, "sinks"),
-        ("few", 4, 100, 291, 16, "duplicates"),
-        ("few", 2, 36, 290, 16, "cancelling"),
     ],
 )
 def test_every_launch_ends_and_is_right(kind, shared, window, compressed, heads, content, tmp_path):

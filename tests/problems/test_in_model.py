@@ -100,12 +100,55 @@ LONG = [
             linear("nvfp4", 18, "4160x64_64x4160"),
         ],
     ),
+    # Chains in one launch, whose first input is more than a piece of 8 values for each thread that multiplies.
+    (
+        "linear_decode",
+        "sm90_mma",
+        "sm90",
+        [linear("nvfp4", 8, "64x576_64x64"), linear("nvfp4", 7, "128x1088+64x1088_64x128_64x64", "magnitudes")],
+    ),
     # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
     ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
     ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),
 ]
+
+# Both matrices of an expert in one launch. Two blocks share the first input, 8 tokens of 2112 columns: one takes it to
+# registers, the other copies it.
+EXPERT = """
+import torch
+from harness.tools import model_check
+from problems.common import load
+from problems.common.ptx_model import driver
+
+model = driver.install("sm90")
+folder = load.PROBLEMS / "linear_decode"
+task, reference = load.module(folder, "task"), load.module(folder, "reference")
+mma = load.variant("linear_decode", "sm90_mma")
+case = {"format": "nvfp4", "tokens": 8, "content": "plain", "device": "cpu"}
+cases = [{**case, "shape": shape, "seed": seed} for shape, seed in (("512x2112", 5), ("128x256", 6))]
+w13, w2 = (reference.generate_weights(**one) for one in cases)
+inputs, outputs = reference.generate_input(**cases[0])
+gate, up = reference.ref_kernel(task.Data(w13, inputs, outputs)).view(8, -1).chunk(2, 1)
+v = torch.nn.functional.silu(gate.clamp(max=1.0)) * up.clamp(-1.0, 1.0)
+want, _ = reference.products("nvfp4", w2.links[0][0], v.bfloat16())
+state = mma.prepare_expert(w13, w2)
+for order in model_check.ORDERS:
+    model_check.set_order(model, order)
+
+    def called(x):
+        out = torch.full((len(x), 128), torch.nan, dtype=torch.bfloat16)
+        try:
+            mma.expert(state, 1.0, x, out)
+        finally:
+            model.check()
+        return out
+
+    out = called(inputs.x)
+    assert float((out.double() - want).norm() / want.norm()) < 1e-2, order
+    assert torch.equal(called(inputs.x[-1:].clone())[0], out[-1]), order
+"""
 
 
 def check(problem, variant, target, cases):
@@ -135,3 +178,12 @@ def test_a_variant_for_sm100_is_right_in_the_model(problem, variant, target, cas
 @pytest.mark.parametrize(("problem", "variant", "target", "cases"), LONG, ids=lambda one: str(one)[:12])
 def test_a_variant_is_right_in_the_model_also_on_longer_cases(problem, variant, target, cases):
     check(problem, variant, target, cases)
+
+
+@pytest.mark.slow
+def test_an_expert_in_one_launch_is_right_in_the_model():
+    """It is both products, with SwiGLU between them, and a token's bits are those that it has by itself."""
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    ran = forked.run(["-c", EXPERT])
+    assert ran.returncode == 0, ran.stderr[-2000:]

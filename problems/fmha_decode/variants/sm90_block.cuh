@@ -40,12 +40,9 @@ struct Item {
 
 // ---- device helpers
 
-// As they are read.
-__device__ __forceinline__ int2 raw_lengths(const Problem& p, int batch) {
-    return make_int2(__ldg(p.window_length + batch), __ldg(p.compressed_length + batch));
-}
 __device__ __forceinline__ int2 lengths(const Problem& p, int batch) {
-    return clamped(raw_lengths(p, batch), p.nw, p.nc);
+    return make_int2(min(max(__ldg(p.window_length + batch), 0), p.nw),
+                     min(max(__ldg(p.compressed_length + batch), 0), p.nc));
 }
 
 __device__ __forceinline__ void store16(void* to, uint4 v) {

@@ -1,16 +1,14 @@
 // fmha_decode for few heads, such as tensor parallelism leaves: mma.sync with 16 heads as rows, nothing padded to 64.
 //
 // A block of WARPS warps has a query, 16 of its heads and a share of its entries; a cluster of blocks has all of them.
-// Two warps share a group of 16 entries: the first has dims 0 to 255 of them, the second the others. A tile is a group
-// for every two warps. Each warp
-//   loads    its half of the group's bytes into registers as soon as those of the tile before are decoded; a lane just
-//            the bytes that it decodes itself
+// A tile has 8 entries a warp. Each warp
+//   asks     for its own entries by cp.async, NUM_STAGES tiles ahead; a lane for just the bytes that it decodes itself
 //   decodes  them to bf16 in registers, where they are at once the B fragments of S = Q K^T (dims are permuted, and so
-//            are those of Q, whose A fragments are in shared memory), and stores them to shared memory as values
-//   scores   the group for all heads over its 256 dims, adds what the other warp has over the other ones, each of 8
-//            entries, and leaves their maximum
-//   waits    for the block, makes P of its 8 entries, leaves it as A fragments, and waits for the block again
-//   sums     O += P V of its 512 / WARPS dims, over all entries of the tile
+//            are those of Q, all of which a warp keeps in registers), and stores them to shared memory as values
+//   scores   its 8 entries for all heads, and leaves them there in fp32
+//   waits    for the block: the one barrier of a tile, since values and scores have two places
+//   sums     O += P V of its 512 / WARPS dims. Every warp makes P out of the scores itself, so that none waits for
+//            another one's maximum; all of them get the same bits.
 // The running maximum moves only if it grows by more than RESCALE_THRESHOLD. In the end each block of the cluster gets
 // the sums of all others for a part of the outputs, as fp16 with a scale, and joins them. Sums have a fixed order, so
 // results repeat bit by bit.
@@ -28,22 +26,20 @@
 
 namespace fmha::few {
 
-constexpr int BLOCK_M = 16;  // heads of a block
-constexpr int WARPS = 16;    // or 8: two blocks a multiprocessor, with tiles of half as many entries
+constexpr int BLOCK_M = 16;               // heads of a block
+constexpr int WARPS = 4;                  // 8 would have all of a multiprocessor's registers; of 4, two blocks fit
 constexpr int NUM_THREADS = 32 * WARPS;
-constexpr int BLOCKS_PER_MULTIPROCESSOR = 16 / WARPS;
-constexpr int ENTRIES = 8;                // whose scores a warp finishes, of a tile
+constexpr int BLOCKS_PER_MULTIPROCESSOR = 8 / WARPS;
+constexpr int ENTRIES = 8;                // of a tile, a warp's
 constexpr int BLOCK_N = ENTRIES * WARPS;  // entries of a tile
-constexpr int GROUP = 2 * ENTRIES;        // entries of two warps
 constexpr int DIMS = HEAD_DIM / WARPS;    // of values, a warp's
+constexpr int NUM_STAGES = 2;             // tiles asked for ahead
 constexpr int MOST_BLOCKS = 16;           // of a cluster; more than 8 are not portable
 constexpr int UNITS = BLOCK_M * HEAD_DIM / 8;  // of 8 dims, 16 bytes of fp16: a block's sums
-constexpr int FRAGMENT = 32 * 16;              // bytes of an A fragment of 16 columns, 16 of a lane
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
 // P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
 constexpr float RESCALE_THRESHOLD = 8.f;
-static_assert(WARPS == 8 || WARPS == 16);
 
 struct Problem {
     const __nv_bfloat16* q;
@@ -55,34 +51,32 @@ struct Problem {
     float* lse;
     int heads, nw, nc;
     Divisor queries, tiles, blocks;  // S; tiles of BLOCK_M heads; blocks of a cluster
-    Divisor step;                    // entries of a tile: a multiple of GROUP, up to BLOCK_N, alike in all blocks
 };
 
 // Shared memory in bytes from a multiple of 128.
 struct Layout {
     static constexpr uint32_t TILE = BLOCK_N * 128, VALUES = TILES * TILE;  // a sub-tile of 64 dims; all of them
-    static constexpr uint32_t SMEM_VALUES = 0;
-    static constexpr uint32_t SMEM_P = SMEM_VALUES + VALUES;  // A fragments, one a group
-    static constexpr uint32_t SMEM_MAXIMA = SMEM_P + WARPS / 2 * FRAGMENT;          // float [BLOCK_M][WARPS]: of a tile
-    static constexpr uint32_t SMEM_TOTALS = SMEM_MAXIMA + BLOCK_M * WARPS * 4;      // float2 [WARPS][BLOCK_M], see Left
-    static constexpr uint32_t SMEM_SINKS = SMEM_TOTALS + WARPS * BLOCK_M * 8;  // float [BLOCK_M]
-    static constexpr uint32_t RECEIVED_BARRIER = SMEM_SINKS + BLOCK_M * 4, FREE_BARRIER = RECEIVED_BARRIER + 8;
-    static constexpr uint32_t REUSED = (FREE_BARRIER + 8 + 127) / 128 * 128;
-    static constexpr uint32_t SMEM_Q = REUSED;  // A fragments, of steps of 16 dims
-    static constexpr uint32_t SMEM_PARTIAL = SMEM_Q + HEAD_DIM / 16 * FRAGMENT;  // [WARPS][32] of 16 bytes
-    static constexpr uint32_t SCORING_END = SMEM_PARTIAL + WARPS * 32 * 16;
-    // In the end: the block's sums where values were, and what other blocks send where queries were.
+    static constexpr uint32_t SCORE_ROW = (BLOCK_N + 8) * 4;  // of a head; 8 more, so that 4 rows take 32 banks
+    static constexpr uint32_t SCORES = BLOCK_M * SCORE_ROW;
+    static constexpr uint32_t STAGED_SCALES = ENTRIES * PAYLOAD;       // then 8 bytes of scales for each lane
+    static constexpr uint32_t STAGED_GROUP = STAGED_SCALES + 32 * 8;  // of a warp, a tile
+    static constexpr uint32_t SMEM_VALUES = 0, SMEM_SCORES = SMEM_VALUES + 2 * VALUES;
+    static constexpr uint32_t SMEM_STAGING = SMEM_SCORES + 2 * SCORES;
+    static constexpr uint32_t SMEM_QUERIES = SMEM_STAGING + NUM_STAGES * WARPS * STAGED_GROUP;  // see Queries
+    static constexpr uint32_t RECEIVED_BARRIER = SMEM_QUERIES + 4 * 32 * 16, FREE_BARRIER = RECEIVED_BARRIER + 8;
+    static constexpr uint32_t BYTES = FREE_BARRIER + 8;
+    // In the end, where values were. What other blocks send is in the first place, which the last tile does not have.
     static constexpr uint32_t SUM_ROW = (HEAD_DIM + 8) * 2;  // of a head: fp16; 8 more, so that 8 rows take 32 banks
-    static constexpr uint32_t SMEM_SUMS = SMEM_VALUES, SMEM_RECEIVED = REUSED;  // see Pieces
+    static constexpr uint32_t SMEM_SUMS = VALUES, SMEM_RECEIVED = 0;  // see Pieces
     // [MOST_BLOCKS][BLOCK_M] of 16 bytes: running maximum, sum of p, sum of p in bf16, nothing
     static constexpr uint32_t SMEM_STATS = SMEM_RECEIVED + (UNITS + MOST_BLOCKS) * 16;
     // float [MOST_BLOCKS][WARPS][BLOCK_M]
     static constexpr uint32_t SMEM_SCALES = SMEM_STATS + MOST_BLOCKS * BLOCK_M * 16;
     // float [BLOCK_M][MOST_BLOCKS]
     static constexpr uint32_t SMEM_WEIGHTS = SMEM_SCALES + MOST_BLOCKS * WARPS * BLOCK_M * 4;
-    static constexpr uint32_t JOINING_END = SMEM_WEIGHTS + BLOCK_M * MOST_BLOCKS * 4;
-    static constexpr uint32_t BYTES = SCORING_END > JOINING_END ? SCORING_END : JOINING_END;
-    static_assert(BLOCK_M * SUM_ROW <= VALUES && SUM_ROW % 16 == 0 && RECEIVED_BARRIER % 8 == 0);
+    static_assert(SMEM_WEIGHTS + BLOCK_M * MOST_BLOCKS * 4 <= VALUES && BLOCK_M * SUM_ROW <= VALUES, "room");
+    static_assert(SMEM_STAGING % 16 == 0 && STAGED_GROUP % 16 == 0 && SUM_ROW % 16 == 0, "vector accesses");
+    static_assert(RECEIVED_BARRIER % 8 == 0);
 };
 constexpr int SHARED = Layout::BYTES + 128;  // with room to align the start
 static_assert(BLOCKS_PER_MULTIPROCESSOR * (SHARED + 1024) <= 228 * 1024, "of a multiprocessor; 1024 of each are taken");
@@ -99,27 +93,21 @@ struct Item {
 
 // The list positions that a block walks: from `first` to `last`, of which those below `window` are the window's.
 struct Share {
-    int window, first, last, step, count;  // step: entries of a tile; count: tiles
-    __device__ __forceinline__ Share(const Problem& p, int window, int compressed, int rank)
-        : window(window), step(p.step.by) {
+    int window, first, last, count;  // count: tiles
+    __device__ __forceinline__ Share(int window, int compressed, int rank, Divisor blocks) : window(window) {
         int const total = window + compressed, groups = (total + ENTRIES - 1) / ENTRIES;
-        first = p.blocks(groups * rank) * ENTRIES, last = min(int(p.blocks(groups * (rank + 1))) * ENTRIES, total);
-        count = p.step(max(last - first, 0) + step - 1);
+        first = blocks(groups * rank) * ENTRIES, last = min(int(blocks(groups * (rank + 1))) * ENTRIES, total);
+        count = (max(last - first, 0) + BLOCK_N - 1) / BLOCK_N;
     }
 };
 
 // ---- device helpers
 
-__device__ __forceinline__ uint32_t load_global4(const void* from) {
-    uint32_t v;
-    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(from));
-    return v;
-}
-// Without a branch, behind which the compiler would copy what was loaded, and wait for it.
-__device__ __forceinline__ void load_global16_if(uint4& v, const void* from, bool really) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
-                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-                 : "l"(from), "r"(int(really)));
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last COUNT groups that this thread has committed are there.
+template <int COUNT>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
 }
 // d (16, 8) += a (16, 16) b (8, 16)^T. Lane l holds of d rows l / 4 and 8 on, columns 2 (l % 4) and one on.
 __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -139,13 +127,8 @@ __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t from) {
                  : "memory");
     return v;
 }
-__device__ __forceinline__ void store_shared_if(uint32_t to, uint32_t v, bool really) {  // without a branch
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.b32 [%0], %1;\n}\n" ::"r"(to), "r"(v),
-                 "r"(int(really))
-                 : "memory");
-}
-__device__ __forceinline__ void store_shared8(uint32_t to, uint32_t a, uint32_t b) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
+__device__ __forceinline__ void store_shared_pair(uint32_t to, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
 }
 // To another block's shared memory, at an address from in_block; its barrier counts the bytes. So no fence is needed,
 // which would wait for all that the warp has under way, up to global memory.
@@ -177,177 +160,162 @@ __device__ __forceinline__ float4 load_stats(uint32_t from) {
 
 // ---- queries
 
-// The block's queries come as they are to a place where values will be, and go from there to shared memory as A
-// fragments, FRAGMENT bytes for each step of 16 dims. Of a sub-tile's 64 dims a lane has the 16 that it decodes of an
-// entry: from 16 (lane % 4) on, and in the sub-tile of bf16 8 from 8 (lane % 4) and 8 from 32 later on. It takes four of
-// them in each step, of row lane / 4 and of the one 8 below.
+// A warp's A fragments of all 512 dims: of sub-tile t, step s of 16 dims. Of its 64 dims a lane has the 16 that it
+// decodes of an entry: from 16 (lane % 4) on, and in the sub-tile of bf16 8 from 8 (lane % 4) and 8 from 32 later on.
+// That last sub-tile's fragments are in shared memory, [4 steps][32 lanes] of 16 bytes, for want of registers.
 struct Queries {
-    static constexpr int HALVES = 16 / WARPS;  // of rows, that a warp brings: 32 units of 8 dims, a lane one
-    uint32_t brought;                          // this thread's units: of row warp % 8 and of the one 8 below
+    uint32_t words[2][FP8_TILES][8];  // of row lane / 4 and of the one 8 below: pairs of dims, in order
+    uint32_t last;                    // this lane's words of the last sub-tile
 
-    __device__ __forceinline__ void ask(const Problem& p, const Item& item, int warp, uint32_t smem) {
-        brought = smem + Layout::SMEM_VALUES + threadIdx.x * 16;
-        const __nv_bfloat16* const q = p.q + (int64_t(item.query) * p.heads + item.head) * HEAD_DIM;
-#pragma unroll
-        for (int i = 0; i < 2 * HALVES; ++i) {
-            int const row = warp % 8 + 8 * (i % 2), unit = (warp / 8 + i / 2) * 32 + threadIdx.x % 32;
-            bool const exists = row < item.heads;
-            cp_async16(brought + i * (NUM_THREADS * 16), q + (exists ? row : 0) * HEAD_DIM + unit * 8, exists);
-        }
-    }
     // The block's barrier must follow.
-    __device__ __forceinline__ void arrange(int warp, uint32_t smem) const {
-        cp_async_wait_all();
+    __device__ __forceinline__ void load(const Problem& p, const Item& item, uint32_t smem) {
+        last = smem + threadIdx.x % 32 * 16;
+        int const lane = threadIdx.x % 32, quarter = lane % 4;
 #pragma unroll
-        for (int i = 0; i < HALVES; ++i) {
-            int const unit = (warp / 8 + i) * 32 + threadIdx.x % 32, t = unit / 8, u = unit % 8;
-            int const quarter = t < FP8_TILES ? u / 2 : u % 4, step = 4 * t + 2 * (t < FP8_TILES ? u % 2 : u / 4);
-            uint32_t const to = smem + Layout::SMEM_Q + step * FRAGMENT + (warp % 8 * 4 + quarter) * 16;
-            uint4 const a = load_shared16(brought + 2 * i * (NUM_THREADS * 16));
-            uint4 const b = load_shared16(brought + (2 * i + 1) * (NUM_THREADS * 16));
-            store_shared16(to, make_uint4(a.x, b.x, a.y, b.y));
-            store_shared16(to + FRAGMENT, make_uint4(a.z, b.z, a.w, b.w));
+        for (int h = 0; h < 2; ++h) {
+            int const row = lane / 4 + 8 * h;
+            bool const exists = row < item.heads;
+            const __nv_bfloat16* const q =
+                p.q + (int64_t(item.query) * p.heads + item.head + (exists ? row : 0)) * HEAD_DIM;
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+                int const at = 64 * t + (t < FP8_TILES ? 16 : 8) * quarter;
+                if (t == FP8_TILES && threadIdx.x >= 32) continue;  // one warp brings these for all
+                uint4 low = load_global16(q + at), high = load_global16(q + at + (t < FP8_TILES ? 8 : 32));
+                if (!exists) low = high = make_uint4(0, 0, 0, 0);
+                uint32_t const eight[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    if (t < FP8_TILES)
+                        words[h][t][i] = eight[i];
+                    else
+                        store_shared(last + i / 2 * 512 + i % 2 * 8 + h * 4, eight[i]);
+                }
+            }
+        }
+    }
+    // sums (heads, this warp's 8 entries) += this sub-tile of Q times `low` and `high`, a lane's 16 dims of an entry.
+    // Four sums, since the next mma of one waits for the last.
+    __device__ __forceinline__ void multiply(float (&sums)[4][4], int t, uint4 low, uint4 high) const {
+        uint32_t const k[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+            if (t < FP8_TILES) {
+                mma(sums[s], words[0][t][2 * s], words[1][t][2 * s], words[0][t][2 * s + 1], words[1][t][2 * s + 1],
+                    k[2 * s], k[2 * s + 1]);
+            } else {
+                uint4 const a = load_shared16(last + s * 512);
+                mma(sums[s], a.x, a.y, a.z, a.w, k[2 * s], k[2 * s + 1]);
+            }
         }
     }
 };
 
-// ---- entries
-
-// A warp's half of its group: of sub-tiles 0 to 3, or of 4 to 7. A lane has of row lane / 4 and of the one 8 below
-// 16 bytes of every 64, from 16 (lane % 4) on.
-struct Raw {
-    uint4 words[2][5];  // the last only in the second half, whose last sub-tile is bf16
-    uint32_t scales[2];
-    uint32_t live;  // bit i: of the 8 entries whose scores this warp finishes, i is one
-};
+// ---- gathering: a warp's 8 entries of each tile
 
 struct Gather {
     Lists const& lists;
     Share share;
-    int group, half;  // the warp's
-    int next;         // of the group in the first tile that is not asked for yet, the index of entry lane % 16
+    uint32_t staging;             // this warp's stages are WARPS groups apart
+    uint32_t live[NUM_STAGES];    // of the tiles that are asked for, the next one first: bit 4 i: entry i is one
+    int next;                     // index of this lane's entry in the first tile that is not asked for yet
 
     __device__ __forceinline__ int position(int tile) const {
-        return share.first + tile * share.step + group * GROUP;
+        return share.first + tile * BLOCK_N + threadIdx.x / 32 * ENTRIES + threadIdx.x % 32 / 4;
     }
-    __device__ __forceinline__ void look(int tile) {
-        int const at = position(tile) + threadIdx.x % GROUP;
-        next = load_if(at < share.window ? lists.window_index + at : lists.compressed_index + (at - share.window),
+    __device__ __forceinline__ int index(int tile) const {
+        int const at = position(tile);
+        return load_if(at < share.window ? lists.window_index + at : lists.compressed_index + (at - share.window),
                        at < share.last, -1);
     }
-    // Whether the group has a place in the list.
-    __device__ __forceinline__ bool any(int tile) const { return group * GROUP < share.step && position(tile) < share.last; }
-    __device__ __forceinline__ void ask(int tile, Raw& raw) {
-        int const row = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
-        int const index[2] = {__shfl_sync(~0u, next, row), __shfl_sync(~0u, next, 8 + row)};
-        raw.live = __ballot_sync(~0u, next >= 0) >> 8 * half;
-        if (any(tile)) {
+    __device__ __forceinline__ uint32_t staged(int tile) const {
+        return staging + tile % NUM_STAGES * (WARPS * Layout::STAGED_GROUP);
+    }
+    // Ask for a tile, of which this lane's entry has this index. Returns which of the warp's entries there are.
+    __device__ __forceinline__ uint32_t ask(int tile, int index) const {
+        int const lane = threadIdx.x % 32;
+        bool const entry = index >= 0;
+        const uint8_t *payload, *scale;
+        lists.locate(index, position(tile) < share.window, payload, scale);
+        if (!entry) payload = scale = lists.window.pages;  // not read: zeros come
+        uint32_t const to = staged(tile), at = to + lane / 4 * PAYLOAD + lane % 4 * 16;
 #pragma unroll
-            for (int g = 0; g < 2; ++g) {
-                const uint8_t *payload, *scale;
-                lists.locate(index[g], position(tile) + 8 * g + row < share.window, payload, scale);
-                if (index[g] < 0) payload = scale = reinterpret_cast<const uint8_t*>(zeros);
-                payload += 256 * half + 16 * quarter;
-                raw.scales[g] = load_global4(scale + 4 * half);
+        for (int j = 0; j < PAYLOAD / 64; ++j) cp_async16(at + 64 * j, payload + lane % 4 * 16 + 64 * j, entry);
+        cp_async8(to + Layout::STAGED_SCALES + 8 * lane, scale, entry);
+        cp_async_commit();
+        return __ballot_sync(~0u, entry);
+    }
+    __device__ __forceinline__ void begin(const int (&first)[NUM_STAGES + 1]) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) raw.words[g][j] = load_global16(payload + 64 * j);
-                load_global16_if(raw.words[g][4], payload + 256, half);
-            }
-        }
-        look(tile + 1);
+        for (int i = 0; i < NUM_STAGES; ++i) live[i] = ask(i, first[i]);
+        next = first[NUM_STAGES];
+    }
+    // Behind the decoding of `tile`.
+    __device__ __forceinline__ void advance(int tile) {
+#pragma unroll
+        for (int i = 0; i + 1 < NUM_STAGES; ++i) live[i] = live[i + 1];
+        live[NUM_STAGES - 1] = ask(tile + NUM_STAGES, next);
+        next = index(tile + NUM_STAGES + 1);
     }
 };
 
 // ---- scores
 
-// Decode the warp's half of its group to shared memory, and score it. Of the 8 entries that the warp finishes (the first
-// warp the upper ones of the group) -> own; of the other 8, to shared memory, for the other warp.
-__device__ __forceinline__ void score(const Gather& gather, const Raw& raw, uint32_t smem, float (&own)[4]) {
-    int const lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4, half = gather.half;
-    uint32_t const to = smem + Layout::SMEM_VALUES + 4 * half * Layout::TILE + (gather.group * GROUP + row) * 128;
-    uint32_t const queries = smem + Layout::SMEM_Q + 16 * half * FRAGMENT + lane * 16;
-    uint32_t left = to + (2 * quarter ^ row) * 16, right = left ^ 16;
-    float sums[2][4] = {};
+// Decode this warp's entries of a tile to `values`, and leave their scores at `scores`.
+__device__ __forceinline__ void score(const Queries& queries, uint32_t staged, uint32_t live, uint32_t values,
+                                      uint32_t scores) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+    uint32_t const from = staged + row * PAYLOAD + quarter * 16;
+    uint32_t const to = values + (warp * ENTRIES + row) * 128, low_chunk = (2 * quarter ^ row) * 16;
+    uint2 const scales = load_shared8(staged + Layout::STAGED_SCALES + 8 * lane);
+    float sums[4][4] = {};
+    uint4 next = load_shared16(from);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-        if (t == 3 && half) left = to + (quarter ^ row) * 16, right = left ^ 64;
-        uint4 q[4];  // ahead of stores, which they would wait for
-#pragma unroll
-        for (int i = 0; i < 4; ++i) q[i] = load_shared16(queries + (4 * t + i) * FRAGMENT);
-#pragma unroll
-        for (int g = 0; g < 2; ++g) {
-            uint4 low, high;
-            if (t < 3 || !half) {
-                uint32_t const scale = scale_pair(raw.scales[g] >> 8 * t & 0xFF);
-                low = decode8(raw.words[g][t].x, raw.words[g][t].y, scale);
-                high = decode8(raw.words[g][t].z, raw.words[g][t].w, scale);
-            } else {
-                low = raw.words[g][3], high = raw.words[g][4];
-            }
-            uint32_t const k[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) mma(sums[g], q[i].x, q[i].y, q[i].z, q[i].w, k[2 * i], k[2 * i + 1]);
-            store_shared16(left + t * Layout::TILE + g * (8 * 128), low);
-            store_shared16(right + t * Layout::TILE + g * (8 * 128), high);
-        }
+    for (int t = 0; t < FP8_TILES; ++t) {
+        uint4 const codes = next;
+        uint32_t const scale = scale_pair((t < 4 ? scales.x : scales.y) >> 8 * (t % 4) & 0xFF);
+        uint4 const low = decode8(codes.x, codes.y, scale), high = decode8(codes.z, codes.w, scale);
+        next = load_shared16(from + 64 * (t + 1));  // ahead of stores, which it would wait for
+        queries.multiply(sums, t, low, high);
+        store_shared16(to + t * Layout::TILE + low_chunk, low);
+        store_shared16(to + t * Layout::TILE + (low_chunk ^ 16), high);
     }
-    float other[4];
+    uint4 const low = next, high = load_shared16(from + NOPE + 64);
+    queries.multiply(sums, FP8_TILES, low, high);
+    store_shared16(to + FP8_TILES * Layout::TILE + (quarter ^ row) * 16, low);
+    store_shared16(to + FP8_TILES * Layout::TILE + ((4 + quarter) ^ row) * 16, high);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) own[i] = half ? sums[1][i] : sums[0][i], other[i] = half ? sums[0][i] : sums[1][i];
-    store_shared16(smem + Layout::SMEM_PARTIAL + (2 * gather.group + half) * (32 * 16) + lane * 16,
-                   make_uint4(__float_as_uint(other[0]), __float_as_uint(other[1]), __float_as_uint(other[2]),
-                              __float_as_uint(other[3])));
-}
-
-// Over all dims, with what the other warp has: of rows lane / 4 (s[0], s[1]) and 8 below, entries 2 (lane % 4) and one
-// on; -inf of those that are none.
-__device__ __forceinline__ void finish(const Gather& gather, uint32_t live, uint32_t smem, float (&s)[4]) {
-    int const lane = threadIdx.x % 32, quarter = lane % 4;
-    named_barrier_sync<64>(1 + gather.group);
-    uint4 const more =
-        load_shared16(smem + Layout::SMEM_PARTIAL + (2 * gather.group + 1 - gather.half) * (32 * 16) + lane * 16);
-    bool const first = live >> 2 * quarter & 1, second = live >> (2 * quarter + 1) & 1;
-    s[0] = first ? s[0] + __uint_as_float(more.x) : -INFINITY;
-    s[1] = second ? s[1] + __uint_as_float(more.y) : -INFINITY;
-    s[2] = first ? s[2] + __uint_as_float(more.z) : -INFINITY;
-    s[3] = second ? s[3] + __uint_as_float(more.w) : -INFINITY;
-}
-
-// Leave the maxima of these scores.
-__device__ __forceinline__ void leave_maxima(const float (&s)[4], int warp, uint32_t smem) {
-    int const lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) sums[0][i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    bool const left = live >> 8 * quarter & 1, right = live >> (8 * quarter + 4) & 1;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float largest = fmaxf(s[2 * h], s[2 * h + 1]);
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        store_shared_if(smem + Layout::SMEM_MAXIMA + ((lane / 4 + 8 * h) * WARPS + warp) * 4,
-                        __float_as_uint(largest), lane % 4 == 0);
-    }
+    for (int h = 0; h < 2; ++h)
+        store_shared_pair(scores + (row + 8 * h) * Layout::SCORE_ROW + (warp * ENTRIES + 2 * quarter) * 4,
+                          left ? sums[0][2 * h] : -INFINITY, right ? sums[0][2 * h + 1] : -INFINITY);
 }
 
 // ---- values
 
-// Of a lane's two rows, lane / 4 and 8 below. Every warp has the same maximum.
+// Of a lane's two rows, lane / 4 and 8 below. Every warp of the block has the same.
 struct Softmax {
     float top[2] = {-INFINITY, -INFINITY};  // running maximum, up to RESCALE_THRESHOLD too small; -inf: no entry so far
     float sum[2] = {0, 0}, rounded[2] = {0, 0};  // of this lane's columns: of p, for lse; of p in bf16, which P V has
 };
 
-// P of the warp's 8 entries out of their scores, to the group's fragment; O is rescaled where a maximum moves.
-__device__ __forceinline__ void probabilities(Softmax& softmax, float (&o)[DIMS / 8][4], const float (&s)[4],
-                                              const Gather& gather, uint32_t smem) {
-    int const lane = threadIdx.x % 32, quarter = lane % 4;
+// The A fragments of a tile's P out of its scores; O is rescaled where a maximum moves.
+__device__ __forceinline__ void probabilities(Softmax& softmax, float (&o)[DIMS / 8][4], uint32_t scores,
+                                              uint32_t (&pairs)[BLOCK_N / 16][4]) {
+    int const lane = threadIdx.x % 32;
+    float s[2][BLOCK_N / 4];
     float largest[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        uint32_t const from =
-            smem + Layout::SMEM_MAXIMA + ((lane / 4 + 8 * h) * WARPS + quarter * (WARPS / 4)) * 4;
-        float2 const two = load_shared_pair(from);
-        largest[h] = fmaxf(two.x, two.y);
-        if (WARPS == 16) {
-            float2 const more = load_shared_pair(from + 8);
-            largest[h] = fmaxf(largest[h], fmaxf(more.x, more.y));
+        uint32_t const from = scores + (lane / 4 + 8 * h) * Layout::SCORE_ROW + lane % 4 * 8;
+        largest[h] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) {
+            float2 const two = load_shared_pair(from + 32 * i);
+            s[h][2 * i] = two.x, s[h][2 * i + 1] = two.y;
+            largest[h] = fmaxf(largest[h], fmaxf(two.x, two.y));
         }
         largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
         largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2)) * TO_LOG2;
@@ -366,33 +334,36 @@ __device__ __forceinline__ void probabilities(Softmax& softmax, float (&o)[DIMS 
         for (int n = 0; n < DIMS / 8; ++n)
             o[n][0] *= alpha[0], o[n][1] *= alpha[0], o[n][2] *= alpha[1], o[n][3] *= alpha[1];
     }
-    uint32_t pairs[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         float const zero = softmax.top[h] == -INFINITY ? 0.f : softmax.top[h];
-        float const a = exp2_fast(fmaf(s[2 * h], TO_LOG2, -zero));
-        float const b = exp2_fast(fmaf(s[2 * h + 1], TO_LOG2, -zero));
-        pairs[h] = pack_bf16x2(a, b);
-        softmax.sum[h] += a + b;
-        softmax.rounded[h] += __uint_as_float(pairs[h] << 16) + __uint_as_float(pairs[h] & 0xFFFF0000);
+        float exact = 0, as_bf16 = 0;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) {
+            float const a = exp2_fast(fmaf(s[h][2 * i], TO_LOG2, -zero));
+            float const b = exp2_fast(fmaf(s[h][2 * i + 1], TO_LOG2, -zero));
+            uint32_t const pair = pairs[i / 2][i % 2 * 2 + h] = pack_bf16x2(a, b);
+            exact += a + b;
+            as_bf16 += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000);
+        }
+        softmax.sum[h] += exact, softmax.rounded[h] += as_bf16;
     }
-    store_shared8(smem + Layout::SMEM_P + gather.group * FRAGMENT + lane * 16 + gather.half * 8, pairs[0], pairs[1]);
 }
 
-// O += P V of this warp's dims, over the groups of a tile.
-__device__ __forceinline__ void add_values(float (&o)[DIMS / 8][4], int warp, int groups, uint32_t smem) {
-    int const lane = threadIdx.x % 32;
-    // Lanes 0-15 name entries 0-15 of the left 8 dims, lanes 16-31 of the right ones.
-    uint32_t const tile = smem + Layout::SMEM_VALUES + warp * DIMS / 64 * Layout::TILE + lane % 16 * 128;
-    int const chunk = warp * DIMS % 64 / 8 + lane / 16;
-#pragma unroll 2
-    for (int k = 0; k < groups; ++k) {
-        uint4 const a = load_shared16(smem + Layout::SMEM_P + k * FRAGMENT + lane * 16);
+// O += P V of this warp's dims.
+__device__ __forceinline__ void add_values(float (&o)[DIMS / 8][4], const uint32_t (&pairs)[BLOCK_N / 16][4],
+                                           uint32_t values) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; ++k) {
+        // Lanes 0-15 name entries 0-15 of the left 8 dims, lanes 16-31 of the right ones.
+        uint32_t const row = values + (16 * k + lane % 16) * 128 + warp * (DIMS / 64) * Layout::TILE;
 #pragma unroll
         for (int n = 0; n < DIMS / 8; n += 2) {
-            uint4 const v = ldmatrix_x4_trans(tile + k * (GROUP * 128) + ((chunk + n) ^ lane % 8) * 16);
-            mma(o[n], a.x, a.y, a.z, a.w, v.x, v.y);
-            mma(o[n + 1], a.x, a.y, a.z, a.w, v.z, v.w);
+            uint4 const v =
+                ldmatrix_x4_trans(row + n / 8 * Layout::TILE + ((n % 8 + lane / 16) ^ lane % 8) * 16);
+            mma(o[n], pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3], v.x, v.y);
+            mma(o[n + 1], pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3], v.z, v.w);
         }
     }
 }
@@ -416,14 +387,14 @@ struct Pieces {
     }
 };
 
-// What the sums of this lane's two rows have been divided by, powers of two.
+// What the sums of this lane's two rows have been divided by, powers of two, and their stats.
 struct Left {
     float scale[2];
+    float4 stats[2];
 };
-// The block's O to its shared memory as fp16, of which 1 to 2 is the largest of a row in a warp's dims; the warp's sums
-// of p, and of p in bf16, to SMEM_TOTALS.
-__device__ __forceinline__ Left leave_sums(Softmax& softmax, const float (&o)[DIMS / 8][4], int warp, uint32_t smem) {
-    int const lane = threadIdx.x % 32;
+// The block's O to its shared memory as fp16, of which 1 to 2 is the largest of a row in a warp's dims.
+__device__ __forceinline__ Left leave_sums(Softmax& softmax, const float (&o)[DIMS / 8][4], uint32_t smem) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Left left;
     float inverse[2];
 #pragma unroll
@@ -440,9 +411,7 @@ __device__ __forceinline__ Left leave_sums(Softmax& softmax, const float (&o)[DI
         }
         uint32_t const exponent = __float_as_uint(largest) & 0x7F800000;
         left.scale[h] = __uint_as_float(exponent), inverse[h] = __uint_as_float((254u << 23) - exponent);
-        if (lane % 4 == 0)
-            store_shared8(smem + Layout::SMEM_TOTALS + (warp * BLOCK_M + lane / 4 + 8 * h) * 8,
-                          __float_as_uint(softmax.sum[h]), __float_as_uint(softmax.rounded[h]));
+        left.stats[h] = make_float4(softmax.top[h], softmax.sum[h], softmax.rounded[h], 0);
     }
     // Of the four matrices of a store: lanes 0-15 rows 0-15 of the left 8 dims, lanes 16-31 of the right ones.
     uint32_t const to = smem + Layout::SMEM_SUMS + lane % 16 * Layout::SUM_ROW + (warp * DIMS / 8 + lane / 16) * 16;
@@ -455,12 +424,9 @@ __device__ __forceinline__ Left leave_sums(Softmax& softmax, const float (&o)[DI
     return left;
 }
 
-// Each unit to the block that joins it; scales and stats to all blocks. A block without others writes them itself:
-// compute-sanitizer takes no st.async where there is no cluster.
-__device__ __forceinline__ void send_sums(const Left& left, const Softmax& softmax, Pieces const& pieces, int rank,
-                                          int warp, uint32_t smem) {
-    int const lane = threadIdx.x % 32;
-    bool const alone = pieces.blocks.by == 1;
+// Each unit to the block that joins it; scales and stats to all blocks.
+__device__ __forceinline__ void send_sums(const Left& left, Pieces const& pieces, int rank, uint32_t smem) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint4 units[UNITS / NUM_THREADS];
 #pragma unroll
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
@@ -471,62 +437,59 @@ __device__ __forceinline__ void send_sums(const Left& left, const Softmax& softm
 #pragma unroll
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
         uint32_t const unit = threadIdx.x + i * NUM_THREADS, owner = pieces.owner(unit);
-        uint32_t const to = smem + pieces.received(rank, unit, owner);
-        if (alone)
-            store_shared16(to, units[i]);
-        else
-            send16(in_block(owner, to), units[i], in_block(owner, smem + Layout::RECEIVED_BARRIER));
+        send16(in_block(owner, smem + pieces.received(rank, unit, owner)), units[i],
+               in_block(owner, smem + Layout::RECEIVED_BARRIER));
     }
-    // Of every four lanes, which have the same two rows, two send of the one row and two of the other, to every second
-    // block each.
-    int const h = lane % 2, row = lane / 4 + 8 * h;
-    uint32_t const scale = __float_as_uint(h ? left.scale[1] : left.scale[0]);
-    uint4 stats = make_uint4(__float_as_uint(h ? softmax.top[1] : softmax.top[0]), 0, 0, 0);
-    if (warp == 0) {
-        float sum = 0, rounded = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            float2 const v = load_shared_pair(smem + Layout::SMEM_TOTALS + (i * BLOCK_M + row) * 8);
-            sum += v.x, rounded += v.y;
-        }
-        stats.y = __float_as_uint(sum), stats.z = __float_as_uint(rounded);
-    }
+    if (lane % 4) return;
 #pragma unroll 1
-    for (uint32_t block = lane / 2 % 2; block < pieces.blocks.by; block += 2) {
-        uint32_t const to = smem + Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4;
-        uint32_t const stats_to = smem + Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16;
-        if (alone) {
-            store_shared(to, scale);
-            if (warp == 0) store_shared16(stats_to, stats);
-            continue;
-        }
+    for (uint32_t block = 0; block < pieces.blocks.by; ++block) {
         uint32_t const barrier = in_block(block, smem + Layout::RECEIVED_BARRIER);
-        send(in_block(block, to), scale, barrier);
-        if (warp == 0) send16(in_block(block, stats_to), stats, barrier);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            int const row = lane / 4 + 8 * h;
+            send(in_block(block, smem + Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4),
+                 __float_as_uint(left.scale[h]), barrier);
+            if (warp == h)
+                send16(in_block(block, smem + Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16),
+                       make_uint4(__float_as_uint(left.stats[h].x), __float_as_uint(left.stats[h].y),
+                                  __float_as_uint(left.stats[h].z), 0),
+                       barrier);
+        }
     }
 }
 
 // What the sums of each block are to be multiplied by, [BLOCK_M][MOST_BLOCKS] to shared memory; and lse.
 __device__ __forceinline__ void weigh(const Problem& p, const Item& item, uint32_t smem) {
-    constexpr int LANES = MOST_BLOCKS;  // of a head, one a block
-    int const row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    if (row >= BLOCK_M) return;
-    float4 stats = make_float4(-INFINITY, 0, 0, 0);
-    if (lane < p.blocks.by) stats = load_stats(smem + Layout::SMEM_STATS + (lane * BLOCK_M + row) * 16);
-    float top = stats.x;
+    constexpr int LANES = NUM_THREADS / BLOCK_M, EACH = MOST_BLOCKS / LANES;  // lanes of a head, blocks of a lane
+    int const row = threadIdx.x / LANES, lane = threadIdx.x % LANES, blocks = p.blocks.by;
+    float4 stats[EACH];
+    float top = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        int const block = lane + i * LANES;
+        stats[i] = make_float4(-INFINITY, 0, 0, 0);
+        if (block < blocks) stats[i] = load_stats(smem + Layout::SMEM_STATS + (block * BLOCK_M + row) * 16);
+        top = fmaxf(top, stats[i].x);
+    }
 #pragma unroll
     for (int lanes = 1; lanes < LANES; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
     bool const any = top > -INFINITY;
-    float const weight = any ? exp2_fast(stats.x - top) : 0.f;
-    float sum = weight * stats.y, rounded = weight * stats.z;
+    float weights[EACH], sum = 0, rounded = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        weights[i] = any ? exp2_fast(stats[i].x - top) : 0.f;
+        sum = fmaf(weights[i], stats[i].y, sum), rounded = fmaf(weights[i], stats[i].z, rounded);
+    }
 #pragma unroll
     for (int lanes = 1; lanes < LANES; lanes *= 2)
         sum += __shfl_xor_sync(~0u, sum, lanes), rounded += __shfl_xor_sync(~0u, rounded, lanes);
     int const head = item.head + min(row, item.heads - 1);
     // Infinite if the sink drowns all else; `any`: then the largest p is at least 2^-RESCALE_THRESHOLD.
-    float const denominator = rounded + exp2_fast(__uint_as_float(load_shared(smem + Layout::SMEM_SINKS + row * 4)) * LOG2E - top);
-    store_shared(smem + Layout::SMEM_WEIGHTS + (row * MOST_BLOCKS + lane) * 4,
-                 __float_as_uint(any ? weight / denominator : 0.f));
+    float const denominator = rounded + exp2_fast(__ldg(p.sink + head) * LOG2E - top);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        store_shared(smem + Layout::SMEM_WEIGHTS + (row * MOST_BLOCKS + lane + i * LANES) * 4,
+                     __float_as_uint(any ? weights[i] / denominator : 0.f));
     if (item.rank == 0 && lane == 0 && row < item.heads)
         p.lse[int64_t(item.query) * p.heads + head] = any ? (top + log2f(sum)) / LOG2E : INFINITY;
 }
@@ -573,72 +536,61 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
                          p.compressed_index + int64_t(item.query) * p.nc};
     programmatic::wait();
 
-    // Lists are nearly always full: their first indices are asked for together with the lengths, not after them, and
-    // queries are under way before any of these is there.
-    int2 const length = make_int2(__ldg(p.window_length + item.batch), __ldg(p.compressed_length + item.batch));
-    int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    Gather gather = {lists, Share(p, p.nw, p.nc, item.rank), warp / 2, warp % 2};
-    gather.look(0);
-    Queries queries;
-    queries.ask(p, item, warp, smem);
-    if (threadIdx.x < BLOCK_M)  // at the end they would be waited for
-        cp_async4(smem + Layout::SMEM_SINKS + 4 * threadIdx.x,
-                  p.sink + item.head + min(int(threadIdx.x), item.heads - 1));
-    // 0, which the compiler does not know: or else it waits for lengths or indices before all this is asked for.
-    int const nothing = __syncthreads_or(p.nw < 0);
-    int2 const counted = clamped(make_int2(length.x + nothing, length.y + nothing), p.nw, p.nc);
-    if (counted.x != p.nw || counted.y != p.nc) {
-        gather.share = Share(p, counted.x, counted.y, item.rank);
-        gather.look(0);
+    // Lists are nearly always full: their first indices are asked for together with the lengths, not after them.
+    int const window = min(max(__ldg(p.window_length + item.batch), 0), p.nw);
+    int const compressed = min(max(__ldg(p.compressed_length + item.batch), 0), p.nc);
+    uint32_t const staging = smem + Layout::SMEM_STAGING + threadIdx.x / 32 * Layout::STAGED_GROUP;
+    Gather gather = {lists, Share(p.nw, p.nc, item.rank, p.blocks), staging};
+    int first[NUM_STAGES + 1];
+#pragma unroll
+    for (int i = 0; i <= NUM_STAGES; ++i) first[i] = gather.index(i);
+    if (window != p.nw || compressed != p.nc) {
+        gather.share = Share(window, compressed, item.rank, p.blocks);
+#pragma unroll
+        for (int i = 0; i <= NUM_STAGES; ++i) first[i] = gather.index(i);
     }
-    auto const tell_free = [&] {  // behind the block's barrier: others may write where queries and scores were
-        cluster_wait();           // all blocks have their barriers; this was long ago
-        if (threadIdx.x < p.blocks.by) arrive_at(in_block(threadIdx.x, smem + Layout::FREE_BARRIER));
-    };
-
-    float o[DIMS / 8][4] = {}, s[4];
-    Softmax softmax;
-    Raw raw;
-    int const count = gather.share.count;
-    gather.ask(0, raw);
+    gather.begin(first);
+    Queries queries;  // behind the entries, which take longer
+    queries.load(p, item, smem + Layout::SMEM_QUERIES);
+    Pieces const pieces(p.blocks);
     if (threadIdx.x == NUM_THREADS - 32) {  // publishing takes long, but entries take longer
         barrier_init(smem + Layout::RECEIVED_BARRIER, 1);
         barrier_init(smem + Layout::FREE_BARRIER, p.blocks.by);
         barrier_publish();
-        arrive_and_expect_tx(smem + Layout::RECEIVED_BARRIER, Pieces(p.blocks).bytes(item.rank));
+        arrive_and_expect_tx(smem + Layout::RECEIVED_BARRIER, pieces.bytes(item.rank));
     }
-    queries.arrange(warp, smem);
     __syncthreads();
     cluster_arrive();
+    auto const tell_free = [&] {  // behind the block's barrier: others may write to the first place of values
+        cluster_wait();           // all blocks have their barriers; this was long ago
+        if (threadIdx.x < p.blocks.by) arrive_at(in_block(threadIdx.x, smem + Layout::FREE_BARRIER));
+    };
+    if (gather.share.count == 0) tell_free();
+
+    float o[DIMS / 8][4] = {};
+    Softmax softmax;
 #pragma unroll 1
-    for (int tile = 0; tile < count; ++tile) {
-        bool const any = gather.any(tile);
-        uint32_t const live = raw.live;
-        if (any) score(gather, raw, smem, s);
-        gather.ask(tile + 1, raw);  // on its way while this tile is finished
-        if (any)
-            finish(gather, live, smem, s);
-        else
-            s[0] = s[1] = s[2] = s[3] = -INFINITY;
-        leave_maxima(s, warp, smem);
-        __syncthreads();  // values and maxima are there
-        if (tile + 1 == count) tell_free();
-        probabilities(softmax, o, s, gather, smem);
-        __syncthreads();  // P is there
-        int const entries = gather.share.last - gather.share.first - tile * gather.share.step;
-        add_values(o, warp, (min(gather.share.step, entries) + GROUP - 1) / GROUP, smem);
-        __syncthreads();  // values are read
+    for (int tile = 0; tile < gather.share.count; ++tile) {
+        bool const last = tile + 1 == gather.share.count;
+        uint32_t const place = (gather.share.count - tile) % 2;  // 1 of the last tile
+        uint32_t const values = smem + Layout::SMEM_VALUES + place * Layout::VALUES;
+        uint32_t const scores = smem + Layout::SMEM_SCORES + tile % 2 * Layout::SCORES;
+        cp_async_wait<NUM_STAGES - 1>();
+        score(queries, gather.staged(tile), gather.live[0], values, scores);
+        gather.advance(tile);
+        __syncthreads();
+        if (last) tell_free();
+        uint32_t pairs[BLOCK_N / 16][4];
+        probabilities(softmax, o, scores, pairs);
+        add_values(o, pairs, values);
     }
-    if (count == 0) tell_free();
-    Pieces const pieces(p.blocks);
-    Left const left = leave_sums(softmax, o, warp, smem);
+    cp_async_wait<0>();  // none may land after the block has ended
+    __syncthreads();     // and the last values are read
+    Left const left = leave_sums(softmax, o, smem);
     __syncthreads();
     wait(smem + Layout::FREE_BARRIER, 0);
-    send_sums(left, softmax, pieces, item.rank, warp, smem);
-    if (p.blocks.by == 1)
-        __syncthreads();
-    else
-        wait(smem + Layout::RECEIVED_BARRIER, 0);
+    send_sums(left, pieces, item.rank, smem);
+    wait(smem + Layout::RECEIVED_BARRIER, 0);
     weigh(p, item, smem);
     __syncthreads();
     join(p, item, pieces, smem);
@@ -675,18 +627,14 @@ extern "C" int launch_few_heads(const void* q, const uint8_t* window, const int*
                       int queries, int heads, int nw, int nc,
                       int page_window, int stride_window, int page_compressed, int stride_compressed, int blocks,
                       int early) {
-    using namespace fmha::few;
-    int const tiles = (heads + BLOCK_M - 1) / BLOCK_M;
-    // A block's entries of full lists, in as few tiles as there can be, and these alike.
-    int const most = ((nw + nc + ENTRIES - 1) / ENTRIES + blocks - 1) / blocks * ENTRIES;
-    int const count = (most + BLOCK_N - 1) / BLOCK_N, step = ((most + count - 1) / count + GROUP - 1) / GROUP * GROUP;
+    int const tiles = (heads + fmha::few::BLOCK_M - 1) / fmha::few::BLOCK_M;
     fmha::few::Problem const p = {
         static_cast<const __nv_bfloat16*>(q),
         {window, uint32_t(stride_window), uint32_t(page_window)},
         {compressed, uint32_t(stride_compressed), uint32_t(page_compressed)},
         window_index, window_length, compressed_index, compressed_length, sink, {cosine, sine},
         static_cast<__nv_bfloat16*>(out), lse, heads, nw, nc,
-        fmha::Divisor(queries), fmha::Divisor(tiles), fmha::Divisor(blocks), fmha::Divisor(step),
+        fmha::Divisor(queries), fmha::Divisor(tiles), fmha::Divisor(blocks),
     };
     auto const error = fmha::few::prepare(blocks);
     if (error != cudaSuccess) return error;

@@ -61,9 +61,6 @@ __device__ __forceinline__ Span share(int window, int compressed, int split, Div
     return {window, total, first, last - first};
 }
 
-// What is loaded for an entry that does not exist, where loads are to registers.
-__device__ uint4 const zeros[PAYLOAD / 16] = {};
-
 // ---- device helpers
 
 // Scale byte s -> 2^(s - 127 + 120) as a bf16 pair. Finite and normal for 3 <= s <= 134.
@@ -100,17 +97,6 @@ __device__ __forceinline__ int load_if(const int* from, bool really, int other) 
                  : "+r"(v)
                  : "l"(from), "r"(int(really)));
     return v;
-}
-
-// Lengths as they were read, clamped to those of full lists.
-__device__ __forceinline__ int2 clamped(int2 length, int nw, int nc) {
-    return make_int2(min(max(length.x, 0), nw), min(max(length.y, 0), nc));
-}
-// The same, but not before the warp's `index` is there. Else the compiler clamps before indices are asked for, which
-// then wait for the lengths. nw >> 31 is 0, which it does not know; by the shuffle it knows that lanes agree.
-__device__ __forceinline__ int2 clamped(int2 length, int nw, int nc, int index) {
-    int const nothing = __shfl_sync(~0u, index, 0) & nw >> 31;
-    return clamped(make_int2(length.x + nothing, length.y + nothing), nw, nc);
 }
 
 // The two lists of a query and where their entries lie.
@@ -175,12 +161,12 @@ struct Producer {
     }
 
     // `load_warp` 0 to LOAD_WARPS - 1. begin: the block's barrier behind which its mbarriers exist.
-    template <class RawLengths, class Begin>
-    __device__ __forceinline__ void load(Lists const& lists, RawLengths raw_lengths, int nw, int nc, int split,
-                                        Divisor splits, int load_warp, Begin begin) const {
+    template <class Lengths, class Begin>
+    __device__ __forceinline__ void load(Lists const& lists, Lengths lengths, int nw, int nc, int split, Divisor splits,
+                                        int load_warp, Begin begin) const {
         constexpr int EACH = Shape<BLOCK_N>::EACH;
         // Lists are nearly always full: their first indices are asked for together with the lengths, not after them.
-        int2 const raw = raw_lengths();
+        int2 const length = lengths();
         int2 guess = make_int2(nw, nc);
         Span span{};
         int next[EACH];
@@ -195,7 +181,6 @@ struct Producer {
         while (true) {
             span = share<BLOCK_N, SPLIT>(guess.x, guess.y, split, splits);
             look(0);
-            int2 const length = clamped(raw, nw, nc, next[EACH - 1]);
             if (guess.x == length.x && guess.y == length.y) break;
             guess = length;
         }

@@ -39,6 +39,9 @@ struct Layout {
     static_assert(BYTES + 1024 <= SHARED_LIMIT, "with room to align the start");
 };
 
+// What is loaded for an entry that does not exist.
+__device__ uint4 const zeros[PAYLOAD / 16] = {};
+
 // ---- device helpers
 
 __device__ __forceinline__ uint2 load_global8(const void* from) {

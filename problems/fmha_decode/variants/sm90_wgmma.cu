@@ -276,13 +276,13 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
              smem + At::STAGING_EMPTY_BARRIERS, smem + At::FULL_BARRIERS, smem + At::EMPTY_BARRIERS},
             int(threadIdx.x % 32)};
         auto const begin = [] { named_barrier_sync<NUM_THREADS>(1); };
+        auto const length = [&] { return lengths(p, item.batch); };
         if (group < 0) {
-            auto const length = [&] { return raw_lengths(p, item.batch); };
             producer.load(lists, length, p.nw, p.nc, item.split, p.splits, warp, begin);
         } else {
             begin();
             if (group >= Shape<BLOCK_N>::GROUPS) return;
-            int2 const n = lengths(p, item.batch);
+            int2 const n = length();
             producer.decode(share<BLOCK_N, SPLIT>(n.x, n.y, item.split, p.splits).count, group);
         }
         return;

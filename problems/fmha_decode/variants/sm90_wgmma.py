@@ -22,10 +22,9 @@ MOST_SPLITS = 128  # that combine.cuh takes
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
 ALIKE = 8  # queries of a call of in_model up to which the bits of one do not depend on the others
-FEW_ENTRIES = 128  # of a tile of launch_few_heads, at most
-# Cycles of a block of it, by estimate and a quarter more: for each entry, for each tile, for all else, and for each
+# Cycles of a block: a tile, measured alone on its multiprocessor and with another block; all else, estimated; each
 # block to join.
-FEW_ENTRY, FEW_TILE, FEW_FIXED, FEW_JOIN = 38, 560, 7500, 75
+FEW_TILE, FEW_TILE_SHARED, FEW_FIXED, FEW_JOIN = 2300, 3000, 8400, 60
 MANY_TILE, MANY_FIXED = 3000, 15000  # of launch_for's, measured with 64 heads
 CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of launch_few_heads that may share a list
 
@@ -68,9 +67,10 @@ def cluster_for(sizes: Sizes, fit: dict[int, int]) -> tuple[FewHeads, int]:
     groups = -(-(sizes.window + sizes.compressed) // 8)
 
     def cycles(blocks: int) -> int:
-        entries = -(-groups // blocks) * 8
-        each = FEW_FIXED + -(-entries // FEW_ENTRIES) * FEW_TILE + entries * FEW_ENTRY
-        return -(-items // fit[blocks]) * each + blocks * FEW_JOIN
+        waves = -(-items // fit[blocks])
+        shared = min(items, fit[blocks]) * blocks > BLOCKS  # two blocks on a multiprocessor
+        tiles = -(-groups // (4 * blocks))
+        return waves * (FEW_FIXED + tiles * (FEW_TILE_SHARED if shared else FEW_TILE)) + blocks * FEW_JOIN
 
     blocks = min(fit, key=cycles)
     return FewHeads(blocks), cycles(blocks)

@@ -107,30 +107,16 @@ struct Next {
 
 // ---- the formats
 
-// Chunks of k begin at multiples of so many units.
-template <int FORMAT>
-constexpr int GRANULE = FORMAT == FP8 ? BLOCK / COLUMNS : 1;
-
-// Of a warp's ring; it comes with one bulk copy. PARTS: units, or halves of bf16's: two share what a stage costs, one
-// is for inputs that leave no room for two.
-template <int FORMAT, int PARTS>
+// Of a warp's ring; it comes with one bulk copy.
+template <int FORMAT, int NT>
 struct Stage {
+    // Units, or halves of bf16's: two, to share what a stage costs, but in fp8 one where tokens need the room.
+    static constexpr int PARTS = FORMAT == NVFP4 || (FORMAT == FP8 && NT == 1) ? 2 : 1;
     static constexpr int OF_UNIT = FORMAT == BF16 ? 2 : 1;  // parts of a unit
     static constexpr int PART_BYTES = FORMAT == NVFP4 ? units::BYTES : 2048, BYTES = PARTS * PART_BYTES;
-    static constexpr int UNITS = PARTS > OF_UNIT ? PARTS / OF_UNIT : 1;  // that are multiplied in one turn of the loop,
-    static constexpr int TURNS = OF_UNIT > PARTS ? OF_UNIT / PARTS : 1;  // and stages that they are
-    static constexpr int BEFORE = 1;                                     // stages asked for before the input has come
+    static constexpr int UNITS = FORMAT == FP8 ? BLOCK / COLUMNS : 1;  // chunks of k begin at multiples of this
+    static constexpr int BEFORE = 1;                                   // stages asked for before the input has come
 };
-
-// A warp's ring: stages of so many parts.
-template <int PARTS_, int STAGES_>
-struct RingOf {
-    static constexpr int PARTS = PARTS_, STAGES = STAGES_;
-};
-
-// Whether a kernel is only for links of which each block has one pass: it keeps less in registers then.
-template <int FORMAT, int NT, int PARTS>
-constexpr bool ONE_PASS = FORMAT != NVFP4 && NT > 1 && PARTS == 2;
 
 // How k is cut: chunk i of 2^shift is units [begin(i), begin(i + 1)).
 struct Cut {
@@ -217,8 +203,8 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
 // The power of two that a group of 128 is divided by, and its inverse; most: the largest magnitude.
 __device__ __forceinline__ float2 group_scale(float most, bool quantise) {
     if (quantise) {  // the least one with 448 * scale >= most, which counts as 1e-4 or more: fp8.ue8m0_scale
-        // 448 is 1.75 * 2^8: 2^23 more than the bits of 1.75, less one, carry where the mantissa is larger than that.
-        const int exponent = (__float_as_uint(fmaxf(most, 1e-4f)) + 0x1FFFFF >> 23) - 8;
+        const uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(most, 1e-4f), 448.f));
+        const int exponent = bits + 0x7FFFFF >> 23;
         return make_float2(__uint_as_float(exponent << 23), __uint_as_float(254 - exponent << 23));
     }
     const int exponent = min(max(static_cast<int>(__float_as_uint(most) >> 23), 28), 254) - 14;
@@ -232,7 +218,6 @@ struct Geometry {
     Divisor group_passes;             // times that a block's tiles are taken, of one group
     int passes;                       // and of all
     int sums, x, x_scales, row_bytes; // offsets in shared memory, and from a token's input to the next
-    int eight_rows;                   // and to that of the eighth one behind it
     int bytes;                        // of shared memory
     int clusters;                     // of the grid
     int held_shift;                   // sums of 8 tokens that a warp has there at once, as a power of two
@@ -240,8 +225,6 @@ struct Geometry {
     uint32_t zero;                    // 0, which the compiler does not know
 
     Geometry() = default;
-    // Whether sums lie in the input's place, which a block of one pass needs no more by then.
-    __host__ __device__ bool shares() const { return sums == x; }
     // ring: bytes of all stages; granule: units that chunks begin at multiples of
     Geometry(const Link& p, int format, int nt, int ring, int granule, int sms, bool early)
         : group_passes((p.group_tiles + WARPS * p.cluster / p.chunks - 1) / (WARPS * p.cluster / p.chunks)),
@@ -252,16 +235,14 @@ struct Geometry {
         tile_shift = log2_of(WARPS / local);
         passes = p.tiles / p.group_tiles * group_passes.by;
         const int slice = Cut{p.k_units, chunk_shift, granule}.longest(local) * COLUMNS;  // of a block, at most
-        row_bytes = 2 * slice + ROW_PAD, eight_rows = 8 * row_bytes;
+        row_bytes = 2 * slice + ROW_PAD;
         x = ring + BARRIER;
-        // Products read whole eights of rows, whatever lies in those without a token; but only one row of one token.
-        x_scales = x + ((nt == 1 ? p.tokens : 8 * nt) * row_bytes + 15) / 16 * 16;
-        const int behind = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
-        clusters = min(passes, sms / p.cluster);
-        sums = nt > 1 && passes == clusters ? x : behind;
+        x_scales = x + (p.tokens * row_bytes + 15) / 16 * 16;
+        sums = x_scales + (format == FP8 ? (slice + BLOCK - 1) / BLOCK * nt * 8 * 4 : 0);
         const int of_eight = WARPS * SUMS * 4;
         for (held_shift = 0; 2 << held_shift <= nt && sums + (of_eight << held_shift + 1) <= MOST_SHARED;) ++held_shift;
-        bytes = max(behind, sums + (of_eight << held_shift));
+        bytes = sums + (of_eight << held_shift);
+        clusters = min(passes, sms / p.cluster);
     }
 };
 
@@ -281,33 +262,27 @@ struct Jobs {
 
 // ---- a piece of the input as the products take it; the same bits wherever it is done
 
-// 16 / PIECES lanes have a group of 128. -> fp16, in place; scale: of the group.
-template <int PIECES>
-__device__ __forceinline__ void fp8_pieces(uint4 (&pieces)[PIECES], bool quantise, float& scale) {
-    uint32_t words[PIECES][4];
-    float most = 0;
+// Half a warp has a group of 128. -> fp16; scale: of the group.
+__device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scale) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    float value[PIECE], most = 0;
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        words[i][0] = pieces[i].x, words[i][1] = pieces[i].y, words[i][2] = pieces[i].z, words[i][3] = pieces[i].w;
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(words[i][w] << 16)),
-                                     fabsf(__uint_as_float(words[i][w] & 0xFFFF0000u))));
+    for (int w = 0; w < 4; ++w) {
+        value[2 * w] = __uint_as_float(words[w] << 16);
+        value[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
+        most = fmaxf(most, fmaxf(fabsf(value[2 * w]), fabsf(value[2 * w + 1])));
     }
 #pragma unroll
-    for (int apart = 8 / PIECES; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+    for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
     const float2 both = group_scale(most, quantise);
+    uint32_t pairs[4];
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const float low = __uint_as_float(words[i][w] << 16) * both.y;
-            const float high = __uint_as_float(words[i][w] & 0xFFFF0000u) * both.y;
-            words[i][w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
-        }
-        pieces[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+    for (int w = 0; w < 4; ++w) {
+        const float low = value[2 * w] * both.y, high = value[2 * w + 1] * both.y;
+        pairs[w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
     }
     scale = both.x;
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8
@@ -405,12 +380,11 @@ __global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_const
     const int block = index / (BLOCK / PIECE) % blocks, row = index / (BLOCK / PIECE) / blocks;
     const int token = row / groups, group = row % groups, column = block * BLOCK + PIECE * part;
     const bool inside = token < p.tokens && column < k;
-    uint4 pieces[1] = {};
-    uint4& piece = pieces[0];
+    uint4 piece = make_uint4(0, 0, 0, 0);
     if (inside) piece = load_input(p.x + static_cast<int64_t>(token) * p.x_columns + group * p.group_columns + column);
     float scale = 0;
     if constexpr (FORMAT == FP8) {
-        fp8_pieces(pieces, p.quantise, scale);
+        piece = fp8_piece(piece, p.quantise, scale);
     } else {
         const float input_scale = p.input_scales[group];
         piece = nvfp4_piece(piece, input_scale, __frcp_rn(input_scale));
@@ -452,22 +426,20 @@ struct Share {
 
 // ---- the input to shared memory: columns from first_unit on, of one group of the link
 
-// Threads 0 to `threads` - 1 of those that ask, each in another warp, ask for a row in turn, since a warp's copies
-// begin one behind the other. The first says how many bytes come; others may be ahead of it. What the block read there before
-// must be behind a barrier.
+// One thread asks for all rows. What the block read there before must be behind a barrier.
 __device__ __forceinline__ void copy_input(const Link& p, const Geometry& at, uint8_t* smem, const __nv_bfloat16* x,
-                                           int first, int count, int thread, int threads) {
+                                           int first, int count) {
     const uint32_t barrier = ptx::smem_address(smem + at.x - BARRIER);
     const uint64_t policy = ptx::l2_evict_normal();
     ptx::fence_proxy_async_shared();
-    if (thread == 0) ptx::arrive_and_expect_tx(barrier, p.tokens * count * 2);
+    ptx::arrive_and_expect_tx(barrier, p.tokens * count * 2);
 #pragma unroll 1
-    for (int token = thread; token < p.tokens; token += threads)
+    for (int token = 0; token < p.tokens; ++token)
         ptx::tma_load_1d(barrier + BARRIER + token * at.row_bytes,
                          x + static_cast<int64_t>(token) * p.x_columns + first, 2 * count, barrier, policy);
 }
 
-// How a block's threads share the input that they convert: a piece each, then the next THREADS.
+// How a block's threads share the input that they convert, up to 8 tokens: a piece each, then the next THREADS.
 template <int FORMAT>
 struct Pieces {
     Divisor of_token;
@@ -490,17 +462,15 @@ struct Pieces {
 };
 
 // One of them, from bf16 to what the products take, to where that is kept.
-template <int FORMAT, int NT>
+template <int FORMAT>
 __device__ __forceinline__ void convert_piece(const Link& p, const Geometry& at, uint8_t* smem,
                                               const typename Pieces<FORMAT>::Place& place, uint4 v, float input_scale,
                                               float inverse) {
     if constexpr (FORMAT == FP8) {
         float scale;
-        uint4 one[1] = {v};
-        fp8_pieces(one, p.quantise, scale);
-        v = one[0];
+        v = fp8_piece(v, p.quantise, scale);
         if (place.inside && place.piece % (BLOCK / PIECE) == 0)
-            reinterpret_cast<float*>(smem + at.x_scales)[place.piece / (BLOCK / PIECE) * NT * 8 + place.token] = scale;
+            reinterpret_cast<float*>(smem + at.x_scales)[place.piece / (BLOCK / PIECE) * 8 + place.token] = scale;
     } else {
         v = nvfp4_piece(v, input_scale, inverse);
     }
@@ -550,43 +520,17 @@ __device__ __forceinline__ void norm_pieces(const Link& p, const Pieces<FORMAT>&
     }
 }
 
-// All in place, of fp8: a lane takes two pieces of a group at a time, eight lanes a group.
-template <bool QUANTISE, int NT>
-__device__ __forceinline__ void convert_fp8_input(const Link& p, const Geometry& at, uint8_t* smem, int count,
-                                                  int thread) {
-    constexpr int LANES = BLOCK / PIECE / 2;
-    const Divisor of_token((count + BLOCK - 1) / BLOCK * LANES);
-    const int all = p.tokens * of_token.by;
-#pragma unroll 1
-    for (int i = thread; i < (all + 31) / 32 * 32; i += THREADS) {  // lanes meet in whole warps
-        const int token = of_token.quotient(i), rest = i - token * of_token.by, group = rest / LANES;
-        const int first = BLOCK * group + PIECE * (rest % LANES), second = first + BLOCK / 2;  // columns
-        const bool inside[2] = {i < all, i < all && second < count};
-        const uint32_t here = ptx::smem_address(smem + at.x) + token * at.row_bytes + 2 * first;
-        uint4 pieces[2] = {};
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (inside[half]) pieces[half] = ptx::load_shared16(here + BLOCK * half);
-        float scale;
-        fp8_pieces(pieces, QUANTISE, scale);
-        if (inside[0] && rest % LANES == 0)
-            reinterpret_cast<float*>(smem + at.x_scales)[group * NT * 8 + token] = scale;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (inside[half]) ptx::store_shared16(here + BLOCK * half, pieces[half]);
-    }
-}
-
-// All in place, of nvfp4.
-__device__ __forceinline__ void convert_nvfp4_input(const Link& p, const Geometry& at, uint8_t* smem,
-                                                    const Pieces<NVFP4>& pieces, float input_scale, int thread) {
+// All in place.
+template <int FORMAT>
+__device__ __forceinline__ void convert_input(const Link& p, const Geometry& at, uint8_t* smem,
+                                              const Pieces<FORMAT>& pieces, float input_scale, int thread) {
     const float inverse = __frcp_rn(input_scale);
 #pragma unroll 1
     for (int i = thread; i < pieces.whole; i += THREADS) {
         const auto place = pieces.place(i);
         const uint32_t here = ptx::smem_address(smem + at.x) + place.token * at.row_bytes + 2 * PIECE * place.piece;
         const uint4 v = place.inside ? ptx::load_shared16(here) : make_uint4(0, 0, 0, 0);
-        convert_piece<NVFP4, 1>(p, at, smem, place, v, input_scale, inverse);
+        convert_piece<FORMAT>(p, at, smem, place, v, input_scale, inverse);
     }
 }
 
@@ -614,51 +558,36 @@ __device__ __forceinline__ void load_steps(uint4 (&b)[NT], const uint32_t (&inpu
     for (int t = 0; t < NT; ++t) b[t] = ptx::load_shared16(input[t] + at);
 }
 
-// Adds the products of a unit times both scales. mine: lane `block` % 32 has the exponent of the weights' scale; scales:
-// where the input's lie. Scales come last, when there are registers for them.
-template <int NT>
-__device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[2][NT][4], uint32_t from, const uint32_t (&input)[NT],
-                                                 uint32_t mine, uint32_t block, uint32_t scales) {
-    uint4 row[4];
+// Q: 2 for all 32 rows, or 1 for the 16 at `from`.
+template <int Q, int NT>
+__device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[Q][NT][4], uint32_t from,
+                                                 const uint32_t (&input)[NT]) {
+    uint4 row[2 * Q];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) row[r] = ptx::load_shared16(from + 512 * r);
-    const auto code = [&](int r, int step) {
-        return step == 0 ? row[r].x : step == 1 ? row[r].y : step == 2 ? row[r].z : row[r].w;
-    };
-    float of_unit[2][NT][4] = {};
+    for (int r = 0; r < 2 * Q; ++r) row[r] = ptx::load_shared16(from + 512 * r);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        uint32_t a[2][2][4];
+        uint4 b[NT];
+        load_steps(b, input, 16 * half);
 #pragma unroll
-        for (int q = 0; q < 2; ++q)
+        for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const uint32_t up = code(2 * q, 2 * half + j), low = code(2 * q + 1, 2 * half + j);
-                a[q][j][0] = half2_of_e4m3(up), a[q][j][2] = half2_of_e4m3(up >> 16);
-                a[q][j][1] = half2_of_e4m3(low), a[q][j][3] = half2_of_e4m3(low >> 16);
+            for (int q = 0; q < Q; ++q) {
+                const uint4 &upper = row[2 * q], &lower = row[2 * q + 1];
+                const uint32_t up = half ? (j ? upper.w : upper.z) : (j ? upper.y : upper.x);
+                const uint32_t low = half ? (j ? lower.w : lower.z) : (j ? lower.y : lower.x);
+                const uint32_t a0 = half2_of_e4m3(up), a2 = half2_of_e4m3(up >> 16);
+                const uint32_t a1 = half2_of_e4m3(low), a3 = half2_of_e4m3(low >> 16);
+#pragma unroll
+                for (int t = 0; t < NT; ++t)
+                    mma<FP8>(sum[q][t], a0, a1, a2, a3, j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
             }
-#pragma unroll
-        for (int t = 0; t < NT; ++t) {
-            const uint4 b = ptx::load_shared16(input[t] + 16 * half);
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-#pragma unroll
-                for (int q = 0; q < 2; ++q)
-                    mma<FP8>(of_unit[q][t], a[q][j][0], a[q][j][1], a[q][j][2], a[q][j][3], j ? b.z : b.x,
-                             j ? b.w : b.y);
-        }
     }
-    const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block) << 23);
+    uint32_t last = row[2 * Q - 1].w;
+    if (NT != 2)  // there registers are few
 #pragma unroll
-    for (int t = 0; t < NT; ++t) {
-        const float2 of_input = ptx::load_shared_pair(scales + t * 32);
-        const float both[2] = {of_weights * of_input.x, of_weights * of_input.y};
-#pragma unroll
-        for (int q = 0; q < 2; ++q)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[q][t][i] = fmaf(of_unit[q][t][i], both[i & 1], sum[q][t][i]);
-    }
-    return row[0].w ^ row[1].w ^ row[2].w ^ row[3].w;
+        for (int r = 0; r < 2 * Q - 1; ++r) last ^= row[r].w;
+    return last;
 }
 
 // A lane's share of a unit.
@@ -720,12 +649,12 @@ __device__ __forceinline__ uint32_t multiply_bf16(float (&sum)[2][NT][4], uint32
 
 // The bytes of the link behind that come after those which its own blocks copy before they wait: of each chunk of a
 // tile the first p.ahead lines behind STAGES stages. A warp does it for one of them, which then is read from L2.
-template <int FORMAT, int PARTS, int STAGES>
+template <int FORMAT, int NT, int STAGES>
 __device__ __forceinline__ void fetch_ahead(const Next& next, int ahead, int warp, int lane) {
-    using Ring = Stage<FORMAT, PARTS>;
+    using Ring = Stage<FORMAT, NT>;
     constexpr int UNIT_BYTES = Ring::PART_BYTES * Ring::OF_UNIT;
     const int chunk = warp & (1 << next.chunk_shift) - 1, tile = warp >> next.chunk_shift;
-    const Cut cut = {next.k_units, next.chunk_shift, GRANULE<FORMAT>};
+    const Cut cut = {next.k_units, next.chunk_shift, Ring::UNITS};
     const int begin = cut.begin(chunk), length = (cut.begin(chunk + 1) - begin) * UNIT_BYTES;
     if (tile >= next.tiles) return;
     const uint8_t* from = next.units + (static_cast<int64_t>(tile) * next.k_units + begin) * UNIT_BYTES;
@@ -866,23 +795,22 @@ __device__ __forceinline__ float4 add_up(int blocks, int local, int section, con
     return total;
 }
 
-// NT: tiles of 8 tokens; PARTS, STAGES: of a warp's ring. Grid: clusters of p.cluster blocks. CHAIN: all links in one
-// launch, so that rings are full of the next link's weights when its input is ready. A warp more then asks for inputs, waits
+// NT: tiles of 8 tokens; STAGES: of a warp's ring. Grid: clusters of p.cluster blocks. CHAIN: all links in one launch,
+// so that rings are full of the next link's weights when its input is ready. A warp more then asks for inputs, waits
 // for the other blocks and releases at the cluster's barrier: a release waits for all copies that the warp has under
 // way, and it has none.
-template <int FORMAT, int NT, int PARTS, int STAGES, bool CHAIN>
+template <int FORMAT, int NT, int STAGES, bool CHAIN>
 __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     link_kernel(const __grid_constant__ Jobs<CHAIN ? MOST_LINKS : 1> jobs) {
     extern __shared__ __align__(128) uint8_t smem[];
-    using Ring = Stage<FORMAT, PARTS>;
+    using Ring = Stage<FORMAT, NT>;
+    constexpr int Q = NT < 4 ? 2 : 1;             // of fp8: halves of a tile's rows at once, since registers are few
     constexpr int TOGETHER = NT == 4 ? 2 : 4;     // sums that are loaded at once: as registers allow
-    constexpr int AT_ONCE = NT == 4 ? 1 : PARTS;  // units of fp8 for which there are separate instructions: likewise
     constexpr int MESSENGER = CHAIN ? WARPS : 0;  // the warp that asks and releases
-    constexpr bool ONCE = ONE_PASS<FORMAT, NT, PARTS>;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     const bool works = !CHAIN || warp < WARPS, asks = threadIdx.x == 32 * MESSENGER;
-    const bool copies = CHAIN ? asks : lane == 0;  // rows of the input
-    const uint32_t barrier = ptx::smem_address(smem) + WARPS * STAGES * (Ring::BYTES + 8);
+    // Offsets up to the input are those of all links.
+    const uint32_t barrier = ptx::smem_address(smem + jobs.job[0].at.x - BARRIER);
     uint32_t phase = 0;
     uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;  // what the lane reads first
     const uint32_t fulls = ptx::smem_address(smem) + WARPS * STAGES * Ring::BYTES + warp * STAGES * 8;
@@ -895,7 +823,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     }
     __syncthreads();  // all know the barriers
     const auto job_of = [&](int link) -> const Job& { return jobs.job[CHAIN ? link : 0]; };
-    const auto share_of = [&](int link) { return Share(job_of(link).p, job_of(link).at, GRANULE<FORMAT>); };
+    const auto share_of = [&](int link) { return Share(job_of(link).p, job_of(link).at, Ring::UNITS); };
     const auto group_of = [](const Geometry& at, int pass) {
         return static_cast<int>(at.group_passes.quotient(pass));
     };
@@ -910,7 +838,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     // A bulk copy may overtake loads of the same place that the warp has issued before: so its address depends on a
     // word that was loaded last, `used`, though by 0 only.
     const uint32_t at_zero = jobs.job[0].at.zero;
-    const auto find = [&] {  // the next tile, if there is one
+    const auto fill = [&](uint32_t to, uint32_t full, uint32_t used) {
         while (!left) {
             const Job& job = job_of(fill_link);
             if (ahead >= job.at.passes) {
@@ -926,22 +854,16 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                 left = own.length * Ring::OF_UNIT;
             }
             ahead += job.at.clusters;
-            if (ONCE) break;
         }
-    };
-    if (ONCE) find();
-    const auto fill = [&](uint32_t to, uint32_t full, uint32_t used) {
-        if (!ONCE) find();
         if (!left) return;
-        const uint32_t parts = min(left, static_cast<uint32_t>(PARTS));
+        const uint32_t parts = min(left, static_cast<uint32_t>(Ring::PARTS));
         if (lane == 0) {
             ptx::arrive_and_expect_tx(full, parts * Ring::PART_BYTES);
             const uint8_t* units = job_of(fill_link).p.units + static_cast<uint64_t>(from) * Ring::PART_BYTES;
             bulk_load(to + (used & at_zero), units, parts * Ring::PART_BYTES, full);
         }
-        from += PARTS, left -= parts;
+        from += Ring::PARTS, left -= parts;
     };
-    uint32_t turn = 0;  // fp8 with most tokens: stages used
     uint32_t stage = ring, full = fulls, stage_parity = 0;  // stage, full: of the one to be used next
     const auto fill_first = [&](int i, int end) {  // stages, before any is used
 #pragma unroll 1
@@ -958,22 +880,20 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         hold(length);
         const int local = 1 << at.local_shift;
         const auto ask_for = [&](int group, const Share& own) {
-            copy_input(p, at, smem, p.x + group * p.group_columns, own.slice * COLUMNS, own.count, CHAIN ? 0 : warp,
-                       CHAIN ? 1 : WARPS);
+            copy_input(p, at, smem, p.x + group * p.group_columns, own.slice * COLUMNS, own.count);
         };
-        // What a warp needs of a tile besides its units. nvfp4: the factor; fp8: the scales of the chunk's blocks, that
-        // of block i of the chunk in lane i, but with most tokens that of block i of the block's input in lane i % 32.
+        // What a warp needs of a tile besides its units. fp8: lane i the scale of the chunk's block i;
+        // nvfp4: the factor.
         const auto scale_of = [&](int group, int pass) -> uint32_t {
             const Share own = share_of(link);
             const int tile = tile_of(at, own.place, pass, group);
-            const uint32_t row = group * p.group_tiles + tile, first = own.begin / 2;
-            const uint32_t block = first + (thread_index() - (NT == 4 ? first - own.slice / 2 : 0) & 31);
+            const uint32_t row = group * p.group_tiles + tile, block = own.begin / 2 + lane;
             if (FORMAT == BF16 || tile >= p.group_tiles || !works) return 0;
             if (FORMAT == NVFP4) return __float_as_uint(p.factors[row]);
             const uint32_t blocks = (p.k_units + 1) / 2;
             return block < blocks ? p.scales[row * blocks + block] : 0;
         };
-        const bool converts = FORMAT == FP8 ? !p.taken : FORMAT == NVFP4 && NT == 1 && !p.taken && p.quantise;
+        const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise);
         const auto input_scale_of = [&](int group) {
             return FORMAT == NVFP4 && converts ? p.input_scales[group] : 1.f;
         };
@@ -1002,13 +922,13 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         uint4 raw[DIRECT] = {};
         const auto take_input = [&] {
             if (!direct) {
-                if (copies && has_passes) ask_for(first_group, own);
+                if (asks && has_passes) ask_for(first_group, own);
                 return;
             }
 #pragma unroll
             for (int j = 0; j < DIRECT; ++j) {
                 const auto place = pieces.place(threadIdx.x + j * THREADS);
-                if (place.inside)
+                if (works && place.inside)  // the messenger's would be pieces of warp 0
                     raw[j] = load_input(p.x + static_cast<int64_t>(place.token) * p.x_columns +
                                         first_group * p.group_columns + first + PIECE * place.piece);
             }
@@ -1038,31 +958,19 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             }
         }
 
-        // Its first row of the lane, at the lane's first columns of the next unit. Of up to 8 tokens, columns without a
-        // token take the last one's.
-        uint32_t input = ptx::smem_address(smem + at.x) + (NT == 1 ? min(g, p.tokens - 1) : g) * at.row_bytes + 32 * c +
-                         (begin - own.slice) * COLUMNS * 2;
+        uint32_t input[NT];  // its rows, at the lane's first columns of the next unit
+#pragma unroll
+        for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
+            input[t] = ptx::smem_address(smem + at.x) + min(8 * t + g, p.tokens - 1) * at.row_bytes + 32 * c +
+                      (begin - own.slice) * COLUMNS * 2;
         uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c + (begin - own.slice) / 2 * NT * 32;
-        hold(input);
-        if (FORMAT == FP8 && !ONCE) hold(x_scales);
+        if (NT == 1) hold(input[0]);
+        if (FORMAT == FP8) hold(x_scales);
 
         const Exchange exchange = {p.exchange};
-        // A lane has the sums of four rows of a tile, and their gates', of one token; eight lanes have all rows. Where
-        // they are written; of_group: the tile, or the gates' tile, of the group.
-        struct Place {
-            __nv_bfloat16* out;  // of token 0
-            int column, columns;
-            bool inside, first;  // first: of the first matrix
-        };
-        const auto place_of = [&](int group, int of_group) -> Place {
-            const int of_link = group * p.group_tiles + of_group;
-            int part = 0;
-            while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
-            const int column = (of_link - p.part[part].tile >> p.gated) * TILE + 4 * (thread_index() & 7);
-            return {p.part[part].out + column, column, p.part[part].columns, of_group < p.group_tiles, part == 0};
-        };
-        // All lanes call this.
-        const auto put = [&](const Place& to, bool inside, int token, const float4& gates, float4 total) {
+        // A lane has the sums of four rows of a tile of the link, of one token, and their gates'; eight lanes have all
+        // rows. All lanes call this.
+        const auto put = [&](bool inside, int of_link, int token, const float4& gates, float4 total) {
             if (p.gated) {
                 const auto gated = [&](float gate, float v) {
                     gate = fminf(gate, p.limit);
@@ -1071,23 +979,27 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                 total = make_float4(gated(gates.x, total.x), gated(gates.y, total.y), gated(gates.z, total.z),
                                     gated(gates.w, total.w));
             }
-            inside = inside && to.inside;
+            int part = 0;
+            while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
+            const int column = (of_link - p.part[part].tile >> p.gated) * TILE + 4 * (lane & 7);
             const uint2 rounded = {ptx::pack_bf16x2(total.x, total.y), ptx::pack_bf16x2(total.z, total.w)};
-            if (inside) *reinterpret_cast<uint2*>(to.out + static_cast<int64_t>(token) * to.columns) = rounded;
+            if (inside)
+                *reinterpret_cast<uint2*>(p.part[part].out + static_cast<int64_t>(token) * p.part[part].columns +
+                                          column) = rounded;
             if (FORMAT == NVFP4 && next.taken)
-                write_behind(next, inside && to.first, token, to.column, rounded, behind_scale);
+                write_behind(next, inside && part == 0, token, column, rounded, behind_scale);
         };
 
 #pragma unroll 1
         for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
             const int group = group_of(at, pass), tile = tile_of(at, share_of(link).place, pass, group);
-            const bool begins = ONCE || pass < at.clusters;
+            const bool begins = pass < at.clusters;
             // Whether the input in shared memory is not this group's.
             if (begins || pass - at.clusters < group * static_cast<int>(at.group_passes.by)) {
                 const Share again = share_of(link);
                 uint32_t parity = 1;
                 if (!begins) {
-                    if (copies) ask_for(group, again);
+                    if (asks) ask_for(group, again);
                     input_scale = input_scale_of(group);
                 }
                 if (!CHAIN && p.exchange && begins && threadIdx.x == 0)
@@ -1098,160 +1010,131 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     ptx::wait(barrier, parity);
                     if (link == 0 && begins) fill_first(asked, STAGES);  // not before: the input would come behind them
                 }
-                if constexpr (FORMAT == FP8 || (FORMAT == NVFP4 && NT == 1)) {
-                    if (NT == 1 && direct && begins) {
+                if constexpr (NT == 1 && FORMAT != BF16) {
+                    if (direct && begins) {
                         if (!CHAIN && p.norm)
                             norm_pieces(p, pieces, reinterpret_cast<float*>(smem + at.sums), raw, norm_weights);
                         const float inverse = __frcp_rn(input_scale);
 #pragma unroll
                         for (int j = 0; j < DIRECT; ++j)
-                            if (const int i = threadIdx.x + j * THREADS; i < pieces.whole)
-                                convert_piece<FORMAT, NT>(p, at, smem, pieces.place(i), raw[j], input_scale, inverse);
+                            if (const int i = threadIdx.x + j * THREADS; works && i < pieces.whole)
+                                convert_piece<FORMAT>(p, at, smem, pieces.place(i), raw[j], input_scale, inverse);
                     } else if (converts && works) {
-                        if constexpr (FORMAT == NVFP4)
-                            convert_nvfp4_input(p, at, smem, pieces, input_scale, threadIdx.x);
-                        else if (p.quantise)
-                            convert_fp8_input<true, NT>(p, at, smem, again.count, threadIdx.x);
-                        else
-                            convert_fp8_input<false, NT>(p, at, smem, again.count, threadIdx.x);
+                        convert_input<FORMAT>(p, at, smem, pieces, input_scale, threadIdx.x);
                     }
                 }
                 __syncthreads();
                 if (asks && !(direct && begins)) ptx::store_shared(barrier + PARITY, parity ^ 1);
             }
-            const auto rows_at = [&](uint32_t (&rows)[NT], uint32_t first) {
-#pragma unroll
-                for (int t = 0; t < NT; ++t) rows[t] = first + t * at.eight_rows;
-            };
             float sum[2][NT][4] = {};
-            if constexpr (FORMAT == FP8 && NT == 4) {
-                // All addresses follow from the unit's number in the block and the thread's, and what is needed of one
-                // pass only is worked out in each: so registers are enough.
-                if (!begins) mine = scale_of(group, pass);
-                const Share now = share_of(link);
-                const uint32_t end = tile < p.group_tiles ? now.begin - now.slice + now.length : 0;
-                const auto row_at = [&](int thread) {
-                    return barrier + BARRIER + thread / 4 % 8 * at.row_bytes + thread % 4 * 32;
-                };
-                const auto scales_at = [&](int thread) {
-                    return ptx::smem_address(smem + at.x_scales) + thread % 4 * 8;
-                };
-                const auto full_of = [&](uint32_t turn) {
-                    return barrier - 8 * STAGES * WARPS + 8 * STAGES * (thread_index() / 32) + 8 * (turn % STAGES);
-                };
-                const uint32_t kept_row = row_at(threadIdx.x);
-#pragma unroll 1
-                for (uint32_t unit = now.begin - now.slice; unit < end; ++unit) {
-                    if (unit % PARTS == 0) ptx::wait(full_of(turn), turn / STAGES & 1);
-                    uint32_t rows[NT];
-                    rows_at(rows, (ONCE ? kept_row : row_at(thread_index())) + unit * COLUMNS * 2);
-                    const uint32_t scales = scales_at(thread_index()) + unit / 2 * NT * 32;
-                    const uint32_t to = ring + turn % STAGES * Ring::BYTES;
-                    const uint32_t used =
-                        multiply_fp8(sum, to + unit % PARTS * Ring::PART_BYTES, rows, mine, unit / 2, scales);
-                    if (unit % PARTS + 1 < PARTS && unit + 1 < end) continue;
-                    __syncwarp();  // all lanes have read
-                    if (ONCE) left = max(static_cast<int>(end - unit / PARTS * PARTS) - PARTS * STAGES, 0);
-                    fill(ring + turn % STAGES * Ring::BYTES, full_of(turn), used);
-                    ++turn;
-                }
-            } else if (tile < p.group_tiles && works) {
+            if (tile < p.group_tiles && works) {
                 if (FORMAT != BF16 && !begins) mine = scale_of(group, pass);
-                uint32_t unit = 0;
 #pragma unroll 1
-                for (; unit < length; unit += Ring::UNITS) {  // of the chunk
+                for (uint32_t unit = 0; unit < length; unit += Ring::PARTS) {  // of the chunk
                     const uint32_t block = unit / 2;
 #pragma unroll
-                    for (int turn = 0; turn < Ring::TURNS; ++turn) {
-                        if (ONCE) stage_parity = unit / (STAGES * Ring::UNITS) & 1;
+                    for (int half = 0; half < Ring::OF_UNIT; ++half) {
                         ptx::wait(full, stage_parity);
                         uint32_t used = 0;
                         if constexpr (FORMAT == FP8) {
-#pragma unroll AT_ONCE
-                            for (int part = 0; part < PARTS; ++part) {
+                            const float of_weights = __uint_as_float(__shfl_sync(~0u, mine, block) << 23);
+                            const uint32_t scales_at = x_scales + block * NT * 32;
+                            float both[NT][2];
+#pragma unroll
+                            for (int t = 0; t < NT; ++t) {
+                                const float2 of_input = ptx::load_shared_pair(scales_at + t * 32);
+                                both[t][0] = of_weights * of_input.x, both[t][1] = of_weights * of_input.y;
+                            }
+#pragma unroll
+                            for (int part = 0; part < Ring::PARTS; ++part) {
                                 if (part && unit + 1 == length) break;
-                                uint32_t rows[NT];
-                                rows_at(rows, input + part * COLUMNS * 2);
-                                used = multiply_fp8(sum, stage + part * Ring::PART_BYTES, rows, mine, block,
-                                                    x_scales + block * NT * 32);
+                                uint32_t columns[NT];
+#pragma unroll
+                                for (int t = 0; t < NT; ++t) columns[t] = input[t] + part * COLUMNS * 2;
+#pragma unroll
+                                for (int q = 0; q < 2; q += Q) {
+                                    float of_unit[Q][NT][4] = {};
+                                    used = multiply_fp8(of_unit, stage + part * Ring::PART_BYTES + 1024 * q, columns);
+#pragma unroll
+                                    for (int t = 0; t < NT; ++t)
+#pragma unroll
+                                        for (int r = 0; r < Q; ++r)
+#pragma unroll
+                                            for (int i = 0; i < 4; ++i)
+                                                sum[q + r][t][i] =
+                                                    fmaf(of_unit[r][t][i], both[t][i & 1], sum[q + r][t][i]);
+                                }
                             }
                         }
                         if constexpr (FORMAT == NVFP4) {
                             const Words one(stage, lane);
-                            uint32_t rows[NT];
-                            rows_at(rows, input);
                             if (unit + 1 < length) {  // both loaded before the first is multiplied
                                 const Words two(stage + Ring::PART_BYTES, lane);
-                                multiply_nvfp4(sum, one, rows);
-                                rows_at(rows, input + COLUMNS * 2);
-                                multiply_nvfp4(sum, two, rows);
+                                uint32_t behind[NT];
+#pragma unroll
+                                for (int t = 0; t < NT; ++t) behind[t] = input[t] + COLUMNS * 2;
+                                multiply_nvfp4(sum, one, input);
+                                multiply_nvfp4(sum, two, behind);
                                 used = two.last();
                             } else {
-                                multiply_nvfp4(sum, one, rows);
+                                multiply_nvfp4(sum, one, input);
                                 used = one.last();
                             }
                         }
                         if constexpr (FORMAT == BF16) {
-                            uint32_t rows[NT];
-                            rows_at(rows, input);
-#pragma unroll
-                            for (int part = 0; part < PARTS; ++part)
-                                used ^= multiply_bf16(sum, stage + part * Ring::PART_BYTES, rows, turn * PARTS + part);
+                            used = multiply_bf16(sum, stage, input, half);
                         }
                         __syncwarp();  // all lanes have read
-                        if (ONCE) left = max(static_cast<int>(length - unit) - STAGES * Ring::UNITS, 0) * Ring::OF_UNIT;
                         fill(stage, full, used);
                         // Two barriers lie at a multiple of 16; otherwise the ring's place is kept.
                         const bool last = STAGES == 2 ? full & 8 : stage == ring + (STAGES - 1) * Ring::BYTES;
                         stage += last ? -(STAGES - 1) * Ring::BYTES : Ring::BYTES, full += last ? -8 * (STAGES - 1) : 8;
                         stage_parity ^= last;
                     }
-                    input += Ring::UNITS * COLUMNS * 2;
+#pragma unroll
+                    for (int t = 0; t < NT; ++t) input[t] += Ring::PARTS * COLUMNS * 2;
                 }
-                input -= unit * COLUMNS * 2;
+#pragma unroll
+                for (int t = 0; t < NT; ++t)
+                    input[t] -= (length + Ring::PARTS - 1) / Ring::PARTS * Ring::PARTS * COLUMNS * 2;
             }
 
             if (!CHAIN && next.units && pass + at.clusters >= at.passes)
-                fetch_ahead<FORMAT, PARTS, STAGES>(next, p.ahead, block_index() * WARPS + thread_index() / 32,
-                                                   thread_index() & 31);
+                fetch_ahead<FORMAT, NT, STAGES>(next, p.ahead, block_index() * WARPS + warp, lane);
 
             // ---- the chunks' sums, in the order of k
             const int held_shift = NT == 1 ? 0 : at.held_shift;
-            const int lane = thread_index() & 31, warp = thread_index() / 32;  // not kept in registers until here
-            const uint32_t sums = ptx::smem_address(smem + at.sums);
-            const int rank = share_of(link).rank;
-            const int pass_now = ONCE ? share_of(link).first_pass : pass, group_now = group_of(at, pass_now);
-            if (ONCE || (NT > 1 && at.shares())) __syncthreads();  // all have read the input
 #pragma unroll 1
             for (int t = 0; t < NT; t += 1 << held_shift) {
+                const uint32_t sums = ptx::smem_address(smem + at.sums), warp_sums = sums + warp * SUMS * 4;
                 const float factor = FORMAT == NVFP4 ? __uint_as_float(mine) : 1;
-                const uint32_t to = sums + 4 * ((warp - t * WARPS) * SUMS + 2 * (lane & 3) * PAD + lane / 4);
-                if (works)
 #pragma unroll
-                    for (int u = 0; u < NT; ++u)
-                        if (u >> held_shift == t >> held_shift)
+                for (int u = 0; u < NT; ++u)
+                    if (u >> held_shift == t >> held_shift)
 #pragma unroll
-                            for (int i = 0; i < 8; ++i)
-                                ptx::store_shared(
-                                    to + 4 * (u * WARPS * SUMS + (i & 1) * PAD + 4 * (i & 2) + 4 * (i & 4)),
-                                    __float_as_uint(sum[i / 4][u][i % 4] * factor));
+                        for (int i = 0; i < 4; ++i) {
+                            const int token = 2 * c + (i & 1), row = g + 4 * (i & 2);
+                            const uint32_t to = warp_sums + 4 * ((u - t) * WARPS * SUMS + token * PAD + row);
+                            if (8 * u + token < p.tokens && works)
+#pragma unroll
+                                for (int q = 0; q < 2; ++q)
+                                    ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
+                        }
                 const auto sum_at = [&](int slot, int token) {  // of a chunk of this block; token: of those held
                     return sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + 4 * (lane & 7));
                 };
                 const int of_round = min(8 << held_shift, p.tokens - 8 * t);  // tokens
+                const int rank = share_of(link).rank;
                 if (!CHAIN && p.exchange) {
                     __syncthreads();
                     const uint32_t tag = ptx::load_shared(barrier + TAG);
-                    // Four lines a warp, each of a token and a tile; a lane's have the same tile, since there are 16 or
-                    // fewer.
-                    const int line = 4 * warp + lane / 8, place = line & (1 << at.tile_shift) - 1;
-                    uint64_t* to = exchange.line(p, at, pass_now, place, 8 * t) + rank * exchange.apart(p, at) +
-                                   4 * (lane & 7);
 #pragma unroll 1
-                    for (int token = line >> at.tile_shift; token < of_round; token += 4 * WARPS >> at.tile_shift) {
+                    for (int line = 4 * warp + lane / 8; line < of_round << at.tile_shift; line += 4 * WARPS) {
+                        const int token = line >> at.tile_shift, place = line & (1 << at.tile_shift) - 1;
                         const uint32_t from = sum_at(place << at.local_shift, token);
-                        tell(to + token * TILE, add_up<TOGETHER, false>(1, local, local, [&](int) { return from; }),
-                             tag);
+                        const float4 total = add_up<TOGETHER, false>(1, local, local, [&](int) { return from; });
+                        uint64_t* to = exchange.line(p, at, pass, place, 8 * t + token);
+                        tell(to + rank * exchange.apart(p, at) + 4 * (lane & 7), total, tag);
                     }
                     __syncthreads();  // all have read
                     continue;
@@ -1264,30 +1147,28 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                 };
                 meet();
                 const int first_shift = at.tile_shift - p.gated;  // tiles, or pairs of them
-                const int four = 4 * (warp * p.cluster + rank), line = four + lane / 8;
-                const int first = (line & (1 << first_shift) - 1) << p.gated;
-                const Place place = place_of(group_now, tile_of(at, first, pass_now, group_now));
-                const int tokens = works ? of_round : 0, apart = 4 * p.cluster * WARPS >> first_shift;
-                int token = line >> first_shift;
+                const int lines = works ? of_round << first_shift : 0;
 #pragma unroll 1
-                for (int begin = four >> first_shift; begin < tokens; begin += apart, token += apart) {
-                    const int held = min(token, tokens - 1);
+                for (int four = 4 * (warp * p.cluster + rank); four < lines; four += 4 * p.cluster * WARPS) {
+                    const int line = min(four + lane / 8, lines - 1), token = line >> first_shift;
+                    const int first = (line & (1 << first_shift) - 1) << p.gated;
+                    const int of_group = tile_of(at, first, pass, group);
                     float4 total = {}, gate = {};
 #pragma unroll 1
                     for (int which = first; which <= first + p.gated; ++which) {
                         gate = total;
-                        const uint32_t here = sum_at(which << at.local_shift, held);
+                        const uint32_t here = sum_at(which << at.local_shift, token);
                         if (p.cluster == 1)
                             total = add_up<TOGETHER, false>(1, local, p.section, [&](int) { return here; });
                         else
                             total = add_up<TOGETHER, true>(p.cluster, local, p.section,
                                                            [&](int block) { return ptx::in_block(block, here); });
                     }
-                    put(place, token < tokens, 8 * t + token, gate, total);
+                    const bool inside = four + lane / 8 < lines && of_group < p.group_tiles;
+                    put(inside, group * p.group_tiles + of_group, 8 * t + token, gate, total);
                 }
                 meet();  // all have read
             }
-            if (ONCE) break;
         }
 
         if (!CHAIN && p.exchange) {  // ---- the sections' sums, in the order of k; of all passes, so blocks wait once
@@ -1295,24 +1176,24 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             if (threadIdx.x == 0) tagged::leave(exchange.state(), tag);
             const int first_shift = at.tile_shift - p.gated;
             const Share own = share_of(link);
-            const int lane = thread_index() & 31, four = 4 * (thread_index() / 32 * p.cluster + own.rank);
-            const int line = four + lane / 8;
-            const int first = (line & (1 << first_shift) - 1) << p.gated, apart = 4 * p.cluster * WARPS >> first_shift;
 #pragma unroll 1
             for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
                 const int group = group_of(at, pass);
-                const Place place = place_of(group, tile_of(at, first, pass, group));
-                int token = line >> first_shift;
 #pragma unroll 1
-                for (int begin = four >> first_shift; begin < p.tokens; begin += apart, token += apart) {
+                for (int four = 4 * (warp * p.cluster + own.rank); four < p.tokens << first_shift;
+                     four += 4 * p.cluster * WARPS) {
+                    const int lines = p.tokens << first_shift;
+                    const int line = min(four + lane / 8, lines - 1), token = line >> first_shift;
+                    const int first = (line & (1 << first_shift) - 1) << p.gated;
+                    const int of_group = tile_of(at, first, pass, group);
                     float4 total = {}, gate = {};
 #pragma unroll 1
                     for (int which = first; which <= first + p.gated; ++which) {
-                        const uint64_t* from =
-                            exchange.line(p, at, pass, which, min(token, p.tokens - 1)) + 4 * (lane & 7);
+                        const uint64_t* from = exchange.line(p, at, pass, which, token) + 4 * (lane & 7);
                         gate = total, total = hear(from, exchange.apart(p, at), p.cluster, tag);
                     }
-                    put(place, token < p.tokens, token, gate, total);
+                    const bool inside = four + lane / 8 < lines && of_group < p.group_tiles;
+                    put(inside, group * p.group_tiles + of_group, token, gate, total);
                 }
             }
         }
@@ -1324,38 +1205,20 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
 
 cudaError_t multiprocessors(int* count) { return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, 0); }
 
-// Of these a link has the first one that there is room for.
-template <class... OF>
-struct Rings {};
+constexpr int DEPTH = 2;  // stages of a ring
 
-template <int FORMAT, int NT, bool DEEP>  // DEEP: of a link whose ring is filled while it waits
-auto rings() {
-    if constexpr (FORMAT == NVFP4 && NT > 1)
-        return Rings<RingOf<2, 2>>{};
-    else if constexpr (NT > 1)
-        return Rings<RingOf<2, 2>, RingOf<1, 2>>{};
-    else if constexpr (FORMAT == BF16 && DEEP)
-        return Rings<RingOf<1, 4>, RingOf<1, 2>, RingOf<1, 1>>{};
-    else if constexpr (FORMAT == BF16)
-        return Rings<RingOf<1, 2>, RingOf<1, 1>>{};
-    else if constexpr (DEEP)
-        return Rings<RingOf<2, 3>, RingOf<2, 2>, RingOf<2, 1>>{};
-    else
-        return Rings<RingOf<2, 2>, RingOf<2, 1>>{};
-}
+template <int FORMAT, int NT, int STAGES>
+constexpr int RING = WARPS * STAGES * (Stage<FORMAT, NT>::BYTES + 8);  // with barriers
 
-template <int FORMAT, class RING>
-constexpr int RING_BYTES = WARPS * RING::STAGES * (Stage<FORMAT, RING::PARTS>::BYTES + 8);  // with barriers
-
-template <int FORMAT, int NT, class RING, class... FEWER>
-cudaError_t run(Rings<RING, FEWER...>, const Link& p, const Next& next, bool behind) {
+// With rings of the first of these depths that there is room for.
+template <int FORMAT, int NT, int STAGES, int... FEWER>
+cudaError_t run(const Link& p, const Next& next, bool behind) {
     int sms = 0;
     if (cudaError_t error = multiprocessors(&sms)) return error;
-    const Geometry at(p, FORMAT, NT, RING_BYTES<FORMAT, RING>, GRANULE<FORMAT>, sms, behind);
+    const Geometry at(p, FORMAT, NT, RING<FORMAT, NT, STAGES>, Stage<FORMAT, NT>::UNITS, sms, behind);
     if constexpr (sizeof...(FEWER))
-        if (at.bytes > MOST_SHARED || (ONE_PASS<FORMAT, NT, RING::PARTS> && !at.shares()))
-            return run<FORMAT, NT>(Rings<FEWER...>{}, p, next, behind);
-    const auto kernel = link_kernel<FORMAT, NT, RING::PARTS, RING::STAGES, false>;
+        if (at.bytes > MOST_SHARED) return run<FORMAT, NT, FEWER...>(p, next, behind);
+    const auto kernel = link_kernel<FORMAT, NT, STAGES, false>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.bytes))
         return error;
     const Jobs<1> jobs = {{{p, next, at}}, 1, nullptr};
@@ -1366,19 +1229,19 @@ cudaError_t run(Rings<RING, FEWER...>, const Link& p, const Next& next, bool beh
     return programmatic::launch_clusters(kernel, grid, THREADS, at.bytes, p.cluster, behind, jobs);
 }
 
-template <int FORMAT, class RING, class... FEWER>
-cudaError_t run_chain(Rings<RING, FEWER...>, Jobs<MOST_LINKS>& jobs) {
+template <int FORMAT, int STAGES, int... FEWER>
+cudaError_t run_chain(Jobs<MOST_LINKS>& jobs) {
     int sms = 0, cluster = 1, blocks = 0, bytes = 0;
     if (cudaError_t error = multiprocessors(&sms)) return error;
     for (int i = 0; i < jobs.count; ++i) {
         const Link& p = jobs.job[i].p;
         const Geometry& at = jobs.job[i].at =
-            Geometry(p, FORMAT, 1, RING_BYTES<FORMAT, RING>, GRANULE<FORMAT>, sms, false);
+            Geometry(p, FORMAT, 1, RING<FORMAT, 1, STAGES>, Stage<FORMAT, 1>::UNITS, sms, false);
         cluster = max(cluster, p.cluster), blocks = max(blocks, at.clusters * p.cluster), bytes = max(bytes, at.bytes);
     }
     if constexpr (sizeof...(FEWER))
-        if (bytes > MOST_SHARED) return run_chain<FORMAT>(Rings<FEWER...>{}, jobs);
-    const auto kernel = link_kernel<FORMAT, 1, RING::PARTS, RING::STAGES, true>;
+        if (bytes > MOST_SHARED) return run_chain<FORMAT, FEWER...>(jobs);
+    const auto kernel = link_kernel<FORMAT, 1, STAGES, true>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
     cudaLaunchAttribute attributes[2] = {};
@@ -1399,13 +1262,10 @@ cudaError_t quantise(const Link& p, bool behind) {
     return programmatic::launch_clusters(quantise_kernel<FORMAT>, grid, QUANTISERS, 0, 1, behind, p);
 }
 
-template <int FORMAT, int NT, class RING, class... FEWER>
-bool has_room(Rings<RING, FEWER...>, const Link& p) {
+template <int FORMAT, int NT, int STAGES>
+bool has_room(const Link& p) {
     const int sms = p.cluster;  // of no meaning here
-    const Geometry at(p, FORMAT, NT, RING_BYTES<FORMAT, RING>, GRANULE<FORMAT>, sms, false);
-    if constexpr (sizeof...(FEWER))
-        if (at.bytes > MOST_SHARED) return has_room<FORMAT, NT>(Rings<FEWER...>{}, p);
-    return at.bytes <= MOST_SHARED;
+    return Geometry(p, FORMAT, NT, RING<FORMAT, NT, STAGES>, Stage<FORMAT, NT>::UNITS, sms, false).bytes <= MOST_SHARED;
 }
 
 // Whether a launch has the link; together: in one of a chain. sm90_mma.py sends nothing else, and a test holds it to
@@ -1415,29 +1275,28 @@ bool admits(const Link& p, bool together) {
     const int k = p.k_units * COLUMNS;
     const bool converts = FORMAT == FP8 || p.quantise;
     if (p.tokens < 1 || p.tokens > (together ? 8 : 32)) return false;
-    if (FORMAT == NVFP4 && converts && p.tokens > 8 && !p.taken) return false;  // blocks convert up to 8 themselves
-    const Cut cut = {p.k_units, log2_of(p.chunks), GRANULE<FORMAT>};
+    if (converts && p.tokens > 8 && !p.taken) return false;  // blocks convert up to 8 themselves
+    const Cut cut = {p.k_units, log2_of(p.chunks), Stage<FORMAT, 1>::UNITS};
     if (FORMAT == FP8 && cut.longest(1) * COLUMNS > 32 * BLOCK) return false;  // a lane has a scale of the chunk
     if (p.exchange ? together || p.cluster * p.section != p.chunks || p.cluster > MOST_SECTIONS || p.section > MOST_TOLD
                    : p.cluster > MOST_CLUSTER)
         return false;
-    if (p.norm && (together || !converts || p.taken || p.tokens > 8 || p.cluster > 1 || p.groups() > 1 ||
-                   k % (32 * PIECE) ||
+    if (p.norm && (together || !converts || p.taken || p.cluster > 1 || p.groups() > 1 || k % (32 * PIECE) ||
                    p.tokens * k > DIRECT * THREADS * PIECE))
         return false;
-    if (together) return FORMAT == NVFP4 && has_room<FORMAT, 1>(Rings<RingOf<2, 2>>{}, p);
-    return p.tokens > 16  ? has_room<FORMAT, 4>(rings<FORMAT, 4, false>(), p)
-           : p.tokens > 8 ? has_room<FORMAT, 2>(rings<FORMAT, 2, false>(), p)
-                          : has_room<FORMAT, 1>(rings<FORMAT, 1, false>(), p);
+    if (together) return FORMAT == NVFP4 && has_room<FORMAT, 1, 2>(p);
+    return p.tokens > 16  ? has_room<FORMAT, 4, DEPTH>(p)
+           : p.tokens > 8 ? has_room<FORMAT, 2, DEPTH>(p)
+                          : has_room<FORMAT, 1, 1>(p);
 }
 
-template <int FORMAT>
+// DEEP: of a link whose ring is filled while it waits.
+template <int FORMAT, int DEEP>
 cudaError_t choose(const Link& p, const Next& next, bool behind, bool deep) {
     if (!admits<FORMAT>(p, false)) return cudaErrorInvalidValue;
-    if (p.tokens > 16) return run<FORMAT, 4>(rings<FORMAT, 4, false>(), p, next, behind);
-    if (p.tokens > 8) return run<FORMAT, 2>(rings<FORMAT, 2, false>(), p, next, behind);
-    return deep ? run<FORMAT, 1>(rings<FORMAT, 1, true>(), p, next, behind)
-                : run<FORMAT, 1>(rings<FORMAT, 1, false>(), p, next, behind);
+    if (p.tokens > 16) return run<FORMAT, 4, DEPTH>(p, next, behind);
+    if (p.tokens > 8) return run<FORMAT, 2, DEPTH>(p, next, behind);
+    return deep ? run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind) : run<FORMAT, 1, DEPTH, 1>(p, next, behind);
 }
 
 }  // namespace
@@ -1477,13 +1336,13 @@ int launch(const void* given, int count, int ahead, int format, uint32_t* met, i
             continue;
         }
         const bool behind = i > 0 || ahead > 0 || early, deep = count > 1 || early;
-        const cudaError_t error = format == FP8     ? choose<FP8>(link, next, behind, deep)
-                                  : format == NVFP4 ? choose<NVFP4>(link, next, behind, deep)
-                                                    : choose<BF16>(link, next, behind, deep);
+        const cudaError_t error = format == FP8     ? choose<FP8, 3>(link, next, behind, deep)
+                                  : format == NVFP4 ? choose<NVFP4, 3>(link, next, behind, deep)
+                                                    : choose<BF16, 4>(link, next, behind, deep);
         if (error) return error;
     }
     if (!met) return cudaSuccess;
-    return run_chain<NVFP4>(Rings<RingOf<2, 4>, RingOf<2, 3>, RingOf<2, 2>>{}, jobs);
+    return run_chain<NVFP4, 4, 3, 2>(jobs);
 }
 
 // -> 1 if `launch` has the Link `given`, 0 where it returns an error; together: in one launch of a chain. Needs no GPU.

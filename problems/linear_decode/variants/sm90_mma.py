@@ -36,12 +36,8 @@ MOST_CHUNKS, MOST_SECTIONS = 32, 8
 SLICE = 2048  # columns that a block can hold of 32 tokens
 # Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
 EASY, EASY_NVFP4 = 2**15, 2**14
-# Tokens up to which a cluster shares the tiles of a matrix with sections; with more a block's input would leave little
-# room for weights.
-CLUSTER_TOKENS = 8
 MOST_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
-AHEAD, AHEAD_NVFP4 = 8, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead,
-AHEAD_VALUES = 2**15  # but in fp8 only where a block takes more values than these
+AHEAD, AHEAD_NVFP4 = 8, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
 MOST_LINKS, CHAIN_TOKENS = 4, 8  # of a chain in one launch
 # Of inputs that are normed: tokens, and values that a block has in registers; columns of a warp.
 NORMED_TOKENS, MOST_NORMED, NORMED_COLUMNS = 8, 8192, 256
@@ -207,8 +203,6 @@ def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> No
 def plan(link: Link, tokens: int) -> Plan:
     """How a link is launched for so many tokens: chunks are shared by blocks where the input is much."""
     k, cluster = link.sizes[0][2], link.fewest
-    if tokens > CLUSTER_TOKENS and link.sections > 1:
-        return Plan(link.sections, ahead=32)
     easy = EASY if link.inputs is None else EASY_NVFP4
     while cluster < link.chunks and (
         tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < MOST_CLUSTER and tokens * k > easy * cluster)
@@ -233,12 +227,6 @@ def chunks_of(tiles: int, k: int) -> int:
 def _blocks_of(k: int) -> int:
     """Blocks, a power of two, that hold 32 tokens of k columns."""
     return 2 ** (-(-k // SLICE) - 1).bit_length()
-
-
-def _columns_of(link: Link, cluster: int) -> int:
-    """Columns of the input that a block has at most, where so many share a tile."""
-    granules = -(-link.sizes[0][2] // BLOCK)
-    return -(-granules // cluster) * BLOCK
 
 
 def _state(fmt: str, *links: Link) -> State:
@@ -273,7 +261,6 @@ def _arrange(state: State, made: Array, device: torch.device) -> tuple[bool, int
         nvfp4 = link.inputs is not None
         behind = nvfp4 and i > 0 and len(state.links) > 1  # the link ahead quantises
         needed = behind if together else to.tokens > (AHEAD_NVFP4 if nvfp4 else AHEAD) and not to.norm
-        needed = needed and (nvfp4 or to.tokens * _columns_of(link, to.cluster) > AHEAD_VALUES)
         if needed and (link.quantise or link.scales is not None):
             rooms += _take_ahead(link, to, device)
             ahead += not behind

@@ -25,7 +25,7 @@ from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
 # What the present content is, and its answer: what `keep` keeps.
-PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures")
+PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures", "nans")
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -73,6 +73,7 @@ class Checker:
         self.pristine: Any = None
         self.want: Any = None
         self.spec: dict = {}
+        self.nans: list[bool] = []  # of the parts of a folder's answer, which have any
         self.values: dict | None = None  # the data's numbers and texts: "bytes" (uint8, flat) and where, "leaf"
         self.outputs: list[int] = []
         self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
@@ -149,7 +150,7 @@ class Checker:
             given = tree.tensors(self.pristine)
             answer = self.reference.ref_kernel(tree.clone(self.pristine))
             parts = foreign.parts_of(answer, self.device)
-            self.classes = forms.classes_of(answer)
+            self.classes, self.nans = forms.classes_of(answer), foreign.nans(answer)
             self.captures = [memory.room_for(part, given, copies) for part in parts]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
@@ -426,8 +427,11 @@ class Checker:
         if any(part is None for part in got):
             return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
         answer = forms.answer(claim, iter([tree.clone(part) for part in got]), self.classes)
+        unlike = any(mine and not wanted for mine, wanted in zip(foreign.nans(answer), self.nans, strict=False))
         ok, said = foreign.said_of(self.reference, self.pristine, answer)
-        return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
+        if ok and unlike:  # comparisons with NaN are false, so a check of the kind `error > tolerance` takes it
+            said = "NaN, where the reference's answer has none: check_implementation does not see it"
+        return _verdict("PASSED" if ok and not unlike else "INCORRECT", "" if ok and not unlike else said)
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
         """Return which tensor a call changed without permission, "" if none. Put INOUT's tensors back."""

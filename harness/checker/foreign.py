@@ -68,7 +68,8 @@ def _count(answer: object) -> int:
 def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
     """Return whether the folder's check finds an answer right, and its text. The check returns a pair; or a text or a
     list that is empty if all is right; or a bool, of which the reference's own answer shows the meaning. If it raises,
-    the answer is wrong, unless it raises on the reference's own too. RefusedError: it returns something else.
+    the answer is wrong, unless it raises on the reference's own too. RefusedError: it returns something else, or says
+    that the reference's own answer is wrong as well.
     """
 
     def check(something: object) -> object:
@@ -79,10 +80,13 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
     except Exception as error:  # whatever a folder's check raises
         check(reference.ref_kernel(tree.clone(data)))
         return False, f"check_implementation raised {type(error).__name__}: {error}"
-    if isinstance(said, tuple | list) and len(said) > 1 and _is_bool(said[0]):
-        return bool(said[0]), str(said[1])
-    if said is None or isinstance(said, str | list):
-        return not said, str(said)
+    if (plain := _verdict(said)) and plain[0]:
+        return plain
+    if plain:
+        own = _verdict(check(reference.ref_kernel(tree.clone(data))))
+        if own and not own[0]:
+            raise RefusedError(f"check_implementation refuses the reference's own answer too: {own[1]:.200}")
+        return plain
     if not _is_bool(said):
         raise RefusedError(
             "check_implementation must return (right, text), a text or a list that is empty if all is right, or a "
@@ -90,6 +94,27 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
         )
     good = bool(said) == bool(check(reference.ref_kernel(tree.clone(data))))
     return good, f"check_implementation returned {bool(said)}, and {not bool(said)} for the reference's own answer"
+
+
+def _verdict(said: object) -> tuple[bool, str] | None:
+    """Return what a check said that does not return a bool; None: it does, or something else."""
+    if isinstance(said, tuple | list) and len(said) > 1 and _is_bool(said[0]):
+        return bool(said[0]), str(said[1])
+    if said is None or isinstance(said, str | list):
+        return not said, str(said)
+    return None
+
+
+def nans(answer: object) -> list[bool]:
+    """Return of each tensor, array and number in an answer, in their order, whether it has NaN."""
+    if inner := tree.within_answer(answer):
+        return [one for part in inner[1] for one in nans(part)]
+    if isinstance(answer, numpy.ndarray | numpy.generic):
+        return [answer.dtype.kind in "fc" and bool(numpy.isnan(answer).any())]
+    if isinstance(answer, torch.Tensor):
+        part = answer.float() if answer.dtype.itemsize == 1 and answer.is_floating_point() else answer
+        return [(part.is_floating_point() or part.is_complex()) and bool(part.isnan().any())]
+    return [isinstance(answer, float | complex) and answer != answer]
 
 
 def _is_bool(said: object) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy
 import torch
 
+from harness.runner.failure import RefusedError
+
 
 def make(reference: ModuleType, task: Any, case: dict, device: str, own: bool, weights: Any = None) -> Any:
     """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
@@ -33,4 +35,11 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
     known = inspect.signature(reference.generate_input).parameters.values()
     if not any(one.name == "seed" or one.kind is one.VAR_KEYWORD for one in known):
         case = {name: value for name, value in case.items() if name != "seed"}
+    try:
+        inspect.signature(reference.generate_input).bind(**case)
+    except TypeError as error:
+        said = ", ".join(f"{name}={value!r}" for name, value in case.items())
+        raise RefusedError(
+            f"task.yml: a case must name what generate_input takes, ({', '.join(map(str, known))}), got {said}: {error}"
+        ) from None
     return reference.generate_input(**case)

@@ -137,7 +137,9 @@ class Problem:
         file = self.folder / "submission.py"
         if not file.is_file():
             raise UsageError(f"{self.name} has no submission.py: name one with --submission FILE")
-        if not load.winners(self.folder):
+        with _python(file):
+            named = load.winners(self.folder)
+        if not named:
             return submission(self, file)
         try:
             return self.variant(load.winner(self.folder, target))

@@ -77,6 +77,23 @@ FORMS = {  # what the reference has besides HEAD, a right submission, a wrong on
         "def custom_kernel(data):\n    return {7: data[1] + data[0]}\n",
         "def custom_kernel(data):\n    return {8: data[1]}\n",
     ),
+    "check_blind_to_nan": (
+        "def check_implementation(data, output):\n    bad = ((ref_kernel(data) - output).abs() > 1e-6).any()\n"
+        "    return not bool(bad), 'differs'\n", DOUBLED, "def custom_kernel(data):\n    return data * float('nan')\n",
+    ),
+    "number_blind_to_nan": (
+        "def ref_kernel(data):\n    return {'sum': float(data.sum()), 'text': 'x'}\n\n"
+        "def check_implementation(data, output):\n"
+        "    return not abs(output['sum'] - ref_kernel(data)['sum']) > 1e-3, 'differs'\n",
+        "def custom_kernel(data):\n    return {'sum': float(data.sum()), 'text': 'x'}\n",
+        "def custom_kernel(data):\n    return {'sum': float('nan'), 'text': 'x'}\n",
+    ),
+    "nan_of_the_reference": (
+        "def generate_input(n, seed):\n    data = _random(n, seed)\n    data[n // 2] = float('nan')\n"
+        "    return data\n\n"
+        "def check_implementation(data, output):\n"
+        "    return torch.allclose(output, ref_kernel(data), equal_nan=True), 'differs'\n", DOUBLED, TRIPLED,
+    ),
     "no_seed": (
         "def generate_input(n):\n    return torch.arange(n, dtype=torch.float32) + 1\n", DOUBLED, TRIPLED,
     ),
@@ -97,6 +114,43 @@ def test_right_and_wrong_are_told_apart(tmp_path, name):
         said = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
     assert [(o.status, o.reason) for o in said["right"]] == [("PASSED", "")] * 2
     assert {o.status for o in said["wrong"]} == {"INCORRECT"} and all(o.reason for o in said["wrong"])
+
+
+FAULTS = {  # what a folder has besides, its cases, what the judge says of it
+    "check_refuses_all": (
+        "def check_implementation(data, output):\n    return False, 'no'\n", TASK,
+        "check_implementation refuses the reference's own answer too: no",
+    ),
+    "list_refuses_all": (
+        "def check_implementation(data, output):\n    return ['differs']\n", TASK,
+        r"check_implementation refuses the reference's own answer too: \['differs'\]",
+    ),
+    "another_argument": (
+        "", "tests: [{m: 5, seed: 3}]\n",
+        r"task.yml: a case must name what generate_input takes, \(n, seed\), got m=5, seed=3: missing a required "
+        "argument: 'n'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_folders_own_fault_is_no_verdict_on_a_submission(tmp_path, name):
+    more, task, said = FAULTS[name]
+    (tmp_path / "task.yml").write_text(task)
+    (tmp_path / "reference.py").write_text(HEAD + more)
+    (tmp_path / "right.py").write_text(DOUBLED)
+    found = folders.find(str(tmp_path))
+    handle = RunnerHandle("right", folders.submission(found, tmp_path / "right.py"), "cpu")
+    with Session(found, "cpu") as session, pytest.raises(folders.ProblemError, match=said):
+        phases.run_tests(session, [handle], list(found.tests), lambda *_: None, lambda _: None)
+
+
+def test_a_submission_of_the_folder_that_is_not_python_is_named(tmp_path):
+    (tmp_path / "task.yml").write_text(TASK)
+    (tmp_path / "reference.py").write_text(HEAD)
+    (tmp_path / "submission.py").write_text("def custom_kernel(data) return data\n")
+    with pytest.raises(folders.UsageError, match=r"submission\.py:1: not Python"):
+        folders.find(str(tmp_path)).winner("cpu")
 
 
 def test_a_name_of_the_judge_is_refused(tmp_path):

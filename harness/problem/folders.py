@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import numbers
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -303,6 +304,14 @@ def is_own(folder: Path) -> bool:
     return False
 
 
+def _count(folder: Path, spec: Any, method: str) -> Any:
+    """Return what a method of a case says. UsageError: it is no count."""
+    said = getattr(spec, method)()
+    if isinstance(said, bool) or not isinstance(said, numbers.Real) or not 0 <= said < float("inf"):
+        raise UsageError(f"{folder.name}/task.py: {method}() of a case must be a number from 0, got {said!r} of {spec}")
+    return said
+
+
 def _read(folder: Path) -> Problem:
     if is_own(folder):
         for literal in ("INOUT", "OPAQUE"):
@@ -313,8 +322,9 @@ def _read(folder: Path) -> Problem:
             return tuple(
                 Case(
                     {k: v for k, v in dataclasses.asdict(spec).items() if k != "seed"},
-                    spec.seed, spec.bytes_moved(), spec.flops() if hasattr(spec, "flops") else None,
-                    spec.weight_bytes() if hasattr(spec, "weight_bytes") else 0,
+                    spec.seed, _count(folder, spec, "bytes_moved"),
+                    _count(folder, spec, "flops") if hasattr(spec, "flops") else None,
+                    _count(folder, spec, "weight_bytes") if hasattr(spec, "weight_bytes") else 0,
                 )
                 for spec in specs
             )  # fmt: skip

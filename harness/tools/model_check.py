@@ -168,7 +168,7 @@ def main(argv: list[str]) -> int:
         want = reference.ref_kernel(pristine)
         for order in ORDERS:
             set_order(model, order)
-            status, said = _checked(model, module, reference, pristine, want)
+            status, said = _checked(model, module, task, reference, pristine, want)
             last = order == ORDERS[-1] or status != "MODEL_CHECKED"  # the first error of a case is enough
             reply = {"case": number, "order": order.policy, "status": status, "said": said, "last": last}
             out.write(json.dumps(reply) + "\n")
@@ -201,7 +201,7 @@ def _inputs(task: Any, reference: Any, case: dict) -> Any:
     return inputs.make(reference, task, case, "cpu", True, weights)
 
 
-def _checked(model: Any, module: Any, reference: Any, pristine: Any, want: Any) -> tuple[str, str]:
+def _checked(model: Any, module: Any, task: Any, reference: Any, pristine: Any, want: Any) -> tuple[str, str]:
     """-> (status, what there is to say) of one call on a copy of the inputs."""
     from harness.runner import tree
     from problems.common.build import BuildError
@@ -221,6 +221,8 @@ def _checked(model: Any, module: Any, reference: Any, pristine: Any, want: Any) 
         if named := re.search(r"undefined symbol: (\w+)", str(fault)):
             return "RUNTIME_ERROR", f"the model has no {named[1]}: docs/blackwell.md says what host code may call"
         return "RUNTIME_ERROR", f"{type(fault).__name__}: {fault}"
+    if changed := _changed(task, pristine, data):
+        return "INCORRECT", f"input {changed} was changed by the call"
     result = reference.compare(pristine, want, output, False)
     launches, executed = model.launches - before[0], model.executed - before[1]
     if not launches:
@@ -228,6 +230,20 @@ def _checked(model: Any, module: Any, reference: Any, pristine: Any, want: Any) 
     if not result.ok:
         return "INCORRECT", result.message
     return "MODEL_CHECKED", f"{launches} launch{'es' if launches > 1 else ''}, {executed} group instructions"
+
+
+def _changed(task: Any, before: Any, after: Any) -> str:
+    """Return which input a call changed that is no output and not INOUT, "" if none."""
+    from harness.checker import memory
+    from harness.runner import tree
+
+    if "inputs" in before._fields:
+        before, after = before.inputs, after.inputs
+    for name in set(before._fields) - {*task.OUTPUTS, *getattr(task, "INOUT", ())}:
+        pairs = zip(tree.tensors(getattr(before, name)), tree.tensors(getattr(after, name)), strict=True)
+        if not all(memory.same(tree.raw(was), tree.raw(now)) for was, now in pairs):
+            return name
+    return ""
 
 
 if __name__ == "__main__":

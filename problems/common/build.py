@@ -109,7 +109,9 @@ def check(code: int, what: str) -> None:
     if code:
         import torch
 
-        raise RuntimeError(f"{what}: {torch.cuda.CudaError(code)}")
+        # Without a GPU torch may have no texts of CUDA's errors.
+        said = torch.cuda.CudaError(code) if torch.version.cuda else f"it returned {code}"
+        raise RuntimeError(f"{what}: {said}")
 
 
 def directory() -> Path:

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     from leaderboard import unpaired
 
     try:
-        chosen = [unpaired.choose(words, options.results) for words in (options.a, options.b)]
+        chosen = [unpaired.choose(name, words, options.results) for name, words in (("A", options.a), ("B", options.b))]
         for complaint in dict.fromkeys(said for one in chosen for said in one.complaints):
             output.complain(f"{NAME}: {complaint}")
         code = _compare(unpaired.pairs(*chosen), options.fail_on_regression)

@@ -91,6 +91,31 @@ def see_writable(path: Path) -> None:
     tempfile.TemporaryFile(dir=path.parent).close()
 
 
+def see_file(option: str, path: Path) -> None:
+    """Raise ValueError, which names the option, if write_whole could not write the file `path` now."""
+    try:
+        see_writable(path)
+    except OSError as error:
+        raise _refusal(option, path, error, "a file in a folder that is there and can be written") from None
+
+
+def see_folder(option: str, folder: Path) -> None:
+    """Raise ValueError, which names the option, if no file could be written into `folder` now. It may be new."""
+    place = folder
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    try:
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise _refusal(option, folder, error, "a folder that can be written; it may be new") from None
+
+
+def _refusal(option: str, path: Path, error: OSError, wanted: str) -> ValueError:
+    return ValueError(f"{option}: cannot write {path}: {error.strerror or error}: give {wanted}")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write `text` as the file `path`, replacing one that is there. OSError, which names the file: it stays as it was.
 

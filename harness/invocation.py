@@ -276,7 +276,7 @@ class Run:
             self.journal = Journal.create(self.machine, self.problem.name, now)
             return self.journal
         plan.compare(self.journal.plan, now, self.journal.path)
-        times = self.journal.resumptions
+        times = self.journal.go_on()
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
         return self.journal

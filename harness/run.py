@@ -66,10 +66,15 @@ def parser() -> argparse.ArgumentParser:
         "--against", metavar="VARIANT_OR_FILE",
         help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
     )  # fmt: skip
-    p.add_argument("--processes", type=int, metavar="N", help="2 to 1000 of each: more tell more")
-    p.add_argument("--same-within", type=float, metavar="PERCENT", help="how near to 1 --against calls SAME (1.5)")
     p.add_argument(
-        "--fail-on-regression", type=float, metavar="PERCENT",
+        "--processes", type=output.Value(int, "2 to 1000"), metavar="N", help="2 to 1000 of each: more tell more"
+    )
+    p.add_argument(
+        "--same-within", type=output.Value(float, "over 0 and under 50, in percent"), metavar="PERCENT",
+        help="how near to 1 --against calls SAME (1.5)",
+    )  # fmt: skip
+    p.add_argument(
+        "--fail-on-regression", type=output.Value(float, "0 or more, in percent"), metavar="PERCENT",
         help="with --against: exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",
     )  # fmt: skip
     p.add_argument(
@@ -83,8 +88,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--case", metavar="TEXT", help="only cases with all these words, such as k=64 or 'tokens=4096 router=uniform'"
     )
-    p.add_argument("--seed", type=int, help="seed of the test cases (timed calls have secret seeds)")
-    p.add_argument("--timeout", type=float, metavar="S", help="seconds a call may take (default 30, the first 120)")
+    p.add_argument(
+        "--seed", type=output.Value(int, "0 to 2^63 - 1"), help="seed of the test cases (timed calls have secret seeds)"
+    )
+    p.add_argument(
+        "--timeout", type=output.Value(float, "positive and finite, in seconds"), metavar="S",
+        help="seconds a call may take (default 30, the first 120)",
+    )  # fmt: skip
     p.add_argument(
         "--json", metavar="FILE",
         help="write the records of this run to FILE as well, in place of what it holds; -: to standard output, and all "
@@ -278,7 +288,7 @@ def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> 
         else:
             folders.variant_file(folder, args.against, "--against")
     if further and not (folder / "check.py").is_file():
-        raise folders.UsageError(f"unrecognized arguments: {' '.join(further)}")
+        raise folders.UsageError(output.unrecognized(further))
 
 
 def _events(path: str | None) -> Events:
@@ -302,7 +312,7 @@ def _see_only_listed(args: argparse.Namespace, further: list[str]) -> None:
     from harness.problem import folders
 
     if further:
-        raise folders.UsageError(f"unrecognized arguments: {' '.join(further)}")
+        raise folders.UsageError(output.unrecognized(further))
     given = [name for name, value in vars(args).items() if value != parser().get_default(name) and name != "problem"]
     if given and not args.list:
         known, given = ", ".join(folders.problem_names()), [f"--{name.replace('_', '-')}" for name in given]

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     from leaderboard import unpaired
 
     try:
-        chosen = [unpaired.choose(words, options.results) for words in (options.a, options.b)]
+        chosen = [unpaired.choose(name, words, options.results) for name, words in (("A", options.a), ("B", options.b))]
         for complaint in dict.fromkeys(said for one in chosen for said in one.complaints):
             output.complain(f"{NAME}: {complaint}")
         code = _compare(unpaired.pairs(*chosen), options.fail_on_regression)
@@ -57,7 +57,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("a", metavar="A", help="what is looked at")
     parser.add_argument("b", metavar="B", help="what it is compared with")
     parser.add_argument(
-        "--fail-on-regression", type=float, metavar="PERCENT",
+        "--fail-on-regression", type=output.Value(float, "0 or more, in percent"), metavar="PERCENT",
         help="exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",
     )  # fmt: skip
     parser.add_argument("--results", type=Path, default=ROOT / "leaderboard" / "results", metavar="DIR")

@@ -64,8 +64,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--author", default="dsv4-kernels", metavar="NAME", help="flashinfer-bench: of the solution")
     parser.add_argument("--results", type=Path, default=ROOT / "leaderboard" / "results", metavar="DIR")
     options = parser.parse_args(arguments)
-    if not (options.variant or options.target):
-        parser.error("give --variant NAME, or --target for its winner")
     if options.format != FORMATS[0] and options.gpu:
         parser.error("--gpu goes with --format gpu-mode")
     if options.format == FORMATS[0] and options.case:
@@ -74,10 +72,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _chosen(problem: Problem, name: str | None, target: str | None) -> tuple[Submission, str]:
-    """-> (the variant, the target). ValueError: the problem is none of ours, or the variant is not for the target."""
+    """-> (the variant, the target). ValueError: the problem is none of ours, neither is named, or the variant is for
+    other targets.
+    """
     if not problem.own or problem.composition:
         what = "a composition, made of the modules of its folder" if problem.own else "already in GPU MODE's format"
         raise ValueError(f"PROBLEM must be one whose variants are single files, {problem.name} is {what}")
+    if not (name or target):
+        raise ValueError("give --variant NAME, or --target for its winner")
     variant = problem.variant(name) if name else problem.winner(target or "")
     if target and target not in variant.targets:
         raise ValueError(f"--target must be one of {variant.name}'s ({', '.join(variant.targets)}), got {target}")
@@ -89,6 +91,7 @@ def _gpu_mode(problem: Problem, variant: Submission, target: str, options: argpa
 
     if options.out.suffix != ".py":
         raise ValueError(f"-o must name a .py file for GPU MODE, got {options.out}")
+    output.see_file("-o", options.out)
     notes = provenance_notes.of(problem.name, variant, target, options.results)
     packed = gpu_mode_pack.pack(problem, variant, target, options.gpu, notes)
     output.write_whole(options.out, packed.text)
@@ -104,6 +107,7 @@ def _gpu_mode(problem: Problem, variant: Submission, target: str, options: argpa
 def _flashinfer(problem: Problem, variant: Submission, target: str, options: argparse.Namespace) -> list[str]:
     from leaderboard import flashinfer_pack
 
+    output.see_folder("-o", options.out)
     found = flashinfer_pack.write(problem, variant, target, options)
     return [said if said.startswith("left out") else f"wrote {said}" for said in found]
 

@@ -122,7 +122,7 @@ def expected(problem: str, target: str) -> list[dict] | None:
 
 def committed(machines: Path) -> list[str]:
     """The slugs in machines.txt: one a line, # begins a comment."""
-    lines = (line.partition("#")[0].strip() for line in machines.read_text(encoding="utf-8").splitlines())
+    lines = (line.partition("#")[0].strip() for line in _text_of("--machines", machines).splitlines())
     return [line for line in lines if line]
 
 
@@ -280,13 +280,21 @@ def _site(shown: Shown, options: argparse.Namespace) -> int:
     return 0
 
 
+def _text_of(option: str, file: Path) -> str:
+    """ValueError, which names the option: it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{option}: cannot read {file}: {getattr(error, 'strerror', '') or error}") from None
+
+
 def readme(options: argparse.Namespace) -> int:
     top = options.readme
     winners, boards, complaints = readme_tables(options.results, options.machines)
     for complaint in complaints:
         output.complain(f"warning: {text.line(complaint)}")
     pages = {top: winners, top.parent / BOARDS: boards}
-    old = {file: file.read_text(encoding="utf-8") for file in pages}
+    old = {file: _text_of("--readme", file) for file in pages}
     new = {
         file: output.spliced(old[file], MARKS, table, str(file.relative_to(top.parent)))
         for file, table in pages.items()

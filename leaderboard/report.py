@@ -35,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         pages.see_folder(options.results)
+        for option, folder in (("--out", options.out), ("--html", options.html)):
+            if folder:
+                output.see_folder(option, folder)
         code = pages.readme(options) if options.readme else pages.report(options)
         output.flush()
         return code

@@ -1,5 +1,6 @@
 """Two sets of records, and the unpaired ratios of what they have in common. leaderboard/compare.py prints them."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -130,9 +131,9 @@ class Pair:
         return found
 
 
-def choose(words: str, results: Path) -> Chosen:
-    """Return the newest runs of the records that an argument names. ValueError: it names none, or a word is neither a
-    file nor KEY=VALUE. OSError: a file cannot be read.
+def choose(name: str, words: str, results: Path) -> Chosen:
+    """Return the newest runs of the records that `words` name, the argument `name`. ValueError: they name none, or a
+    word is neither a file that can be read nor KEY=VALUE. OSError: a file of `results` cannot be read.
     """
     given = [words] if Path(words).is_file() else words.split()
     wanted = dict(word.split("=", 1) for word in given if not Path(word).is_file() and "=" in word)
@@ -140,21 +141,37 @@ def choose(words: str, results: Path) -> Chosen:
     odd = [word for word in given if not Path(word).is_file() and word.partition("=")[0] not in KEYS]
     if odd or not given:
         raise ValueError(
-            f"A and B must be a file of records, or words {', '.join(f'{key}=' for key in KEYS)}, got "
-            f"{odd[0] if odd else words!r}"
+            f"{name} must be a file of records, or words {', '.join(f'{key}=' for key in KEYS)}, got "
+            f"{_odd(odd[0]) if odd else repr(words)}"
         )
     places = [(file, "") for file in files] or [(file, file.parent.name) for file in sorted(results.glob("*/*.jsonl"))]
     records, complaints = [], []
     for file, machine in places:
         if machine and wanted.get("machine", machine) != machine:
             continue
-        found, said = record.parse(file.read_bytes(), file.name)
+        found, said = record.parse(_bytes(name, file) if files else file.read_bytes(), file.name)
         records += [one for one in found if _fits(one, wanted, machine)]
         complaints += said
     chosen = Chosen(words, _newest(records), complaints)
     if not chosen.runs:
-        raise ValueError(f"no timed benchmark record matches {words!r}" + (f" in {results}" if not files else ""))
+        where = f" in {results}" if not files else ""
+        raise ValueError(f"{name}: no timed benchmark record matches {words!r}{where}")
     return chosen
+
+
+def _odd(word: str) -> str:
+    """A word that is no file and has none of KEYS, and why."""
+    if os.path.lexists(word):
+        instead = record.what_instead(Path(word))
+        return f"{word!r}, which is {'a device, not a file' if instead == 'no file' else instead}"
+    return f"{word!r}, " + ("which has another key" if "=" in word else "and there is no such file")
+
+
+def _bytes(name: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{name}: cannot read {file}: {error.strerror or error}") from None
 
 
 def _fits(one: dict, wanted: dict[str, str], machine: str) -> bool:

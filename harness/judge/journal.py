@@ -76,8 +76,11 @@ NOTHING = Have()
 class Journal:
     """The journal of one run, held by this process until `finish` or `close`."""
 
-    def __init__(self, path: Path, file: BinaryIO, lines: list[dict], complaints: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: Path, file: BinaryIO, lines: list[dict], complaints: Sequence[str] = (), mine: bool = False
+    ) -> None:
         self.path, self._file = path, file
+        self._mine = mine  # begun by this process
         self.problem, self.run_id = _split(path)
         self.lines, self.complaints = lines, list(complaints)  # about lines that are left out
 
@@ -89,7 +92,7 @@ class Journal:
         try:
             with record.storing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                journal = cls(path, _locked(fresh, os.O_CREAT), [])
+                journal = cls(path, _locked(fresh, os.O_CREAT), [], mine=True)
             journal._write({"kind": "plan", **plan})
             with record.storing(path):
                 os.rename(fresh, path)
@@ -103,6 +106,7 @@ class Journal:
     @classmethod
     def resume(cls, machine: str, problem: str, run_id: str | None = None) -> "Journal":
         """Return the journal of run `run_id`, by default of the problem's newest unfinished run that no process holds.
+        The file stays as it is until `go_on`, because the run may still be refused.
 
         UsageError: there is none, or a process that still lives holds it.
         """
@@ -122,13 +126,17 @@ class Journal:
             if not journal.begun:
                 file.close()  # killed before it had begun; `settle` removes it
                 continue
-            journal._write({"kind": "resumed"})
             return journal
         which = f"run {run_id}" if run_id else "unfinished run"
         if held:
             raise UsageError(f"--resume: {', '.join(held)} of {problem} is being run by another process")
         known = ", ".join(_split(path)[1] for path in unfinished(machine, problem)) or "none"
         raise UsageError(f"--resume: no {which} of {problem} on {machine} (unfinished: {known})")
+
+    def go_on(self) -> int:
+        """Record that the run is resumed. Return how often it was."""
+        self._write({"kind": "resumed"})
+        return len(self.noted("resumed"))
 
     @property
     def begun(self) -> bool:
@@ -141,12 +149,8 @@ class Journal:
 
     @property
     def resumable(self) -> bool:
-        """Return whether --resume can continue the run: the journal exists, and has more than a plan."""
-        return self.path.exists() and self._holds_work()
-
-    @property
-    def resumptions(self) -> int:
-        return len(self.noted("resumed"))
+        """Return whether --resume can continue the run after `close`."""
+        return self.path.exists() and self._stays()
 
     def summary(self) -> str:
         return f"{len(self.noted('test'))} test outcomes and {len(self.noted('group'))} groups of timed calls are known"
@@ -182,14 +186,14 @@ class Journal:
         self._settle()
 
     def close(self) -> None:
-        """Release the journal. It stays for --resume, unless it has only a plan."""
-        if not self._file.closed and not self._holds_work():
+        """Release the journal. It stays for --resume, unless this process began it and it has only a plan."""
+        if not self._file.closed and not self._stays():
             with contextlib.suppress(OSError):  # what holds nothing but a plan does no harm
                 self.path.unlink()
         self._file.close()
 
-    def _holds_work(self) -> bool:
-        return bool(self.complaints) or any(line["kind"] not in ("plan", "resumed") for line in self.lines)
+    def _stays(self) -> bool:
+        return not self._mine or any(line["kind"] != "plan" for line in self.lines)
 
     def _settle(self) -> None:
         # One process writes the records of a run, in order: what is there is a prefix of what is due.
@@ -256,7 +260,7 @@ def attempts(machine: str, problem: str, variant: str) -> set[str]:
 
 
 def _hold(path: Path) -> BinaryIO:
-    """Open and lock `path`, for reading from its start and for appending, and close a torn last line.
+    """Open and lock `path`, for reading from its start and for appending.
 
     BlockingIOError: another process holds it. FileNotFoundError: it is gone. StorageError: any other trouble with it.
     """
@@ -264,7 +268,6 @@ def _hold(path: Path) -> BinaryIO:
         file = _locked(path, fcntl.LOCK_NB)
         try:
             os.stat(path)  # it may have been removed between opening and locking
-            record.close_line(file)
             file.seek(0)
         except BaseException:
             file.close()

@@ -5,7 +5,6 @@ This file may meet Python 3.8: a command imports it before problems/common/venv.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import os
@@ -13,24 +12,25 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from problems.common import terminal
 
-USAGE_EXIT = 2  # bad use, the problem's own code, or the machine: nothing about the submission
+USAGE_EXIT = terminal.USAGE_EXIT  # bad use, the problem's own code, or the machine: nothing about the submission
 CLOSED_EXIT = 141  # as shells say of a program that ends when the reader of its pipe does
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong with its arguments on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        complain(f"{self.prog}: {message} (see --help)")
-        raise SystemExit(USAGE_EXIT)
+Parser, Value = terminal.Parser, terminal.Value  # for the leaderboard, which imports little of problems/common
 
 
 class ClosedError(RuntimeError):
     """The reader of standard output has gone."""
+
+
+def unrecognized(words: list[str]) -> str:
+    """Say that harness/run.py, and the check of its problem, know no such words."""
+    return (
+        f"unrecognized arguments: {' '.join(words)}: leave them out; a run takes one PROBLEM, and the options that "
+        "--help lists"
+    )
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -89,6 +89,31 @@ def see_writable(path: Path) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
         return
     tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def see_file(option: str, path: Path) -> None:
+    """Raise ValueError, which names the option, if write_whole could not write the file `path` now."""
+    try:
+        see_writable(path)
+    except OSError as error:
+        raise _refusal(option, path, error, "a file in a folder that is there and can be written") from None
+
+
+def see_folder(option: str, folder: Path) -> None:
+    """Raise ValueError, which names the option, if no file could be written into `folder` now. It may be new."""
+    place = folder
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    try:
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise _refusal(option, folder, error, "a folder that can be written; it may be new") from None
+
+
+def _refusal(option: str, path: Path, error: OSError, wanted: str) -> ValueError:
+    return ValueError(f"{option}: cannot write {path}: {error.strerror or error}: give {wanted}")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness.judge import console
 from harness.problem.folders import Problem, UsageError
+from harness.results import output
 from harness.sandbox import process
 from problems.common import load
 
@@ -29,7 +30,7 @@ def wanted(problem: Problem, arguments: argparse.Namespace, words: list[str]) ->
     """
     check, skipped = _file(problem), _skipped(arguments)
     if words and not check:
-        raise UsageError(f"unrecognized arguments: {' '.join(words)}")
+        raise UsageError(output.unrecognized(words))
     if arguments.check_only and not check:
         raise UsageError(f"--check-only: {problem.name} has no {FILE}")
     if (arguments.check_only or words) and skipped:

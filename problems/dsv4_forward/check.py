@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from problems.common import venv
+from problems.common import terminal, venv
 
 if __name__ == "__main__":
     venv.enter("problems.dsv4_forward.check")
@@ -42,7 +42,7 @@ if __name__ == "__main__":
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import ops
+from problems.dsv4_forward import kernel_names, ops
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.ops import Ops
@@ -125,6 +125,10 @@ def checks(device: str, attribute: bool) -> int:
     return 5 + (device != "cpu") + attribute
 
 
+class Arguments(terminal.Parser):
+    hint = "see .venv/bin/python -m problems.dsv4_forward.check --help"  # harness/run.py has another --help
+
+
 class Refused(ValueError):
     """Arguments that name no configuration or no kernel. A ValueError of a kernel is none of these: it is a fault."""
 
@@ -135,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = _target(args.device)
         # One configuration after the other: their weights need not fit the device together.
         cases = _cases(args)
+        _see_kernels(args.kernels, target)
         count = Count(len(cases) * checks(torch.device(args.device).type, args.attribute))
         right = [
             check(make(name, fmt, args.device, args.steps), args.kernels, target, args.attribute, count)
@@ -148,16 +153,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Arguments(prog="check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,... (op or problem)")
     p.add_argument("--attribute", action="store_true", help="the effect of each kernel by itself: error and time")
     p.add_argument("--config", help="one configuration instead of the device's list, such as tiny or flash-4l32e")
     p.add_argument("--format", choices=config.FORMATS, help="one number format")
-    p.add_argument("--steps", type=int, default=STEPS, help="greedy tokens of each sequence")
+    steps = terminal.Value(int, "1 or more")
+    p.add_argument("--steps", type=steps, default=STEPS, help="greedy tokens of each sequence")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = p.parse_args(argv)
-    if args.steps < 0:
-        p.error(f"--steps must be 0 or more, got {args.steps}")
+    if args.steps < 1:
+        p.error(f"--steps must be 1 or more, got {args.steps}")
     return args
 
 
@@ -165,6 +171,14 @@ def _target(device: str) -> str:
     """The kernels' target. Refused: no such device."""
     try:
         return load.device_target(device)
+    except ValueError as error:
+        raise Refused(terminal.of_option(error, "--device")) from error
+
+
+def _see_kernels(text: str, target: str) -> None:
+    """Refused: a part of --kernels that names nothing."""
+    try:
+        kernel_names.see(text, target)
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -176,7 +190,7 @@ def _cases(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
         try:
             config.find(args.config)
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise Refused(terminal.of_option(error, "--config")) from error
         return tuple((args.config, fmt) for fmt in ([args.format] if args.format else ("bf16", "nvfp4")))
     found = tuple(case for case in known if args.format in (None, case[1]))
     if not found:
@@ -204,7 +218,7 @@ def check(case: Case, text: str, target: str, attribute: bool = False, count: Co
     count = count or Count(checks(torch.device(case.device).type, attribute))
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
     try:
-        chosen = ops.choose(text, target, case.weights)
+        chosen = kernel_names.choose(text, target, case.weights)
     except ValueError as error:
         raise Refused(str(error)) from error
     for line in chosen.report:

@@ -1,7 +1,38 @@
-"""Text of unknown origin on a terminal."""
+"""Text of unknown origin on a terminal, and what commands say of their arguments."""
+
+import pytest
 
 from problems.common import terminal
 
 
 def test_text_from_elsewhere_cannot_steer_the_terminal():
     assert terminal.visible("a\x1b[2Jb\u202ec\td\ne é\u2028") == "a\\x1b[2Jb\\u202ec\td\ne é\\u2028"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n"], "--number must be 1 or more, got nothing"), (["-n", "x"], "--number must be 1 or more, got 'x'"),
+        (["--name"], "argument --name: expected one argument"), (["--oops"], "unrecognized arguments: --oops"),
+        (["--kind", "c"], "argument --kind: invalid choice: 'c' (choose from "),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_one_line(words, said, capsys):
+    parser = terminal.Parser("command")
+    parser.add_argument("-n", "--number", type=terminal.Value(int, "1 or more"))
+    parser.add_argument("--name")
+    parser.add_argument("--kind", choices=("a", "b"))
+    assert parser.parse_args(["-n", "3"]).number == 3
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(words)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.startswith(f"command: {said}") and err.endswith(" (see --help)\n")
+    assert err.count("\n") == 1
+
+
+def test_an_error_about_a_parameter_names_its_option():
+    said = {
+        str(terminal.of_option(ValueError(text), "--config", "--top-k"))
+        for text in ("top_k must be 0", "config must be one of a", "a slice must be whole")
+    }
+    assert said == {"--top-k must be 0", "--config must be one of a", "--config: a slice must be whole"}

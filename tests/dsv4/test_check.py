@@ -127,8 +127,12 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--steps", "-1"], "--steps must be 0 or more, got -1"), (["--device", "tpu"], "device must be cpu, cuda or"),
+        (["--steps", "-1"], "check: --steps must be 1 or more, got -1 (see .venv/bin/python -m problems.dsv4"),
+        (["--steps", "0"], "check: --steps must be 1 or more, got 0"), (["--steps"], "1 or more, got nothing (see"),
+        (["--steps", "x"], "check: --steps must be 1 or more, got 'x'"), (["extra"], "unrecognized arguments: extra ("),
+        (["--device", "tpu"], "check: --device must be cpu, cuda or"), (["--config", "huge"], "check: --config must"),
         (["--config", "tiny", "--steps", "5000"], "--steps must be at most 3946 in tiny"),
+        (["--kernels", "linear=winner,linear=winner"], "check: --kernels must name linear once, got 'linear=winner,"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_get_one_line(words, said, capsys):
@@ -136,7 +140,8 @@ def test_wrong_arguments_get_one_line(words, said, capsys):
         code = check.main(["--device", "cpu", *words])
     except SystemExit as ended:
         code = ended.code
-    assert code == 2 and said in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert code == 2 and said in err and err.count("\n") == 1 and not out
 
 
 def test_a_format_that_no_case_has_is_no_pass(monkeypatch, capsys):

@@ -220,6 +220,9 @@ ROUTERS = ["hash_moe"] * 3 + ["moe"] * 40
         ({"layer_types": LAYERS, "num_nextn_predict_layers": "1"}, "num_nextn_predict_layers must be an integer"),
         ({"mlp_layer_types": ROUTERS}, ""), ({"mlp_layer_types": ROUTERS, "num_hash_layers": None}, ""),
         ({"mlp_layer_types": ROUTERS, "num_hash_layers": 2}, "num_hash_layers must be 3, got 2"),
+        ({"torch_dtype": "torch.bfloat16"}, ""), ({"dtype": None, "torch_dtype": "float16"}, ""),
+        ({"dtype": "float16"}, ""),
+        ({"torch_dtype": "float16"}, "torch_dtype must be 'bfloat16', got 'float16'"),
     ],
 )  # fmt: skip
 def test_keys_that_say_the_same_must_agree(tmp_path, changes, match):
@@ -230,6 +233,22 @@ def test_keys_that_say_the_same_must_agree(tmp_path, changes, match):
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, **changes)
     assert len(caught.value.faults) == 1 and match in caught.value.faults[0], caught.value.faults
+
+
+@pytest.mark.parametrize("value", [[1], [], 5, "yarn", True, [0] * 999])
+def test_what_is_no_object_is_one_fault(tmp_path, value):
+    """And no key of it is missing as well."""
+    renamed = {"rope_scaling": None, "rope_theta": None}
+    for changes, key in (
+        ({"rope_scaling": value}, "rope_scaling"), ({"quantization_config": value}, "quantization_config"),
+        ({"rope_scaling": None, "rope_parameters": value}, "rope_parameters"),
+        (renamed | {"rope_parameters": NESTED | {"compress": value}}, "rope_parameters.compress"),
+        (renamed | {"rope_parameters": NESTED | {"main": value}}, "rope_parameters.main"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError) as caught:
+            read(tmp_path, **changes)
+        said = f"{key} must be an object, got {value!r:.80}"
+        assert str(caught.value) == f"{tmp_path / 'config.json'}: {said}"
 
 
 @pytest.mark.parametrize(

@@ -364,8 +364,9 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
     [
         (["--text", "x"], "--text needs a --checkpoint"), (["--prompt", "1,x"], "--prompt must be token ids"),
         (["--prompt", "1_0"], "--prompt must be token ids"), (["--prompt", "1,١"], "--prompt must be token ids"),
-        (["--tokens", "1_0"], "--tokens: invalid integer value: '1_0'"), (["--top-k", "١"], "--top-k: invalid integer"),
-        (["--temperature", "1_0"], "--temperature: invalid number value: '1_0'"), (["--seed", "1_0"], "--seed: inval"),
+        (["--tokens", "1_0"], "--tokens must be an integer, 1 or more, got '1_0'"), (["--tokens"], "got nothing (see"),
+        (["--top-k", "١"], "--top-k must be an integer, 0 or more, got"), (["--seed", "1_0"], "--seed must be an"),
+        (["--temperature", "1_0"], "--temperature must be a number, got '1_0'"), (["--chunk", "x"], "--chunk must"),
         (["--checkpoint", "x", "--config", "tiny"], "--config is for random weights: leave it out, or --checkpoint"),
         (["--top-k", "5"], "they need a --temperature above 0"), (["--top-p", "0.5"], "they need a --temperature"),
         (["--prompt", "1.5"], "--prompt must be token ids"), (["--prompt", ""], "--prompt must be token ids"),
@@ -374,18 +375,27 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
         (["--tokens", "-3"], "--tokens must be 1 or more"), (["--chunk", "0"], "--chunk must be 1 or more"),
         (["--draft", "--prompt", "1", "--prompt", "2"], "--draft decodes one prompt greedily"),
         (["--draft", "--temperature", "1"], "--draft decodes one prompt greedily"),
-        (["--draft"], "tiny has no prediction layer"), (["--config", "huge"], "config must be one of"),
-        (["--temperature", "-1"], "temperature must be"), (["--top-p", "0"], "top_p must be"),
-        (["--checkpoint", "nowhere"], "cannot be read"), (["--kernels", "fast"], "kernels must be"),
-        (["--checkpoint", __file__], "must be a folder"), (["--device", "tpu"], "device must be cpu, cuda or cuda:N"),
-        (["--config", "flash-61l256e"], "must have 1 to 43 layers and 6 to 256 experts, got 61 and 256"),
+        (["--draft"], "--draft: tiny has no prediction layer"), (["--config", "huge"], "generate.py: --config must"),
+        (["--temperature", "-1"], "--temperature must be"), (["--top-p", "0"], "--top-p must be"),
+        (["--checkpoint", "nowhere"], "cannot be read"), (["--kernels", "fast"], "generate.py: --kernels must be"),
+        (["--kernels", "linear=winner,linear=winner"], "generate.py: --kernels must name linear once"),
+        (["--checkpoint", __file__], "must be a folder"), (["--device", "tpu"], "--device must be cpu, cuda or cuda:N"),
+        (["--config", "flash-61l256e"], "--config: a slice of flash must have 1 to 43 layers and 6 to 256 experts"),
         (["--config", "tiny-2l0e"], "2 to 8 experts, got 2 and 0"),
-        (["--config", "tiny-²l8e"], "config must be one of"),
+        (["--config", "tiny-²l8e"], "--config must be one of"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_get_one_line(words, match, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert match in refused(capsys, *words)
+
+
+def test_what_the_parser_refuses_is_one_line(capsys):
+    for words in (["--tokens", "0"], ["--chunk", "0"], ["--tokens", "x"], ["--oops"], ["--format", "x"]):
+        with pytest.raises(SystemExit):
+            generate.main(words)
+        err = capsys.readouterr().err
+        assert err.startswith("generate.py: ") and err.count("\n") == 1
 
 
 PREPARED = "from problems.dsv4_forward.generate import streams; streams.prepare(); "

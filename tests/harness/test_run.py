@@ -65,6 +65,30 @@ def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys, resu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--processes"], "--processes must be 2 to 1000, got nothing (see --help)"),
+        (["--processes", "abc"], "--processes must be 2 to 1000, got 'abc' (see --help)"),
+        (["--seed", "x"], "--seed must be 0 to 2^63 - 1, got 'x' (see --help)"),
+        (["--timeout"], "--timeout must be positive and finite, in seconds, got nothing (see --help)"),
+        (["--same-within", "x"], "--same-within must be over 0 and under 50, in percent, got 'x' (see --help)"),
+        (["--fail-on-regression"], "--fail-on-regression must be 0 or more, in percent, got nothing (see --help)"),
+    ],
+)
+def test_what_is_no_number_gets_the_range_of_the_option(words, message, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["nvfp4_gemv", *words])
+    assert capsys.readouterr().err == f"harness/run.py: {message}\n"
+
+
+@pytest.mark.parametrize("words", [["nvfp4_gemv", "extra"], ["nvfp4_gemv", "--extra", "5"]])
+def test_words_that_nothing_takes_are_named_with_what_to_do(words, capsys):
+    assert run.main(words) == output.USAGE_EXIT
+    said = f"unrecognized arguments: {' '.join(words[1:])}: leave them out; a run takes one PROBLEM, and the options"
+    assert capsys.readouterr().err == f"harness/run.py: {said} that --help lists\n"
+
+
 def test_a_case_that_matches_nothing_names_the_cases(right, capsys):
     arguments = ["nvfp4_gemv", "--submission", right, "--mode", "test", "--device", "cpu", "--case", "m=3 "]
     assert run.main(arguments) == output.USAGE_EXIT

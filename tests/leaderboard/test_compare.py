@@ -94,16 +94,29 @@ def test_a_file_with_and_without_words(capsys, results, tmp_path):
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        ("nothing.jsonl", "run=r1", "A and B must be a file of records, or words problem=, .*, got 'nothing.jsonl'"),
-        ("run=r1", "variants=x", "got 'variants=x'"),
-        ("run=r1", "", "got ''"),
-        ("run=r1", "run=r9", "no timed benchmark record matches 'run=r9' in "),
+        (
+            "nothing.jsonl",
+            "run=r1",
+            ": A must be a file of records, or words problem=, .*, got 'nothing.jsonl', and there",
+        ),
+        ("run=r1", "variants=x", ": B must be a file of records, .*, got 'variants=x', which has another key$"),
+        ("run=r1", "", ": B must be .*, got ''$"),
+        ("", "run=r1", ": A must be .*, got ''$"),
+        ("run=r1", "/dev/null", ": B must be .*, got '/dev/null', which is a device, not a file$"),
+        ("/", "run=r1", ": A must be .*, got '/', which is a folder$"),
+        ("run=r1", "run=r9", ": B: no timed benchmark record matches 'run=r9' in "),
         ("run=r1", "variant=sm90_v1 problem=moe_gemm", "no timed benchmark record matches"),
     ],
 )
 def test_bad_use_is_one_line(capsys, results, a, b, message):
     code, out, err = said(capsys, results, a, b)
     assert code == 2 and re.search(message, err) and err.count("\n") == 1 and not out
+
+
+def test_a_file_that_cannot_be_read_names_its_argument(capsys, results):
+    code, out, err = said(capsys, results, "run=r1", "/proc/self/mem")
+    assert (code, out) == (2, "")
+    assert err == "leaderboard/compare.py: B: cannot read /proc/self/mem: Input/output error\n"
 
 
 def test_nothing_in_common_names_what_each_has(capsys, results):

@@ -210,6 +210,9 @@ def test_a_folder_with_other_files_is_not_overwritten(tmp_path, capsys):
         (["nvfp4_gemv", "--variant", "sm90_dp4a", "--target", "cpu"], "--target must be one of sm90_dp4a's"),
         (["dsv4_forward", "--variant", "composed"], "dsv4_forward is a composition"),
         (["nothing", "--variant", "x"], "PROBLEM must be one of"),
+        (["nothing"], "PROBLEM must be one of"),
+        (["dsv4_forward"], "PROBLEM must be one whose variants are single files, dsv4_forward is a composition"),
+        (["nvfp4_gemv"], "give --variant NAME, or --target for its winner"),
     ],
 )
 def test_bad_use_is_one_line(words, message, tmp_path, capsys):
@@ -221,8 +224,14 @@ def test_bad_use_is_one_line(words, message, tmp_path, capsys):
 def test_a_place_that_is_no_python_file_or_cannot_be_written_is_named(tmp_path, capsys):
     assert pack.main(["nvfp4_gemv", "--target", "cpu", "-o", str(tmp_path / "x.txt")]) == 2
     assert "-o must name a .py file" in capsys.readouterr().err
-    assert pack.main(["nvfp4_gemv", "--target", "cpu", "-o", str(tmp_path / "none" / "x.py")]) == 2
-    assert "none" in capsys.readouterr().err
+    for place in (tmp_path / "none" / "x.py", "/dev/null/x.py", "/proc/x.py"):
+        assert pack.main(["nvfp4_gemv", "--target", "cpu", "-o", str(place)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"leaderboard/pack.py: -o: cannot write {place}: ") and err.count("\n") == 1
+    words = ["nvfp4_gemv", "--target", "cpu", "--format", "flashinfer-bench", "-o"]
+    for place in ("/dev/null/x", "/proc/x"):
+        assert pack.main([*words, place]) == 2
+        assert f"-o: cannot write {place}: " in capsys.readouterr().err
 
 
 def test_what_the_service_would_refuse_is_not_written(tmp_path):

@@ -221,6 +221,21 @@ def test_a_picture_with_nothing_but_odd_values(capsys, tmp_path):
 # --- the README
 
 
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x", "/dev/null"])
+@pytest.mark.parametrize("option", ["--out", "--html"])
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_printed(capsys, results, option, place):
+    code, out, err = said(capsys, "--results", results, option, place)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith(f"leaderboard/report.py: {option}: cannot write {place}: ")
+
+
+@pytest.mark.parametrize("option", ["--readme", "--machines"])
+def test_a_file_that_cannot_be_read_names_its_option(capsys, readme, option, tmp_path):
+    code, out, err = said(capsys, *readme, option, tmp_path / "none")
+    assert (code, out) == (2, "")
+    assert err == f"leaderboard/report.py: {option}: cannot read {tmp_path / 'none'}: No such file or directory\n"
+
+
 def test_readme_is_filled_in_between_its_markers(capsys, tmp_path, readme):
     assert said(capsys, *readme)[0] == 0
     text = (tmp_path / "README.md").read_text()

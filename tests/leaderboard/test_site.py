@@ -184,7 +184,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys, tmp_path):
     write(tmp_path / "r", "box", full("a", 1.0))
     (tmp_path / "file").write_text("")
     assert report.main(["--results", str(tmp_path / "r"), "--html", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err.startswith("leaderboard/report.py: File exists: ")
+    said = f"leaderboard/report.py: --html: cannot write {tmp_path / 'file'}: Not a directory: give a folder"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_page_replaces_a_page_and_no_other_files(capsys, tmp_path):

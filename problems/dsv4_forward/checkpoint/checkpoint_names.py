@@ -64,14 +64,18 @@ _DETECTED = {("F8_E4M3", "I8"): "released", ("F8_E4M3", "U8"): "nvfp4_experts", 
 
 
 class CheckpointError(ValueError):
-    """What is wrong with a checkpoint. faults: every single fault; the message shows the first of very many."""
+    """What is wrong with a checkpoint. faults: every single fault. The message shows the first of very many, each on a
+    line, or the only one behind the place.
+    """
 
     SHOWN = 200  # faults; a wrong configuration makes one of each of 70,000 tensors
 
     def __init__(self, where: object, faults: list[str]) -> None:
         self.faults = tuple(faults)
-        more = [f"and {len(faults) - self.SHOWN} more (see .faults)"] if len(faults) > self.SHOWN else []
-        super().__init__("\n  ".join([f"{where}: {len(faults)} fault(s)", *faults[: self.SHOWN], *more]))
+        more = len(faults) - self.SHOWN
+        rest = [f"and {more} more: mend these first, then load again to see what is left"] if more > 0 else []
+        listed = "\n  ".join([f"{where}: {len(faults)} faults", *faults[: self.SHOWN], *rest])
+        super().__init__(f"{where}: {faults[0]}" if len(faults) == 1 else listed)
 
 
 @dataclass(frozen=True)

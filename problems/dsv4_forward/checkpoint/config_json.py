@@ -86,6 +86,8 @@ _READ_WEIGHTS = (
 _COMPUTED_LAYER = {"quant_algo": ("NVFP4", "FP8_PB_WO"), "group_size": (16, 128)}  # an entry of quantized_layers
 _OTHER_MODEL = ("engram_", "candidate_", "kv_source_layer_ids", "index_source_layer_ids")  # how V4.1's keys begin
 _RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA}
+_DTYPES = ("dtype", "torch_dtype")  # one key by its new and its old name
+_NO_OBJECT = " must be an object"
 _ROUTERS = ("hash_moe", "moe")
 _FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
@@ -131,7 +133,9 @@ def config_from_json(path: str | Path) -> Config:
     keys = {name: key for name, (key, _) in rope.items()}  # the file's, where they are not called as the field is
     if data.get("layer_types") is not None:
         keys["compress_ratios"] = "layer_types"
-    faults += [f"missing {keys.get(name, name)}" for name, value in fields.items() if value is None]
+    missing = [keys.get(name, name) for name, value in fields.items() if value is None]
+    odd = tuple(f"{fault.partition(_NO_OBJECT)[0]}." for fault in faults if _NO_OBJECT in fault)
+    faults += [f"missing {key}" for key in missing if not key.startswith(odd)]
     faults += [_in_the_file(fault, keys) for fault in wrong_numbers(fields)] + _contradictions(data)
     if faults:
         raise CheckpointError(file, list(dict.fromkeys(faults)))
@@ -248,7 +252,7 @@ def _part(data: dict, key: str, faults: list[str], prefix: str = "") -> dict:
     """An object within the file; empty if it is left out, or no object."""
     value = data.get(key)
     if value is not None and not isinstance(value, dict):
-        faults.append(f"{prefix}{key} must be an object, got {value!r}")
+        faults.append(f"{prefix}{key}{_NO_OBJECT}, got {value!r:.80}")
     return value if isinstance(value, dict) else {}
 
 
@@ -334,7 +338,7 @@ def _rope_of(data: dict, key: str, faults: list[str]) -> dict[str, tuple[str, ob
     yarn, base, theta = _part(data, key, faults), "rope_theta", data.get("rope_theta")
     faults += _unknown(yarn, _READ_ROPE, f"{key}.")
     if "main" in yarn or "compress" in yarn:
-        main, yarn = (_part(yarn, kind, faults) for kind in ("main", "compress"))
+        main, yarn = (_part(yarn, kind, faults, f"{key}.") for kind in ("main", "compress"))
         for kind, part in (("main", main), ("compress", yarn)):
             faults += _unknown(part, _READ_ROPE, f"{key}.{kind}.")
         base, theta = f"{key}.main.rope_theta", main.get("rope_theta")
@@ -374,4 +378,7 @@ def _contradictions(data: dict) -> list[str]:
         "num_local_experts": data.get("n_routed_experts"), "intermediate_size": data.get("moe_intermediate_size"),
         "query_pre_attn_scalar": width,
     }  # fmt: skip
-    return _others(data, {key: (value,) for key, value in again.items()} | _share(data))
+    said = data | {key: data[key].removeprefix("torch.") for key in _DTYPES if isinstance(data.get(key), str)}
+    if said.get("dtype") is not None:
+        again["torch_dtype"] = said["dtype"]
+    return _others(said, {key: (value,) for key, value in again.items()} | _share(data))

@@ -10,6 +10,7 @@ prompts are decoded together; each is printed behind a line that numbers it.
 """
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ import torch
 from rich.console import Console
 
 from problems.common import load
-from problems.dsv4_forward import ops
+from problems.dsv4_forward import kernel_names
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.cache.token_ids import checked
 from problems.dsv4_forward.checkpoint import checkpoint
@@ -41,21 +42,27 @@ from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import Config
 
+NAME = "generate.py"
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = terminal.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    number = terminal.Value(lambda given: float(_plain(given)), "a number")
+    some, any_number, seed = (
+        terminal.Value(_integer, f"an integer, {wanted}") for wanted in ("1 or more", "0 or more", "0 to 2^64 - 1")
+    )
     p.add_argument("--checkpoint", metavar="FOLDER", type=Path, help="safetensors with config.json and tokenizer.json")
     p.add_argument("--text", action="append", help="a text to continue; may be given several times")
     p.add_argument(
         "--prompt", metavar="IDS", action="append", help="token ids with commas in place of --text; likewise"
     )
     p.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json other than the checkpoint's")
-    p.add_argument("--tokens", type=integer, default=64, help="how many to generate for each prompt")
+    p.add_argument("--tokens", type=some, default=64, help="how many to generate for each prompt")
     p.add_argument("--ignore-end", action="store_true", help="go on after an end token")
     p.add_argument("--temperature", type=number, default=0.0, help="0: the most likely token")
-    p.add_argument("--top-k", type=integer, default=0, help="0: all")
+    p.add_argument("--top-k", type=any_number, default=0, help="0: all")
     p.add_argument("--top-p", type=number, default=1.0)
-    p.add_argument("--seed", type=integer, default=0, help="of the sampler and of random weights")
+    p.add_argument("--seed", type=seed, default=0, help="of the sampler and of random weights")
     p.add_argument("--draft", action="store_true", help="guess a token ahead with the prediction layer (greedy only)")
     p.add_argument(
         "--config", help="without a checkpoint: tiny (the default), tiny-k, flash, pro, or such as flash-4l32e"
@@ -63,7 +70,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--format", choices=config.FORMATS, help="number format (default: bf16, or the checkpoint's)")
     p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,...")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--chunk", type=integer, default=128, help="tokens of a prompt in a pass")
+    p.add_argument("--chunk", type=some, default=128, help="tokens of a prompt in a pass")
     args = p.parse_args(argv)
     least = {"tokens": 1, "chunk": 2 if args.draft else 1}
     for name, value in least.items():
@@ -84,14 +91,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def integer(given: str) -> int:
-    """Return an integer in decimal digits of ASCII. ValueError: int() would take it, but it is written otherwise."""
+def _integer(given: str) -> int:
+    """An integer. ValueError: int() would take it, but it is written otherwise."""
     return int(_plain(given))
-
-
-def number(given: str) -> float:
-    """Return a number, as `integer`."""
-    return float(_plain(given))
 
 
 def _plain(given: str) -> str:
@@ -104,10 +106,12 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     say = Console(stderr=True)
     try:
-        load.device_target(args.device)
+        with _of_option("--device"):
+            target = load.device_target(args.device)
+        kernel_names.see(args.kernels, target)
         if args.checkpoint and args.checkpoint.is_file():
             raise ValueError(f"--checkpoint must be a folder, got the file {args.checkpoint}")
-        cfg = checkpoint.config_from_json(args.checkpoint) if args.checkpoint else config.find(args.config or "tiny")
+        cfg = _config(args)
         tokenizer = None
         if args.text or args.tokenizer:
             tokenizer = text.tokenizer(args.checkpoint, args.tokenizer)
@@ -116,7 +120,9 @@ def main(argv: list[str] | None = None) -> int:
         ends = frozenset()
         if args.checkpoint and not args.ignore_end:
             ends = text.end_tokens(args.checkpoint, cfg.vocab_size)
-        limits, sampler = Limits(args.tokens, ends), Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+        limits = Limits(args.tokens, ends)
+        with _of_option("--temperature", "--top-k", "--top-p", "--seed"):
+            sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         model, blocks = _model(args, cfg, say), _blocks(cfg, prompts, args.tokens)
         # A longer chunk than the context would only take memory.
         chunk = min(args.chunk, max(cfg.max_position_embeddings, 2))
@@ -130,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError) or _no_memory(error)):
             raise
-        say.print(terminal.visible(f"generate: {error}"), markup=False, highlight=False, soft_wrap=True)
+        say.print(terminal.visible(f"{NAME}: {error}"), markup=False, highlight=False, soft_wrap=True)
         return 2
     say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB")
     return 0
@@ -141,12 +147,28 @@ def _no_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
+@contextlib.contextmanager
+def _of_option(*options: str) -> Iterator[None]:
+    """Within: an error about a parameter is one about its option."""
+    try:
+        yield
+    except ValueError as error:
+        raise terminal.of_option(error, *options) from error
+
+
+def _config(args: argparse.Namespace) -> Config:
+    if args.checkpoint:
+        return checkpoint.config_from_json(args.checkpoint)
+    with _of_option("--config"):
+        return config.find(args.config or "tiny")
+
+
 def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
     if args.checkpoint:
         weights = checkpoint.load(args.checkpoint, cfg, fmt=args.format, device=args.device)
     else:
         weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, device=args.device)
-    chosen = ops.choose(args.kernels, load.device_target(args.device), weights)
+    chosen = kernel_names.choose(args.kernels, load.device_target(args.device), weights)
     for line in chosen.report:
         say.print(line, markup=False, highlight=False, soft_wrap=True)
     return Model(weights, chosen.ops)
@@ -175,7 +197,7 @@ def _say_of_context(tokens: int, prompts: list[list[int]], cfg: Config, say: Con
 
 def _ids(given: str) -> list[int]:
     try:
-        return [integer(part) for part in given.split(",")]
+        return [_integer(part) for part in given.split(",")]
     except ValueError as error:
         raise ValueError(f"--prompt must be token ids with commas between, got {given!r}") from error
 
@@ -188,7 +210,8 @@ def _blocks(cfg: Config, prompts: list[list[int]], tokens: int) -> int:
 
 def _drafted(model: Model, state: State, prompt: list[int], limits: Limits, say: Console) -> Iterator[Told]:
     """As decode(), for one prompt: greedily, a guess ahead."""
-    speculative = Speculative(model, state, state.open()[0])
+    with _of_option("--draft"):
+        speculative = Speculative(model, state, state.open()[0])
     count, passes, hits, reason = 0, 0, 0, ""
     found, steps = [speculative.prefill(prompt)], speculative.steps()
     while not reason:

@@ -76,7 +76,7 @@ def test_what_was_written_comes_back():
     assert again.have("confirm a").group(0, 1) == Group(0, 1, {"a": [RIGHT]}, OWN, ["9"])
     assert again.have("confirm b").groups == {}
     assert again.plan["arguments"] == {"mode": "leaderboard"} and again.run_id == RUN_IDS[0]
-    assert again.resumptions == 1
+    assert again.go_on() == 1 and again.go_on() == 2
 
 
 def test_every_field_of_an_outcome_survives():
@@ -98,6 +98,7 @@ def test_it_can_be_cut_anywhere_and_goes_on():
     for cut in [*range(plan_end, len(whole), 7), len(whole)]:
         path.write_bytes(whole[:cut])
         again = Journal.resume("box", "p")
+        again.go_on()
         again.test("late", 0, RIGHT)
         again.close()
         (kept, _), (before, _) = journal._parse(path.read_bytes(), path), journal._parse(whole[:cut], path)
@@ -105,6 +106,23 @@ def test_it_can_be_cut_anywhere_and_goes_on():
         assert kept[:count] == before[:count]
         assert [line["kind"] for line in kept[-2:]] == ["resumed", "test"], cut
         assert path.read_bytes().startswith(whole[:cut])
+
+
+@pytest.mark.parametrize("end", [b"", b'{"kind": "te'])
+def test_a_resume_that_is_refused_changes_nothing(end):
+    """Also where the run was killed before it had a result, or within a line."""
+    path = begun().path
+    for held in (path.read_bytes() + end, filled().path.read_bytes() + end):
+        path.write_bytes(held)
+        for _ in range(2):
+            again = Journal.resume("box", "p")
+            assert again.resumable
+            again.close()
+            assert journal.settle("box", "p") == ([], [RUN_IDS[0]]) and path.read_bytes() == held
+    again = Journal.resume("box", "p")
+    assert again.go_on() == 1
+    again.close()
+    assert [line["kind"] for line in journal._parse(path.read_bytes(), path)[0]][-1] == "resumed"
 
 
 def test_a_journal_without_a_plan_is_nothing(results):

@@ -14,6 +14,7 @@ import pytest
 from harness import run
 from harness.judge import confirm, phases
 from harness.judge.call import CallRequest
+from harness.judge.journal import Journal
 from harness.judge.outcome import Outcome
 from harness.problem import sources
 from harness.results import environment, ranking, record
@@ -101,6 +102,28 @@ def test_what_changed_since_stops_a_resume(world, folder, capsys):
     assert len(journals()) == 1 and records() == []
     (folder / "variants" / "other.py").write_text(SOURCE.format(name="other"))
     assert judge(folder, "--resume") == 0
+
+
+@pytest.mark.parametrize("calls", [0, 4])
+def test_a_resume_that_is_refused_changes_nothing(world, folder, calls, monkeypatch, capsys):
+    """calls: 0: it was killed just after its journal had begun."""
+    world.left = calls
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Journal, "close", lambda journal: journal._file.close())  # as a kill leaves it
+        judge(folder, "--all", "--processes", "2")
+    world.left = 10**9
+    (left,) = journals()
+    kept = left.read_bytes()
+    for words in (["--processes", "3"], [left.name.split(".")[1], "--timeout", "7"]):
+        assert judge(folder, "--resume", *words) == 2
+        assert f"; go on with --resume {left.name.split('.')[1]}\n" in capsys.readouterr().err
+        assert left.read_bytes() == kept
+    (folder / "variants" / "other.py").write_text(SOURCE.format(name="changed"))
+    assert judge(folder, "--resume") == 2 and left.read_bytes() == kept
+    (folder / "variants" / "other.py").write_text(SOURCE.format(name="other"))
+    assert judge(folder, "--resume") == 0 and journals() == []
+    timed = [r for r in records() if r["kind"] == "benchmark"]
+    assert timed and all("interrupted and resumed 1 time" in r["clock"]["warnings"] for r in timed)
 
 
 def test_a_submission_that_changes_during_the_run_has_no_result(world, folder, monkeypatch):

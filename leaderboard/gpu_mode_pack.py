@@ -182,7 +182,7 @@ def ref_kernel(data):
 def check_implementation(data, output) -> tuple[bool, str]:
     """(whether `output` is right, what is wrong)."""
     data = _packed_named({data}, data)
-    result = compare(data, _packed_reference(data), output)
+    result = compare(data, _packed_reference({given}), output)
     return result.ok, result.message
 '''
 UTILS = '''"""What an eval.py of the service takes from here."""
@@ -236,12 +236,16 @@ def task_folder(problem: Problem) -> dict[str, str]:
         for one in reference.main.statements for name in one.names if name != "check_implementation"
     ]  # fmt: skip
     lines = {*reference.import_lines(kept, whole=False), "import torch", f"from task import {data}"}
-    text = (
-        f'"""{_docstring(reference_file)}"""\n\n'
-        + "\n".join(_sorted(lines))
-        + f"\n\n\n{reference.text(kept, whole=False)}\n"
-    )
-    text += GENERATE.format(arguments=arguments, data=data, made=made) + CHECK.format(data=data, typed=TYPED.rstrip())
+    here = [name for name in OURS if f"from task import {name}" in lines]  # which the reference wants all the same
+    lines -= {f"from task import {name}" for name in here}
+    said = load.constants(task_file, *here, "INOUT")
+    inout = bool(said.get("INOUT"))  # then the reference may overwrite what it gets
+    lines |= {"import copy"} if inout else set()
+    text = f'"""{_docstring(reference_file)}"""\n\n' + "\n".join(_sorted(lines)) + "\n\n\n"
+    text += "".join(f"{name} = {said[name]!r}\n" for name in here) + ("\n\n" if here else "")
+    text += f"{reference.text(kept, whole=False)}\n" + GENERATE.format(arguments=arguments, data=data, made=made)
+    given = "copy.deepcopy(data)" if inout else "data"
+    text += CHECK.format(data=data, typed=TYPED.rstrip(), given=given)
     both = f'"""{_docstring(task_file)}"""\n\n' + "\n".join(_sorted(task.import_lines(roots, whole=False)))
     both += f"\n\n\n{task.text(roots, whole=False)}\n"
     files = [{"name": "submission.py", "source": "@SUBMISSION@"}]

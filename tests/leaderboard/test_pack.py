@@ -124,6 +124,13 @@ def test_the_packed_winner_is_judged_as_a_file_from_outside_and_in_the_packed_fo
         assert run.main([str(file.parent / f"{problem}_gpu_mode"), *words]) == 0, capsys.readouterr().out
 
 
+def test_a_packed_reference_has_what_it_takes_of_this_format(tmp_path):
+    """mhc_site's asks for OUTPUTS, which a folder of the service's format may not have in its task.py."""
+    file = packed(tmp_path, "mhc_site", "--target", "cpu")
+    words = ["--submission", str(file), "--device", "cpu", "--mode", "test", "--quiet", "--case", "tokens=1 hidden=64"]
+    assert run.main([str(file.parent / "mhc_site_gpu_mode"), *words]) == 0
+
+
 @pytest.mark.parametrize(("problem", "name", "target"), WINNERS)
 def test_every_winner_is_a_file_that_the_service_takes(tmp_path, problem, name, target):
     file = packed(tmp_path, problem, "--variant", name)

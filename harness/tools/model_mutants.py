@@ -399,7 +399,7 @@ def _run(target: str, keys: list[str]) -> int:
             for order in ORDERS:
                 set_order(model, order)
                 model.multiprocessors = MULTIPROCESSORS
-                status, said = _checked(model, module, reference, pristine, want)
+                status, said = _checked(model, module, task, reference, pristine, want)
                 found["said"][order.policy] = "right" if status == "MODEL_CHECKED" else _short(f"{status}: {said}")
                 if "LookupError" in said:
                     raise SystemExit(f"{mutant.what}: {said}")

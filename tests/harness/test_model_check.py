@@ -1,10 +1,14 @@
 """--device model: the verdict on a right and on a wrong variant, and what is refused."""
 
 import json
+import math
 import shutil
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness import run as harness_run
 from harness.problem import folders
@@ -102,3 +106,16 @@ def test_text_that_breaks_a_rule_is_refused_before_anything_runs(tmp_path):
     file.write_text(file.read_text() + "\n\ndef unused():\n    return torch.cuda.Stream()\n")
     ran = run("--variant", "sm100_native", "--mode", "test", "--case", CASE, problem=str(folder))
     assert ran.returncode == 3 and "RULE_BROKEN" in ran.stdout and "MODEL_CHECKED" not in ran.stdout, ran.stdout
+
+
+def test_an_input_that_a_call_changed_is_named():
+    """The outputs, and what INOUT names, may change."""
+    task = SimpleNamespace(OUTPUTS=("y",), INOUT=("state",))
+    kind = namedtuple("Data", "x state y")
+    before = kind(torch.zeros(3), torch.zeros(2), torch.zeros(1))
+    assert model_check._changed(task, before, kind(torch.zeros(3), torch.ones(2), torch.ones(1))) == ""
+    assert model_check._changed(task, before, kind(torch.tensor([0, -0.0, 0]), torch.zeros(2), torch.zeros(1))) == "x"
+    whole = namedtuple("Whole", "weights inputs outputs")
+    parts = (whole(None, kind(torch.full((3,), x), *before[1:]), None) for x in (math.nan, math.nan, 1.0))
+    was, same, other = parts
+    assert (model_check._changed(task, was, same), model_check._changed(task, was, other)) == ("", "x")

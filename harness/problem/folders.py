@@ -304,11 +304,11 @@ def is_own(folder: Path) -> bool:
     return False
 
 
-def _count(folder: Path, spec: Any, method: str) -> Any:
+def _count(folder: Path, method: Any) -> Any:
     """Return what a method of a case says. UsageError: it is no count."""
-    said = getattr(spec, method)()
+    said = method()
     if isinstance(said, bool) or not isinstance(said, numbers.Real) or not 0 <= said < float("inf"):
-        raise UsageError(f"{folder.name}/task.py: {method}() of a case must be a number from 0, got {said!r} of {spec}")
+        raise UsageError(f"{folder.name}/task.py: {method.__name__}() of a case must be a number from 0, got {said!r}")
     return said
 
 
@@ -322,9 +322,9 @@ def _read(folder: Path) -> Problem:
             return tuple(
                 Case(
                     {k: v for k, v in dataclasses.asdict(spec).items() if k != "seed"},
-                    spec.seed, _count(folder, spec, "bytes_moved"),
-                    _count(folder, spec, "flops") if hasattr(spec, "flops") else None,
-                    _count(folder, spec, "weight_bytes") if hasattr(spec, "weight_bytes") else 0,
+                    spec.seed, _count(folder, spec.bytes_moved),
+                    _count(folder, spec.flops) if hasattr(spec, "flops") else None,
+                    _count(folder, spec.weight_bytes) if hasattr(spec, "weight_bytes") else 0,
                 )
                 for spec in specs
             )  # fmt: skip

@@ -47,10 +47,18 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Where a unit row of an expert begins, which has `rows` of them, of `units` each.
+__device__ __forceinline__ const uint8_t* unit_row(const uint8_t* from, int expert, int row, int rows, int units) {
+    return from + (static_cast<int64_t>(expert) * rows + row) * units * units::BYTES;
+}
+__device__ __forceinline__ int stages_of(int units) { return (units + EACH * WARPS - 1) / (EACH * WARPS); }
+
 // FP8: x and v are rounded to e4m3, which is all that this changes.
 template <int C1, int C2, int NT, bool FP8>
 __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
-    constexpr bool LONE = C1 == 4 && NT == 1 && !FP8;  // whether it makes a call's one token NVFP4: else no registers
+    // Whether the shared expert comes first, and whether it makes a call's one token NVFP4: else there are no registers.
+    constexpr bool EARLY = C1 == 4 && NT == 1 && !FP8, LONE = EARLY;
+    constexpr int FIRST = EARLY ? 0 : 1;  // of a block's parts
     extern __shared__ __align__(128) uint8_t smem[];
     const Layout at(p, NT);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = p.tokens * p.topk;
@@ -64,8 +72,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     const uint32_t full_barriers = smem_address(smem + at.barriers), empty_barriers = full_barriers + 8 * p.stages;
     const uint32_t read = empty_barriers + 8 * p.stages, written = read + 24, ready = written + 8 * BATCHES;
     const uint32_t ring = smem_address(smem);
-    const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
-    const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
     // The thread that copies: a unit row, of `all` units, to the ring's place `stage` and those behind it.
     const auto send = [&](const uint8_t* from, int all, uint64_t policy, int& stage, int& parity) {
         for (int i = 0; i < all; i += EACH * WARPS) {
@@ -80,13 +86,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             if (++stage == p.stages) stage = 0, parity ^= 1;
         }
     };
-    const auto first = [&](int expert, int row) {
-        return p.w13 + (static_cast<int64_t>(expert) * rows1 + row) * units1 * units::BYTES;
-    };
-    const auto second = [&](int expert, int row) {
-        return p.w2 + (static_cast<int64_t>(expert) * rows2 + row) * units2 * units::BYTES;
-    };
-    const int stages1 = (units1 + EACH * WARPS - 1) / (EACH * WARPS);  // of a unit row
     if (threadIdx.x == CONSUMER_THREADS) {
         for (int i = 0; i < p.stages; ++i)
             barrier_init(full_barriers + 8 * i, 1), barrier_init(empty_barriers + 8 * i, CONSUMER_THREADS);
@@ -94,17 +93,20 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             barrier_init(read + 16, EPILOGUE_THREADS);
         for (int i = 0; i < BATCHES; ++i)
             barrier_init(written + 8 * i, EPILOGUE_THREADS), barrier_init(ready + 8 * i, 1);
-        if (p.shared) {
+        if (EARLY && p.shared) {
             fence_proxy_async_shared();  // copies will arrive at the barriers
             const uint64_t policy = l2_evict_first();
+            const int units1 = p.hidden / units::COLUMNS, rows1 = p.inner / 16, stages1 = stages_of(units1);
+            const int units2 = p.inner / units::COLUMNS, rows2 = p.hidden / units::ROWS;
             const Part part = shared_part(0, shared_groups<NT>(p), rows1);
             const int room = (p.stages * STAGE_BYTES - (n > 32 ? sorting_bytes(p) : 0)) / STAGE_BYTES;
             int stage = 0, parity = 0, ahead = 0;
             for (; ahead < part.items && (ahead + 1) * stages1 <= room; ++ahead)
-                send(first(p.experts - 1, (part.row + ahead) % rows1), units1, policy, stage, parity);
+                send(unit_row(p.w13, p.experts - 1, (part.row + ahead) % rows1, rows1, units1), units1, policy, stage,
+                     parity);
             words[AHEAD] = ahead;
             for (int row = blockIdx.x; row < rows2; row += gridDim.x)
-                prefetch_l2(second(p.experts - 1, row), units2 * units::BYTES);
+                prefetch_l2(unit_row(p.w2, p.experts - 1, row, rows2, units2), units2 * units::BYTES);
         }
     }
     programmatic::wait();
@@ -118,10 +120,13 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         sort<NT>(p, smem + p.stages * STAGE_BYTES - sorting_bytes(p), groups, slots, routing, words, warp, lane);
     }
     if (warp == 0 && !p.linear)
-        share_out<NT, BATCHED<NT>>(groups, parts, words[32], shared_groups<NT>(p), rows1, lane);
+        share_out<NT, BATCHED<NT>>(groups, parts, words[32], EARLY ? shared_groups<NT>(p) : 0, p.inner / 16, lane);
     fence_proxy_async_shared();  // copies will write where sorting has written
     __syncthreads();
     const int count = words[32];
+
+    const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
+    const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
     const int batches = p.linear ? 0 : batches_of<BATCHED<NT>>(count);
     int stage = 0, parity = 0;
 
@@ -130,19 +135,22 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     if (warp >= WARPS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp > WARPS && warp <= WARPS + EPILOGUE_THREADS / 32)
-            epilogue<NT>(p, at, smem, warp - WARPS - 1, lane, count);
+            epilogue<NT, FIRST>(p, at, smem, warp - WARPS - 1, lane, count);
         if (threadIdx.x == NUM_THREADS - 32) watch(p, written, ready, batches);
         if (threadIdx.x != CONSUMER_THREADS) return;
         const uint64_t policy = l2_evict_first();
-        const int ahead = p.shared ? words[AHEAD] : 0;
-        stage = ahead * stages1;
+        const int ahead = EARLY && p.shared ? words[AHEAD] : 0;
+        stage = ahead * stages_of(units1);
         if (stage == p.stages) stage = 0, parity = 1;
         int sent = 0;
         if (batches)
-            for (Walk walk(parts, rows1, batches); walk.find(); walk.next())
-                if (++sent > ahead) send(first(groups[walk.group].expert, walk.row), units1, policy, stage, parity);
+            for (Walk<FIRST> walk(parts, rows1, batches); walk.find(); walk.next())
+                if (++sent > ahead)
+                    send(unit_row(p.w13, groups[walk.group].expert, walk.row, rows1, units1), units1, policy, stage,
+                         parity);
         for (int row = blockIdx.x; row < rows2; row += gridDim.x)
-            for (int i = 0; i < count; ++i) send(second(groups[i].expert, row), units2, policy, stage, parity);
+            for (int i = 0; i < count; ++i)
+                send(unit_row(p.w2, groups[i].expert, row, rows2, units2), units2, policy, stage, parity);
         return;
     }
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
@@ -236,7 +244,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             hand_over(both);
         };
         if constexpr (BATCHED<NT>) {
-            Walk walk(parts, rows1, batches);
+            Walk<FIRST> walk(parts, rows1, batches);
             bool more = walk.find();
             float input_scale = 1;  // lane i: of group i
             if (LONE && p.lone && lane < count) input_scale = p.in13[groups[lane].expert];
@@ -261,17 +269,15 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                 if (changes && lone) enter(walk.group);
             }
         } else {
-#pragma unroll 1
-            for (int part = 0; part < 2; ++part) {
-                int group = parts[part].group, row = parts[part].row;
-                const int items = parts[part].items;
-                for (int i = 0; i < items; ++i) {
-                    const Group g = groups[group];
-                    const bool both = NT > 1 && g.count() > 8;
-                    if (i == 0 || row == 0) take_all(g);
-                    multiply_group(both, [](int) {});
-                    if (++row == rows1) row = 0, ++group;
-                }
+            static_assert(FIRST == 1);
+            int group = parts[1].group, row = parts[1].row;
+            const int items = parts[1].items;
+            for (int i = 0; i < items; ++i) {
+                const Group g = groups[group];
+                const bool both = NT > 1 && g.count() > 8;
+                if (i == 0 || row == 0) take_all(g);
+                multiply_group(both, [](int) {});
+                if (++row == rows1) row = 0, ++group;
             }
         }
     }

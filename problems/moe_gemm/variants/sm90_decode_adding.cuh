@@ -43,7 +43,7 @@ __device__ __forceinline__ void watch(const Problem& p, uint32_t written, uint32
 // The warps' sums of each unit row, added up and taken on: to v, or into the sum over experts. Thread (q, lane) has
 // group of rows q, and of each tile what that lane has in its registers: rows g and g + 8, tokens 2 c and 2 c + 1.
 // A unit row of v is 16 values of each token, which is a block of NVFP4.
-template <int NT>
+template <int NT, int FIRST>
 __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uint8_t* smem, int q, int lane,
                                        int count) {
     const Group* groups = reinterpret_cast<const Group*>(smem + at.groups);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived + lane * COUNTER_APART));
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v));
     }
-    for (int part = 0; part < batches + int(batches > 0); ++part) {
+    for (int part = FIRST; part < batches + int(batches > 0); ++part) {
         int group = parts[part].group, row = parts[part].row;
         const int items = parts[part].items;
         for (int i = 0; i < items; ++i) {

@@ -158,8 +158,8 @@ __device__ __forceinline__ void sort(const Problem& p, uint8_t* scratch, Group* 
 }
 
 // ---- batches: the groups in BATCHES parts, or in one for each where there are fewer. The second product of a batch
-// begins when all blocks have ended the first of it, while they work on the first of those behind. The first product of
-// the shared expert comes ahead of all batches, since its weights can be asked for before the ids are known.
+// begins when all blocks have ended the first of it, while they work on the first of those behind. In some forms the first
+// product of the shared expert comes ahead of all batches, since its weights can be asked for before the ids are known.
 
 // Else there is one batch: two tiles take the registers that more would.
 template <int NT>
@@ -229,11 +229,12 @@ __device__ __forceinline__ void share_out(const Group* groups, Part* parts, int 
         parts[1 + lane] = {static_cast<int>(from / rows), static_cast<int>(from % rows), static_cast<int>(to - from)};
 }
 
-// Goes over a block's unit rows of the first product.
+// Goes over a block's unit rows of the first product. FIRST: 1 where no part is the shared expert's.
+template <int FIRST>
 struct Walk {
     const Part* parts;
     int rows, batches;  // unit rows of an expert; batches there are
-    int at = 0, group, row, left;
+    int at = FIRST, group, row, left;
     __device__ __forceinline__ Walk(const Part* parts, int rows, int batches)
         : parts(parts), rows(rows), batches(batches) {
         enter();

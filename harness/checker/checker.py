@@ -430,8 +430,8 @@ class Checker:
         unlike = any(mine and not wanted for mine, wanted in zip(foreign.nans(answer), self.nans, strict=False))
         ok, said = foreign.said_of(self.reference, self.pristine, answer)
         if ok and unlike:  # comparisons with NaN are false, so a check of the kind `error > tolerance` takes it
-            said = "NaN, where the reference's answer has none: check_implementation does not see it"
-        return _verdict("PASSED" if ok and not unlike else "INCORRECT", "" if ok and not unlike else said)
+            ok, said = False, "NaN, where the reference's answer has none: check_implementation does not see it"
+        return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
         """Return which tensor a call changed without permission, "" if none. Put INOUT's tensors back."""

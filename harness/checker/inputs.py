@@ -32,14 +32,15 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
     torch.manual_seed(case["seed"] % 2**63)
     numpy.random.seed(case["seed"] % 2**32)
     random.seed(case["seed"])
-    known = inspect.signature(reference.generate_input).parameters.values()
+    signature = inspect.signature(reference.generate_input)
+    known = signature.parameters.values()
     if not any(one.name == "seed" or one.kind is one.VAR_KEYWORD for one in known):
         case = {name: value for name, value in case.items() if name != "seed"}
     try:
-        inspect.signature(reference.generate_input).bind(**case)
+        signature.bind(**case)
     except TypeError as error:
         said = ", ".join(f"{name}={value!r}" for name, value in case.items())
         raise RefusedError(
-            f"task.yml: a case must name what generate_input takes, ({', '.join(map(str, known))}), got {said}: {error}"
+            f"task.yml: a case must name what generate_input takes, {signature}, got {said}: {error}"
         ) from None
     return reference.generate_input(**case)

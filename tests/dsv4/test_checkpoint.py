@@ -633,7 +633,7 @@ def test_another_model_is_refused_with_a_message_of_bounded_length(saved):
         load(saved("released"), FLASH, progress=False)
     lines = str(caught.value).splitlines()
     assert lines[0].endswith(f": {len(found)} faults") and len(lines) == 202 and len(str(caught.value)) < 30_000
-    assert lines[-1] == f"  and {len(found) - 200} more: mend these first, then load again to see what is left"
+    assert lines[-1] == f"  and {len(found) - 200} more: correct these, then load again to see the others"
 
 
 def test_a_single_fault_is_one_line():

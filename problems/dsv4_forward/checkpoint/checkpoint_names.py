@@ -73,7 +73,7 @@ class CheckpointError(ValueError):
     def __init__(self, where: object, faults: list[str]) -> None:
         self.faults = tuple(faults)
         more = len(faults) - self.SHOWN
-        rest = [f"and {more} more: mend these first, then load again to see what is left"] if more > 0 else []
+        rest = [f"and {more} more: correct these, then load again to see the others"] if more > 0 else []
         listed = "\n  ".join([f"{where}: {len(faults)} faults", *faults[: self.SHOWN], *rest])
         super().__init__(f"{where}: {faults[0]}" if len(faults) == 1 else listed)
 

@@ -30,7 +30,6 @@ ADDRESS_KEPT = "site_kernelILi128ELi16ELi4ELb0E"  # one row number, asked for on
 SPILLS = {
     ("linear_decode", "sm90_mma", "sm90"): {FOUR_TILES: 32},
     ("linear_decode", "sm90_mma", "sm100"): {FOUR_TILES: 52, CHAINED: 16},
-    ("fmha_decode", "sm90_wgmma", "sm90"): {"transposed6attendILb0E": 32},  # which no shape chooses yet
     ("mhc_site", "sm90_columns", "sm100"): {ADDRESS_KEPT: 60, "many_kernelILi128E": 36},  # never run there
     ("moe_gemm", "sm90_grouped", "sm90"): {LONG_FP8: 24, LONGER_FP8: 192, TILES_FP8: 32},
     ("moe_gemm", "sm90_grouped", "sm100"): {LONG_FP8: 28, LONGER_FP8: 200, TILES_FP8: 12},

@@ -424,9 +424,22 @@ __device__ __forceinline__ Left leave_sums(Softmax& softmax, const float (&o)[DI
     return left;
 }
 
-// Each unit to the block that joins it; scales and stats to all blocks.
+// Each unit to the block that joins it; scales and stats to all blocks. A block alone stores, and its own barrier is
+// enough: memcheck refuses st.async there.
 __device__ __forceinline__ void send_sums(const Left& left, Pieces const& pieces, int rank, uint32_t smem) {
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto const give = [&](uint32_t block, uint32_t to, uint32_t v) {
+        if (pieces.blocks.by == 1)
+            store_shared(smem + to, v);
+        else
+            send(in_block(block, smem + to), v, in_block(block, smem + Layout::RECEIVED_BARRIER));
+    };
+    auto const give16 = [&](uint32_t block, uint32_t to, uint4 v) {
+        if (pieces.blocks.by == 1)
+            store_shared16(smem + to, v);
+        else
+            send16(in_block(block, smem + to), v, in_block(block, smem + Layout::RECEIVED_BARRIER));
+    };
     uint4 units[UNITS / NUM_THREADS];
 #pragma unroll
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
@@ -437,23 +450,20 @@ __device__ __forceinline__ void send_sums(const Left& left, Pieces const& pieces
 #pragma unroll
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
         uint32_t const unit = threadIdx.x + i * NUM_THREADS, owner = pieces.owner(unit);
-        send16(in_block(owner, smem + pieces.received(rank, unit, owner)), units[i],
-               in_block(owner, smem + Layout::RECEIVED_BARRIER));
+        give16(owner, pieces.received(rank, unit, owner), units[i]);
     }
     if (lane % 4) return;
 #pragma unroll 1
     for (uint32_t block = 0; block < pieces.blocks.by; ++block) {
-        uint32_t const barrier = in_block(block, smem + Layout::RECEIVED_BARRIER);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             int const row = lane / 4 + 8 * h;
-            send(in_block(block, smem + Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4),
-                 __float_as_uint(left.scale[h]), barrier);
+            give(block, Layout::SMEM_SCALES + ((rank * WARPS + warp) * BLOCK_M + row) * 4,
+                 __float_as_uint(left.scale[h]));
             if (warp == h)
-                send16(in_block(block, smem + Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16),
+                give16(block, Layout::SMEM_STATS + (rank * BLOCK_M + row) * 16,
                        make_uint4(__float_as_uint(left.stats[h].x), __float_as_uint(left.stats[h].y),
-                                  __float_as_uint(left.stats[h].z), 0),
-                       barrier);
+                                  __float_as_uint(left.stats[h].z), 0));
         }
     }
 }
@@ -557,7 +567,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
         barrier_init(smem + Layout::RECEIVED_BARRIER, 1);
         barrier_init(smem + Layout::FREE_BARRIER, p.blocks.by);
         barrier_publish();
-        arrive_and_expect_tx(smem + Layout::RECEIVED_BARRIER, pieces.bytes(item.rank));
+        if (p.blocks.by > 1) arrive_and_expect_tx(smem + Layout::RECEIVED_BARRIER, pieces.bytes(item.rank));
     }
     __syncthreads();
     cluster_arrive();
@@ -590,7 +600,10 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
     __syncthreads();
     wait(smem + Layout::FREE_BARRIER, 0);
     send_sums(left, pieces, item.rank, smem);
-    wait(smem + Layout::RECEIVED_BARRIER, 0);
+    if (p.blocks.by == 1)
+        __syncthreads();
+    else
+        wait(smem + Layout::RECEIVED_BARRIER, 0);
     weigh(p, item, smem);
     __syncthreads();
     join(p, item, pieces, smem);

@@ -16,7 +16,6 @@
 #include "sm90_block.cuh"
 #include "sm90_few_heads.cuh"  // launch_few_heads, for up to 16 heads
 #include "sm90_products.cuh"
-#include "sm90_transposed.cuh"  // launch with tiles of 64
 
 namespace fmha {
 
@@ -329,11 +328,11 @@ cudaError_t run(const Problem& p, bool early) {
 
 }  // namespace fmha
 
-// Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; entries: of a tile, 64 (scores
-// transposed), 48 or 32. Splits: up to 128, which are 32 for each of combine's four groups; above 1 partial is fp16
-// (splits, B S H, 512), stats fp32 (splits, B S H, 4), of any content; cosine, sine: as Turn has them; alike: whether
-// sums are added in an order that empty splits at the end do not change; early: whether the first kernel may begin
-// before the kernel ahead has ended. -> a cudaError_t.
+// Device pointers; page_*: log2 of the entries of a page, stride_*: its bytes; entries: of a tile, 48 or 32.
+// Splits: up to 128, which are 32 for each of combine's four groups; above 1 partial is fp16 (splits, B S H, 512),
+// stats fp32 (splits, B S H, 4), of any content; cosine, sine: as Turn has them; alike: whether sums are added in an
+// order that empty splits at the end do not change; early: whether the first kernel may begin before the kernel ahead
+// has ended. -> a cudaError_t.
 extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
                       const float* sink, void* out, float* lse, const float* cosine, const float* sine, void* partial,
@@ -349,8 +348,6 @@ extern "C" int launch(const void* q, const uint8_t* window, const int* window_in
         batch * queries * heads, heads, nw, nc, fmha::Divisor(queries),
         fmha::Divisor((heads + fmha::BLOCK_M - 1) / fmha::BLOCK_M), fmha::Divisor(splits), alike != 0,
     };
-    if (entries == 64)
-        return splits == 1 ? fmha::transposed::run<false>(p, early) : fmha::transposed::run<true>(p, early);
     if (splits == 1) return fmha::run<48, false>(p, early);
     return entries == 32 ? fmha::run<32, true>(p, early) : fmha::run<48, true>(p, early);
 }

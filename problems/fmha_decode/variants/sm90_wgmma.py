@@ -33,7 +33,7 @@ CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # blocks of launch_few_heads that may s
 class Launch:
     """How a query's entries are shared out."""
 
-    entries: int  # of a tile, 64 (sm90_transposed.cuh, never chosen so far), 48 or 32
+    entries: int  # of a tile, 48 or 32
     splits: int  # blocks of threads for a query's entries
     alike: bool = False  # sums of splits have the same order however many empty splits follow
 

@@ -118,6 +118,10 @@ struct Stage {
     static constexpr int BEFORE = 1;                                   // stages asked for before the input has come
 };
 
+// Whether blocks of so many tokens may convert their input themselves.
+template <int FORMAT, int NT>
+constexpr bool CONVERTS = FORMAT == FP8 ? NT <= 2 : FORMAT == NVFP4 && NT == 1;
+
 // How k is cut: chunk i of 2^shift is units [begin(i), begin(i + 1)).
 struct Cut {
     int k_units, shift, granule;
@@ -203,8 +207,8 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
 // The power of two that a group of 128 is divided by, and its inverse; most: the largest magnitude.
 __device__ __forceinline__ float2 group_scale(float most, bool quantise) {
     if (quantise) {  // the least one with 448 * scale >= most, which counts as 1e-4 or more: fp8.ue8m0_scale
-        const uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(most, 1e-4f), 448.f));
-        const int exponent = bits + 0x7FFFFF >> 23;
+        // 448 is 1.75 * 2^8: 2^23 more than the bits of 1.75, less one, carry where the mantissa is larger than that.
+        const int exponent = (__float_as_uint(fmaxf(most, 1e-4f)) + 0x1FFFFF >> 23) - 8;
         return make_float2(__uint_as_float(exponent << 23), __uint_as_float(254 - exponent << 23));
     }
     const int exponent = min(max(static_cast<int>(__float_as_uint(most) >> 23), 28), 254) - 14;
@@ -262,27 +266,39 @@ struct Jobs {
 
 // ---- a piece of the input as the products take it; the same bits wherever it is done
 
-// Half a warp has a group of 128. -> fp16; scale: of the group.
-__device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scale) {
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    float value[PIECE], most = 0;
+// 16 / PIECES lanes have a group of 128. -> fp16, in place; scale: of the group.
+template <int PIECES>
+__device__ __forceinline__ void fp8_pieces(uint4 (&pieces)[PIECES], bool quantise, float& scale) {
+    uint32_t words[PIECES][4];
+    float most = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        value[2 * w] = __uint_as_float(words[w] << 16);
-        value[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
-        most = fmaxf(most, fmaxf(fabsf(value[2 * w]), fabsf(value[2 * w + 1])));
+    for (int i = 0; i < PIECES; ++i) {
+        words[i][0] = pieces[i].x, words[i][1] = pieces[i].y, words[i][2] = pieces[i].z, words[i][3] = pieces[i].w;
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(words[i][w] << 16)),
+                                     fabsf(__uint_as_float(words[i][w] & 0xFFFF0000u))));
     }
 #pragma unroll
-    for (int apart = 8; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+    for (int apart = 8 / PIECES; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
     const float2 both = group_scale(most, quantise);
-    uint32_t pairs[4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const float low = value[2 * w] * both.y, high = value[2 * w + 1] * both.y;
-        pairs[w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+    for (int i = 0; i < PIECES; ++i) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float low = __uint_as_float(words[i][w] << 16) * both.y;
+            const float high = __uint_as_float(words[i][w] & 0xFFFF0000u) * both.y;
+            words[i][w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+        }
+        pieces[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
     }
     scale = both.x;
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+__device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scale) {
+    uint4 one[1] = {raw};
+    fp8_pieces(one, quantise, scale);
+    return one[0];
 }
 
 // a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8
@@ -520,17 +536,43 @@ __device__ __forceinline__ void norm_pieces(const Link& p, const Pieces<FORMAT>&
     }
 }
 
-// All in place.
-template <int FORMAT>
-__device__ __forceinline__ void convert_input(const Link& p, const Geometry& at, uint8_t* smem,
-                                              const Pieces<FORMAT>& pieces, float input_scale, int thread) {
+// All in place, of fp8: a lane takes two pieces of a group at a time, eight lanes a group.
+template <bool QUANTISE, int NT>
+__device__ __forceinline__ void convert_fp8_input(const Link& p, const Geometry& at, uint8_t* smem, int count,
+                                                  int thread) {
+    constexpr int LANES = BLOCK / PIECE / 2;
+    const Divisor of_token((count + BLOCK - 1) / BLOCK * LANES);
+    const int all = p.tokens * of_token.by;
+#pragma unroll 1
+    for (int i = thread; i < (all + 31) / 32 * 32; i += THREADS) {  // lanes meet in whole warps
+        const int token = of_token.quotient(i), rest = i - token * of_token.by, group = rest / LANES;
+        const int first = BLOCK * group + PIECE * (rest % LANES), second = first + BLOCK / 2;  // columns
+        const bool inside[2] = {i < all, i < all && second < count};
+        const uint32_t here = ptx::smem_address(smem + at.x) + token * at.row_bytes + 2 * first;
+        uint4 pieces[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (inside[half]) pieces[half] = ptx::load_shared16(here + BLOCK * half);
+        float scale;
+        fp8_pieces(pieces, QUANTISE, scale);
+        if (inside[0] && rest % LANES == 0)
+            reinterpret_cast<float*>(smem + at.x_scales)[group * NT * 8 + token] = scale;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (inside[half]) ptx::store_shared16(here + BLOCK * half, pieces[half]);
+    }
+}
+
+// All in place, of nvfp4.
+__device__ __forceinline__ void convert_nvfp4_input(const Link& p, const Geometry& at, uint8_t* smem,
+                                                    const Pieces<NVFP4>& pieces, float input_scale, int thread) {
     const float inverse = __frcp_rn(input_scale);
 #pragma unroll 1
     for (int i = thread; i < pieces.whole; i += THREADS) {
         const auto place = pieces.place(i);
         const uint32_t here = ptx::smem_address(smem + at.x) + place.token * at.row_bytes + 2 * PIECE * place.piece;
         const uint4 v = place.inside ? ptx::load_shared16(here) : make_uint4(0, 0, 0, 0);
-        convert_piece<FORMAT>(p, at, smem, place, v, input_scale, inverse);
+        convert_piece<NVFP4>(p, at, smem, place, v, input_scale, inverse);
     }
 }
 
@@ -893,7 +935,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             const uint32_t blocks = (p.k_units + 1) / 2;
             return block < blocks ? p.scales[row * blocks + block] : 0;
         };
-        const bool converts = NT == 1 && FORMAT != BF16 && !p.taken && (FORMAT == FP8 || p.quantise);
+        const bool converts = CONVERTS<FORMAT, NT> && !p.taken && (FORMAT == FP8 || p.quantise);
         const auto input_scale_of = [&](int group) {
             return FORMAT == NVFP4 && converts ? p.input_scales[group] : 1.f;
         };
@@ -1010,7 +1052,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     ptx::wait(barrier, parity);
                     if (link == 0 && begins) fill_first(asked, STAGES);  // not before: the input would come behind them
                 }
-                if constexpr (NT == 1 && FORMAT != BF16) {
+                if constexpr (CONVERTS<FORMAT, NT>) {
                     if (direct && begins) {
                         if (!CHAIN && p.norm)
                             norm_pieces(p, pieces, reinterpret_cast<float*>(smem + at.sums), raw, norm_weights);
@@ -1020,7 +1062,12 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                             if (const int i = threadIdx.x + j * THREADS; works && i < pieces.whole)
                                 convert_piece<FORMAT>(p, at, smem, pieces.place(i), raw[j], input_scale, inverse);
                     } else if (converts && works) {
-                        convert_input<FORMAT>(p, at, smem, pieces, input_scale, threadIdx.x);
+                        if constexpr (FORMAT == NVFP4)
+                            convert_nvfp4_input(p, at, smem, pieces, input_scale, threadIdx.x);
+                        else if (p.quantise)
+                            convert_fp8_input<true, NT>(p, at, smem, again.count, threadIdx.x);
+                        else
+                            convert_fp8_input<false, NT>(p, at, smem, again.count, threadIdx.x);
                     }
                 }
                 __syncthreads();
@@ -1275,14 +1322,14 @@ bool admits(const Link& p, bool together) {
     const int k = p.k_units * COLUMNS;
     const bool converts = FORMAT == FP8 || p.quantise;
     if (p.tokens < 1 || p.tokens > (together ? 8 : 32)) return false;
-    if (converts && p.tokens > 8 && !p.taken) return false;  // blocks convert up to 8 themselves
+    if (converts && p.tokens > (FORMAT == FP8 ? 16 : 8) && !p.taken) return false;  // more are taken ahead
     const Cut cut = {p.k_units, log2_of(p.chunks), Stage<FORMAT, 1>::UNITS};
     if (FORMAT == FP8 && cut.longest(1) * COLUMNS > 32 * BLOCK) return false;  // a lane has a scale of the chunk
     if (p.exchange ? together || p.cluster * p.section != p.chunks || p.cluster > MOST_SECTIONS || p.section > MOST_TOLD
                    : p.cluster > MOST_CLUSTER)
         return false;
-    if (p.norm && (together || !converts || p.taken || p.cluster > 1 || p.groups() > 1 || k % (32 * PIECE) ||
-                   p.tokens * k > DIRECT * THREADS * PIECE))
+    if (p.norm && (together || !converts || p.taken || p.tokens > 8 || p.cluster > 1 || p.groups() > 1 ||
+                   k % (32 * PIECE) || p.tokens * k > DIRECT * THREADS * PIECE))
         return false;
     if (together) return FORMAT == NVFP4 && has_room<FORMAT, 1, 2>(p);
     return p.tokens > 16  ? has_room<FORMAT, 4, DEPTH>(p)
@@ -1295,7 +1342,7 @@ template <int FORMAT, int DEEP>
 cudaError_t choose(const Link& p, const Next& next, bool behind, bool deep) {
     if (!admits<FORMAT>(p, false)) return cudaErrorInvalidValue;
     if (p.tokens > 16) return run<FORMAT, 4, DEPTH>(p, next, behind);
-    if (p.tokens > 8) return run<FORMAT, 2, DEPTH>(p, next, behind);
+    if (p.tokens > 8) return run<FORMAT, 2, FORMAT == FP8 ? 3 : DEPTH, DEPTH>(p, next, behind);
     return deep ? run<FORMAT, 1, DEEP, DEPTH, 1>(p, next, behind) : run<FORMAT, 1, DEPTH, 1>(p, next, behind);
 }
 

@@ -36,8 +36,9 @@ MOST_CHUNKS, MOST_SECTIONS = 32, 8
 SLICE = 2048  # columns that a block can hold of 32 tokens
 # Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
 EASY, EASY_NVFP4 = 2**15, 2**14
+CLUSTER_FP8 = 8  # tokens of fp8 up to which a cluster shares the tiles of a matrix with sections
 MOST_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
-AHEAD, AHEAD_NVFP4 = 8, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
+AHEAD, AHEAD_NVFP4 = 16, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
 MOST_LINKS, CHAIN_TOKENS = 4, 8  # of a chain in one launch
 # Of inputs that are normed: tokens, and values that a block has in registers; columns of a warp.
 NORMED_TOKENS, MOST_NORMED, NORMED_COLUMNS = 8, 8192, 256
@@ -203,6 +204,8 @@ def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> No
 def plan(link: Link, tokens: int) -> Plan:
     """How a link is launched for so many tokens: chunks are shared by blocks where the input is much."""
     k, cluster = link.sizes[0][2], link.fewest
+    if link.scales is not None and tokens > CLUSTER_FP8 and link.sections > 1:
+        return Plan(link.sections, ahead=32)
     easy = EASY if link.inputs is None else EASY_NVFP4
     while cluster < link.chunks and (
         tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < MOST_CLUSTER and tokens * k > easy * cluster)

@@ -62,6 +62,18 @@ def test_bytes_belong_to_the_nearest_tensor_and_few_places_are_named():
     buffer.close()
 
 
+def test_the_whole_place_of_a_copy_is_the_judges():
+    """A folder's answer may come in a wider type than the reference's: the copy has room for it."""
+    leaf = {"space": "host", "offset": tree.ALIGN, "nbytes": 4, "most": 8}
+    buffer = Buffer({"device": 0, "host": 2 * tree.ALIGN})
+    guards = Guards(buffer, [(leaf, "the judge's copy")])
+    for at, fault in ((0, False), (7, False), (8, True), (-1, True)):
+        buffer.memory["host"][tree.ALIGN + at] ^= 1
+        assert bool(guards.fault(buffer)) == fault, at
+        buffer.memory["host"][tree.ALIGN + at] ^= 1
+    buffer.close()
+
+
 def test_what_lies_between_is_secret_and_new_in_each_call():
     guards, buffer, _ = guarded(torch.zeros(3))
     before = buffer.memory["host"].clone()

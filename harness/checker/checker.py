@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from harness.checker import foreign, forms, inputs, memory
+from harness.checker.guards import Guards
 from harness.runner import failure, flush, gate, native, tree, wire
 from harness.runner.batch import GatePage, written
 from harness.runner.buffers import Buffer, Page
@@ -62,6 +64,7 @@ class Checker:
         self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.own else ()
         self.buffers: dict[str, list[Buffer]] = {}
         self.held: dict[str, Buffer] = {}  # the weights' memory, by runner
+        self.guards: WeakKeyDictionary[Buffer, Guards] = WeakKeyDictionary()
         self.pages: dict[str, Page] = {}  # by runner, on a CPU
         self.freezers: dict[str, Freezer] = {}
         self.gates: dict[str, GatePage] = {}  # by runner, of a batch on a GPU
@@ -100,6 +103,9 @@ class Checker:
         buffer = self.held[message["runner"]] = Buffer(self.weights_sizes)
         for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
             memory.region(leaf, buffer).copy_(tree.raw(source))
+        leaves, names = tree.leaves(self.weights_spec), _fields(self.weights_spec)
+        named = [(leaf, f"weights {name}") for leaf, name in zip(leaves, names, strict=True)]
+        self.guards[buffer] = Guards(buffer, named)
         self._sync()
         part, fds = buffer.message()
         nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
@@ -240,7 +246,9 @@ class Checker:
         return {}
 
     def fill(self, message: dict, _: list[int]) -> dict:
-        """Copy the present content into a buffer, with poisoned outputs and captures. Mask it if there is a `key`."""
+        """Copy the present content into a buffer, with poisoned outputs and captures, and secret bytes between them.
+        Mask it if there is a `key`.
+        """
         buffer = self.buffers[message["runner"]][message["buffer"]]
         for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self._delivered()), strict=True):
             memory.region(leaf, buffer).copy_(tree.raw(source))
@@ -252,6 +260,7 @@ class Checker:
                     memory.poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
                 else:  # of any dtype: NaN, and of integers -1
                     memory.region({**spec, "nbytes": spec["most"]}, buffer).fill_(0xFF)
+        self.guards[buffer] = Guards(buffer, self._named())
         if message["key"]:
             native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
         self._sync()
@@ -434,7 +443,7 @@ class Checker:
         return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
-        """Return which tensor a call changed without permission, "" if none. Put INOUT's tensors back."""
+        """Return what a call changed without permission, "" if nothing. Put INOUT's tensors back."""
         leaves, names = tree.leaves(self.spec), _fields(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
@@ -445,7 +454,21 @@ class Checker:
             pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
             if not all(memory.same(memory.region(leaf, held), tree.raw(source)) for leaf, source in pairs):
                 return "the weights were changed by the call"
+        for memory_of in filter(None, (buffer, held)):
+            if (guards := self.guards.get(memory_of)) and (fault := guards.fault(memory_of)):
+                return fault
         return ""
+
+    def _named(self) -> list[tuple[dict, str]]:
+        """Return the specification and the name of all that lies in a buffer of the present content."""
+        names = enumerate(_fields(self.spec))
+        kinds = [f"output {name}" if i in self.outputs else f"input {name}" for i, name in names]
+        named = list(zip(tree.leaves(self.spec), kinds, strict=True))
+        if self.values:
+            named.append((self.values["leaf"], "the data's numbers and texts"))
+        if self.device == "cuda":
+            named += [(spec, "the judge's copy of an output") for spec in self.captures]
+        return named
 
     def _inout(self) -> list[int]:
         """Return which of the delivered tensors are those of INOUT. failure.RefusedError: it names what is no input."""

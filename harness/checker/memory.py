@@ -11,6 +11,7 @@ from harness.runner.buffers import Buffer
 
 WORD = 8  # bytes of an int64
 SAMPLED = 2**16
+E8M0, E8M0_LARGEST = torch.float8_e8m0fnu, 254  # as bits; 255 is NaN
 NARROWER = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
 
 
@@ -94,11 +95,15 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 def poison(tensors: list[torch.Tensor], which: list[int]) -> None:
     """Fill these of the tensors so that an element that a call does not write is wrong: NaN; of signed integers the
-    smallest value; of types where any one value may be a frequent answer (bool, unsigned, packed e2m1) secret bits.
+    smallest value; of types where any one value may be a frequent answer (bool, unsigned, packed e2m1) secret bits; of
+    e8m0, whose one NaN a check by bits admits where it is the answer, by secret bits NaN or the largest value.
     """
     for i in which:
         tensor = tensors[i].view(torch.uint8) if tensors[i].dtype == values.FP4 else tensors[i]
         dtype = tensor.dtype
+        if dtype == E8M0:
+            tensor.view(torch.uint8).copy_(_secret_bits(tensor, 2).view(tensor.shape).add_(E8M0_LARGEST))
+            continue
         if dtype.is_complex:
             tensor.fill_(complex(math.nan, math.nan))
         elif dtype.is_floating_point:
@@ -106,7 +111,11 @@ def poison(tensors: list[torch.Tensor], which: list[int]) -> None:
         elif dtype.is_signed:
             tensor.fill_(torch.iinfo(dtype).min)
         else:
-            secret = torch.Generator(tensor.device).manual_seed(secrets.randbits(63))
-            most, count = 2 if dtype == torch.bool else 256, tensor.numel() * tensor.element_size()
-            bits = torch.randint(most, (count,), generator=secret, dtype=torch.uint8, device=tensor.device)
-            tensor.copy_(bits.view(dtype).view(tensor.shape))
+            tensor.copy_(_secret_bits(tensor, 2 if dtype == torch.bool else 256).view(dtype).view(tensor.shape))
+
+
+def _secret_bits(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Return as many bytes as a tensor's elements take, each secret and below `most`, flat uint8."""
+    secret = torch.Generator(tensor.device).manual_seed(secrets.randbits(63))
+    count = tensor.numel() * tensor.element_size()
+    return torch.randint(most, (count,), generator=secret, dtype=torch.uint8, device=tensor.device)

@@ -21,6 +21,7 @@ import torch
 from harness.runner import objects
 
 ALIGN = 512  # bytes; what torch's CUDA allocator gives, and more than a TMA descriptor (16) asks for
+GUARD = 256  # bytes at least between two tensors, and at the ends of a buffer, which a call may read and not write
 PLAIN = (int, float, str, bool, type(None))
 NUMBERS = tuple({numpy.dtype(kind).type for kind in "?bhilqBHILQefd"})  # of numpy
 
@@ -30,8 +31,8 @@ class Layout:
     used: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
 
     def place(self, space: str, nbytes: int) -> int:
-        offset = self.used[space]
-        self.used[space] = -(-(offset + max(nbytes, 1)) // ALIGN) * ALIGN  # there is a buffer for empty tensors too
+        offset = self.used[space] or ALIGN  # there is a buffer for empty tensors too
+        self.used[space] = -(-(offset + nbytes + GUARD) // ALIGN) * ALIGN
         return offset
 
 

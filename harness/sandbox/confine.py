@@ -64,6 +64,8 @@ _TRUNCATE, _OPEN, _OPENAT, _OPENAT2 = 76, 2, 257, 437
 _MEMORY_FILES = (319, 447)  # memfd_create, memfd_secret: memory that the judge could not count
 _UNIX, _NETLINK = 1, 16
 _NAMESPACES = 0x7E020000  # the CLONE_NEW* flags of clone, CLONE_NEWTIME aside, which it does not take
+_CLONE_PARENT = 0x8000  # makes a sibling, which its maker never has to wait for
+_EXIT_SIGNAL = 0xFF  # of clone's flags: the signal that the parent gets when the child ends
 _OTHERS_PRIORITY = ((141, 1), (142, 0), (144, 0), (314, 0), (251, 1), (279, 0), (256, 0))  # call, argument: pid or 0
 _SET_AFFINITY = 203
 _SIGNALS = (62, 200, 234, 129, 297)  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; pid first
@@ -242,15 +244,16 @@ def _rules(jail: dict, reaper: int) -> list[_Rule]:
     measures, deny = jail["measures"], errno.EPERM
     rules: list[_Rule] = [(number, deny, ()) for number in _DENIED]
     # clone3 passes its flags where a filter cannot look: as on a kernel without it, callers fall back to clone.
-    rules += [(_CLONE, deny, ((0, "any", _NAMESPACES),)), (_CLONE3, errno.ENOSYS, ())]
+    rules += [(_CLONE, deny, ((0, "any", _NAMESPACES | _CLONE_PARENT),)), (_CLONE3, errno.ENOSYS, ())]
     rules += [(_SIGNALS[0], deny, ((0, "is", _EVERYBODY),))]  # Landlock refuses it silently: every one, then success
     rules += [(_PRLIMIT, deny, ((0, "not", 0),))]
     rules += [(number, deny, ((argument, "not", 0),)) for number, argument in _OTHERS_PRIORITY]
     if jail.get("stays_stopped"):
         rules += [(number, deny, ((argument, "is", _SIGCONT),)) for number, argument in _SIGNAL_ARGUMENTS]
-        # A timer, or input on a descriptor, can send any signal.
+        # A timer, input on a descriptor, and a process that ends can send any signal.
         rules += [(_TIMER_CREATE, deny, ()), (_FCNTL, deny, ((1, "is", _F_SETSIG),))]
         rules += [(_PRCTL_CALL, deny, ((0, "is", _PRCTL["pdeathsig"]), (1, "is", _SIGCONT)))]
+        rules += [(_CLONE, deny, ((0, "masked", _EXIT_SIGNAL, _SIGCONT),))]
     if "network" in measures:
         rules += [(_SOCKET, deny, ((0, "not", _UNIX), (0, "not", _NETLINK)))]
         # A path names services of the machine (a container daemon, say), and Landlock does not govern those sockets.

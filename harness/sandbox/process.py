@@ -79,6 +79,7 @@ class Guarded:
             while data:
                 data = data[os.write(self._control, data) :]
         self._pid: int | None = None
+        self._program, self._uid = argv[0], config["jail"]["uid"] if config["jail"] else None
 
     @staticmethod
     def _start_reaper(control: int, status: int, keep: tuple[int, ...], stdout: int | None) -> subprocess.Popen:
@@ -104,6 +105,9 @@ class Guarded:
                 said += part
             word, _, rest = said.decode(errors="replace").strip().partition(" ")
             if word != "pid":
+                if "PermissionError" in rest and self._program in rest:
+                    user = "the judge's user" if self._uid is None else f"user {self._uid}, as which a submission runs"
+                    rest += f". Make it, and each folder on the way to it, readable and executable for {user}"
                 raise SandboxError(f"a child process could not be started: {rest or 'its reaper said nothing'}")
             self._pid = int(rest)
         return self._pid

@@ -83,6 +83,7 @@ ATTEMPTS = {
     "catch page faults": ("seccomp", "syscall(323, 1)"),
     "leave its namespaces": ("seccomp", "syscall(272, 0x10000000)"),
     "fork into another namespace": ("seccomp", "syscall(56, 0x10000011, 0, 0, 0, 0)"),
+    "fork a child of its parent": ("seccomp", "syscall(56, 0x8011, 0, 0, 0, 0)"),
     "mount": ("seccomp", "syscall(165, b'none', b'/tmp', b'tmpfs', 0, 0)"),
     "change its root": ("seccomp", "import os; os.chroot('/')"),
     "set the parent's limits": ("seccomp", "syscall(302, {parent}, 7, 0, bytes(16))"),

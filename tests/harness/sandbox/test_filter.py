@@ -51,6 +51,7 @@ ORDERS = [
     {"measures": list(policy.MEASURES), "uid": None, "abi": 7, "parent": PARENT_PID},
     {"measures": list(policy.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID},
     {"measures": ["seccomp"], "uid": None, "abi": 2, "parent": PARENT_PID},
+    {"measures": list(policy.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID, "stays_stopped": True},
 ]
 VALUES = st.one_of(
     st.integers(0, 2**64 - 1), st.integers(0, 2000),
@@ -87,3 +88,24 @@ def test_what_an_old_landlock_lets_through_is_filtered():
     assert run_program(program, 62, (PARENT_PID, 9, 0, 0, 0, 0)) == refuse
     assert run_program(program, 62, (everybody, 9, 0, 0, 0, 0)) == refuse
     assert run_program(program, 62, (os.getpid() + PARENT_PID, 9, 0, 0, 0, 0)) == allow
+
+
+def test_nothing_continues_a_process_that_a_signal_stopped():
+    """Where no cgroup can be made: neither a signal, nor what the kernel sends later. Other uses of the calls stay."""
+    program = confine.assemble(confine._rules(ORDERS[3], os.getpid()))
+    refuse, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
+    for number, *arguments in (
+        (62, 1, 18), (234, 1, 1, 18), (222, 1, 0, 0), (72, 3, 10, 18), (157, 1, 18), (56, 18), (56, 0x100 | 18)
+    ):  # fmt: skip
+        assert run_program(program, number, (*arguments, *[0] * (6 - len(arguments)))) == refuse, (number, arguments)
+    threads, vfork = 0x3D0F00, 0x4111  # as glibc makes them
+    for number, *arguments in (
+        (62, 1, 15),
+        (72, 3, 2, 1),
+        (157, 1, 9),
+        (157, 15, 18),
+        (56, 17),
+        (56, threads),
+        (56, vfork),
+    ):
+        assert run_program(program, number, (*arguments, *[0] * (6 - len(arguments)))) == allow, (number, arguments)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from harness.sandbox import process
+from harness.sandbox import policy, process
 from harness.sandbox.process import Child, Died
 from tests.support.jails import (
     DAEMON,
@@ -136,3 +136,12 @@ def test_harden_is_that():
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "0\n"
+
+
+def test_a_program_that_cannot_be_executed_is_named_with_what_to_do(tmp_path):
+    program = tmp_path / "python"
+    program.write_text("")
+    guarded = process.Guarded([str(program)], {}, (), None, None)
+    with pytest.raises(policy.SandboxError, match=rf"{program}'. Make it, .* executable for the judge's user"):
+        guarded.pid  # noqa: B018
+    guarded.end()

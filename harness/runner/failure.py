@@ -77,7 +77,9 @@ def _place(where: str, error: BaseException, file: Path, module: Any) -> str:
 
 
 def _what(error: BaseException) -> str:
-    """Return the line of a traceback that says what was raised."""
+    """Return the line of a traceback that says what was raised; what the judge refuses without its class."""
+    if isinstance(error, RefusedError):
+        return str(error)
     lines = traceback.format_exception_only(error)
     return lines[-1 if isinstance(error, SyntaxError) else 0].partition("\n")[0]
 

@@ -144,7 +144,9 @@ class Selection:
     def _matching(self, cases: tuple[Case, ...], what: str) -> list[Case]:
         chosen = [case for case in cases if has_words(str(case), self.args.case or "")]
         if not cases:
-            raise UsageError(f"{self.problem.name} names no {what} cases{': use --mode test' * (what == 'benchmark')}")
+            place = "" if self.problem.own else f" ({'tests and ' * (what == 'test')}benchmarks of task.yml)"
+            hint = ": use --mode test" if what == "benchmark" and self.problem.tests else ""
+            raise UsageError(f"{self.problem.name} names no {what} cases{place}{hint}")
         if not chosen:
             known = "; ".join(map(str, cases)) or "none"
             name = self.problem.name

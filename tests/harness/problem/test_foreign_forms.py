@@ -293,3 +293,34 @@ def test_the_wanted_class_and_what_came_are_named(tmp_path, answer, came):
     ((status, said),) = reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", CLASS, text)
     assert status == "INCORRECT"
     assert said.endswith(f"; the reference returns Out(y: Tensor, many: int), this submission {came}")
+
+
+RELATIVE = "ImportError: relative imports are not supported, this file is in no package: write "
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("from helper import two", "No module named 'helper': helper.py is in the folder, but task.yml does not list "
+         "it: add it to `files`, or put it into the file"),
+        ("from .helper import two", f"{RELATIVE}`from helper import two`"),
+        ("from . import helper", f"{RELATIVE}`import helper`"),
+        ("from reference import ref_kernel", "No module named 'reference': no submission sees the reference (rule 6, "
+         "docs/rules.md): write what it needs into the submission"),
+    ],
+)  # fmt: skip
+def test_an_import_that_fails_says_what_to_write(tmp_path, first, said):
+    (tmp_path / "helper.py").write_text("two = 2\n")
+    ((status, found),) = reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", "", f"{first}\n\n{DOUBLED}")
+    assert status == "RUNTIME_ERROR" and found.startswith("one.py:1: ") and f"{said} (not run" in found
+
+
+@pytest.mark.parametrize("place", ["reference", "task"])
+def test_a_relative_import_of_the_folder_says_what_to_write(tmp_path, place):
+    (tmp_path / "helper.py").write_text("two = 2\n")
+    (tmp_path / "task.py").write_text("from .helper import two\n" if place == "task" else "")
+    more = "from task import two\n" if place == "task" else "from .helper import two\n"
+    said = rf"reference\.py:\d+: {RELATIVE}`from helper import two`\n"
+    with pytest.raises(folders.ProblemError, match=said) as raised:
+        reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", more, DOUBLED)
+    assert "problems." not in str(raised.value)

@@ -200,7 +200,7 @@ def survey(
             except CheckerLost as lost:
                 ask(_made(case, case.seed, baselines))
                 said = {"status": "absent", "text": f"the reference's process was lost: {lost}"}
-            if _enter(row, name, **said):
+            if _enter(row, name, said["status"], said["text"], said.get("same") is True):
                 accepted.append(row)
         if accepted:
             _try_luck(ask, name, case, accepted, baselines)

@@ -1,6 +1,7 @@
 """A problem folder in GPU MODE's format runs unchanged, and a right and a wrong submission are told apart."""
 
 import shutil
+import textwrap
 
 import pytest
 
@@ -9,6 +10,23 @@ from harness.problem import folders
 from tests.support import SUPPORT
 
 FOLDER = SUPPORT / "gpu_mode" / "vectoradd"
+KERNELBENCH = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.layer = torch.nn.Linear(n, n)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def get_inputs():
+    return [torch.rand(3, 8)]
+
+def get_init_inputs():
+    return [8]
+"""
 
 
 def test_the_folder_is_read_as_it_stands():
@@ -134,3 +152,15 @@ def test_a_folder_without_cases_is_told_where_they_belong(tmp_path, capsys):
     assert capsys.readouterr().err.endswith("names no test cases (tests and benchmarks of task.yml)\n")
     assert run.main([*command, "benchmark"]) == 2
     assert capsys.readouterr().err.endswith("names no benchmark cases (benchmarks of task.yml)\n")
+
+
+def test_the_example_for_kernelbench_in_the_documents_works(tmp_path, capsys):
+    page = (SUPPORT.parent.parent / "docs" / "gpu_mode.md").read_text()
+    page = page.partition("## KernelBench")[2].partition("`custom_kernel(data)` gets")[0]
+    reference, _, task = textwrap.dedent(page[page.index("    # reference.py") :]).partition("# task.yml")
+    for name, text in {
+        "reference.py": reference, "task.yml": task, "model.py": KERNELBENCH,
+        "submission.py": "def custom_kernel(data):\n    return data[0].layer(data[1][0]).detach()\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    assert run.main([str(tmp_path), "--device", "cpu", "--mode", "test"]) == 0

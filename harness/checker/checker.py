@@ -421,7 +421,9 @@ class Checker:
         """
         returned = forms.tensors_of(claim)
         if fault := forms.returned_fault(returned, self.captures, self.own):
-            return _verdict("INCORRECT", fault + forms.unlike(claim, self.answer))
+            kinds = [form["type"] for form in returned]
+            unlike = forms.unlike(claim, self.answer) if kinds != ["Tensor"] * len(self.captures) else ""
+            return _verdict("INCORRECT", unlike or fault)
         if self.device == "cuda":
             got = [memory.copied(spec, form, buffer) for spec, form in zip(self.captures, returned, strict=True)]
         else:
@@ -433,8 +435,8 @@ class Checker:
         ok, said = foreign.said_of(self.reference, self.pristine, answer)
         if ok and unlike:  # comparisons with NaN are false, so a check of the kind `error > tolerance` takes it
             ok, said = False, "NaN, where the reference's answer has none: check_implementation does not see it"
-        if not ok and said.startswith(foreign.RAISED):
-            said += forms.unlike(claim, self.answer)
+        if not ok and said.startswith(foreign.MISFITS) and (other := forms.unlike(claim, self.answer)):
+            said = f"{other}; {said}"
         return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
 
     def _changed(self, runner: str, buffer: Buffer) -> str:

@@ -14,6 +14,8 @@ from harness.runner.failure import RefusedError
 
 REQUIRED = ("generate_input", "ref_kernel", "check_implementation")  # functions of reference.py
 RAISED = "check_implementation raised"  # so begins what is said then
+# What Python raises where an answer is put together otherwise than a check expects.
+MISFITS = tuple(f"{RAISED} {name}" for name in ("AttributeError", "IndexError", "KeyError", "TypeError", "ValueError"))
 LARGE_SEED = 2**62
 LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with a case's own
 

@@ -371,11 +371,9 @@ def _hinted(reply: replies.Failed, problem: Problem) -> str:
         return reply.text
     name, hint = found[1], ""
     if name == "reference":
-        hint = ": no submission sees the reference (rule 6, docs/rules.md): write what it needs into the submission"
+        hint = ": no submission sees the reference (rule 6, docs/rules.md)"
     elif (problem.folder / f"{name}.py").is_file():
-        hint = (
-            f": {name}.py is in the folder, but task.yml does not list it: add it to `files`, or put it into the file"
-        )
+        hint = f": {name}.py is in the folder, so add it to `files` of task.yml"
     return f"{first}{hint}{newline}{rest}"
 
 

@@ -50,7 +50,8 @@ class Row:
     formed: int = 0
     refused: int = 0
     right: list[str] = field(default_factory=list)  # accepted, since it is the answer or its neighbour
-    same: int = 0  # of these, in how many it is the answer bit for bit
+    same: int = 0  # of these, in how many an input is the answer bit for bit
+    others: bool = False  # of a copy of an input: the answer depends on another input too
     luck: list[str] = field(default_factory=list)  # accepted with the case's seed, refused with most others
     chance: list[str] = field(default_factory=list)  # right with the case's seed, and not with nearly all others
     missed: list[str] = field(default_factory=list)  # holes
@@ -78,8 +79,10 @@ class Row:
         return self._accepted() if self.kind == trivial.QUESTION and self.missed else ""
 
     def _is_the_answer(self) -> bool:
-        """Return whether an input is the answer to all cases, as in a problem whose answer is the input."""
-        return self.kind == trivial.COPY and 0 < self.formed == self.same
+        """Return whether the answer is an input in all cases, and no other input counts. If one does, it is a weakness
+        of the cases.
+        """
+        return self.kind == trivial.COPY and 0 < self.formed == self.same and not self.others
 
     def _accepted(self) -> str:
         many = f"accepted in {text.counted(len(self.missed), 'case')}, first {self.missed[0]}"
@@ -204,6 +207,8 @@ def survey(
                 accepted.append(row)
         if accepted:
             _try_luck(ask, name, case, accepted, baselines)
+    for row in rows.values():
+        row.others = row.kind == trivial.COPY and _needs_others(row, list(rows.values()))
     if suspects := [row for row in rows.values() if not row.missed and row.hole()]:
         _try_chance(ask, cases, suspects, baselines)
     return list(rows.values()), faults
@@ -244,6 +249,17 @@ def _try_chance(ask: Ask, cases: list[tuple[str, Case]], suspects: list[Row], ba
                 if through[row.name] < NEARLY_ALL:
                     row.right.remove(name)
                     row.chance.append(f"{name} ({through[row.name]} of {LUCK_SEEDS} other seeds)")
+
+
+def _needs_others(copy: Row, rows: list[Row]) -> bool:
+    """Return whether a change of another input than the copied one changes the same output."""
+    name = copy.name.removeprefix(trivial.COPY_OF).removesuffix(trivial.AS_BASELINE)
+    copied, bracket, of = name.partition(" [")
+    for row in (row for row in rows if row.kind == trivial.ALONE and row.refused):
+        other, _, change = row.name.removesuffix(f"{bracket}{of}").rpartition(" ")
+        if row.name.endswith(f"{bracket}{of}") and change in trivial.CHANGES and other != copied:
+            return True
+    return False
 
 
 def _through(ask: Ask, case: Case, rows: list[Row], baselines: bool) -> dict[str, int]:

@@ -24,7 +24,7 @@ from harness.runner.failure import RefusedError
 # What must become of a candidate of each kind: `exact` is accepted, all others are refused.
 EXACT = "exact"
 BLIND = "blind"  # knows nothing of the inputs
-COPY = "copy"  # copies an input
+COPY = "copy"  # an input of the form of the answer; of another form it is blind
 NEAR = "near"  # the right answer, spoilt
 DERIVED = "derived"  # the right answer to other inputs
 ALONE = "alone"  # the right answer to inputs of which one is other, or all are rounded
@@ -36,6 +36,8 @@ QUESTION = "question"  # spoilt in a way that some problems admit: what is let t
 BASELINE_KINDS = (BLIND, COPY, DERIVED)  # what PEER_TOL must tell from an answer too
 BY_CHECK = ", by check_implementation"  # ends the names of candidates that go through it; own folders have compare too
 ALL_PARTS = ", all parts"  # ends the names of candidates in which each of several parts is other
+COPY_OF = "copy of "
+CHANGES = ("zero", "shifted")  # of one input, after its name
 AS_BASELINE = ", as a baseline"  # ends the names of candidates that get the tolerance of a baseline
 
 ALONE_AT_MOST = 16  # tensors that are changed or copied one at a time in a case; of more, that many drawn by its seed
@@ -122,7 +124,7 @@ class Trivial(Checker):
             return {"status": "refused", "text": text.partition("\n")[0]}
         right = candidate.kind not in (EXACT, FORM) and _near(outputs, self.exact)
         if right:
-            return {"status": "right", "text": "", "same": _same(outputs, self.exact)}
+            return {"status": "right", "text": "", "same": candidate.kind == COPY and _same(outputs, self.exact)}
         return {"status": "accepted", "text": candidate.about()}
 
     def _make(self, case: dict, seed: int, weights_seed: int | None = None) -> None:
@@ -281,7 +283,7 @@ class Trivial(Checker):
             found["answer to other weights"] = (BLIND, lambda: self.unweighted[j])
         for i in self._some(self.inputs):
             name = self.names[i]
-            found[f"copy of {name}"] = (COPY, lambda i=i: self._copy(i, j))
+            found[f"{COPY_OF}{name}"] = (self._kind_of_copy(i, j), lambda i=i: self._copy(i, j))
             if small:
                 found[f"{name} zero"] = (ALONE, lambda i=i: self._answer_to(f"{i} zero", [i], torch.zeros_like)[j])
                 found[f"{name} shifted"] = (ALONE, lambda i=i: self._answer_to(f"{i} shifted", [i], values.shifted)[j])
@@ -351,6 +353,10 @@ class Trivial(Checker):
             return values.cast(values.rounded(values.numbers(tensor), kept), tensor.dtype)
 
         return self._answer_to(f"narrowed for {out}", self.inputs, narrowed)[j]
+
+    def _kind_of_copy(self, i: int, j: int) -> str:
+        form, content = self.exact[j], tree.tensors(self.pristine)[i]
+        return COPY if (form.dtype, form.shape) == (content.dtype, content.shape) else BLIND
 
     def _copy(self, i: int, j: int) -> torch.Tensor:
         """Input i in the form of output j."""

@@ -15,7 +15,7 @@ from harness.judge.selection import Selection, rule_broken
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import Problem, ProblemError, Submission, UsageError, reading
-from harness.results import environment, gpu, output, ranking, record
+from harness.results import environment, gpu, output, ranking, record, text
 from harness.sandbox import process
 from harness.tools import endtoend, latency, model_check, modes
 from problems.common import load
@@ -183,7 +183,7 @@ class Run:
             console.say(f"{submission.name:20} {judged.verdict}  " + ("" if right else console.why(judged)))
         if args.mode == "leaderboard":
             record.append(self.machine, self.problem.name, lines)
-            console.say(f"run {self.recorder.run_id}: {len(lines)} records of {self.machine}")
+            console.say(f"run {self.recorder.run_id}: {text.counted(len(lines), 'record')} of {self.machine}")
         self.lines = lines
         self._write_json([judged])
         self._tell([judged])
@@ -311,6 +311,8 @@ class Run:
             self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter,
             self.events, self.devices,
         )  # fmt: skip
+        if note := self.selection.note():
+            console.say(note)
         with spread.held(self.devices, console.say) if self.devices else self._held(args.mode != "test"):
             judging.run(judged, tests, cases)
         self.opponents = judging.opponents
@@ -366,7 +368,7 @@ class Run:
                 console.say()
             console.summary([*judged, *self.opponents], BASELINE)
             if self.lines:
-                console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
+                console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
             elif args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
 
@@ -433,7 +435,7 @@ class Run:
             self.lines, fault = latency.run(self.problem, self.recorder, judged, cases)
         if not args.case:
             record.append(self.machine, self.problem.name, self.lines)
-            console.say(f"run {self.recorder.run_id}: {len(self.lines)} records of {self.machine}")
+            console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
         self._write_json([])
         if fault:
             raise ProblemError(fault)

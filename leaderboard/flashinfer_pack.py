@@ -129,6 +129,8 @@ def write(problem: Problem, variant: Submission, target: str, options: argparse.
         ]
         blank = [{"definition": name, "workload": one, "solution": None, "evaluation": None} for one in workloads]
         said += _files(folder, problem.name, name, definition, solution, blank, traces)
+        if not traces:
+            said.append(f"no traces of {name}: there is no passed record of {variant.name} in these cases")
     return said
 
 

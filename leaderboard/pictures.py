@@ -42,7 +42,9 @@ def by_variant(board: Board) -> DotPlot | None:
     if not lines:
         return None
     names = ("ranked", "baseline, not ranked", "from another run, not ranked")[: max(kinds) + 1]
-    about = f"{board.metric} of the times of a call over {len(board.cases)} cases, us, with 95 % interval"
+    about = (
+        f"{board.metric} of the times of a call over {text.counted(len(board.cases), 'case')}, us, with 95 % interval"
+    )
     return DotPlot(lines, names, about, "measured roofline", frozenset({1}))
 
 

@@ -331,6 +331,8 @@ def test_every_file_named_on_the_pages_exists():
     examples = {
         "variants/",
         "wrong/",
+        "solutions/correct/",
+        "solutions/wrong/",
         "problems/NAME/",
         "problems/my_op/",
         "leaderboard/out/profile/",

@@ -18,7 +18,7 @@ import torch
 
 from harness.checker import foreign, forms, inputs, memory
 from harness.checker.guards import Guards
-from harness.runner import failure, flush, gate, native, tree, wire
+from harness.runner import claims, failure, flush, gate, native, tree, wire
 from harness.runner.batch import GatePage, written
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
@@ -27,7 +27,7 @@ from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
 # What the present content is, and its answer: what `keep` keeps.
-PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures", "nans")
+PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures", "nans", "answer")
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 # What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -76,6 +76,7 @@ class Checker:
         self.pristine: Any = None
         self.want: Any = None
         self.spec: dict = {}
+        self.answer: dict = {}  # how a folder's answer is put together: the claim of the reference's own
         self.nans: list[bool] = []  # of the parts of a folder's answer, which have any
         self.values: dict | None = None  # the data's numbers and texts: "bytes" (uint8, flat) and where, "leaf"
         self.outputs: list[int] = []
@@ -157,6 +158,7 @@ class Checker:
             answer = self.reference.ref_kernel(tree.clone(self.pristine))
             parts = foreign.parts_of(answer, self.device)
             self.classes, self.nans = forms.classes_of(answer), foreign.nans(answer)
+            self.answer = claims.structure(answer)
             self.captures = [memory.room_for(part, given, copies) for part in parts]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
@@ -395,7 +397,7 @@ class Checker:
         """Return the verdict on the outputs in a buffer. claims: what the runner says that the submission returned,
         None where it was not asked.
         """
-        runner, claims = message["runner"], message["claims"]
+        runner, said = message["runner"], message["claims"]
         buffer = self.buffers[runner][message["buffer"]]
         self._sync()
         caught = self.caught.pop(runner, None) if self.device == "cpu" else Caught(self._changed(runner, buffer), [])
@@ -404,7 +406,7 @@ class Checker:
         if caught.fault:
             return _verdict("INCORRECT", caught.fault)
         if not self.own:
-            return self._judge_any(caught.outputs, claims[0] if claims else {"type": "nothing"}, buffer)
+            return self._judge_any(caught.outputs, said[0] if said else {"type": "nothing"}, buffer)
         if self.device == "cuda":
             got: list[torch.Tensor | None] = [tree.tensor(c, buffer.memory[c["space"]]) for c in self.captures]
             taken: list[torch.Tensor | None] = [tree.raw(tensor) for tensor in got if tensor is not None]
@@ -415,7 +417,7 @@ class Checker:
         for i, output in zip(self.outputs, taken, strict=True):
             if output is None or not memory.same(memory.region(leaves[i], buffer), output):
                 return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
-        if claims is not None and (fault := forms.returned_fault(claims, self.captures, self.own)):
+        if said is not None and (fault := forms.returned_fault(said, self.captures, self.own)):
             return _verdict("INCORRECT", fault)
         output = got[0] if len(got) == 1 else tuple(got)
         result = self.reference.compare(self.pristine, self.want, output, message["baseline"])
@@ -428,7 +430,9 @@ class Checker:
         """
         returned = forms.tensors_of(claim)
         if fault := forms.returned_fault(returned, self.captures, self.own):
-            return _verdict("INCORRECT", fault)
+            kinds = [form["type"] for form in returned]
+            unlike = forms.unlike(claim, self.answer) if kinds != ["Tensor"] * len(self.captures) else ""
+            return _verdict("INCORRECT", unlike or fault)
         if self.device == "cuda":
             got = [memory.copied(spec, form, buffer) for spec, form in zip(self.captures, returned, strict=True)]
         else:
@@ -440,6 +444,8 @@ class Checker:
         ok, said = foreign.said_of(self.reference, self.pristine, answer)
         if ok and unlike:  # comparisons with NaN are false, so a check of the kind `error > tolerance` takes it
             ok, said = False, "NaN, where the reference's answer has none: check_implementation does not see it"
+        if not ok and said.startswith(foreign.MISFITS) and (other := forms.unlike(claim, self.answer)):
+            said = f"{other}; {said}"
         return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
 
     def _changed(self, runner: str, buffer: Buffer) -> str:

@@ -13,6 +13,9 @@ from harness.runner import claims, objects, tree
 from harness.runner.failure import RefusedError
 
 REQUIRED = ("generate_input", "ref_kernel", "check_implementation")  # functions of reference.py
+RAISED = "check_implementation raised"  # so begins what is said then
+# What Python raises where an answer is put together otherwise than a check expects.
+MISFITS = tuple(f"{RAISED} {name}" for name in ("AttributeError", "IndexError", "KeyError", "TypeError", "ValueError"))
 LARGE_SEED = 2**62
 LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with a case's own
 
@@ -52,7 +55,10 @@ def parts_of(answer: object, device: str) -> list[torch.Tensor]:
     if device == "cuda" and not any(part.is_cuda for part in parts):  # its clock copies an answer behind the call
         raise RefusedError("ref_kernel must return a tensor on the GPU there, got none: return one of the numbers")
     if (many := _count(answer)) > claims.CLAIMS:
-        raise RefusedError(f"an answer may have at most {claims.CLAIMS} objects, got {many}: return a tensor of them")
+        raise RefusedError(
+            f"an answer may have at most {claims.CLAIMS} tensors, numbers and texts, the limit of this judge, got "
+            f"{many}: return a tensor of them"
+        )
     return parts
 
 
@@ -62,7 +68,7 @@ def _kind(part: object) -> str:
 
 def _count(answer: object) -> int:
     inner = tree.within_answer(answer)
-    return 1 + sum(map(_count, inner[1] if inner else []))
+    return sum(map(_count, inner[1])) if inner and inner[1] else 1
 
 
 def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
@@ -79,7 +85,7 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
         said = check(answer)
     except Exception as error:  # whatever a folder's check raises
         check(reference.ref_kernel(tree.clone(data)))
-        return False, f"check_implementation raised {type(error).__name__}: {error}"
+        return False, f"{RAISED} {type(error).__name__}: {error}"
     if (plain := _verdict(said)) and plain[0]:
         return plain
     if plain:

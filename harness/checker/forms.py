@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from harness.results import text
 from harness.runner import tree
 
 _HOLDING = ("tuple", "list", "dict", "dataclass")
+_SHOWN = 8  # items of an answer in a message
 
 
 def returned_fault(claims: list[dict], wanted: list[dict], own: bool) -> str:
@@ -18,7 +20,7 @@ def returned_fault(claims: list[dict], wanted: list[dict], own: bool) -> str:
     (harness/runner/tree.py); own: the problem is ours, and a call returns the tensors that it was given.
     """
     if len(claims) != len(wanted):
-        many = f"{len(wanted)} tensor{'s' if len(wanted) > 1 else ''}"
+        many = text.counted(len(wanted), "tensor")
         return f"custom_kernel must return {many}, got {len(claims) or 'none'}"
     for claim, want in zip(claims, wanted, strict=True):
         form, device = f"{want['dtype']} {tuple(want['shape'])}", {"device": "cuda", "host": "cpu"}[want["space"]]
@@ -38,6 +40,26 @@ def tensors_of(claim: dict) -> list[dict]:
     if claim["type"] in _HOLDING:
         return [form for item in claim["items"] for form in tensors_of(item)]
     return [] if claim["type"] == "value" else [claim]
+
+
+def unlike(claim: dict, wanted: dict) -> str:
+    """Return how what came back is put together otherwise than the reference's answer, "" if it is not."""
+    outlines = _outline(wanted), _outline(claim)
+    return "" if outlines[0] == outlines[1] else "custom_kernel must return {}, got {}".format(*outlines)
+
+
+def _outline(claim: dict) -> str:
+    """Return classes, keys and fields of an answer: "Pair(sum: Tensor, many: int)"."""
+    if claim["type"] == "value" and claim.get("value") is not None:
+        return type(_plain(claim["value"])).__name__
+    if claim["type"] not in _HOLDING:
+        return "ndarray" if claim.get("value") == "ndarray" else claim["type"]
+    keys = [f"{_key(key)}: " for key in claim.get("keys", ())]
+    shown = [
+        f"{key}{_outline(item)}" for key, item in zip(keys or [""] * _SHOWN, claim["items"][:_SHOWN], strict=False)
+    ]
+    more = [f"{len(claim['items']) - _SHOWN} more"] if len(claim["items"]) > _SHOWN else []
+    return f"{claim['value']}({', '.join(shown + more)})"
 
 
 def classes_of(answer: object) -> dict[str, type]:

@@ -139,12 +139,15 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
             roofline = stats.geomean([t.readings.roofline_us / t.median for t in j.times])
             ratio = f"   {base[0] / value:.1f}x {baseline}" if base and j.submission.name != baseline else ""
             name, tried = ranking.name(j.ranking_by), f"   attempt {j.attempt}" if j.attempt else ""
-            said = f"{name} {value:.2f} us ({lo:.2f}..{hi:.2f}) over {len(j.times)} cases   {roofline:.0%} of roofline"
+            many = text.counted(len(j.times), "case")
+            said = f"{name} {value:.2f} us ({lo:.2f}..{hi:.2f}) over {many}   {roofline:.0%} of roofline"
             say(f"{j.submission.name:<20} {j.verdict:<14} {said}{ratio}{tried}{kind}")
         elif j.verdict == "PASSED":
             right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
-            said = [f"{right} test cases right"] if j.tests else []
-            said.append(f"timed on {timed} of {len(j.times)} cases" if j.times else "not timed in this mode")
+            said = [f"{text.counted(right, 'test case')} right"] if j.tests else []
+            said.append(
+                f"timed on {timed} of {text.counted(len(j.times), 'case')}" if j.times else "not timed in this mode"
+            )
             say(f"{j.submission.name:<20} PASSED         {'; '.join(said)}{kind}")
         else:
             say(f"{j.submission.name:<20} {j.verdict:<14} not timed: {why(j)}{kind}")
@@ -199,7 +202,7 @@ def why(j: Result) -> str:
     if not bad:
         return "no reason given"
     case, outcome = next(((c, o) for c, o in bad if o.status == j.verdict), bad[0])
-    many = f"{len(bad)} of {len(j.tests) + len(j.times)} cases failed"
+    many = f"{len(bad)} of {text.counted(len(j.tests) + len(j.times), 'case')} failed"
     return f"{many}, first {text.line(case)}: {outcome.status}: {gist(outcome.reason)}"
 
 

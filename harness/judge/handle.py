@@ -6,6 +6,7 @@ processes, RunnerProcess the present one. A fault of a runner is raised as Died 
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,10 @@ class RunnerProcess:
 
     def receive(self, wanted: type[replies.Wanted], limit_s: float) -> replies.Wanted:
         """Return the next reply. Died, Reported: as in `ask`."""
-        return admitted(replies.read(wanted, self.child.receive(limit_s)[0]))
+        reply = replies.read(wanted, self.child.receive(limit_s)[0])
+        if isinstance(reply, replies.Failed):
+            reply = reply.model_copy(update={"text": _hinted(reply, self.checker.problem)})
+        return admitted(reply)
 
     def open(self, content: Content, buffers: int, reads: dict[str, int] | None) -> None:
         """Give the runner buffers of this layout, unless it has them. The checker allocates, the runner maps them."""
@@ -357,6 +361,20 @@ def remarked(report: str, remark: str) -> str:
     """Return a report with a remark on its first line, which stays the first: it names the submission's own line."""
     first, newline, rest = report.partition("\n")
     return f"{first} ({remark}){newline}{rest}"
+
+
+def _hinted(reply: replies.Failed, problem: Problem) -> str:
+    """Return the text of a failure, whose first line says what to do where a module of the folder was not found."""
+    first, newline, rest = reply.text.partition("\n")
+    found = re.search(r"ModuleNotFoundError: No module named '(\w+)", first)
+    if problem.own or not found:
+        return reply.text
+    name, hint = found[1], ""
+    if name == "reference":
+        hint = ": no submission sees the reference (rule 6, docs/rules.md)"
+    elif (problem.folder / f"{name}.py").is_file():
+        hint = f": {name}.py is in the folder, so add it to `files` of task.yml"
+    return f"{first}{hint}{newline}{rest}"
 
 
 def admitted(reply: replies.Wanted | replies.Failed) -> replies.Wanted:

@@ -12,12 +12,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from harness.results import text
 from harness.runner import clock
+from harness.runner.claims import CLAIMS
 from harness.sandbox.process import Died
 
 TEXT_LIMIT = 20_000  # characters; a runner cuts its own texts at 16,000
 NAME_LIMIT = 200
 TABLE_LIMIT = 2**20
-LISTED = 64  # items of a list: tensors that came back, names
+LISTED = 64  # items of a list: names, calls
 DIMENSIONS = 16
 SHOWN_FAULTS = 3
 PLACE_LIMIT = 60  # characters of the place of a fault: a runner may name a field as it likes
@@ -115,17 +116,18 @@ class Claim(Reply):
     same: bool = False
     conj: bool = False
     neg: bool = False
-    items: Annotated[list["Claim"], Field(max_length=LISTED)] = []
-    keys: Names = []
+    items: Annotated[list["Claim"], Field(max_length=CLAIMS)] = []
+    keys: Annotated[list[Name], Field(max_length=CLAIMS)] = []
     value: Text = ""
 
 
-Claims = Annotated[list[Claim], Field(max_length=LISTED)]
+Claims = Annotated[list[Claim], Field(max_length=CLAIMS)]
 
 
 class Called(Reply):
     """A call on a CPU is over. It holds no time: the judge has its own. switches: as in Started."""
 
+    most_values: ClassVar[int] = 100_000
     claims: Claims
     switches: Names
 
@@ -133,6 +135,7 @@ class Called(Reply):
 class Noted(Reply):
     """What a call on a CPU in a folder that is not ours noted of its tensors, where it does not reply."""
 
+    most_values: ClassVar[int] = 100_000
     claims: Claims
 
 
@@ -146,6 +149,7 @@ class Seen(Reply):
 class Timed(Reply):
     """A call on a GPU is over; times in us. setup_us: of a baseline's preparations."""
 
+    most_values: ClassVar[int] = 100_000
     us: Taken
     host_us: Time
     host_bound: bool
@@ -157,6 +161,7 @@ class Timed(Reply):
 class Batched(Reply):
     """The calls of a batch on a GPU are over. calls: what each returned."""
 
+    most_values: ClassVar[int] = 1_000_000
     calls: Annotated[list[Claims], Field(max_length=LISTED)]
 
 

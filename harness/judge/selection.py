@@ -13,7 +13,7 @@ from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem import commits, folders, scan, sources
 from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
-from harness.results import record
+from harness.results import record, text
 from harness.sandbox import workdir
 from problems.common import load
 
@@ -133,10 +133,20 @@ class Selection:
             tests = [c for c in tests if has_words(str(c), args.case)] or tests
         return tests if args.seed is None else [dataclasses.replace(case, seed=args.seed) for case in tests]
 
+    def note(self) -> str:
+        """Return that all test cases run, although none has the words of --case, "" if that is not so."""
+        args, many = self.args, len(self.problem.tests)
+        times = args.mode == "leaderboard" and args.device != "model" and not args.sanitize
+        if not args.case or not times or any(has_words(str(case), args.case) for case in self.problem.tests):
+            return ""
+        return f"note: no test case has the words {args.case!r}, so all {text.counted(many, 'test case')} run"
+
     def _matching(self, cases: tuple[Case, ...], what: str) -> list[Case]:
         chosen = [case for case in cases if has_words(str(case), self.args.case or "")]
         if not cases:
-            raise UsageError(f"{self.problem.name} names no {what} cases{': use --mode test' * (what == 'benchmark')}")
+            place = "" if self.problem.own else f" ({'tests and ' * (what == 'test')}benchmarks of task.yml)"
+            hint = ": use --mode test" if what == "benchmark" and self.problem.tests else ""
+            raise UsageError(f"{self.problem.name} names no {what} cases{place}{hint}")
         if not chosen:
             known = "; ".join(map(str, cases)) or "none"
             name = self.problem.name

@@ -13,7 +13,7 @@ ids stay token ids. An answer that cannot be made for a case is not applicable, 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.judge import console, phases, selection
@@ -24,6 +24,7 @@ from harness.judge.session import Session
 from harness.lint import trivial
 from harness.problem import folders
 from harness.problem.folders import Case, Problem, Submission, submission
+from harness.results import text
 
 AT_ONCE = 4  # submissions judged side by side, each a process with torch in it
 SMALL_BYTES = 2**20  # of a case: wrong files are judged on these first
@@ -49,6 +50,8 @@ class Row:
     formed: int = 0
     refused: int = 0
     right: list[str] = field(default_factory=list)  # accepted, since it is the answer or its neighbour
+    same: int = 0  # of these, in how many an input is the answer bit for bit
+    others: bool = False  # of a copy of an input: the answer depends on another input too
     luck: list[str] = field(default_factory=list)  # accepted with the case's seed, refused with most others
     chance: list[str] = field(default_factory=list)  # right with the case's seed, and not with nearly all others
     missed: list[str] = field(default_factory=list)  # holes
@@ -59,22 +62,30 @@ class Row:
         """Return what is wrong, or ""."""
         if self.kind == trivial.EXACT:
             return f"refused: {self.missed[0]}" if self.missed else ""
-        if self.kind == trivial.QUESTION:
+        if self.kind == trivial.QUESTION or self._is_the_answer():
             return ""
         if self.missed:
             return self._accepted()
         # A blind answer that is right in most cases shows that the cases say little, whatever the tolerance.
         fits = len({*self.right, *self.luck})
-        if self.kind in (trivial.BLIND, trivial.NEAR) and 2 * fits > max(self.formed, 1):
-            return f"the right answer in {fits} of {self.formed} cases"
+        if self.kind in (trivial.BLIND, trivial.COPY, trivial.NEAR) and 2 * fits > max(self.formed, 1):
+            return f"the right answer in {fits} of {text.counted(self.formed, 'case')}"
         return ""
 
     def question(self) -> str:
         """Return what the author must say, since the linter cannot know whether it is right, or ""."""
+        if self._is_the_answer():
+            return "is the answer, bit for bit, in every case: need a submission do no more? If it must, add cases"
         return self._accepted() if self.kind == trivial.QUESTION and self.missed else ""
 
+    def _is_the_answer(self) -> bool:
+        """Return whether the answer is an input in all cases, and no other input counts. If one does, it is a weakness
+        of the cases.
+        """
+        return self.kind == trivial.COPY and 0 < self.formed == self.same and not self.others
+
     def _accepted(self) -> str:
-        many = f"accepted in {len(self.missed)} case{'s' if len(self.missed) > 1 else ''}, first {self.missed[0]}"
+        many = f"accepted in {text.counted(len(self.missed), 'case')}, first {self.missed[0]}"
         return f"{many}: {self.about}" if self.about else many
 
     def note(self) -> str:
@@ -83,7 +94,7 @@ class Row:
         notes += [f"QUESTION: {self.question()}"] if self.question() else []
         if self.kind == trivial.EXACT and not self.missed:
             notes.append("accepted, as it must be")
-        if self.right:
+        if self.right and not self._is_the_answer():
             what = "leaves the answer as it is" if self.kind in KEEPS else "is the answer"
             notes.append(f"{what} in {'every case' if len(self.right) == self.formed else _cases(self.right)}")
         if self.luck:
@@ -130,7 +141,7 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
         finally:
             ask.close()
         size = f"one input at a time only where data has up to {trivial.SMALL_BYTES // 2**20} MiB"
-        say(f"{problem.name} on {device}: {len(rows)} trivial answers, {len(cases)} cases ({size})")
+        say(f"{problem.name} on {device}: {len(rows)} trivial answers, {text.counted(len(cases), 'case')} ({size})")
         if problem.own and (opaque := folders.names(problem.folder / "task.py", "OPAQUE")):
             say(f"left as they are, since task.py calls them OPAQUE: {', '.join(opaque)}")
         width = max(len(row.name) for row in rows)
@@ -148,7 +159,7 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
         for row in rows:
             if question := row.question():
                 say(f"QUESTION {row.name}: {question}")
-        many = f"{len(holes)} hole{'s' if len(holes) > 1 else ''}" if holes else "no hole"
+        many = text.counted(len(holes), "hole") if holes else "no hole"
         say(f"{problem.name}: {many} found by the linter")
     return not holes
 
@@ -192,16 +203,18 @@ def survey(
             except CheckerLost as lost:
                 ask(_made(case, case.seed, baselines))
                 said = {"status": "absent", "text": f"the reference's process was lost: {lost}"}
-            if _enter(row, name, said["status"], said["text"]):
+            if _enter(row, name, said["status"], said["text"], said.get("same") is True):
                 accepted.append(row)
         if accepted:
             _try_luck(ask, name, case, accepted, baselines)
+    for row in rows.values():
+        row.others = row.kind == trivial.COPY and _needs_others(row, list(rows.values()))
     if suspects := [row for row in rows.values() if not row.missed and row.hole()]:
         _try_chance(ask, cases, suspects, baselines)
     return list(rows.values()), faults
 
 
-def _enter(row: Row, name: str, status: str, text: str) -> bool:
+def _enter(row: Row, name: str, status: str, text: str, same: bool = False) -> bool:
     """Note what became of a candidate in one case. Return whether the check took it for the answer, which it is not."""
     if status == "absent":
         row.absent.setdefault(text.partition("\n")[0], []).append(name)
@@ -212,6 +225,7 @@ def _enter(row: Row, name: str, status: str, text: str) -> bool:
         row.missed += [f"{name}: {text}"] if status == "refused" else []
         return False
     row.right += [name] if status == "right" else []
+    row.same += same
     row.about = row.about or (text if status == "accepted" else "")
     return status == "accepted"
 
@@ -235,6 +249,17 @@ def _try_chance(ask: Ask, cases: list[tuple[str, Case]], suspects: list[Row], ba
                 if through[row.name] < NEARLY_ALL:
                     row.right.remove(name)
                     row.chance.append(f"{name} ({through[row.name]} of {LUCK_SEEDS} other seeds)")
+
+
+def _needs_others(copy: Row, rows: list[Row]) -> bool:
+    """Return whether a change of another input than the copied one changes the same output."""
+    name = copy.name.removeprefix(trivial.COPY_OF).removesuffix(trivial.AS_BASELINE)
+    copied, bracket, of = name.partition(" [")
+    for row in (row for row in rows if row.kind == trivial.ALONE and row.refused):
+        other, _, change = row.name.removesuffix(f"{bracket}{of}").rpartition(" ")
+        if row.name.endswith(f"{bracket}{of}") and change in trivial.CHANGES and other != copied:
+            return True
+    return False
 
 
 def _through(ask: Ask, case: Case, rows: list[Row], baselines: bool) -> dict[str, int]:
@@ -279,7 +304,8 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress) -> 
         say("\nno wrong/ folder")
         return [f"{problem.name} has no file that must be rejected"] if problem.own else []
     holes: list[str] = []
-    submissions, others = _fit(session, (submission(problem, file) for file in files), target)
+    submissions, others = _fit(session, _named(problem, files), target)
+    places = {e.name: _place(problem, e) for e in submissions}
     first = small(problem)
     rest = [case for case in problem.tests if case not in first]
     caught: dict[str, str] = {}
@@ -291,13 +317,14 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress) -> 
                 if outcome.status != "PASSED" and name not in caught:
                     caught[name] = f"{outcome.status:<15} {case}: {_line(outcome.reason)}"
                     if outcome.status not in CAUGHT:
-                        holes.append(f"wrong/{name}.py: was not judged: {outcome.status}")
+                        holes.append(f"{places[name]}: was not judged: {outcome.status}")
                 passed[name] += name not in caught
-    say(f"\nwrong/ through the judge: {len(files)} files")
+    say(f"\nwrong/ through the judge: {text.counted(len(files), 'file')}")
     for e in submissions:
-        say(f"{e.name:<32} {caught.get(e.name, f'PASSED {passed[e.name]} cases')}")
+        many = text.counted(passed[e.name], "case")
+        say(f"{e.name:<32} {caught.get(e.name, f'PASSED {many}')}")
         if e.name not in caught:
-            holes.append(f"wrong/{e.name}.py: passes all {passed[e.name]} cases")
+            holes.append(f"{places[e.name]}: passes all {many}")
     for name, refused in others.items():
         say(f"{name:<32} {refused.status:<15} {_line(refused.reason)}")
     return holes
@@ -332,13 +359,27 @@ def wrong(problem: Problem) -> list[Path]:
 
 
 def honest(problem: Problem) -> list[Submission]:
-    """Return the folder's variants; of GPU MODE's its correct solutions; without such the submission that comes with
-    it.
-    """
+    """Return the folder's variants; of GPU MODE's its correct solutions and the submission that comes with it."""
     if problem.own and (submissions := problem.submissions()):
         return submissions
-    files = sorted(problem.folder.glob("solutions/correct/*.py")) or [problem.folder / "submission.py"]
-    return [submission(problem, file) for file in files if file.is_file()]
+    files = [*sorted(problem.folder.glob("solutions/correct/*.py")), problem.folder / "submission.py"]
+    return _named(problem, [file for file in files if file.is_file()])
+
+
+def _named(problem: Problem, files: list[Path]) -> list[Submission]:
+    """Return the submissions in `files`. Of several files of one name each is called by its place in the folder."""
+    found = [submission(problem, file) for file in files]
+    stems = [one.name for one in found]
+    return [
+        replace(one, name=file.relative_to(problem.folder).with_suffix("").as_posix())
+        if stems.count(one.name) > 1 else one
+        for one, file in zip(found, files, strict=True)
+    ]  # fmt: skip
+
+
+def _place(problem: Problem, one: Submission) -> str:
+    """Return the place of a file in the folder of its problem, for messages."""
+    return one.file.relative_to(problem.folder).as_posix() if one.file.is_relative_to(problem.folder) else one.file.name
 
 
 def _judged(

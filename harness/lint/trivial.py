@@ -23,7 +23,8 @@ from harness.runner.failure import RefusedError
 
 # What must become of a candidate of each kind: `exact` is accepted, all others are refused.
 EXACT = "exact"
-BLIND = "blind"  # knows nothing of the inputs, or copies one
+BLIND = "blind"  # knows nothing of the inputs
+COPY = "copy"  # an input of the form of the answer; of another form it is blind
 NEAR = "near"  # the right answer, spoilt
 DERIVED = "derived"  # the right answer to other inputs
 ALONE = "alone"  # the right answer to inputs of which one is other, or all are rounded
@@ -32,9 +33,11 @@ PART = (
     "part"  # of a folder from elsewhere: spoilt, or one part of several. It may leave the answer as it is in all cases
 )
 QUESTION = "question"  # spoilt in a way that some problems admit: what is let through is asked, and is no hole
-BASELINE_KINDS = (BLIND, DERIVED)  # what PEER_TOL must tell from an answer too
+BASELINE_KINDS = (BLIND, COPY, DERIVED)  # what PEER_TOL must tell from an answer too
 BY_CHECK = ", by check_implementation"  # ends the names of candidates that go through it; own folders have compare too
 ALL_PARTS = ", all parts"  # ends the names of candidates in which each of several parts is other
+COPY_OF = "copy of "
+CHANGES = ("zero", "shifted")  # of one input, after its name
 AS_BASELINE = ", as a baseline"  # ends the names of candidates that get the tolerance of a baseline
 
 ALONE_AT_MOST = 16  # tensors that are changed or copied one at a time in a case; of more, that many drawn by its seed
@@ -102,7 +105,8 @@ class Trivial(Checker):
     def attempt(self, message: dict, _: list[int]) -> dict:
         """Put {"candidate"} to the problem's check. Return {"status", "text"}; status: refused, accepted, right
         (accepted, and everywhere the exact answer or its neighbour in the output's type) or absent. text: why it is
-        refused or absent, or what to know of it where it is accepted.
+        refused or absent, or what to know of it where it is accepted. "same", where it is right: it is the exact
+        answer, bit for bit.
         """
         candidate = self.candidates[message["candidate"]]
         try:
@@ -119,7 +123,9 @@ class Trivial(Checker):
         if not ok:
             return {"status": "refused", "text": text.partition("\n")[0]}
         right = candidate.kind not in (EXACT, FORM) and _near(outputs, self.exact)
-        return {"status": "right", "text": ""} if right else {"status": "accepted", "text": candidate.about()}
+        if right:
+            return {"status": "right", "text": "", "same": candidate.kind == COPY and _same(outputs, self.exact)}
+        return {"status": "accepted", "text": candidate.about()}
 
     def _make(self, case: dict, seed: int, weights_seed: int | None = None) -> None:
         self.new_weights({"case": case, "seed": seed if weights_seed is None else weights_seed}, [])
@@ -223,7 +229,7 @@ class Trivial(Checker):
         for j in self._some(judged):
             of = f" [{self.names[self.written[j]] if self.own else self.paths[j]}]" if len(self.exact) > 1 else ""
             for name, (kind, make) in self._of_output(j, small).items():
-                if not self.own and (kind == NEAR or (len(judged) > 1 and kind == BLIND)):
+                if not self.own and (kind == NEAR or (len(judged) > 1 and kind in (BLIND, COPY))):
                     kind = PART
                 found[name + of] = Candidate(
                     kind,
@@ -277,7 +283,7 @@ class Trivial(Checker):
             found["answer to other weights"] = (BLIND, lambda: self.unweighted[j])
         for i in self._some(self.inputs):
             name = self.names[i]
-            found[f"copy of {name}"] = (BLIND, lambda i=i: self._copy(i, j))
+            found[f"{COPY_OF}{name}"] = (self._kind_of_copy(i, j), lambda i=i: self._copy(i, j))
             if small:
                 found[f"{name} zero"] = (ALONE, lambda i=i: self._answer_to(f"{i} zero", [i], torch.zeros_like)[j])
                 found[f"{name} shifted"] = (ALONE, lambda i=i: self._answer_to(f"{i} shifted", [i], values.shifted)[j])
@@ -347,6 +353,10 @@ class Trivial(Checker):
             return values.cast(values.rounded(values.numbers(tensor), kept), tensor.dtype)
 
         return self._answer_to(f"narrowed for {out}", self.inputs, narrowed)[j]
+
+    def _kind_of_copy(self, i: int, j: int) -> str:
+        form, content = self.exact[j], tree.tensors(self.pristine)[i]
+        return COPY if (form.dtype, form.shape) == (content.dtype, content.shape) else BLIND
 
     def _copy(self, i: int, j: int) -> torch.Tensor:
         """Input i in the form of output j."""
@@ -437,6 +447,13 @@ def _alike(one: list, two: list) -> bool:
 def _near(one: list, two: list) -> bool:
     """Return whether two answers of the same form are equal, or each output the other's neighbour."""
     return all(values.neighbours(a, b) if _is_tensor(b) else a == b for a, b in zip(one, two, strict=True))
+
+
+def _same(one: list, two: list) -> bool:
+    """Return whether two answers of the same form are equal bit for bit."""
+    return all(
+        torch.equal(values.bits(a), values.bits(b)) if _is_tensor(b) else a == b for a, b in zip(one, two, strict=True)
+    )
 
 
 def _other(made: str, exact: object) -> str:

@@ -15,6 +15,8 @@ from harness.results import record, text
 from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
+_TASKS = (".py", ".yml")  # of the file task.* in a problem folder
+_NAMED, _LOOKED_AT = 5, 20  # problem folders in a message; files that tell what a folder is
 
 
 class UsageError(ValueError):
@@ -164,8 +166,29 @@ def place(name: str) -> Path:
     for folder in (load.PROBLEMS / name, Path(name)):
         if any((folder / file).is_file() for file in ("task.py", "task.yml")):
             return folder.resolve()
-    known = ", ".join(problem_names())
-    raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py or a task.yml, got {name!r}")
+    known, instead = ", ".join(problem_names()), _instead(Path(name))
+    raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py or a task.yml, got {name!r}{instead}")
+
+
+def _instead(path: Path) -> str:
+    """Return what to give in place of something that is no problem folder, as far as it is known, or ""."""
+    texts = []
+    with contextlib.suppress(OSError, ValueError):  # a name that is no path, a folder that cannot be read
+        files = [path] if path.is_file() else sorted(path.glob("*.py"))[:_LOOKED_AT]
+        if path.is_file() and any((path.parent / file).is_file() for file in ("task.py", "task.yml")):
+            return f": give the folder, {path.parent}"
+        below = [file for depth in ("*", "*/*") for file in path.glob(f"{depth}/task.*")]
+        inner = {file.parent for file in below if file.suffix in _TASKS}
+        if inner:
+            more = f" and {len(inner) - _NAMED} more" if len(inner) > _NAMED else ""
+            named = ", ".join(map(str, sorted(inner)[:_NAMED]))
+            return f": give one of the problem folders in it, {named}{more}"
+        texts = [file.read_text(errors="replace") for file in files if file.stat().st_size <= load.PYTHON_LIMIT]
+        if (path / "definitions").is_dir() or (path.suffix == ".json" and '"op_type"' in texts[0]):
+            return ": definitions of flashinfer-bench are not read: write reference.py and task.yml (docs/gpu_mode.md)"
+    if any("class Model" in said and "def get_inputs" in said for said in texts):
+        return ": a KernelBench problem needs a reference.py and a task.yml, see KernelBench in docs/gpu_mode.md"
+    return ""
 
 
 def variant_file(folder: Path, name: str, option: str) -> Path:

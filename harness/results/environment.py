@@ -79,18 +79,28 @@ def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
 
 @functools.cache
 def commit() -> tuple[str | None, bool | None]:
-    """(commit of the checkout, whether it has uncommitted changes). Where whoever copied the tree set $GIT_COMMIT that
-    one, and what $GIT_DIRTY says, 0 or 1, else an unknown second; outside git without it (None, None).
+    """(commit of the checkout, whether it has uncommitted changes, other than new records). Where whoever copied the
+    tree set $GIT_COMMIT that one, and what $GIT_DIRTY says, 0 or 1, else an unknown second; outside git without it
+    (None, None).
     """
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"], {"0": False, "1": True}.get(os.environ.get("GIT_DIRTY", ""))
-    root = Path(__file__).resolve().parents[2]
+    return commit_of(Path(__file__).resolve().parents[2])
+
+
+def commit_of(root: Path) -> tuple[str | None, bool | None]:
+    """(commit of the checkout at `root`, whether it has uncommitted changes, other than new records); outside git
+    (None, None).
+    """
+    status = ["git", "status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"]
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+        said = [
+            subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["git", "rev-parse", "HEAD"], status)
+        ]
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    return head.stdout.strip(), bool(status.stdout.strip())
+    return said[0], bool(said[1])
 
 
 @functools.cache

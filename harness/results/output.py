@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +18,7 @@ from typing import TextIO
 from problems.common import terminal
 
 USAGE_EXIT = terminal.USAGE_EXIT  # bad use, the problem's own code, or the machine: nothing about the submission
+CRASH_EXIT = 70  # a bug of ours, EX_SOFTWARE of sysexits.h
 CLOSED_EXIT = 141  # as shells say of a program that ends when the reader of its pipe does
 Parser, Value = terminal.Parser, terminal.Value  # for the leaderboard, which imports little of problems/common
 
@@ -66,6 +68,9 @@ def script(main: Callable[[], int]) -> int:
         code = main()
     except SystemExit as stop:  # argparse: it has printed its help, or what is wrong
         code = int(stop.code or 0)
+    except Exception:  # a bug, whose exit code is no verdict's
+        complain(traceback.format_exc().rstrip())
+        code = CRASH_EXIT
     try:
         flush()
     except (ClosedError, OSError) as error:

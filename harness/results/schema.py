@@ -200,7 +200,7 @@ class Record(_Checked):
     problem_hash: str | None = _field("hash of what defines the problem: cases, tolerances, task and reference")
     harness_hash: str | None = _field("hash of the judge and of problems/common")
     commit: str | None = _field("the checkout's commit")
-    dirty: bool | None = _field("whether the checkout had uncommitted changes; null: not known")
+    dirty: bool | None = _field("whether the checkout had uncommitted changes, other than new records; null: not known")
     environment: dict[str, str | None] | None = _field("versions and names of what ran: gpu, cpu, driver, torch, ...")
     sandbox: Any = _field("what held the submission in its place")
     device: str | None = _field("cpu or cuda", ("test", *TIMED))

@@ -40,6 +40,11 @@ def first_line(text: object, limit: float = LINE) -> str:
     return line(clean(text, math.inf).partition("\n")[0], limit)
 
 
+def counted(many: int, what: str) -> str:
+    """Return "1 case" or "3 cases"."""
+    return f"{many} {what}{'' if many == 1 else 's'}"
+
+
 def markdown(text: object, limit: float = LINE) -> str:
     """Return the text on one line for running text or a table cell of GitHub's Markdown, where it shows as it is.
 

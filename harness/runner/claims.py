@@ -15,7 +15,7 @@ import torch
 from harness.runner import gate, objects, tree
 from harness.runner.buffers import MappedBuffer, Page
 
-CLAIMS = 64  # returned objects in a reply
+CLAIMS = gate.RETURNED  # returned objects in a reply, besides the tuples, lists, dicts and dataclasses around them
 
 
 def noting(kernel: Callable, page: Page) -> Callable:
@@ -58,8 +58,9 @@ def structure(value: Any, left: list[int] | None = None) -> dict:
     left: how many more objects are told of.
     """
     left = [CLAIMS] if left is None else left
-    left[0] -= 1
-    if (inner := tree.within_answer(value)) is not None:
+    inner = tree.within_answer(value)
+    left[0] -= not (inner and inner[1])  # an empty one is an object too, so that there is an end
+    if inner is not None:
         keys, items = inner
         kind = next((kind.__name__ for kind in (tuple, list, dict) if isinstance(value, kind)), "dataclass")
         said = [json.dumps(key) if type(key) in tree.PLAIN else type(key).__name__ for key in keys[: max(0, left[0])]]

@@ -32,7 +32,7 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     compiler = isinstance(error, build.BuildError) or (kind.__module__, kind.__name__) == (build.__name__, "BuildError")
     trace = error.__traceback__
     own = _from(trace, Path(file)) if file else None
-    text = str(error) if compiler else "".join(traceback.format_exception(type(error), error, own or trace))
+    text = str(error) if compiler else _traced(error, own or trace)
     place = _place(where, error, Path(file), module) + ": " if file else ""
     first = (compiler and _compiler_said(text)) or place + _what(error)
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -51,8 +51,7 @@ def of_folder(error: BaseException, file: Path) -> str:
         return _clip(str(error))
     own = _from(error.__traceback__, file)
     place = _place("", error, file, None) + ": " if own or isinstance(error, SyntaxError) else ""
-    trace = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
-    return _clip(f"{place}{_what(error)}\n{trace}")
+    return _clip(f"{place}{_what(error)}\n{_traced(error, own or error.__traceback__)}")
 
 
 def _from(trace: TracebackType | None, file: Path) -> TracebackType | None:
@@ -77,9 +76,34 @@ def _place(where: str, error: BaseException, file: Path, module: Any) -> str:
 
 
 def _what(error: BaseException) -> str:
-    """Return the line of a traceback that says what was raised."""
+    """Return the line of a traceback that says what was raised; what the judge refuses without its class."""
+    if isinstance(error, RefusedError):
+        return str(error)
+    if relative := _relative(error):
+        return relative
     lines = traceback.format_exception_only(error)
     return lines[-1 if isinstance(error, SyntaxError) else 0].partition("\n")[0]
+
+
+def _relative(error: BaseException) -> str:
+    """Return what to write instead of a relative import that failed since the file is in no package, "" of another
+    error.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    found = re.match(r"from \.+([\w.]*) import (\w*)", (frames[-1].line or "").strip()) if frames else None
+    outside = isinstance(error, ImportError) and (
+        (error.name or "").startswith("problems.") or "relative import" in str(error)
+    )
+    if not found or not outside:
+        return ""
+    instead = f"from {found[1]} import {found[2] or '...'}" if found[1] else f"import {found[2] or '...'}"
+    return f"ImportError: relative imports are not supported, this file is in no package: write `{instead}`"
+
+
+def _traced(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the traceback from `trace` on. The last line is `_what` of a relative import."""
+    lines = traceback.format_exception(type(error), error, trace)
+    return "".join([*lines[:-1], f"{_what(error)}\n"] if _relative(error) else lines)
 
 
 def _compiler_said(report: str) -> str:

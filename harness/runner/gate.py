@@ -11,7 +11,7 @@ from typing import Any
 
 from problems.common import build
 
-RETURNED, WORDS = 64, 64  # as in gate.cpp: tensors that a call may return, words of its outputs that are looked at
+RETURNED, WORDS = 1024, 64  # as in gate.cpp: tensors that a call may return, words of its outputs that are looked at
 
 # That the judge's empty call works for: a judge that waits as long as for a kernel sleeps as deep.
 EMPTY_US = 300.0

@@ -19,10 +19,12 @@ import numpy
 import torch
 
 from harness.runner import objects
+from harness.runner.failure import RefusedError
 
 ALIGN = 512  # bytes; what torch's CUDA allocator gives, and more than a TMA descriptor (16) asks for
 GUARD = 256  # bytes at least between two tensors, and at the ends of a buffer, which a call may read and not write
 PLAIN = (int, float, str, bool, type(None))
+DEPTH = 32  # tuples, lists, dicts and dataclasses around a part of an answer
 NUMBERS = tuple({numpy.dtype(kind).type for kind in "?bhilqBHILQefd"})  # of numpy
 
 
@@ -179,10 +181,16 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for item in _opened(value)[1] or () for tensor in tensors(item)]
 
 
-def parts(answer: object) -> list[Any]:
-    """What a call returned, without its containers (of dicts by key) and plain values: its tensors and arrays."""
+def parts(answer: object, above: tuple[int, ...] = ()) -> list[Any]:
+    """What a call returned, without its containers (of dicts by key) and plain values: its tensors and arrays. above:
+    the ids of the containers that it is in. RefusedError: it contains itself, or is nested deeper than DEPTH.
+    """
     if (inner := within_answer(answer)) is not None:
-        return [part for item in inner[1] for part in parts(item)]
+        if id(answer) in above:
+            raise RefusedError(f"an answer must not contain itself, and a {type(answer).__name__} in it does")
+        if len(above) == DEPTH:
+            raise RefusedError(f"an answer must be nested at most {DEPTH} deep, the limit of this judge")
+        return [part for item in inner[1] for part in parts(item, (*above, id(answer)))]
     if objects.is_array(answer):
         return [shared(answer)]
     return [] if isinstance(answer, PLAIN) or type(answer) in NUMBERS else [answer]

@@ -12,6 +12,7 @@ from harness.judge.outcome import Outcome
 from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
+from harness.results import text
 from harness.tools import cpu_profile, profiling
 from problems.common import build, cubins
 
@@ -124,7 +125,8 @@ def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: 
                 if tail:
                     console.say(tail)
                 raise UsageError(f"--sanitize: {first}") from None
-            console.say(f"{j.submission.name:<20} {tool:<10} {'ERRORS' if fault else 'clean'} on {len(served)} cases")
+            many = text.counted(len(served), "case")
+            console.say(f"{j.submission.name:<20} {tool:<10} {'ERRORS' if fault else 'clean'} on {many}")
             if fault:
                 console.say(f"{tail}\n{j.submission.name} {tool}: {fault}")
                 faults.append(f"{j.submission.name} {tool}: {fault}")

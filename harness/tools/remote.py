@@ -264,7 +264,7 @@ def commit() -> dict[str, str]:
     """The environment that says on another machine which commit the files are of (harness/results/environment.py)."""
     head, status = (
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-        for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"))
     )
     if head.returncode or status.returncode:
         return {}

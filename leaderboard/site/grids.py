@@ -105,7 +105,13 @@ def standing(board: Board, key: str, href: Callable[[str], str]) -> Grid:
             Cell(_state(one)),
         ]
         lines.append(Line(f"{key}-{slug(one.variant)}", cells, _kind(one)))
-    return Grid(key, f"{tables.title(board)}: {board.metric} over {len(board.cases)} cases", STANDING, lines, numbers)
+    return Grid(
+        key,
+        f"{tables.title(board)}: {board.metric} over {text.counted(len(board.cases), 'case')}",
+        STANDING,
+        lines,
+        numbers,
+    )
 
 
 def _rank(one: Any, ties: pd.Series, place: int) -> Cell:

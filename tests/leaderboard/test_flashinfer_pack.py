@@ -160,3 +160,11 @@ def package(tmp_path_factory) -> Path:
     if done.returncode:
         pytest.skip(f"pip cannot get {PACKAGES[0]} here: {done.stderr.strip().splitlines()[-1:]}")
     return place
+
+
+def test_that_there_is_no_trace_is_said(tmp_path, capsys):
+    arguments = ["--case", "m=16 k=64 l=1", "--results", str(tmp_path / "none"), "-o", str(tmp_path / "out")]
+    command = ["nvfp4_gemv", "--target", "cpu", "--format", "flashinfer-bench", *arguments]
+    assert pack.main(command) == 0
+    assert "no traces of nvfp4_gemv: there is no passed record of cpu_" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "traces").exists()

@@ -105,6 +105,12 @@ def test_an_undecided_comparison_leads_to_one_that_decides(world, folder, tmp_pa
     assert found["needed_range"][0] <= found["needed"] <= found["needed_range"][1]
 
 
+@pytest.mark.parametrize(("words", "said"), [("n=1000", 1), ("n", 0), (" ", 0)])
+def test_that_all_tests_run_since_none_has_the_words_is_said(world, folder, capsys, words, said):
+    assert judge(folder, "--variant", "good", "--case", words) == 0
+    assert capsys.readouterr().out.count("note: no test case has the words 'n=1000', so all ") == said
+
+
 @pytest.mark.parametrize("case", [[], ["--case", "n=1000"]])
 @pytest.mark.parametrize("mode", [[], ["--mode", "benchmark"]])
 def test_after_a_regression_the_same_comparison_is_next(world, folder, tmp_path, mode, case):

@@ -79,7 +79,7 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
     }  # fmt: skip
     assert re.search(rf"peer_part +1/2 test cases right; 1 UNSUPPORTED: {SAYS}", text)
     assert re.search(
-        rf"peer_part +PASSED +1 test cases right; timed on 1 of 2 cases \(baseline, unranked; {SAYS}\)", text
+        rf"peer_part +PASSED +1 test case right; timed on 1 of 2 cases \(baseline, unranked; {SAYS}\)", text
     )
     (found,) = board.build(lines, "box", {("vector_add", "cpu"): CASES})
     standing = found.standing.set_index("variant")

@@ -80,7 +80,7 @@ WRONG = {
     int: (None, True, 1.5, "1", [], [1], {}, DEEP, 2**48 + 1, *NUMBERS),
     float: (True, "1", [], [1.0], {}, DEEP, 1e13, *NUMBERS),
     str: (0, 1, True, 1.5, [], ["a"], {}, {"a": "b"}, DEEP, math.nan, 10**400, "x" * (2**20 + 1)),
-    list: (None, 0, True, "", "abc", {}, {"0": "a"}, [None], [[]], [[["a"]]], DEEP, [1.5] * 65, ["a"] * 65),
+    list: (None, 0, True, "", "abc", {}, {"0": "a"}, [None], [[]], [[["a"]]], DEEP, [1.5] * 1025, ["a"] * 1025),
     dict: (None, 0, True, "", "abc", [["a", "b"]], DEEP),
 }  # fmt: skip
 CONTROLS = "".join(map(chr, [*range(32), *range(127, 160), 0x200B, 0x202E, 0x2028, 0xFEFF]))
@@ -131,7 +131,7 @@ def test_a_right_reply_is_read_as_it_is(kind):
 
 def test_what_a_call_noted_is_looked_at():
     assert [claim.type for claim in replies.noted(json.dumps([CLAIM, {"type": "NoneType"}]))] == ["Tensor", "NoneType"]
-    for said in ("", "{", "[" * 30_000, '[{"type": 1}]', "3", "[3]", json.dumps([CLAIM] * 65)):
+    for said in ("", "{", "[" * 30_000, '[{"type": 1}]', "3", "[3]", json.dumps([CLAIM] * 1025)):
         with pytest.raises(Died, match="malformed"):
             replies.noted(said)
 

@@ -42,6 +42,38 @@ def test_the_whole_linter_says_what_is_wrong(tmp_path):
     assert said[-1] == "affine: 3 holes found by the linter"
 
 
+COPIES = """
+import torch
+
+def generate_input(n, seed):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+def ref_kernel(data):
+    return data.clone()
+
+def check_implementation(data, output):
+    return torch.equal(data, output), "values differ"
+"""
+
+
+def test_a_folder_whose_answer_is_its_input_with_two_files_of_one_name(tmp_path):
+    """That a copy is the answer is a question. Each file is judged, the submission that comes with the folder too."""
+    kernel = "def custom_kernel(data):\n    return data{}\n"
+    for place, text in {
+        "task.yml": "tests: [{n: 5, seed: 1}, {n: 90, seed: 2}]\n", "reference.py": COPIES,
+        "submission.py": kernel.format(".clone()"), "solutions/correct/submission.py": kernel.format(" + 0"),
+        "wrong/bad.py": kernel.format(" * 2"), "solutions/wrong/bad.py": kernel.format(" + 1"),
+    }.items():  # fmt: skip
+        file = tmp_path / "same" / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    said: list[str] = []
+    assert linter.run(folders.find(str(tmp_path / "same")), "cpu", "cpu", said.append), said
+    assert [line.partition(":")[0] for line in said if line.startswith("QUESTION")] == ["QUESTION copy of 0"]
+    judged = [line.split()[0] for line in said if "INCORRECT" in line or "cases right" in line]
+    assert judged == ["solutions/wrong/bad", "wrong/bad", "solutions/correct/submission", "submission"]
+
+
 # One of them every day; the others' own tests judge the same files.
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name == "nvfp4_gemv" else pytest.mark.slow)

@@ -216,3 +216,111 @@ def test_answers_to_the_public_seeds_are_not_enough(tmp_path):
     assert [outcome.status for outcome in said["right"]] == ["PASSED", "PASSED"]
     assert [outcome.status for outcome in said["stored"]] == ["INCORRECT", "PASSED"]
     assert "with another one (--seed " in said["stored"][0].reason
+
+
+MANY = """
+def generate_input(n, seed):
+    return [_random(2, seed + i) for i in range(n)]
+
+def ref_kernel(data):
+    return [{"twice": x * 2, "same": x, "sum": float(x.sum())} for x in data]
+
+def check_implementation(data, output):
+    return all(torch.equal(a["twice"], b["twice"]) for a, b in zip(ref_kernel(data), output, strict=True)), "differ"
+"""
+FEWER = "def custom_kernel(data):\n    return [{'twice': x + x, 'same': x, 'sum': float(x.sum())} for x in data]\n"
+
+
+def reasons(tmp_path, task: str, reference: str, submission: str) -> list[tuple[str, str]]:
+    """Return (status, first line of the report) of a submission in each test case of a folder."""
+    for name, text in {"task.yml": task, "reference.py": HEAD + reference, "one.py": submission}.items():
+        (tmp_path / name).write_text(text)
+    found = folders.find(str(tmp_path))
+    handle = RunnerHandle("one", folders.submission(found, tmp_path / "one.py"), "cpu")
+    with Session(found, "cpu") as session:
+        said = phases.run_tests(session, [handle], list(found.tests), lambda *_: None, lambda _: None)
+    return [(outcome.status, outcome.reason.partition("\n")[0]) for outcome in said["one"]]
+
+
+def test_an_answer_may_have_hundreds_of_tensors(tmp_path):
+    """What holds them does not count."""
+    assert reasons(tmp_path, "tests: [{n: 341, seed: 3}]\n", MANY, FEWER) == [("PASSED", "")]
+    with pytest.raises(folders.ProblemError, match=r"at most 1024 tensors, .* the limit of this judge, got 1026"):
+        reasons(tmp_path, "tests: [{n: 342, seed: 3}]\n", MANY, FEWER)
+
+
+@pytest.mark.parametrize(
+    ("submission", "status", "said"),
+    [
+        ("def custom_kernel(data):\n    a = [data]\n    a.append(a)\n    return a\n", "RUNTIME_ERROR",
+         "one.py:1: an answer must not contain itself, and a list in it does"),
+        ("def custom_kernel(data):\n    for _ in range(40):\n        data = [data]\n    return data\n", "RUNTIME_ERROR",
+         "one.py:1: an answer must be nested at most 32 deep, the limit of this judge"),
+        ("class Half(float):\n    pass\n\ndef custom_kernel(data):\n    return Half(0.5)\n", "INCORRECT",
+         "custom_kernel must return Tensor, got float"),
+    ],
+)  # fmt: skip
+def test_answers_of_other_kinds_are_named(tmp_path, submission, status, said):
+    assert reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", "", submission) == [(status, said)]
+
+
+CLASS = """
+import dataclasses
+
+@dataclasses.dataclass
+class Out:
+    y: torch.Tensor
+    many: int
+
+def ref_kernel(data):
+    return Out(data * 2, len(data))
+
+def check_implementation(data, output):
+    return bool(torch.equal(output.y, data * 2)) and output.many == len(data), "values differ"
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "came"),
+    [
+        ("SimpleNamespace(y=data * 2, many=5)", "SimpleNamespace"),
+        ("{'y': data * 2, 'many': 5}", "dict(many: int, y: Tensor)"),
+        ("(data * 2, 5)", "tuple(Tensor, int)"),
+    ],
+)  # fmt: skip
+def test_the_wanted_class_and_what_came_are_named(tmp_path, answer, came):
+    text = f"from types import SimpleNamespace\n\ndef custom_kernel(data):\n    return {answer}\n"
+    ((status, said),) = reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", CLASS, text)
+    assert status == "INCORRECT"
+    assert said.startswith(f"custom_kernel must return Out(y: Tensor, many: int), got {came}")
+
+
+RELATIVE = "ImportError: relative imports are not supported, this file is in no package: write "
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("from helper import two", "No module named 'helper': helper.py is in the folder, so add it to `files` of "
+         "task.yml"),
+        ("from .helper import two", f"{RELATIVE}`from helper import two`"),
+        ("from . import helper", f"{RELATIVE}`import helper`"),
+        ("from reference import ref_kernel", "No module named 'reference': no submission sees the reference (rule 6, "
+         "docs/rules.md)"),
+    ],
+)  # fmt: skip
+def test_an_import_that_fails_says_what_to_write(tmp_path, first, said):
+    (tmp_path / "helper.py").write_text("two = 2\n")
+    ((status, found),) = reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", "", f"{first}\n\n{DOUBLED}")
+    assert status == "RUNTIME_ERROR" and found.startswith("one.py:1: ") and f"{said} (not run" in found
+
+
+@pytest.mark.parametrize("place", ["reference", "task"])
+def test_a_relative_import_of_the_folder_says_what_to_write(tmp_path, place):
+    (tmp_path / "helper.py").write_text("two = 2\n")
+    (tmp_path / "task.py").write_text("from .helper import two\n" if place == "task" else "")
+    more = "from task import two\n" if place == "task" else "from .helper import two\n"
+    said = rf"reference\.py:\d+: {RELATIVE}`from helper import two`\n"
+    with pytest.raises(folders.ProblemError, match=said) as raised:
+        reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", more, DOUBLED)
+    assert "problems." not in str(raised.value)

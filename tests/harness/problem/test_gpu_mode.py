@@ -1,6 +1,7 @@
 """A problem folder in GPU MODE's format runs unchanged, and a right and a wrong submission are told apart."""
 
 import shutil
+import textwrap
 
 import pytest
 
@@ -9,6 +10,23 @@ from harness.problem import folders
 from tests.support import SUPPORT
 
 FOLDER = SUPPORT / "gpu_mode" / "vectoradd"
+KERNELBENCH = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.layer = torch.nn.Linear(n, n)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def get_inputs():
+    return [torch.rand(3, 8)]
+
+def get_init_inputs():
+    return [8]
+"""
 
 
 def test_the_folder_is_read_as_it_stands():
@@ -94,3 +112,55 @@ def test_a_copy_of_one_of_ours_has_another_name(tmp_path):
     copy = shutil.copytree(ours.folder, tmp_path / "indexer", ignore=shutil.ignore_patterns("variants", "wrong"))
     found = folders.find(str(copy))
     assert ours.name == "indexer" and found.own and found.name.startswith(f"indexer@{tmp_path.name}-")
+
+
+@pytest.mark.parametrize(
+    ("given", "files", "said"),
+    [
+        ("x/task.yml", {"x/task.yml": ""}, ": give the folder, x"),
+        ("x/my.py", {"x/my.py": "", "x/task.yml": ""}, ": give the folder, x"),
+        (
+            "set",
+            {"set/a/task.yml": "", "set/b/c/task.py": ""},
+            ": give one of the problem folders in it, set/a, set/b/c",
+        ),
+        ("kb.py", {"kb.py": "class Model: pass\ndef get_inputs(): pass"}, "see KernelBench in docs/gpu_mode.md"),
+        ("kb", {"kb/1.py": "class Model: pass\ndef get_inputs(): pass"}, "see KernelBench in docs/gpu_mode.md"),
+        ("x.json", {"x.json": '{"op_type": "gemm"}'}, "definitions of flashinfer-bench are not read"),
+        ("fi", {"fi/definitions/x.json": ""}, "definitions of flashinfer-bench are not read"),
+        ("empty", {"empty/x.txt": ""}, "got 'empty'"),
+        ("nothing", {}, "got 'nothing'"),
+        ("a\0b", {}, "got 'a"),
+    ],
+)
+def test_what_is_no_problem_folder_is_recognised(tmp_path, monkeypatch, given, files, said):
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(folders.UsageError) as raised:
+        folders.place(given)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_folder_without_cases_is_told_where_they_belong(tmp_path, capsys):
+    shutil.copytree(FOLDER, tmp_path / "vectoradd")
+    shutil.copy(FOLDER.parent / "utils.py", tmp_path)
+    (tmp_path / "vectoradd" / "task.yml").write_text("tests: []\nbenchmarks: []\n")
+    command = [str(tmp_path / "vectoradd"), "--device", "cpu", "--mode"]
+    assert run.main([*command, "test"]) == 2
+    assert capsys.readouterr().err.endswith("names no test cases (tests and benchmarks of task.yml)\n")
+    assert run.main([*command, "benchmark"]) == 2
+    assert capsys.readouterr().err.endswith("names no benchmark cases (benchmarks of task.yml)\n")
+
+
+def test_the_example_for_kernelbench_in_the_documents_works(tmp_path, capsys):
+    page = (SUPPORT.parent.parent / "docs" / "gpu_mode.md").read_text()
+    page = page.partition("## KernelBench")[2].partition("`custom_kernel(data)` gets")[0]
+    reference, _, task = textwrap.dedent(page[page.index("    # reference.py") :]).partition("# task.yml")
+    for name, text in {
+        "reference.py": reference, "task.yml": task, "model.py": KERNELBENCH,
+        "submission.py": "def custom_kernel(data):\n    return data[0].layer(data[1][0]).detach()\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    assert run.main([str(tmp_path), "--device", "cpu", "--mode", "test"]) == 0

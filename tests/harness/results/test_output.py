@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.judge import verdict
 from harness.results import output
 
 MARKS = "<!-- x:begin -->", "<!-- x:end -->"
@@ -25,3 +26,8 @@ def test_a_file_without_its_marks_is_an_error_and_stays(tmp_path, text):
     with pytest.raises(ValueError, match=r"page\.md must hold the lines <!-- x:begin --> and <!-- x:end --> once"):
         output.splice(page, MARKS, "new")
     assert page.read_text() == text
+
+
+def test_a_bug_has_an_exit_code_that_is_no_verdict(capsys):
+    assert output.script(lambda: int("x")) == output.CRASH_EXIT
+    assert capsys.readouterr().err.startswith("Traceback") and output.CRASH_EXIT not in verdict.EXIT_CODES.values()

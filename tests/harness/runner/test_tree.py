@@ -160,7 +160,7 @@ def test_a_claim_does_not_choose_attributes():
     assert forms.answer({**claim, "value": "Other"}, iter(()), {}).m == 1
 
 
-@pytest.mark.parametrize("answer", [None, [], {}, object(), [0] * 64], ids=("none", "list", "dict", "object", "many"))
+@pytest.mark.parametrize("answer", [None, [], {}, object(), [0] * 1025], ids=("none", "list", "dict", "object", "many"))
 def test_answers_that_say_nothing_or_too_much_are_refused(answer):
     with pytest.raises(RefusedError, match=r"an answer may|ref_kernel must return") as raised:
         foreign.parts_of(answer, "cpu")

@@ -6,6 +6,8 @@ large as the largest element, so a tolerance that refuses "largest element zero"
 output has no elements for which such a change would surely be wrong.
 """
 
+import random
+
 import numpy as np
 import torch
 
@@ -14,6 +16,7 @@ from harness.checker import values
 APART = 0.75  # of the largest element: what two elements must differ by, at least, to be swapped
 BESIDE = 0.25  # of an element: the norm of the rest of its row or column, at least, for its sign to be bound to theirs
 KNOWN = 0.125  # of the largest element: a smaller one counts as zero
+PLACES = 8  # elements that are changed one at a time in a case
 
 
 class AbsentError(Exception):
@@ -62,6 +65,24 @@ def swapped(exact: torch.Tensor) -> torch.Tensor:
     flat = values.bits(exact).flatten().clone()
     flat[[one, other]] = flat[[other, one]]
     return values.like(exact, flat.view(exact.shape).view(exact.dtype))
+
+
+def one_changed(exact: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """Return up to PLACES answers, each with one element changed into the one that is the farthest from it. Which ones
+    follows from `seed`; none is small, since what is left out of an answer is often zero.
+    """
+    x, size, largest = _numbers(exact)
+    places = (size >= KNOWN * largest).flatten().nonzero().flatten().tolist()
+    flat, found = values.bits(exact).flatten(), []
+    for at in random.Random(seed).sample(places, min(PLACES, len(places))):
+        far = (x - x.flatten()[at]).abs().nan_to_num(0, 0, 0).flatten()
+        if float(far.max()) >= KNOWN * largest:
+            made = flat.clone()
+            made[at] = flat[int(far.argmax())]
+            found.append(values.like(exact, made.view(exact.shape).view(exact.dtype)))
+    if not found:
+        raise AbsentError("no two elements are far enough apart")
+    return found
 
 
 def swapped_along(exact: torch.Tensor, axis: int) -> torch.Tensor:

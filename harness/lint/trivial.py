@@ -53,13 +53,14 @@ NARROWER_INPUT = {52: 23, 23: 10, 10: 7, 7: 3, 3: 2, 2: 1, 1: 0}
 NARROWER_ANSWER = {**NARROWER_INPUT, 3: 1, 2: 0}
 FORMATS = {52: "fp64", 23: "fp32", 10: "fp16 and tf32", 7: "bf16", 3: "e4m3", 2: "e5m2", 1: "e2m1", 0: "a power of two"}
 LESS_ANSWER, LESS_INPUTS, ALL_NEGATED = "answer in less precision", "inputs in less precision", "all elements negated"
+ONE_CHANGED = "one element changed"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """make: returns what a call would, one item per output. by_check: it is put to check_implementation, as in GPU
-    MODE. baseline: it is put to the check with the tolerance of a baseline. about: returns what to know of it if it is
-    let through.
+    """make: returns what a call would, one item per output, or, with `several`, a list of such. by_check: it is put to
+    check_implementation, as in GPU MODE. baseline: it is put to the check with the tolerance of a baseline. about:
+    returns what to know of it if it is let through.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Candidate:
     about: Callable[[], str] = lambda: ""
     by_check: bool = False
     baseline: bool = False
+    several: bool = False
 
 
 class Trivial(Checker):
@@ -110,9 +112,17 @@ class Trivial(Checker):
         """
         candidate = self.candidates[message["candidate"]]
         try:
-            outputs = candidate.make()
+            made = candidate.make()
         except AbsentError as absent:
             return {"status": "absent", "text": str(absent)}
+        said: dict = {}
+        for outputs in made if candidate.several else [made]:
+            said = self._attempted(outputs, candidate)
+            if said["status"] == "accepted":
+                break
+        return said
+
+    def _attempted(self, outputs: list, candidate: Candidate) -> dict:
         try:
             ok, text = self._check(outputs, candidate)
         except Exception as error:
@@ -236,6 +246,10 @@ class Trivial(Checker):
                     lambda j=j, make=make: [make() if i == j else t for i, t in enumerate(self.exact)],
                     lambda j=j, name=name: self._about(name, j),
                 )
+            if small and _is_tensor(self.exact[j]):
+                found[ONE_CHANGED + of] = Candidate(
+                    QUESTION, lambda j=j: self._one_changed(j), lambda: self._about(ONE_CHANGED, 0), several=True
+                )
         if not self.own and len(judged) > 1:
             found["zeros" + ALL_PARTS] = Candidate(
                 BLIND, lambda: [self._constant(j, 0.0) if _is_tensor(t) else t for j, t in enumerate(self.exact)]
@@ -295,6 +309,10 @@ class Trivial(Checker):
             return "may its sign be either? If not, the check must compare it"
         if name.startswith("two places of axis"):
             return "may they come in any order? If not, the check must compare it"
+        if name == ONE_CHANGED:
+            return (
+                f"of {spoilt.PLACES} places at least one: is every element compared? If not, the check must compare it"
+            )
         if name == LESS_ANSWER:
             return self._said_of_precision("the answer", {NARROWER_ANSWER[self._admitted(self.exact[j].dtype)]})
         if name == LESS_INPUTS:
@@ -310,6 +328,10 @@ class Trivial(Checker):
         named = f"is {self.task.PRECISION!r}" if self.own and hasattr(self.task, "PRECISION") else "is not set"
         reads = f"PRECISION of task.py {named}" if self.own else "of a folder from elsewhere PRECISION is not read"
         return f"{what} rounded to {tried}; {reads}"
+
+    def _one_changed(self, j: int) -> list[list]:
+        changed = spoilt.one_changed(self.exact[j], self.seed)
+        return [[*self.exact[:j], one, *self.exact[j + 1 :]] for one in changed]
 
     def _before(self, j: int) -> object:
         if not _alike(self.before, self.exact):

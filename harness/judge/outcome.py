@@ -37,8 +37,9 @@ class Outcome:
     us: the clock's reading, with the cost of the clock. On a GPU, by the judge's clock, ready_us: until the runner was
     ready to make the call; outside_us: from "go" to the reply, less the ordered spin; contradicted: that is too long
     for a score of `us`. On a CPU, stop_us: from "done" until all of the runner had the order to stop; late: that was
-    too long for a score; busy: its threads waited for a processor, which tasks of other processes wanted too. bytes:
-    what a call on these contents must move, if the task says that of contents.
+    too long, and `us` has it too, since the call could have worked on; busy: its threads waited for a processor, which
+    tasks of other processes wanted too. bytes: what a call on these contents must move, if the task says that of
+    contents.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a journal
@@ -137,8 +138,8 @@ def of_cpu(reading: gate.Reading) -> Outcome:
     """Return the times of a call on a CPU, by the judge's clock."""
     busy = reading.delay_us > max(BUSY_US, BUSY_SHARE * reading.call_us) and reading.others > 0
     late = reading.stop_us > STOP_LIMIT_US + STOP_THREAD_US * min(reading.threads, STOP_THREADS)
-    us, stop_us = reading.call_us, reading.stop_us
-    return Outcome("PASSED", us=us, host_us=us, stop_us=stop_us, late=late, busy=busy)
+    us = reading.call_us + (reading.stop_us if late else 0.0)
+    return Outcome("PASSED", us=us, host_us=us, stop_us=reading.stop_us, late=late, busy=busy)
 
 
 def of_gpu(reply: replies.Timed, ready_us: float, outside_us: float, baseline: bool) -> Outcome:

@@ -6,7 +6,6 @@ checks each timed call, and draws its seed after the previous call was closed.
 
 import dataclasses
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +44,9 @@ WARMUPS = {"cuda": 3, "cpu": 1}
 AUDITS = {"cuda": 3, "cpu": 0}
 # Times the samples of a process: rounds more at most, in place of calls beside which other processes took the machine.
 EXTRA_ROUNDS = {"cuda": 0, "cpu": 2}
+# Calls of a submission on a case whose runner was told too late to stop, and which are repeated. More count with the
+# time until the stop: else a submission could spoil the calls that it would rather not have.
+MOST_LATE = 2
 JUDGE = "(judge)"
 
 
@@ -140,8 +142,8 @@ def run_benchmarks(
 @dataclass
 class _Group:
     """The calls of one process of each submission, of one part of them, on one case, as they come in. audits: samples
-    at which one is due. spare: calls beside which other processes took the machine, used where there are no others;
-    late: how many ended in a way that leaves too much unknown.
+    at which one is due. spare: calls beside which other processes took the machine, or that ended in a way that leaves
+    too much unknown, used where there are no others.
     """
 
     process: int
@@ -152,7 +154,6 @@ class _Group:
     seeds: list[str] = field(default_factory=list)
     own: dict[str, list[float]] = field(default_factory=dict)
     spare: dict[str, list[Outcome]] = field(default_factory=dict)
-    late: dict[str, int] = field(default_factory=dict)
     batches: dict[str, list[Batch]] = field(default_factory=dict)
 
 
@@ -377,11 +378,11 @@ class Benchmark:
         if self.paired and len(quiet) < len(outcomes):
             quiet, late = set(), set(outcomes) if late else set()
         for name, outcome in outcomes.items():
-            if name in quiet:
-                self.timings[name][number].outcomes[group.process].append(outcome)
+            timing = self.timings[name][number]
+            timing.late += name in late
+            if name in quiet or (name in late and timing.late > MOST_LATE):
+                timing.outcomes[group.process].append(outcome)
                 group.outcomes[name].append(outcome)
-            elif name in late:
-                group.late[name] = group.late.get(name, 0) + 1
             else:
                 group.spare.setdefault(name, []).append(outcome)
 
@@ -393,7 +394,7 @@ class Benchmark:
         return {name: failure for name, failure in found.items() if failure and failure.status != "UNSUPPORTED"}
 
     def _complete(self, number: int, group: _Group, name: str) -> None:
-        """Give a submission with too few quiet calls the busy ones too."""
+        """Give a submission with too few quiet calls the busy and the late ones too."""
         timing = self.timings[name][number]
         missing = self.how.samples - len(timing.outcomes[group.process])
         if timing.failure or missing <= 0:
@@ -403,19 +404,11 @@ class Benchmark:
         group.outcomes[name] += spare
         if len(spare) == missing:
             return
-        if self.paired and (failures := self._failures(number, group)):
-            other, failure = next(iter(failures.items()))
-            timing.failure = Outcome(
-                "INVALID_MEASUREMENT",
-                f"not timed: {other} is {failure.status}, and of a pair both count or none; time it without --against",
-            )
-        else:
-            timing.failure = Outcome(
-                "INVALID_MEASUREMENT",
-                f"machine too busy: after {group.late.get(name, 0)} calls the runner was told too late to "
-                f"stop, so that {missing - len(spare)} of {self.how.samples} times are missing (load "
-                f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors); run again when it is idle",
-            )
+        other, failure = next(iter(self._failures(number, group).items()))
+        timing.failure = Outcome(
+            "INVALID_MEASUREMENT",
+            f"not timed: {other} is {failure.status}, and of a pair both count or none; time it without --against",
+        )
         group.outcomes[name].append(timing.failure)
 
     def _call(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:

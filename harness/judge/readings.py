@@ -34,6 +34,7 @@ class Timing:
     outcomes: list[list[Outcome]] = field(default_factory=list)
     failure: Outcome | None = None
     batches: list[Batch] = field(default_factory=list)  # on a GPU
+    late: int = 0  # calls whose runner was told too late to stop, counted or not
 
     @property
     def least_us(self) -> float:

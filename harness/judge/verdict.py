@@ -267,6 +267,10 @@ class Recorder:
             warnings.append("no NVML: clocks and throttle reasons unknown")
         if busy := sum(timing.flat("busy")):
             warnings.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")
+        if late := sum(timing.flat("late")):
+            warnings.append(
+                f"{late} calls count with the time until the runner was stopped: it was told too late to stop"
+            )
         if under := sum(us <= readings.resolution_us for us in timing.flat("us")):
             warnings.append(f"{under} calls read less than the clock resolves, {readings.resolution_us:.1f} us")
         delivery = "memory files, filled while everything of the runner is stopped"

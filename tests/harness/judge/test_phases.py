@@ -260,3 +260,27 @@ def test_the_product_is_one_of_random_values():
     want = made._a.double() @ made._b.double()
     assert 20 < float(want.std()) < 25, "512 products of two normal values"
     assert float((made._c.double() - want).abs().max()) < 1e-3
+
+
+class Late(Counting):
+    """Every second call of a process is one after which it was told too late to stop."""
+
+    def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
+        made = super().call(handle, request)
+        late = handle.name != JUDGE and self.called[handle.name] % 2 == 0
+        return dataclasses.replace(made, us=100.0, late=True) if late else made
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_submission_cannot_choose_which_of_its_calls_count(paired):
+    """Of late calls two are repeated, all others count, and of a pair the other call too."""
+    made = [
+        RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(1 + paired)
+    ]
+    how = Plan(processes=2, samples=10, warmups=0, buffers=2, audits=0, together=2, extra=20)
+    timings, _ = phases.run_benchmarks(Late(), made, [case(0)], lambda _: None, paired, how=how)
+    for handle in made:
+        (timing,) = timings[handle.name]
+        assert not timing.failure and [len(outcomes) for outcomes in timing.outcomes] == [10, 10]
+        late = timing.flat("late")
+        assert sum(late) == 10  # of 22 calls 12 are late

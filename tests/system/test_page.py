@@ -106,11 +106,13 @@ def test_a_click_or_a_key_sorts(chromium, site):
 
     assert press("time, us") == "ascending"
     times = [us(said) for said in column("time, us")]
-    assert times == sorted(times) and len(times) == 7
+    assert times == sorted(times) and len(times) > 4
     assert press("time, us") == "descending"
     assert [us(said) for said in column("time, us")] == times[::-1], "2,513 is more than 63.17"
     assert press("variant") == "ascending" and column("variant") == sorted(column("variant"))
-    assert press("rank") == "ascending" and column("rank")[:5] == ["1", "2", "3", "4", "5"]
+    assert press("rank") == "ascending"
+    ranks = [rank for rank in column("rank") if rank.isdecimal()]
+    assert len(ranks) > 2 and column("rank")[: len(ranks)] == [str(i + 1) for i in range(len(ranks))]
 
 
 def test_words_filter_rows_and_a_link_opens_the_part_that_has_its_row(chromium, site):

@@ -34,7 +34,7 @@ class Timing:
     outcomes: list[list[Outcome]] = field(default_factory=list)
     failure: Outcome | None = None
     batches: list[Batch] = field(default_factory=list)  # on a GPU
-    late: int = 0  # calls whose runner was told too late to stop, counted or not
+    late: int = 0  # calls, counted or not, whose runner, or the other one of a pair, was told too late to stop
 
     @property
     def least_us(self) -> float:

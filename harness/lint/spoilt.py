@@ -68,8 +68,8 @@ def swapped(exact: torch.Tensor) -> torch.Tensor:
 
 
 def one_changed(exact: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """Return up to PLACES answers, each with one element changed into the one that is the farthest from it. Which ones
-    follows from `seed`; none is small, since what is left out of an answer is often zero.
+    """Return up to PLACES answers, each with one element changed into the one that is the farthest from it. `seed`
+    draws the elements, among those that are not small: a place that does not count often holds zero.
     """
     x, size, largest = _numbers(exact)
     places = (size >= KNOWN * largest).flatten().nonzero().flatten().tolist()

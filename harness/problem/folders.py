@@ -184,7 +184,8 @@ def _instead(path: Path) -> str:
             named = ", ".join(map(str, sorted(inner)[:_NAMED]))
             return f": give one of the problem folders in it, {named}{more}"
         texts = [file.read_text(errors="replace") for file in files if file.stat().st_size <= load.PYTHON_LIMIT]
-        if (path / "definitions").is_dir() or (path.suffix == ".json" and '"op_type"' in texts[0]):
+        definition = path.suffix == ".json" and any('"op_type"' in said for said in texts)
+        if definition or (path / "definitions").is_dir():
             return ": definitions of flashinfer-bench are not read: write reference.py and task.yml (docs/gpu_mode.md)"
     if any("class Model" in said and "def get_inputs" in said for said in texts):
         return ": a KernelBench problem needs a reference.py and a task.yml, see KernelBench in docs/gpu_mode.md"

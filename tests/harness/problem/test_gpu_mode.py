@@ -164,3 +164,8 @@ def test_the_example_for_kernelbench_in_the_documents_works(tmp_path, capsys):
     }.items():  # fmt: skip
         (tmp_path / name).write_text(text)
     assert run.main([str(tmp_path), "--device", "cpu", "--mode", "test"]) == 0
+
+
+def test_a_definition_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(folders.UsageError, match=r"or a folder with a task\.py or a task\.yml, got '.*none\.json'$"):
+        folders.find(str(tmp_path / "none.json"))

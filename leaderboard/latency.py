@@ -31,13 +31,13 @@ def table(records: list[dict], known: Provenance) -> Table:
     """Header and rows, times in us. % of SOL: the speed of light's time / the graph's, or a prefill's eager one."""
     names = list(dict.fromkeys(name for one in records for name in one["case"] or {}))
     header = [
-        *names, "eager us", "graph us", "tokens/s", "SOL us", "% of SOL", "launches", "source", "state",
+        *names, "eager us", "graph us", "in a row us", "tokens/s", "SOL us", "% of SOL", "launches", "source", "state",
     ]  # fmt: skip
     rows = []
     for one in records:
         case = one["case"] or {}
         row = [text.line(case.get(name, ""), tables.REASON) for name in names]
-        row += [tables.us(us) for us in (number(one.get("eager_us")), graph_us(one))]
+        row += [tables.us(us) for us in (number(one.get("eager_us")), graph_us(one), number(one.get("row_us")))]
         row += [f"{rate:,.0f}" if (rate := tokens_a_second(one)) > 0 else "", tables.us(number(one.get("sol_us")))]
         row += [tables.percent(share(one)), launches(one), known.state(one)]
         rows.append([*row, state(one, known)])
@@ -51,7 +51,8 @@ def winners(steps: Steps, known: Provenance) -> list[list[str]]:
         problem, _, machine = title.partition(", on ")
         for one in records:
             case = one["case"] or {}
-            if case.get("batch") == 1 and not {"new", "early"} & set(case) and one["status"] != "UNSUPPORTED":
+            other = {"new", "early", "kernels"} & set(case)
+            if case.get("batch") == 1 and not other and one["status"] != "UNSUPPORTED":
                 what = ", ".join(str(value) for name, value in case.items() if name not in ("batch", "context"))
                 time = f"{tables.us(number(one.get('median_us')))} us"
                 rows.append(
@@ -115,18 +116,18 @@ def layers(records: list[dict]) -> Table:
             key = (f"{parts[1]}, {parts[3].removesuffix('e')} experts", *rest.items())
             found.setdefault(key, {})[int(parts[2])] = one
     names = list(dict.fromkeys(name for _, *rest in found for name, _ in rest))
-    header, rows = ["config", *names, "layers", "us a layer", "SOL us a layer", "% of SOL"], []
+    header, rows = ["config", *names, "layers", "us a layer", "in a row", "SOL us a layer", "% of SOL"], []
     for (config, *rest), by_count in found.items():
         if len(by_count) < 2:
             continue
         fewest, most = min(by_count), max(by_count)
-        us, sol = (
+        us, row, sol = (
             (number(by_count[most].get(name)) - number(by_count[fewest].get(name))) / (most - fewest)
-            for name in ("median_us", "sol_us")
+            for name in ("median_us", "row_us", "sol_us")
         )
         values = [text.line(dict(rest).get(name, ""), tables.REASON) for name in names]
         rows.append([
-            config, *values, f"{fewest} and {most}", tables.us(us), tables.us(sol),
+            config, *values, f"{fewest} and {most}", tables.us(us), tables.us(row), tables.us(sol),
             tables.percent(sol / us) if us > 0 else "",
         ])  # fmt: skip
     return header, rows

@@ -248,6 +248,9 @@ class Record(_Checked):
     against: Against | None = _field("the ratio to another variant, from interleaved pairs", ("benchmark",))
     resources: list[Resource] | None = _field("what the compiler says, an object for each kernel", ("compile",))
     eager_us: Us | None = _field("median time of the same step without a graph, in us, host's clock", ("latency",))
+    row_us: Us | None = _field(
+        "time of a step among many in a row, which the host does not wait between, in us, host's clock", ("latency",)
+    )
     sol_us: Us | None = _field(
         "speed of light: bytes or flops at the datasheet's rates, the longer, in us; null where these are not known",
         ("latency",),

@@ -37,6 +37,7 @@ from problems.common import build, load
 
 FILE = "latency.py"
 WARMUPS, STEPS = 5, 50
+ROWS, ROW = 5, 20  # rows of steps that the host does not wait between, and steps of each
 TRACED = 5  # replays whose kernels are timed
 PER_THREAD = 2  # cudaStreamPerThread: the default one of code that build.capturable() made
 CLOCK = {
@@ -99,19 +100,20 @@ def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
 def main() -> None:
     folder, chosen, found = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     hook = load.module(folder, "latency")
-    print(f"{'':<52}{'eager us':>10}{'graph us':>10}{'launches':>10}")
+    print(f"{'':<52}{'eager us':>10}{'graph us':>10}{'in a row':>10}{'launches':>10}")
     with open(found, "w") as file, torch.inference_mode():
         for case in chosen:
             one = measured(hook, case)
             file.write(json.dumps({"case": case, **one}) + "\n")
             file.flush()
             if one["status"] == "UNSUPPORTED":
-                print(f"{label(case):<52}{'-':>10}{'-':>10}{'-':>10}  UNSUPPORTED: {one['reason']}")
+                print(f"{label(case):<52}{'-':>10}{'-':>10}{'-':>10}{'-':>10}  UNSUPPORTED: {one['reason']}")
                 continue
             said, launches = one["reason"] or "ok", one["launches"]
             graph = f"{one['median_us']:.0f}" if "graph" in launches else "-"
+            row = f"{one['row_us']:.0f}" if "row_us" in one else "-"
             count = launches.get("graph", launches["eager"])
-            print(f"{label(case):<52}{one['eager_us']:>10.0f}{graph:>10}{count:>10}  {said}")
+            print(f"{label(case):<52}{one['eager_us']:>10.0f}{graph:>10}{row:>10}{count:>10}  {said}")
 
 
 def measured(hook: Any, case: dict) -> dict:
@@ -127,11 +129,14 @@ def measured(hook: Any, case: dict) -> dict:
 
 @dataclass(frozen=True)
 class Graph:
-    """What was found of a recorded step. logits: of its first replay; replays: the launches of each traced one."""
+    """What was found of a recorded step. logits: of its first replay; replays: the launches of each traced one; row_us:
+    of a step among many in a row.
+    """
 
     logits: torch.Tensor
     replays: list[list[Launch]]
     samples: list[float]
+    row_us: float
     left_out: list[str]
 
 
@@ -144,7 +149,7 @@ def replayed(decode: Any) -> Graph:
         torch.cuda.synchronize()
         logits = step.logits.clone()
         replays = [device_trace.launches(graph.replay) for _ in range(TRACED)]
-        return Graph(logits, replays, _times_us(graph.replay), left_out)
+        return Graph(logits, replays, _times_us(graph.replay), _row_us(graph.replay), left_out)
 
 
 def measure(decode: Any) -> dict:
@@ -170,8 +175,8 @@ def measure(decode: Any) -> dict:
     return {
         "status": "INVALID_MEASUREMENT" if reason else "PASSED", "reason": reason, "bytes": decode.bytes,
         "flops": decode.flops, "median_us": statistics.median(found.samples), "samples_us": [found.samples],
-        "n": len(found.samples), "eager_us": statistics.median(_times_us(step)), "kernels": eager_ops.names,
-        "launches": {"eager": len(in_eager), "graph": len(in_graph)},
+        "n": len(found.samples), "row_us": found.row_us, "eager_us": statistics.median(_times_us(step)),
+        "kernels": eager_ops.names, "launches": {"eager": len(in_eager), "graph": len(in_graph)},
         "breakdown": device_trace.breakdown(traced, found.replays),
         "checks": {
             "host_synchronisations": wait, "replay_equals_eager": same, "missing_in_graph": missing,
@@ -263,6 +268,19 @@ def _times_us(call: Callable[[], None]) -> list[float]:
         torch.cuda.synchronize()
         taken.append(round(1e6 * (time.perf_counter() - start), 3))
     return taken[WARMUPS:]
+
+
+def _row_us(call: Callable[[], None]) -> float:
+    """Median time of a call, in us, in rows of ROW that the host waits behind only, as text is generated."""
+    taken = []
+    for _ in range(ROWS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(ROW):
+            call()
+        torch.cuda.synchronize()
+        taken.append(1e6 * (time.perf_counter() - start) / ROW)
+    return round(statistics.median(taken), 3)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 A decode step can be recorded in a CUDA graph: it does not wait for the device, and it reads and writes the same memory
 each time. harness/tools/latency.py records, replays and times it. A case with `new` tokens is a prefill, timed without
-a graph; with `early` 0 no kernel of another problem begins early. Weights and caches are random and made at memory
-speed; the experts that a step goes to are counted.
+a graph; with `early` 0 no kernel of another problem begins early; `kernels`, as the check's --kernels has it, goes over
+the winners. Weights and caches are random and made at memory speed; the experts that a step goes to are counted.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import BLOCK_TOKENS
 from problems.dsv4_forward.weights.tree import ModelWeights
 
-CONTEXT, LONG, LONGEST = 512, 4096, 65536  # tokens of each sequence before the timed steps
+CONTEXT, LONG, LONGER, LONGEST = 512, 4096, 65536, 262144  # tokens of each sequence before the timed steps
 PREFILL = 2048  # tokens, in one chunk
 CASES = [
     {"config": name, "format": fmt, "batch": batch, "context": CONTEXT}
@@ -34,12 +34,18 @@ CASES = [
     for batch in (1, 8)
 ] + [  # of the time for 8 layers and for 4, the difference is that of four layers, without the head
     {"config": name, "format": "nvfp4", "batch": batch, "context": context}
-    for name in ("flash-4l256e", "flash-8l256e") for batch, context in ((1, LONG), (8, LONG), (32, LONG), (8, LONGEST))
+    for name in ("flash-4l256e", "flash-8l256e") for batch, context in ((1, LONG), (8, LONG), (32, LONG), (8, LONGER))
 ] + [
     {"config": "flash-4l256e", "format": fmt, "batch": 1, "context": 0, "new": PREFILL}
     for fmt in ("nvfp4", "nvfp4_experts")
 ] + [  # to be compared with the same case without `early`
     {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": LONG, "early": 0} for batch in (1, 8)
+] + [
+    {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context}
+    for batch, context in ((1, LONGER), (1, LONGEST), (8, LONGEST))
+] + [  # the indexer's steps as a kernel each; to be compared with the same case without `kernels`
+    {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context, "kernels": "choose=reference"}
+    for context in (LONG, LONGER, LONGEST) for batch in (1, 8)
 ]  # fmt: skip
 
 
@@ -114,6 +120,7 @@ class Decode:
     def __init__(self, case: dict, steps: int, device: str = "cuda") -> None:
         self.made = _weights(case["config"], case["format"], device)
         self.early = bool(case.get("early", True))
+        self.kernels = ",".join(("winners", *filter(None, [case.get("kernels")])))
         batch, context = case["batch"], case["context"]
         room = -(-(context + 8 * steps) // BLOCK_TOKENS)
         self.state = State(self.made.config, self.made.format, sequences=batch, blocks=batch * room, device=device)
@@ -146,8 +153,8 @@ class Decode:
         return tuple(found)
 
     def choose(self) -> Chosen:
-        """What fills each op: the winners of the problems, built as build.capturable() says now."""
-        return ops.choose("winners", load.device_target(self.tokens.device), self.made)
+        """What fills each op, built as build.capturable() says now."""
+        return ops.choose(self.kernels, load.device_target(self.tokens.device), self.made)
 
     def step(self, chosen: Chosen, without: Collection[str] = (), named: bool = False) -> Step:
         """Return a step with what was chosen; the ops named in `without` hold the reference. named: each call of an op

@@ -179,11 +179,15 @@ __device__ __forceinline__ uint4 load_input(const void* at) {
     return v;
 }
 
-// ptx::tma_load_1d without a policy, which would be held in two registers.
-__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+// Weights, which are read once: code and small tensors stay in L2. (ptx::tma_load_1d holds the policy in two registers.)
+__device__ __forceinline__ void load_weights(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-        "r"(bytes), "r"(barrier)
+        "{\n"
+        ".reg .b64 first;\n"
+        "createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], first;\n"
+        "}" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -902,7 +906,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         if (lane == 0) {
             ptx::arrive_and_expect_tx(full, parts * Ring::PART_BYTES);
             const uint8_t* units = job_of(fill_link).p.units + static_cast<uint64_t>(from) * Ring::PART_BYTES;
-            bulk_load(to + (used & at_zero), units, parts * Ring::PART_BYTES, full);
+            load_weights(to + (used & at_zero), units, parts * Ring::PART_BYTES, full);
         }
         from += Ring::PARTS, left -= parts;
     };

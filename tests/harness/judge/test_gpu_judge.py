@@ -105,6 +105,18 @@ def test_a_slot_is_one_memory_for_two_processes():
     buffer.close()
 
 
+@pytest.mark.parametrize("nbytes", [1, native.PAGE, native.PAGE + 1])
+def test_memory_for_two_processes_takes_whole_pages(nbytes):
+    """Else another process maps it in small ones."""
+    made = native.DeviceBuffer(nbytes)
+    base, size = ctypes.c_void_p(), ctypes.c_size_t()
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_void_p(made.address))
+    assert (found, base.value, made.bytes.numel()) == (0, made.address, nbytes)
+    assert size.value == -(-nbytes // native.PAGE) * native.PAGE
+    made.close()
+
+
 def timed(ticking: clock.CudaClock, kernel: Callable[[], object], delivery: clock.Delivery) -> clock.Sample:
     """The clock's reading of a call that returns nothing to copy."""
     return ticking.time(native.Call(kernel), lambda _: None, delivery)[0]

@@ -54,8 +54,9 @@ def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path, judged, record
 
 
 def test_cases_are_the_problems_and_chosen_by_their_words():
-    assert len(latency.cases(MODEL, None)) == 24
+    assert len(latency.cases(MODEL, None)) == 33
     assert [one["format"] for one in latency.cases(MODEL, "new=2048")] == ["nvfp4", "nvfp4_experts"]
+    assert len(latency.cases(MODEL, "kernels=choose=reference")) == 6
     (one,) = latency.cases(MODEL, "config=tiny-k format=nvfp4 batch=8")
     assert one == {"config": "tiny-k", "format": "nvfp4", "batch": 8, "context": 512}
     with pytest.raises(UsageError, match="--case must match a latency case"):
@@ -141,6 +142,7 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(torch.profiler, "record_function", range_of)
     monkeypatch.setattr(latency, "WARMUPS", 1)
     monkeypatch.setattr(latency, "TRACED", 2)
+    monkeypatch.setattr(latency, "ROW", 2)
     for name in ("stream", "ExternalStream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -156,7 +158,7 @@ def test_what_is_found_of_a_step(without_gpu, monkeypatch, judged, recorder):
     steps = Steps(case, 20, "cpu")
     found = latency.measure(steps)
     assert (found["status"], found["reason"], found["n"]) == ("PASSED", "", 3)
-    assert found["median_us"] == sorted(found["samples_us"][0])[1] > 0 and found["eager_us"] > 0
+    assert found["median_us"] == sorted(found["samples_us"][0])[1] > 0 and found["eager_us"] > 0 < found["row_us"]
     assert found["launches"] == {"eager": 2, "graph": 2} and set(found["kernels"]) >= {"fmha", "linear"}
     assert found["breakdown"]["ops"] == {"start": {"us": 4.0, "launches": 2}}
     assert (found["breakdown"]["span_us"], found["breakdown"]["gaps_us"]) == (5.0, 1.0)
@@ -167,6 +169,13 @@ def test_what_is_found_of_a_step(without_gpu, monkeypatch, judged, recorder):
     assert found["status"] == "INVALID_MEASUREMENT"
     assert found["reason"] == "host_synchronisations; replay_equals_eager"
     assert found["checks"]["host_synchronisations"] == "a copy to the host"
+
+
+def test_kernels_of_a_case_go_over_the_winners(without_gpu):
+    case = {"config": "tiny-k", "format": "nvfp4", "batch": 1, "context": 8}
+    assert Steps(case, 20, "cpu").choose().names["choose"].startswith("indexer/")
+    named = Steps(case | {"kernels": "choose=reference"}, 20, "cpu").choose().names
+    assert (named["choose"], named["fmha"].partition("/")[0]) == ("reference", "fmha_decode")
 
 
 @pytest.mark.slow

@@ -327,7 +327,7 @@ def test_the_newest_latency_of_each_configuration_is_shown(capsys, results):
     code, out, err = said(capsys, "--results", results, "--format", "markdown")
     assert code == 0 and "gpu-box/model/latency.jsonl:2: not a record" in err
     assert "### model, sm90, on gpu-box: time per decode step" in out and "### " in out.partition("### model")[0]
-    shown = "| small | bf16 | 1 | 512 | 9,000 | 4,000 | 250 | 1,000 | 25 % | 77 | stale | warning: no NVML |"
+    shown = "| small | bf16 | 1 | 512 | 9,000 | 4,000 |  | 250 | 1,000 | 25 % | 77 | stale | warning: no NVML |"
     assert shown in out
     assert shown.replace("| 1 |", "| 8 |").replace("| 250 |", "| 2,000 |").replace("warning: no NVML", "ok") in out
     assert "| stale | INVALID_MEASUREMENT: replay_equals_eager; warning: no NVML |" in out.replace("\\", "")

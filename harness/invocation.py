@@ -431,11 +431,13 @@ class Run:
             raise UsageError("--mode latency needs a GPU, the run is on a CPU")
         judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
         record.see_writable(self.machine)
-        with self._held():
-            self.lines, fault = latency.run(self.problem, self.recorder, judged, cases)
-        if not args.case:
-            record.append(self.machine, self.problem.name, self.lines)
-            console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
+        try:
+            with self._held():
+                fault = latency.run(self.problem, self.recorder, judged, cases, self.lines)
+        finally:  # interrupted too: each case counts by itself
+            if self.lines and not args.case:
+                record.append(self.machine, self.problem.name, self.lines)
+                console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
         self._write_json([])
         if fault:
             raise ProblemError(fault)

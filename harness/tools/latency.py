@@ -61,9 +61,9 @@ def cases(problem: Problem, text: str | None) -> list[dict]:
     return found
 
 
-def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]) -> tuple[list[dict], str]:
-    """Measure these cases. Return the records of those that were measured, and what stopped the problem's code before
-    the others, "" if nothing did.
+def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict], lines: list[dict]) -> str:
+    """Measure these cases, and append the record of each that was measured to `lines`, also where this is interrupted.
+    Return what stopped the problem's code before the others, "" if nothing did.
     """
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch, "found")
@@ -76,9 +76,9 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
             status = guarded.process.wait()
         finally:
             guarded.end()
-        lines = found.read_text().splitlines() if found.is_file() else []
-    fault = f"{problem.name}/{FILE} ended with status {status}" if status else ""
-    return [line_of(recorder, judged, json.loads(line)) for line in lines], fault
+            ended = found.read_text().rpartition("\n")[0].splitlines() if found.is_file() else []
+            lines += [line_of(recorder, judged, json.loads(line)) for line in ended]
+    return f"{problem.name}/{FILE} ended with status {status}" if status else ""
 
 
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:

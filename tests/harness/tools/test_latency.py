@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -191,25 +192,53 @@ def test_a_prefill_is_timed_without_a_graph(without_gpu, judged, recorder):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_process_that_fails_is_a_failure_of_the_problem(capfd, judged, recorder):
     (case,) = latency.cases(MODEL, "tiny-k format=bf16 batch=1")
-    found = latency.run(MODEL, recorder, judged, [case])
-    assert found == ([], "dsv4_forward/latency.py ended with status 1")
+    lines = []
+    assert latency.run(MODEL, recorder, judged, [case], lines) == "dsv4_forward/latency.py ended with status 1"
+    assert lines == []
     assert "CUDA" in capfd.readouterr().err
 
 
-def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, recorder):
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, recorder, interrupted):
     line = latency.line_of(recorder, judged, MEASURED)
     recorded = []
-    monkeypatch.setattr(latency, "run", lambda *_: ([line], "it ended with status 1"))
+
+    def run(*given) -> str:
+        given[-1].append(line)
+        if interrupted:
+            raise KeyboardInterrupt
+        return "it ended with status 1"
+
+    monkeypatch.setattr(latency, "run", run)
     monkeypatch.setattr(invocation.record, "append", lambda machine, problem, lines: recorded.extend(lines))
     monkeypatch.setattr(invocation.record, "see_writable", lambda machine: None)
     asked = SimpleNamespace(variant="", submission="", against="", all=False, case=None, json="")
     made = SimpleNamespace(
-        args=asked, device="cuda", problem=MODEL, recorder=recorder, machine="box",
+        args=asked, device="cuda", problem=MODEL, recorder=recorder, machine="box", lines=[],
         _judged=lambda _: None, _held=contextlib.nullcontext, _write_json=lambda _: None,
     )  # fmt: skip
-    with pytest.raises(ProblemError, match="it ended with status 1"):
+    with pytest.raises(KeyboardInterrupt if interrupted else ProblemError):
         invocation.Run._latency(made, judged.submission)
     assert recorded == [line]
+
+
+def test_what_was_measured_before_an_interruption_is_kept(monkeypatch, judged, recorder):
+    class Guarded:
+        def __init__(self, argv, *_) -> None:
+            whole = json.dumps(MEASURED) + "\n"
+            Path(argv[-1]).write_text(whole + whole[:20])
+            self.pid, self.process = 1, self
+
+        def wait(self) -> None:
+            raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(latency.process, "Guarded", Guarded)
+    lines = []
+    with pytest.raises(KeyboardInterrupt):
+        latency.run(MODEL, recorder, judged, [MEASURED["case"]], lines)
+    assert [line["case"] for line in lines] == [MEASURED["case"]]
 
 
 def test_a_case_without_room_is_unsupported_and_the_others_go_on(judged, recorder):

@@ -243,12 +243,50 @@ def test_sm90_join_takes_rows_of_any_length(topk, entries, runs, levels):
     assert module.levels(entries, module.EACH * runs) == levels
 
 
+@pytest.fixture
+def baseline(monkeypatch, tmp_path):
+    """The baseline on packages that are not there. `.specs`: of FlashInfer's top k, those that were built."""
+
+    class Spec:
+        jit_library_path = tmp_path / "built.so"
+
+        def __init__(self):
+            self.extra_cuda_cflags = None
+
+        aot_path = property(lambda _: env.FLASHINFER_AOT_DIR / "topk.so")
+        is_aot = property(lambda self: self.aot_path.exists())
+
+        def build(self):
+            self.jit_library_path.write_bytes(b"library")
+            specs.append(self)
+
+    specs: list[Spec] = []
+    env = types.SimpleNamespace(FLASHINFER_AOT_DIR=tmp_path / "installed")
+    made = {
+        "deep_gemm": {}, "flashinfer": {}, "flashinfer.jit": {"env": env},
+        "flashinfer.jit.topk": {"gen_topk_module": Spec},
+    }  # fmt: skip
+    for name, has in made.items():
+        module = types.ModuleType(name)
+        vars(module).update(has)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "build"))
+    module = load.variant("indexer", "peer_deepgemm_flashinfer")
+    return types.SimpleNamespace(module=module, specs=specs, new=Spec)
+
+
+def test_the_baselines_top_k_is_compiled_once_for_all_processes(baseline):
+    for _ in range(2):
+        baseline.module._top_k_is_built()
+        baseline.module._top_k_is_built.cache_clear()  # as in another process
+    assert [spec.extra_cuda_cflags for spec in baseline.specs] == [["--split-compile=0"]]
+    assert baseline.new().aot_path.read_bytes() == b"library"
+
+
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
-def test_the_baselines_pages_hold_the_same_keys(kind, monkeypatch):
+def test_the_baselines_pages_hold_the_same_keys(kind, baseline):
     """Its conversion rounds nothing, whatever the scales are: of FP8 keys they are no powers of two."""
-    for name in ("deep_gemm", "flashinfer"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    pages_of = load.variant("indexer", "peer_deepgemm_flashinfer")._fp8_pages
+    pages_of = baseline.module._fp8_pages
     data, _ = small(kind=kind, per_page=32, content="magnitudes", entries=100)
     sizes, entry = task.unpack(data), torch.arange(100)
     table = torch.where(torch.arange(sizes.blocks) * sizes.per_page < data.visible.amax(1, keepdim=True), data.table, 0)

@@ -4,16 +4,23 @@ The wheels are sgl-deep-gemm and flashinfer-python: two launches and an array of
 FP8 keys in pages of 64 only, so others are converted in setup, exactly, as an engine that uses it would have stored
 them: it reads 132 bytes a key where MXFP4 has 68. Queries are converted there too, with their scales in the weights,
 and the schedule is made, which an engine makes once for all layers of a step. FlashInfer writes data.out itself.
+
+FlashInfer compiles its top k at the first call, for a minute and a half, and again in each process, since ninja's
+commands name the process's folder. So the compile step's library is kept where builds are, and later processes load it
+as they would load one that was installed.
 """
 
+import functools
 from typing import NamedTuple
 
 import deep_gemm
 import flashinfer
 import torch
+from flashinfer.jit import env
+from flashinfer.jit.topk import gen_topk_module
 from task import DIM, input_t, output_t, read_keys, unpack
 
-from problems.common import fp8, index_pages
+from problems.common import build, fp8, index_pages
 
 TARGETS = ("sm90",)
 REQUIRES = ("deep_gemm", "flashinfer")
@@ -41,6 +48,7 @@ def setup(data: input_t) -> State:
         raise RuntimeError(f"peer_deepgemm_flashinfer needs an NVIDIA GPU, got data on {data.q.device}")
     if sizes.queries != 1:
         raise ValueError(f"queries must be 1, got {sizes.queries}")
+    _top_k_is_built()
     used = torch.arange(sizes.blocks, device=data.q.device) * sizes.per_page < data.visible
     table = torch.where(used, data.table, 0)
     keys, pages = _fp8_pages(data.keys, table, sizes.per_page)
@@ -65,6 +73,23 @@ def custom_kernel(data: input_t, state: State) -> output_t:
         logits, state.table, state.lengths, state.out.shape[1], page_size=state.per_page, out=state.out
     )
     return data.out
+
+
+@functools.cache
+def _top_k_is_built() -> None:
+    spec = gen_topk_module()
+    if spec.is_aot:  # installed
+        return
+    env.FLASHINFER_AOT_DIR = build.directory() / "flashinfer"
+    place = spec.aot_path
+    if place.is_file():
+        return
+    spec.extra_cuda_cflags = [*(spec.extra_cuda_cflags or ()), "--split-compile=0"]  # by all processors
+    spec.build()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_suffix(".part")
+    part.write_bytes(spec.jit_library_path.read_bytes())
+    part.replace(place)
 
 
 def _fp8_pages(keys: torch.Tensor, table: torch.Tensor, per_page: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -245,6 +245,9 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
             raise UsageError(
                 f"--json and --events must be two files, got {args.json} for both: --json replaces its own"
             )
+    out = Path("/dev/stdout")
+    if args.json == "-" and args.events and out.exists() and Path(args.events).exists() and out.samefile(args.events):
+        raise UsageError(f"--json - and --events must be two files, got standard output, {args.events}, for both")
     return None
 
 

@@ -420,7 +420,7 @@ class Checker:
         if said is not None and (fault := forms.returned_fault(said, self.captures, self.own)):
             return _verdict("INCORRECT", fault)
         output = got[0] if len(got) == 1 else tuple(got)
-        result = self.reference.compare(self.pristine, self.want, output, message["baseline"])
+        result = inputs.compared(self.reference, self.pristine, self.want, output, message["baseline"])
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 

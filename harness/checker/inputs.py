@@ -1,5 +1,6 @@
-"""Inputs of a call, from the problem's own generator."""
+"""Inputs of a call, from the problem's own generator, and its outputs against the problem's own reference."""
 
+import dataclasses
 import inspect
 import random
 from types import ModuleType
@@ -9,6 +10,7 @@ import numpy
 import torch
 
 from harness.runner.failure import RefusedError
+from problems.common import check
 
 
 def make(reference: ModuleType, task: Any, case: dict, device: str, own: bool, weights: Any = None) -> Any:
@@ -44,3 +46,13 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
             f"task.yml: a case must name what generate_input takes, {signature}, got {said}: {error}"
         ) from None
     return reference.generate_input(**case)
+
+
+def compared(reference: ModuleType, data: Any, want: Any, output: Any, baseline: bool) -> check.Result:
+    """Return what the reference says of an output. RefusedError: it is no check.Result."""
+    result = reference.compare(data, want, output, baseline)
+    if not all(hasattr(result, field.name) for field in dataclasses.fields(check.Result)):
+        raise RefusedError(
+            f"reference.py: compare() must return a Result of problems/common/check.py, got {type(result).__name__}"
+        )
+    return result

@@ -17,10 +17,14 @@ BITS = {
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as integers of the elements' width, which every operation takes."""
-    if tensor.dtype.is_complex:
-        raise RefusedError(f"--lint takes no complex tensors, got {tensor.dtype}: return torch.view_as_real of it")
+    _see_real(tensor.dtype)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.view(width)
+
+
+def _see_real(dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        raise RefusedError(f"--lint takes no complex tensors, got {dtype}: return torch.view_as_real of it")
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,6 +44,7 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return fp64 values in another type, saturated at its largest finite value; infinities and NaN stay if it has
     them. Packed e2m1 takes whole numbers as its bytes.
     """
+    _see_real(dtype)
     if dtype == torch.bool:
         return values != 0
     if dtype in BITS:

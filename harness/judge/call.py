@@ -82,7 +82,7 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         checker.ask({"op": "fill", "key": None, **address})
     process.number += 1
     if first:
-        message = {"op": "call", "number": process.number, "buffer": plan.buffer, "whats": plan.whats}
+        message = {"op": "call", "number": process.number, "whats": plan.whats}
         process.ask(replies.Ready, {**message, "baseline": handle.baseline, "bytes": nbytes}, plan.limit_s)
     # The checker stops the runner, fills the buffer, says "go", reads its clock, and stops the runner again.
     message = {
@@ -98,7 +98,7 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         reply = process.left()
         if turn.reading.raised:
             raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
-        claims = reply.claims if first or not plan.content.own else None
+        claims = reply.claims
     elif not plan.content.own and not judges:
         claims = replies.noted(turn.said)
     fault = outcome.written_later(turn.reading.changed)

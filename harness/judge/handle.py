@@ -150,6 +150,7 @@ class RunnerProcess:
     holds: int = 0  # number of the weights that it has
     held_device: int = 0  # bytes of device memory that the judge keeps them in
     weights_bytes: int = 0  # of the weights' tensors
+    host_start: int | None = None  # bytes of host memory and files before it had any weights; None: not measured
     host_base: int | None = None  # bytes of host memory and files before weights that count came; None: not counted
     device_grown: int = 0  # bytes of device memory that its own requests took since
 

@@ -20,7 +20,7 @@ from harness.judge.outcome import Batch, Outcome, known
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
 from harness.judge.room import Room, choose
 from harness.judge.session import Session
-from harness.problem.folders import Case
+from harness.problem.folders import Case, ProblemError
 from harness.results import environment
 from harness.runner import gate, matmul, native
 
@@ -417,7 +417,7 @@ class Benchmark:
         timing = self.timings[name][number]
         if timing.failure:
             return None
-        request = CallRequest(self.how.buffers, measure=measure, stay=True)
+        request = CallRequest(self.how.buffers, measure=measure, stay=sample != self.how.samples - 1)
         for _ in range(group.audits.get(name, []).count(sample)):  # each on contents that no other call has
             seed = group.seeds[-1]
             group.seeds.insert(-1, self.session.content(case))
@@ -445,6 +445,12 @@ class Benchmark:
         """Make one of the judge's own calls. RuntimeError if it fails."""
         outcome = self.session.call(self.judge, CallRequest(self.how.buffers, what, self.reads, stay=True))
         if outcome.status != "PASSED":
+            content, said = self.session.present, outcome.reason.partition("\n")[0]
+            if "memory" in said and content.moved > sum(content.sizes.values()):
+                raise ProblemError(
+                    f"bytes_moved() of {content.case} says {content.moved} bytes, and the judge has no room to read as "
+                    f"many: {said}"
+                )
             raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
         if sample >= 0:
             spun_us = gate.EMPTY_US if what == "empty" and self.session.device == "cpu" else 0.0
@@ -462,8 +468,7 @@ class Benchmark:
         for handle in everybody:
             # Where calls are going to be audited, the profiler's memory is there before anything is counted.
             audit = handle.name == f"{_name(handle)} {self.watched[_name(handle)]}"
-            self.session.call(handle, CallRequest(self.how.buffers, audit=audit))
-            self.session.count_kept(handle)
+            self.session.count_kept(handle, CallRequest(self.how.buffers, audit=audit))
 
     def reference(self, number: int) -> ReferenceReadings:
         """Return the reference readings of a case, and settle its timings by them."""

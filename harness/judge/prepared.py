@@ -2,7 +2,7 @@
 
 The judge measures the memory of the device, of the runner's processes and of its files around each request that may add
 to it. Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds beyond
-that must not exceed the bound.
+that must not exceed the bound. On a CPU what it has held since its start (`start`) must not either, with room for code.
 """
 
 import time
@@ -15,6 +15,7 @@ from harness.sandbox.process import Died
 
 PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
 CODE_SLACK = {"cuda": 256 * 2**20, "cpu": 0}  # bytes more: libraries load kernels and workspaces as shapes ask for them
+FIRST_SLACK = 128 * 2**20  # bytes more that the first prepare and call may take, for code, pools of threads, workspaces
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,24 @@ def measure_counted(handle: RunnerHandle) -> Size | None:
     return measure(handle) if handle.running.host_base is not None else None
 
 
-def begin(handle: RunnerHandle) -> bool:
-    """Count from now on what a runner keeps. Return False if it was lost meanwhile."""
+def start(handle: RunnerHandle) -> None:
+    """Note what a runner on a CPU takes before it has any weights. On a GPU a first call makes drivers and libraries
+    take more than any bound on copies would allow.
+    """
+    if handle.running.checker.device == "cpu" and (size := measure(handle)):
+        handle.running.host_start = size.host
+
+
+def begin(handle: RunnerHandle) -> Outcome | None:
+    """Count from now on what a runner keeps. Return the fault of what it has kept since its start, or how it was
+    lost.
+    """
     size = measure(handle)
     if size is None:
-        return False
-    handle.running.host_base, handle.running.device_grown = size.host, 0
-    return True
+        return handle.loss
+    process = handle.running
+    process.host_base, process.device_grown = size.host, 0
+    return None if process.host_start is None else _fault(process, size.host - process.host_start, FIRST_SLACK)
 
 
 def hold(handle: RunnerHandle, number: int) -> Outcome | None:
@@ -98,8 +110,8 @@ def kept(handle: RunnerHandle, before: Size) -> Outcome | None:
     return _fault(process, grown)
 
 
-def _fault(process: RunnerProcess, grown: int) -> Outcome | None:
-    slack = PREPARED_SLACK + CODE_SLACK[process.checker.device]
+def _fault(process: RunnerProcess, grown: int, more: int = 0) -> Outcome | None:
+    slack = PREPARED_SLACK + CODE_SLACK[process.checker.device] + more
     allowed = int(PREPARED_FACTOR * process.weights_bytes) + slack
     if grown <= allowed:
         return None

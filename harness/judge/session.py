@@ -176,14 +176,17 @@ class Session:
             found.memory = prepared.kept(handle, before)
         return outcome.decide(found)
 
-    def count_kept(self, handle: RunnerHandle) -> None:
-        """Count from now on what a submission keeps: it was called before, so its code is loaded. One that is lost
-        meanwhile is not run again, since nothing of its next process would be counted.
+    def count_kept(self, handle: RunnerHandle, request: CallRequest) -> None:
+        """Make a first call of a submission, which loads its code, and count from then on what it keeps. One that is
+        lost meanwhile, or has kept too much in its first `prepare`, is not run again, since nothing of its next process
+        would be counted.
         """
-        if not self._split or not handle.submission or handle.baseline or handle.process is None:
-            return
-        if not prepared.begin(handle):
-            self._break(handle, handle.loss)
+        counts = self._split and handle.submission and not handle.baseline
+        if counts and not self._refused(handle):
+            prepared.start(handle)
+        self.call(handle, request)
+        if counts and handle.process is not None and (fault := prepared.begin(handle)):
+            self._break(handle, fault)
 
     def ask_runner(
         self, handle: RunnerHandle, wanted: type[Wanted], message: dict, limit_s: float, buffers: int = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from harness.checker import checker, foreign, forms, values
+from harness.checker import checker, foreign, forms, inputs, values
 from harness.checker.checker import Checker
 from harness.lint import spoilt
 from harness.lint.spoilt import AbsentError
@@ -208,7 +208,7 @@ class Trivial(Checker):
             return ok, "" if ok else text
         answer = outputs[0] if len(outputs) == 1 else tuple(outputs)
         if not candidate.by_check:
-            result = self.reference.compare(self.pristine, self.want, answer, candidate.baseline)
+            result = inputs.compared(self.reference, self.pristine, self.want, answer, candidate.baseline)
             return result.ok, result.message
         ok, text = self.reference.check_implementation(tree.clone(self.pristine), tree.clone(answer))
         return bool(ok), str(text)

@@ -308,6 +308,9 @@ void* judge_take_turns(void* page, uint32_t number, void* kernel, void* calls) {
     }
 }
 
+// Which of its calls a runner made last.
+int judge_which(void* page) { return ((const Gate*)page)->which; }
+
 // The judge: call `number` of a runner was its last. It is stopped, and leaves when it is let go.
 void judge_leave(void* page, uint32_t number) {
     Gate* gate = (Gate*)page;

@@ -50,6 +50,8 @@ class Gate:
         self.resume = _typed(code.judge_resume, *group)
         # (page, number, pid, limit in s) -> as for stop, when the runner waits for call `number`.
         self.await_ready = _typed(code.judge_await_ready, c_void_p, c_uint32, c_int, c_double)
+        # (page) -> which of its calls a runner made last.
+        self.which = _typed(code.judge_which, c_void_p)
         # (page, number): call `number` of a stopped runner was its last. The runner replies when it is let go.
         self.leave = _typed(code.judge_leave, c_void_p, c_uint32)
         self._time = _typed(

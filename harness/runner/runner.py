@@ -132,7 +132,7 @@ class Runner:
 
     def _turns(self, message: dict) -> dict:
         """Make calls on a CPU: for each, wait for the judge's "go", call the kernel, and say "done". Reply after the
-        last one. buffer: of the first call. The judge's own calls are one for each of `whats` and each buffer.
+        last one. The judge's own calls are one for each of `whats` and each buffer.
         """
         if self.module is None:
             kernel = _call
@@ -157,7 +157,8 @@ class Runner:
         if self.module is None:
             return {"claims": [], "switches": []}
         if self.opened["own"]:
-            forms = claims.forms(result, [self._leaf(calls[message["buffer"]][0], i) for i in self.opened["outputs"]])
+            data = calls[gate.bindings().which(self.page.address)][0]
+            forms = claims.forms(result, [self._leaf(data, i) for i in self.opened["outputs"]])
         else:
             forms = [claims.structure(result)]
         return {"claims": forms, "switches": self.switches.restore()}

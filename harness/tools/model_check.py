@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from harness.checker import inputs
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Recorder, Result
 from harness.problem import sources
@@ -223,7 +224,7 @@ def _checked(model: Any, module: Any, task: Any, reference: Any, pristine: Any, 
         return "RUNTIME_ERROR", f"{type(fault).__name__}: {fault}"
     if changed := _changed(task, pristine, data):
         return "INCORRECT", f"input {changed} was changed by the call"
-    result = reference.compare(pristine, want, output, False)
+    result = inputs.compared(reference, pristine, want, output, False)
     launches, executed = model.launches - before[0], model.executed - before[1]
     if not launches:
         return "RUNTIME_ERROR", "it launched no kernel of CUDA C++ or CuTe DSL, so the model checked nothing"

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from harness.judge import console
-from harness.problem import folders, task_yml
+from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
 from harness.results import record
 from problems.common import load
@@ -114,3 +114,6 @@ def _renamed(text: str, first: Submission, target: str, name: str) -> str:
 def _see_name(option: str, name: str, pattern: str, wanted: str) -> None:
     if not re.fullmatch(pattern, name) or not record.can_name(name) or keyword.iskeyword(name):
         raise UsageError(f"{option}: the name must be {wanted}, at most 40 in all and no word of Python, got {name!r}")
+    if scan.WORD.search(name):
+        word = scan.WORD.pattern
+        raise UsageError(f"{option}: the name must not hold the reserved word of rule 1, {word!r}, got {name!r}")

@@ -11,7 +11,7 @@ from harness.lint import linter
 from harness.problem import folders, task_yml
 from harness.results import output, record
 from problems.common import load
-from tests.support import SUPPORT, pages
+from tests.support import SUPPORT, affine, pages
 
 SMALL = "m=16 k=64"
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
@@ -275,3 +275,15 @@ def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_
         assert run.main([*words, "--processes", "2"]) == 1
         said = capsys.readouterr().out
         assert "not timed: wrong is INCORRECT, and of a pair both count or none" in said and "too busy" not in said
+
+
+def test_more_bytes_than_the_judge_can_read_are_a_fault_of_the_problem(tmp_path, capsys):
+    made = affine.folder(tmp_path / "affine", ("return 4 * self.m * self.k", "return 10**15"))
+    submission = tmp_path / "one.py"
+    submission.write_text(
+        'TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    terms = data.w.double() * data.x.double()\n'
+        "    data.y.copy_(terms.sum(1) + data.bias)\n    data.top.copy_(terms.argmax(1))\n    return data.y, data.top\n"
+    )
+    argv = [str(made), "--device", "cpu", "--mode", "benchmark", "--submission", str(submission), "--processes", "2"]
+    assert run.main(argv) == 2
+    assert "bytes_moved() of m=40 k=48 says 1000000000000000 bytes" in capsys.readouterr().err

@@ -29,6 +29,7 @@ SHORT = [
     ([RUN, "nvfp4_gemv", "--mode", "tset"], 2, "choose from"), ([RUN, "nvfp4_gemv", "--seed", "x"], 2, "--seed"),
     ([RUN, "nvfp4_gemv", "--json", "no/such/folder/x"], 2, "--json: cannot write"),
     ([RUN, "nvfp4_gemv", "--json", "/dev/null", "--events", "/dev/null"], 2, "--json and --events must be two files"),
+    ([RUN, "nvfp4_gemv", "--json", "-", "--events", "/dev/stdout"], 2, "--json - and --events must be two files"),
     ([RUN, "nvfp4_gemv", "--events", "-"], 2, "--events must be a file"),
     ([REPORT, "--help"], 0, "--machine"), ([REPORT, "--format", "html"], 2, "--format"),
 ]  # fmt: skip

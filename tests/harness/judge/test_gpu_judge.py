@@ -290,8 +290,8 @@ def test_what_prepare_keeps_is_counted_again_with_each_weights(tmp_path, states,
     with Session(moe, "cuda", timeout_s=60) as session:
         session.weights(small)
         session.content(small)
-        assert session.call(handle, CallRequest(1)).status == "PASSED"
-        session.count_kept(handle)
+        session.count_kept(handle, CallRequest(1))
+        assert handle.process and not handle.broken
         for case in (one, many, many, one)[: len(verdicts)]:
             session.weights(case)
             session.content(case)

@@ -59,7 +59,7 @@ def held(
         if fault:
             break
         if number == 1:
-            assert prepared.begin(handle)
+            assert prepared.begin(handle) is None
     return handle, process, fault
 
 

@@ -1,9 +1,12 @@
 """Tensors of every element type as numbers and as bits (harness/checker/values.py)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from harness.checker import values
+from harness.checker import inputs, values
+from harness.runner.failure import RefusedError
 
 FORMATS = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -85,3 +88,14 @@ def test_layouts_are_kept():
     made = values.like(form, given)
     assert made.stride() == form.stride() and torch.equal(made, given)
     assert made.untyped_storage().data_ptr() != form.untyped_storage().data_ptr()
+
+
+def test_complex_values_are_refused_in_one_line():
+    for asked in (lambda: values.cast(torch.ones(2), torch.complex64), lambda: values.bits(torch.ones(2) * 1j)):
+        with pytest.raises(RefusedError, match="takes no complex tensors"):
+            asked()
+
+
+def test_a_reference_that_returns_no_result_is_refused_in_one_line():
+    with pytest.raises(RefusedError, match=r"must return a Result of problems/common/check\.py, got bool"):
+        inputs.compared(SimpleNamespace(compare=lambda *_: True), None, None, None, False)

@@ -52,6 +52,11 @@ def test_the_kernels_of_a_new_problem_compile(written):
     assert [kernel.spill_bytes for kernel in made.kernels()] == [0]
 
 
+def test_a_name_with_the_reserved_word_is_refused(written, capsys):
+    assert run.main(["nvfp4_gemv", "--new-variant", "cpu_streams"]) == 2
+    assert "must not hold the reserved word" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", first(sorted(SMALL, reverse=True)))
 def test_a_new_variant_for_a_cpu_passes_untouched(written, name, capsys):
     assert run.main([name, "--new-variant", "cpu_mine"]) == 0

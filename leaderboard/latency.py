@@ -45,15 +45,21 @@ def table(records: list[dict], known: Provenance) -> Table:
 
 
 def winners(steps: Steps, known: Provenance) -> list[list[str]]:
-    """The rows of tables.winners for a step of one sequence of each model: no baseline is timed there."""
+    """The rows of tables.winners for a step of one sequence of each model, the first context that is recorded of it: no
+    baseline is timed there.
+    """
     rows = []
     for title, records in steps.items():
         problem, _, machine = title.partition(", on ")
+        seen = set()
         for one in records:
             case = one["case"] or {}
             other = {"new", "early", "kernels"} & set(case)
             if case.get("batch") == 1 and not other and one["status"] != "UNSUPPORTED":
                 what = ", ".join(str(value) for name, value in case.items() if name not in ("batch", "context"))
+                if what in seen:
+                    continue
+                seen.add(what)
                 time = f"{tables.us(number(one.get('median_us')))} us"
                 rows.append(
                     [f"{problem}, {what}, a token", one["variant"], time, f"{tables.percent(share(one))} of SOL", "",

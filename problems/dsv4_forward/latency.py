@@ -120,7 +120,7 @@ class Decode:
     def __init__(self, case: dict, steps: int, device: str = "cuda") -> None:
         self.made = _weights(case["config"], case["format"], device)
         self.early = bool(case.get("early", True))
-        self.kernels = ",".join(("winners", *filter(None, [case.get("kernels")])))
+        self.kernels = f"winners,{case['kernels']}" if "kernels" in case else "winners"
         batch, context = case["batch"], case["context"]
         room = -(-(context + 8 * steps) // BLOCK_TOKENS)
         self.state = State(self.made.config, self.made.format, sequences=batch, blocks=batch * room, device=device)

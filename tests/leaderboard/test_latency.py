@@ -43,6 +43,15 @@ def test_a_step_without_room_is_in_the_table_and_among_no_winners():
     assert not latency.winners({"model, sm90, on box": [one]}, Provenance())
 
 
+def test_a_model_is_among_the_winners_once_by_its_first_context_and_its_own_kernels():
+    cases = [CASE, CASE | {"context": 4096}, CASE | {"kernels": "choose=reference"}, CASE | {"format": "nvfp4"}]
+    records = [of(case=case, median_us=2000.0 + i) for i, case in enumerate(cases)]
+    rows = latency.winners({"model, sm90, on box": records}, Provenance())
+    assert [(row[0], row[2]) for row in rows] == [
+        ("model, sm90, small, bf16, a token", "2,000 us"), ("model, sm90, small, nvfp4, a token", "2,003 us"),
+    ]  # fmt: skip
+
+
 def test_a_layer_takes_the_difference_of_two_models():
     records = [
         of(case=CASE | {"config": f"flash-{n}l256e", "batch": batch}, median_us=200.0 + n * 50 * batch, sol_us=n * 40.0)

@@ -89,11 +89,10 @@ def find(block: "Block", address: int) -> MBarrier:
     return owner.barriers[offset]
 
 
-def used_by(w: Warps, barrier: MBarrier, agents: np.ndarray | None = None) -> None:
-    """Fault("race") where a warp uses a barrier whose initialisation nothing has made known to it. agents: of the
-    warps that use it, by default all.
+def used_by(w: Warps, barrier: MBarrier, users: np.ndarray) -> None:
+    """Fault("race") where a warp uses a barrier whose initialisation nothing has made known to it. users: the agents of
+    the warps that use it.
     """
-    users = w.agents if agents is None else agents
     agent, clock = barrier.made
     cluster = w.block.cluster
     unknown = cluster.clocks.known[users, agent] < clock
@@ -177,8 +176,9 @@ def _grouped(
         those = lanes[at[lanes] == address]
         total = len(those) if amount is None else int(amount[those].astype(np.int64).sum())
         barrier = find(w.block, int(address))
-        used_by(w, barrier)
-        found.append((barrier, len(those), total, np.unique(w.lane_agents[those])))
+        agents = np.unique(w.lane_agents[those])
+        used_by(w, barrier, agents)
+        found.append((barrier, len(those), total, agents))
     return found
 
 
@@ -255,9 +255,9 @@ def _wait(d: Decoder, what: str) -> Execute:
             barrier = find(w.block, where)
             if barrier.block is not w.block:
                 raise Fault("barrier", f"a wait for {barrier.said()}, which is another block's")
-            used_by(w, barrier)
-            done = barrier.completed % 2 != wanted & 1 if parity else barrier.completed > wanted
             those = lanes[(at[lanes] == where) & (phases[lanes] == wanted)]
+            used_by(w, barrier, np.unique(w.lane_agents[those]))
+            done = barrier.completed % 2 != wanted & 1 if parity else barrier.completed > wanted
             if done:
                 over[those] = True
                 if barrier.released is not None:

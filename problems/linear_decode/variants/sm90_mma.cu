@@ -143,6 +143,10 @@ struct Divisor {
 
     Divisor() = default;
     __host__ __device__ explicit Divisor(uint32_t by) : by(by), inverse(0xFFFFFFFFu / by + 1) {}
+    // some: whether there are numbers of `by` or more; else quotients are 0, without a division to begin with.
+    __device__ __forceinline__ Divisor(uint32_t by, bool some) : by(by) {
+        if (some) inverse = 0xFFFFFFFFu / by + 1;
+    }
     __device__ __forceinline__ uint32_t quotient(uint32_t of) const { return by == 1 ? of : __umulhi(of, inverse); }
 };
 
@@ -189,6 +193,16 @@ __device__ __forceinline__ void load_weights(uint32_t to, const void* from, uint
         "}" ::"r"(to),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
+}
+
+// True in one lane of a whole warp, any one. The compiler knows: of `lane == 0` it makes a loop over lanes that issue.
+// It takes registers, which are few with more than 8 tokens.
+template <int NT>
+__device__ __forceinline__ bool elected(int lane) {
+    if (NT > 1) return lane == 0;
+    uint32_t one;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(one));
+    return one;
 }
 
 template <int FORMAT>
@@ -255,9 +269,9 @@ struct Geometry {
 };
 
 struct Job {
+    Geometry at;  // first, next to what is read first of the link: each line of constant memory has to be fetched
     Link p;
     Next next;
-    Geometry at;
 };
 
 // One link, or a chain. met: what blocks of a chain count at, its last 31 bits 0 between launches.
@@ -306,7 +320,7 @@ __device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scal
 }
 
 // a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8
-// bits by 24 and of 24 bits by 4 all mantissas were tried.
+// bits by 24 all mantissas were tried.
 __device__ __forceinline__ float quotient(float a, float b, float inverse) {
     const float near = a * inverse;
     return fmaf(fmaf(-near, b, a), inverse, near);
@@ -319,21 +333,40 @@ __device__ __forceinline__ float nvfp4_divided(float v, float input_scale, float
 }
 
 __device__ __forceinline__ float nvfp4_scale(float most) {
-    const float wanted = fminf(quotient(most, 6.f, 1 / 6.f), 448.f);
+    constexpr float HIGH = 1 / 6.f, LOW = static_cast<float>(1 / 6. - HIGH);  // together 1 / 6, see Inverse
+    const float wanted = fminf(fmaf(most, HIGH, most * LOW), 448.f);
     const uint32_t half2 = half2_of_e4m3(e4m3_pair(wanted, 0.f));
     return __half2float(__ushort_as_half(static_cast<uint16_t>(half2)));
 }
 
-// by: 1 / scale, or 0 for a scale of 0, and then all codes are 0. BELOW_7: codes before they are rounded are.
+// 2^22 / scale, or 0 for a scale of 0, and then all codes are 0; in two parts, together right to 2^-43. Scales have 4
+// bits, so a quotient of 24 bits by one is further than that from the middle between two floats, and two products and a
+// sum give it to nearest: tried for all mantissas. Of 8 bits by 24 eleven would be wrong, so the input scale has none.
+struct Inverse {
+    float high, low;
+
+    __device__ __forceinline__ explicit Inverse(float scale) {
+        float near;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(scale));
+        if (!(scale > 0)) near = 0;
+        high = 0x1p22f * near, low = fmaf(-scale, near, 1.f) * high;
+    }
+};
+
+// What the code stands for, not times the scale yet. BELOW_7: codes before they are rounded are.
 template <bool BELOW_7 = false>
-__device__ __forceinline__ float nvfp4_value(float divided, float scale, float by) {
-    const float code = quotient(divided, scale, by);
+__device__ __forceinline__ float nvfp4_code(float divided, const Inverse& by) {
+    const float code = fmaf(divided, by.high, divided * by.low);  // times 2^22
     // The power of two at or below it, at least 1: codes are half of it apart. 1.5 * 2^23 of these halves more, and the
     // sum's last bit is worth one of them.
-    const float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 1.f)) & 0x7F800000u);
-    const float far = 0x1.8p22f * power;
-    const float rounded = __fsub_rn(__fadd_rn(code, far), far);
-    return (BELOW_7 ? rounded : fminf(fmaxf(rounded, -6.f), 6.f)) * scale;
+    const float far = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 0x1p22f)) & 0x7F800000u | 0x00400000u);
+    const float rounded = __fsub_rn(fmaf(code, 0x1p-22f, far), far);
+    return BELOW_7 ? rounded : fminf(fmaxf(rounded, -6.f), 6.f);
+}
+
+// Two codes times their scale, exactly.
+__device__ __forceinline__ uint32_t nvfp4_values(float low, float high, float scale) {
+    return ptx::mul_bf16x2(ptx::pack_bf16x2(low, high), ptx::pack_bf16x2(scale, scale));
 }
 
 // Two lanes have a group of 16. -> bf16.
@@ -347,17 +380,17 @@ __device__ __forceinline__ uint4 nvfp4_piece(uint4 raw, float input_scale, float
     }
     // The quotient of the largest is the largest quotient.
     most = nvfp4_divided(fmaxf(most, __shfl_xor_sync(~0u, most, 1)), input_scale, inverse);
-    const float scale = nvfp4_scale(most), by = scale > 0 ? __frcp_rn(scale) : 0;
+    const float scale = nvfp4_scale(most);
+    const Inverse by(scale);
     if (most < 6.9f * scale)  // but for the smallest scales and the largest inputs: no need of limits
 #pragma unroll
         for (int e = 0; e < PIECE; ++e)
-            value[e] = nvfp4_value<true>(quotient(value[e], input_scale, inverse), scale, by);
+            value[e] = nvfp4_code<true>(quotient(value[e], input_scale, inverse), by);
     else
 #pragma unroll
-        for (int e = 0; e < PIECE; ++e)
-            value[e] = nvfp4_value(nvfp4_divided(value[e], input_scale, inverse), scale, by);
-    return make_uint4(ptx::pack_bf16x2(value[0], value[1]), ptx::pack_bf16x2(value[2], value[3]),
-                      ptx::pack_bf16x2(value[4], value[5]), ptx::pack_bf16x2(value[6], value[7]));
+        for (int e = 0; e < PIECE; ++e) value[e] = nvfp4_code(nvfp4_divided(value[e], input_scale, inverse), by);
+    return make_uint4(nvfp4_values(value[0], value[1], scale), nvfp4_values(value[2], value[3], scale),
+                      nvfp4_values(value[4], value[5], scale), nvfp4_values(value[6], value[7], scale));
 }
 
 // A lane has four values of a token, bf16, from column `column` of the link behind on, and four lanes a group: writes
@@ -381,12 +414,13 @@ __device__ __forceinline__ void write_behind(const Next& next, bool inside, int 
         }
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const float scale = nvfp4_scale(most), by = scale > 0 ? __frcp_rn(scale) : 0;
+        const float scale = nvfp4_scale(most);
+        const Inverse by(scale);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) divided[e] = nvfp4_value(divided[e], scale, by);
+        for (int e = 0; e < 4; ++e) divided[e] = nvfp4_code(divided[e], by);
         if (inside)
             *reinterpret_cast<uint2*>(next.taken + static_cast<int64_t>(token) * next.taken_columns + copy + column) =
-                make_uint2(ptx::pack_bf16x2(divided[0], divided[1]), ptx::pack_bf16x2(divided[2], divided[3]));
+                make_uint2(nvfp4_values(divided[0], divided[1], scale), nvfp4_values(divided[2], divided[3], scale));
     }
 }
 
@@ -466,7 +500,7 @@ struct Pieces {
     int count, all, whole;  // columns of the block; pieces; these up to whole warps, whose lanes meet in them
 
     __device__ __forceinline__ Pieces(const Link& p, int count)
-        : of_token(FORMAT == FP8 ? (count + BLOCK - 1) / BLOCK * (BLOCK / PIECE) : count / PIECE),
+        : of_token(FORMAT == FP8 ? (count + BLOCK - 1) / BLOCK * (BLOCK / PIECE) : count / PIECE, p.tokens > 1),
           count(count),
           all(p.tokens * of_token.by),
           whole((all + 31) / 32 * 32) {}
@@ -477,7 +511,7 @@ struct Pieces {
     };
     __device__ __forceinline__ Place place(int i) const {
         const int token = of_token.quotient(i), piece = i - token * of_token.by;
-        return {token, piece, i < all && PIECE * piece < count};
+        return {token, piece, i < all && (FORMAT != FP8 || PIECE * piece < count)};
     }
 };
 
@@ -641,9 +675,9 @@ struct Words {
     uint4 word[2];
     uint32_t scales;
 
-    __device__ __forceinline__ Words(uint32_t from, int lane)
+    __device__ __forceinline__ Words(uint32_t from, uint32_t to_scales)
         : word{ptx::load_shared16(from), ptx::load_shared16(from + 512)},
-          scales(ptx::load_shared(from + units::SCALES - 12 * lane)) {}
+          scales(ptx::load_shared(from + to_scales)) {}
     // Depends on all of them: the compiler chooses their order.
     __device__ __forceinline__ uint32_t last() const { return word[0].w ^ word[1].w ^ scales; }
 };
@@ -861,15 +895,23 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     uint32_t ring = ptx::smem_address(smem) + warp * STAGES * Ring::BYTES + 16 * lane;  // what the lane reads first
     const uint32_t fulls = ptx::smem_address(smem) + WARPS * STAGES * Ring::BYTES + warp * STAGES * 8;
     if (STAGES != 2) hold(ring);
-    if (lane == 0) {
+    if (elected<NT>(lane)) {
         if (works)  // a barrier for each stage of the warp
             for (int i = 0; i < STAGES; ++i) ptx::barrier_init(fulls + 8 * i, 1);
-        if (asks) ptx::barrier_init(barrier, 1), ptx::store_shared(barrier + PARITY, 0);
+        if (warp == MESSENGER) ptx::barrier_init(barrier, 1), ptx::store_shared(barrier + PARITY, 0);
         ptx::barrier_publish();
     }
-    __syncthreads();  // all know the barriers
+    // A warp's barriers are its own, and that of the input is known once it has been asked for.
+    if (CHAIN)
+        __syncthreads();
+    else
+        __syncwarp();
     const auto job_of = [&](int link) -> const Job& { return jobs.job[CHAIN ? link : 0]; };
-    const auto share_of = [&](int link) { return Share(job_of(link).p, job_of(link).at, Ring::UNITS); };
+    const Share first_share(job_of(0).p, job_of(0).at, Ring::UNITS);
+    // Up to 8 tokens there are registers to keep it.
+    const auto share_of = [&](int link) {
+        return CHAIN || NT > 1 ? Share(job_of(link).p, job_of(link).at, Ring::UNITS) : first_share;
+    };
     const auto group_of = [](const Geometry& at, int pass) {
         return static_cast<int>(at.group_passes.quotient(pass));
     };
@@ -878,17 +920,16 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
     };
 
     // ---- copies, in the order of use, from one link to the next
-    const Share first_share = share_of(0);
     int fill_link = 0, ahead = works ? first_share.first_pass : 1 << 30;  // the link and pass after that which is
     uint32_t left = 0, from = 0;  // being copied; of this, parts that are left, and the next one among the link's
     // A bulk copy may overtake loads of the same place that the warp has issued before: so its address depends on a
     // word that was loaded last, `used`, though by 0 only.
     const uint32_t at_zero = jobs.job[0].at.zero;
-    const auto fill = [&](uint32_t to, uint32_t full, uint32_t used) {
+    const auto next_tile = [&] {
         while (!left) {
             const Job& job = job_of(fill_link);
             if (ahead >= job.at.passes) {
-                if (!CHAIN || !works || fill_link + 1 >= jobs.count) break;
+                if (!CHAIN || !works || fill_link + 1 >= jobs.count) return;
                 ahead = blockIdx.x >> job_of(++fill_link).at.cluster_shift;
                 continue;
             }
@@ -901,19 +942,31 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             }
             ahead += job.at.clusters;
         }
-        if (!left) return;
-        const uint32_t parts = min(left, static_cast<uint32_t>(Ring::PARTS));
-        if (lane == 0) {
-            ptx::arrive_and_expect_tx(full, parts * Ring::PART_BYTES);
+    };
+    next_tile();
+    // Asks for what is left of a tile, in up to `stages` stages from this one on; -> how many it takes.
+    const auto fill = [&](uint32_t to, uint32_t full, uint32_t used, int stages) -> int {
+        const uint32_t parts = min(left, static_cast<uint32_t>(stages * Ring::PARTS));
+        if (!parts) return 0;
+        if (elected<NT>(lane)) {
             const uint8_t* units = job_of(fill_link).p.units + static_cast<uint64_t>(from) * Ring::PART_BYTES;
-            load_weights(to + (used & at_zero), units, parts * Ring::PART_BYTES, full);
+            uint32_t i = 0;
+#pragma unroll 1
+            do {
+                const uint32_t bytes = min(parts - i, static_cast<uint32_t>(Ring::PARTS)) * Ring::PART_BYTES;
+                ptx::arrive_and_expect_tx(full, bytes);
+                load_weights(to + (used & at_zero), units, bytes, full);
+                to += Ring::BYTES, full += 8, units += Ring::BYTES, i += Ring::PARTS;
+            } while (stages > 1 && i < parts);
         }
-        from += Ring::PARTS, left -= parts;
+        from += parts, left -= parts;
+        next_tile();
+        return (parts + Ring::PARTS - 1) / Ring::PARTS;
     };
     uint32_t stage = ring, full = fulls, stage_parity = 0;  // stage, full: of the one to be used next
     const auto fill_first = [&](int i, int end) {  // stages, before any is used
 #pragma unroll 1
-        for (; i < end; ++i) fill(stage + i * Ring::BYTES, full + i * 8, 0);
+        while (i < end && left) i += fill(stage + i * Ring::BYTES, full + i * 8, 0, end - i);
     };
 #pragma unroll 1
     for (int link = 0; link < (CHAIN ? jobs.count : 1); ++link) {
@@ -930,8 +983,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         };
         // What a warp needs of a tile besides its units. fp8: lane i the scale of the chunk's block i;
         // nvfp4: the factor.
-        const auto scale_of = [&](int group, int pass) -> uint32_t {
-            const Share own = share_of(link);
+        const auto scale_of = [&](const Share& own, int group, int pass) -> uint32_t {
             const int tile = tile_of(at, own.place, pass, group);
             const uint32_t row = group * p.group_tiles + tile, block = own.begin / 2 + lane;
             if (FORMAT == BF16 || tile >= p.group_tiles || !works) return 0;
@@ -945,10 +997,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         };
         uint32_t mine = 0;  // both are asked for before the input is waited for
         float input_scale = 1;
-        float behind_scale = 0;  // lane i has that of group i of the link behind
-        if (FORMAT == NVFP4 && next.taken && lane * next.k_units * COLUMNS < next.taken_columns)
-            behind_scale = next.input_scales[lane];
-        const bool has_passes = own.first_pass < at.passes;
+        const bool has_passes = !CHAIN || own.first_pass < at.passes;
         const int first_group = group_of(at, own.first_pass);
         // A short input that the block converts comes to registers, sooner than by a copy that all wait for.
         const Pieces<FORMAT> pieces(p, own.count);
@@ -957,7 +1006,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         uint4 norm_weights[DIRECT] = {};
         const auto ask_scales = [&] {
             if (!has_passes) return;
-            mine = scale_of(first_group, own.first_pass);
+            mine = scale_of(own, first_group, own.first_pass);
             input_scale = input_scale_of(first_group);
             if (!CHAIN && p.norm && direct)
 #pragma unroll
@@ -969,30 +1018,28 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         const auto take_input = [&] {
             if (!direct) {
                 if (asks && has_passes) ask_for(first_group, own);
+                if (!CHAIN) __syncthreads();  // all know the barrier
                 return;
             }
 #pragma unroll
             for (int j = 0; j < DIRECT; ++j) {
                 const auto place = pieces.place(threadIdx.x + j * THREADS);
                 if (works && place.inside)  // the messenger's would be pieces of warp 0
-                    raw[j] = load_input(p.x + static_cast<int64_t>(place.token) * p.x_columns +
-                                        first_group * p.group_columns + first + PIECE * place.piece);
+                    raw[j] = load_input(p.x + (place.token * p.x_columns + first_group * p.group_columns + first +
+                                               PIECE * place.piece));
             }
         };
         // Memory is idle while a link of a chain waits; of a single link more copies would delay the input.
         const int asked = at.early || direct ? STAGES : Ring::BEFORE;
         if (link == 0) {
             // The input first where no kernel ahead is to be waited for, else the weights.
-#pragma unroll 1
-            for (int step = 0; step < 2; ++step) {
-                if (step == at.early) {
-                    programmatic::wait();  // until the link ahead has written the input
-                    take_input();
-                    continue;
-                }
-                fill_first(0, asked);
-                ask_scales();
-                programmatic::trigger();  // the next link may begin to copy its weights
+            if (!at.early) take_input();
+            fill_first(0, asked);
+            ask_scales();
+            programmatic::trigger();  // the next link may begin to copy its weights
+            if (at.early) {
+                programmatic::wait();  // until the link ahead has written the input
+                take_input();
             }
             if (CHAIN && asks) phase = first_bit(jobs.met);
         } else {
@@ -1004,6 +1051,9 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             }
         }
 
+        float behind_scale = 0;  // lane i has that of group i of the link behind
+        if (FORMAT == NVFP4 && next.taken && lane * next.k_units * COLUMNS < next.taken_columns)
+            behind_scale = next.input_scales[lane];
         uint32_t input[NT];  // its rows, at the lane's first columns of the next unit
 #pragma unroll
         for (int t = 0; t < NT; ++t)  // columns without a token take the last one's
@@ -1012,6 +1062,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         uint32_t x_scales = ptx::smem_address(smem + at.x_scales) + 8 * c + (begin - own.slice) / 2 * NT * 32;
         if (NT == 1) hold(input[0]);
         if (FORMAT == FP8) hold(x_scales);
+        uint32_t to_scales = units::SCALES - 12 * lane;  // nvfp4: of a unit, from what the lane reads first
+        if (FORMAT == NVFP4) hold(to_scales);
 
         const Exchange exchange = {p.exchange};
         // A lane has the sums of four rows of a tile of the link, of one token, and their gates'; eight lanes have all
@@ -1026,7 +1078,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                                     gated(gates.w, total.w));
             }
             int part = 0;
-            while (part + 1 < p.parts && of_link >= p.part[part + 1].tile) ++part;
+#pragma unroll
+            for (int i = 1; i < MOST_PARTS; ++i) part += i < p.parts && of_link >= p.part[i].tile;
             const int column = (of_link - p.part[part].tile >> p.gated) * TILE + 4 * (lane & 7);
             const uint2 rounded = {ptx::pack_bf16x2(total.x, total.y), ptx::pack_bf16x2(total.z, total.w)};
             if (inside)
@@ -1035,6 +1088,20 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             if (FORMAT == NVFP4 && next.taken)
                 write_behind(next, inside && part == 0, token, column, rounded, behind_scale);
         };
+
+        if (!CHAIN && p.exchange && threadIdx.x == 0)
+            ptx::store_shared(barrier + TAG, load_relaxed(&exchange.state()->tag) + 1);
+        // Behind all that can be worked out while the input is under way.
+        if constexpr (CONVERTS<FORMAT, NT>)
+            if (direct) {
+                if (!CHAIN && p.norm)
+                    norm_pieces(p, pieces, reinterpret_cast<float*>(smem + at.sums), raw, norm_weights);
+                const float inverse = __frcp_rn(input_scale);
+#pragma unroll
+                for (int j = 0; j < DIRECT; ++j)
+                    if (const int i = threadIdx.x + j * THREADS; works && i < pieces.whole)
+                        convert_piece<FORMAT>(p, at, smem, pieces.place(i), raw[j], input_scale, inverse);
+            }
 
 #pragma unroll 1
         for (int pass = own.first_pass; pass < at.passes; pass += at.clusters) {
@@ -1048,8 +1115,6 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     if (asks) ask_for(group, again);
                     input_scale = input_scale_of(group);
                 }
-                if (!CHAIN && p.exchange && begins && threadIdx.x == 0)
-                    ptx::store_shared(barrier + TAG, load_relaxed(&exchange.state()->tag) + 1);
                 if (FORMAT == FP8 && p.taken) take_scales<NT>(p, at, smem, group, again);
                 if (!direct || !begins) {
                     parity = ptx::load_shared(barrier + PARITY);
@@ -1057,15 +1122,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     if (link == 0 && begins) fill_first(asked, STAGES);  // not before: the input would come behind them
                 }
                 if constexpr (CONVERTS<FORMAT, NT>) {
-                    if (direct && begins) {
-                        if (!CHAIN && p.norm)
-                            norm_pieces(p, pieces, reinterpret_cast<float*>(smem + at.sums), raw, norm_weights);
-                        const float inverse = __frcp_rn(input_scale);
-#pragma unroll
-                        for (int j = 0; j < DIRECT; ++j)
-                            if (const int i = threadIdx.x + j * THREADS; works && i < pieces.whole)
-                                convert_piece<FORMAT>(p, at, smem, pieces.place(i), raw[j], input_scale, inverse);
-                    } else if (converts && works) {
+                    if (converts && works && !(direct && begins)) {
                         if constexpr (FORMAT == NVFP4)
                             convert_nvfp4_input(p, at, smem, pieces, input_scale, threadIdx.x);
                         else if (p.quantise)
@@ -1079,7 +1136,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             }
             float sum[2][NT][4] = {};
             if (tile < p.group_tiles && works) {
-                if (FORMAT != BF16 && !begins) mine = scale_of(group, pass);
+                if (FORMAT != BF16 && !begins) mine = scale_of(share_of(link), group, pass);
 #pragma unroll 1
                 for (uint32_t unit = 0; unit < length; unit += Ring::PARTS) {  // of the chunk
                     const uint32_t block = unit / 2;
@@ -1118,9 +1175,9 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                             }
                         }
                         if constexpr (FORMAT == NVFP4) {
-                            const Words one(stage, lane);
+                            const Words one(stage, to_scales);
                             if (unit + 1 < length) {  // both loaded before the first is multiplied
-                                const Words two(stage + Ring::PART_BYTES, lane);
+                                const Words two(stage + Ring::PART_BYTES, to_scales);
                                 uint32_t behind[NT];
 #pragma unroll
                                 for (int t = 0; t < NT; ++t) behind[t] = input[t] + COLUMNS * 2;
@@ -1136,7 +1193,7 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                             used = multiply_bf16(sum, stage, input, half);
                         }
                         __syncwarp();  // all lanes have read
-                        fill(stage, full, used);
+                        fill(stage, full, used, 1);
                         // Two barriers lie at a multiple of 16; otherwise the ring's place is kept.
                         const bool last = STAGES == 2 ? full & 8 : stage == ring + (STAGES - 1) * Ring::BYTES;
                         stage += last ? -(STAGES - 1) * Ring::BYTES : Ring::BYTES, full += last ? -8 * (STAGES - 1) : 8;
@@ -1157,19 +1214,21 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
             const int held_shift = NT == 1 ? 0 : at.held_shift;
 #pragma unroll 1
             for (int t = 0; t < NT; t += 1 << held_shift) {
-                const uint32_t sums = ptx::smem_address(smem + at.sums), warp_sums = sums + warp * SUMS * 4;
+                const uint32_t sums = ptx::smem_address(smem + at.sums);
                 const float factor = FORMAT == NVFP4 ? __uint_as_float(mine) : 1;
 #pragma unroll
                 for (int u = 0; u < NT; ++u)
                     if (u >> held_shift == t >> held_shift)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int token = 2 * c + (i & 1), row = g + 4 * (i & 2);
-                            const uint32_t to = warp_sums + 4 * ((u - t) * WARPS * SUMS + token * PAD + row);
-                            if (8 * u + token < p.tokens && works)
+                        for (int odd = 0; odd < 2; ++odd) {
+                            const int token = 2 * c + odd;
+                            if (8 * u + token >= p.tokens || !works) continue;
+                            const uint32_t to = sums + 4 * (((u - t) * WARPS + warp) * SUMS + token * PAD + g);
 #pragma unroll
-                                for (int q = 0; q < 2; ++q)
-                                    ptx::store_shared(to + 64 * q, __float_as_uint(sum[q][u][i] * factor));
+                            for (int r = 0; r < 4; ++r) {  // row g + 8 r
+                                const float v = sum[r / 2][u][odd + r % 2 * 2];
+                                ptx::store_shared(to + 32 * r, __float_as_uint(v * factor));
+                            }
                         }
                 const auto sum_at = [&](int slot, int token) {  // of a chunk of this block; token: of those held
                     return sums + 4 * ((token / 8 * WARPS + slot) * SUMS + token % 8 * PAD + 4 * (lane & 7));
@@ -1218,7 +1277,8 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
                     const bool inside = four + lane / 8 < lines && of_group < p.group_tiles;
                     put(inside, group * p.group_tiles + of_group, 8 * t + token, gate, total);
                 }
-                meet();  // all have read
+                // All have read, where they are written again or another block reads.
+                if (CHAIN || NT > 1 || p.cluster > 1 || pass + at.clusters < at.passes) meet();
             }
         }
 
@@ -1272,7 +1332,7 @@ cudaError_t run(const Link& p, const Next& next, bool behind) {
     const auto kernel = link_kernel<FORMAT, NT, STAGES, false>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.bytes))
         return error;
-    const Jobs<1> jobs = {{{p, next, at}}, 1, nullptr};
+    const Jobs<1> jobs = {{{at, p, next}}, 1, nullptr};
     const dim3 grid(at.clusters * p.cluster);
     if (p.exchange)
         return behind ? programmatic::launch_resident(kernel, grid, THREADS, at.bytes, jobs)

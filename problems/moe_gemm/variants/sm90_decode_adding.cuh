@@ -112,11 +112,12 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
                     }
                     epilogue_sync();
                     const float* other = largest + turn * 16 + (1 - q) * 8 + 2 * (lane & 3);
-                    const float input_scale = p.in2[g.expert];
+                    const InputScale by(p.in2[g.expert]);
 #pragma unroll
-                    for (int j = 0; j < 2; ++j)
-                        values[j] = quantised(values[j], input_scale,
-                                              block_scale(fmaxf(most[j], other[j]), input_scale));
+                    for (int j = 0; j < 2; ++j) {
+                        const float scale = block_scale(by.divide<true>(fmaxf(most[j], other[j])));
+                        values[j] = code_of<true>(by.divide<true>(values[j]), BlockInverse(scale)) * scale;
+                    }
                     turn ^= 1;
                 }
 #pragma unroll

@@ -5,8 +5,10 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "launch.cuh"
+#include "ptx.cuh"
 #include "sm90_decode_block.cuh"
 #include "sm90_decode_fp8.cuh"
 
@@ -20,21 +22,82 @@ __device__ __forceinline__ uint4 load_global(const void* at) {
     return v;
 }
 
-// NVFP4 as nvfp4.encode has it: the scale of 16 values whose largest magnitude is `most`, and a value's, without the
-// input scale. A bf16 holds that exactly.
-__device__ __forceinline__ float block_scale(float most, float input_scale) {
-    most = __fdiv_rn(most, input_scale);  // the largest quotient: rounding keeps the order
+// NVFP4 as nvfp4.encode has it, bit for bit, without a division: a value by the input scale, the scale of 16 values, a
+// code. As problems/linear_decode/variants/sm90_mma.cu does it, where all mantissas were tried.
+
+// What values are divided by: an input scale.
+struct InputScale {
+    float scale, inverse, limit;  // what is beyond 448 * 6 is all the same
+
+    __device__ __forceinline__ explicit InputScale(float scale) : scale(scale) {
+        inverse = __frcp_rn(scale), limit = 8192.f * scale;
+    }
+    // To nearest, of a bf16; unless LIMITED, of one below the limit.
+    template <bool LIMITED>
+    __device__ __forceinline__ float divide(float value) const {
+        if (LIMITED) value = fminf(fmaxf(value, -limit), limit);
+        const float near = value * inverse;
+        return fmaf(fmaf(-near, scale, value), inverse, near);
+    }
+};
+
+// The scale of 16 values, the largest of which, divided, is `most`.
+__device__ __forceinline__ float block_scale(float most) {
+    constexpr float HIGH = 1 / 6.f, LOW = static_cast<float>(1 / 6. - HIGH);  // together 1 / 6, as BlockInverse is
     __nv_fp8_e4m3 byte;
-    byte.__x = __nv_cvt_float_to_fp8(fminf(__fdiv_rn(most, 6.f), 448.f), __NV_SATFINITE, __NV_E4M3);
+    byte.__x = __nv_cvt_float_to_fp8(fminf(fmaf(most, HIGH, most * LOW), 448.f), __NV_SATFINITE, __NV_E4M3);
     return float(byte);
 }
-__device__ __forceinline__ float quantised(float x, float input_scale, float scale) {
-    if (scale == 0) return 0.f;
-    // The power of two at or below the value, at least 1: codes are half of it apart, even ones a whole of it.
-    x = fminf(fmaxf(__fdiv_rn(__fdiv_rn(x, input_scale), scale), -6.f), 6.f);
-    const uint32_t power = __float_as_uint(fmaxf(fabsf(x), 1.f)) & 0x7F800000u;
-    const float inverse = __uint_as_float(0x7F000000u - power);
-    return rintf(x * 2 * inverse) * __uint_as_float(power) * 0.5f * scale;
+
+// 2^22 / scale, or 0 for a scale of 0, and then all codes are 0; in two parts, together right to 2^-43. Scales have 4
+// bits, so that two products and a sum give a quotient of 24 bits by one to nearest. The input scale has more.
+struct BlockInverse {
+    float high, low;
+
+    __device__ __forceinline__ explicit BlockInverse(float scale) {
+        const float near = scale > 0 ? ptx::reciprocal_fast(scale) : 0.f;
+        high = 0x1p22f * near, low = fmaf(-scale, near, 1.f) * high;
+    }
+};
+
+// What the code of a divided value stands for, not times the scale yet. LIMITED: it may be beyond 6.
+template <bool LIMITED>
+__device__ __forceinline__ float code_of(float divided, const BlockInverse& by) {
+    const float code = fmaf(divided, by.high, divided * by.low);  // times 2^22
+    // The power of two at or below it, at least 1: codes are half of it apart. 1.5 * 2^23 of these halves more, and the
+    // sum's last bit is worth one of them.
+    const float far = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 0x1p22f)) & 0x7F800000u | 0x00400000u);
+    const float rounded = __fsub_rn(fmaf(code, 0x1p-22f, far), far);
+    return LIMITED ? fminf(fmaxf(rounded, -6.f), 6.f) : rounded;
+}
+
+// Eight bf16 values, half of a block whose largest magnitude is `most`: each as NVFP4 has it, without the input scale. A bf16 holds that exactly.
+__device__ __forceinline__ void quantise_words(uint32_t (&words)[4], float most, const InputScale& by) {
+    most = by.divide<true>(most);  // the largest quotient: rounding keeps the order
+    const float scale = block_scale(most);
+    const BlockInverse inverse(scale);
+    const uint32_t scales = ptx::pack_bf16x2(scale, scale);
+    const auto all = [&](auto limited) {
+        constexpr bool LIMITED = decltype(limited)::value;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float low = by.divide<LIMITED>(__uint_as_float(words[j] << 16));
+            const float high = by.divide<LIMITED>(__uint_as_float(words[j] & 0xFFFF0000u));
+            words[j] = ptx::mul_bf16x2(
+                ptx::pack_bf16x2(code_of<LIMITED>(low, inverse), code_of<LIMITED>(high, inverse)), scales);
+        }
+    };
+    if (most < 6.9f * scale)  // but for the smallest scales and the largest inputs
+        all(std::false_type());
+    else
+        all(std::true_type());
+}
+__device__ __forceinline__ float largest_of(const uint32_t (&words)[4]) {
+    float most = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        most = fmaxf(most, fmaxf(fabsf(__uint_as_float(words[j] << 16)), fabsf(__uint_as_float(words[j] & 0xFFFF0000u))));
+    return most;
 }
 
 // p.x (T, width) -> to (T k, width): each slot's row as its expert's input scale quantises it; zeros for an id that is
@@ -45,28 +108,23 @@ __global__ void quantise_rows(const Problem p, __nv_bfloat16* to, int width) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x, blocks = width / 16;
     if (i >= p.tokens * p.topk * blocks) return;
     const int slot = i / blocks, block = i % blocks, e = expert_of(p, slot);
-    uint4 word[2] = {};
+    uint32_t words[2][4] = {};
     if (e < p.experts) {
         const uint4* from =
             reinterpret_cast<const uint4*>(p.x + static_cast<int64_t>(slot / p.topk) * width) + 2 * block;
-        word[0] = from[0], word[1] = from[1];
-        __nv_bfloat162* two = reinterpret_cast<__nv_bfloat162*>(word);
-        float most = 0;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float2 values = __bfloat1622float2(two[j]);
-            most = fmaxf(most, fmaxf(fabsf(values.x), fabsf(values.y)));
+        for (int half = 0; half < 2; ++half) {
+            const uint4 v = from[half];
+            words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
         }
-        const float input_scale = (p.linear ? p.in2 : p.in13)[e], scale = block_scale(most, input_scale);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float2 values = __bfloat1622float2(two[j]);
-            two[j] = __floats2bfloat162_rn(quantised(values.x, input_scale, scale),
-                                           quantised(values.y, input_scale, scale));
-        }
+        const float most = fmaxf(largest_of(words[0]), largest_of(words[1]));
+        const InputScale by((p.linear ? p.in2 : p.in13)[e]);
+        quantise_words(words[0], most, by), quantise_words(words[1], most, by);
     }
     uint4* out = reinterpret_cast<uint4*>(to + static_cast<int64_t>(slot) * width) + 2 * block;
-    out[0] = word[0], out[1] = word[1];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        out[half] = make_uint4(words[half][0], words[half][1], words[half][2], words[half][3]);
 }
 
 // What a lane has of a call's one token, of up to 4 units a warp: 8 neighbouring values, half a block of NVFP4.
@@ -98,20 +156,8 @@ struct Tokens {
     __device__ __forceinline__ void quantise(const uint4& half, float input_scale, int lane) {
         static_assert(C == 4 && NT == 1);
         uint32_t words[4] = {half.x, half.y, half.z, half.w};
-        __nv_bfloat162* two = reinterpret_cast<__nv_bfloat162*>(words);
-        float most = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float2 values = __bfloat1622float2(two[j]);
-            most = fmaxf(most, fmaxf(fabsf(values.x), fabsf(values.y)));
-        }
-        const float scale = block_scale(fmaxf(most, __shfl_xor_sync(~0u, most, 1)), input_scale);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float2 values = __bfloat1622float2(two[j]);
-            two[j] = __floats2bfloat162_rn(quantised(values.x, input_scale, scale),
-                                           quantised(values.y, input_scale, scale));
-        }
+        const float most = largest_of(words);
+        quantise_words(words, fmaxf(most, __shfl_xor_sync(~0u, most, 1)), InputScale(input_scale));
 #pragma unroll
         for (int c = 0; c < 4; ++c)
 #pragma unroll

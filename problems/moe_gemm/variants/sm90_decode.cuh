@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     const uint32_t ring = smem_address(smem);
     // The thread that copies: a unit row, of `all` units, to the ring's place `stage` and those behind it.
     const auto send = [&](const uint8_t* from, int all, uint64_t policy, int& stage, int& parity) {
+#pragma unroll 1
         for (int i = 0; i < all; i += EACH * WARPS) {
             const int bytes = min(all - i, EACH * WARPS) * units::BYTES;
             wait(empty_barriers + 8 * stage, parity ^ 1);
@@ -109,20 +110,31 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                 prefetch_l2(unit_row(p.w2, p.experts - 1, row, rows2, units2), units2 * units::BYTES);
         }
     }
+    // One warp sorts few slots: the last one, which has nothing else to do then, and for which alone copies wait. It
+    // takes a single token's ids to be all different and valid, and shares the work out before they come.
+    constexpr int SORTER = EARLY ? SORTING - 1 : 0;
+    const bool apart = EARLY && n <= 32, guesses = LONE && p.lone;
+    const auto share = [&](int count) {
+        share_out<NT, BATCHED<NT>>(groups, parts, count, EARLY ? shared_groups<NT>(p) : 0, p.inner / 16, lane);
+    };
+    if (guesses && warp == SORTER) share(n);
     programmatic::wait();
     programmatic::trigger();
     uint4 half = {};
     if (LONE && p.lone && warp < WARPS) half = load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
+    int found = 0;
     if (n <= 32) {
-        if (warp == 0) sort_few<NT>(p, groups, slots, routing, words, lane);
+        if (warp == SORTER) found = sort_few<NT>(p, groups, slots, routing, words, lane);
         __syncwarp();
     } else {
         sort<NT>(p, smem + p.stages * STAGE_BYTES - sorting_bytes(p), groups, slots, routing, words, warp, lane);
     }
-    if (warp == 0 && !p.linear)
-        share_out<NT, BATCHED<NT>>(groups, parts, words[32], EARLY ? shared_groups<NT>(p) : 0, p.inner / 16, lane);
-    fence_proxy_async_shared();  // copies will write where sorting has written
-    __syncthreads();
+    if (warp == SORTER && !p.linear && !(guesses && found == n)) share(words[32]);
+    if (!apart || warp == WARPS) fence_proxy_async_shared();  // copies will write where sorting has written
+    if (apart)
+        sorted_sync(warp);
+    else
+        __syncthreads();
     const int count = words[32];
 
     const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row

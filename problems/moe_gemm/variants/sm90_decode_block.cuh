@@ -65,9 +65,17 @@ __device__ __forceinline__ bool is_over(uint32_t barrier) {
     return over;
 }
 
-// Named barriers: 1 of the consumers, 2 and 3 for a buffer of sums, 4 of the epilogue's threads.
+// Named barriers: 1 of the consumers, 2 and 3 for a buffer of sums, 4 of the epilogue's threads, 5 of the warps that do
+// not multiply, 6 at which these tell the others.
 __device__ __forceinline__ void consumer_sync() { named_barrier_sync<CONSUMER_THREADS>(1); }
 __device__ __forceinline__ void epilogue_sync() { named_barrier_sync<EPILOGUE_THREADS>(4); }
+// What one of the last warps has sorted is known to all behind this. Copies do not wait for those who multiply.
+__device__ __forceinline__ void sorted_sync(int warp) {
+    constexpr int OTHERS = NUM_THREADS - CONSUMER_THREADS;
+    if (warp < WARPS) return named_barrier_sync<NUM_THREADS>(6);
+    named_barrier_sync<OTHERS>(5);
+    named_barrier_arrive<NUM_THREADS>(6);
+}
 __device__ __forceinline__ void sums_arrive(int buffer) {
     named_barrier_arrive<CONSUMER_THREADS + EPILOGUE_THREADS>(2 + buffer);
 }

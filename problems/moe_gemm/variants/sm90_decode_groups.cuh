@@ -74,26 +74,40 @@ __device__ __forceinline__ float routing_of(const Problem& p, int slot) {
     return p.linear || is_shared(p, slot) ? 1.f : p.routing[routed_place(p, slot)];
 }
 
-// Up to 32 slots: one warp, a slot a lane.
+// Up to 32 slots: one warp, a slot a lane. Not linear, unless of one slot's expert. -> how many groups
 template <int NT>
-__device__ __forceinline__ void sort_few(const Problem& p, Group* groups, uint16_t* slots, float* routing,
-                                         uint32_t* words, int lane) {
+__device__ __forceinline__ int sort_few(const Problem& p, Group* groups, uint16_t* slots, float* routing,
+                                        uint32_t* words, int lane) {
     const int n = p.tokens * p.topk;
-    const int e = lane < n ? expert_of(p, lane) : 0x7FFFFFFF;
-    const float mine = lane < n ? routing_of(p, lane) : 1.f;
+    int e = lane < n ? 0 : 0x7FFFFFFF;
+    float mine = 1;
+    if (!p.linear) {  // id and weight are asked for together
+        const int token = p.tokens > 1 ? lane / p.topk : 0;
+        const bool shared = p.shared && lane - token * p.topk == p.topk - 1, routed = lane < n && !shared;
+        const int place = p.shared ? lane - token : lane, none = p.experts - int(p.shared);
+        e = shared && lane < n ? none : 0x7FFFFFFF;
+        if (routed) e = p.ids[place], mine = p.routing[place];
+        if (routed && (e < 0 || e >= none)) e = 0x7FFFFFFF;
+    }
     const unsigned same = __match_any_sync(~0u, e);
     const bool leads = e != 0x7FFFFFFF && lane == __ffs(same) - 1;
     const int tokens = __popc(same), parts = leads ? (tokens + 8 * NT - 1) / (8 * NT) : 0;
     int place = 0, group = 0;
-    for (int i = 0; i < n; ++i) {
-        const int other = __shfl_sync(~0u, e, i), others = __shfl_sync(~0u, parts, i);
-        place += other < e || (other == e && i < lane);
-        group += other < e ? others : 0;
-    }
+    for (int base = 0; base < n; base += 8)  // lanes from n on sort last
+#pragma unroll
+        for (int i = base; i < base + 8; ++i) {
+            const int other = __shfl_sync(~0u, e, i), others = __shfl_sync(~0u, parts, i);
+            place += other < e || (other == e && i < lane);
+            group += other < e ? others : 0;
+        }
     if (e != 0x7FFFFFFF) slots[place] = lane, routing[place] = mine;
-    if (leads) put_groups(groups + group, e, place, tokens, parts);
+    if (NT == 1 && leads && parts == 1)  // without divisions
+        groups[group] = {e, static_cast<uint32_t>(place | tokens << 16)};
+    else if (leads)
+        put_groups(groups + group, e, place, tokens, parts);
     const int all = __reduce_add_sync(~0u, parts);
     if (lane == 0) words[32] = all;
+    return all;
 }
 
 // Any number, by all threads: each warp counts a part of the slots. scratch: what SORTING times p.experts counts and n

@@ -118,10 +118,13 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         share_out<NT, BATCHED<NT>>(groups, parts, count, EARLY ? shared_groups<NT>(p) : 0, p.inner / 16, lane);
     };
     if (guesses && warp == SORTER) share(n);
+    const bool multiplies_lone = LONE && p.lone && warp < WARPS;
+    float held = 0;  // the input scale that the token in registers is quantised by
+    if (multiplies_lone && p.shared) held = p.in13[p.experts - 1];
     programmatic::wait();
     programmatic::trigger();
     uint4 half = {};
-    if (LONE && p.lone && warp < WARPS) half = load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
+    if (multiplies_lone) half = load_half(p.x, p.hidden / units::COLUMNS, warp, lane);
     int found = 0;
     if (n <= 32) {
         if (warp == SORTER) found = sort_few<NT>(p, groups, slots, routing, words, lane);
@@ -130,6 +133,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         sort<NT>(p, smem + p.stages * STAGE_BYTES - sorting_bytes(p), groups, slots, routing, words, warp, lane);
     }
     if (warp == SORTER && !p.linear && !(guesses && found == n)) share(words[32]);
+    Tokens<C1, NT, FP8> tokens;  // of the first product
+    if constexpr (LONE)          // for the shared expert, which comes first, while the others are sorted
+        if (multiplies_lone && p.shared) tokens.quantise(half, held, lane);
     if (!apart || warp == WARPS) fence_proxy_async_shared();  // copies will write where sorting has written
     if (apart)
         sorted_sync(warp);
@@ -238,7 +244,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
 
     // ---- first product ----
     if (batches) {
-        Tokens<C1, NT, FP8> tokens;
         const int divisor = p.quantised ? 1 : p.topk;  // of a slot, for its row of x
         const auto take_all = [&](const Group& g) {
             tokens.aim(p.x, p.hidden, divisor, warp, g, slots, lane);
@@ -260,25 +265,26 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             bool more = walk.find();
             float input_scale = 1;  // lane i: of group i
             if (LONE && p.lone && lane < count) input_scale = p.in13[groups[lane].expert];
-            const auto enter = [&](int group) {
-                if constexpr (LONE)
-                    if (p.lone) return tokens.quantise(half, __shfl_sync(~0u, input_scale, group), lane);
-                take_all(groups[group]);
-            };
-            if (more) enter(walk.group);
+            int entered = LONE && p.shared ? count - 1 : -1;  // the group that a lone token was last quantised for
+            if (more && !(LONE && p.lone)) take_all(groups[walk.group]);
             while (more) {
                 const int group = walk.group;
+                if constexpr (LONE)
+                    if (p.lone && group != entered) {
+                        const float scale = __shfl_sync(~0u, input_scale, group);
+                        if (entered < 0 || scale != held) tokens.quantise(half, scale, lane);
+                        entered = group, held = scale;
+                    }
                 walk.next(), more = walk.find();
                 // The next group's tokens come as this one's are used. All groups have the same row, if there is but one.
                 const bool changes = more && walk.group != group;
-                const bool lone = LONE && p.lone, takes = changes && !lone && (p.tokens > 1 || p.quantised);
+                const bool takes = changes && !(LONE && p.lone) && (p.tokens > 1 || p.quantised);
                 if (takes) tokens.aim(p.x, p.hidden, divisor, warp, groups[walk.group], slots, lane);
                 multiply_group(false, [&](int c) {
                     if (takes) tokens.take(c, false);
                 });
                 if constexpr (FP8)
                     if (takes) tokens.round(units1, warp, false);
-                if (changes && lone) enter(walk.group);
             }
         } else {
             static_assert(FIRST == 1);

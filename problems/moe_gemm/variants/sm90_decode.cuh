@@ -51,6 +51,11 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
 __device__ __forceinline__ const uint8_t* unit_row(const uint8_t* from, int expert, int row, int rows, int units) {
     return from + (static_cast<int64_t>(expert) * rows + row) * units * units::BYTES;
 }
+// Scale I of a lane's four; with two tiles there are no registers for two at once.
+template <int I, int NT>
+__device__ __forceinline__ uint32_t scale_of(uint32_t four) {
+    return NT == 1 ? units::half_of_two_scales<I>(four) : units::scale<I>(four);
+}
 __device__ __forceinline__ int stages_of(int units) { return (units + EACH * WARPS - 1) / (EACH * WARPS); }
 
 // FP8: x and v are rounded to e4m3, which is all that this changes.
@@ -196,8 +201,8 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             if (unit_of<FP8>(c, warp) >= all) break;
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
-                const uint32_t above = q ? units::scale<2>(scales) : units::scale<0>(scales);
-                const uint32_t below = q ? units::scale<3>(scales) : units::scale<1>(scales);
+                const uint32_t above = q ? scale_of<2, NT>(scales) : scale_of<0, NT>(scales);
+                const uint32_t below = q ? scale_of<3, NT>(scales) : scale_of<1, NT>(scales);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     uint32_t a[4], b[4];

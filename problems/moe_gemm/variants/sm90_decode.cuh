@@ -181,16 +181,26 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     constexpr std::integral_constant<int, NT> ALL_TILES = {};
     constexpr std::integral_constant<int, 1> ONE_TILE = {};
     float sum[2][NT][4];
+    // What the lane reads first of the warp's first unit in the ring, and from there to its scales. Where there are
+    // registers they are kept: the compiler would begin with the thread's number for each unit.
+    uint32_t first_read = ring + warp * units::BYTES + 16 * lane, to_scales = units::SCALES - 12 * lane;
+    if constexpr (LONE) {
+        asm("" : "+r"(first_read));
+        asm("" : "+r"(to_scales));
+    }
     // Adds the warp's part of a unit row, of `all` units, to sum; calls then(c) when the tokens of unit c are done
     // with.
     auto mma_row = [&](auto& tokens, const int all, auto tiles, auto most, auto then) {
+        uint32_t place = 0;
 #pragma unroll
         for (int c = 0; c < decltype(most)::value; ++c) {
             if (FP8 && c % EACH ? unit_of<FP8>(c, warp) >= all : c * WARPS >= all) break;
             if (c % EACH == 0) wait(full_barriers + 8 * stage, parity);
-            const uint32_t from = ring + stage * STAGE_BYTES + unit_of<FP8>(c % EACH, warp) * units::BYTES;
-            const uint4 word[2] = {load_shared16(from + 16 * lane), load_shared16(from + 512 + 16 * lane)};
-            const uint32_t scales = load_shared(from + units::SCALES + 4 * lane);
+            if (LONE && c % EACH == 0) place = first_read + stage * STAGE_BYTES;
+            if (!LONE) place = ring + stage * STAGE_BYTES + unit_of<FP8>(c % EACH, warp) * units::BYTES + 16 * lane;
+            const uint32_t from = place + (LONE ? c % EACH * WARPS * units::BYTES : 0);
+            const uint4 word[2] = {load_shared16(from), load_shared16(from + 512)};
+            const uint32_t scales = load_shared(from + (LONE ? to_scales : units::SCALES - 12 * lane));
             if (c % EACH == EACH - 1 || (FP8 ? unit_of<FP8>(c + 1, warp) : (c + 1) * WARPS) >= all) {
                 // What has been loaded must be here before it may be overwritten. Loads are only known to have ended
                 // when their results are used: a copy once overtook loads that were waiting behind loads of global

@@ -86,6 +86,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
         for (int i = 0; i < items; ++i) {
             const Group g = groups[group];
             const float factor = factors[group].x;
+            const InputScale by(p.quantised ? p.in2[g.expert] : 1.f);  // before the sums have come
             sums_sync(buffer);
             for (int tile = 0; 8 * tile < g.count(); ++tile) {
                 const float4 all = added(tile);
@@ -112,7 +113,6 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
                     }
                     epilogue_sync();
                     const float* other = largest + turn * 16 + (1 - q) * 8 + 2 * (lane & 3);
-                    const InputScale by(p.in2[g.expert]);
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
                         const float scale = block_scale(by.divide<true>(fmaxf(most[j], other[j])));

@@ -317,10 +317,12 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
 
     // ---- second product ----
     const __nv_bfloat16* rows = p.linear ? p.x : p.v;
+    const bool single = EARLY && p.tokens == 1;
     int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         // No warp adds to it before all have handed over sums.
-        for (int i = threadIdx.x; i < p.tokens * MARGIN; i += CONSUMER_THREADS) total[i] = 0;
+        if (!single)
+            for (int i = threadIdx.x; i < p.tokens * MARGIN; i += CONSUMER_THREADS) total[i] = 0;
         Tokens<C2, NT, FP8> tokens;
         int batch = 0, due = p.linear ? -1 : 0;  // the next batch to wait for, and its first group
         const auto await = [&](int group) {
@@ -350,6 +352,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                 mma_row(tokens, units2, ONE_TILE, std::integral_constant<int, C2>(), then);
             hand_over(both);
         }
+        if (single) continue;  // who adds writes it
         if (!count) consumer_sync();
         wait(read + 16, ended), ended ^= 1;
         for (int i = threadIdx.x; i < p.tokens * 16; i += CONSUMER_THREADS) {

@@ -133,7 +133,9 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
         if (part) arrive(written + 8 * (part - 1));  // with the first batch the shared expert's v is there too
     }
     float* total = reinterpret_cast<float*>(smem + at.total) + q * 16 + lane / 4;
+    const bool single = FIRST == 0 && p.tokens == 1;  // then the sum over experts is in registers, and goes out from there
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
+        float2 sum = {};
         for (int i = 0; i < count; ++i) {
             const Group g = groups[i];
             const float factor = factors[i].y;
@@ -145,6 +147,10 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
                 for (int j = 0; j < 2; ++j) {
                     const int member = 8 * tile + 2 * (lane & 3) + j;
                     if (member >= g.count()) continue;
+                    if (single) {
+                        sum.x += above[j] * factor, sum.y += below[j] * factor;
+                        continue;
+                    }
                     float* to = total + slots[g.start() + member] / p.topk * MARGIN;
                     to[0] += above[j] * factor, to[8] += below[j] * factor;
                 }
@@ -153,7 +159,12 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
             buffer ^= 1;
             __syncwarp();  // the next group may have the same token elsewhere
         }
-        arrive(read + 16);
+        if (!single) {
+            arrive(read + 16);
+        } else if (lane % 4 == 0) {
+            __nv_bfloat16* to = p.out + row * units::ROWS + q * 16 + lane / 4;
+            to[0] = __float2bfloat16_rn(sum.x), to[8] = __float2bfloat16_rn(sum.y);
+        }
     }
 }
 

@@ -71,7 +71,8 @@ __device__ __forceinline__ float code_of(float divided, const BlockInverse& by) 
     return LIMITED ? fminf(fmaxf(rounded, -6.f), 6.f) : rounded;
 }
 
-// Eight bf16 values, half of a block whose largest magnitude is `most`: each as NVFP4 has it, without the input scale. A bf16 holds that exactly.
+// Eight bf16 values, half of a block whose largest magnitude is `most`: each as NVFP4 has it, without the input scale.
+// A bf16 holds that exactly.
 __device__ __forceinline__ void quantise_words(uint32_t (&words)[4], float most, const InputScale& by) {
     most = by.divide<true>(most);  // the largest quotient: rounding keeps the order
     const float scale = block_scale(most);

@@ -192,15 +192,16 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     // with.
     auto mma_row = [&](auto& tokens, const int all, auto tiles, auto most, auto then) {
         uint32_t place = 0;
+        const int of_lane = LONE ? 0 : 16 * lane;
 #pragma unroll
         for (int c = 0; c < decltype(most)::value; ++c) {
             if (FP8 && c % EACH ? unit_of<FP8>(c, warp) >= all : c * WARPS >= all) break;
             if (c % EACH == 0) wait(full_barriers + 8 * stage, parity);
             if (LONE && c % EACH == 0) place = first_read + stage * STAGE_BYTES;
-            if (!LONE) place = ring + stage * STAGE_BYTES + unit_of<FP8>(c % EACH, warp) * units::BYTES + 16 * lane;
+            if (!LONE) place = ring + stage * STAGE_BYTES + unit_of<FP8>(c % EACH, warp) * units::BYTES;
             const uint32_t from = place + (LONE ? c % EACH * WARPS * units::BYTES : 0);
-            const uint4 word[2] = {load_shared16(from), load_shared16(from + 512)};
-            const uint32_t scales = load_shared(from + (LONE ? to_scales : units::SCALES - 12 * lane));
+            const uint4 word[2] = {load_shared16(from + of_lane), load_shared16(from + 512 + of_lane)};
+            const uint32_t scales = load_shared(from + (LONE ? to_scales : units::SCALES + 4 * lane));
             if (c % EACH == EACH - 1 || (FP8 ? unit_of<FP8>(c + 1, warp) : (c + 1) * WARPS) >= all) {
                 // What has been loaded must be here before it may be overwritten. Loads are only known to have ended
                 // when their results are used: a copy once overtook loads that were waiting behind loads of global

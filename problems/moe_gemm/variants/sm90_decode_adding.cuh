@@ -86,7 +86,8 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
         for (int i = 0; i < items; ++i) {
             const Group g = groups[group];
             const float factor = factors[group].x;
-            const InputScale by(p.quantised ? p.in2[g.expert] : 1.f);  // before the sums have come
+            float input_scale = 1;  // before the sums have come, where there are registers
+            if (NT == 1 && p.quantised) input_scale = p.in2[g.expert];
             sums_sync(buffer);
             for (int tile = 0; 8 * tile < g.count(); ++tile) {
                 const float4 all = added(tile);
@@ -112,6 +113,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
                         if (lane < 4) mine[j] = most[j];
                     }
                     epilogue_sync();
+                    const InputScale by(NT == 1 ? input_scale : p.in2[g.expert]);
                     const float* other = largest + turn * 16 + (1 - q) * 8 + 2 * (lane & 3);
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {

@@ -7,9 +7,22 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward.kernels import argmax
+from tests.support import forked
 from tests.support.marks import first
 
 SHAPES = [(1, 1), (2, 37), (3, 1024), (1, 129_280), (8, 32_771)]
+# In a process of its own, since the model takes CUDA's place in the whole process.
+IN_MODEL = """
+from tests.dsv4 import in_model
+model = in_model.installed()
+import torch
+from tests.dsv4 import test_argmax as tests
+for shape in ((4, 101), (4, 1024), (1, 140_000)):
+    logits = tests.rows(shape, "cpu")
+    assert torch.equal(tests.found(logits), logits.argmax(1))
+    model.check()
+assert model.launches == 6
+"""
 
 
 def rows(shape: tuple[int, int], device: str) -> torch.Tensor:
@@ -48,6 +61,13 @@ def test_on_a_cpu_it_is_torchs(shape):
 def test_it_compiles_without_spills(target):
     kernels = [kernel for artefact in argmax.compile_for(target) for kernel in artefact.kernels()]
     assert len(kernels) == 1 and all(kernel.spill_bytes == 0 for kernel in kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_in_the_model_of_a_gpu_it_is_what_a_cpu_finds():
+    ran = forked.run(["-c", IN_MODEL])
+    assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 @pytest.mark.gpu

@@ -29,27 +29,42 @@ struct Sums {
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal_fast(1.0f + __expf(-x)); }
 __device__ __forceinline__ float broadcast(float v, int lane) { return __shfl_sync(ALL, v, lane); }
 
-// 1 / the root mean square of a token's copies: the squares are the products of each copy with itself.
+// 1 / the root mean square of a token's copies, from the sum of their squares. by_width: 1 / (COPIES * hidden).
+__device__ __forceinline__ float inverse_of_square(float square, float by_width) {
+    return rsqrtf(square * by_width + NORM_EPS);
+}
+
+// The squares are the products of each copy with itself.
 __device__ __forceinline__ float inverse_of_copies(Sums sums, int hidden) {
     const float square = broadcast(sums.low, 4) + broadcast(sums.low, 8) + broadcast(sums.low, 11) +
                          broadcast(sums.low, 13);
-    return rsqrtf(square * ptx::reciprocal_fast(COPIES * hidden) + NORM_EPS);
+    return inverse_of_square(square, ptx::reciprocal_fast(COPIES * hidden));
 }
 
-// Lanes 0 to 3: pre_j / the root mean square of u. |u|^2 is the sum of pre_j pre_k x'_j x'_k, so that u need not be
-// there.
-__device__ __forceinline__ float weights_of_u(Sums sums, float inverse, const float* base, const float* scale,
-                                              int hidden, int lane) {
-    const float pre = sigmoid(sums.low * inverse * scale[0] + base[lane % COPIES]) + HC_EPS;
-    float square = 0.0f;
-    int slot = COPIES;
+// pre_j / the root mean square of u, in the lanes that have pre_j. |u|^2 is the sum of pre_j pre_k x'_j x'_k, so that u
+// need not be there. products: x'_j x'_k; by_hidden: 1 / hidden.
+__device__ __forceinline__ float weights_by_products(float pre, const float (&products)[PRODUCTS], float by_hidden) {
+    float each[COPIES], square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < COPIES; ++j) each[j] = broadcast(pre, j);
+    int product = 0;
 #pragma unroll
     for (int j = 0; j < COPIES; ++j) {
 #pragma unroll
-        for (int k = j; k < COPIES; ++k, ++slot)
-            square += (j == k ? 1.0f : 2.0f) * broadcast(pre, j) * broadcast(pre, k) * broadcast(sums.low, slot);
+        for (int k = j; k < COPIES; ++k, ++product)
+            square += (j == k ? 1.0f : 2.0f) * each[j] * each[k] * products[product];
     }
-    return pre * rsqrtf(fmaxf(square, 0.0f) * ptx::reciprocal_fast(hidden) + NORM_EPS);
+    return pre * rsqrtf(fmaxf(square, 0.0f) * by_hidden + NORM_EPS);
+}
+
+// Lanes 0 to 3: pre_j / the root mean square of u.
+__device__ __forceinline__ float weights_of_u(Sums sums, float inverse, const float* base, const float* scale,
+                                              int hidden, int lane) {
+    const float pre = sigmoid(sums.low * inverse * scale[0] + base[lane % COPIES]) + HC_EPS;
+    float products[PRODUCTS];
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; ++i) products[i] = broadcast(sums.low, COPIES + i);
+    return weights_by_products(pre, products, ptx::reciprocal_fast(hidden));
 }
 
 // One half of a round of Sinkhorn, on divisors a_j and b_k of rows and columns: a_j = HC_EPS a_j + sum over k of

@@ -29,7 +29,6 @@ struct TokenShared {
     uint2 x[TOKENS][PASSES][COPIES][QUADS];  // x', four bf16 each
     float part[TOKENS][TOKEN_WARPS][VALUES];
     float from[TOKENS][CLUSTER][SLOTS];  // the sums of each block of the cluster
-    float base[ROWS], scale[3];
     uint64_t arrived;
 };
 
@@ -94,12 +93,12 @@ __device__ __forceinline__ Source source_of(int slot) {
     return {at % 8 * 2, 2, HALF_ROWS + at / 8};
 }
 
-// The block's sum of a slot.
-__device__ __forceinline__ float sum_of(const float (*part)[VALUES], Source of) {
+// The block's sum of a slot. from: in shared memory, the part of the first of its warps.
+__device__ __forceinline__ float sum_of(uint32_t from, int warps) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < TOKEN_WARPS / 2; ++i)
-        if (i < of.warps) sum += part[of.first + i][of.value];
+        if (i < warps) sum += __uint_as_float(ptx::load_shared(from + i * VALUES * sizeof(float)));
     return sum;
 }
 
@@ -133,45 +132,107 @@ __device__ __forceinline__ uint2 spread_quad(const Problem& p, const Inputs& in,
     return narrow(v);
 }
 
-// out and new_post, new_comb of a token, when the sums of all blocks are there.
-template <int PASSES, int TOKENS>
-__device__ __forceinline__ void finish(const Problem& p, const TokenShared<PASSES, TOKENS>& shared, int t, int token,
-                                       int first_quad, int quads, bool mixes, int thread) {
-    const int lane = thread % 32;
+// What a warp does when the sums of its block are there, for a token of the cluster.
+enum Kind { SENDS, MAKES, COMBINES, POSTS, NOTHING };
+struct Role {
+    Kind kind;
+    int t, thread;  // thread: of those that do the same for the token
+};
+
+// Two warps a token send its sums to all blocks, and MAKERS make out. In one of the blocks a warp makes new_comb, which
+// takes longest, and another new_post.
+template <int TOKENS>
+__device__ __forceinline__ Role role_of(int warp, int lane, uint32_t rank) {
+    constexpr int MADE = 2 * TOKENS, COMBINED = MADE + MAKERS * TOKENS, POSTED = COMBINED + TOKENS;
+    static_assert(POSTED + TOKENS <= TOKEN_WARPS);
+    if (warp < MADE) return {SENDS, warp / 2, warp % 2 * 32 + lane};
+    if (warp < COMBINED) return {MAKES, (warp - MADE) / MAKERS, (warp - MADE) % MAKERS * 32 + lane};
+    const int t = (warp - COMBINED) % TOKENS;
+    if (warp >= POSTED + TOKENS || rank != CLUSTER - 1 - t) return {NOTHING, t, lane};
+    return {warp < POSTED ? COMBINES : POSTS, t, lane};
+}
+
+// What the role reads of weights, ahead of the wait. first_quad, quads: of the block.
+template <int PASSES>
+struct RoleWeights {
+    float base, scale;
     uint2 norm[PASSES];
+
+    __device__ __forceinline__ RoleWeights(const Problem& p, const Role& role, int first_quad, int quads, int lane) {
+        base = scale = 0.0f;
+        if (role.kind == NOTHING || role.kind == SENDS) return;
+        const int row = role.kind == MAKES ? lane % COPIES
+                      : role.kind == POSTS ? COPIES + lane % COPIES : 2 * COPIES + lane % (COPIES * COPIES);
+        base = __ldg(p.base + row), scale = __ldg(p.scale + (role.kind == MAKES ? 0 : role.kind == POSTS ? 1 : 2));
+        if (role.kind != MAKES) return;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const int quad = min(thread + pass * QUADS, quads - 1);
-        norm[pass] = *reinterpret_cast<const uint2*>(p.norm + (first_quad + quad) * QUAD);
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int quad = min(role.thread + pass * QUADS, quads - 1);
+            norm[pass] = __ldg(reinterpret_cast<const uint2*>(p.norm + (first_quad + quad) * QUAD));
+        }
     }
+};
+
+// A slot's sum over the blocks of the cluster.
+template <int PASSES, int TOKENS>
+__device__ __forceinline__ float sum_of_blocks(const TokenShared<PASSES, TOKENS>& shared, int t, int slot) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int block = 0; block < CLUSTER; ++block) sum += shared.from[t][block][slot];
+    return sum;
+}
+
+// A warp: its quads of out.
+template <int PASSES, int TOKENS>
+__device__ __forceinline__ void make_out(const Problem& p, const TokenShared<PASSES, TOKENS>& shared, const Role& role,
+                                         const RoleWeights<PASSES>& weights, int token, int first_quad, int quads,
+                                         int lane) {
+    uint2 x[PASSES][COPIES];  // ahead of the wait, as all that does not depend on the sums
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+        for (int j = 0; j < COPIES; ++j) x[pass][j] = shared.x[role.t][pass][j][role.thread];
+    const float by_width = ptx::reciprocal_fast(COPIES * p.hidden), by_hidden = ptx::reciprocal_fast(p.hidden);
     ptx::wait(ptx::smem_address(&shared.arrived), 0);
-    Sums sums = {0.0f, 0.0f};
+    const float sum = sum_of_blocks(shared, role.t, min(lane, FOR_U - 1));
+    float products[PRODUCTS];
 #pragma unroll
-    for (int block = 0; block < CLUSTER; ++block) sums.low += shared.from[t][block][lane];
-    if (mixes) {
-#pragma unroll
-        for (int block = 0; block < CLUSTER; ++block) sums.high += shared.from[t][block][32 + lane % (SLOTS - 32)];
-    }
-    const float inverse = inverse_of_copies(sums, p.hidden);
-    if (mixes) {
-        write_mixing(sums, inverse, shared.base, shared.scale, p.new_post + token * COPIES,
-                     p.new_comb + token * COPIES * COPIES, lane);
-        return;
-    }
-    const float weight = weights_of_u(sums, inverse, shared.base, shared.scale, p.hidden, lane);
+    for (int i = 0; i < PRODUCTS; ++i) products[i] = broadcast(sum, COPIES + i);
+    const float inverse = inverse_of_square(products[0] + products[4] + products[7] + products[9], by_width);
+    const float pre = sigmoid(sum * inverse * weights.scale + weights.base) + HC_EPS;
+    const float weight = weights_by_products(pre, products, by_hidden);
     float by[COPIES];
 #pragma unroll
     for (int j = 0; j < COPIES; ++j) by[j] = broadcast(weight, j);
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        const int quad = thread + pass * QUADS;
+        const int quad = role.thread + pass * QUADS;
         if (quad >= quads) return;
         float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int j = 0; j < COPIES; ++j) u = add_scaled(by[j], widen(shared.x[t][pass][j][thread]), u);
-        const float4 n = widen(norm[pass]);
+        for (int j = 0; j < COPIES; ++j) u = add_scaled(by[j], widen(x[pass][j]), u);
+        const float4 n = widen(weights.norm[pass]);
         *reinterpret_cast<uint2*>(p.out + token * p.hidden + (first_quad + quad) * QUAD) =
             narrow(make_float4(u.x * n.x, u.y * n.y, u.z * n.z, u.w * n.w));
+    }
+}
+
+// A warp: new_comb or new_post of a token. A lane has the sum of one slot: of an element, or from lane 16 on of a square.
+template <int PASSES, int TOKENS>
+__device__ __forceinline__ void make_mixing(const Problem& p, const TokenShared<PASSES, TOKENS>& shared,
+                                            const Role& role, const RoleWeights<PASSES>& weights, int token, int lane) {
+    const int slot = lane >= 16 ? 0xdb84 >> 4 * (lane % COPIES) & 15 : role.kind == COMBINES ? COMB + lane
+                                                                                         : POST + lane % COPIES;
+    const float by_width = ptx::reciprocal_fast(COPIES * p.hidden);
+    ptx::wait(ptx::smem_address(&shared.arrived), 0);
+    const float sum = sum_of_blocks(shared, role.t, slot);
+    const float square = broadcast(sum, 16) + broadcast(sum, 17) + broadcast(sum, 18) + broadcast(sum, 19);
+    const float logit = sum * inverse_of_square(square, by_width) * weights.scale + weights.base;
+    if (role.kind == COMBINES) {
+        const float balanced = sinkhorn(logit, lane);
+        if (lane < COPIES * COPIES) p.new_comb[token * COPIES * COPIES + lane] = balanced;
+    } else if (lane < COPIES) {
+        p.new_post[token * COPIES + lane] = 2.0f * sigmoid(logit);
     }
 }
 
@@ -204,16 +265,25 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
             for (int row = 0; row < HALF_ROWS; ++row) prefetch_line(weights + column[pass] + row * apart);
     }
     // Behind the loads of fn, and not by a warp that makes x' of one token: publishing takes its warp more than a thousand
-    // cycles.
+    // cycles. Sums may be told ahead of all else.
     if (thread == TOKEN_THREADS - 32) {
         ptx::barrier_init(arrived, 1);
+        ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
         ptx::barrier_publish();
     }
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
-    programmatic::wait();  // what is loaded above, no kernel of a step writes
+    const Role role = role_of<TOKENS>(warp, lane, rank);
+    const RoleWeights<PASSES> of_role(p, role, first_quad, quads, lane);
+    // Of a sender's slot: where its parts lie, of how many warps, and where its sum goes.
+    const int slot = role.thread;
+    const bool sends = role.kind == SENDS && slot < SLOTS && (slot >= 32 || has_slot(slot));
+    const Source source = source_of(slot);
+    const uint32_t parts = ptx::smem_address(&shared.part[role.t][source.first][source.value]);
+    const uint32_t to = ptx::smem_address(&shared.from[role.t][rank][slot]);
     // x' of a quad of this thread's copy: of the half's token, or with one token by the first half only.
     const int mine = TOKENS == 2 ? half : 0, token = first_token + mine;
     const bool spreads = (TOKENS == 2 || half == 0) && token < p.tokens;
+    programmatic::wait();  // what is loaded above, no kernel of a step writes
     Inputs in[PASSES];
     float by[1 + COPIES];
     if (spreads) {
@@ -229,24 +299,15 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
 #pragma unroll
         for (int j = 0; j < COPIES; ++j) by[1 + j] = p.comb[(token * COPIES + j) * COPIES + copy];
     }
-    if (thread < ROWS) shared.base[thread] = p.base[thread];
-    if (thread >= 32 && thread < 35) shared.scale[thread - 32] = p.scale[thread - 32];
-    if (warp == 2 && lane < quads * QUAD / 64 + 1) prefetch_line(p.norm + min(first_quad * QUAD + lane * 64, p.hidden - 1));
     programmatic::trigger();  // what the next kernel loads comes behind what is asked for here
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
 
     if (TOKENS == 2 || half == 0) {
 #pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            const uint2 made = spreads && real[pass] ? spread_quad(p, in[pass], by) : make_uint2(0, 0);
-            shared.x[mine][pass][copy][place] = made;
-            if (spreads && real[pass])
-                *reinterpret_cast<uint2*>(p.new_copies + (int64_t(token) * COPIES + copy) * p.hidden + column[pass]) = made;
-        }
+        for (int pass = 0; pass < PASSES; ++pass)
+            shared.x[mine][pass][copy][place] = spreads && real[pass] ? spread_quad(p, in[pass], by) : make_uint2(0, 0);
     }
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
     __syncthreads();
-    // Sums may have come by now: bytes may be told ahead of being expected.
-    if (thread == TOKEN_THREADS - 32) ptx::arrive_and_expect_tx(arrived, TOKENS * CLUSTER * SENT * sizeof(float));
     float v[TOKENS][VALUES] = {};
 #pragma unroll 1  // two at once spill
     for (int pass = 0; pass < PASSES; ++pass) {
@@ -275,23 +336,26 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
         if (lane % 2 == 0) shared.part[t][warp][lane / 2] = sum;
     }
     __syncthreads();
-    // Two warps a token add up the block's sums, and send them to every block.
-    if (warp < 2 * TOKENS) {
-        const int t = warp / 2, slot = warp % 2 ? 32 + lane : lane;
-        if (slot < SLOTS && (slot >= 32 || has_slot(lane))) {
-            const float sum = sum_of(shared.part[t], source_of(slot));
-            const uint32_t to = ptx::smem_address(&shared.from[t][rank][slot]);
+    if (sends) {
+        const float sum = sum_of(parts, source.warps);
 #pragma unroll
-            for (int block = 0; block < CLUSTER; ++block)
-                send(ptx::in_block(block, to), sum, ptx::in_block(block, arrived));
-        }
-        return;
+        for (int block = 0; block < CLUSTER; ++block)
+            send(ptx::in_block(block, to), sum, ptx::in_block(block, arrived));
     }
-    const int finisher = warp - 2 * TOKENS;  // MAKERS warps a token, then a warp a token in one of the blocks
-    const bool mixes = finisher >= MAKERS * TOKENS;
-    const int t = mixes ? finisher - MAKERS * TOKENS : finisher / MAKERS;
-    if (t >= TOKENS || first_token + t >= p.tokens || (mixes && rank != CLUSTER - 1 - t)) return;
-    finish(p, shared, t, first_token + t, first_quad, quads, mixes, thread % QUADS);
+    // While sums are under way: nothing waits for the copies but the end.
+    if (spreads) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass)
+            if (real[pass])
+                *reinterpret_cast<uint2*>(p.new_copies + (int64_t(token) * COPIES + copy) * p.hidden + column[pass]) =
+                    shared.x[mine][pass][copy][place];
+    }
+    const int out_token = first_token + role.t;
+    if (role.kind == SENDS || role.kind == NOTHING || out_token >= p.tokens) return;
+    if (role.kind == MAKES)
+        make_out(p, shared, role, of_role, out_token, first_quad, quads, lane);
+    else
+        make_mixing(p, shared, role, of_role, out_token, lane);
 }
 
 // ---------------------------------------------------------------- launch

@@ -78,9 +78,9 @@ __global__ void choose_kernel(const float* logits, const float* bias, const long
 constexpr int WARPS = 16, THREADS = LANES * WARPS;  // of a block: its warps split its columns
 constexpr int PARTS = 4;                  // blocks that split the columns of 8 experts: 16 KB of weights each
 constexpr int LINES = 2;                  // of few::Product: of up to 8192 columns all are under way, with up to 8 tokens
-constexpr int FEW_EXPERTS = 384, EACH = FEW_EXPERTS / LANES;
+constexpr int FEW_EXPERTS = 384;
 
-// In global memory, zero at first. tag: of the launch before; ended: blocks of this one that have.
+// In global memory, zero at first. tag: of the launch before; ended: blocks of this one that have read it.
 struct State {
     uint32_t tag, ended;
 };
@@ -106,37 +106,41 @@ __device__ uint32_t ordered(float key) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// By a warp: the experts of a token. named: of the table, in lane k, where there is no bias.
-__device__ void choose(const Route& r, int token, const float* scores, const float* bias, int named) {
+// By a warp: the experts of a token. keys: ordered, of all experts, where there is a bias; else named, in lane k, of the
+// table. EACH * LANES: experts at most.
+template <int EACH>
+__device__ void choose(const Route& r, int token, const float* scores, const uint32_t* keys, int named) {
     const int lane = threadIdx.x % LANES;
-    uint32_t keys[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int e = i * LANES + lane;
-        keys[i] = 0;
-        if (e >= r.experts) continue;
-        const float key = r.bias ? scores[e] + bias[e] : 0.0f;
-        keys[i] = ordered(key == key ? key : INFINITE);
-    }
     int picked = named;
-    for (int k = 0; r.bias && k < r.chosen; k++) {
-        uint32_t best = 0;
-        int at = FEW_EXPERTS;
+    float mine = 0.0f, total = 0.0f;
+    if (r.bias) {
+        uint32_t left[EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (keys[i] > best) best = keys[i], at = i * LANES + lane;
-        const uint32_t most = __reduce_max_sync(ALL, best);
-        const int id = __reduce_min_sync(ALL, best == most ? at : FEW_EXPERTS);  // of equal ones the lower
+        for (int i = 0; i < EACH; i++) left[i] = i * LANES + lane < r.experts ? keys[i * LANES + lane] : 0;
+        float found = 0.0f;  // added a turn later, when it has come
+        for (int k = 0; k < r.chosen; k++) {
+            uint32_t best = left[0];
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (i * LANES + lane == id) keys[i] = 0;
-        if (lane == k) picked = id;
+            for (int i = 1; i < EACH; i++) best = max(best, left[i]);
+            best = __reduce_max_sync(ALL, best);
+            total += found;
+            int at = FEW_EXPERTS;
+#pragma unroll
+            for (int i = EACH - 1; i >= 0; i--) at = left[i] == best ? i * LANES + lane : at;
+            const int id = __reduce_min_sync(ALL, at);  // of equal ones the lower
+            found = scores[id];
+#pragma unroll
+            for (int i = 0; i < EACH; i++) left[i] = i * LANES + lane == id ? 0 : left[i];
+            if (lane == k) picked = id, mine = found;
+        }
+        total += found;
+    } else {
+        mine = lane < r.chosen ? scores[named] : 0.0f;
+        for (int k = 0; k < r.chosen; k++) total += __shfl_sync(ALL, mine, k);
     }
-    float total = 0.0f;
-    for (int k = 0; k < r.chosen; k++) total += scores[__shfl_sync(ALL, picked, k)];
     if (lane < r.chosen) {
         r.ids[token * r.chosen + lane] = picked;
-        r.factors[token * r.chosen + lane] = scores[picked] / total * r.factor;
+        r.factors[token * r.chosen + lane] = mine / total * r.factor;
     }
 }
 
@@ -181,35 +185,52 @@ __device__ float receive(const uint64_t* from, int apart, uint32_t tag) {
 template <int OCTETS>
 __global__ void __launch_bounds__(THREADS) route_kernel(const Route r) {
     using Product = few::Product<WARPS, 1, OCTETS, LINES, PARTS>;
-    __shared__ float smem_sums[Product::SUMS], smem_bias[FEW_EXPERTS], smem_scores[FEW_EXPERTS];
+    static_assert(Product::TOKENS * Product::ROWS <= THREADS && FEW_EXPERTS <= THREADS - LANES);
+    __shared__ float smem_sums[Product::SUMS], smem_scores[FEW_EXPERTS];
+    __shared__ uint32_t smem_keys[FEW_EXPERTS], smem_tag;
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, all = r.tokens * r.experts;
     const int part = blockIdx.y, blocks = gridDim.x * gridDim.y;
     Product product = {r.weight, static_cast<int>(blockIdx.x) * Product::ROWS, r.experts, r.hidden, part};
     product.begin();  // weights: no kernel writes them
-    if (r.bias && threadIdx.x < r.experts) smem_bias[threadIdx.x] = r.bias[threadIdx.x];
+    const int first = blocks - 1 - part * gridDim.x - blockIdx.x;  // token that this block chooses for
+    const bool of_expert = threadIdx.x < r.experts;
+    const float bias = r.bias && of_expert && first < r.tokens ? r.bias[threadIdx.x] : 0.0f;
     programmatic::wait();
     programmatic::trigger();
-    const uint32_t tag = load_tag(r.state) + 1;
+    uint32_t tag = 0;
+    if (threadIdx.x == 0) tag = load_tag(r.state) + 1;
     product.multiply(r.u, r.tokens);
     product.store(smem_sums);
+    if (threadIdx.x == 0) smem_tag = tag;
     __syncthreads();
-    for (int i = threadIdx.x; i < r.tokens * Product::ROWS; i += THREADS) {
+    tag = smem_tag;
+    if (const int i = threadIdx.x; i < r.tokens * Product::ROWS) {
         const int token = i / Product::ROWS, expert = product.first + i % Product::ROWS;
         if (expert < r.experts)
             publish(r.words + part * all + token * r.experts + expert, Product::total(smem_sums, i), tag);
     }
-    for (int token = blocks - 1 - part * gridDim.x - blockIdx.x; token < r.tokens; token += blocks) {
+    // All blocks have read the tag when the last one raises it. By a warp that others do not wait for, and here, since it
+    // waits for an answer.
+    if (threadIdx.x == THREADS - LANES && atomicAdd(&r.state->ended, 1u) == blocks - 1)
+        r.state->ended = 0, r.state->tag = tag;
+    for (int token = first; token < r.tokens; token += blocks) {
         int named = 0;
         if (!r.bias && warp == 0 && lane < r.chosen)
             named = static_cast<int>(r.table[r.numbers[token] * r.chosen + lane]);
-        if (threadIdx.x < r.experts)
-            smem_scores[threadIdx.x] = score(receive(r.words + token * r.experts + threadIdx.x, all, tag));
+        if (of_expert) {
+            const float found = score(receive(r.words + token * r.experts + threadIdx.x, all, tag)), key = found + bias;
+            smem_scores[threadIdx.x] = found;
+            smem_keys[threadIdx.x] = ordered(key == key ? key : INFINITE);
+        }
         __syncthreads();
-        if (warp == 0) choose(r, token, smem_scores, smem_bias, named);
+        if (warp == 0) {
+            if (r.experts <= 8 * LANES)
+                choose<8>(r, token, smem_scores, smem_keys, named);
+            else
+                choose<FEW_EXPERTS / LANES>(r, token, smem_scores, smem_keys, named);
+        }
         __syncthreads();
     }
-    // All blocks have read the tag when the last one raises it.
-    if (threadIdx.x == 0 && atomicAdd(&r.state->ended, 1u) == blocks - 1) r.state->ended = 0, r.state->tag = tag;
 }
 
 template <int OCTETS>

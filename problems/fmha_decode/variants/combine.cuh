@@ -57,37 +57,50 @@ __global__ void __launch_bounds__(64 * GROUPS * ROWS) combine(const __half* part
     int const mine = (splits - group + GROUPS - 1) / GROUPS;  // splits group, group + GROUPS, ...
     uint4 const* const from = reinterpret_cast<const uint4*>(partial + (int64_t(group) * rows + row) * 512) + thread;
     int64_t const step = int64_t(GROUPS) * rows * (512 / 8);
-    float const sink2 = __ldg(sink + row % heads) * LOG2E;
+    float const sink2 = sink[row % heads] * LOG2E;  // by a load that stays ahead of the wait
     Angles const angles(turn, row / heads, thread * 8);
+    // Up to 8 splits are in each eight lanes, so that three turns add them up.
+    int const split = mine > 8 ? lane : lane % 8;
+    float4 stat = make_float4(-INFINITY, 0, 0, 0);
     programmatic::wait();
+    // First, since all else waits for it; ahead of the trigger, past which the compiler moves no load.
+    if (split < mine) stat = __ldcg(stats + int64_t(group + split * GROUPS) * rows + row);
     programmatic::trigger();
 
     uint4 raw[COMBINE_BATCH];
     auto const load = [&](int first) {
+        uint4 const* at = from + first * step;
 #pragma unroll
-        for (int i = 0; i < COMBINE_BATCH; ++i)
-            if (first + i < mine) raw[i] = __ldcg(from + (first + i) * step);
+        for (int i = 0; i < COMBINE_BATCH; ++i, at += step)
+            if (first + i < mine) raw[i] = __ldcg(at);
     };
     load(0);
-    float4 stat = make_float4(-INFINITY, 0, 0, 0);
-    if (lane < mine) stat = __ldcg(stats + int64_t(group + lane * GROUPS) * rows + row);
-    float top = stat.x;
+    auto const joined = [mine](float v, auto join) {
+        if (mine > 8) {
+            v = join(v, __shfl_xor_sync(~0u, v, 16));
+            v = join(v, __shfl_xor_sync(~0u, v, 8));
+        }
 #pragma unroll
-    for (int i = 16; i; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+        for (int i = 4; i; i /= 2) v = join(v, __shfl_xor_sync(~0u, v, i));
+        return v;
+    };
+    float top = joined(stat.x, [](float a, float b) { return fmaxf(a, b); });
     float const weight = stat.x > -INFINITY ? exp2f(stat.x - top) : 0.f;
-    float total = weight;
-#pragma unroll
-    for (int i = 16; i; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+    float total = joined(weight, [](float a, float b) { return a + b; });
     float const factor = weight > 0 ? weight * (thread < 32 ? stat.y : stat.z) : 0.f;
 
     float sum[8] = {};
 #pragma unroll 1
     for (int first = 0; first < mine; first += COMBINE_BATCH) {
         if (first) load(first);
+        float factors[COMBINE_BATCH];  // asked for at once
+#pragma unroll
+        for (int i = 0; i < COMBINE_BATCH; ++i) factors[i] = __shfl_sync(~0u, factor, (first + i) % 32);
 #pragma unroll
         for (int i = 0; i < COMBINE_BATCH; ++i) {
-            float const f = __shfl_sync(~0u, factor, (first + i) % 32);
-            if (first + i >= mine || f == 0) continue;  // of an empty split the memory may hold NaN
+            if (first + i >= mine) break;
+            float const f = factors[i];
+            if (f == 0) continue;  // of an empty split the memory may hold NaN
             uint32_t const words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {

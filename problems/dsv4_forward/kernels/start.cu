@@ -70,21 +70,27 @@ __device__ void write_window(const Plan& plan, int token, int position) {
     }
 }
 
-// What token `token` sees, and where the entry goes that the emit-th of the tokens that may end one ends.
-__device__ void write_entries(const Plan& plan, const Entries& of, int token, int position) {
+// What token `token` sees.
+__device__ void write_index(const Plan& plan, const Entries& of, int token, int position) {
     const int per_page = BLOCK_TOKENS / of.ratio, visible = (position + 1) / of.ratio;
     const long long sequence = plan.sequence[token];
-    if (of.index)
-        for (int i = threadIdx.x; i < of.entries; i += THREADS)
-            of.index[static_cast<long long>(token) * of.entries + i] =
-                i < visible ? static_cast<int>(page_of(plan, sequence, i / per_page)) * per_page + i % per_page : -1;
-    if (threadIdx.x != 0) return;
-    of.visible[token] = visible;
-    if (token >= of.emitted) return;  // there are at most as many as tokens
-    const int last = static_cast<int>(of.emit[token]), at = position_of(plan, last);
-    const bool ends = (at + 1) % of.ratio == 0 && at / BLOCK_TOKENS < plan.width;
-    of.target[token] = ends ? page_of(plan, plan.sequence[last], at / BLOCK_TOKENS) * per_page + at / of.ratio % per_page
-                            : static_cast<long long>(plan.unread) * per_page;
+    for (int i = threadIdx.x; i < of.entries; i += THREADS)
+        of.index[static_cast<long long>(token) * of.entries + i] =
+            i < visible ? static_cast<int>(page_of(plan, sequence, i / per_page)) * per_page + i % per_page : -1;
+}
+
+// A thread: how many entries the token sees, and where the entry goes that the token-th of the tokens that may end one
+// ends.
+__device__ void write_target(const Plan& plan, const Entries& of, int token, int position) {
+    if (token < of.emitted) {  // there are at most as many as tokens
+        const int per_page = BLOCK_TOKENS / of.ratio, last = static_cast<int>(of.emit[token]);
+        const int at = position_of(plan, last);
+        const bool ends = (at + 1) % of.ratio == 0 && at / BLOCK_TOKENS < plan.width;
+        of.target[token] = ends ? page_of(plan, plan.sequence[last], at / BLOCK_TOKENS) * per_page +
+                                      at / of.ratio % per_page
+                                : static_cast<long long>(plan.unread) * per_page;
+    }
+    of.visible[token] = (position + 1) / of.ratio;
 }
 
 // The row of the block table of the row-th sequence of the batch.
@@ -123,29 +129,37 @@ __device__ void write_copies(const Embedding& to, int token, int part) {
         }
 }
 
-// Block (token, part): part 0 writes the lists and the angles of the token, part p the values (p - 1) * PART and on.
+// Parts of a token besides its copies. Each reads what it needs one load behind the other, so none waits for another.
+constexpr int SEEN = 0, TARGETS = 1, ANGLES = 2, INDEX = 3, LISTS = INDEX + RATIOS;
+
+// Block (token, part): part LISTS + p writes the values p * PART and on.
 template <typename E, typename T>
 __global__ void start_kernel(const Plan plan, const Embedding to, int parts) {
     programmatic::wait();
     programmatic::trigger();
     const int token = blockIdx.x / parts, part = blockIdx.x % parts;
-    if (part > 0) {
-        write_copies<E, T>(to, token, part - 1);
+    if (part >= LISTS) {
+        write_copies<E, T>(to, token, part - LISTS);
         return;
     }
     const int position = position_of(plan, token);
-    if (plan.window_index) {
+    if (part == ANGLES && to.weight) write_angles(to, plan.tokens, token, position);
+    if (!plan.window_index) return;
+    if (part == SEEN) {
         write_window(plan, token, position);
-        for (int i = 0; i < RATIOS; i++)
-            if (plan.of[i].visible) write_entries(plan, plan.of[i], token, position);
         if (token < plan.sequences) write_row(plan, token);  // each sequence has a token
     }
-    if (to.weight) write_angles(to, plan.tokens, token, position);
+#pragma unroll
+    for (int i = 0; i < RATIOS; i++) {
+        if (!plan.of[i].visible) continue;
+        if (part == TARGETS && threadIdx.x == 32 * i) write_target(plan, plan.of[i], token, position);
+        if (part == INDEX + i && plan.of[i].index) write_index(plan, plan.of[i], token, position);
+    }
 }
 
 template <typename E, typename T>
 int start(const Plan& plan, const Embedding& to) {
-    const int parts = 1 + (to.weight ? (to.d + PART - 1) / PART : 0);
+    const int parts = LISTS + (to.weight ? (to.d + PART - 1) / PART : 0);
     return programmatic::launch(start_kernel<E, T>, dim3(plan.tokens * parts), dim3(THREADS), 0, plan, to, parts);
 }
 

@@ -182,15 +182,22 @@ __device__ float sinkhorn(float logit, int iterations, float eps) {
     return m;
 }
 
-// Block (token, part): every gridDim.y-th THREADS values of u = sum_j pre_j copies_j; the first of a token also makes
-// post and comb.
+// Block (token, part): part 0 makes post and comb, which takes longest; the others every (gridDim.y - 1)-th THREADS values
+// of u = sum_j pre_j copies_j.
 template <typename T>
 __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to) {
     __shared__ float partial[WARPS][32], z[32];  // of each sum
+    const long long token = blockIdx.x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = ROWS + 1, part = static_cast<int>(blockIdx.y) - 1;
+    // Weights, no kernel writes them: of pre; of a cell of comb, the warp's upper half repeats the lower; of post.
+    const int cell = lane % (HC_MULT * HC_MULT), row = 2 * HC_MULT + cell, one = HC_MULT + lane % HC_MULT;
+    float bases[HC_MULT] = {}, scale = to.scale[part < 0 ? 2 : 0], scale_post = 0.0f;
+    if (part < 0)
+        bases[0] = to.base[row], bases[1] = to.base[one], scale_post = to.scale[1];
+    else
+        for (int j = 0; j < HC_MULT; j++) bases[j] = to.base[j];
     programmatic::wait();
     programmatic::trigger();
-    const long long token = blockIdx.x;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = ROWS + 1;
     float sum = 0.0f;
     if (lane < count)
         for (int part = warp; part < to.parts; part += WARPS) sum += to.sums[(token * to.parts + part) * count + lane];
@@ -203,9 +210,18 @@ __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to)
     }
     __syncthreads();
     const float inverse = rsqrtf(z[ROWS] / (HC_MULT * to.d) + to.norm_eps);
+    if (part < 0) {
+        if (warp == 0) {
+            const float m = sinkhorn(z[row] * inverse * scale + bases[0], to.iterations, to.eps);
+            if (lane < HC_MULT * HC_MULT) to.comb[token * HC_MULT * HC_MULT + cell] = m;
+        } else if (warp == 1 && lane < HC_MULT) {
+            to.post[token * HC_MULT + lane] = 2.0f * sigmoid(z[one] * inverse * scale_post + bases[1]);
+        }
+        return;
+    }
     float pre[HC_MULT];
-    for (int j = 0; j < HC_MULT; j++) pre[j] = sigmoid(z[j] * inverse * to.scale[0] + to.base[j]) + to.eps;
-    for (int base = blockIdx.y * THREADS; base < to.d; base += gridDim.y * THREADS) {
+    for (int j = 0; j < HC_MULT; j++) pre[j] = sigmoid(z[j] * inverse * scale + bases[j]) + to.eps;
+    for (int base = part * THREADS; base < to.d; base += (gridDim.y - 1) * THREADS) {
         const int i = base + threadIdx.x;
         if (i >= to.d) continue;
         const T* x = to.copies + token * HC_MULT * to.d + i;
@@ -213,13 +229,6 @@ __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to)
         for (int j = 0; j < HC_MULT; j++) mixed += pre[j] * load(x + static_cast<long long>(j) * to.d);
         store(to.out + token * to.d + i, mixed);
     }
-    if (blockIdx.y != 0 || warp != 0) return;
-    const int cell = lane % (HC_MULT * HC_MULT), row = 2 * HC_MULT + cell;  // the warp's upper half repeats the lower
-    const float m = sinkhorn(z[row] * inverse * to.scale[2] + to.base[row], to.iterations, to.eps);
-    if (lane < HC_MULT * HC_MULT) to.comb[token * HC_MULT * HC_MULT + cell] = m;
-    if (lane < HC_MULT)
-        to.post[token * HC_MULT + lane] =
-            2.0f * sigmoid(z[HC_MULT + lane] * inverse * to.scale[1] + to.base[HC_MULT + lane]);
 }
 
 template <typename T>
@@ -233,7 +242,7 @@ int read_copies(const void* copies, const float* fn, const float* base, const fl
     const Collapse<T> to = {static_cast<const T*>(copies), sums, base, scale, static_cast<T*>(out), post, comb,
                             parts, d, iterations, norm_eps, eps};
     const int columns = (d + THREADS - 1) / THREADS, each = max(1, MANY_BLOCKS / tokens);
-    return programmatic::launch(collapse_kernel<T>, dim3(tokens, min(columns, each)), dim3(THREADS), 0, to);
+    return programmatic::launch(collapse_kernel<T>, dim3(tokens, 1 + min(columns, each)), dim3(THREADS), 0, to);
 }
 
 // ---------------------------------------------------------------- writing

@@ -3,6 +3,7 @@
 import torch
 from task import (
     BLOCK,
+    LEAST,
     PEER_TOL,
     RTOL,
     SUM_RTOL,
@@ -23,10 +24,14 @@ from torch.utils import weak
 from problems.common import check, fp8, nvfp4
 
 CODE_RMS = (sum(code * code for code in nvfp4.E2M1) / 16) ** 0.5  # of random e2m1 codes, 2.93
-HUGE = 2.0**40  # factor of x in "extreme", beyond fp16
+HUGE, HUGE_NVFP4 = 2.0**40, 2.0**75  # factors of x in "extreme", beyond fp16; of an input that nvfp4 quantises
+LITTLE = 2.0**-110  # and of every other token's x there, unless it is quantised: near the least normal number
 HALF = 12  # binades between the halves of a group of x in "magnitudes"
 # Of nvfp4, halves more or less, by content: of x about 1 in "plain", of tokens over 30 binades in "magnitudes".
-INPUT_SCALES = {"plain": 2.0**-8, "magnitudes": 2.0**6, "subnormal": 2.0**5, "extreme": HUGE * 2.0**-11}
+INPUT_SCALES = {"plain": 2.0**-8, "magnitudes": 2.0**6, "subnormal": 2.0**-64, "extreme": 2.0**64}
+FACTORS = {"subnormal": 2.0**-32, "extreme": 2.0**32}  # of nvfp4's factor, by content
+SMALL_NVFP4 = 2.0**-69  # factor of an x in "subnormal" that nvfp4 quantises: its groups' scales are below 2^-6
+SCALE_BYTES = (63, 191)  # of fp8, what task.py admits
 TINY = 2.0**-28  # factor of the first token in "subnormal": below the floor of the quantiser's scales
 
 
@@ -42,14 +47,18 @@ def generate_weights(
                 bf16 Gaussian
     magnitudes  blocks of 128 columns (nvfp4: of 16) over 17 binades (9), which x undoes; in fp8 rows of blocks over 9,
                 and x in the second half of each group of 128 is 2^-12 of the first, so that its codes are subnormal
-    subnormal   e4m3 codes below 2^-6, and every other block row 2^-60 times as large; nvfp4: scales below 2^-6; bf16:
-                weights around 2^-130. In fp8 and nvfp4 the first token is 2^-28 times as large
-    extreme     the largest codes and scales of the format in an eighth of the places; x is 2^40 times as large; in fp8
-                every other block row is 2^60 times as large
+    subnormal   e4m3 codes below 2^-6, and every other block row with the least scale; nvfp4: scales below 2^-6; bf16:
+                weights around 2^-130 in even columns, x in odd ones, and the other factor as large as that one is
+                small. In fp8 and nvfp4 the first token is 2^-28 times as large
+    extreme     the largest codes and scales of the format in an eighth of the places; x is 2^40 times as large, in
+                nvfp4 2^75 times; where it is not quantised every other token is 2^-110 times as large; in fp8 every
+                other block row has the largest scale
     zeros       an eighth of the weights' blocks of 16, a quarter of x's blocks of 16, two tokens
 
     Input scales of nvfp4 are such that groups have scales around 100; in "magnitudes" some tokens are below the least
     scale and some above the largest, in "subnormal" scales are below 2^-6, in "extreme" a third of x is too large.
+    Half of them are powers of two, which make quotients that are ties; "subnormal" and "extreme" have the ends of what
+    they may be.
     """
     gen = torch.Generator(device).manual_seed(seed)
     make = {"fp8": _fp8, "nvfp4": _nvfp4, "bf16": _bf16, "nvfp4_a16": _nvfp4_a16}[format]
@@ -72,12 +81,17 @@ def generate_input(
     if content == "magnitudes":
         x *= _profile(k, format, device).exp2()
         x *= torch.rand(tokens, 1, 1, generator=gen, device=device).mul_(30).sub_(10).exp2_()
+    elif content == "extreme" and format == "nvfp4":
+        x *= HUGE_NVFP4
     elif content == "extreme":
-        x *= HUGE
+        x[0::2] *= HUGE
+        x[1::2] *= LITTLE
     elif content == "subnormal" and format == "bf16":
-        x *= 2.0**100  # what the weights lack, but for 2^-26
+        x[..., 0::2] *= 2.0**100  # what the weights lack, but for 2^-26
+        x[..., 1::2] *= 2.0**-126
     elif content == "subnormal":
         x[0] *= TINY
+        x *= SMALL_NVFP4 if format == "nvfp4" else 1
     elif content == "zeros":
         x *= (torch.rand(tokens, groups, k // 16, generator=gen, device=device) >= 1 / 4).repeat_interleave(16, 2)
         x[: min(2, tokens - 1)] = 0
@@ -110,9 +124,9 @@ def _fp8(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> Mat
     odd = torch.arange(blocks[1], device=device).remainder(2).view(-1, 1)  # block rows
     if content == "subnormal":
         byte &= 0x87
-        step -= 60 * odd
+        step -= 80 * odd
     elif content == "extreme":
-        step += 60 * odd
+        step += 80 * odd
         large = torch.rand(shape, generator=gen, device=device) < 1 / 8
         byte = torch.where(large, byte & 0x80 | 0x7E, byte)
     elif content == "zeros":
@@ -126,7 +140,8 @@ def _fp8(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> Mat
         step = step - _profile(k, "fp8", device)[::BLOCK].long()
     # A power of two: outputs become about as large as inputs.
     size = codes.float().square().mean().mul(k).sqrt().log2().round().long()
-    return Matrix(codes, (127 + step - size).clamp(1, 254).to(torch.uint8), None, quantise=groups == 1)
+    scales = (127 + step - size).clamp(*SCALE_BYTES).to(torch.uint8)
+    return Matrix(codes, scales, None, quantise=groups == 1 and content != "extreme")
 
 
 def _nvfp4(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> Matrix:
@@ -151,9 +166,11 @@ def _nvfp4(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> M
             value *= torch.rand(blocks, generator=gen, device=device) >= 1 / 8
         scales = value.to(torch.float8_e4m3fn)
     rms = (scales.float() * undo.exp2()).square().mean((1, 2)).mul(k).sqrt()
-    factor = torch.rand(groups, generator=gen, device=device).add_(0.5) / (CODE_RMS * rms)
+    factor = torch.rand(groups, generator=gen, device=device).add_(0.5) / (CODE_RMS * rms) * FACTORS.get(content, 1)
     size = INPUT_SCALES.get(content, INPUT_SCALES["plain"])
-    input_scale = torch.rand(groups, generator=gen, device=device).add_(0.5).mul_(size)
+    input_scale = torch.rand(groups, generator=gen, device=device).add_(0.5)
+    power = torch.rand(groups, generator=gen, device=device) < 1 / 2
+    input_scale = torch.where(power, (input_scale > 1) / 2 + 0.5, input_scale).mul_(size).clamp_(2.0**-64, 2.0**64)
     return Matrix(codes, scales, factor, quantise=True, input_scale=input_scale)
 
 
@@ -167,7 +184,8 @@ def _bf16(groups: int, n: int, k: int, content: str, gen: torch.Generator) -> Ma
     if content == "magnitudes":
         w *= (-_profile(k, "bf16", device)).exp2()
     elif content == "subnormal":
-        w *= 2.0**-126  # a standard deviation of less than the least normal bf16
+        w[..., 0::2] *= 2.0**-126  # a standard deviation of less than the least normal bf16
+        w[..., 1::2] *= 2.0**100  # x lacks it there
     elif content == "extreme":
         w = torch.where(torch.rand(w.shape, generator=gen, device=device) < 1 / 8, w * 2.0**60, w)
     elif content == "zeros":
@@ -251,7 +269,7 @@ def compare(data: input_t, want: torch.Tensor, output: output_t, peer: bool = Fa
     exact, size = _answers(data, want, output, sizes)
     if peer:
         return _in_norm(output, exact, sizes)
-    result = check.elementwise(output, exact, RTOL * exact.abs() + SUM_RTOL * size, torch.bfloat16)
+    result = check.elementwise(output, exact, RTOL * exact.abs() + SUM_RTOL * size + LEAST, torch.bfloat16)
     return result if result.ok else check.Result(False, _placed(result.message, sizes), *_numbers(result))
 
 

@@ -131,7 +131,12 @@ def test_tests_have_the_sizes_that_kernels_fail_at():
     assert {case.content for case in task.TESTS} == set(task.CONTENTS)
     matrices = [m for case in task.TESTS for link in task.links_of(case.shape) for m in link]
     assert sum(n % 128 == 64 for _, n, _ in matrices) > 20 and sum(k % 128 == 64 for *_, k in matrices) > 20
-    assert {len(link) for case in task.TESTS for link in task.links_of(case.shape)} == {1, 2, 3}
+    chains = [task.links_of(case.shape) for case in task.TESTS]
+    assert {len(link) for links in chains for link in links} == {1, 2, 3, 4}
+    assert {len(links) for links in chains} == {1, 2, 4, 5}
+    chains = [links for links in chains if len(links) > 1]
+    assert {len(link) for _, *later in chains for link in later} == {1, 2, 3}
+    assert all(any(links[place][0][0] > 1 for links in chains) for place in (0, 2, -1))
     assert {g for g, *_ in matrices} >= {1, 2, 3, 5, 8}
 
 
@@ -231,11 +236,12 @@ def test_generated_data_is_what_the_task_says(case):
     for matrix in task.matrices(data.weights):
         nbytes += matrix.codes.nbytes + (0 if matrix.scales is None else matrix.scales.nbytes)
         if case.format == "fp8":
-            assert bool((matrix.scales >= 1).all() & (matrix.scales <= 254).all())
+            assert bool((matrix.scales >= 63).all() & (matrix.scales <= 191).all())
             assert not bool((matrix.codes.view(torch.uint8) & 0x7F == 0x7F).any()), "NaN"
         elif case.weight_format == "nvfp4":
             nvfp4.check_scales(matrix.scales)
             assert matrix.quantise is (case.format == "nvfp4")
+            assert bool((matrix.factor >= 2.0**-40).all() & (matrix.factor <= 2.0**40).all())
     assert nbytes == case.weight_bytes()
 
 
@@ -255,7 +261,7 @@ def test_inputs_of_nvfp4_meet_every_kind_of_scale():
 def test_contents_hold_what_they_promise():
     assert not bool((of_content("subnormal", "fp8").weights.links[0][0].codes.view(torch.uint8) & 0x78).any())
     assert int(of_content("subnormal", "nvfp4").weights.links[0][0].scales.view(torch.uint8).max()) == 7
-    small = of_content("subnormal", "bf16").weights.links[0][0].codes
+    small = of_content("subnormal", "bf16").weights.links[0][0].codes[..., 0::2]
     assert bool((small.abs() < 2.0**-126).all()) and bool((small != 0).float().mean() > 0.9)
     for fmt in task.FORMATS:
         assert float(of_content("extreme", fmt).inputs.x.abs().max()) > 65504
@@ -265,6 +271,22 @@ def test_contents_hold_what_they_promise():
     assert bool((halves[:, 0] > 2**9 * halves[:, 1]).all())
     scales = [of_content(content, "fp8").weights.links[0][0].scales.int() for content in ("magnitudes", "extreme")]
     assert all(int(s.max() - s.min()) >= 12 for s in scales)
+
+
+def test_contents_reach_the_ends_of_what_is_admitted():
+    """Of scales, input scales and inputs; and half of the input scales are powers of two."""
+    for content, byte in (("subnormal", 63), ("extreme", 191)):
+        assert byte in of_content(content, "fp8").weights.links[0][0].scales.unique().tolist()
+    matrices = [(c.content, m) for c in task.TESTS if c.format == "nvfp4" for m in task.matrices(solved(c)[0].weights)]
+    for content, end in (("subnormal", 2.0**-64), ("extreme", 2.0**64)):
+        assert end in torch.cat([m.input_scale for its, m in matrices if its == content]).tolist()
+    mantissas = torch.cat([m.input_scale for _, m in matrices]).view(torch.int32) & 0x7FFFFF
+    assert 0.3 < float((mantissas == 0).float().mean()) < 0.8
+    for fmt in ("fp8", "bf16", "nvfp4_a16"):
+        data = of_content("extreme", fmt)
+        assert float(data.inputs.x[1].abs().max()) < 2.0**-100 and not data.weights.links[0][0].quantise
+    small = of_content("subnormal", "bf16").inputs.x[:, 1::2].abs()
+    assert bool((small < 2.0**-122).all()) and bool((small > 0).float().mean() > 0.9)
 
 
 @pytest.mark.parametrize("fmt", task.KINDS)
@@ -321,9 +343,26 @@ def test_an_error_of_two_tolerances_in_one_element_fails():
         assert reference.compare(data, want, changed).ok is ok
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+def test_outputs_that_are_subnormal_may_be_rounded(fmt):
+    data, _ = solved(task.Case(fmt, 3, "64x128", "plain", 7))
+    (matrix,) = data.weights.links[0]
+    if fmt == "bf16":
+        matrix = matrix._replace(codes=(matrix.codes.double() * 2.0**-129).bfloat16())
+    else:
+        matrix = matrix._replace(scales=torch.full_like(matrix.scales, 63), quantise=False)
+        data = data._replace(inputs=task.Inputs((data.inputs.x.double() * 2.0**-76).bfloat16()))
+    data = data._replace(weights=data.weights._replace(links=((matrix,),)))
+    want = reference.ref_kernel(data)
+    right = want.bfloat16()
+    assert bool(((right.float().abs() < 2.0**-126) & (right != 0)).any())
+    assert reference.compare(data, want, right).ok
+    assert not reference.compare(data, want, torch.zeros_like(right)).ok
+
+
 def test_a_link_is_held_to_what_it_got():
     """A bf16 of the first link on the other side of its rounding is right, and so is what follows from it."""
-    case = next(c for c in task.TESTS if c.format == "fp8" and c.shape.count("_") == 1)
+    case = task.Case("fp8", 6, "256x320_448x256", "magnitudes", 1060)
     data, want = solved(case)
     out = emulated(data)
     (first, *_), (second,) = task.parts(out, task.unpack(data))

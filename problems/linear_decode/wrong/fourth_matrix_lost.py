@@ -1,0 +1,39 @@
+"""Computes three matrices of a link.
+
+Links of up to three matrices hide it.
+"""
+
+import torch
+from task import Matrix, input_t, input_values, output_t, parts, unpack
+
+from problems.common import fp8, nvfp4
+
+TARGETS = ("cpu", "sm90", "sm100")
+
+
+def weights_of(fmt: str, matrix: Matrix) -> torch.Tensor:
+    """fp32 (G, n, k), without nvfp4's factor."""
+    if fmt == "bf16":
+        return matrix.codes.float()
+    if fmt == "fp8":
+        return fp8.dequantise_blocks(matrix.codes, matrix.scales)
+    values = nvfp4.decode(matrix.codes).unflatten(-1, (-1, nvfp4.BLOCK))
+    return values.mul_(matrix.scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def custom_kernel(data: input_t) -> output_t:
+    """Write the wrong products into data.outputs.out and return it."""
+    sizes = unpack(data)
+    out, v = data.outputs.out, data.inputs.x
+    for link, given in zip(data.weights.links, parts(out, sizes), strict=True):
+        for matrix, to in zip(link, given, strict=True):
+            taken = input_values(sizes.format, matrix, v)
+            taken = taken.unflatten(1, (len(matrix.codes), -1)).transpose(0, 1)
+            got = torch.bmm(taken, weights_of(sizes.format, matrix).mT)
+            if matrix.factor is not None:
+                got.mul_(matrix.factor.view(-1, 1, 1))
+            if len(link) > 3 and matrix is link[3]:
+                got.zero_()
+            to.copy_(got.transpose(0, 1).flatten(1))
+        v = given[0]
+    return out

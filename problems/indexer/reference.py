@@ -10,6 +10,7 @@ from problems.common import check, fp8, index_pages, nvfp4
 
 TILE = {"cpu": 2**23, "cuda": 2**27}  # products of heads and entries held at a time, in fp64
 PROTOTYPES = 7  # different keys of a sequence in "ties"
+TIGHT = ("near", "ties", "magnitudes", "rising")  # contents whose tables have no block more than entries
 WHOLE = ("exact", "near", "sparse", "ties", "zeros", "outlier")  # contents of small whole numbers
 
 
@@ -22,12 +23,13 @@ def generate_input(
 ) -> input_t:  # fmt: skip
     """Gaussian queries, keys and weights, rounded as the format says. A query sees one entry more for every 4 tokens of
     its sequence, the last one of the sequence `entries`. Pages of all sequences are shuffled together; what no query
-    sees is random bytes, and the table behind it random numbers. Besides:
+    sees is random bytes, and the table behind it random numbers. A table has a block more than a query sees, but in
+    TIGHT contents. Besides:
 
     ragged      each sequence sees another number of entries: all, none, 1, k - 1, k, k + 1; each query 3 more than the
                 one before
     spread      groups of a key up to 2^14 apart, some of them zero; fp8: any scales
-    magnitudes  the same; keys, heads and weights of 2^-12 to 2^12
+    magnitudes  the same; each sequence at one end of the magnitudes that queries, weights and keys may have
     exact       small whole numbers, whose scores are exact in fp32
     near        the same, weights that differ from 1 in their last bits only, so that many scores do
     sparse      the same, two values of a key 2^8 above the others
@@ -35,10 +37,11 @@ def generate_input(
     zeros       the same, most scores 0 or -0, some above and some below
     negative    all weights below 0
     outlier     exact, a few scores 2^12 times as large as the others, of either sign
-    rising      scores that rise with the entry; falling: that fall
+    rising      scores that rise with the entry; falling: that fall. Sequences have their first page in common
     """
     gen = torch.Generator(device).manual_seed(seed)
-    sizes = Sizes(batch, queries, heads, topk, -(-entries // per_page) + 1, per_page, kind)
+    blocks = -(-entries // per_page) + (content not in TIGHT)
+    sizes = Sizes(batch, queries, heads, topk, blocks, per_page, kind)
     q, weights = _query(sizes, content, gen)
     visible = _visible(sizes, entries, content, gen)
     pages, last = batch * sizes.blocks + 1, visible.amax(1, keepdim=True)
@@ -47,6 +50,8 @@ def generate_input(
     entry = torch.arange(max(last.flatten().tolist()), device=device)
     place = named[:, entry // per_page] * per_page + entry % per_page
     index_pages.write(keys, place[entry < last], *_keys(last.flatten().tolist(), kind, content, gen))
+    if content in ("rising", "falling"):
+        named[:, 0] = named[0, 0]  # of the others nobody sees what they have written
     blocks = -(-last // per_page)
     garbage = torch.randint(-(2**31), 2**31, named.shape, generator=gen, device=device)
     table = torch.where(torch.arange(sizes.blocks, device=device) < blocks, named, garbage)
@@ -61,7 +66,9 @@ def _query(sizes: Sizes, content: str, gen: torch.Generator) -> tuple[torch.Tens
         return _whole_query((*shape, DIM), content, gen)
     q, weights = (torch.randn(part, generator=gen, device=gen.device) for part in ((*shape, DIM), shape))
     if content == "magnitudes":
-        q, weights = q * _powers((*shape, 1), -6, 6, gen), weights * _powers(shape, -6, 6, gen)
+        q = q * _powers((*shape, 1), 0, 5, gen) * _ends(sizes.batch, "q", sizes.kind, gen).view(-1, 1, 1, 1)
+        weights = weights * _powers(shape, 0, 5, gen) * _ends(sizes.batch, "weights", sizes.kind, gen).view(-1, 1, 1)
+        return dequantise(*quantised(q, sizes.kind)), weights.sign() * weights.abs().clamp(2.0**-30, 2.0**20)
     elif content == "negative":
         weights = -weights.abs()
     elif content in ("rising", "falling"):
@@ -98,8 +105,12 @@ def _visible(sizes: Sizes, entries: int, content: str, gen: torch.Generator) -> 
 
 def _keys(counts: list[int], kind: str, content: str, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """-> codes and scales of as many keys of each sequence, one sequence behind the other."""
-    if content in ("spread", "magnitudes"):
-        return _spread(sum(counts), kind, 12 if content == "magnitudes" else 0, gen)
+    if content == "spread":
+        return _spread(sum(counts), kind, 0, 0, gen)
+    if content == "magnitudes":
+        ends = _ends(len(counts), "keys", kind, gen).log2().long().tolist()
+        made = [_spread(count, kind, end, end + 8, gen) for count, end in zip(counts, ends, strict=True)]
+        return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
     if content == "ties":  # each sequence has separate prototypes
         x = torch.cat([_whole_keys(count, content, gen) for count in counts])
     elif content in WHOLE:
@@ -149,11 +160,22 @@ def quantised(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     return nvfp4.pack_nearest(values.flatten(-2)), scales
 
 
-def _spread(count: int, kind: str, far: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every code; an eighth of the groups is zero. A key's largest scale is 2^-far to 2^far."""
+def _ends(batch: int, of: str, kind: str, gen: torch.Generator) -> torch.Tensor:
+    """fp32 (B,): by how much values of about 1 are multiplied in "magnitudes": with up to 2^8 more they are near the
+    least magnitude that task.py admits, or the largest one.
+    """
+    low = {"q": {"mxfp4": -26, "fp8": -12}[kind], "weights": -24, "keys": -25}[of]
+    high = 28 if of == "keys" else 10
+    number = torch.arange(batch, device=gen.device)
+    large = number % 2 == 1 if of == "q" else number > 0
+    return torch.where(large, high, low).float().exp2()
+
+
+def _spread(count: int, kind: str, low: int, high: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every code; an eighth of the groups is zero. A key's largest scale is 2^low to 2^high."""
     if kind == "fp8":
         codes, scales = quantised(torch.randn(count, DIM, generator=gen, device=gen.device), kind)
-        factor = torch.rand(count, 1, generator=gen, device=gen.device).add_(1) * _powers((count, 1), -far, far, gen)
+        factor = torch.rand(count, 1, generator=gen, device=gen.device).add_(1) * _powers((count, 1), low, high, gen)
         return codes, (scales.view(torch.float32) * factor).view(torch.uint8)
     groups = DIM // index_pages.GROUP
     codes = torch.randint(256, (count, groups, index_pages.GROUP // 2), generator=gen, device=gen.device)
@@ -164,7 +186,7 @@ def _spread(count: int, kind: str, far: int, gen: torch.Generator) -> tuple[torc
     zero.scatter_(1, first, False)
     codes[zero] &= 0x88  # zeros of either sign
     codes[..., :1].masked_fill_(~zero.unsqueeze(2), 0x5A)  # a live group is not all zeros
-    byte = torch.randint(127 - far, 128 + far, (count, 1), generator=gen, device=gen.device) - below
+    byte = torch.randint(127 + low, 128 + high, (count, 1), generator=gen, device=gen.device) - below
     return codes.flatten(1).byte(), torch.where(zero, byte - 100, byte).clamp(min=0).byte()
 
 

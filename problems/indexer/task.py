@@ -33,7 +33,8 @@ class Data(NamedTuple):
     the same. All else may be anything: entries of the table behind them, keys that no query sees, NaN codes there too.
     Of keys that are seen: no code is NaN; in mxfp4 a group's scale byte is at most 14 below the largest of the key's
     groups that are not zero, a group of zeros has any byte up to that one; an fp8 scale is positive. Magnitudes other
-    than 0 are: of q 2^-40 to 2^20, of weights 2^-40 to 2^20, of key values 2^-60 to 2^40.
+    than 0 are: of q 2^-30 to 2^20, of weights 2^-30 to 2^20, of key values 2^-40 to 2^40, so that fp32 has room for
+    their products. k is 1 to 2048; it may be larger than blocks * P.
     """
 
     q: torch.Tensor
@@ -109,10 +110,11 @@ def _cases(*rows: tuple, seed: int) -> list[Case]:
     return [Case(*row, seed=seed + i) for i, row in enumerate(rows)]
 
 
-# Entries around tiles of 16 to 128 and pages, around k, and prime; B, S, H all different where there are several.
+# Entries around tiles of 16 to 128 and pages, around k, and prime; B, S, H all different where there are several. k of
+# one, more than the table has room for, odd, and powers of two.
 TESTS = _cases(
-    (1, 1, 64, 40, 16, "mxfp4", 16, "plain"),
-    (1, 1, 64, 24, 32, "mxfp4", 32, "plain"),
+    (1, 1, 64, 40, 1, "mxfp4", 16, "plain"),
+    (1, 1, 64, 24, 96, "mxfp4", 32, "plain"),
     (3, 1, 64, 131, 16, "mxfp4", 32, "ragged"),
     (2, 3, 32, 129, 32, "mxfp4", 16, "exact"),
     (5, 1, 64, 257, 64, "mxfp4", 32, "ties"),
@@ -120,12 +122,12 @@ TESTS = _cases(
     (3, 2, 64, 521, 512, "mxfp4", 32, "ragged"),
     (1, 1, 64, 513, 512, "mxfp4", 64, "ties"),
     (2, 1, 64, 700, 512, "mxfp4", 32, "zeros"),
-    (2, 1, 32, 300, 64, "mxfp4", 64, "negative"),
+    (2, 1, 32, 300, 37, "mxfp4", 64, "negative"),
     (1, 2, 64, 1100, 64, "mxfp4", 32, "outlier"),
-    (2, 1, 64, 600, 128, "mxfp4", 32, "rising"),
-    (2, 1, 64, 600, 128, "mxfp4", 128, "falling"),
+    (2, 1, 64, 608, 128, "mxfp4", 32, "rising"),
+    (2, 1, 64, 600, 129, "mxfp4", 256, "falling"),
     (3, 1, 64, 777, 256, "mxfp4", 32, "magnitudes"),
-    (2, 1, 64, 900, 128, "mxfp4", 32, "spread"),
+    (2, 1, 64, 900, 101, "mxfp4", 32, "spread"),
     (1, 2, 64, 1500, 256, "mxfp4", 32, "near"),
     (1, 75, 64, 18, 8, "mxfp4", 16, "exact"),
     (2, 67, 32, 33, 16, "mxfp4", 32, "plain"),
@@ -136,7 +138,7 @@ TESTS = _cases(
     (2, 1, 64, 450, 128, "fp8", 64, "sparse"),
     (2, 1, 64, 650, 128, "mxfp4", 32, "sparse"),
     (1, 1, 64, 1537, 1024, "fp8", 64, "plain"),
-    (1, 1, 64, 4099, 1024, "mxfp4", 32, "near"),
+    (1, 1, 64, 4099, 1023, "mxfp4", 32, "near"),
     (1, 1, 64, 8192, 512, "mxfp4", 32, "plain"),
     (2, 1, 64, 2100, 1024, "mxfp4", 64, "ties"),
     seed=1000,

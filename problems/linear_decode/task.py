@@ -204,14 +204,16 @@ _EDGES = (
     (1, "1088x704", "plain"), (7, "576x1088", "extreme"), (8, "256x512", "subnormal"), (9, "448x576", "magnitudes"),
     (16, "192x1152", "plain"), (17, "704x832", "zeros"), (31, "320x448", "plain"), (32, "64x2112", "magnitudes"),
     (4, "3x192x320", "magnitudes"), (1, "8x128x512", "plain"), (16, "5x64x192", "extreme"), (32, "2x192x576", "zeros"),
-    (1, "128x320+64x320", "plain"), (5, "192x448+64x448+320x448+128x448", "magnitudes"), (32, "64x192+128x192", "subnormal"),
+    (1, "128x320+64x320", "plain"), (5, "192x448+64x448+320x448+128x448", "magnitudes"),
+    (32, "64x192+128x192", "subnormal"),
     (1, "192x128+64x128_512x192_2x128x256_320x256", "plain"), (6, "2x128x192_448x256+64x256+128x256", "magnitudes"),
     (32, "128x192_384x128+64x128_3x64x128_128x192+192x192_2x64x64", "plain"), (1, "128x8256", "plain"),
     (32, "128x8256", "magnitudes"),
 )  # fmt: skip
 _A16 = (  # the ways in which an nvfp4 matrix takes an input that stays bf16
     (1, "192x320", "plain"), (9, "448x576", "magnitudes"), (7, "576x1088", "extreme"), (8, "256x512", "subnormal"),
-    (17, "704x832", "zeros"), (4, "3x192x320", "magnitudes"), (32, "128x192_384x128+64x128_3x64x128_128x192+192x192_2x64x64", "plain"),
+    (17, "704x832", "zeros"), (4, "3x192x320", "magnitudes"),
+    (32, "128x192_384x128+64x128_3x64x128_128x192+192x192_2x64x64", "plain"),
 )  # fmt: skip
 TESTS = _cases(
     *((fmt, *row) for row in _EDGES for fmt in FORMATS), *(("nvfp4_a16", *row) for row in _A16), seed=1000

@@ -7,6 +7,7 @@ from task import (
     HC_EPS,
     ITERATIONS,
     KINDS,
+    LEAN_DEVIATIONS,
     NORM_EPS,
     NORM_SUM,
     OUT_RTOL,
@@ -39,9 +40,11 @@ def generate_input(tokens: int, hidden: int, addends: str, content: str, seed: i
 
     plain       copies without relation to each other
     alike       copies of one vector with a fifth of noise, as after many layers
-    magnitudes  tokens of sizes 2^-14 to 2^9, in no order: the epsilons act, and a token's sums swallow its neighbour's
+    magnitudes  tokens of sizes 2^-14 to 2^9, in no order: the epsilons act, and a token's sums swallow its neighbour's;
+                every third one 2^26 times as large
     cancelling  copies in pairs of opposite sign, but for a hundredth: u is small against its terms; so are two addends
-    saturated   scales of 8, 12 and 16: sigmoids near 0 and 1, combinations near permutations
+    saturated   scales of 8, 12 and 16: sigmoids near 0 and 1, combinations near permutations; bases of up to +-160 that
+                leave some rows so, whose exponentials no fp32 holds
     tiny_pre    a base of -25 for pre, so that HC_EPS is most of it and NORM_EPS acts in the norm
     zeros       y zero in a third of the tokens, copies in another third, both in the first token
     positive    y, copies and the first half of the rows of fn all positive: sums grow as long as they run
@@ -61,6 +64,7 @@ def generate_input(tokens: int, hidden: int, addends: str, content: str, seed: i
         y, copies = y.abs_(), copies.abs_()
     if content == "magnitudes":
         size = torch.randint(-14, 10, (tokens, 1), generator=gen, device=device).exp2()
+        size[2::3] *= 2.0**26
         y, copies = y * size, copies * size.unsqueeze(2)
     elif content == "zeros":
         kind = torch.randint(3, (tokens,), generator=gen, device=device)
@@ -77,6 +81,9 @@ def generate_input(tokens: int, hidden: int, addends: str, content: str, seed: i
     ))  # fmt: skip
     if content == "saturated":
         scale *= 10
+        base[PRE] += torch.tensor([0, 160, 0, -160], device=device)
+        base[POST] += torch.tensor([160, 0, -160, 0], device=device)
+        base[COMB] += torch.tensor([0, 120, -120, 60], device=device).repeat_interleave(COPIES)  # softmax undoes it
     elif content == "tiny_pre":
         base[PRE] -= 25
     norm = 1 + 0.3 * normal(hidden)
@@ -187,8 +194,10 @@ def compare(data: input_t, want: Answer, output: output_t, peer: bool = False) -
     else:
         found = [check.elementwise(output[0], want[0], copies_tolerance(data, want[0]), dtypes[0])]
         if found[0].ok:
-            rights, tolerances = follow(data, output[0])
+            rights, tolerances, leans = follow(data, output[0])
             found += [check.elementwise(*each) for each in zip(output[1:], rights, tolerances, dtypes[1:], strict=True)]
+            if found[1].ok:
+                found[1] = _straight(found[1], output[1].double(), rights[0], leans)
     for name, result in zip(OUTPUTS, found, strict=False):
         if not result.ok:
             return check.Result(False, f"{result.message}\n(of {name})", *_numbers(result))
@@ -210,17 +219,40 @@ def copies_tolerance(data: input_t, want: torch.Tensor) -> torch.Tensor:
     return HALF_ULP * want.abs() + SUM * size + LEAST
 
 
-def follow(data: input_t, new: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """new: bf16 (T, 4, d) -> out, new_post and new_comb that follow from it, and what errors they may have, fp64."""
-    rights, tolerances = [], []
+def lean(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """fp64 (t,): by how much of itself each token's got, (t, d), is too large as a whole."""
+    return ((got - right) * right).sum(1) / right.square().sum(1).clamp(min=LEAST)
+
+
+def _straight(found: check.Result, got: torch.Tensor, right: torch.Tensor, admitted: torch.Tensor) -> check.Result:
+    """found, of out, unless a token leans by more than admitted."""
+    by = lean(got, right)
+    worst = int((by.abs() - admitted).argmax())
+    if bool(by[worst].abs() <= admitted[worst]):
+        return found
+    message = (
+        "mismatch found! custom implementation doesn't match reference: errors of one sign\n"
+        f"of token {worst} all together are {float(by[worst]):.3g} of it, {float(admitted[worst]):.3g} is admitted"
+    )
+    return check.Result(False, message, *_numbers(found))
+
+
+def follow(data: input_t, new: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """new: bf16 (T, 4, d) -> out, new_post and new_comb that follow from it, and what errors they may have, fp64; and
+    by how much of itself a token's out may lean, fp64 (T,).
+    """
+    rights, tolerances, leans = [], [], []
     for some in _tiles(data):
         x = new[some]
         z, terms = mixed(data, x)
         error = Z_TERMS * terms + Z_RTOL * z.abs()
         rights.append(read(data, x, z))
-        parts = [_out_tolerance(data, x, z, error, rights[-1][0]), _post_tolerance(data, z, error)]
+        of_out, leaning = _out_tolerance(data, x, z, error, rights[-1][0])
+        parts = [of_out, _post_tolerance(data, z, error)]
         tolerances.append((*parts, _comb_tolerance(data, z, error, rights[-1][2])))
-    return [[torch.cat(one) for one in zip(*parts, strict=True)] for parts in (rights, tolerances)]
+        leans.append(leaning)
+    joined = [[torch.cat(one) for one in zip(*parts, strict=True)] for parts in (rights, tolerances)]
+    return *joined, torch.cat(leans)
 
 
 def _logit_error(data: input_t, z: torch.Tensor, error: torch.Tensor, which: slice, of: int) -> torch.Tensor:
@@ -247,8 +279,11 @@ def _comb_tolerance(data: input_t, z: torch.Tensor, error: torch.Tensor, right: 
 
 def _out_tolerance(
     data: input_t, new: torch.Tensor, z: torch.Tensor, error: torch.Tensor, right: torch.Tensor
-) -> torch.Tensor:
-    """Roundings; errors of pre, in u and in its norm; sums of u, and of its norm as NORM_SUM says."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each element: roundings; errors of pre, in u and in its norm; sums of u, and of its norm as NORM_SUM says. Of
+    each token together: the same, but of roundings what those to nearest make of it, with and without u's, and what
+    LEAN_DEVIATIONS says.
+    """
     x = new.double()
     size, d = x.norm(dim=2), x.shape[2]
     pre = torch.sigmoid(logits(data, z, PRE, 0)) + HC_EPS
@@ -259,4 +294,12 @@ def _out_tolerance(
     terms = (pre * size).sum(1, keepdim=True)
     of_norm = (off * size).sum(1, keepdim=True) * square.rsqrt() + NORM_SUM * terms.square() / square
     of_u = (off.unsqueeze(1) @ x.abs()).squeeze(1) * inverse
-    return (OUT_RTOL + of_norm) * right.abs() + data.norm.double().abs() * of_u + LEAST
+    off_by = of_norm * right.abs() + data.norm.double().abs() * of_u
+    once = u.bfloat16().double()
+    twice = data.norm.double() * once * (once.square().mean(1, keepdim=True) + NORM_EPS).rsqrt()
+    squares = right.square()
+    whole = squares.sum(1).clamp(min=LEAST)
+    deviation = HALF_ULP * (2 / 3) ** 0.5 * squares.square().sum(1).sqrt() / whole
+    leaning = LEAN_DEVIATIONS * deviation + (off_by * right.abs()).sum(1) / whole
+    leaning += lean(right.bfloat16().double(), right).abs() + lean(twice.bfloat16().double(), right).abs()
+    return OUT_RTOL * right.abs() + off_by + LEAST, leaning

@@ -170,6 +170,11 @@ def test_contents_hold_what_they_promise():
     assert 10 < int((zeros.y == 0).all(1).sum()) < 40 and 10 < int((zeros.copies == 0).flatten(1).all(1).sum()) < 40
     data = made("cancelling")
     assert float((data.copies[:, 0] + data.copies[:, 2]).float().norm() / data.copies[:, 0].float().norm()) < 0.02
+    assert float(made("magnitudes").copies.float().abs().max()) > 65504
+    z, _ = reference.mixed(made("saturated"), reference.ref_kernel(made("saturated"))[0].bfloat16())
+    for which, of in ((reference.PRE, 0), (reference.POST, 1), (reference.COMB, 2)):
+        logits = reference.logits(made("saturated"), z, which, of)
+        assert float(logits.max()) > 100 and float(logits.min()) < -100
     new = reference.ref_kernel(made("saturated"))
     assert float(new[2].min()) < 1e-4 and float(new[2].max()) > 1.999 and float(new[3].max()) > 0.99
     data = made("tiny_pre")
@@ -241,6 +246,17 @@ def test_u_may_be_rounded_and_the_norm_summed_from_products():
         for out in (of_products, of_rounded):
             result = reference.compare(data, want, (right[0], out.bfloat16(), *right[2:]))
             assert result.ok, (named(case), result.message)
+
+
+@pytest.mark.parametrize("content", task.CONTENTS)
+def test_out_may_not_lean(content):
+    """No element shows it; and what honest kernels make, with u rounded or not, is far from what is refused."""
+    data, want = solved(task.Case(3, 1088, "bf16", content, 11))
+    right = rounded(data, want)
+    (out, *_), _, admitted = reference.follow(data, right[0])
+    assert bool((reference.lean(right[1].double(), out).abs() <= admitted / 2).all())
+    cut = (out.float().view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
+    assert "errors of one sign" in reference.compare(data, want, (right[0], cut, *right[2:])).message
 
 
 @pytest.mark.parametrize("name", WRONG)

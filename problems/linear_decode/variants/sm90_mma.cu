@@ -901,8 +901,9 @@ __global__ void __launch_bounds__(THREADS + 32 * CHAIN, 1)
         if (warp == MESSENGER) ptx::barrier_init(barrier, 1), ptx::store_shared(barrier + PARITY, 0);
         ptx::barrier_publish();
     }
-    // A warp's barriers are its own, and that of the input is known once it has been asked for.
-    if (CHAIN)
+    // A warp's barriers are its own, and that of the input is known once it has been asked for. With four tiles of
+    // tokens, of fp8, racecheck takes each warp for the one that makes the latter.
+    if (CHAIN || NT == 4)
         __syncthreads();
     else
         __syncwarp();

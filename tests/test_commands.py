@@ -29,7 +29,7 @@ PYTHON = ".venv/bin/python "
 SMALL = {  # a problem's small case, and for the whole model a short end-to-end check
     "nvfp4_gemv": ["--case", "m=16 k=64"],
     "fmha_decode": ["--case", "batch=1 queries=1 heads=8"],
-    "indexer": ["--case", "entries=40"],
+    "indexer": ["--case", "entries=129"],
     "moe_gemm": ["--case", "tokens=1 experts=1"],
     "mhc_site": ["--case", "tokens=1 hidden=64"],
     "linear_decode": ["--case", "format=fp8 tokens=2 shape=192x320"],

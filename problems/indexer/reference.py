@@ -11,7 +11,7 @@ from problems.common import check, fp8, index_pages, nvfp4
 TILE = {"cpu": 2**23, "cuda": 2**27}  # products of heads and entries held at a time, in fp64
 PROTOTYPES = 7  # different keys of a sequence in "ties"
 TIGHT = ("near", "ties", "magnitudes", "rising")  # contents whose tables have no block more than entries
-WHOLE = ("exact", "near", "sparse", "ties", "zeros", "outlier")  # contents of small whole numbers
+WHOLE = ("exact", "dense", "near", "sparse", "ties", "zeros", "outlier")  # contents of small whole numbers
 
 
 # ---------------------------------------------------------------- inputs
@@ -31,6 +31,7 @@ def generate_input(
     spread      groups of a key up to 2^14 apart, some of them zero; fp8: any scales
     magnitudes  the same; each sequence at one end of the magnitudes that queries, weights and keys may have
     exact       small whole numbers, whose scores are exact in fp32
+    dense       the same, all queries and keys positive: products of a query and a key take 11 bits
     near        the same, weights that differ from 1 in their last bits only, so that many scores do
     sparse      the same, two values of a key 2^8 above the others
     ties        the same, of PROTOTYPES different keys a sequence
@@ -87,7 +88,7 @@ def _whole_query(shape: tuple[int, ...], content: str, gen: torch.Generator) -> 
     large = torch.rand(heads, generator=gen, device=gen.device) < 1 / 4
     weights = torch.where(large, _integers(heads, 1, 511, gen), _integers(heads, 1, 15, gen)) / 32
     weights *= 2 * _integers(heads, 0, 1, gen) - 1
-    return q.abs() if content == "zeros" else q, weights
+    return q.abs() if content in ("zeros", "dense") else q, weights
 
 
 def _visible(sizes: Sizes, entries: int, content: str, gen: torch.Generator) -> torch.Tensor:
@@ -139,6 +140,8 @@ def _whole_keys(count: int, content: str, gen: torch.Generator) -> torch.Tensor:
         return torch.where(group, _integers((made, 1, index_pages.GROUP), 1, 2, gen) / 2 * two, x * far / 2).flatten(1)
     x = x * _powers((made, DIM // index_pages.GROUP, 1), 0, 1, gen)
     x = x.flatten(1) * _powers((made, 1), -1, 1, gen)
+    if content == "dense":
+        return x.abs()
     if content == "zeros":
         return torch.where(torch.rand(made, 1, generator=gen, device=device) < 0.8, -x.abs(), x)
     if content == "outlier":

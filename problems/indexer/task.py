@@ -62,8 +62,8 @@ OPAQUE = ("keys", "table", "visible")
 PRECISION = "e4m3"  # of queries and keys, which have no more bits
 
 CONTENTS = (
-    "plain", "ragged", "magnitudes", "spread", "exact", "near", "sparse", "ties", "zeros", "negative", "outlier",
-    "rising", "falling",
+    "plain", "ragged", "magnitudes", "spread", "exact", "dense", "near", "sparse", "ties", "zeros", "negative",
+    "outlier", "rising", "falling",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _cases(*rows: tuple, seed: int) -> list[Case]:
 
 
 # Entries around tiles of 16 to 128 and pages, around k, and prime; B, S, H all different where there are several. k of
-# one, more than the table has room for, odd, and powers of two.
+# one, more than the table has room for, odd, powers of two and the most. More places than 16 bits name.
 TESTS = _cases(
     (1, 1, 64, 40, 1, "mxfp4", 16, "plain"),
     (1, 1, 64, 24, 96, "mxfp4", 32, "plain"),
@@ -141,6 +141,10 @@ TESTS = _cases(
     (1, 1, 64, 4099, 1023, "mxfp4", 32, "near"),
     (1, 1, 64, 8192, 512, "mxfp4", 32, "plain"),
     (2, 1, 64, 2100, 1024, "mxfp4", 64, "ties"),
+    (3, 2, 64, 611, 100, "mxfp4", 128, "dense"),
+    (2, 1, 32, 900, 200, "fp8", 64, "dense"),
+    (1, 1, 64, 2600, 2048, "mxfp4", 512, "exact"),
+    (1, 1, 32, 70001, 300, "mxfp4", 32, "exact"),
     seed=1000,
 )  # fmt: skip
 

@@ -19,8 +19,8 @@ NORM_EPS = 1e-6  # of both RMS norms
 class Data(NamedTuple):
     """One call's tensors: T tokens, d a multiple of 64, contiguous, on one device, based at multiples of 256 bytes.
 
-    y           bf16 or fp32 (T, d): what the sublayer ahead returned, or the first of two addends of it, as experts
-                return them: the routed and the shared ones
+    y           bf16 (T, d): what the sublayer ahead returned; or bf16 or fp32: the first of two addends of it, as
+                experts return them, the routed and the shared ones
     second      bf16 or fp32 (T, d): the second addend; (0, d) where there is none
     copies      bf16 (T, 4, d): the hc copies ahead of it, x_j
     post        fp32 (T, 4) and
@@ -40,8 +40,9 @@ class Data(NamedTuple):
     values, is x' of the token, one copy behind the other. z and u are of x' as rounded to bf16; u may be rounded to
     bf16 before its norm. All sums are in fp32 or better: fn in TF32 is too little.
 
-    Magnitudes are: of y, second and copies at most 2^40, of scale and base at most 2^10; post and comb are what a site
-    makes. So logits may be beyond what an exponential in fp32 holds, and copies beyond fp16.
+    A value of an output below 2^-126 may be written as 0. Magnitudes are: of y, second and copies at most 2^40, of
+    scale and base at most 2^10; post and comb are what a site makes. So logits may be beyond what an exponential in
+    fp32 holds, and copies beyond fp16.
     """
 
     y: torch.Tensor
@@ -187,7 +188,7 @@ def unpack(data: Data) -> tuple[int, int]:
     t, d = data.y.shape
     bf16, fp32 = torch.bfloat16, torch.float32
     wanted = (
-        (_kind(data.y), (t, d)), (_kind(data.second), (t if len(data.second) else 0, d)),
+        (_kind(data.y) if len(data.second) else bf16, (t, d)), (_kind(data.second), (t if len(data.second) else 0, d)),
         (bf16, (t, COPIES, d)), (fp32, (t, COPIES)), (fp32, (t, COPIES, COPIES)),
         (fp32, (ROWS, COPIES * d)), (fp32, (ROWS,)), (fp32, (3,)), (bf16, (d,)),
         (bf16, (t, COPIES, d)), (bf16, (t, d)), (fp32, (t, COPIES)), (fp32, (t, COPIES, COPIES)),

@@ -282,7 +282,7 @@ def left_out(rows: list[Row]) -> list[str]:
     found = []
     for row in rows:
         stem, change, of = row.name.partition(" zero")
-        if row.kind != trivial.ALONE or not change:
+        if row.kind != trivial.ALONE or not change or any(said.startswith(trivial.REFUSES) for said in row.absent):
             continue
         if not row.refused and not row.missed and by_name[f"{stem} shifted{of}"].refused:
             found.append(f"{stem}{of}: the answer depends on it, but not on whether it is left out, in any case")

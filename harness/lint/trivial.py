@@ -33,6 +33,7 @@ PART = (
     "part"  # of a folder from elsewhere: spoilt, or one part of several. It may leave the answer as it is in all cases
 )
 QUESTION = "question"  # spoilt in a way that some problems admit: what is let through is asked, and is no hole
+REFUSES = "the reference refuses such inputs"  # how it is said of a change that it was not tried
 BASELINE_KINDS = (BLIND, COPY, DERIVED)  # what PEER_TOL must tell from an answer too
 BY_CHECK = ", by check_implementation"  # ends the names of candidates that go through it; own folders have compare too
 ALL_PARTS = ", all parts"  # ends the names of candidates in which each of several parts is other
@@ -336,6 +337,8 @@ class Trivial(Checker):
     def _before(self, j: int) -> object:
         if not _alike(self.before, self.exact):
             raise AbsentError("the answer before it has another form")
+        if _is_tensor(self.exact[j]):
+            _filled(self.exact[j])  # an empty one says nothing
         return self.before[j]
 
     def _some(self, which: list[int]) -> list[int]:
@@ -424,7 +427,7 @@ class Trivial(Checker):
         except Exception as error:
             if "CUDA error" in str(error):
                 raise SystemExit(1) from error  # the context is lost; the parent starts another process
-            return AbsentError(f"the reference refuses such inputs: {type(error).__name__}: {error}")
+            return AbsentError(f"{REFUSES}: {type(error).__name__}: {error}")
         if not _alike(truth, self.exact):
             return AbsentError("the answer to such inputs has another shape")
         # Saturated: an infinity would be refused for being one.

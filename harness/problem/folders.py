@@ -166,7 +166,8 @@ def place(name: str) -> Path:
     for folder in (load.PROBLEMS / name, Path(name)):
         if any((folder / file).is_file() for file in ("task.py", "task.yml")):
             return folder.resolve()
-    known, instead = ", ".join(problem_names()), _instead(Path(name))
+    known = ", ".join(problem_names())
+    instead = "; several go with --ray" if "," in name else _instead(Path(name))
     raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py or a task.yml, got {name!r}{instead}")
 
 

@@ -42,6 +42,52 @@ def test_the_whole_linter_says_what_is_wrong(tmp_path):
     assert said[-1] == "affine: 3 holes found by the linter"
 
 
+EDGES = """
+import torch
+
+def generate_input(m, k, seed):
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(m, k, generator=gen), torch.randn(k, 3, generator=gen)
+
+def ref_kernel(data):
+    return data[0] @ data[1]
+
+def check_implementation(data, output):
+    return torch.allclose(output, ref_kernel(data), rtol=1e-5, atol=1e-5), "values differ"
+"""
+FACTORS = """
+import torch
+
+def generate_input(n, seed):
+    a = torch.randn(n, n, generator=torch.Generator().manual_seed(seed))
+    return a @ a.T + n * torch.eye(n)
+
+def ref_kernel(data):
+    return torch.linalg.cholesky(data)
+
+def check_implementation(data, output):
+    return torch.allclose(output, ref_kernel(data), rtol=1e-5, atol=1e-5), "values differ"
+"""
+
+
+@pytest.mark.parametrize(
+    ("reference", "cases"),
+    [
+        (EDGES, "[{m: 0, k: 4, seed: 1}, {m: 2, k: 0, seed: 2}, {m: 0, k: 0, seed: 3}, {m: 5, k: 7, seed: 4}]"),
+        (FACTORS, "[{n: 3, seed: 1}, {n: 6, seed: 2}]"),  # which takes no matrix of zeros
+    ],
+)
+def test_empty_cases_and_a_reference_that_refuses_zeros_are_no_holes(tmp_path, reference, cases):
+    (tmp_path / "reference.py").write_text(reference)
+    (tmp_path / "submission.py").write_text(reference.replace("ref_kernel", "custom_kernel"))
+    (tmp_path / "task.yml").write_text(f"files: []\ntests: {cases}\nbenchmarks: {cases}\n")
+    said: list[str] = []
+    linter.run(folders.find(str(tmp_path)), "cpu", "cpu", said.append)
+    # The tolerance is what these folders are blamed for: that answers and inputs may have fewer bits.
+    holes = [line for line in said if line.startswith("HOLE") and "less precision" not in line]
+    assert holes == []
+
+
 COPIES = """
 import torch
 

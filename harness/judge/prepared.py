@@ -26,14 +26,16 @@ class Size:
     host: int
 
 
-def measure(handle: RunnerHandle) -> Size | None:
-    """Return what a runner takes now, after it freed what no tensor holds; None if it is gone, or was lost here."""
+def measure(handle: RunnerHandle, heap: bool = False) -> Size | None:
+    """Return what a runner takes now, after it freed what no tensor holds, and with `heap` what malloc keeps of freed
+    memory; None if it is gone, or was lost here.
+    """
     process = handle.process
     if process is None or process.workdir is None:
         return None
     try:
         process.leave()
-        process.ask(replies.Done, {"op": "trim"}, process.limit_s)
+        process.ask(replies.Done, {"op": "trim", "heap": heap}, process.limit_s)
     except Died as died:
         handle.lose(process.failure(died))
         return None
@@ -58,7 +60,7 @@ def begin(handle: RunnerHandle) -> Outcome | None:
     """Count from now on what a runner keeps. Return the fault of what it has kept since its start, or how it was
     lost.
     """
-    size = measure(handle)
+    size = measure(handle, heap=True)
     if size is None:
         return handle.loss
     process = handle.running
@@ -105,9 +107,19 @@ def kept(handle: RunnerHandle, before: Size) -> Outcome | None:
         return handle.loss
     process = handle.running
     process.device_grown += before.device_free - after.device_free
-    grown = max(0, process.device_grown) + max(0, after.host - (process.host_base or 0))
+    grown = _grown(process, after)
+    if _fault(process, grown):  # which may be what malloc keeps; to free that each time would cost the calls behind it
+        after = measure(handle, heap=True)
+        if after is None:
+            return handle.loss
+        grown = _grown(process, after)
     handle.audit.kept_bytes = max(grown, handle.audit.kept_bytes or 0)
     return _fault(process, grown)
+
+
+def _grown(process: RunnerProcess, now: Size) -> int:
+    """Bytes of the device and of the host that a process holds beyond those at `begin`."""
+    return max(0, process.device_grown) + max(0, now.host - (process.host_base or 0))
 
 
 def _fault(process: RunnerProcess, grown: int, more: int = 0) -> Outcome | None:

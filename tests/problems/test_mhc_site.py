@@ -49,7 +49,8 @@ def rounded(data: object, want: tuple) -> tuple:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("y", lambda t: t[0]), ("y", lambda t: t.half()), ("second", lambda t: t.half()),
+        ("y", lambda t: t[0]), ("y", lambda t: t.half()), ("y", lambda t: t.float()),
+        ("second", lambda t: t.half()),
         ("second", lambda t: t.new_zeros(1, 64)), ("second", lambda t: t[:, :32]),
         ("y", lambda t: t[:, :32]), ("copies", lambda t: t.float()),
         ("copies", lambda t: t.transpose(1, 2)), ("post", lambda t: t[:, :3]), ("comb", lambda t: t.mT),
@@ -314,3 +315,17 @@ def test_the_kernel_for_sm90_keeps_its_promises():
         pytest.skip("needs nvcc")
     kernels = load.variant("mhc_site", "sm90_columns").compile_for("sm90")[0].kernels()
     assert len(kernels) == 11 and all(isinstance(k, build.Kernel) and not k.spill_bytes for k in kernels)
+
+
+@pytest.mark.parametrize("seed", [9, 10, 11])
+def test_values_below_the_least_normal_one_may_be_zero(seed):
+    """Of post: scales as large as task.py admits make sigmoids that an fp32 exponential cannot tell from 0."""
+    data = reference.generate_input(200, 64, "bf16", "saturated", seed, "cpu")
+    data = data._replace(scale=torch.full((3,), 300.0))
+    want = reference.ref_kernel(data)
+    right = load.variant("mhc_site", "torch_eager").custom_kernel(poisoned(data))
+    flushed = (right[2] == 0) & (want[2] > 0)
+    assert bool(flushed.any())
+    assert reference.compare(data, want, right).ok
+    larger = right[2].masked_fill(flushed, 2.0**-120)
+    assert not reference.compare(data, want, (*right[:2], larger, right[3])).ok

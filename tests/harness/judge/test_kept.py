@@ -49,7 +49,7 @@ def held(
             driver.hold(size)
             return {"buffer": {"sizes": {"device": size, "host": 0}}, "spec": None, "bytes": size}, []
 
-    monkeypatch.setattr(prepared, "measure", lambda handle: Size(driver.free, 0))
+    monkeypatch.setattr(prepared, "measure", lambda handle, heap=False: Size(driver.free, 0))
     process = RunnerProcess("one", SimpleNamespace(), None, Checker(), 1.0)
     process.hand_over = lambda *_: driver.prepare(state) or replies.Prepared(prepared=True)
     handle = Handle("one", SimpleNamespace(baseline=False), "sm90", process=process)

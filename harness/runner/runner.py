@@ -108,8 +108,8 @@ class Runner:
         return {"prepared": True}
 
     def trim(self, message: dict, _: list[int]) -> dict:
-        """Free what no tensor holds, before the judge measures this process. heap: free what malloc keeps of freed memory
-        too, tens of MiB behind a small block that is still in use.
+        """Free what no tensor holds, before the judge measures this process. heap: free also what malloc
+        keeps of freed memory, tens of MiB behind a small block that is still in use.
         """
         gc.collect()
         if message.get("heap"):

@@ -7,7 +7,8 @@ Three passes over the same tokens, a ragged prefill and greedy decode steps, on 
 kernels, activations in fp32), the reference kernels in the model's dtype, and the composition. Then:
 
 * each kernel call of the oracle's pass is repeated with the composed kernel and with the reference, on equal inputs:
-  the first one past its budget (trace.CHECKS) is named with its layer;
+  the first one past its budget (trace.CHECKS) is named with its layer. So are calls behind long random contexts of
+  three sequences, where entries end that are not the first, index keys tie, and what no token wrote is NaN;
 * what each layer by itself makes of the oracle's hc copies, the copies after each layer of a free pass, and the logits
   may be off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of
   one size add up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later
@@ -17,7 +18,8 @@ kernels, activations in fp32), the reference kernels in the model's dtype, and t
 * decisions (experts of a token, entries of the indexer) follow the oracle's; each that would have been another is
   listed with the oracle's margin.
 
-Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments. Where the environment names a folder in CHECK_REPORT,
+Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments and where memory does not suffice. Where the
+environment names a folder in CHECK_REPORT,
 the error of each layer and the time of each op in a decode step are written there, CONFIG-FORMAT.json.
 """
 
@@ -43,12 +45,13 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import kernel_names, ops
+from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.trace import CHECKS, Follower, Recorder
+from problems.dsv4_forward.trace import CHECKS, BrokenKernelError, Follower, Recorder, blame, no_memory
 from problems.dsv4_forward.weights import config, tree
-from problems.dsv4_forward.weights.config import Config
+from problems.dsv4_forward.weights.config import BLOCK_TOKENS, CSA, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
 CASES = {  # what is checked where nothing is named
@@ -57,6 +60,8 @@ CASES = {  # what is checked where nothing is named
 }
 PROMPTS = (150, 37)  # tokens: past the window and a block of 128; a second sequence of another length
 STEPS = 8  # greedy tokens of each sequence
+LONG = 1024  # tokens that the longest random context is about to reach, or as many as an indexer chooses a half of
+LATE = "late "  # ahead of a layer's name: behind random contexts
 FACTOR = 1.5
 CLOSE = 6.0  # a difference of two logits is off by sqrt(2) of one, and the worst of hundreds by four times that
 FLOOR = 1e-5  # relative: fp32 sums in another order
@@ -104,6 +109,25 @@ class Case:
             fastest = min(fastest, time.perf_counter() - start)
         return Pass(torch.stack(rows), probe.copies if probe else [], fastest)
 
+    def late(self, table: Ops, probe: object) -> None:
+        """Passes behind random contexts, activations in fp32: single tokens with which entries of 128 tokens end that
+        are not the first, in several sequences and in one alone, then several new tokens of each.
+        """
+        longest = max(LONG, 2 * CSA * self.cfg.index_topk)
+        lengths = (longest - 3, longest * 3 // 4 - 2, 3 * BLOCK_TOKENS - 2)
+        passes = ((1, 1, 1), (1, 1, 1), (1, 0, 0), (1, 37, 5), (0, 0, 1))
+        ends = (length + sum(counts[i] for counts in passes) for i, length in enumerate(lengths))
+        blocks = 1 + sum(-(-end // BLOCK_TOKENS) for end in ends)
+        state = State(self.cfg, self.fmt, sequences=1 + len(lengths), blocks=blocks, device=self.device)
+        first, _ = state.open()
+        state.reserve({first: 1})  # so that the first page is nobody's and NaN
+        sequences = random_state.fill_exactly(state, lengths, seed=1)
+        model = Model(self.weights, table, torch.float32, probe)
+        gen = torch.Generator().manual_seed(2)
+        for counts in passes:
+            drawn = [torch.randint(self.cfg.vocab_size, (count,), generator=gen).tolist() for count in counts]
+            feed(model, state, {sequence: part for sequence, part in zip(sequences, drawn, strict=True) if part})
+
     def _wait(self) -> None:
         if self.device != "cpu":
             torch.cuda.synchronize()
@@ -121,8 +145,8 @@ class Count:
 
 
 def checks(device: str, attribute: bool) -> int:
-    """How many checks there are of one configuration: five passes, and what only some runs have."""
-    return 5 + (device != "cpu") + attribute
+    """How many checks there are of one configuration: six passes, and what only some runs have."""
+    return 6 + (device != "cpu") + attribute
 
 
 class Arguments(terminal.Parser):
@@ -130,7 +154,9 @@ class Arguments(terminal.Parser):
 
 
 class Refused(ValueError):
-    """Arguments that name no configuration or no kernel. A ValueError of a kernel is none of these: it is a fault."""
+    """Arguments that name no configuration or no kernel, or too large a one. A ValueError of a kernel is none of these:
+    it is a fault.
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,10 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = _cases(args)
         _see_kernels(args.kernels, target)
         count = Count(len(cases) * checks(torch.device(args.device).type, args.attribute))
-        right = [
-            check(make(name, fmt, args.device, args.steps), args.kernels, target, args.attribute, count)
-            for name, fmt in cases
-        ]
+        right = [_checked(name, fmt, args, target, count) for name, fmt in cases]
     except Refused as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
@@ -152,8 +175,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(right) else 1
 
 
+def _checked(name: str, fmt: str, args: argparse.Namespace, target: str, count: Count) -> bool:
+    """Make and check one configuration. Refused also where it is too large."""
+    try:
+        return check(make(name, fmt, args.device, args.steps), args.kernels, target, args.attribute, count)
+    except (RuntimeError, MemoryError) as error:  # in a kernel too
+        if not no_memory(error):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        raise Refused(
+            f"no memory for {name} in {fmt} on {args.device}: give a smaller --config, such as flash-4l32e, or a "
+            f"larger device ({said})"
+        ) from error
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    p = Arguments(prog="check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    p = Arguments(prog="check", description=__doc__, formatter_class=form, allow_abbrev=False)
     p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,... (op or problem)")
     p.add_argument("--attribute", action="store_true", help="the effect of each kernel by itself: error and time")
     p.add_argument("--config", help="one configuration instead of the device's list, such as tiny or flash-4l32e")
@@ -213,7 +251,8 @@ def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) ->
 def check(case: Case, text: str, target: str, attribute: bool = False, count: Count | None = None) -> bool:
     """Check one configuration with the kernels that `text` names, print the report. -> whether all of it holds.
 
-    count: of the checks of all configurations. Refused: `text`. What a kernel raises comes through.
+    count: of the checks of all configurations. Refused: `text`. A kernel that cannot be loaded, or that raises, is a
+    fault.
     """
     count = count or Count(checks(torch.device(case.device).type, attribute))
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
@@ -221,12 +260,37 @@ def check(case: Case, text: str, target: str, attribute: bool = False, count: Co
         chosen = kernel_names.choose(text, target, case.weights)
     except ValueError as error:
         raise Refused(str(error)) from error
+    except (Exception, SystemExit) as error:
+        if no_memory(error):
+            raise
+        return _wrong([f"--kernels {text}: {blame(error)}"])
     for line in chosen.report:
         print(f"  {line}")
+    try:
+        return _checks(case, chosen, attribute, count)
+    except BrokenKernelError as error:
+        return _wrong([str(error)])
+
+
+def _wrong(faults: Sequence[str]) -> bool:
+    """Print the faults and the verdict. -> whether there are none."""
+    for fault in faults:
+        print(f"  FAULT: {fault}")
+    print(f"  {'right' if not faults else 'WRONG'}")
+    return not faults
+
+
+def _checks(case: Case, chosen: ops.Chosen, attribute: bool, count: Count) -> bool:
+    """All checks of one configuration with these kernels."""
     working = torch.float32 if case.fmt == "fp32" else torch.bfloat16
     recorder = Recorder(chosen.ops, working)
     oracle = case.run(recorder.ops(), torch.float32, recorder, None)
     count.done("each kernel on the oracle's inputs")
+    late = Recorder(chosen.ops, working)
+    case.late(late.ops(), late)
+    for (layer, name), worst in late.worst.items():
+        recorder.worst[LATE + layer, name] = dataclasses.replace(worst, layer=LATE + layer)
+    count.done("each kernel behind long random contexts")
     forced = oracle.logits.argmax(-1)
     tables = {"the reference kernels": ops.REFERENCE, "the composition": chosen.ops}
     alone, free = [], []
@@ -248,12 +312,9 @@ def check(case: Case, text: str, target: str, attribute: bool = False, count: Co
     if attribute:
         _say_effects(case, chosen.ops, recorder, free[0], forced)
         count.done("the effect of each kernel by itself")
-    for fault in faults:
-        print(f"  FAULT: {fault}")
-    print(f"  {'right' if not faults else 'WRONG'}")
     if folder := os.environ.get(REPORT):
         _write(Path(folder), case, chosen, layers, not faults)
-    return not faults
+    return _wrong(faults)
 
 
 def _say_kernels(recorder: Recorder) -> list[str]:

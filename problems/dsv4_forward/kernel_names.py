@@ -4,6 +4,7 @@ ops.choose reads the same text, and later parts of it go over earlier ones. On a
 is a slip.
 """
 
+import ast
 from pathlib import Path
 
 from problems.common import load
@@ -55,6 +56,7 @@ def _see_part(part: str, target: str) -> None:
     files = [*(folder / f"{variant}.py" for folder in (*folders, OWN)), Path(variant)]
     if found := [file for file in files if file.suffix == ".py" and file.is_file()]:
         _see_folder(part, found[0].resolve(), [one.problem for one in providers])
+        _see_file(part, found[0].resolve(), [spec.name for spec in specs], [one.problem for one in providers])
         return
     own = next((spec for spec in specs if spec.name == name), None)
     raise ValueError(
@@ -77,6 +79,23 @@ def _see_folder(part: str, file: Path, problems: list[str]) -> None:
     first = next((place for place in places if place.is_file()), None)
     plain = f"{name if first == file else folder}={file.stem}"
     raise ValueError(f"--kernels {part}: a file of {folder} must be named without its path, as {plain}")
+
+
+def _see_file(part: str, file: Path, wanted: list[str], problems: list[str]) -> None:
+    """Raise ValueError unless the file is Python and defines an op of `wanted`, or custom_kernel for `problems`."""
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ValueError(f"--kernels {part}: {file}{where}: not Python: {getattr(error, 'msg', error)}") from error
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {a.asname or a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for a in node.names}
+    if names & {*wanted, *(["custom_kernel"] if problems else [])}:
+        return
+    op = wanted[0] if len(wanted) == 1 else f"one of {', '.join(wanted)}"
+    also = f", or custom_kernel, as {' or '.join(dict.fromkeys(problems))} has it" if problems else ""
+    raise ValueError(f"--kernels {part}: {file.name} must define {op}, with the op's interface (torch_ops/){also}")
 
 
 def _known(providers: list[Provider], own: OpSpec | None, target: str) -> str:

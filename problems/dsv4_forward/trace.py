@@ -6,10 +6,14 @@ follows the oracle's decisions, and where it would have decided otherwise the or
 small.
 """
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -105,10 +109,20 @@ CHECKS = {
 DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
 STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
+OTHERS = "a row of pages that is none of its own"  # an output that must stay as it was
 # The parts of layer_rows, and what is behind its name in their lines.
 ROWS = {"norm_rotate": "", "write_key": ", keys", "write_entry": ", entries", "index_query": ", index"}
 NO_BLOCK = 2**20  # beyond any sequence's
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
+
+
+class BrokenKernelError(RuntimeError):
+    """A kernel of the composition did not come back from a call: it raised, or would have ended the process."""
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether memory did not suffice, of a GPU or, where torch has no type for it, of the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @dataclass
@@ -200,14 +214,22 @@ class Recorder:
         check = CHECKS[name]
         layer = "embedding" if name in STARTING else self.layer
         want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
-        got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
+        with _blamed(layer, name):
+            got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
+        if name == "index_scores":  # keys that no token wrote may be NaN, and what a kernel makes of these is not read
+            got["out"] = got["out"].where(~want["out"].isnan(), want["out"])
         if ids := DECIDING.get(name):
             chosen = (_entries(each[ids], given) if name == "choose" else each[ids] for each in (want, got))
             margin = margins(*chosen, _decided_by(name, given))
+            # Who is handed the scores has no sums of its own that could excuse another choice, among equal ones either.
+            admitted = 0.0 if name == "select" else MARGIN
             worst = self.worst.setdefault((layer, name), Worst(layer, name, check.budget))
-            worst.take(float(margin > MARGIN) if margin == margin else margin, 1.0, ids)
+            worst.take(float(margin > admitted) if margin == margin else margin, 1.0, ids)
             same = want[ids] == got[ids]
-            want, got = ({k: v.where(same, 0) for k, v in each.items() if k != ids} for each in (want, got))
+            want, got = (
+                {k: v.where(same, 0) if k in check.outputs else v for k, v in each.items() if k != ids}
+                for each in (want, got)
+            )
         self._take(layer, name, check.budgets(given), want, got)
 
     def _compare_rows(self, given: dict) -> None:
@@ -220,7 +242,8 @@ class Recorder:
         calls = [inspect.signature(vars(ops.REFERENCE)[name]).bind(*one).arguments for name, one in every]
         mine = [_copies(CHECKS[name], one, self.dtype, self.dtype) for name, one in zip(names, calls, strict=True)]
         queries, key, *rest = (tuple(one.values()) for one in mine)
-        self.composed.layer_rows(queries, key, rest[: len(compressed)], *rest[len(compressed) :])
+        with _blamed(self.layer, "layer_rows"):
+            self.composed.layer_rows(queries, key, rest[: len(compressed)], *rest[len(compressed) :])
         for name, one, got in zip(names, calls, mine, strict=True):
             check = CHECKS[name]
             want = _rerun(vars(ops.REFERENCE)[name], check, one, self.dtype, torch.float32)
@@ -294,6 +317,33 @@ class Follower:
         margin = margins(decision.ids, ids, decision.scores)
         if margin:
             self.other.append((self.layer, op, margin))
+
+
+@contextlib.contextmanager
+def _blamed(layer: str, op: str) -> Iterator[None]:
+    """Within: what a kernel raises becomes a BrokenKernelError that names layer, op and the line that raised."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if no_memory(error):
+            raise
+        raise BrokenKernelError(f"{layer} {op}: {blame(error)}") from error
+
+
+def blame(error: BaseException) -> str:
+    """One line: the file and line nearest to where `error` was raised that are neither torch's, Python's nor those of
+    the call here, and what it was.
+    """
+    frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if Path(file).is_file() and not _of_a_library(file)]
+    where = f"{own[-1][0]}:{own[-1][1]}: " if own else ""
+    said = str(error).strip().partition("\n")[0]
+    what = "it would have ended the process" if isinstance(error, SystemExit) else type(error).__name__
+    return where + what + (f": {said}" if said else "")
+
+
+def _of_a_library(file: str) -> bool:
+    return file == __file__ or "site-packages" in file or file.startswith(sysconfig.get_path("stdlib"))
 
 
 def margins(want: torch.Tensor, got: torch.Tensor, scores: torch.Tensor) -> float:
@@ -372,7 +422,7 @@ def _copies(check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dt
     """The arguments of a call with activations rounded to `dtype`, and fresh outputs."""
     mine = dict(given)
     for name in check.activations:
-        mine[name] = given[name].to(dtype)
+        mine[name] = given[name].to(dtype, copy=True)
     for name in check.outputs:
         if name == "pages":
             mine[name] = _unwritten(given[name])
@@ -389,10 +439,13 @@ def _copies(check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dt
 
 
 def _outputs(check: OpCheck, mine: dict) -> dict:
-    """What a call with these arguments has written, by name."""
+    """What a call with these arguments has written, by name, and what it had to leave alone."""
+    found = {f"{name}, its input,": mine[name] for name in check.activations}
     if "outs" in mine:
-        return {f"outs[{i}]": one for i, one in enumerate(mine["outs"])}
-    return {name: _written(mine) if name == "pages" else mine[name] for name in check.outputs}
+        return found | {f"outs[{i}]": one for i, one in enumerate(mine["outs"])}
+    if "pages" in check.outputs:
+        found[OTHERS] = _others(mine)
+    return found | {name: _written(mine) if name == "pages" else mine[name] for name in check.outputs}
 
 
 def _fresh(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -413,6 +466,14 @@ def _written(given: dict) -> torch.Tensor:
     if "emit" in given:
         index = index[(given["position"][given["emit"]] + 1) % given["ratio"] == 0]
     return given["pages"].read(index)
+
+
+def _others(given: dict) -> torch.Tensor:
+    """All other rows of the pages of such a call, fp32 (E, D): NaN, as _unwritten left them, but for what it spoilt."""
+    pages = given["pages"]
+    left = torch.ones(len(pages.data) * pages.per_page, dtype=torch.bool, device=pages.data.device)
+    left[given["index"]] = False
+    return pages.read(left.nonzero().flatten())
 
 
 def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:

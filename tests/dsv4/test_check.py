@@ -108,7 +108,7 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch, tmp_path):
     assert check.main([*options, *more]) == 0
     said = capsys.readouterr().out
     assert "1 of 1 configurations right" in said and ("linear           logits" in said) == bool(more)
-    count = 5 + len(more)
+    count = 6 + len(more)
     assert [line.split(":")[0] for line in said.splitlines() if " checks: " in line] == [
         f"  {n} of {count} checks" for n in range(1, count + 1)
     ]
@@ -165,15 +165,125 @@ def test_another_greedy_token_is_a_fault_beyond_the_error_only(capsys):
         assert where in (found[0] if faults else said)
 
 
-def test_a_kernel_that_raises_is_no_bad_argument(tmp_path):
-    """Exit status 2 is for arguments; what a kernel raises ends the check with a traceback, status 1."""
-    file = tmp_path / "raises.py"
-    file.write_text("def rms_norm(*args, **named):\n    raise ValueError('rows must be even')\n")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "def rms_norm(*args, **named):\n    raise ValueError('rows must be even')\n",
+            "2: ValueError: rows must be even",
+        ),
+        ("def rms_norm(*args, **named):\n    raise SystemExit(0)\n", "2: it would have ended the process: 0"),
+        ("def rms_norm(x):\n    pass\n", "layers.0 rms_norm: TypeError: rms_norm() got an unexpected keyword argument"),
+        ("import torch\ndef rms_norm(**named):\n    torch.zeros(2) @ torch.zeros(3)\n", "mine.py:3: RuntimeError: "),
+        ("import nothing_like_it\ndef rms_norm(): pass\n", "mine.py:1: ModuleNotFoundError: No module named 'nothing_"),
+        ("raise SystemExit\ndef rms_norm(): pass\n", "mine.py:1: it would have ended the process"),
+    ],
+)
+def test_a_kernel_that_raises_is_a_fault_in_one_line(text, said, tmp_path, capsys):
+    """Exit status 2 is for arguments. The line names the kernel's file, not where in the check it was called."""
+    file = tmp_path / "mine.py"
+    file.write_text(text)
     options = ["--device", "cpu", "--config", "tiny", "--format", "bf16", "--steps", "1"]
-    with pytest.raises(ValueError, match="rows must be even") as caught:
-        check.main([*options, "--kernels", f"rms_norm={file}"])
-    assert not isinstance(caught.value, check.Refused)
-    assert check.main(["--device", "cpu", "--config", "huge"]) == 2
+    assert check.main([*options, "--kernels", f"rms_norm={file}"]) == 1
+    printed = capsys.readouterr().out
+    faults = [line for line in printed.splitlines() if "FAULT: " in line]
+    assert len(faults) == 1 and said in faults[0] and "0 of 1 configurations right" in printed
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: no")]
+)
+def test_too_large_a_model_is_refused(error, monkeypatch, capsys):
+    """As an argument, wherever memory gives out, in a kernel too."""
+    options = ["--device", "cpu", "--config", "tiny", "--format", "bf16", "--steps", "1"]
+
+    def full(*_args: object, **_named: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(check.tree, "random", full)
+        assert check.main(options) == 2
+    choose = check.kernel_names.choose
+
+    def chosen(*given: object) -> ops.Chosen:
+        found = choose(*given)
+        return dataclasses.replace(found, ops=dataclasses.replace(found.ops, rms_norm=full))
+
+    monkeypatch.setattr(check.kernel_names, "choose", chosen)
+    assert check.main(options) == 2
+    said = capsys.readouterr().err
+    assert said.count("check: no memory for tiny in bf16 on cpu: give a smaller --config") == 2
+
+
+def _later_entries_lost(**given):
+    ops.REFERENCE.compress(**given)
+    given["out"][given["position"][given["emit"]] >= 200] = 0
+
+
+def _angles_that_end(**given):
+    ops.REFERENCE.embed(**given)
+    given["cos"][:, given["position"] >= 400] = 1
+
+
+def _few_scores(**given):
+    ops.REFERENCE.index_scores(**given)
+    if given["entries"] > 110:
+        given["out"].zero_()
+
+
+def _ties_to_the_higher(scores, visible, out):
+    seen = scores.shape[2]
+    ids = torch.arange(seen, device=scores.device)
+    flipped = scores.masked_fill(ids >= visible.unsqueeze(2), -torch.inf).flip(2)
+    mine = torch.full_like(out, -1)
+    ops.REFERENCE.select(flipped, torch.full_like(visible, seen), mine)
+    out.copy_(torch.where(torch.arange(out.shape[2]) < visible.unsqueeze(2), seen - 1 - mine, -1))
+
+
+def _nothing_alone(**given):
+    ops.REFERENCE.fmha(**given)
+    if given["q"].shape[:2] == (1, 1):
+        given["out"].zero_()
+
+
+def _holes_read(**given):
+    """Adds 0 times the first entry, which holes stand for, as a kernel does that masks probabilities only."""
+    ops.REFERENCE.fmha(**given)
+    if given["cache"] is not None and bool((given["index"] < 0).any()):
+        given["out"] += 0 * given["cache"].read(torch.zeros(1, dtype=torch.int64)).to(given["out"].dtype)
+
+
+def _one_row_more(rows, pages, index, hadamard=False):
+    ops.REFERENCE.write(rows, pages, index, hadamard)
+    pages.data.view(torch.uint8).flatten(1)[(int(index[0]) // pages.per_page + 1) % len(pages.data), :4] = 0
+
+
+def _input_spoilt(**given):
+    ops.REFERENCE.rms_norm(**given)
+    given["x"].zero_()
+
+
+@pytest.mark.parametrize("fmt", ["bf16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, capsys):
+    wrong = {
+        "compress": _later_entries_lost, "embed": _angles_that_end, "index_scores": _few_scores,
+        "select": _ties_to_the_higher, "fmha": _nothing_alone, "write": _one_row_more, "rms_norm": _input_spoilt,
+    }  # fmt: skip
+    case = check.make("tiny", fmt, "cpu")
+
+    def faults(changed: dict) -> list[str]:
+        recorder = Recorder(dataclasses.replace(ops.REFERENCE, **changed), torch.bfloat16)
+        with torch.inference_mode():
+            case.late(recorder.ops(), recorder)
+        return check._say_kernels(recorder)
+
+    assert not faults({})
+    found = faults(wrong)
+    for op in wrong:
+        assert any(f" {op}: " in fault for fault in found), f"{op} passes"
+    assert any("a row of pages that is none of its own is off" in fault for fault in found)
+    assert any("rms_norm: x, its input, is off" in fault for fault in found)
+    assert any(" fmha: " in fault for fault in faults({"fmha": _holes_read}))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", pytest.param("released", marks=pytest.mark.slow)])

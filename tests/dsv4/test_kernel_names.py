@@ -10,6 +10,7 @@ from problems.dsv4_forward.weights import tree
 from tests.dsv4.linears import SMALL
 
 GEMV = load.PROBLEMS / "nvfp4_gemv" / "variants"
+OWN = load.PROBLEMS / "dsv4_forward" / "wrong"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ def refused(text: str, target: str = "cpu") -> str:
     [
         "winners", "reference", "winners,nvfp4_gemv=winner", "linear_decode=winner,linear=reference", "linear=cpu_avx2",
         "linear=high_nibble_first, rms_norm=norm_by_mean_magnitude", f"nvfp4_gemv={GEMV / 'torch_dequant.py'}",
-        "linear=torch_grouped", f"rms_norm={__file__}", "linear=sm90_dp4a", "mhc_site=reference",
+        "linear=torch_grouped", f"rms_norm={OWN / 'norm_by_mean_magnitude.py'}", "linear=sm90_dp4a",
+        "mhc_site=reference",
     ],
 )  # fmt: skip
 def test_what_there_is_passes(text):
@@ -81,3 +83,26 @@ def test_what_cannot_run_is_said_as_typed(text, said, weights):
 def test_the_rest_is_what_ops_choose_says(weights):
     text = "winners,nvfp4_gemv=winner"
     assert kernel_names.choose(text, "cpu", weights).names == ops.choose(text, "cpu", weights).names
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "said"),
+    [
+        ("rms_norm", "def rms_norm(:\n", "mine.py:1: not Python: "),
+        ("rms_norm", "x = 1\0", "not Python: "),
+        ("rms_norm", "def norm(): ...\n", "mine.py must define rms_norm, with the op's interface (torch_ops/)"),
+        ("fmha", "x = 1\n", "with the op's interface (torch_ops/), or custom_kernel, as fmha_decode has it"),
+        ("nvfp4_gemv", "x = 1\n", "or custom_kernel, as nvfp4_gemv"),
+    ],
+)
+def test_a_file_that_defines_no_kernel_is_refused(op, text, said, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    assert said in refused(f"{op}={file}") and f"--kernels {op}={file}: " in refused(f"{op}={file}")
+
+
+@pytest.mark.parametrize("text", ["def fmha(): ...", "from x import fmha", "fmha = print", "def custom_kernel(): ..."])
+def test_a_file_that_defines_a_kernel_is_not_refused(text, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(text + "\n")
+    kernel_names.see(f"fmha={file}", "cpu")

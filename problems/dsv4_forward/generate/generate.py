@@ -39,6 +39,7 @@ from problems.dsv4_forward.generate.mtp import Speculative
 from problems.dsv4_forward.generate.printing import Printer
 from problems.dsv4_forward.generate.sampler import Sampler
 from problems.dsv4_forward.model import Model
+from problems.dsv4_forward.trace import no_memory
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import Config
 
@@ -134,17 +135,14 @@ def main(argv: list[str] | None = None) -> int:
                 found = decode(model, state, prompts, limits, sampler)
             _run(found, prompts, tokenizer, args.device, say)
     except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError) or _no_memory(error)):
+        full = no_memory(error)
+        if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError) or full):
             raise
-        say.print(terminal.visible(f"{NAME}: {error}"), markup=False, highlight=False, soft_wrap=True)
+        said = f"no memory: give a smaller --config, a shorter prompt or fewer --tokens ({error})" if full else error
+        say.print(terminal.visible(f"{NAME}: {said}"), markup=False, highlight=False, soft_wrap=True)
         return 2
     say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB")
     return 0
-
-
-def _no_memory(error: RuntimeError) -> bool:
-    """Whether the memory did not suffice, of a GPU or, where torch has no type for it, of the host."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,8 @@ def lines_of(folder):
         (["nvfp4_gemv", "--against", "cpu_avx2", "--check-only"], "and --check-only takes none: leave one"),
         (["nvfp4_gemv", "--all", "--variant", "cpu_avx2"], "one of --variant, --submission and --all"),
         (["nvfp4_gemv", "--all", "--against", "cpu_avx2"], "--all goes with neither"),
+        (["nvfp4_gemv", "--mod", "test"], "unrecognized arguments: --mod test"),
+        (["nvfp4_gemv", "--vari=cpu_avx2", "--mode", "test"], "unrecognized arguments: --vari=cpu_avx2"),
         (["nvfp4_gemv", "--timeout", "0"], "--timeout must be positive"),
         (["nvfp4_gemv", "--timeout", "nan"], "--timeout must be positive"),
         (["nvfp4_gemv", "--timeout", "inf"], "--timeout must be positive"),

@@ -137,6 +137,9 @@ class Run:
         machine = self.machine  # and with it the device: --lint and the check use it too
         self.events.write("start", problem=name, device=self.device, machine=machine, mode=args.mode)
         checked = endtoend.wanted(self.problem, args, self.further)
+        if checked and endtoend.asks_help(self.further):  # behind `--`
+            with console.quiet(False):
+                return endtoend.run(self.problem, self.device, ["--help"]).status
         if args.lint:
             return self._lint()
         if args.device == "model":
@@ -192,14 +195,13 @@ class Run:
     def _check(self) -> int:
         """Run the problem's end-to-end check. Return the exit code."""
         with self._held(timed=False):
-            status = endtoend.run(self.problem, self.device, self.further)
-        if status == output.USAGE_EXIT:
+            ended = endtoend.run(self.problem, self.device, self.further)
+        if ended.refused:
             return output.USAGE_EXIT
-        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        said = f"INCORRECT ({how}); nothing else is judged" if status else "PASSED"
+        said = f"INCORRECT ({ended.fault}); nothing else is judged" if ended.fault else "PASSED"
         with console.quiet(False):
             console.say(f"{self.problem.name}, end to end: {said}\n")
-        return self._said("INCORRECT" if status else "PASSED", f"end to end: {said}")
+        return self._said("INCORRECT" if ended.fault else "PASSED", f"end to end: {said}")
 
     def _said(self, status: str, reason: str) -> int:
         """Note a verdict that is about no submission. Return its exit code."""

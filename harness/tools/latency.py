@@ -78,6 +78,9 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
             guarded.end()
             ended = found.read_text().rpartition("\n")[0].splitlines() if found.is_file() else []
             lines += [line_of(recorder, judged, json.loads(line)) for line in ended]
+    if not status and len(ended) < len(chosen):
+        many = f"{len(ended)} of {len(chosen)} cases"
+        return f"{problem.name}/{FILE} ended with status 0 after {many}: something that it calls ends the process"
     return f"{problem.name}/{FILE} ended with status {status}" if status else ""
 
 

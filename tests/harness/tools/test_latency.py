@@ -198,6 +198,27 @@ def test_a_process_that_fails_is_a_failure_of_the_problem(capfd, judged, recorde
     assert "CUDA" in capfd.readouterr().err
 
 
+def test_a_process_that_ends_before_its_last_case_is_a_failure(monkeypatch, judged, recorder):
+    """As one does that calls exit(0): what it had measured is kept."""
+
+    class Guarded:
+        def __init__(self, argv, *_) -> None:
+            Path(argv[-1]).write_text(json.dumps(MEASURED) + "\n")
+            self.pid, self.process = 1, self
+
+        def wait(self) -> int:
+            return 0
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(latency.process, "Guarded", Guarded)
+    lines = []
+    assert latency.run(MODEL, recorder, judged, [MEASURED["case"]], lines) == ""
+    said = latency.run(MODEL, recorder, judged, [MEASURED["case"]] * 3, lines)
+    assert "ended with status 0 after 1 of 3 cases: something that it calls ends the process" in said
+    assert len(lines) == 2
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, recorder, interrupted):
     line = latency.line_of(recorder, judged, MEASURED)

@@ -4,10 +4,11 @@ import argparse
 import contextlib
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import TextIO
 
-from harness.judge import console, device_lock, journal, next_command, phases, plan, spread, verdict
+from harness.judge import console, device_lock, journal, next_command, outputs, phases, plan, spread, verdict
 from harness.judge.events import Events
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -135,6 +136,8 @@ class Run:
         args, name = self.args, self.problem.name
         process.harden()
         machine = self.machine  # and with it the device: --lint and the check use it too
+        if args.resume is not None:
+            self._adopt_outputs()
         self.events.write("start", problem=name, device=self.device, machine=machine, mode=args.mode)
         checked = endtoend.wanted(self.problem, args, self.further)
         if checked and endtoend.asks_help(self.further):  # behind `--`
@@ -157,6 +160,19 @@ class Run:
                     console.say(f"warning: {complaint}")
                 plan.adopt(self.journal.plan, args, self.defaults)
             return self._run(stack, checked)
+
+    def _adopt_outputs(self) -> None:
+        """Write, besides the records, what the resumed run was to write, where the user gives nothing else."""
+        args, json_before, events_before = self.args, self.args.json, self.args.events
+        outputs.adopt(journal.outputs(self.machine, self.problem.name, args.resume or None), args)
+        if args.json == "-" != json_before:
+            self.stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if args.events and not events_before:
+            try:
+                self.events.open(args.events)
+            except OSError as error:
+                said = f"cannot write {args.events}: {error.strerror}: give another file"
+                raise UsageError(f"--resume goes on with --events of that run: {said}") from None
 
     def _model(self) -> int:
         """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Return
@@ -266,8 +282,9 @@ class Run:
                 console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
         elif completed and (args.resume in completed or not (args.resume or unfinished)):
             run_id = args.resume or completed[-1]
-            records = [r for r in record.read(self.machine, name) if r.get("run_id") == run_id]
-            return verdict.code_of([r["status"] for r in records if not r.get("superseded")], everything=True)
+            self.lines = [r for r in record.read(self.machine, name) if r.get("run_id") == run_id]
+            self._write_json([])
+            return verdict.code_of([r["status"] for r in self.lines if not r.get("superseded")], everything=True)
         return None
 
     def _plan(self, judged: list[Result]) -> Journal:
@@ -278,7 +295,7 @@ class Run:
             self.journal = Journal.create(self.machine, self.problem.name, now)
             return self.journal
         plan.compare(self.journal.plan, now, self.journal.path)
-        times = self.journal.go_on()
+        times = self.journal.go_on(outputs=outputs.noted(self.args))
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
         return self.journal

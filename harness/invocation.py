@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -22,6 +23,7 @@ from harness.tools import endtoend, latency, model_check, modes
 from problems.common import load
 
 BASELINE = "torch_dequant"  # shown as a ratio where it takes part
+NEEDS_GPU = "needs a GPU, the run is on a CPU: leave it out, or judge where there is a GPU (--on HOST)"
 
 
 class Run:
@@ -248,6 +250,9 @@ class Run:
             return self._said("UNSUPPORTED", said)
         if checked and (code := self._check()):
             return code
+        if checked and self.further:
+            words = shlex.join(self.further)
+            console.note(f"note: {words} is for {endtoend.FILE} only; what follows is judged as the folder has it")
         if self.recorded:
             stack.callback(self._plan(judged).close)
         if runnable:
@@ -269,7 +274,7 @@ class Run:
         args, name = self.args, self.problem.name
         if args.mode != "leaderboard" or args.case or args.sanitize:
             if args.resume is not None:
-                raise UsageError("--resume goes with no --case: such a run records nothing")
+                raise UsageError("--resume does not go with --case, since such a run records nothing: leave one out")
             return None
         record.see_writable(self.machine)
         completed, unfinished = journal.settle(self.machine, name)
@@ -310,8 +315,8 @@ class Run:
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
         """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
         if self.device == "cuda":
-            return device_lock.hold(environment.gpu_uuid(), console.say)
-        return device_lock.hold("cpu", console.say) if timed else contextlib.nullcontext()
+            return device_lock.hold(environment.gpu_uuid(), console.note)
+        return device_lock.hold("cpu", console.note) if timed else contextlib.nullcontext()
 
     def _judged(self, submission: Submission) -> Result:
         run_id = self.recorder.run_id
@@ -332,7 +337,7 @@ class Run:
         )  # fmt: skip
         if note := self.selection.note():
             console.say(note)
-        with spread.held(self.devices, console.say) if self.devices else self._held(args.mode != "test"):
+        with spread.held(self.devices, console.note) if self.devices else self._held(args.mode != "test"):
             judging.run(judged, tests, cases)
         self.opponents = judging.opponents
 
@@ -446,8 +451,9 @@ class Run:
     def _latency(self, submission: Submission) -> int:
         """The latency of the problem's own model, recorded unless --case chose some of its cases."""
         args = self.args
+        latency.see_model(self.problem)
         if self.device != "cuda":
-            raise UsageError("--mode latency needs a GPU, the run is on a CPU")
+            raise UsageError(f"--mode latency {NEEDS_GPU}")
         judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
         record.see_writable(self.machine)
         try:
@@ -464,7 +470,7 @@ class Run:
 
     def _sanitize(self, judged: list[Result]) -> int:
         if self.device != "cuda":
-            raise UsageError("--sanitize needs a GPU")
+            raise UsageError(f"--sanitize {NEEDS_GPU}")
         cases, _ = self.selection.cases()
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
             faults = modes.sanitize(self.problem, judged, cases, self.target, progress)

@@ -253,7 +253,7 @@ def _see_effect(args: argparse.Namespace) -> None:
     passing = () if args.list or args.print_completion else ("json", "-")
     odd = [name for name in given if name not in EFFECTIVE[kind] and (name, getattr(args, name)) != passing]
     if odd:
-        raise UsageError(f"{kind} goes with no {', '.join(_option(args, name) for name in odd)}")
+        raise UsageError(output.apart(kind, [_option(args, name) for name in odd]))
 
 
 def _option(args: argparse.Namespace, name: str) -> str:

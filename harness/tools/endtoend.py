@@ -12,6 +12,7 @@ the problem's own code, like its reference: no submission of others runs in it.
 import argparse
 import os
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
@@ -40,7 +41,8 @@ def wanted(problem: Problem, arguments: argparse.Namespace, words: list[str]) ->
     if arguments.check_only and not check:
         raise UsageError(f"--check-only: {problem.name} has no {FILE}")
     if (arguments.check_only or words) and skipped:
-        raise UsageError(f"{'--check-only' if arguments.check_only else ' '.join(words)} goes with no {skipped}")
+        asked = "--check-only asks for" if arguments.check_only else f"{shlex.join(words)} is for"
+        raise UsageError(f"{asked} {FILE}, which is not run with {skipped}: leave one of the two out")
     if check and skipped == "--submission":
         console.say(f"note: {FILE} says nothing of files from elsewhere, so it is not run")
     return check is not None and not skipped

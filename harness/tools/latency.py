@@ -51,14 +51,22 @@ CLOCK = {
 
 def cases(problem: Problem, text: str | None) -> list[dict]:
     """The problem's cases whose words hold `text`. UsageError: none, or it has no latency.py."""
-    if not problem.own or not (problem.folder / FILE).is_file():
-        raise UsageError(f"--mode latency: {problem.name} has no {FILE}")
+    see_model(problem)
     known = load.module(problem.folder, "latency").CASES
     found = [case for case in known if has_words(label(case), text or "")]
     if not found:
         said = "; ".join(map(label, known))
         raise UsageError(f"--case must match a latency case of {problem.name} ({said}), got {text!r}")
     return found
+
+
+def see_model(problem: Problem) -> None:
+    """Raise UsageError if the problem has no latency.py: it is the problem of one kernel."""
+    if not problem.own or not (problem.folder / FILE).is_file():
+        raise UsageError(
+            f"--mode latency is for whole models, and {problem.name} is none (it has no {FILE}): time it with "
+            "--mode benchmark"
+        )
 
 
 def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict], lines: list[dict]) -> str:

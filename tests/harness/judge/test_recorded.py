@@ -3,6 +3,7 @@
 The session is made up here, so that every time is known; tests/harness/judge/test_kill.py has the real one.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import run
-from harness.judge import confirm, phases
+from harness.judge import confirm, device_lock, phases
 from harness.judge.call import CallRequest
 from harness.judge.journal import Journal
 from harness.judge.outcome import Outcome
@@ -30,6 +31,22 @@ def test_a_whole_run_leaves_records_and_no_journal(world, folder, capsys):
     assert {r["attempt"] for r in records() if r["kind"] == "benchmark"} == {1}
     assert {r["clock"]["name"] for r in records() if r["kind"] == "benchmark"} == {"made-up clock"}
     assert first()[0] == "good" and "attempt 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_what_a_run_waits_for_is_said_of_a_quiet_one_too(world, folder, monkeypatch, capsys, quiet):
+    said = "waiting for process 1, which is timing on cpu\n"
+
+    def hold(device, say) -> contextlib.AbstractContextManager:
+        say(said.removesuffix("\n"))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(device_lock, "hold", hold)
+    assert judge(folder, "--variant", "good", "--mode", "benchmark", *quiet) == 0
+    out, err = capsys.readouterr()
+    assert said in (err if quiet else out) and said not in (out if quiet else err)
+    if quiet:
+        assert len(out.splitlines()) == 1  # the verdict
 
 
 def test_of_many_the_first_case_is_shown_at_once(world, folder, capsys):

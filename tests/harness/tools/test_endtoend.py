@@ -261,6 +261,18 @@ def test_what_it_prints_stays_out_of_the_records_and_of_a_quiet_run(folder, capf
     assert capfd.readouterr().out.split("\n") == ["gated, end to end: PASSED", "", ""]
 
 
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_that_its_options_change_nothing_of_the_judging_is_said(folder, capfd, quiet):
+    words = ["gated", "--mode", "test", "--device", "cpu", *quiet]
+    assert run.main([*words, "--word", "a b"]) == output.USAGE_EXIT
+    out, err = capfd.readouterr()
+    said = "note: --word 'a b' is for check.py only; what follows is judged as the folder has it\n"
+    assert said in (err if quiet else out) and ON in err
+    assert run.main(words) == output.USAGE_EXIT
+    assert run.main(["gated", "--check-only", "--device", "cpu", *quiet, "--word"]) == 0
+    assert "note: " not in "".join(capfd.readouterr())
+
+
 def test_its_options_reach_it_as_they_are(folder, capfd):
     words = ["--word=a b", "--end", "0", "--word", "-1"]
     assert run.main(["gated", "--check-only", *words[:3], "--device", "cpu", *words[3:]]) == 0
@@ -270,15 +282,16 @@ def test_its_options_reach_it_as_they_are(folder, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gated", "--mode", "benchmark", "--word", "x"], "--word x goes with no --mode benchmark"),
-        (["gated", "--lint", "--word", "x"], "--word x goes with no --lint"),
-        (["gated", "--check-only", "--mode", "profile"], "--check-only goes with no --mode profile"),
-        (["gated", "--check-only", "--resume"], "--check-only goes with no --resume"),
-        (["gated", "--check-only", "--submission", "x.py"], "--check-only goes with no --submission"),
-        (["gated", "--check-only", "--seed", "3", "--case", "x"], "--check-only goes with no --case, --seed"),
-        (["gated", "--check-only", "--all", "--timeout", "9"], "--check-only goes with no --all, --timeout"),
-        (["gated", "--check-only", "--same-within", "2"], "--check-only goes with no --same-within"),
-        (["gated", "--lint", "--seed", "0"], "--lint goes with no --seed"),
+        (["gated", "--mode", "benchmark", "--word", "x y"],
+         "--word 'x y' is for check.py, which is not run with --mode benchmark: leave one of the two out"),
+        (["gated", "--lint", "--word", "x"], "--word x is for check.py, which is not run with --lint"),
+        (["gated", "--check-only", "--mode", "profile"], "--check-only does not go with --mode profile"),
+        (["gated", "--check-only", "--resume"], "--check-only does not go with --resume"),
+        (["gated", "--check-only", "--submission", "x.py"], "--check-only does not go with --submission"),
+        (["gated", "--check-only", "--seed", "3", "--case", "x"], "--check-only does not go with --case, --seed"),
+        (["gated", "--check-only", "--all", "--timeout", "9"], "--check-only does not go with --all, --timeout"),
+        (["gated", "--check-only", "--same-within", "2"], "--check-only does not go with --same-within"),
+        (["gated", "--lint", "--seed", "0"], "--lint does not go with --seed"),
         (["plain", "--check-only"], "--check-only: plain has no check.py"),
         (["plain", "--word", "x"], "unrecognized arguments: --word"), (["--list", "--word"], "unrecognized arguments"),
     ],

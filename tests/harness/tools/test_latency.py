@@ -62,13 +62,19 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
     assert one == {"config": "tiny-k", "format": "nvfp4", "batch": 8, "context": 512}
     with pytest.raises(UsageError, match="--case must match a latency case"):
         latency.cases(MODEL, "batch=3")
-    with pytest.raises(UsageError, match=r"vector_add has no latency\.py"):
+    with pytest.raises(
+        UsageError, match=r"--mode latency is for whole models, and vector_add is none \(it has no latency\.py\)"
+    ):
         latency.cases(folders.find(str(SUPPORT / "problems" / "vector_add")), None)
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [([], "needs a GPU"), (["--all"], "goes with no --all"), (["--variant", "composed"], "goes with no --variant")],
+    [
+        ([], "needs a GPU"),
+        (["--all"], "does not go with --all"),
+        (["--variant", "composed"], "does not go with --variant"),
+    ],
 )
 def test_it_needs_a_gpu_and_times_the_winners(capsys, more, said):
     assert run.main(["dsv4_forward", "--mode", "latency", "--device", "cpu", *more]) == 2

@@ -4,10 +4,12 @@ import argparse
 import contextlib
 import functools
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TextIO
 
-from harness.judge import console, device_lock, journal, next_command, phases, plan, spread, verdict
+from harness.judge import console, device_lock, journal, next_command, outputs, phases, plan, spread, verdict
 from harness.judge.events import Events
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -21,6 +23,7 @@ from harness.tools import endtoend, latency, model_check, modes
 from problems.common import load
 
 BASELINE = "torch_dequant"  # shown as a ratio where it takes part
+NEEDS_GPU = "needs a GPU, the run is on a CPU: leave it out, or judge where there is a GPU (--on HOST)"
 
 
 class Run:
@@ -135,8 +138,13 @@ class Run:
         args, name = self.args, self.problem.name
         process.harden()
         machine = self.machine  # and with it the device: --lint and the check use it too
+        if args.resume is not None:
+            self._adopt_outputs()
         self.events.write("start", problem=name, device=self.device, machine=machine, mode=args.mode)
         checked = endtoend.wanted(self.problem, args, self.further)
+        if checked and endtoend.asks_help(self.further):  # behind `--`
+            with console.quiet(False):
+                return endtoend.run(self.problem, self.device, ["--help"]).status
         if args.lint:
             return self._lint()
         if args.device == "model":
@@ -154,6 +162,19 @@ class Run:
                     console.say(f"warning: {complaint}")
                 plan.adopt(self.journal.plan, args, self.defaults)
             return self._run(stack, checked)
+
+    def _adopt_outputs(self) -> None:
+        """Write, besides the records, what the resumed run was to write, where the user gives nothing else."""
+        args, json_before, events_before = self.args, self.args.json, self.args.events
+        outputs.adopt(journal.outputs(self.machine, self.problem.name, args.resume or None), args)
+        if args.json == "-" != json_before:
+            self.stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if args.events and not events_before:
+            try:
+                self.events.open(args.events)
+            except OSError as error:
+                said = f"cannot write {args.events}: {error.strerror}: give another file"
+                raise UsageError(f"--resume goes on with --events of that run: {said}") from None
 
     def _model(self) -> int:
         """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Return
@@ -192,14 +213,13 @@ class Run:
     def _check(self) -> int:
         """Run the problem's end-to-end check. Return the exit code."""
         with self._held(timed=False):
-            status = endtoend.run(self.problem, self.device, self.further)
-        if status == output.USAGE_EXIT:
+            ended = endtoend.run(self.problem, self.device, self.further)
+        if ended.refused:
             return output.USAGE_EXIT
-        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        said = f"INCORRECT ({how}); nothing else is judged" if status else "PASSED"
+        said = f"INCORRECT ({ended.fault}); nothing else is judged" if ended.fault else "PASSED"
         with console.quiet(False):
             console.say(f"{self.problem.name}, end to end: {said}\n")
-        return self._said("INCORRECT" if status else "PASSED", f"end to end: {said}")
+        return self._said("INCORRECT" if ended.fault else "PASSED", f"end to end: {said}")
 
     def _said(self, status: str, reason: str) -> int:
         """Note a verdict that is about no submission. Return its exit code."""
@@ -230,6 +250,9 @@ class Run:
             return self._said("UNSUPPORTED", said)
         if checked and (code := self._check()):
             return code
+        if checked and self.further:
+            words = shlex.join(self.further)
+            console.note(f"note: {words} is for {endtoend.FILE} only; what follows is judged as the folder has it")
         if self.recorded:
             stack.callback(self._plan(judged).close)
         if runnable:
@@ -251,7 +274,7 @@ class Run:
         args, name = self.args, self.problem.name
         if args.mode != "leaderboard" or args.case or args.sanitize:
             if args.resume is not None:
-                raise UsageError("--resume goes with no --case: such a run records nothing")
+                raise UsageError("--resume does not go with --case, since such a run records nothing: leave one out")
             return None
         record.see_writable(self.machine)
         completed, unfinished = journal.settle(self.machine, name)
@@ -264,8 +287,9 @@ class Run:
                 console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
         elif completed and (args.resume in completed or not (args.resume or unfinished)):
             run_id = args.resume or completed[-1]
-            records = [r for r in record.read(self.machine, name) if r.get("run_id") == run_id]
-            return verdict.code_of([r["status"] for r in records if not r.get("superseded")], everything=True)
+            self.lines = [r for r in record.read(self.machine, name) if r.get("run_id") == run_id]
+            self._write_json([])
+            return verdict.code_of([r["status"] for r in self.lines if not r.get("superseded")], everything=True)
         return None
 
     def _plan(self, judged: list[Result]) -> Journal:
@@ -276,7 +300,7 @@ class Run:
             self.journal = Journal.create(self.machine, self.problem.name, now)
             return self.journal
         plan.compare(self.journal.plan, now, self.journal.path)
-        times = self.journal.go_on()
+        times = self.journal.go_on(outputs=outputs.noted(self.args))
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
         return self.journal
@@ -291,8 +315,8 @@ class Run:
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
         """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
         if self.device == "cuda":
-            return device_lock.hold(environment.gpu_uuid(), console.say)
-        return device_lock.hold("cpu", console.say) if timed else contextlib.nullcontext()
+            return device_lock.hold(environment.gpu_uuid(), console.note)
+        return device_lock.hold("cpu", console.note) if timed else contextlib.nullcontext()
 
     def _judged(self, submission: Submission) -> Result:
         run_id = self.recorder.run_id
@@ -313,7 +337,7 @@ class Run:
         )  # fmt: skip
         if note := self.selection.note():
             console.say(note)
-        with spread.held(self.devices, console.say) if self.devices else self._held(args.mode != "test"):
+        with spread.held(self.devices, console.note) if self.devices else self._held(args.mode != "test"):
             judging.run(judged, tests, cases)
         self.opponents = judging.opponents
 
@@ -427,8 +451,9 @@ class Run:
     def _latency(self, submission: Submission) -> int:
         """The latency of the problem's own model, recorded unless --case chose some of its cases."""
         args = self.args
+        latency.see_model(self.problem)
         if self.device != "cuda":
-            raise UsageError("--mode latency needs a GPU, the run is on a CPU")
+            raise UsageError(f"--mode latency {NEEDS_GPU}")
         judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
         record.see_writable(self.machine)
         try:
@@ -445,7 +470,7 @@ class Run:
 
     def _sanitize(self, judged: list[Result]) -> int:
         if self.device != "cuda":
-            raise UsageError("--sanitize needs a GPU")
+            raise UsageError(f"--sanitize {NEEDS_GPU}")
         cases, _ = self.selection.cases()
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
             faults = modes.sanitize(self.problem, judged, cases, self.target, progress)

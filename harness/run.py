@@ -104,7 +104,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quiet", action="store_true", help="print the verdicts only")
     p.add_argument(
         "--resume", nargs="?", const="", metavar="RUN_ID",
-        help="go on with a run that was killed, by default the newest unfinished one, with its options",
+        help="go on with a run that was killed, by default the newest unfinished one, with its options; --json and "
+        "--events may be given again",
     )  # fmt: skip
     p.add_argument("--on", metavar="HOST", help="judge on another machine, over ssh and rsync (docs/remote.md)")
     p.add_argument("--devices", metavar="LIST", help="spread the cases over several GPUs: all, or numbers such as 0,2")
@@ -192,7 +193,7 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     """List, or raise UsageError for what is wrong whatever the problem's cases are, before torch is imported. Return
     the exit code; None: the run begins.
     """
-    from harness.judge import limits
+    from harness.judge import limits, outputs
     from harness.problem import folders
     from harness.problem.folders import UsageError
 
@@ -236,18 +237,7 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError(f"--fail-on-regression must be 0 or more, in percent, got {args.fail_on_regression}")
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
-    if args.json and args.json != "-":
-        try:
-            output.see_writable(Path(args.json))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--json: cannot write {args.json}: {_why(error)}") from None
-        if args.events and Path(args.events).resolve() == Path(args.json).resolve():
-            raise UsageError(
-                f"--json and --events must be two files, got {args.json} for both: --json replaces its own"
-            )
-    out = Path("/dev/stdout")
-    if args.json == "-" and args.events and out.exists() and Path(args.events).exists() and out.samefile(args.events):
-        raise UsageError(f"--json - and --events must be two files, got standard output, {args.events}, for both")
+    outputs.see(args.json, args.events)
     return None
 
 
@@ -263,7 +253,7 @@ def _see_effect(args: argparse.Namespace) -> None:
     passing = () if args.list or args.print_completion else ("json", "-")
     odd = [name for name in given if name not in EFFECTIVE[kind] and (name, getattr(args, name)) != passing]
     if odd:
-        raise UsageError(f"{kind} goes with no {', '.join(_option(args, name) for name in odd)}")
+        raise UsageError(output.apart(kind, [_option(args, name) for name in odd]))
 
 
 def _option(args: argparse.Namespace, name: str) -> str:
@@ -295,6 +285,7 @@ def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> 
 
 
 def _events(path: str | None) -> Events:
+    from harness.judge import outputs
     from harness.judge.events import Events
     from harness.problem.folders import UsageError
 
@@ -303,11 +294,7 @@ def _events(path: str | None) -> Events:
     try:
         return Events(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--events: cannot write {path}: {_why(error)}") from None
-
-
-def _why(error: OSError | ValueError) -> object:
-    return error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--events: cannot write {path}: {outputs.why(error)}") from None
 
 
 def _see_only_listed(args: argparse.Namespace, further: list[str]) -> None:

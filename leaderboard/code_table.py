@@ -8,7 +8,6 @@ this checkout whose source has changed since. Compiling needs nvcc or the CuTe D
 docs/records.md says what is in them, and leaderboard/provenance.py reads them.
 """
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -37,7 +36,7 @@ TAIL = 1000  # characters of a compiler's output that are shown
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 1 if there are sources whose machine code cannot be had, 2 if there is no folder of results."""
-    parser = argparse.ArgumentParser(description="Complete the table of machine code, leaderboard/results/code.jsonl.")
+    parser = output.Parser(description="Complete the table of machine code, leaderboard/results/code.jsonl.")
     told = "all machines of DIR; default: those of leaderboard/results that leaderboard/machines.txt lists"
     parser.add_argument("--results", type=Path, metavar="DIR", help=told)
     chosen = parser.parse_args(arguments).results

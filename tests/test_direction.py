@@ -12,6 +12,7 @@ from tests.support import ROOT
 OURS = {"problems", "harness", "leaderboard", "tests", "tools", "task", "reference", "submission", "utils"}
 KERNEL_LANGUAGES = {"torch", "triton", "cutlass"}
 COMPUTED = "a name that is put together at run time"
+LAUNCHER = "harness/tools/check_launcher.py"  # it calls the check that it receives, in a separate process
 COMMANDS = ("problems.common.load", "problems.common.venv")  # what the leaderboard's commands need of problems/
 COMPOSITION = "dsv4_forward"  # the one folder that may name other problems
 
@@ -39,6 +40,8 @@ def admitted(path: str, source: str, name: str) -> bool:
     """Whether the file at `path` (from the repository's root, / between) may import `name`."""
     parts, root = path.split("/"), name.partition(".")[0]
     common = name == "problems.common" or name.startswith("problems.common.")
+    if (path, name) == (LAUNCHER, COMPUTED):
+        return True
     if not root or name == COMPUTED:  # no root: relative, and problems/common/load.py knows no packages in a problem
         return False
     if parts[0] == "tests":

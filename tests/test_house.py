@@ -402,6 +402,22 @@ def test_the_readme_has_the_exit_codes_of_the_judge():
         assert said | {code: codes[code] for code in other} == codes
 
 
+def test_no_command_takes_shortened_options():
+    """terminal.Parser sees to it, for its subcommands too; another parser says so where it is made."""
+    areas = ("problems", "harness", "leaderboard", "tools", "tests")
+    found, wrong = 0, []
+    for file in (file for area in areas for file in (ROOT / area).rglob("*.py")):
+        if "ArgumentParser" not in (text := file.read_text()):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("ArgumentParser", ".add_parser")):
+                found += 1
+                if not any(word.arg == "allow_abbrev" and ast.unparse(word.value) == "False" for word in node.keywords):
+                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert found > 5 and not wrong, wrong
+    assert not run.parser().allow_abbrev
+
+
 def test_the_constants_in_measuring_are_those_of_the_code():
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| `(.+?)` \|$", (ROOT / "docs/measuring.md").read_text(), re.MULTILINE)
     assert len(rows) >= 5

@@ -114,7 +114,9 @@ def run(name: str, part: Part, limit_s: int, out: Path) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("parts", nargs="*", metavar="PART[=SECONDS]")
     parser.add_argument("--out", type=Path, default=ROOT / ".build" / "on_gpu", help="folder of the logs")
     parser.add_argument("--list", action="store_true", help="print the parts")

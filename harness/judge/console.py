@@ -19,7 +19,7 @@ from harness.judge.events import Progress, Step
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import CaseTime, Result
 from harness.problem.folders import Case
-from harness.results import ranking, stats, text
+from harness.results import output, ranking, stats, text
 from harness.results.screen import Screen
 
 BAR, BAR_LINE = 12, 55  # columns of a progress bar, and of its line without the words at the end
@@ -70,6 +70,14 @@ def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
 def say(said: str = "") -> None:
     """Print clean text without markup and names of emoji."""
     console.print(Text(text.clean(said, SAID)))
+
+
+def note(said: str) -> None:
+    """Print a line that a quiet run shows too, on standard error: what it waits for, or what a verdict is not about."""
+    if console.quiet:
+        output.complain(text.clean(said, SAID))
+    else:
+        say(said)
 
 
 def test_line(name: str, case: Case, outcome: Outcome) -> None:

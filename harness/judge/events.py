@@ -35,9 +35,15 @@ class Events:
     """The lines of one run, appended to the file at `path`; None: there is no file. OSError: it cannot be written."""
 
     def __init__(self, path: str | None) -> None:
-        self._fd = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._fd: int | None = None
+        if path is not None:
+            self.open(path)
         self._phase, self._n, self._written_s = "", -1, -math.inf
         self._failed: set[str] = set()  # submissions whose first mismatch was written
+
+    def open(self, path: str) -> None:
+        """Write to this file from now on: a resumed run knows it late. OSError: it cannot be written."""
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def close(self) -> None:
         if self._fd is not None:

@@ -133,9 +133,9 @@ class Journal:
         known = ", ".join(_split(path)[1] for path in unfinished(machine, problem)) or "none"
         raise UsageError(f"--resume: no {which} of {problem} on {machine} (unfinished: {known})")
 
-    def go_on(self) -> int:
-        """Record that the run is resumed. Return how often it was."""
-        self._write({"kind": "resumed"})
+    def go_on(self, **facts: object) -> int:
+        """Record that the run is resumed, with facts that count instead of the plan's. Return how often it was."""
+        self._write({"kind": "resumed", **facts})
         return len(self.noted("resumed"))
 
     @property
@@ -246,6 +246,26 @@ def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
                 with record.storing(path):
                     path.unlink()
     return completed, open_ones
+
+
+def outputs(machine: str, problem: str, run_id: str | None = None) -> dict:
+    """Return what the run that --resume goes on with, or whose records it completes, has noted last as its outputs; {}
+    if there is none. It is to be read before `settle`, which removes journals.
+    """
+    found = []
+    for path in reversed(unfinished(machine, problem)):
+        if run_id not in (None, _split(path)[1]):
+            continue
+        try:
+            with _hold(path) as file:
+                lines, _ = _parse(file.read(), path)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        if lines and lines[0]["kind"] == "plan":
+            found.append(lines)
+    chosen = next((lines for lines in found if lines[-1]["kind"] != "final"), found[0] if found else [])
+    noted = [line["outputs"] for line in chosen if isinstance(line.get("outputs"), dict)]
+    return noted[-1] if noted else {}
 
 
 def attempts(machine: str, problem: str, variant: str) -> set[str]:

@@ -3,12 +3,14 @@
 import argparse
 from pathlib import Path
 
+from harness.judge import outputs
 from harness.judge.verdict import Result
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, UsageError, reading
 from harness.results import environment, record, schema
 
-# Options that say what a run judges, and how. The others choose what is printed, or are refused in a recorded run.
+# Options that say what a run judges, and how. The others choose what is printed, or written besides the records
+# (harness/judge/outputs.py), or are refused in a recorded run.
 OPTIONS = (
     "mode", "variant", "submission", "against", "processes", "same_within", "fail_on_regression", "all", "seed",
     "timeout",
@@ -36,6 +38,7 @@ def make(
     return {
         "run_id": run_id, "schema": schema.SCHEMA, "target": target,
         "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},
+        "outputs": outputs.noted(arguments),
         "submissions": {one.submission.name: one.source_hash for one in submissions},
         "tests": [_case(case) for case in tests], "benchmarks": [_case(case) for case in benchmarks],
         "problem_hash": problem_hash,

@@ -43,7 +43,7 @@ class Selection:
         if sum(map(bool, (args.variant, args.submission, args.all))) > 1:
             raise UsageError("give one of --variant, --submission and --all")
         if args.all and (args.against or args.mode == "profile"):
-            raise UsageError("--all goes with neither --against nor --mode profile")
+            raise UsageError("--all goes with neither --against nor --mode profile: leave --all or these out")
         if args.all:
             submissions = self.problem.submissions()
             if not submissions:

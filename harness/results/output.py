@@ -35,6 +35,12 @@ def unrecognized(words: list[str]) -> str:
     )
 
 
+def apart(option: str, others: list[str]) -> str:
+    """Say that an option goes with none of the others, and what to do."""
+    which = "one of the two" if len(others) == 1 else f"{option} or the others"
+    return f"{option} does not go with {', '.join(others)}: leave {which} out"
+
+
 def say(text: str, file: TextIO | None = None) -> None:
     """Print lines, to standard output unless a file is named. ClosedError: its reader has gone."""
     try:

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from harness.sandbox import policy, process
+from problems.common import terminal
 
 
 def _try(command: list[str], without: frozenset[str], network: bool) -> int:
@@ -27,7 +28,7 @@ def _try(command: list[str], without: frozenset[str], network: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=".venv/bin/python -m harness.sandbox", description=__doc__.partition("\n")[0])
+    parser = terminal.Parser(prog=".venv/bin/python -m harness.sandbox", description=__doc__.partition("\n")[0])
     parser.add_argument("--probe", action="store_true", help="print what this machine offers")
     parser.add_argument("--without", default="", help=f"measures to leave out of --try: {', '.join(policy.MEASURES)}")
     parser.add_argument("--network", action="store_true", help="leave the network to --try")

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
-from problems.common import venv  # noqa: E402
+from problems.common import terminal, venv  # noqa: E402
 
 NAME = "harness/tools/bringup_sm100.py"
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -41,7 +41,7 @@ TESTS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """See the top of this file. Return the exit code."""
-    parser = argparse.ArgumentParser(prog=NAME, description=(__doc__ or "").partition("\n")[0])
+    parser = terminal.Parser(prog=NAME, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help=f"default: {OUT.relative_to(ROOT)}")
     parser.add_argument("--stage", metavar="NAME", help="only this stage")
     parser.add_argument("--no-tests", action="store_true", help="no tests of the variants")

@@ -61,7 +61,7 @@ def _see_options(args: argparse.Namespace) -> None:
     odd = [f"--{name}" for name in ("resume", "events", "on") if getattr(args, name) is not None]
     odd += ["--devices"] if args.devices else []
     if odd:
-        raise UsageError(f"--ray goes with no {', '.join(odd)}: each job is a whole run on a node")
+        raise UsageError(f"{output.apart('--ray', odd)}; each job is a whole run on a node")
     if args.device not in (None, "cpu", "cuda"):
         raise UsageError(f"--ray: --device must be cpu or cuda, got {args.device!r}: Ray chooses the GPU")
 

@@ -1,22 +1,29 @@
 """A problem's end-to-end check: check.py in its folder, run before anything of the problem is judged.
 
-check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds and 2 where it refuses its arguments. It
-runs as `python -m problems.<name>.check` with the arguments that harness/run.py does not know, and with --device cpu or
-cuda. CHECK_REPORT in its environment is "" or a folder, which need not exist, for JSON files of what it found: the page
-of the leaderboard shows them (leaderboard/checks.py has their fields). It is the problem's own code, like its
-reference: no submission of others runs in it.
+check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds and 2 where it refuses its arguments;
+argparse's SystemExit(2) may come through it. harness/tools/check_launcher.py calls it as problems.<name>.check.main, in
+a separate process, with the arguments that harness/run.py does not know, and with --device cpu or cuda. Only where main
+has returned 0, and the process then ends with status 0, does all hold: what main calls may end the process, a kernel
+with exit(0) say, and then nothing was checked. CHECK_REPORT in its environment is "" or a folder, which need not exist,
+for JSON files of what it found: the page of the leaderboard shows them (leaderboard/checks.py has their fields). It is
+the problem's own code, like its reference: no submission of others runs in it.
 """
 
 import argparse
 import os
+import secrets
+import shlex
+import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.judge import console
 from harness.problem.folders import Problem, UsageError
 from harness.results import output
 from harness.sandbox import process
+from harness.tools import check_launcher
 from problems.common import load
 
 FILE = "check.py"
@@ -34,27 +41,90 @@ def wanted(problem: Problem, arguments: argparse.Namespace, words: list[str]) ->
     if arguments.check_only and not check:
         raise UsageError(f"--check-only: {problem.name} has no {FILE}")
     if (arguments.check_only or words) and skipped:
-        raise UsageError(f"{'--check-only' if arguments.check_only else ' '.join(words)} goes with no {skipped}")
+        asked = "--check-only asks for" if arguments.check_only else f"{shlex.join(words)} is for"
+        raise UsageError(f"{asked} {FILE}, which is not run with {skipped}: leave one of the two out")
     if check and skipped == "--submission":
         console.say(f"note: {FILE} says nothing of files from elsewhere, so it is not run")
     return check is not None and not skipped
 
 
-def run(problem: Problem, device: str, words: list[str]) -> int:
-    """Run the check in a separate process. Return its exit status, or minus the number of a signal."""
-    argv = [sys.executable, "-m", f"problems.{problem.name}.check", *words, "--device", device]
+@dataclass(frozen=True)
+class Ending:
+    """How the process of a check ended. status: its exit status, or minus the number of a signal; told: what the
+    launcher said of main, ("returned" or "left", status), None where it said nothing.
+    """
+
+    status: int
+    told: tuple[str, int] | None
+
+    @property
+    def refused(self) -> bool:
+        """Whether main refused its arguments. It has said why."""
+        return self.status == output.USAGE_EXIT and self.told is not None
+
+    @property
+    def fault(self) -> str:
+        """Why this check does not pass, "" if it does."""
+        if self.status < 0:
+            return f"killed by signal {-self.status}"
+        if self.status:
+            return f"exit status {self.status}" + ("" if self.told or self.status == 1 else " before its main returned")
+        if self.told is None or self.told[0] != "returned":
+            return f"{FILE} ended with status 0 before its main returned: something that it calls ends the process"
+        return f"its main returned {self.told[1]}" if self.told[1] else ""
+
+
+def asks_help(words: list[str]) -> bool:
+    """Return whether the check, with these words, only prints what its arguments are."""
+    return bool({"-h", "--help"} & {*words})
+
+
+def run(problem: Problem, device: str, words: list[str]) -> Ending:
+    """Run the check in a separate process."""
+    judge, theirs = socket.socketpair()
+    with judge:
+        with theirs:
+            secret = secrets.token_hex().encode()
+            judge.sendall(secret)
+            module = f"problems.{problem.name}.check"
+            argv = [sys.executable, check_launcher.__file__, str(theirs.fileno()), module, *words, "--device", device]
+            sys.stdout.flush()
+            guarded = process.Guarded(argv, _environment(problem), (theirs.fileno(),), None, _stdout())
+        try:
+            guarded.pid  # noqa: B018  SandboxError if it could not be started
+            status = guarded.process.wait()
+        finally:
+            guarded.end()
+        return Ending(status, _told(judge, secret))
+
+
+def _environment(problem: Problem) -> dict[str, str]:
     paths = [str(process.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("CHECK_REPORT", str(OUT / problem.name))
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # beside other work, pools that spin take three times as long
-    sys.stdout.flush()
-    stdout = subprocess.DEVNULL if console.console.quiet else sys.stderr.fileno() if sys.stdout is sys.stderr else None
-    guarded = process.Guarded(argv, environment, (), None, stdout)
+    return environment
+
+
+def _stdout() -> int | None:
+    """Return the descriptor that the check prints to, None for this process's standard output."""
+    if console.console.quiet:
+        return subprocess.DEVNULL
+    return sys.stderr.fileno() if sys.stdout is sys.stderr else None
+
+
+def _told(judge: socket.socket, secret: bytes) -> tuple[str, int] | None:
+    """Return what the launcher has said, None if that is nothing, or does not begin with the secret."""
+    judge.setblocking(False)
     try:
-        guarded.pid  # noqa: B018  SandboxError if it could not be started
-        return guarded.process.wait()
-    finally:
-        guarded.end()
+        said = judge.recv(4096)
+    except OSError:
+        return None
+    word, _, rest = said.partition(b" ")
+    how, _, status = rest.decode(errors="replace").partition(" ")
+    if not secrets.compare_digest(word, secret) or how not in ("returned", "left"):
+        return None
+    return how, int(status)
 
 
 def _file(problem: Problem) -> Path | None:

@@ -51,14 +51,22 @@ CLOCK = {
 
 def cases(problem: Problem, text: str | None) -> list[dict]:
     """The problem's cases whose words hold `text`. UsageError: none, or it has no latency.py."""
-    if not problem.own or not (problem.folder / FILE).is_file():
-        raise UsageError(f"--mode latency: {problem.name} has no {FILE}")
+    see_model(problem)
     known = load.module(problem.folder, "latency").CASES
     found = [case for case in known if has_words(label(case), text or "")]
     if not found:
         said = "; ".join(map(label, known))
         raise UsageError(f"--case must match a latency case of {problem.name} ({said}), got {text!r}")
     return found
+
+
+def see_model(problem: Problem) -> None:
+    """Raise UsageError if the problem has no latency.py: it is the problem of one kernel."""
+    if not problem.own or not (problem.folder / FILE).is_file():
+        raise UsageError(
+            f"--mode latency is for whole models, and {problem.name} is none (it has no {FILE}): time it with "
+            "--mode benchmark"
+        )
 
 
 def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict], lines: list[dict]) -> str:
@@ -78,6 +86,9 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
             guarded.end()
             ended = found.read_text().rpartition("\n")[0].splitlines() if found.is_file() else []
             lines += [line_of(recorder, judged, json.loads(line)) for line in ended]
+    if not status and len(ended) < len(chosen):
+        many = f"{len(ended)} of {len(chosen)} cases"
+        return f"{problem.name}/{FILE} ended with status 0 after {many}: something that it calls ends the process"
     return f"{problem.name}/{FILE} ended with status {status}" if status else ""
 
 

@@ -106,6 +106,8 @@ def run(
         finally:
             child.kill()
             child.wait()
+        if not status and reached < len(cases) and all(one.status == "MODEL_CHECKED" for one in found.values()):
+            found[reached] = Outcome("RUNTIME_ERROR", "its process ended with status 0 before the call was done")
         if status:
             errors.seek(0)
             last = errors.read().strip().splitlines()[-1:] or [f"exit status {status}"]

@@ -12,7 +12,6 @@ code is 1 if a variant failed or an output that should be equal is not. `table` 
 docs/model_outputs.jsonl.
 """
 
-import argparse
 import json
 import pickle
 import subprocess
@@ -51,7 +50,7 @@ CASES = (
 
 def main(argv: list[str]) -> int:
     """See the top of this file. Return the exit code: 2 for a wrong command."""
-    parser = argparse.ArgumentParser(prog="model_outputs", description=(__doc__ or "").partition("\n")[0])
+    parser = output.Parser(prog="model_outputs", description=(__doc__ or "").partition("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     write = verbs.add_parser("write", help="run variants in the model and keep their outputs")
     write.add_argument("folder", type=Path, metavar="FOLDER")

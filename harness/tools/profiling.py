@@ -17,6 +17,7 @@ from pathlib import Path
 from harness.problem.folders import Case, Problem, Submission
 from harness.results import environment, output
 from harness.sandbox.process import ROOT
+from harness.tools import single
 from problems.common import build
 
 OUT = ROOT / "leaderboard" / "out" / "profile"
@@ -144,8 +145,11 @@ def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: 
 
 def _fault(code: int, said: str) -> str:
     """Return what is wrong with a run under compute-sanitizer in a line, "" if nothing."""
-    if code == 0 and any(word in said for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards")):
+    clean = any(word in said for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards"))
+    if code == 0 and clean and single.DONE in said:
         return ""
+    if code == 0 and clean:
+        return "its process ended with status 0 before the last case was called"
     lines = [line.strip("= ") for line in said.splitlines()]
     found = [
         "the tool found errors" if code == FOUND_EXIT else f"exit status {code}",

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.judge import console
 from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
-from harness.results import record
+from harness.results import output, record
 from problems.common import load
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "tools" / "new_problem"
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, defaults: dict[str, object], further: list[str
     others = [name for name, value in vars(args).items() if value != defaults[name] and name not in allowed]
     if others or further:
         more = ["PROBLEM" if name == "problem" else f"--{name.replace('_', '-')}" for name in others]
-        raise UsageError(f"{option} goes with no {' '.join([*more, *further])}")
+        raise UsageError(output.apart(option, [*more, *further]))
     if option == "--new":
         files, how = new_problem(args.new), f"{args.new} --mode test"
     elif args.problem is None:

@@ -1,7 +1,8 @@
 """Call a submission once per case in this process, for tools that look into a process: ncu, compute-sanitizer.
 
 It makes the inputs in the submission's process, so it gives no verdict. It starts as
-`python -m harness.tools.single FOLDER FILE DEVICE CASES`, CASES a JSON list of argument sets with their seeds.
+`python -m harness.tools.single FOLDER FILE DEVICE CASES`, CASES a JSON list of argument sets with their seeds. The last
+line on standard error is DONE: a submission may end the process before, with any exit status.
 """
 
 import json
@@ -13,6 +14,8 @@ import torch
 from harness.checker import inputs
 from harness.problem import folders
 from problems.common import load
+
+DONE = "every case was called"
 
 
 def main() -> None:
@@ -38,6 +41,7 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
+    print(DONE, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

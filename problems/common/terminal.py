@@ -9,15 +9,20 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 USAGE_EXIT = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong with its arguments on one line. hint: where all of them are listed."""
+    """A parser that says what is wrong with its arguments on one line, and takes no shortened options: a word that it
+    does not know may be meant for another program. hint: where all of them are listed.
+    """
 
     hint = "see --help"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # where no process reads standard error

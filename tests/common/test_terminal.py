@@ -1,5 +1,7 @@
 """Text of unknown origin on a terminal, and what commands say of their arguments."""
 
+import argparse
+
 import pytest
 
 from problems.common import terminal
@@ -28,6 +30,18 @@ def test_wrong_arguments_are_one_line(words, said, capsys):
     err = capsys.readouterr().err
     assert ended.value.code == 2 and err.startswith(f"command: {said}") and err.endswith(" (see --help)\n")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--numb", "3"], ["--numb=3"], ["--k", "a"]])
+def test_a_shortened_option_is_unknown(words, capsys):
+    parser = terminal.Parser("command")
+    parser.add_argument("-n", "--number", type=int)
+    parser.add_argument("--kind")
+    assert parser.parse_known_args(words)[1] == words
+    assert parser.parse_args(["-n3", "--kind=a"]) == argparse.Namespace(number=3, kind="a")
+    with pytest.raises(SystemExit):
+        parser.parse_args(words)
+    assert capsys.readouterr().err.startswith(f"command: unrecognized arguments: {words[0]}")
 
 
 def test_an_error_about_a_parameter_names_its_option():

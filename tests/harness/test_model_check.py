@@ -90,6 +90,23 @@ def test_what_it_refuses(arguments, said):
     assert ran.returncode == 2 and said in ran.stderr
 
 
+@pytest.mark.parametrize("lines", [0, 1, 3, 5])
+def test_a_process_that_ends_before_its_last_case_is_an_error(tmp_path, monkeypatch, lines):
+    """As one does whose variant calls exit(0). lines: replies before that, three of each of two cases."""
+    replies = [
+        {"case": n // 3, "order": "x", "status": "MODEL_CHECKED", "said": "", "last": n % 3 == 2} for n in range(lines)
+    ]
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ncat > /dev/null\n" + "".join(f"echo '{json.dumps(one)}'\n" for one in replies))
+    python.chmod(0o755)
+    monkeypatch.setattr(model_check.sys, "executable", str(python))
+    gemv = folders.find("nvfp4_gemv")
+    found = model_check.run(gemv, gemv.variant("sm100_native"), list(gemv.tests[:2]), lambda _: None, None)
+    case, outcome = found[-1]
+    assert case == gemv.tests[lines // 3] and outcome.status == "RUNTIME_ERROR"
+    assert outcome.reason == "its process ended with status 0 before the call was done"
+
+
 def test_what_the_model_cannot_execute_is_refused_before_anything_runs():
     for problem, variant, said in (
         ("moe_gemm", "sm90_triton", "got sm90_triton, which is Triton"),

@@ -49,7 +49,20 @@ def lines_of(folder):
         (["nvfp4_gemv", "--against", "cpu_avx2", "--lint"], "--against compares times, and --lint takes none"),
         (["nvfp4_gemv", "--against", "cpu_avx2", "--check-only"], "and --check-only takes none: leave one"),
         (["nvfp4_gemv", "--all", "--variant", "cpu_avx2"], "one of --variant, --submission and --all"),
-        (["nvfp4_gemv", "--all", "--against", "cpu_avx2"], "--all goes with neither"),
+        (
+            ["nvfp4_gemv", "--all", "--against", "cpu_avx2"],
+            "--all goes with neither --against nor --mode profile: leave --all or",
+        ),
+        (["nvfp4_gemv", "--mod", "test"], "unrecognized arguments: --mod test"),
+        (["nvfp4_gemv", "--vari=cpu_avx2", "--mode", "test"], "unrecognized arguments: --vari=cpu_avx2"),
+        (
+            ["nvfp4_gemv", "--device", "cpu", "--mode", "latency"],
+            "--mode latency is for whole models, and nvfp4_gemv is",
+        ),
+        (
+            ["nvfp4_gemv", "--device", "cpu", "--sanitize"],
+            "--sanitize needs a GPU, the run is on a CPU: leave it out, or judge where there is a GPU (--on HOST)",
+        ),
         (["nvfp4_gemv", "--timeout", "0"], "--timeout must be positive"),
         (["nvfp4_gemv", "--timeout", "nan"], "--timeout must be positive"),
         (["nvfp4_gemv", "--timeout", "inf"], "--timeout must be positive"),
@@ -57,7 +70,7 @@ def lines_of(folder):
         (["nvfp4_gemv", "--seed", "-1"], "--seed must be 0 to 2^63 - 1"),
         (["nvfp4_gemv", "--device", "cpu", "--resume", "x"], "no run x of nvfp4_gemv"),
         (["nvfp4_gemv", "--device", "cpu", "--resume"], "no unfinished run of nvfp4_gemv"),
-        (["nvfp4_gemv", "--device", "cpu", "--resume", "--mode", "test"], "--mode test goes with no --resume"),
+        (["nvfp4_gemv", "--device", "cpu", "--resume", "--mode", "test"], "--mode test does not go with --resume"),
     ],
 )
 def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys, results):

@@ -158,7 +158,9 @@ def digests_of(commit: str, wanted: list[tuple[str, str]], workers: int) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("commit", help="the commit to compare this checkout with")
     parser.add_argument("--only", metavar="TEXT", default="", help="only variants whose problem/name holds this")
     parser.add_argument("--workers", type=int, default=1, help="compilations at a time (default: 1)")

@@ -244,7 +244,9 @@ def render(records: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("sets", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--device", default="cuda")

@@ -322,6 +322,17 @@ def test_nothing_is_judged_where_the_check_fails(checkout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ends", ["import os; os._exit(0)", "raise SystemExit(0)"])
+def test_a_kernel_that_ends_the_process_of_the_check_does_not_pass_it(checkout, ends):
+    file = checkout / "problems" / "composed" / "kernels.py"
+    text = file.read_text()
+    assert "return data.c.zero_()" in text
+    file.write_text(text.replace("return data.c.zero_()", ends))
+    done = run_in(checkout, "harness/run.py", "composed", "--mode", "test", "--kernels", "zeros")
+    assert done.returncode == 1 and "INCORRECT (check.py ended with status 0 before its main returned" in done.stdout
+
+
+@pytest.mark.slow
 def test_it_is_linted(checkout):
     """Tokens, a state of bytes, weights, and no variants: its submission has to pass."""
     done = run_in(checkout, "harness/run.py", "composed", "--lint")

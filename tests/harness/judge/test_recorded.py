@@ -3,6 +3,7 @@
 The session is made up here, so that every time is known; tests/harness/judge/test_kill.py has the real one.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import run
-from harness.judge import confirm, phases
+from harness.judge import confirm, device_lock, phases
 from harness.judge.call import CallRequest
 from harness.judge.journal import Journal
 from harness.judge.outcome import Outcome
@@ -30,6 +31,22 @@ def test_a_whole_run_leaves_records_and_no_journal(world, folder, capsys):
     assert {r["attempt"] for r in records() if r["kind"] == "benchmark"} == {1}
     assert {r["clock"]["name"] for r in records() if r["kind"] == "benchmark"} == {"made-up clock"}
     assert first()[0] == "good" and "attempt 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_what_a_run_waits_for_is_said_of_a_quiet_one_too(world, folder, monkeypatch, capsys, quiet):
+    said = "waiting for process 1, which is timing on cpu\n"
+
+    def hold(device, say) -> contextlib.AbstractContextManager:
+        say(said.removesuffix("\n"))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(device_lock, "hold", hold)
+    assert judge(folder, "--variant", "good", "--mode", "benchmark", *quiet) == 0
+    out, err = capsys.readouterr()
+    assert said in (err if quiet else out) and said not in (out if quiet else err)
+    if quiet:
+        assert len(out.splitlines()) == 1  # the verdict
 
 
 def test_of_many_the_first_case_is_shown_at_once(world, folder, capsys):
@@ -86,6 +103,89 @@ def test_a_run_that_is_given_up_is_named_and_counts_as_an_attempt(world, folder,
     assert {r["attempt"] for r in records() if r["kind"] == "benchmark"} == {2}
     assert judge(folder, "--resume", run_id) == 0
     assert len({r["run_id"] for r in records()}) == 2 and journals() == []
+
+
+def killed(world, folder, calls: int, *words: str) -> None:
+    """A run of all variants that is killed after so many calls."""
+    world.left = calls
+    with pytest.raises(Stop):
+        judge(folder, "--all", *words)
+    world.left = 10**9
+
+
+def events(file) -> list[str]:
+    return [json.loads(line)["event"] for line in file.read_text().splitlines()]
+
+
+def test_a_resumed_run_writes_what_the_first_was_to_write(world, folder, tmp_path, monkeypatch):
+    """Their names mean what they meant in the folder of the first command."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    killed(world, folder, 9, "--json", "made.json", "--events", "made.jsonl")
+    begun = events(tmp_path / "made.jsonl")
+    assert not (tmp_path / "made.json").exists() and begun[-1] == "end"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert judge(folder, "--resume") == 0
+    assert [json.loads(line) for line in (tmp_path / "made.json").read_text().splitlines()] == records()
+    added = events(tmp_path / "made.jsonl")[len(begun) :]
+    assert added[0] == "start" and added[-2:] == ["next", "end"] and added.count("verdict") == 2
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_files_that_are_given_with_resume_count(world, folder, tmp_path):
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    killed(world, folder, 4, "--json", str(first))
+    world.left = 4
+    with pytest.raises(Stop):  # and from then on
+        judge(folder, "--resume", "--json", str(second), "--events", str(third))
+    world.left = 10**9
+    lines = len(events(third))
+    assert judge(folder, "--resume") == 0
+    assert not first.exists() and len(second.read_text().splitlines()) == len(records())
+    assert events(third)[lines] == "start" and events(third)[-1] == "end"
+
+
+def test_records_for_standard_output_go_there_when_resumed(world, folder, capsys):
+    killed(world, folder, 9, "--json", "-")
+    capsys.readouterr()
+    assert judge(folder, "--resume") == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == records() and "goes on" in err
+
+
+def test_a_file_that_cannot_be_written_any_more_is_said_before_anything_is_judged(world, folder, tmp_path, capsys):
+    (tmp_path / "gone").mkdir()
+    given = ["--json", str(tmp_path / "gone" / "json"), "--events", str(tmp_path / "gone" / "events")]
+    killed(world, folder, 9, *given)
+    shutil.rmtree(tmp_path / "gone")
+    (left,) = journals()
+    kept = left.read_bytes()
+    there = tmp_path / "there"
+    for words, option in (([], "--json"), (["--json", str(there)], "--events"), (["--events", str(there)], "--json")):
+        assert judge(folder, "--resume", *words) == 2
+        said = capsys.readouterr().err
+        assert "--resume goes on with " in said and f"{option}" in said and "give another file" in said
+        assert "cannot write" in said and said.count("\n") == 1
+    assert left.read_bytes() == kept
+    assert judge(folder, "--resume", "--json", str(there), "--events", str(there)) == 2
+    assert judge(folder, "--resume", "--json", str(there), "--events", str(tmp_path / "e")) == 0 and there.exists()
+
+
+def test_a_descriptor_of_the_first_process_is_nothing_to_the_resumed_one(world, folder, tmp_path):
+    with open(tmp_path / "events", "wb") as file:
+        killed(world, folder, 9, "--events", f"/dev/fd/{file.fileno()}")
+    begun = events(tmp_path / "events")
+    assert begun and judge(folder, "--resume") == 0 and events(tmp_path / "events") == begun
+
+
+def test_a_journal_that_names_no_files_is_resumed(world, folder):
+    killed(world, folder, 9)
+    (left,) = journals()
+    plan, _, rest = left.read_text().partition("\n")
+    made = json.loads(plan)
+    del made["outputs"]  # as journals were
+    left.write_text(f"{json.dumps(made)}\n{rest}")
+    assert judge(folder, "--resume") == 0
 
 
 def test_what_changed_since_stops_a_resume(world, folder, capsys):
@@ -155,7 +255,7 @@ def test_a_run_that_is_not_recorded_has_no_journal(world, folder):
     assert seen == [0, 0, 1] and len(records()) == 5
 
 
-def test_a_run_killed_among_its_records_is_completed_by_the_next(world, folder, monkeypatch, capsys):
+def test_a_run_killed_among_its_records_is_completed_by_the_next(world, folder, tmp_path, monkeypatch, capsys):
     append = record.append
 
     def cut(machine, name, lines):
@@ -164,12 +264,13 @@ def test_a_run_killed_among_its_records_is_completed_by_the_next(world, folder, 
 
     monkeypatch.setattr(record, "append", cut)
     with pytest.raises(Stop):
-        judge(folder, "--all")
+        judge(folder, "--all", "--json", str(tmp_path / "json"))
     monkeypatch.setattr(record, "append", append)
     assert len(records()) == 4 and len(journals()) == 1
     saved = journals()[0].read_bytes()
     assert judge(folder, "--resume") == 0
     assert "its records" in capsys.readouterr().out and len(records()) == 10 and journals() == []
+    assert [json.loads(line) for line in (tmp_path / "json").read_text().splitlines()] == records()
     journals_place = record.RESULTS / environment.machine("cpu") / "made_up.20260101T000000-00000000.partial.jsonl"
     journals_place.write_bytes(saved.replace(records()[0]["run_id"].encode(), b"20260101T000000-00000000"))
     assert judge(folder, "--variant", "good", "--mode", "test") == 0  # it records nothing, so it touches nothing

@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from harness import invocation, run
 from harness.problem.folders import UsageError
 from harness.results import output
 from harness.sandbox import process
+from harness.tools import check_launcher
 from problems.common import load
 
 TASK = '''"""gated: nothing of it is ever called."""
@@ -45,7 +48,9 @@ def main(argv):
     end = argv[argv.index("--end") + 1] if "--end" in argv else "0"
     if end == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    return int(end)
+    if end.startswith("exec "):
+        exec(end[5:])
+    return int(end) if end.isdigit() else 0
 
 
 if __name__ == "__main__":
@@ -146,6 +151,94 @@ def test_a_check_that_does_not_pass_ends_the_run(folder, capfd, end, code, said)
     assert said in out and ON not in err
 
 
+EARLY = "INCORRECT (check.py ended with status 0 before its main returned: something that it calls ends the process)"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("os._exit(0)", EARLY), ("sys.exit(0)", EARLY), ("raise SystemExit", EARLY), ("raise SystemExit(False)", EARLY),
+        ("import ctypes; ctypes.CDLL(None).exit(0)", EARLY), ("os.execv('/bin/true', ['true'])", EARLY),
+        ("import threading; threading.Thread(target=os._exit, args=[0]).start(); import time; time.sleep(60)", EARLY),
+        # All that it starts has what it has, and so a fork of it, and what it says on any descriptor.
+        ("os.fork() and os._exit(0)", EARLY),
+        ("[os.write(d, b'0 returned 0') for d in range(3, 9) if os.path.exists(f'/proc/self/fd/{d}')]; os._exit(0)",
+         EARLY),
+        ("os._exit(2)", "INCORRECT (exit status 2 before its main returned)"), ("os._exit(3)", "INCORRECT (exit st"),
+        ("sys.exit('a reason')", "INCORRECT (exit status 1)"), ("sys.exit(3)", "INCORRECT (exit status 3)"),
+        ("import atexit; atexit.register(os._exit, 4)", "INCORRECT (exit status 4)"),
+    ],
+)  # fmt: skip
+def test_only_a_main_that_has_returned_passes(folder, capfd, code, said):
+    for words in (["--mode", "test"], ["--check-only"]):
+        assert run.main(["gated", *words, "--device", "cpu", "--end", f"exec {code}"]) == 1
+        out, err = capfd.readouterr()
+        assert f"end to end: {said}" in out and ON not in err
+
+
+@pytest.mark.parametrize("value", ["256", "None", "'right'"])
+def test_what_is_no_exit_status_does_not_pass(folder, capfd, value):
+    (folder / "check.py").write_text(f"def main(argv):\n    return {value}\n")
+    assert run.main(["gated", "--check-only", "--device", "cpu"]) == 1
+    out, err = capfd.readouterr()
+    if value == "256":  # of which the kernel keeps the last eight bits
+        assert "INCORRECT (its main returned 256)" in out
+    else:
+        assert "must return its exit status, an int, got" in err and "INCORRECT (exit status 1)" in out
+
+
+PARSING = '''"""A check."""
+import argparse
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--device")
+    parser.parse_args(argv)
+    print("checking end to end")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(None))
+'''
+
+
+def test_a_parser_in_it_refuses_and_helps(folder, capfd):
+    (folder / "check.py").write_text(PARSING)
+    assert run.main(["gated", "--mode", "test", "--device", "cpu", "--wrong"]) == output.USAGE_EXIT
+    out, err = capfd.readouterr()
+    assert "check.py: error: unrecognized arguments: --wrong" in err and "end to end" not in out and ON not in err
+    assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == output.USAGE_EXIT
+    assert "end to end: PASSED" in capfd.readouterr().out
+    for words in ([], ["--device", "cpu", "--quiet"]):  # of which argparse makes different words behind `--`
+        assert run.main(["gated", *words, "--", "--help"]) == 0  # nothing is checked, and nothing judged
+        out, err = capfd.readouterr()
+        assert "usage: check.py" in out and "end to end" not in out and ON not in err
+
+
+def test_it_runs_by_itself_too(folder, tmp_path):
+    (folder / "check.py").write_text(PARSING)
+    command = [sys.executable, "-m", "problems.gated.check", "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "checking end to end\n")
+
+
+def test_a_reader_that_is_gone_is_no_pass(folder, tmp_path):
+    (folder / "check.py").write_text('def main(argv):\n    while True:\n        print("x" * 9999)\n')
+    judge, theirs = socket.socketpair()
+    with judge, theirs:
+        judge.sendall(b"secret")
+        launcher = [sys.executable, check_launcher.__file__, str(theirs.fileno()), "problems.gated.check"]
+        started = subprocess.Popen(
+            launcher, cwd=tmp_path, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert started.stdout and started.stderr
+        started.stdout.close()
+        assert started.wait(timeout=60) == output.CLOSED_EXIT and started.stderr.read() == b""
+        started.stderr.close()
+
+
 def test_an_exception_in_it_is_shown(folder, capfd):
     (folder / "check.py").write_text("import math\n\nmath.no_such_name\n")
     assert run.main(["gated", "--check-only", "--device", "cpu"]) == 1
@@ -168,6 +261,18 @@ def test_what_it_prints_stays_out_of_the_records_and_of_a_quiet_run(folder, capf
     assert capfd.readouterr().out.split("\n") == ["gated, end to end: PASSED", "", ""]
 
 
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_that_its_options_change_nothing_of_the_judging_is_said(folder, capfd, quiet):
+    words = ["gated", "--mode", "test", "--device", "cpu", *quiet]
+    assert run.main([*words, "--word", "a b"]) == output.USAGE_EXIT
+    out, err = capfd.readouterr()
+    said = "note: --word 'a b' is for check.py only; what follows is judged as the folder has it\n"
+    assert said in (err if quiet else out) and ON in err
+    assert run.main(words) == output.USAGE_EXIT
+    assert run.main(["gated", "--check-only", "--device", "cpu", *quiet, "--word"]) == 0
+    assert "note: " not in "".join(capfd.readouterr())
+
+
 def test_its_options_reach_it_as_they_are(folder, capfd):
     words = ["--word=a b", "--end", "0", "--word", "-1"]
     assert run.main(["gated", "--check-only", *words[:3], "--device", "cpu", *words[3:]]) == 0
@@ -177,15 +282,16 @@ def test_its_options_reach_it_as_they_are(folder, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gated", "--mode", "benchmark", "--word", "x"], "--word x goes with no --mode benchmark"),
-        (["gated", "--lint", "--word", "x"], "--word x goes with no --lint"),
-        (["gated", "--check-only", "--mode", "profile"], "--check-only goes with no --mode profile"),
-        (["gated", "--check-only", "--resume"], "--check-only goes with no --resume"),
-        (["gated", "--check-only", "--submission", "x.py"], "--check-only goes with no --submission"),
-        (["gated", "--check-only", "--seed", "3", "--case", "x"], "--check-only goes with no --case, --seed"),
-        (["gated", "--check-only", "--all", "--timeout", "9"], "--check-only goes with no --all, --timeout"),
-        (["gated", "--check-only", "--same-within", "2"], "--check-only goes with no --same-within"),
-        (["gated", "--lint", "--seed", "0"], "--lint goes with no --seed"),
+        (["gated", "--mode", "benchmark", "--word", "x y"],
+         "--word 'x y' is for check.py, which is not run with --mode benchmark: leave one of the two out"),
+        (["gated", "--lint", "--word", "x"], "--word x is for check.py, which is not run with --lint"),
+        (["gated", "--check-only", "--mode", "profile"], "--check-only does not go with --mode profile"),
+        (["gated", "--check-only", "--resume"], "--check-only does not go with --resume"),
+        (["gated", "--check-only", "--submission", "x.py"], "--check-only does not go with --submission"),
+        (["gated", "--check-only", "--seed", "3", "--case", "x"], "--check-only does not go with --case, --seed"),
+        (["gated", "--check-only", "--all", "--timeout", "9"], "--check-only does not go with --all, --timeout"),
+        (["gated", "--check-only", "--same-within", "2"], "--check-only does not go with --same-within"),
+        (["gated", "--lint", "--seed", "0"], "--lint does not go with --seed"),
         (["plain", "--check-only"], "--check-only: plain has no check.py"),
         (["plain", "--word", "x"], "unrecognized arguments: --word"), (["--list", "--word"], "unrecognized arguments"),
     ],

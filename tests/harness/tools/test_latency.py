@@ -62,13 +62,19 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
     assert one == {"config": "tiny-k", "format": "nvfp4", "batch": 8, "context": 512}
     with pytest.raises(UsageError, match="--case must match a latency case"):
         latency.cases(MODEL, "batch=3")
-    with pytest.raises(UsageError, match=r"vector_add has no latency\.py"):
+    with pytest.raises(
+        UsageError, match=r"--mode latency is for whole models, and vector_add is none \(it has no latency\.py\)"
+    ):
         latency.cases(folders.find(str(SUPPORT / "problems" / "vector_add")), None)
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [([], "needs a GPU"), (["--all"], "goes with no --all"), (["--variant", "composed"], "goes with no --variant")],
+    [
+        ([], "needs a GPU"),
+        (["--all"], "does not go with --all"),
+        (["--variant", "composed"], "does not go with --variant"),
+    ],
 )
 def test_it_needs_a_gpu_and_times_the_winners(capsys, more, said):
     assert run.main(["dsv4_forward", "--mode", "latency", "--device", "cpu", *more]) == 2
@@ -196,6 +202,27 @@ def test_a_process_that_fails_is_a_failure_of_the_problem(capfd, judged, recorde
     assert latency.run(MODEL, recorder, judged, [case], lines) == "dsv4_forward/latency.py ended with status 1"
     assert lines == []
     assert "CUDA" in capfd.readouterr().err
+
+
+def test_a_process_that_ends_before_its_last_case_is_a_failure(monkeypatch, judged, recorder):
+    """As one does that calls exit(0): what it had measured is kept."""
+
+    class Guarded:
+        def __init__(self, argv, *_) -> None:
+            Path(argv[-1]).write_text(json.dumps(MEASURED) + "\n")
+            self.pid, self.process = 1, self
+
+        def wait(self) -> int:
+            return 0
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(latency.process, "Guarded", Guarded)
+    lines = []
+    assert latency.run(MODEL, recorder, judged, [MEASURED["case"]], lines) == ""
+    said = latency.run(MODEL, recorder, judged, [MEASURED["case"]] * 3, lines)
+    assert "ended with status 0 after 1 of 3 cases: something that it calls ends the process" in said
+    assert len(lines) == 2
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

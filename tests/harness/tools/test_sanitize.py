@@ -7,7 +7,7 @@ import pytest
 from harness.judge.verdict import Result
 from harness.problem import folders
 from harness.problem.folders import UsageError, submission
-from harness.tools import modes, profiling
+from harness.tools import modes, profiling, single
 from tests.support import SUPPORT
 
 PROBLEM = SUPPORT / "problems" / "vector_add"
@@ -35,8 +35,15 @@ def sanitized(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_clean_is_said_of_each_tool(sanitized):
-    faults, said = sanitized(f"echo '========= {CLEAN}'; echo \"$@\" > $0.arguments")
+    faults, said = sanitized(f"echo '{single.DONE}' >&2; echo '========= {CLEAN}'; echo \"$@\" > $0.arguments")
     assert faults == [] and said.count("clean on ") == 2
+
+
+def test_what_was_not_called_is_not_clean(sanitized):
+    """As where the submission calls exit(0)."""
+    faults, said = sanitized(f"echo '========= {CLEAN}'")
+    assert faults[0] == "mine memcheck: its process ended with status 0 before the last case was called"
+    assert "clean on " not in said
 
 
 @pytest.mark.parametrize(

@@ -103,15 +103,15 @@ def test_a_variant_of_a_composition_has_one_target(written):
         (["--new", "lambda"], "no word of Python"),
         (["--new", "x" * 41], "at most 40"),
         (["--new", ""], "--new: the name must be"),
-        (["moe_gemm", "--new", "x"], "--new goes with no PROBLEM"),
-        (["--new", "x", "--all"], "--new goes with no --all"),
+        (["moe_gemm", "--new", "x"], "--new does not go with PROBLEM"),
+        (["--new", "x", "--all"], "--new does not go with --all"),
         (["--new-variant", "cpu_x"], "--new-variant: give PROBLEM too, one of"),
         (["nope", "--new-variant", "cpu_x"], "PROBLEM must be one of"),
         (["moe_gemm", "--new-variant", "fast"], "the name must be one of cpu, sm90, sm100, _, and an idea"),
         (["moe_gemm", "--new-variant", "cpu_" + "x" * 40], "at most 40"),
         (["moe_gemm", "--new-variant", "../cpu_x"], "the name must be"),
         (["moe_gemm", "--new-variant", "cpu_avx2"], "is there already, nothing was written"),
-        (["moe_gemm", "--new-variant", "cpu_x", "--word"], "--new-variant goes with no --word"),
+        (["moe_gemm", "--new-variant", "cpu_x", "--word"], "--new-variant does not go with --word"),
     ],
 )
 def test_bad_use_is_one_line_and_writes_nothing(written, arguments, message, capsys):

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from harness.sandbox.process import ROOT
+from harness.tools import single
 from tests.support import SUPPORT, forked
 
 LINEAR = SUPPORT / "problems" / "linear"
@@ -32,6 +33,9 @@ def test_a_problem_with_weights_is_called_on_what_prepare_made(tmp_path):
     command = ["-m", "harness.tools.single", LINEAR, file, "cpu", json.dumps(cases)]
     done = forked.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
     assert done.stdout.splitlines() == ["called 129 65", "called 2 3"], done.stderr
+    assert done.stderr.splitlines()[-1] == single.DONE
+    file.write_text(SUBMISSION.replace("return data.outputs.y", "raise SystemExit(0)"))
+    assert single.DONE not in forked.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120).stderr
 
 
 @pytest.mark.slow

@@ -52,10 +52,10 @@ def fill_exactly(state: State, lengths: Sequence[int], seed: int) -> tuple[int, 
         if not layer.ratio:
             continue
         counts = [length // layer.ratio for length in lengths]
-        entries = torch.cat([_entries(state, s, n, layer.ratio) for s, n in zip(sequences, counts, strict=True)])
-        _write(layer.cache, entries, 1, source)
+        places = torch.cat([_entries(state, s, n, layer.ratio) for s, n in zip(sequences, counts, strict=True)])
+        _write(layer.cache, places, 1, source)
         if layer.index_keys is not None:
-            _write(layer.index_keys, entries, ALIKE, source)
+            _write(layer.index_keys, places, ALIKE, source)
         pooled = (2 if layer.ratio == CSA else 1) * layer.ratio - 1
         for tail in (layer.tail, layer.index_tail):
             if tail is None:

@@ -29,8 +29,6 @@ CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected valu
 # What the present content is, and its answer: what `keep` keeps.
 PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures", "nans", "answer")
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
-# What a tensor that came back may span, gaps between its elements included: times the expected one, and bytes more.
-STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
 
 
 @dataclasses.dataclass
@@ -368,7 +366,7 @@ class Checker:
     def _written(self, buffer: Buffer) -> list[tuple[int, int]]:
         """Return (address, bytes) of what a call on the present content writes; address 0: in the runner's memory."""
         if not self.own:
-            return [(0, STRIDED_FACTOR * spec["most"] + STRIDED_BYTES) for spec in self.captures]
+            return [(0, claims.STRIDED_FACTOR * spec["most"] + claims.STRIDED_BYTES) for spec in self.captures]
         regions = [memory.region(tree.leaves(self.spec)[i], buffer) for i in self.outputs]
         # Of no bytes: torch gives it address 0, which would say that all are in the runner's memory.
         return [(region.data_ptr(), region.numel()) for region in regions if region.numel()]
@@ -530,6 +528,7 @@ def main(kind: type[Checker] = Checker) -> None:
             if checker is None:
                 if not message["own"]:  # whose code may open files by names from its folder
                     os.chdir(message["folder"])
+                    sys.dont_write_bytecode = True  # nothing is written into it
                 checker = kind(message)
                 reply: dict = {"ready": True}
             else:

@@ -65,9 +65,20 @@ def converted(truth: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
 
 def like(form: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the type, shape and strides of `form` that holds `content`, of that type and shape."""
-    made = tree.clone(form)
+    made = (
+        tree.clone(form)
+        if held(form).shape == form.shape
+        else torch.empty(form.shape, dtype=form.dtype, device=form.device)
+    )
     bits(made).copy_(bits(content))
     return made
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of what is in memory once: of axes along which a tensor is expanded the first place."""
+    for axis, (count, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor = tensor.narrow(axis, 0, 1) if count > 1 and not stride else tensor
+    return tensor
 
 
 def fitted(content: torch.Tensor, shape: torch.Size) -> torch.Tensor:

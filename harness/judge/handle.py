@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from harness.judge import limits, outcome, replies
 from harness.judge.outcome import Audit, Outcome
 from harness.problem.folders import Case, Problem, ProblemError, Submission
-from harness.runner import flush, gate
+from harness.runner import failure, flush, gate
 from harness.sandbox import freezer, workdir
 from harness.sandbox.process import Child, Died
 from harness.sandbox.workdir import Workdir
@@ -111,7 +111,8 @@ class CheckerHandle:
         if watch and watch.excess:
             raise Died("RUNTIME_ERROR", watch.excess)
         if "failed" in reply:
-            failed = failing or f"{self.problem.name}'s own code failed"
+            ours = reply["failed"] == failure.RefusedError.__name__  # a limit of the judge
+            failed = failing or (self.problem.name if ours else f"{self.problem.name}'s own code failed")
             raise ProblemError(f"{failed}: {reply['text']}")
         return reply, fds
 

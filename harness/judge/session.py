@@ -34,6 +34,7 @@ class Session:
         self.problem, self.device = problem, device
         self.call_limit_s = timeout_s or limits.CALL_LIMIT_S
         self.first_call_limit_s = timeout_s or limits.COMPILE_LIMIT_S
+        self.import_limit_s = max(timeout_s or 0, limits.IMPORT_LIMIT_S)
         self.handles: list[RunnerHandle] = []
         self.clock_name = "" if device == "cuda" else freezer.clock_name()
         self.sandbox = policy.probe()
@@ -113,7 +114,7 @@ class Session:
             handle.start(self.checker, compile_only, self.call_limit_s, functools.partial(self._switches_of, handle))
             if handle not in self.handles:
                 self.handles.append(handle)
-        deadline = time.monotonic() + limits.IMPORT_LIMIT_S  # for all of them together
+        deadline = time.monotonic() + self.import_limit_s  # for all of them together
         for handle in fresh:
             try:
                 reply = handle.running.receive(replies.Started, max(0.1, deadline - time.monotonic()))
@@ -122,7 +123,9 @@ class Session:
                 self._break(handle, handle.running.failure(said))
                 continue
             except Died as died:
-                self._break(handle, Outcome(died.status, f"on import: {handle.running.restored(died.reason)}"))
+                longer = f"; if it needs longer, try --timeout {2 * self.import_limit_s:g}"
+                said = f"on import: {handle.running.restored(died.reason)}{longer if died.status == 'TIMEOUT' else ''}"
+                self._break(handle, Outcome(died.status, said))
                 continue
             self._switches_of(handle, reply.switches)
             if not handle.baseline and (found := outcome.tampering_in(reply.replaced)):

@@ -411,7 +411,7 @@ class Trivial(Checker):
         if which and self.opaque.issuperset(which):
             return AbsentError(f"task.py says that {', '.join(self.names[i] for i in which)} is OPAQUE")
         data, changed, apt = tree.clone(self.pristine), False, False
-        tensors = tree.tensors(data)
+        tensors = [values.held(tensor) for tensor in tree.tensors(data)]
         for i in which:
             new = None if i in self.opaque else change(values.plain(tensors[i]))
             apt |= new is not None

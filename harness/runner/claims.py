@@ -7,7 +7,7 @@ keys as JSON} and {"type": "value", value as JSON}. A numpy array is the tensor 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -16,22 +16,51 @@ from harness.runner import gate, objects, tree
 from harness.runner.buffers import MappedBuffer, Page
 
 CLAIMS = gate.RETURNED  # returned objects in a reply, besides the tuples, lists, dicts and dataclasses around them
+# What a tensor that came back may span, gaps between its elements included: times its elements, and bytes more. Of
+# more, most of what the judge copies and watches would be gaps.
+STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
 
 
-def noting(kernel: Callable, page: Page) -> Callable:
-    """Return `kernel` with a note for the judge: where the returned tensors are, and what they are."""
+class Noting:
+    """A kernel that notes for the judge where the tensors are that it returned, and what they are. One that is mostly
+    gaps, such as a column, is copied to memory without any, within the call. said: the claim of the latest answer.
+    """
 
-    def noted(*arguments: object) -> object:
-        result = kernel(*arguments)
+    def __init__(self, kernel: Callable, page: Page) -> None:
+        self.kernel, self.page, self.said = kernel, page, [{"type": "nothing"}]
+        self.kept: list[Any] = []  # until the judge has copied them
+
+    def __call__(self, *arguments: object) -> object:
+        result = self.kernel(*arguments)
+        parts = tree.parts(result)[: gate.RETURNED]
+        self.kept = [_near(item) if _is_plain(item) else item for item in parts]
         places = [
             (item.data_ptr(), tree.extent(item) * item.element_size()) if _is_plain(item) else (0, 0)
-            for item in tree.parts(result)[: gate.RETURNED]
+            for item in self.kept
         ]
-        said = json.dumps([structure(result)]).encode()
-        gate.bindings().note_returned(page.address, places, said)
+        said = structure(result)
+        for claim, item, part in zip(_tensors_in(said), self.kept, parts, strict=False):
+            if item is not part:
+                claim.update(form(item))
+        self.said = [said]
+        gate.bindings().note_returned(self.page.address, places, json.dumps(self.said).encode())
         return result
 
-    return noted
+
+def _near(item: torch.Tensor) -> torch.Tensor:
+    """`item`, or a contiguous copy where it spans too much."""
+    if tree.extent(item) * item.element_size() <= STRIDED_FACTOR * item.nbytes + STRIDED_BYTES:
+        return item
+    return item.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _tensors_in(claim: dict) -> Iterator[dict]:
+    """The claims of what tree.parts finds, in its order."""
+    if "items" in claim:
+        for item in claim["items"]:
+            yield from _tensors_in(item)
+    elif claim["type"] != "value":
+        yield claim
 
 
 def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
@@ -70,8 +99,8 @@ def structure(value: Any, left: list[int] | None = None) -> dict:
         return {"type": "value", "value": json.dumps(value)}
     if type(value) in tree.NUMBERS:
         return {"type": "value", "value": json.dumps(value.item())}
-    if objects.is_array(value):
-        return {**form(tree.shared(value)), "value": "ndarray"}
+    if (array := objects.array_of(value)) is not None:
+        return {**form(tree.shared(array)), "value": "ndarray"}
     return form(value)
 
 

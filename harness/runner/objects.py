@@ -65,6 +65,17 @@ def is_array(value: Any) -> TypeGuard[numpy.ndarray]:
     return True
 
 
+def array_of(answer: Any) -> numpy.ndarray | None:
+    """Return a numpy array that came back, a copy of one with strides below 0, which torch does not share; None of all
+    else.
+    """
+    if is_array(answer):
+        return answer
+    turned = type(answer) is numpy.ndarray and any(stride < 0 for stride in answer.strides)
+    copied = numpy.ndarray.copy(answer) if turned else None
+    return copied if is_array(copied) else None
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=4)

@@ -150,8 +150,9 @@ class Runner:
             calls = tuple(self._arguments(buffer, message) for buffer in self.buffers)
             if self._is_fresh(message):
                 kernel = _on_fresh(kernel)
+        noting = None
         if not self.opened["own"]:
-            kernel = claims.noting(kernel, self.page)
+            kernel = noting = claims.Noting(kernel, self.page)
         gc.disable()
         try:
             wire.send(self.sock, {"ready": True})
@@ -160,11 +161,11 @@ class Runner:
             gc.enable()
         if self.module is None:
             return {"claims": [], "switches": []}
-        if self.opened["own"]:
+        if noting:
+            forms = noting.said
+        else:
             data = calls[gate.bindings().which(self.page.address)][0]
             forms = claims.forms(result, [self._leaf(data, i) for i in self.opened["outputs"]])
-        else:
-            forms = [claims.structure(result)]
         return {"claims": forms, "switches": self.switches.restore()}
 
     def _timed_call(self, message: dict, buffer: MappedBuffer) -> dict:

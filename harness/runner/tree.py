@@ -191,8 +191,8 @@ def parts(answer: object, above: tuple[int, ...] = ()) -> list[Any]:
         if len(above) == DEPTH:
             raise RefusedError(f"an answer must be nested at most {DEPTH} deep, the limit of this judge")
         return [part for item in inner[1] for part in parts(item, (*above, id(answer)))]
-    if objects.is_array(answer):
-        return [shared(answer)]
+    if (array := objects.array_of(answer)) is not None:
+        return [shared(array)]
     return [] if isinstance(answer, PLAIN) or type(answer) in NUMBERS else [answer]
 
 

@@ -95,6 +95,7 @@ def folder(path: Path, answer: str, check: str = DEEP, said: str = "pair") -> Pa
         "(y, float('inf'), f'{float(x[0]):.3f}')",
         "{0: y, 1: torch.tensor(len(x)), 'zero': torch.zeros(3)}",
         "[2 * x[:3], *([1] if x[0] > 0 else [])]",
+        "(y.expand(3, -1), y.view(1, -1).repeat(2, 1)[:, 5])",
     ],
 )  # fmt: skip
 def test_an_honest_check_has_no_hole(tmp_path, answer):
@@ -102,6 +103,15 @@ def test_an_honest_check_has_no_hole(tmp_path, answer):
     assert holes == [], [rows[name] for name in holes if name in rows]
     assert rows["exact"].formed == 3 and not rows["exact"].refused
     assert any(row.refused == 3 for row in rows.values())
+
+
+def test_expanded_inputs_are_changed_where_they_are_in_memory(tmp_path):
+    made = folder(tmp_path / "forms", "(x.sum(0), y[0])")
+    file = made / "reference.py"
+    drawn = "torch.randn(n, generator=torch.Generator().manual_seed(seed))"
+    file.write_text(file.read_text().replace(f"({drawn},)", f"({drawn}.expand(3, n),)"))
+    rows, holes = surveyed(made)
+    assert holes == [] and any("zero" in name and row.refused for name, row in rows.items())
 
 
 @pytest.mark.parametrize("said", SAID)

@@ -90,6 +90,12 @@ def test_layouts_are_kept():
     assert made.untyped_storage().data_ptr() != form.untyped_storage().data_ptr()
 
 
+def test_an_expanded_form_gets_memory_for_every_element():
+    form, given = torch.zeros(3, 1, 2).expand(3, 4, 2), torch.arange(24.0).view(3, 4, 2)
+    assert values.held(form).shape == (3, 1, 2) and values.held(given) is given
+    assert torch.equal(values.like(form, given), given)
+
+
 def test_complex_values_are_refused_in_one_line():
     for asked in (lambda: values.cast(torch.ones(2), torch.complex64), lambda: values.bits(torch.ones(2) * 1j)):
         with pytest.raises(RefusedError, match="takes no complex tensors"):

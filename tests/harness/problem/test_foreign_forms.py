@@ -7,7 +7,7 @@ import torch
 
 from harness.checker import memory
 from harness.checker.checker import Checker
-from harness.judge import phases
+from harness.judge import limits, phases
 from harness.judge.handle import RunnerHandle
 from harness.judge.session import Session
 from harness.problem import folders
@@ -38,7 +38,35 @@ def generate_input(n, seed):
 """
 DOUBLED = "def custom_kernel(data):\n    return data + data\n"
 TRIPLED = "def custom_kernel(data):\n    return data * 3\n"
+TABLE = "def generate_input(n, seed):\n    return _random(n * 1000, seed).view(n, 1000)\n"
 FORMS = {  # what the reference has besides HEAD, a right submission, a wrong one
+    "column": (
+        TABLE + "\ndef ref_kernel(data):\n    return (data * 2)[:, -1]\n",
+        "def custom_kernel(data):\n    return (data + data)[:, -1]\n",
+        "def custom_kernel(data):\n    return (data + data)[:, -2]\n",
+    ),
+    "columns_of_several": (
+        f"{TABLE}\ndef ref_kernel(data):\n"
+        "    return data.sort(1).values[:, :4].unbind(1), data.diagonal(), data[:, 3]\n\n"
+        "def check_implementation(data, output):\n    want = ref_kernel(data)\n"
+        "    parts = [(*want[0], *want[1:]), (*output[0], *output[1:])]\n"
+        "    return all(torch.equal(a, b) for a, b in zip(*parts)), 'values differ'\n",
+        "def custom_kernel(data):\n    return data.sort(1)[0][:, :4].unbind(1), data.diagonal(), data[:, 3]\n",
+        "def custom_kernel(data):\n    return data.sort(1)[0][:, 1:5].unbind(1), data.diagonal(), data[:, 3]\n",
+    ),
+    "lazily_conjugated_column": (
+        "def generate_input(n, seed):\n    return _random(n * 1000, seed, torch.complex64).view(n, 1000)\n\n"
+        "def ref_kernel(data):\n    return data[:, 7].conj()\n",
+        "def custom_kernel(data):\n    return data.conj()[:, 7]\n",
+        "def custom_kernel(data):\n    return data[:, 7]\n",
+    ),
+    "turned_array": (
+        "def generate_input(n, seed):\n    return _random(n, seed).numpy()\n\n"
+        "def ref_kernel(data):\n    return data[::-1].copy()\n\n"
+        "def check_implementation(data, output):\n    return bool((output == data[::-1]).all()), 'values differ'\n",
+        "def custom_kernel(data):\n    return data[::-1]\n",
+        "def custom_kernel(data):\n    return data\n",
+    ),
     "lazy_conjugate": (
         f"{COMPLEX}\ndef ref_kernel(data):\n    return data.conj()\n",
         "def custom_kernel(data):\n    return data.conj()\n",
@@ -240,6 +268,18 @@ def reasons(tmp_path, task: str, reference: str, submission: str) -> list[tuple[
     with Session(found, "cpu") as session:
         said = phases.run_tests(session, [handle], list(found.tests), lambda *_: None, lambda _: None)
     return [(outcome.status, outcome.reason.partition("\n")[0]) for outcome in said["one"]]
+
+
+def test_nothing_is_written_into_a_folder(tmp_path):
+    assert reasons(tmp_path, TASK, "", DOUBLED) == [("PASSED", "")] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"task.yml", "reference.py", "one.py"}
+
+
+def test_an_import_that_takes_too_long_names_the_limit_to_try(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "IMPORT_LIMIT_S", 0.2)
+    ((status, said),) = reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", "", f"while True:\n    pass\n\n{DOUBLED}")
+    assert status == "TIMEOUT" and said.startswith("on import: no answer within 0.") and "try --timeout 0.4" in said
+    assert Session(folders.find(str(tmp_path)), "cpu", 0.5).import_limit_s == 0.5
 
 
 def test_an_answer_may_have_hundreds_of_tensors(tmp_path):

@@ -1,8 +1,8 @@
 """The two phases of a judgement: one call on every test case, then fixed numbers of timed calls on benchmark cases.
 
-All submissions get equal contents, one after the other, so that drift affects all of them. The order is turned
-round; of a pair it is A B B A. So each is called after each other one in half of its calls (order.py says
-what for). The judge checks each timed call, and draws its seed after the previous call was closed.
+All submissions get equal contents, one after the other, so that drift affects all of them. The order is turned round;
+of a pair it is A B B A. So each is called after each other one in half of its calls (order.py says what for). The judge
+checks each timed call, and draws its seed after the previous call was closed.
 """
 
 import dataclasses

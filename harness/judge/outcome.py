@@ -39,7 +39,8 @@ class Outcome:
     for a score of `us`. On a CPU, stop_us: from "done" until all of the runner had the order to stop; late: that was
     too long, and `us` has it too, since the call could have worked on; busy: its threads waited for a processor, which
     tasks of other processes wanted too. bytes: what a call on these contents must move, if the task says that of
-    contents.
+    contents. after: the submissions that were called on these contents before, None where that is unknown; unscored:
+    `us` seems to depend on that (harness/judge/order.py).
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a journal
@@ -58,6 +59,12 @@ class Outcome:
     late: bool = False
     busy: bool = False
     contradicted: bool = False
+    after: list[str] | None = None
+    unscored: bool = False
+
+    @property
+    def scored(self) -> bool:
+        return not (self.contradicted or self.unscored)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The two phases of a judgement: one call on every test case, then fixed numbers of timed calls on benchmark cases.
 
-All submissions get equal contents, one after the other in random order, so that drift affects all of them. The judge
+All submissions get equal contents, one after the other, so that drift affects all of them. The order is turned round;
+of a pair it is A B B A. So each is called after each other one in half of its calls (order.py says what for). The judge
 checks each timed call, and draws its seed after the previous call was closed.
 """
 
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from harness.judge import batch, readings
+from harness.judge import batch, order, readings
 from harness.judge.call import CallRequest
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
@@ -136,7 +137,9 @@ def run_benchmarks(
     for handle in handles:
         handle.lost = 0
     made.run(range(how.processes))
-    return made.timings, [made.reference(number) for number in range(len(cases))]
+    all_readings = [made.reference(number) for number in range(len(cases))]
+    order.settle(made.timings)
+    return made.timings, all_readings
 
 
 @dataclass
@@ -362,14 +365,18 @@ class Benchmark:
         """
         group.seeds.append(self.session.content(self.cases[number]))
         lacking = self._lacking(number, group)
-        # The judge's empty call, whose reading is taken off, is made among the others.
-        judge = [self.judge] if self.session.device == "cpu" else []
         outcomes = {}
-        for handle in _order([*group.handles, *judge], sample, self.paired):
+        everybody = self._order(number, group, sample)
+        if self.session.device == "cpu":  # the judge's empty call, whose reading is taken off, is made among the others
+            everybody.insert(random.randint(0, len(everybody)), self.judge)
+        for handle in everybody:
             if handle is self.judge:
                 self._own_call(group, "empty", sample if scored else -1)
             elif not scored or self.paired or _name(handle) in lacking:
-                outcomes[_name(handle)] = self._call(number, group, handle, sample, measure)
+                before = [name for name, outcome in outcomes.items() if outcome]
+                outcome = outcomes[_name(handle)] = self._call(number, group, handle, sample, measure)
+                if outcome:
+                    outcome.after = before
         if not scored or (self.paired and self._failures(number, group)):
             return
         outcomes = {name: outcome for name, outcome in outcomes.items() if outcome}
@@ -385,6 +392,18 @@ class Benchmark:
                 group.outcomes[name].append(outcome)
             else:
                 group.spare.setdefault(name, []).append(outcome)
+
+    def _order(self, number: int, group: _Group, sample: int) -> list[RunnerHandle]:
+        """Return the handles of a group in the order of their calls in a round. Over the rounds of a case each is first
+        equally often, and comes after each other one in half of them, also where a process has an odd number of rounds.
+        """
+        places = list(range(len(group.handles)))
+        if not self.paired:
+            # The same in a resumed run and in every part of --devices.
+            random.Random(f"{number} {[_name(handle) for handle in group.handles]}").shuffle(places)
+        # Odd, since what has a period of two in all processes, as buffers on a CPU have, must not go with the order.
+        first = group.process * (self.how.samples | 1)
+        return [group.handles[place] for place in turned(places, first + sample)]
 
     def _failures(self, number: int, group: _Group) -> dict[str, Outcome]:
         """Return the failures in a case by submission, but for one that does not serve it: that says nothing of the
@@ -525,7 +544,8 @@ def _unseen(
             yield handle, first if second.status == "PASSED" else second
 
 
-def _order(handles: list[RunnerHandle], sample: int, paired: bool) -> list[RunnerHandle]:
-    if paired:
-        return handles if sample % 2 == 0 else handles[::-1]  # A B B A
-    return random.sample(handles, len(handles))
+def turned(places: list[int], number: int) -> list[int]:
+    """Return an order for round `number`: `places` rotated by 0, 2, 4, ..., each followed by the same backwards."""
+    shift = number // 2 * 2 % max(1, len(places))
+    rotated = places[shift:] + places[:shift]
+    return rotated if number % 2 == 0 else rotated[::-1]

@@ -48,7 +48,7 @@ class Timing:
 
     @property
     def scored(self) -> list[list[Outcome]]:
-        return [kept for group in self.outcomes if (kept := [o for o in group if not o.contradicted])]
+        return [kept for group in self.outcomes if (kept := [o for o in group if o.scored])]
 
     @property
     def samples(self) -> list[list[float]]:
@@ -161,11 +161,11 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
 
 
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
-    """Return pairs of times on equal contents, by process."""
-    return [
-        [(known(a.us), known(b.us)) for a, b in zip(mine, theirs, strict=True) if not a.contradicted | b.contradicted]
-        for mine, theirs in zip(one.outcomes, other.outcomes, strict=True)
-    ]
+    """Return pairs of times on equal contents, by process; none of a process in which order.py left out all of them."""
+    both = [list(zip(*groups, strict=True)) for groups in zip(one.outcomes, other.outcomes, strict=True)]
+    pairs = [[(known(a.us), known(b.us)) for a, b in group if a.scored and b.scored] for group in both]
+    left_out = [any(a.unscored or b.unscored for a, b in group) for group in both]
+    return [group for group, some in zip(pairs, left_out, strict=True) if group or not some]
 
 
 def _take_out_late(timing: Timing, late: list[float]) -> Outcome | None:

@@ -47,6 +47,7 @@ _DENIED = (
     29, 30, 31, 64, 65, 66, 220, 68, 69, 70, 71, 240, 241,  # System V shared memory, semaphores, queues; POSIX queues
     425, 426, 427,  # io_uring: file and socket calls that no filter sees
     298, 321, 323, 300, 154,  # perf_event_open, bpf, userfaultfd, fanotify_init, modify_ldt
+    253, 294, 254, 301,  # inotify, fanotify_mark: they tell that another process opened a file that all read
     248, 249, 250,  # keys
     165, 166, 155, 161, 442, 428, 467, 429, 430, 431, 432, 433,  # mounts, chroot, pivot_root
     308, 272, 304, 212, 179, 443,  # setns, unshare, open_by_handle_at, lookup_dcookie, quotactl
@@ -67,6 +68,8 @@ _NAMESPACES = 0x7E020000  # the CLONE_NEW* flags of clone, CLONE_NEWTIME aside, 
 _CLONE_PARENT = 0x8000  # makes a sibling, which its maker never has to wait for
 _EXIT_SIGNAL = 0xFF  # of clone's flags: the signal that the parent gets when the child ends
 _OTHERS_PRIORITY = ((141, 1), (142, 0), (144, 0), (314, 0), (251, 1), (279, 0), (256, 0))  # call, argument: pid or 0
+# What other processes let be known of themselves: getpriority, ioprio_get, sched_getattr.
+_OTHERS_STATE = ((140, 1), (252, 1), (315, 0))
 _SET_AFFINITY = 203
 _SIGNALS = (62, 200, 234, 129, 297)  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; pid first
 _PIDFD_SIGNAL = 424
@@ -74,6 +77,10 @@ _SIGCONT = 18
 # Calls that send a signal, and which argument it is.
 _SIGNAL_ARGUMENTS = ((62, 1), (200, 1), (234, 2), (129, 1), (297, 2), (_PIDFD_SIGNAL, 1))
 _TIMER_CREATE, _FCNTL, _F_SETSIG, _PRCTL_CALL = 222, 72, 10, 157
+# Locks on a file that all may read are a board for messages. To take one succeeds and does nothing, since no other
+# process writes what a runner writes; to ask who holds one is refused, as leases and dnotify are.
+_FLOCK, _TAKE_LOCK, _ASK_LOCK = 73, (6, 7, 37, 38), (5, 36, 1024, 1025, 1026)  # F_SETLK, ...; F_GETLK, ..., F_NOTIFY
+_NOTHING = 0  # an error that is none
 _EVERYBODY = 0xFFFFFFFF  # pid -1
 
 
@@ -247,7 +254,9 @@ def _rules(jail: dict, reaper: int) -> list[_Rule]:
     rules += [(_CLONE, deny, ((0, "any", _NAMESPACES | _CLONE_PARENT),)), (_CLONE3, errno.ENOSYS, ())]
     rules += [(_SIGNALS[0], deny, ((0, "is", _EVERYBODY),))]  # Landlock refuses it silently: every one, then success
     rules += [(_PRLIMIT, deny, ((0, "not", 0),))]
-    rules += [(number, deny, ((argument, "not", 0),)) for number, argument in _OTHERS_PRIORITY]
+    rules += [(number, deny, ((argument, "not", 0),)) for number, argument in (*_OTHERS_PRIORITY, *_OTHERS_STATE)]
+    rules += [(_FLOCK, _NOTHING, ()), *((_FCNTL, _NOTHING, ((1, "is", what),)) for what in _TAKE_LOCK)]
+    rules += [(_FCNTL, deny, ((1, "is", what),)) for what in _ASK_LOCK]
     if jail.get("stays_stopped"):
         rules += [(number, deny, ((argument, "is", _SIGCONT),)) for number, argument in _SIGNAL_ARGUMENTS]
         # A timer, input on a descriptor, and a process that ends can send any signal.

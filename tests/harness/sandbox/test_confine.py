@@ -1,7 +1,9 @@
 """What a jailed child cannot do, each attempt by what stops it, and what a kernel author needs and can do."""
 
+import fcntl
 import os
 import socket
+import struct
 import subprocess
 from pathlib import Path
 
@@ -88,6 +90,13 @@ ATTEMPTS = {
     "change its root": ("seccomp", "import os; os.chroot('/')"),
     "set the parent's limits": ("seccomp", "syscall(302, {parent}, 7, 0, bytes(16))"),
     "set the checker's priority": ("seccomp", "import os; os.setpriority(os.PRIO_PROCESS, {checker}, 19)"),
+    "read the checker's priority": ("seccomp", "import os; os.getpriority(os.PRIO_PROCESS, {checker})"),
+    "watch who opens a file": ("seccomp", "syscall(253)"),
+    "watch a folder": ("seccomp", "import fcntl, os; fcntl.fcntl(os.open({home!r}, 0), fcntl.F_NOTIFY, 1)"),
+    "ask who holds a lock": (
+        "seccomp", "import fcntl, os; fcntl.fcntl(os.open(os.__file__, 0), fcntl.F_GETLK, bytes(32))"),
+    "ask who holds a lock of an open file": (
+        "seccomp", "import fcntl, os; fcntl.fcntl(os.open(os.__file__, 0), 36, bytes(32))"),
     "pin the checker": ("seccomp", "import os; os.sched_setaffinity({checker}, [0])"),
     "pin the parent": ("seccomp", "import os; os.sched_setaffinity({parent}, [0])"),
     "make the checker a background process": ("seccomp", "syscall(144, {checker}, 5, bytes(4))"),
@@ -215,6 +224,38 @@ def test_a_compiler_in_the_jail_reads_no_more_than_the_jail(jailed, tmp_path, wa
     assert "held" not in secret
     for path, said in zip(HELD, others, strict=True):
         assert "held" not in said and HELD[path] not in said, (path, said)
+
+
+LOCKS = {
+    "flock": "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+    "a range": "fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 100, 7)",
+    "a range of the open file": "fcntl.fcntl(fd, 37, struct.pack('hhqqi', fcntl.F_RDLCK, 0, 7, 100, 0))",
+}
+
+
+@pytest.mark.parametrize("way", LOCKS)
+def test_a_lock_is_taken_and_tells_other_processes_nothing(jailed, way):
+    """Of a file that all may read, whoever locks it says something to who asks."""
+    needs("seccomp")
+    with open(os.__file__, "rb") as file:
+        code = f"import fcntl, os, struct; fd = os.open({os.__file__!r}, 0); {LOCKS[way]}; answer = 1"
+        assert answer(jailed, code) == 1
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        asked = struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0)
+        kind, *_ = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        assert kind == fcntl.F_UNLCK
+        assert answer(jailed, code) == 1, "nor does it hear that another process holds one"
+
+
+def test_sqlite_works_without_locks(jailed):
+    code = """
+        import sqlite3
+        with sqlite3.connect("kept.db") as kept:
+            kept.execute("create table t (x)")
+            kept.execute("insert into t values (3)")
+        answer = sqlite3.connect("kept.db").execute("select x from t").fetchall()
+        """
+    assert answer(jailed, code) == [[3]]
 
 
 def test_privileges_are_gone(jailed):

@@ -30,14 +30,14 @@ def run_program(program: bytes, number: int, arguments: tuple[int, ...], arch: i
             at += yes if test else no
 
 
-def refused(rules: list, number: int, arguments: tuple[int, ...]) -> int:
-    """The error of the first rule that holds, 0 if none does: the meaning of a rule, once more."""
+def refused(rules: list, number: int, arguments: tuple[int, ...]) -> int | None:
+    """The error of the first rule that holds, None if none does: the meaning of a rule, once more."""
     for wanted, error, conditions in rules:
         if wanted == number and all(
             _holds(test, arguments[i] & 0xFFFFFFFF, *values) for i, test, *values in conditions
         ):
             return error
-    return 0
+    return None
 
 
 def _holds(test: str, low: int, value: int, masked: int = 0) -> bool:
@@ -65,7 +65,7 @@ def test_the_program_does_what_the_rules_say(orders, number, arguments):
     rules = confine._rules(orders, os.getpid())
     result = run_program(confine.assemble(rules), number, arguments)
     error = refused(rules, number, arguments)
-    assert result == (0x00050000 | error if error else 0x7FFF0000)
+    assert result == (0x7FFF0000 if error is None else 0x00050000 | error)
 
 
 @pytest.mark.parametrize(("number", "arch"), [(0x40000000 | 1, 0xC000003E), (0, 0x40000003), (0, 0xC00000B7)])

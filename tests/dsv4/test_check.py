@@ -277,7 +277,6 @@ def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, ca
             case.late(recorder.ops(), recorder)
         return check._say_kernels(recorder)
 
-    assert not faults({})
     found = faults(wrong)
     for op in wrong:
         assert any(f" {op}: " in fault for fault in found), f"{op} passes"

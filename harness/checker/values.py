@@ -65,11 +65,8 @@ def converted(truth: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
 
 def like(form: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the type, shape and strides of `form` that holds `content`, of that type and shape."""
-    made = (
-        tree.clone(form)
-        if held(form).shape == form.shape
-        else torch.empty(form.shape, dtype=form.dtype, device=form.device)
-    )
+    expanded = held(form).shape != form.shape
+    made = torch.empty_like(form, memory_format=torch.contiguous_format) if expanded else tree.clone(form)
     bits(made).copy_(bits(content))
     return made
 

@@ -31,6 +31,7 @@ class Noting:
         self.kept: list[Any] = []  # until the judge has copied them
 
     def __call__(self, *arguments: object) -> object:
+        self.kept = []  # the kernel finds its memory free again, as that of an answer which nothing keeps
         result = self.kernel(*arguments)
         parts = tree.parts(result)[: gate.RETURNED]
         self.kept = [_near(item) if _is_plain(item) else item for item in parts]

@@ -120,7 +120,7 @@ class Case:
         blocks = 1 + sum(-(-end // BLOCK_TOKENS) for end in ends)
         state = State(self.cfg, self.fmt, sequences=1 + len(lengths), blocks=blocks, device=self.device)
         first, _ = state.open()
-        state.reserve({first: 1})  # so that the first page is nobody's and NaN
+        state.reserve({first: 1})  # no token of this sequence comes, so that the first page stays NaN
         sequences = random_state.fill_exactly(state, lengths, seed=1)
         model = Model(self.weights, table, torch.float32, probe)
         gen = torch.Generator().manual_seed(2)

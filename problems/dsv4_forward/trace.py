@@ -109,7 +109,7 @@ CHECKS = {
 DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
 STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
-OTHERS = "a row of pages that is none of its own"  # an output that must stay as it was
+OTHERS = "a row of pages that it must not write"  # an output that must stay as it was
 # The parts of layer_rows, and what is behind its name in their lines.
 ROWS = {"norm_rotate": "", "write_key": ", keys", "write_entry": ", entries", "index_query": ", index"}
 NO_BLOCK = 2**20  # beyond any sequence's
@@ -221,7 +221,7 @@ class Recorder:
         if ids := DECIDING.get(name):
             chosen = (_entries(each[ids], given) if name == "choose" else each[ids] for each in (want, got))
             margin = margins(*chosen, _decided_by(name, given))
-            # Who is handed the scores has no sums of its own that could excuse another choice, among equal ones either.
+            # select computes no sums that could differ in their last bits, so it must choose exactly, among ties too.
             admitted = 0.0 if name == "select" else MARGIN
             worst = self.worst.setdefault((layer, name), Worst(layer, name, check.budget))
             worst.take(float(margin > admitted) if margin == margin else margin, 1.0, ids)

@@ -247,7 +247,7 @@ def _nothing_alone(**given):
 
 
 def _holes_read(**given):
-    """Adds 0 times the first entry, which holes stand for, as a kernel does that masks probabilities only."""
+    """Adds 0 times the first entry, which a hole's index reads, as a kernel does that masks probabilities only."""
     ops.REFERENCE.fmha(**given)
     if given["cache"] is not None and bool((given["index"] < 0).any()):
         given["out"] += 0 * given["cache"].read(torch.zeros(1, dtype=torch.int64)).to(given["out"].dtype)
@@ -280,7 +280,7 @@ def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, ca
     found = faults(wrong)
     for op in wrong:
         assert any(f" {op}: " in fault for fault in found), f"{op} passes"
-    assert any("a row of pages that is none of its own is off" in fault for fault in found)
+    assert any("a row of pages that it must not write is off" in fault for fault in found)
     assert any("rms_norm: x, its input, is off" in fault for fault in found)
     assert any(" fmha: " in fault for fault in faults({"fmha": _holes_read}))
 

@@ -46,9 +46,9 @@ def fill_exactly(state: State, lengths: Sequence[int], seed: int) -> tuple[int, 
     """
     sequences = _opened(state, lengths)
     source = torch.Generator().manual_seed(seed)
-    window = [_places(s, n, WINDOW - 1, state.ring) for s, n in zip(sequences, lengths, strict=True)]
+    window = torch.cat([_places(s, n, WINDOW - 1, state.ring) for s, n in zip(sequences, lengths, strict=True)])
     for layer in (*state.layers, *([state.mtp] if state.mtp else ())):
-        _write(layer.window, torch.cat(window), 1, source)
+        _write(layer.window, window, 1, source)
         if not layer.ratio:
             continue
         counts = [length // layer.ratio for length in lengths]

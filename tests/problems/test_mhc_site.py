@@ -28,9 +28,9 @@ def named(case: object) -> str:
 
 
 @functools.cache
-def solved(case: object) -> tuple[object, tuple]:
-    """Data and answer of a case. Whoever writes to outputs takes poisoned(data) first."""
-    data = reference.generate_input(**vars(case), device="cpu")
+def solved(case: object, more: int = 0) -> tuple[object, tuple]:
+    """Data and answer of a case; more: of another content. Whoever writes to outputs takes poisoned(data) first."""
+    data = reference.generate_input(**{**vars(case), "seed": case.seed + 1000 * more}, device="cpu")
     return data, reference.ref_kernel(data)
 
 
@@ -261,14 +261,15 @@ def test_out_may_not_lean(content):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_files_are_refused(name):
-    module = load.from_file(FOLDER, FOLDER / "wrong" / f"{name}.py")
-    for case in SMALL:
-        data, want = solved(case)
-        data = poisoned(data)
-        if not reference.compare(data, want, module.custom_kernel(data)).ok:
-            return
-    pytest.fail(f"{name} passes every small case")
+def test_wrong_files_are_refused_with_five_other_contents(name):
+    kernel = load.from_file(FOLDER, FOLDER / "wrong" / f"{name}.py").custom_kernel
+
+    def refused(case: object, more: int) -> bool:
+        data, want = solved(case, more)
+        return not reference.compare(data, want, kernel(poisoned(data))).ok
+
+    passed = [more for more in range(6) if not any(refused(case, more) for case in SMALL)]
+    assert not passed, f"passes every small case with contents {passed} of 0 to 5, where 0 is that of the test cases"
 
 
 def test_there_are_wrong_files_enough():

@@ -132,6 +132,8 @@ def _reading(
         checker.ask({"op": "recall", "number": number})
         checker.ask({"op": "fill", "key": keys[place], "runner": handle.name, "buffer": place})
     _, fds = checker.request({"op": "gate_page", "runner": handle.name})
+    if at_once:
+        checker.ask({"op": "wake"})
     try:
         process.child.send({"op": "batch", "at_once": at_once}, tuple(fds))
     finally:
@@ -141,6 +143,8 @@ def _reading(
     enqueued = process.child.answers(within_s)
     if enqueued:
         process.receive(replies.Ready, limit_s)
+        if not at_once:
+            checker.ask({"op": "wake"})
     # A scored call that takes long to enqueue is not charged for what it enqueues under the spin ahead of it.
     ahead_us = process.spin_us if at_once and handle.submission else 0.0
     opened = {"op": "open_gate", "runner": handle.name, "keys": keys, "ahead_us": ahead_us}

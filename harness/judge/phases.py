@@ -21,7 +21,7 @@ from harness.judge.outcome import Batch, Outcome, known
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
 from harness.judge.room import Room, choose
 from harness.judge.session import Session
-from harness.problem.folders import Case, ProblemError
+from harness.problem.folders import Case, ProblemError, UsageError
 from harness.results import environment
 from harness.runner import gate, matmul, native
 
@@ -32,9 +32,10 @@ PROCESSES = {"cuda": 6, "cpu": 3}
 PAIRED_PROCESSES = {"cuda": 40, "cpu": 6}
 TOGETHER = {"cuda": 3, "cpu": 1}  # of them alive at once, taking turns, so that starting them costs less
 PAIRED_TOGETHER = {"cuda": 8, "cpu": 1}
-# Of weights that all processes alive at once may have prepared. The judge has as much again for each, its own copy, and
-# for a moment two more; three times the 14.3 GB of V4-Pro ran out of an H200's memory.
-PREPARED_BYTES = 32 * 2**30
+# Of all memory, for weights that all processes alive at once may have prepared. The judge has as much again for each, its
+# own copy, and for a moment two more, and reads zeros of as many bytes as a call must move. V4-Pro's weights have
+# 14.3 GB: three times them ran out of an H200's memory, and twice them of the 80 GB of an H100.
+PREPARED_SHARE = 0.23
 SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
 PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
 BUFFERS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
@@ -217,11 +218,20 @@ class Benchmark:
         return [self.handles[i : i + size] for i in range(0, len(self.handles), size)], room.together
 
     def _beside_weights(self, most: Room) -> Room:
-        """Return how many submissions and processes may be alive, so that all prepared weights have room. Those of a
-        pair take turns in any case.
+        """Return how many submissions and processes may be alive, so that all prepared weights have room. UsageError: a
+        pair, which is alive together, has none.
         """
         largest = max((case.weight_bytes for case in self.cases), default=0)
-        room = PREPARED_BYTES // largest if largest else self.how.together * len(self.handles)
+        room = self.how.together * len(self.handles)
+        if largest:
+            total = self.session.memory()
+            room = int(PREPARED_SHARE * total / largest)
+            if self.paired and room < len(self.handles):
+                raise UsageError(
+                    f"a case has {largest / 1e9:.1f} GB of weights, and two processes that prepare them have no room in "
+                    f"{total / 1e9:.0f} GB, beside the judge's copies: leave it out with --case, time each without "
+                    "--against, or use a machine with more memory"
+                )
         size = len(self.handles) if self.paired else min(len(self.handles), max(1, room))
         return Room(size, max(1, min(self.how.together, room // size)), most.buffers) if size else most
 

@@ -98,6 +98,11 @@ class Session:
         found = self.checker.ask({"op": "footprint", "case": case.params, "seed": case.seed})
         return Footprint(str(case), found["buffer"], found["working"], found["total"])
 
+    def memory(self) -> int:
+        """Return the bytes of all memory, of the device or else of the host."""
+        total: int = self.checker.ask({"op": "memory"})["total"]
+        return total
+
     def default_bytes(self) -> int:
         """Return the bytes of the present content, for a folder that does not say what a call must move."""
         return self.present.held

@@ -307,6 +307,13 @@ int judge_copy(void* to, const void* from, size_t bytes) {
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, 0);
 }
 
+// Keep the device busy, and return when it is done: a device that had no work has lowered its clocks.
+int judge_wake(unsigned long long ns, int sms) {
+    spin<<<2 * sms, 1024>>>(ns);
+    const cudaError_t error = cudaGetLastError();
+    return error ? error : cudaStreamSynchronize(0);
+}
+
 struct Masked {
     void* data;
     size_t bytes;  // a multiple of 64

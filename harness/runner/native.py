@@ -184,6 +184,12 @@ def stamp(digest: torch.Tensor, seen: int) -> None:
     _check("cuda", library("cuda").function("judge_stamp", c_void_p, c_void_p)(digest.data_ptr(), seen))
 
 
+def wake(busy_s: float) -> None:
+    """Keep the GPU busy for so long, and return when it is done: while it had no work it has lowered its clocks."""
+    waker = library("cuda").function("judge_wake", c_uint64, c_int)
+    _check("cuda", waker(int(busy_s * 1e9), _multiprocessors("cuda")))
+
+
 def open_gate(masked: list[tuple[torch.Tensor, bytes]], page: int, seen: int, ahead_us: float, limit_s: float) -> float:
     """After ahead_us, unmask buffers, open the gate of a page, and wait for its last word. Return how long that took
     from the unmasking on, in us; 0 if it took more than limit_s.

@@ -362,7 +362,9 @@ class Runner:
         part = buffer.memory.get("device" if self.device == "cuda" else "host")
         if part is None or part.numel() < nbytes:
             if self.room is None or self.room.numel() < nbytes:
-                self.room = None  # before the next one is made
+                self.room = None  # before the next one is made, and not kept by torch: other processes need the memory
+                if self.device == "cuda":
+                    torch.cuda.empty_cache()
                 self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
             part = self.room
         return lambda: native.read(part, nbytes, config)

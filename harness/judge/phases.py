@@ -32,9 +32,9 @@ PROCESSES = {"cuda": 6, "cpu": 3}
 PAIRED_PROCESSES = {"cuda": 40, "cpu": 6}
 TOGETHER = {"cuda": 3, "cpu": 1}  # of them alive at once, taking turns, so that starting them costs less
 PAIRED_TOGETHER = {"cuda": 8, "cpu": 1}
-# Of all memory, for weights that all processes alive at once may have prepared. The judge has as much again for each, its
-# own copy, and for a moment two more, and reads zeros of as many bytes as a call must move. V4-Pro's weights have
-# 14.3 GB: three times them ran out of an H200's memory, and twice them of the 80 GB of an H100.
+# Of all memory, for weights that all processes alive at once may have prepared. The judge has as much again for each,
+# its own copy, and for a moment two more, and reads zeros of as many bytes as a call must move. V4-Pro's weights have
+# 14.3 GB: three times them ran out of an H200's memory, and twice them of an H100's 80 GB.
 PREPARED_SHARE = 0.23
 SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
 PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
@@ -228,8 +228,8 @@ class Benchmark:
             room = int(PREPARED_SHARE * total / largest)
             if self.paired and room < len(self.handles):
                 raise UsageError(
-                    f"a case has {largest / 1e9:.1f} GB of weights, and two processes that prepare them have no room in "
-                    f"{total / 1e9:.0f} GB, beside the judge's copies: leave it out with --case, time each without "
+                    f"a case has {largest / 1e9:.1f} GB of weights, and beside the judge's copies two processes that "
+                    f"prepare them have no room in {total / 1e9:.0f} GB: leave it out with --case, time each without "
                     "--against, or use a machine with more memory"
                 )
         size = len(self.handles) if self.paired else min(len(self.handles), max(1, room))

@@ -21,18 +21,21 @@ LAYOUT = {"captures": [{"space": "device"}], "own": True}
 
 
 class Checker:
-    """Its gate takes `us` for each call, and FIXED_US for a batch. free: bytes of device memory."""
+    """Its gate takes `us` for each call, FIXED_US for a batch, and ASLEEP_US more where the device was idle before: in
+    its last request but this one, and while a runner enqueues calls that do not wait for it. free: bytes of its memory.
+    """
 
-    FIXED_US = 100.0
+    FIXED_US, ASLEEP_US = 100.0, 1000.0
 
     def __init__(self, free: int = 2**40) -> None:
-        self.free, self.kept, self.asked = free, 0, []
+        self.free, self.kept, self.asked, self.awake = free, 0, [], False
         self.runners: dict[str, Runner] = {}
 
     def ask(self, message: dict) -> dict:
         self.asked.append(message["op"])
         self.kept += message["op"] == "keep"
         self.kept *= message["op"] != "drop"
+        self.awake = message["op"] == "wake"
         runner = self.runners.get(message.get("runner", ""))
         return {"free": self.free, "whole": bool(runner and runner.whole)}
 
@@ -44,7 +47,7 @@ class Checker:
         assert len(set(message["keys"])) == len(message["keys"]) == runner.buffers
         late_us = max(0.0, runner.late_us - message["ahead_us"])  # of enqueuing, when the gate opens
         first_us, runner.first_us = runner.first_us, 0.0
-        fixed_us = self.FIXED_US + late_us + first_us
+        fixed_us = self.FIXED_US + late_us + first_us + (0 if self.awake or not message["limit_s"] else self.ASLEEP_US)
         return {"us": (fixed_us + runner.us * runner.buffers) if message["limit_s"] else 0.0}, []
 
 
@@ -67,6 +70,7 @@ class Runner:
 
     def send(self, message: dict, fds: tuple) -> None:
         self.at_once = message["at_once"]
+        self.checker.awake = self.checker.awake and self.at_once
 
     def answers(self, within_s: float) -> bool:
         return self.at_once or not self.waits
@@ -98,7 +102,7 @@ class Session:
         return self.verdicts.pop(0) if self.verdicts else Outcome("PASSED")
 
     def handle(self, name: str, runner: Runner) -> SimpleNamespace:
-        self.checker.runners[name] = runner
+        self.checker.runners[name], runner.checker = runner, self.checker
         judges = name == "judge"
         return SimpleNamespace(
             name=name, running=runner, submission=None if judges else "a submission", lose=lambda what: what

@@ -27,9 +27,11 @@ struct Search {
     uint64_t few[FEW];                  // the scores in the bin: ordered score, then the complement of the number
     uint2 ranges[WARP];                 // by warp: the least and the largest ordered score
     uint32_t sums[WARP], equals[WARP];  // by warp
-    uint32_t inside;                    // scores in `few`
-    uint32_t bin, over, in_bin;         // found: the bin, how many scores are above it and in it
-    uint32_t place;                     // of this block among those of its row that are done
+    // Found: the bin, how many scores are above it and in it. One load of 16 bytes reads them, and no other word.
+    alignas(16) uint32_t bin;
+    uint32_t over, in_bin;
+    alignas(16) uint32_t inside;  // scores in `few`
+    uint32_t place;               // of this block among those of its row that are done
 };
 
 // Ordered scores between which the k-th is; largest is that of all.

@@ -26,9 +26,9 @@ MEASURES = ("uid", "capabilities", "landlock", "tcp", "scope", "seccomp", "netwo
 SECRET = {"harness", "problems", "leaderboard", "tests", "docs", "tools", "shared", ".git", ".build"}  # of the checkout
 SYSTEM = (
     "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/proc", "/opt/nvidia", "/usr/local", "/nix/store",
-    # Of /sys all but what root's debuggers read: /sys/kernel/debug, /sys/kernel/tracing, /sys/fs/bpf, ...
-    "/sys/block", "/sys/bus", "/sys/class", "/sys/dev", "/sys/devices", "/sys/fs/cgroup", "/sys/kernel/mm",
-    "/sys/module",
+    # Of /sys all but what root's debuggers read (/sys/kernel/debug, /sys/kernel/tracing, /sys/fs/bpf, ...) and the
+    # cgroups, which tell when another runner is continued.
+    "/sys/block", "/sys/bus", "/sys/class", "/sys/dev", "/sys/devices", "/sys/kernel/mm", "/sys/module",
 )  # fmt: skip
 # Of /etc what programs read when they start and compile; nothing of users, hosts and services.
 ETC = (
@@ -51,8 +51,9 @@ class Jail:
     """One process's bounds. `code`: read-only, its only way to project code; `home`, `tmp`, `cache`: writable.
 
     uid: a separate user (the caller owns the lease and gives the folders to it), None: the judge's. `without`: names
-    of MEASURES to leave out, to bisect a tool that breaks; nothing judged runs with it. stays_stopped: nothing that the
-    process can do continues a process that was stopped by a signal.
+    of MEASURES to leave out, to bisect a tool that breaks; nothing judged runs with it. stopped_by: what stops it
+    between its calls, "cgroup" or "signals", None: nothing. While it is stopped, no timer of the kernel works for it,
+    and nothing that it can do continues a process that was stopped by a signal.
     """
 
     code: Path
@@ -62,7 +63,7 @@ class Jail:
     uid: int | None = None
     network: bool = False
     without: frozenset[str] = frozenset()
-    stays_stopped: bool = False
+    stopped_by: str | None = None
 
     def measures(self) -> list[str]:
         """Return those of MEASURES that will be in force."""
@@ -80,7 +81,7 @@ class Jail:
             "abi": confine.landlock_abi() if "landlock" in measures else 0,
             "uid": self.uid if "uid" in measures else None,
             "passing": passing(),
-            "stays_stopped": self.stays_stopped,
+            "stopped_by": self.stopped_by,
             "cwd": str(self.home),
             "parent": os.getpid(),
             "read": [str(self.code), *read_paths()],

@@ -97,8 +97,8 @@ class Workdir:
                 place.chmod(0o710)
                 for path in (home, tmp, cache, *cache.rglob("*")):
                     os.chown(path, uid, uid)
-            by_signals = device == "cpu" and freezer.place() is None
-            jail = policy.Jail(code, home, tmp, cache, uid=uid, without=without, stays_stopped=by_signals)
+            stopped_by = None if device != "cpu" else "cgroup" if freezer.place() else "signals"
+            jail = policy.Jail(code, home, tmp, cache, uid=uid, without=without, stopped_by=stopped_by)
             real = [(str(private), str(path)) for private, path in copied.items()]
             # Also what is missing there is named where it would have to be.
             real += [(str(folder / OUTSIDE), str(file.resolve().parent))]

@@ -74,7 +74,7 @@ ATTEMPTS = {
     "connect to a service by its path": (
         "network", "import socket; socket.socket(socket.AF_UNIX).connect({listening!r})"),
     "connect to a service by its name": (
-        "network", "import socket; socket.socket(socket.AF_UNIX).connect('\\0kernel-judge-test')"),
+        "network", "import socket; socket.socket(socket.AF_UNIX).connect('\\0kernel-judge-test-{parent}')"),
     "hold memory that nobody counts": ("memfd", "import os; os.memfd_create('x')"),
     "take System V shared memory": ("seccomp", "syscall(29, 0, 4096, 0o1600)"),
     "open a message queue": ("seccomp", "syscall(240, b'/x', 0o102, 0o600, 0)"),
@@ -120,7 +120,7 @@ def test_a_jailed_child_cannot(jailed, open_child, tmp_path, what):
     with socket.socket(socket.AF_UNIX) as by_path, socket.socket(socket.AF_UNIX) as by_name:
         by_path.bind(path)
         by_path.listen()
-        by_name.bind("\0kernel-judge-test")
+        by_name.bind(f"\0kernel-judge-test-{os.getpid()}")
         by_name.listen()
         place = Path(answer(jailed, "import os; answer = os.environ['HOME']")).parent
         code = code.format(

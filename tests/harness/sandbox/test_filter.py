@@ -51,7 +51,8 @@ ORDERS = [
     {"measures": list(policy.MEASURES), "uid": None, "abi": 7, "parent": PARENT_PID},
     {"measures": list(policy.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID},
     {"measures": ["seccomp"], "uid": None, "abi": 2, "parent": PARENT_PID},
-    {"measures": list(policy.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID, "stays_stopped": True},
+    {"measures": list(policy.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID, "stopped_by": "signals"},
+    {"measures": list(policy.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID, "stopped_by": "cgroup"},
 ]
 VALUES = st.one_of(
     st.integers(0, 2**64 - 1), st.integers(0, 2000),
@@ -88,6 +89,15 @@ def test_what_an_old_landlock_lets_through_is_filtered():
     assert run_program(program, 62, (PARENT_PID, 9, 0, 0, 0, 0)) == refuse
     assert run_program(program, 62, (everybody, 9, 0, 0, 0, 0)) == refuse
     assert run_program(program, 62, (os.getpid() + PARENT_PID, 9, 0, 0, 0, 0)) == allow
+
+
+@pytest.mark.parametrize("number", [222, 283, 206], ids=["timer_create", "timerfd_create", "io_setup"])
+def test_the_kernel_does_nothing_later_for_a_runner_that_is_stopped(number):
+    """On a GPU it is not stopped, and the driver may use them."""
+    for orders in ORDERS:
+        program = confine.assemble(confine._rules(orders, os.getpid()))
+        refuse = "stopped_by" in orders
+        assert run_program(program, number, (0,) * 6) == (0x00050000 | errno.EPERM if refuse else 0x7FFF0000)
 
 
 def test_nothing_continues_a_process_that_a_signal_stopped():

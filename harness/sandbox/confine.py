@@ -78,7 +78,7 @@ _SIGCONT = 18
 _SIGNAL_ARGUMENTS = ((62, 1), (200, 1), (234, 2), (129, 1), (297, 2), (_PIDFD_SIGNAL, 1))
 _FCNTL, _F_SETSIG, _PRCTL_CALL = 72, 10, 157
 # What has the kernel work for a process that is stopped: timer_create, timerfd_create, io_setup. A timer that wakes
-# 4000 watchers takes half a millisecond of whoever is timed then. setitimer stays: a process has three, and none watches.
+# 4000 watchers takes half a millisecond of whoever is timed then. setitimer stays: nothing watches its few timers.
 _TIMERS = (222, 283, 206)
 # Locks on a file that all may read are a board for messages. To take one succeeds and does nothing, since no other
 # process writes what a runner writes; to ask who holds one is refused, as leases and dnotify are.

@@ -8,7 +8,8 @@ kernels, activations in fp32), the reference kernels in the model's dtype, and t
 
 * each kernel call of the oracle's pass is repeated with the composed kernel and with the reference, on equal inputs:
   the first one past its budget (trace.CHECKS) is named with its layer. So are calls behind long random contexts of
-  three sequences, where entries end that are not the first, index keys tie, and what no token wrote is NaN;
+  three sequences, where entries end that are not the first, index keys tie, and what no token wrote is NaN. There
+  each op is also called with inputs in which its constants matter: eps, floors, clamps, sinks, ties (edges.py);
 * what each layer by itself makes of the oracle's hc copies, the copies after each layer of a free pass, and the logits
   may be off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of
   one size add up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later
@@ -286,7 +287,7 @@ def _checks(case: Case, chosen: ops.Chosen, attribute: bool, count: Count) -> bo
     recorder = Recorder(chosen.ops, working)
     oracle = case.run(recorder.ops(), torch.float32, recorder, None)
     count.done("each kernel on the oracle's inputs")
-    late = Recorder(chosen.ops, working)
+    late = Recorder(chosen.ops, working, edges=True)
     case.late(late.ops(), late)
     for (layer, name), worst in late.worst.items():
         recorder.worst[LATE + layer, name] = dataclasses.replace(worst, layer=LATE + layer)

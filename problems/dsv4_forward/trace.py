@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters.common import Joined, joined
 from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.edges import edges, together
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.torch_ops import router
 from problems.dsv4_forward.weights.linear import Linear
@@ -165,15 +166,19 @@ class Recorder:
     """Wraps the reference ops, for the oracle's pass, and records copies and decisions.
 
     composed: the ops that are compared with the reference at every call, on the oracle's inputs rounded to `dtype`;
-    None: nothing is compared. copies: (layer, fp32 (N, n, d)), the hc copies before each layer.
+    None: nothing is compared. edges: compare the first call of each op in a layer, for each number of tokens, with the
+    inputs of edges.py as well, where the op's constants matter. copies: (layer, fp32 (N, n, d)), the hc copies before
+    each layer.
     """
 
     composed: Ops | None
     dtype: torch.dtype
+    edges: bool = False
     layer: str = ""
     copies: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     worst: dict[tuple[str, str], Worst] = field(default_factory=dict)  # by layer, and by op or op + WHOLE
+    _seen: set[tuple[str, str, torch.Size]] = field(default_factory=set)  # calls that were compared with other inputs
 
     def enter(self, layer: str, copies: torch.Tensor) -> None:
         self.layer = layer
@@ -211,8 +216,22 @@ class Recorder:
     def _compare(self, name: str, given: dict) -> None:
         if name == "layer_rows":
             return self._compare_rows(given)
-        check = CHECKS[name]
         layer = "embedding" if name in STARTING else self.layer
+        self._compare_one(layer, name, given)
+        if self._first(name, given):
+            for said, other in edges(name, given):
+                self._compare_one(layer, name, other, said)
+
+    def _first(self, name: str, given: dict) -> bool:
+        """Whether edges are to be compared with this call."""
+        key = self.layer, name, next(value.shape for value in given.values() if isinstance(value, torch.Tensor))
+        known = key in self._seen
+        self._seen.add(key)
+        return self.edges and not known
+
+    def _compare_one(self, layer: str, name: str, given: dict, said: str = "") -> None:
+        """Compare one call. said: what is unusual in its inputs."""
+        check = CHECKS[name]
         want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
         with _blamed(layer, name):
             got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
@@ -230,7 +249,7 @@ class Recorder:
                 {k: v.where(same, 0) if k in check.outputs else v for k, v in each.items() if k != ids}
                 for each in (want, got)
             )
-        self._take(layer, name, check.budgets(given), want, got)
+        self._take(layer, name, check.budgets(given), want, got, said)
 
     def _compare_rows(self, given: dict) -> None:
         """All calls of layer_rows at once, each with the budget that it has by itself."""
@@ -240,25 +259,36 @@ class Recorder:
         every = [("norm_rotate", given["queries"]), ("write_key", given["key"]), *compressed, *index]
         names = [name for name, _ in every]
         calls = [inspect.signature(vars(ops.REFERENCE)[name]).bind(*one).arguments for name, one in every]
+        self._compare_calls(names, calls)
+        if self._first("layer_rows", calls[0]):
+            for said, others in together(list(zip(names, calls, strict=True))):
+                self._compare_calls(names, others, said)
+
+    def _compare_calls(self, names: Sequence[str], calls: Sequence[dict], said: str = "") -> None:
+        """Compare one call of layer_rows, which does these. said: as in _compare_one."""
         mine = [_copies(CHECKS[name], one, self.dtype, self.dtype) for name, one in zip(names, calls, strict=True)]
         queries, key, *rest = (tuple(one.values()) for one in mine)
+        compressed = names.count("write_entry")
         with _blamed(self.layer, "layer_rows"):
-            self.composed.layer_rows(queries, key, rest[: len(compressed)], *rest[len(compressed) :])
+            self.composed.layer_rows(queries, key, rest[:compressed], *rest[compressed:])
         for name, one, got in zip(names, calls, mine, strict=True):
             check = CHECKS[name]
             want = _rerun(vars(ops.REFERENCE)[name], check, one, self.dtype, torch.float32)
-            self._take(self.layer, "layer_rows" + ROWS[name], check.budgets(one), want, _outputs(check, got))
+            self._take(self.layer, "layer_rows" + ROWS[name], check.budgets(one), want, _outputs(check, got), said)
 
-    def _take(self, layer: str, name: str, budgets: tuple[float, float | None], want: dict, got: dict) -> None:
-        """Compare the outputs of a call by name. budgets: of OpCheck.budgets."""
+    def _take(
+        self, layer: str, name: str, budgets: tuple[float, float | None], want: dict, got: dict, said: str = ""
+    ) -> None:  # fmt: skip
+        """Compare the outputs of a call by name. budgets: of OpCheck.budgets; said: as in _compare_one."""
         budget, budget_of_all = budgets
         worst = self.worst.setdefault((layer, name), Worst(layer, name, budget))
         for output, value in want.items():
-            worst.take(*_apart(got[output], value), output)
+            where = f"{output} (with {said})" if said else output
+            worst.take(*_apart(got[output], value), where)
             if budget_of_all is not None:
                 key = layer, name + WHOLE
                 whole = self.worst.setdefault(key, Worst(*key, budget_of_all, of="all rows"))
-                whole.take(*_apart(got[output].reshape(1, -1), value.reshape(1, -1)), output)
+                whole.take(*_apart(got[output].reshape(1, -1), value.reshape(1, -1)), where)
 
 
 @dataclass

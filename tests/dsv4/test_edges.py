@@ -1,0 +1,231 @@
+"""Kernels without a constant of their op, or with another one, fail the check: eps, floors, clamps, sinks, ties."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import re
+
+import pytest
+import torch
+
+from problems.common import fp8, nvfp4
+from problems.dsv4_forward import check, ops
+from problems.dsv4_forward.edges import edges, together
+from problems.dsv4_forward.torch_ops import mhc, norm
+from problems.dsv4_forward.trace import Recorder
+from problems.dsv4_forward.weights.config import FORMATS
+from tests.support.marks import first
+
+SLICE = "tiny-3l8e"  # a layer of each kind; the first two choose experts by a table, the last one by score
+
+
+@functools.cache
+def _case(fmt: str) -> check.Case:
+    return check.make(SLICE, fmt, "cpu", steps=1)
+
+
+def _faults(fmt: str, changed: dict, unusual: bool = True) -> list[str]:
+    """What the check says of calls behind random contexts. changed: functions by op; the ops that span these are the
+    chains of them.
+    """
+    table = dataclasses.replace(ops.REFERENCE, **changed)
+    for spec in ops.SPECS:
+        if spec.chain and spec.name not in changed:
+            table = dataclasses.replace(table, **{spec.name: spec.chain(table)})
+    recorder = Recorder(table, torch.float32 if fmt == "fp32" else torch.bfloat16, edges=unusual)
+    with torch.inference_mode():
+        _case(fmt).late(recorder.ops(), recorder)
+    return check._say_kernels(recorder)
+
+
+def _norm(divide):
+    """rms_norm by divide(mean square, eps)."""
+
+    def rms_norm(x, weight, eps, out):
+        y = x.float()
+        y = y / divide(y.square().mean(-1, keepdim=True), eps)
+        out.copy_(y if weight is None else y * weight.float())
+
+    return rms_norm
+
+
+def _configured(**values):
+    """mhc_pre with other constants."""
+
+    def mhc_pre(copies, fn, base, scale, cfg, out, post, comb):
+        mhc.pre(copies, fn, base, scale, dataclasses.replace(cfg, **values), out, post, comb)
+
+    return mhc_pre
+
+
+def _combined(eps):
+    """mhc_pre whose combination has another hc_eps."""
+
+    def mhc_pre(copies, fn, base, scale, cfg, out, post, comb):
+        other = dataclasses.replace(cfg, hc_eps=eps)
+        mhc.pre(copies, fn, base, scale, other, torch.empty_like(out), post, comb)
+        mhc.pre(copies, fn, base, scale, cfg, out, post, torch.empty_like(comb))
+
+    return mhc_pre
+
+
+@contextlib.contextmanager
+def _put(where, **values):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(where, name, value)
+        yield
+
+
+def _inside(op, where, **values):
+    """The reference's op with other functions inside."""
+
+    def run(*args, **named):
+        with _put(where, **values):
+            vars(ops.REFERENCE)[op](*args, **named)
+
+    return run
+
+
+def _floor(value):
+    """An FP8 quantiser with another least amax."""
+    trip, groups = fp8.round_trip, fp8.quantise_groups
+    return {
+        "round_trip": lambda x, group, floor=None, out=None: trip(x, group, value, out),
+        "quantise_groups": lambda x, group, floor=None: groups(x, group, value),
+    }
+
+
+def _unsaturated(x, input_scale):
+    """An NVFP4 quantiser whose scales are NaN beyond 448 and a half step."""
+    blocks = (x / input_scale.unsqueeze(-1)).unflatten(-1, (-1, 16))
+    over = blocks.abs().amax(-1, keepdim=True) > 6 * 464
+    return _round_trip(x, input_scale).unflatten(-1, (-1, 16)).where(~over, torch.nan).flatten(-2)
+
+
+_round_trip = nvfp4.round_trip
+
+
+def _by_name(op, function):
+    """function(given): of the op's arguments by name, however they come."""
+    signature = inspect.signature(vars(ops.REFERENCE)[op])
+    return lambda *args, **named: function(signature.bind(*args, **named).arguments)
+
+
+def _changed(op, name, change):
+    """The reference's op with another argument."""
+    return _by_name(op, lambda given: vars(ops.REFERENCE)[op](**given | {name: change(given[name])}))
+
+
+def _spoilt(op, where):
+    """The reference's op whose output is NaN where `where` of its arguments holds."""
+
+    def run(given):
+        vars(ops.REFERENCE)[op](**given)
+        given["out"].masked_fill_(where(given), torch.nan)
+
+    return _by_name(op, run)
+
+
+def _softplus(logits):
+    return logits.exp().add(1).log()
+
+
+def _bias(factor):
+    return lambda bias: None if bias is None else bias * factor
+
+
+def _minus_0_below_0(scores, visible, out):
+    ops.REFERENCE.select(scores.where(~(scores.signbit() & (scores == 0)), -1e-30), visible, out)
+
+
+TINY_FLOOR = fp8.E4M3_MAX * 2.0**-120
+BY_NORM = ("mhc_site", "norm_linears", "norm_rotate", "write_key", "write_entry", "layer_rows", "layer_rows, keys",
+           "layer_rows, entries")  # fmt: skip
+BY_WRITE = ("write_key", "write_entry", "layer_rows, keys", "layer_rows, entries")
+
+
+def _quantising(*names, **functions):
+    return {op: _inside(op, fp8 if "quantise_groups" in functions else nvfp4, **functions) for op in names}
+
+
+def _normed(divide):
+    rms_norm = _norm(divide)
+    return {"rms_norm": rms_norm, "compress": _inside("compress", norm, rms_norm=rms_norm)}
+
+
+def _limit(factor):
+    return {op: _changed(op, "limit", lambda limit: factor * limit) for op in ("experts", "shared")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """fmt: the format in which it is found; changed: what is wrong, by op; also: ops that span these, found too."""
+
+    fmt: str
+    changed: dict
+    also: tuple[str, ...] = ()
+
+
+MUTANTS = {
+    "norm without eps": Mutant("bf16", _normed(lambda square, eps: square.sqrt()), BY_NORM),
+    "norm with ten eps": Mutant("bf16", _normed(lambda square, eps: (square + 10 * eps).sqrt()), BY_NORM),
+    "norm with eps behind the root": Mutant("released", _normed(lambda square, eps: square.sqrt() + eps), BY_NORM),
+    "norm with eps as the least": Mutant("fp32", _normed(lambda square, eps: square.clamp(min=eps).sqrt()), BY_NORM),
+    "mhc without the norm's eps, other sinks": Mutant("bf16", {
+        "mhc_pre": _configured(rms_norm_eps=0.0), "select": _minus_0_below_0, **_limit(1e6),
+        "fmha": _changed("fmha", "sink", lambda sink: sink - math.inf),
+        "route": _changed("route", "bias", _bias(0.0)),
+    }, ("mhc_site", "fmha_rotate")),
+    "mhc with ten of the norm's eps, more sink": Mutant("bf16", {
+        "mhc_pre": _configured(rms_norm_eps=1e-5), **_limit(10),
+        "fmha": _changed("fmha", "sink", lambda sink: sink + math.log(10)),
+        "route": _changed("route", "bias", _bias(10.0)),
+    }, ("mhc_site", "fmha_rotate")),
+    "mhc without hc_eps, exponentials without a maximum": Mutant("bf16", {
+        "mhc_pre": _configured(hc_eps=0.0),
+        "fmha": _spoilt("fmha", lambda given: (given["lse"] > 88).unsqueeze(-1)),
+        "compress": _spoilt("compress", lambda given: given["tail"].nan_to_num().abs().max() > 88),
+        "route": _inside("route", torch.nn.functional, softplus=_softplus),
+    }, ("mhc_site", "fmha_rotate", "write_entry", "layer_rows, entries")),
+    "mhc with ten hc_eps": Mutant("bf16", {"mhc_pre": _configured(hc_eps=1e-5)}, ("mhc_site",)),
+    "mhc whose combination has no hc_eps": Mutant("bf16", {"mhc_pre": _combined(0.0)}, ("mhc_site",)),
+    "mhc whose combination has ten hc_eps": Mutant("bf16", {"mhc_pre": _combined(1e-5)}, ("mhc_site",)),
+    "no FP8 floor": Mutant(
+        "released", _quantising("linear", "experts", "shared", "write", **_floor(TINY_FLOOR)),
+        ("two_linears", "norm_linears", *BY_WRITE),
+    ),
+    "ten FP8 floors": Mutant(
+        "released", _quantising("linear", "write", **_floor(1e-3)), ("two_linears", "norm_linears", *BY_WRITE)
+    ),
+    "NVFP4 without saturation": Mutant(
+        "nvfp4", _quantising("linear", "grouped_linear", "experts", "shared", round_trip=_unsaturated), ("two_linears",)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MUTANTS)
+def test_a_kernel_with_another_constant_fails(what, capsys):
+    mutant = MUTANTS[what]
+    faults = _faults(mutant.fmt, mutant.changed)
+    for op in (*mutant.changed, *mutant.also):
+        assert any(re.match(rf"\S+ {op}(, as one)?: ", fault) for fault in faults), f"{op} passes"
+
+
+@pytest.mark.parametrize("fmt", first(FORMATS))
+def test_the_reference_passes(fmt, capsys):
+    assert not _faults(fmt, {})
+
+
+def test_inputs_are_left_alone():
+    x = torch.ones(2, 4)
+    found = list(edges("rms_norm", {"x": x, "weight": None}))
+    assert [float(given["x"][0, 0]) for _, given in found] == [0.0, 2.0**-10, 2.0**-30] and bool((x == 1).all())
+    assert [said for said, _ in found] == ["x times 0", "x times 0.000976562", "x times 9.31323e-10"]
+    assert not list(edges("locate", {}))
+    calls = [("norm_rotate", {"x": x}), ("index_query", {"x": x})]
+    assert [[float(one["x"][0, 0]) for one in given] for _, given in together(calls)] == [
+        [0.0, 0.0], [2.0**-10, 2.0**-30], [2.0**-30, 2.0**-30]
+    ]  # fmt: skip

@@ -296,6 +296,8 @@ def test_an_answer_may_have_hundreds_of_tensors(tmp_path):
          "one.py:1: an answer must not contain itself, and a list in it does"),
         ("def custom_kernel(data):\n    for _ in range(40):\n        data = [data]\n    return data\n", "RUNTIME_ERROR",
          "one.py:1: an answer must be nested at most 32 deep, the limit of this judge"),
+        ("def custom_kernel(data):\n    return 'x' * 2**28\n", "RUNTIME_ERROR",
+         "one.py:1: an answer's texts may have at most 131072 characters in all, the limit of this judge"),
         ("class Half(float):\n    pass\n\ndef custom_kernel(data):\n    return Half(0.5)\n", "INCORRECT",
          "custom_kernel must return Tensor, got float"),
     ],

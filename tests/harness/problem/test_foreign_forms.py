@@ -153,6 +153,15 @@ FAULTS = {  # what a folder has besides, its cases, what the judge says of it
         "def check_implementation(data, output):\n    return ['differs']\n", TASK,
         r"check_implementation refuses the reference's own answer too: \['differs'\]",
     ),
+    "says_nothing": (
+        "def check_implementation(data, output):\n    return False, ''\n", TASK,
+        "check_implementation refuses the reference's own answer too$",
+    ),
+    "check_raises_on_all": (
+        "def check_implementation(data, output):\n    return output.lost\n", TASK,
+        "^[^\n]*: check_implementation raises on the reference's own answer too: reference.py:18: AttributeError: "
+        "'Tensor' object has no attribute 'lost'$",
+    ),
     "another_argument": (
         "", "tests: [{m: 5, seed: 3}]\n",
         r"task.yml: a case must name what generate_input takes, \(n, seed\), got m=5, seed=3: missing a required "
@@ -273,6 +282,12 @@ def reasons(tmp_path, task: str, reference: str, submission: str) -> list[tuple[
 def test_nothing_is_written_into_a_folder(tmp_path):
     assert reasons(tmp_path, TASK, "", DOUBLED) == [("PASSED", "")] * 2
     assert {path.name for path in tmp_path.iterdir()} == {"task.yml", "reference.py", "one.py"}
+
+
+def test_a_check_that_gives_no_reason_gets_one(tmp_path):
+    check = "def check_implementation(data, output):\n    return torch.equal(output, ref_kernel(data)), ''\n"
+    said = "check_implementation returned False, and True for the reference's own answer"
+    assert reasons(tmp_path, TASK, check, TRIPLED) == [("INCORRECT", said)] * 2
 
 
 def test_an_import_that_takes_too_long_names_the_limit_to_try(tmp_path, monkeypatch):

@@ -162,6 +162,11 @@ FAULTS = {  # what a folder has besides, its cases, what the judge says of it
         "^[^\n]*: check_implementation raises on the reference's own answer too: reference.py:18: AttributeError: "
         "'Tensor' object has no attribute 'lost'$",
     ),
+    "number_as_text": (
+        "def generate_input(n, eps, seed):\n    return _random(n, seed) + eps\n",
+        "tests: [{n: 5, eps: 1e-5, seed: 3}]\n",
+        "task.yml: the case value eps: '1e-5' arrived as text, a number is written 1.0e-5: reference.py:18: TypeError",
+    ),
     "another_argument": (
         "", "tests: [{m: 5, seed: 3}]\n",
         r"task.yml: a case must name what generate_input takes, \(n, seed\), got m=5, seed=3: missing a required "

@@ -28,7 +28,11 @@ class UsageError(ValueError):
 
 
 class ProblemError(RuntimeError):
-    """The problem's own code failed: generator, reference or checker."""
+    """The problem's own code failed: generator, reference or checker. resumable: as of UsageError; what its code raises
+    would be raised again.
+    """
+
+    resumable = False
 
 
 @contextlib.contextmanager

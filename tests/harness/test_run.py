@@ -7,6 +7,7 @@ import pytest
 
 from harness import invocation, run
 from harness.judge import verdict
+from harness.judge.handle import CheckerLost
 from harness.lint import linter
 from harness.problem import folders, task_yml
 from harness.results import output, record
@@ -216,6 +217,17 @@ def test_an_interruption_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(invocation.Run, "main", interrupt)
     assert run.main(["nvfp4_gemv"]) == run.INTERRUPTED_EXIT
     assert "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "goes_on"), [(folders.ProblemError, False), (CheckerLost, True)])
+def test_a_run_is_not_to_go_on_where_the_problems_code_would_raise_again(monkeypatch, capsys, kind, goes_on):
+    def fail(_):
+        raise kind("p's own code failed: reference.py:5: TypeError")
+
+    monkeypatch.setattr(invocation.Run, "main", fail)
+    monkeypatch.setattr(invocation.Run, "kept", "r1")
+    assert run.main(["nvfp4_gemv"]) == output.USAGE_EXIT
+    assert ("go on with --resume r1" in capsys.readouterr().err) is goes_on
 
 
 @pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])

@@ -230,6 +230,14 @@ def test_a_run_is_not_to_go_on_where_the_problems_code_would_raise_again(monkeyp
     assert ("go on with --resume r1" in capsys.readouterr().err) is goes_on
 
 
+@pytest.mark.parametrize("name", ["task.py", "reference.py"])
+def test_a_submission_with_the_name_of_a_module_of_the_problem_is_refused(tmp_path, capsys, name):
+    (tmp_path / name).write_text("def custom_kernel(data):\n    pass\n")
+    assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / name), "--device", "cpu"]) == output.USAGE_EXIT
+    said = f"--submission: {name} has the name of a module of nvfp4_gemv, which it would hide: rename the file"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])
 def test_lint_is_passed_on(monkeypatch, right, status):
     asked = []

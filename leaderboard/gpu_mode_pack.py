@@ -51,7 +51,11 @@ def _packed_written():
 # What the service passes is a plain tuple, since it copies data by hand; the tuples' names come back here.
 TYPED = '''def _packed_named(kind, value):
     """`value`, a tuple of which a service may have dropped the names, as the NamedTuple `kind`, and so on within it."""
-    if not hasattr(kind, "_fields") or (type(value) is not tuple and not isinstance(value, list)):
+    if type(value) is not tuple and not isinstance(value, list):
+        return value
+    if getattr(kind, "__origin__", None) is tuple and kind.__args__[-1] is ...:
+        return tuple(_packed_named(kind.__args__[0], part) for part in value)
+    if not hasattr(kind, "_fields"):
         return value
     parts = zip(kind._fields, value, strict=True)
     return kind(*(_packed_named(kind.__annotations__[name], part) for name, part in parts))

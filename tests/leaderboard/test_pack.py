@@ -218,6 +218,9 @@ def test_a_packed_reference_answers_in_the_form_of_a_submission_and_its_check_te
     wrong = load.from_file(folder, problem.folder / "wrong" / "zeros.py").custom_kernel(tree.clone(data))
     good, said = foreign.said_of(reference, data, wrong)
     assert not good and "mismatch found" in said
+    plain = popcorn.copied(data)  # as the service's eval.py hands it on
+    assert reference.check_implementation(plain, right) == (True, "")
+    assert not reference.check_implementation(plain, wrong)[0]
 
 
 def test_a_folder_with_other_files_is_not_overwritten(tmp_path, capsys):

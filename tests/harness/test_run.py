@@ -230,6 +230,16 @@ def test_a_run_is_not_to_go_on_where_the_problems_code_would_raise_again(monkeyp
     assert ("go on with --resume r1" in capsys.readouterr().err) is goes_on
 
 
+def test_a_run_names_a_damaged_journal_and_keeps_it(monkeypatch, results, capsys):
+    monkeypatch.setattr(invocation.Run, "machine", "box")
+    file = results / "box" / "nvfp4_gemv.20260101T000000-00000001.partial.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("garbage\n")
+    assert run.main(["nvfp4_gemv", "--device", "cpu", "--submission", "lost.py"]) == output.USAGE_EXIT
+    assert f"warning: box/{file.name}:1: broken line" in capsys.readouterr().out
+    assert file.read_text() == "garbage\n"
+
+
 @pytest.mark.parametrize("name", ["task.py", "reference.py"])
 def test_a_submission_with_the_name_of_a_module_of_the_problem_is_refused(tmp_path, capsys, name):
     (tmp_path / name).write_text("def custom_kernel(data):\n    pass\n")

@@ -283,6 +283,8 @@ class Run:
         for run_id in completed:
             console.say(f"run {run_id} had ended while it wrote its records: they are complete now")
         if args.resume is None:
+            for damage in journal.damaged(self.machine, name):
+                console.say(f"warning: {damage}")
             for run_id in unfinished:
                 console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
         elif completed and (args.resume in completed or not (args.resume or unfinished)):

@@ -164,7 +164,7 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
             code = run.main()
         output.flush()
     except ProblemError as error:
-        code = stopped(f"nothing was judged: {text.clean(error)}")
+        code = stopped(f"nothing was judged: {text.clean(error)}", error.resumable)
     except UsageError as error:
         code = stopped(text.line(error), error.resumable)
     except output.ClosedError:

@@ -51,7 +51,11 @@ def _packed_written():
 # What the service passes is a plain tuple, since it copies data by hand; the tuples' names come back here.
 TYPED = '''def _packed_named(kind, value):
     """`value`, a tuple of which a service may have dropped the names, as the NamedTuple `kind`, and so on within it."""
-    if not hasattr(kind, "_fields") or (type(value) is not tuple and not isinstance(value, list)):
+    if type(value) is not tuple and not isinstance(value, list):
+        return value
+    if getattr(kind, "__origin__", None) is tuple and kind.__args__[-1] is ...:
+        return tuple(_packed_named(kind.__args__[0], part) for part in value)
+    if not hasattr(kind, "_fields"):
         return value
     parts = zip(kind._fields, value, strict=True)
     return kind(*(_packed_named(kind.__annotations__[name], part) for name, part in parts))
@@ -175,12 +179,19 @@ _packed_reference = ref_kernel
 
 
 def ref_kernel(data):
-    """The answer in higher precision. data: as generate_input makes it, or a copy without names."""
-    return _packed_reference(_packed_named({data}, data))
+    """The answer as a submission gives it, rounded to the dtypes of the outputs. data: as generate_input makes it, or
+    a copy without names.
+    """
+    data = _packed_named({data}, data)
+    exact = _packed_reference({given})
+    exact = exact if isinstance(exact, tuple) else (exact,)
+    outputs = [getattr({holder}, name) for name in {outputs!r}]
+    rounded = [torch.empty_like(output).copy_(one) for output, one in zip(outputs, exact, strict=True)]
+    return tuple(rounded) if len(rounded) > 1 else rounded[0]
 
 
 def check_implementation(data, output) -> tuple[bool, str]:
-    """(whether `output` is right, what is wrong)."""
+    """(whether `output` is right, what is wrong), by the exact answer, in higher precision."""
     data = _packed_named({data}, data)
     result = compare(data, _packed_reference({given}), output)
     return result.ok, result.message
@@ -228,7 +239,8 @@ def task_folder(problem: Problem) -> dict[str, str]:
     wanted = [name for s in task.main.statements for name in s.names if name not in OURS]
     roots = [("task", name) for name in wanted]
     made = "_packed_input(**case, device=device)"
-    if any("generate_weights" in one.names for one in reference.main.statements):
+    split = any("generate_weights" in one.names for one in reference.main.statements)
+    if split:
         made = f"{data}(generate_weights(**case, device=device), *{made})"
     arguments = ", ".join([*problem.tests[0].params, "seed"])
     kept = [
@@ -238,14 +250,15 @@ def task_folder(problem: Problem) -> dict[str, str]:
     lines = {*reference.import_lines(kept, whole=False), "import torch", f"from task import {data}"}
     here = [name for name in OURS if f"from task import {name}" in lines]  # which the reference wants all the same
     lines -= {f"from task import {name}" for name in here}
-    said = load.constants(task_file, *here, "INOUT")
+    said = load.constants(task_file, *here, "INOUT", "OUTPUTS")
     inout = bool(said.get("INOUT"))  # then the reference may overwrite what it gets
     lines |= {"import copy"} if inout else set()
     text = f'"""{_docstring(reference_file)}"""\n\n' + "\n".join(_sorted(lines)) + "\n\n\n"
     text += "".join(f"{name} = {said[name]!r}\n" for name in here) + ("\n\n" if here else "")
     text += f"{reference.text(kept, whole=False)}\n" + GENERATE.format(arguments=arguments, data=data, made=made)
     given = "copy.deepcopy(data)" if inout else "data"
-    text += CHECK.format(data=data, typed=TYPED.rstrip(), given=given)
+    form = {"holder": "data.outputs" if split else "data", "outputs": said["OUTPUTS"]}
+    text += CHECK.format(data=data, typed=TYPED.rstrip(), given=given, **form)
     both = f'"""{_docstring(task_file)}"""\n\n' + "\n".join(_sorted(task.import_lines(roots, whole=False)))
     both += f"\n\n\n{task.text(roots, whole=False)}\n"
     files = [{"name": "submission.py", "source": "@SUBMISSION@"}]

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.problem import sources
 from harness.results import output, record, text
 from harness.results.screen import Screen, track
 from leaderboard import board, latency, provenance, tables
@@ -210,10 +211,23 @@ def _print(console: Console, header: list[str], rows: list[list[str]], styles: l
     console.print(grid)
 
 
+def _problem(words: str, results: Path) -> str:
+    """Return the name that the records of a problem have. words: its name or folder. ValueError: there is none."""
+    if not words.strip():
+        raise ValueError(f"PROBLEM must be a name or a folder, got {words!r}")
+    folder = Path(words).resolve()
+    recorded = {file.stem for machine in results.glob("*") for file in record_files(machine)}
+    if (name := sources.qualified(folder)) in recorded:  # of a folder from elsewhere
+        return name
+    if (load.PROBLEMS / folder.name / "task.py").is_file() or folder.name in recorded:
+        return folder.name
+    others = sorted(name for name in recorded if name.startswith(f"{folder.name}@"))
+    hint = f": there are records of {', '.join(others)}" if others else ""
+    raise ValueError(f"no problem {folder.name}: neither a folder of problems/ nor a file of records{hint}")
+
+
 def report(options: argparse.Namespace) -> int:
-    for name in options.problems:
-        if not (load.PROBLEMS / name / "task.py").is_file() and not any(options.results.glob(f"*/{name}.jsonl")):
-            raise ValueError(f"no problem {name}: neither a folder of problems/ nor a file of records")
+    options.problems = [_problem(words, options.results) for words in options.problems]
     folders = sorted(path.name for path in options.results.glob("*") if path.is_dir())
     if options.machine is not None and options.machine not in folders:
         raise ValueError(f"--machine: no folder {options.machine} in {options.results} (there are: {_list(folders)})")

@@ -64,7 +64,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: leaderboard/results")
     parser.add_argument("--machines", type=Path, default=MACHINES, metavar="FILE", help="default: machines.txt")
     options = parser.parse_args(arguments)
-    options.problems = [Path(name).resolve().name for name in options.problems]
     if options.check and not options.readme:
         options.readme = ROOT / "README.md"
     shown = options.out or options.html or options.serve or options.format != "terminal"

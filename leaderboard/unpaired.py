@@ -144,7 +144,8 @@ def choose(name: str, words: str, results: Path) -> Chosen:
             f"{name} must be a file of records, or words {', '.join(f'{key}=' for key in KEYS)}, got "
             f"{_odd(odd[0]) if odd else repr(words)}"
         )
-    places = [(file, "") for file in files] or [(file, file.parent.name) for file in sorted(results.glob("*/*.jsonl"))]
+    kept = [file for file in sorted(results.glob("*/*.jsonl")) if not file.name.endswith(record.PARTIAL)]
+    places = [(file, "") for file in files] or [(file, file.parent.name) for file in kept]
     records, complaints = [], []
     for file, machine in places:
         if machine and wanted.get("machine", machine) != machine:

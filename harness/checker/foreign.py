@@ -2,6 +2,7 @@
 check says of an answer.
 """
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy
 import torch
 
 from harness.checker import inputs, memory
-from harness.runner import claims, objects, tree
+from harness.runner import claims, failure, objects, tree
 from harness.runner.failure import RefusedError
 
 REQUIRED = ("generate_input", "ref_kernel", "check_implementation")  # functions of reference.py
@@ -74,32 +75,47 @@ def _count(answer: object) -> int:
 def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
     """Return whether the folder's check finds an answer right, and its text. The check returns a pair; or a text or a
     list that is empty if all is right; or a bool, of which the reference's own answer shows the meaning. If it raises,
-    the answer is wrong, unless it raises on the reference's own too. RefusedError: it returns something else, or says
-    that the reference's own answer is wrong as well.
+    the answer is wrong, unless it raises on the reference's own too. RefusedError: it returns something else, or
+    raises on the reference's own answer, or says that it is wrong as well.
     """
 
     def check(something: object) -> object:
         return reference.check_implementation(tree.clone(data), something)
 
+    def of_own() -> object:
+        """What the check says of the reference's own answer."""
+        answer = reference.ref_kernel(tree.clone(data))
+        try:
+            return check(answer)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            said = failure.of_folder(error, Path(str(reference.__file__))).partition("\n")[0]
+            raise RefusedError(f"check_implementation raises on the reference's own answer too: {said}") from None
+
     try:
         said = check(answer)
     except Exception as error:  # whatever a folder's check raises
-        check(reference.ref_kernel(tree.clone(data)))
+        of_own()
         return False, f"{RAISED} {type(error).__name__}: {error}"
     if (plain := _verdict(said)) and plain[0]:
         return plain
     if plain:
-        own = _verdict(check(reference.ref_kernel(tree.clone(data))))
+        own = _verdict(of_own())
         if own and not own[0]:
-            raise RefusedError(f"check_implementation refuses the reference's own answer too: {own[1]:.200}")
-        return plain
+            text = f": {own[1]:.200}" if own[1].strip() else ""
+            raise RefusedError(f"check_implementation refuses the reference's own answer too{text}")
+        return False, plain[1] if plain[1].strip() else _returned(False)
     if not _is_bool(said):
         raise RefusedError(
             "check_implementation must return (right, text), a text or a list that is empty if all is right, or a "
             f"bool, got {said!r:.200}"
         )
-    good = bool(said) == bool(check(reference.ref_kernel(tree.clone(data))))
-    return good, f"check_implementation returned {bool(said)}, and {not bool(said)} for the reference's own answer"
+    return bool(said) == bool(of_own()), _returned(bool(said))
+
+
+def _returned(said: bool) -> str:
+    return f"check_implementation returned {said}, and {not said} for the reference's own answer"
 
 
 def _verdict(said: object) -> tuple[bool, str] | None:

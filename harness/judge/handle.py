@@ -26,6 +26,8 @@ FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
 class CheckerLost(ProblemError):
     """The checker ended, or was killed, before it answered."""
 
+    resumable = True  # say for want of memory
+
 
 class DeviceError(RuntimeError):
     """The device does not compute any more, so none of its results can be believed."""

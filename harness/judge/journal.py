@@ -29,6 +29,7 @@ from harness.judge.outcome import Batch, Outcome
 from harness.problem.folders import UsageError
 from harness.results import record, schema, text
 
+_LEFT_OUT = ": left out"  # ends a complaint about a line
 _RUN_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
 
@@ -108,12 +109,12 @@ class Journal:
         """Return the journal of run `run_id`, by default of the problem's newest unfinished run that no process holds.
         The file stays as it is until `go_on`, because the run may still be refused.
 
-        UsageError: there is none, or a process that still lives holds it.
+        UsageError: there is none, its plan is damaged, or a process that still lives holds it.
         """
         found = unfinished(machine, problem)
         if run_id is not None:
             found = [path for path in found if _split(path)[1] == run_id]
-        held = []
+        held, spoilt = [], []
         for path in reversed(found):
             try:
                 file = _hold(path)
@@ -124,12 +125,16 @@ class Journal:
                 continue  # its process has just finished
             journal = cls(path, file, *_parse(file.read(), path))
             if not journal.begun:
-                file.close()  # killed before it had begun; `settle` removes it
+                file.close()
+                spoilt.append(_damage(journal))
                 continue
+            journal.complaints += spoilt
             return journal
         which = f"run {run_id}" if run_id else "unfinished run"
         if held:
             raise UsageError(f"--resume: {', '.join(held)} of {problem} is being run by another process")
+        if spoilt:
+            raise UsageError(f"--resume: {'; '.join(spoilt)}")
         known = ", ".join(_split(path)[1] for path in unfinished(machine, problem)) or "none"
         raise UsageError(f"--resume: no {which} of {problem} on {machine} (unfinished: {known})")
 
@@ -224,7 +229,7 @@ def unfinished(machine: str, problem: str) -> list[Path]:
 
 
 def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
-    """Complete what killed runs had left to append, and remove journals of runs that were killed before they began.
+    """Complete what killed runs had left to append, and remove journals that hold nothing.
     Return (run ids whose records were completed, run ids that --resume can continue), without those of living
     processes.
     """
@@ -242,10 +247,30 @@ def settle(machine: str, problem: str) -> tuple[list[str], list[str]]:
                 completed.append(journal.run_id)
             elif journal.begun:
                 open_ones.append(journal.run_id)
-            elif not journal.lines and data.count(b"\n") <= 1:  # a torn plan; what holds more is kept for a person
+            elif not data:  # a journal has its name only once its plan is written: anything else is kept for a person
                 with record.storing(path):
                     path.unlink()
     return completed, open_ones
+
+
+def damaged(machine: str, problem: str) -> list[str]:
+    """Return what is wrong with each journal that has no plan, and what to do about it."""
+    found = []
+    for path in unfinished(machine, problem):
+        with contextlib.suppress(FileNotFoundError), _telling(path), path.open("rb") as file:
+            journal = Journal(path, file, *_parse(file.read(), path))
+            found += [] if journal.begun else [_damage(journal)]
+    return found
+
+
+def _damage(journal: Journal) -> str:
+    """Return what is wrong with a journal that has no plan, and what to do about it."""
+    where = f"{journal.path.parent.name}/{journal.path.name}"
+    first = journal.complaints[0].removesuffix(_LEFT_OUT) if journal.complaints else f"{where}: no line is its plan"
+    return (
+        f"{first}. A run cannot go on without its plan, the first line: mend that line of "
+        f"{journal.path}, or move the file away"
+    )
 
 
 def outputs(machine: str, problem: str, run_id: str | None = None) -> dict:
@@ -331,7 +356,7 @@ def _parse(data: bytes, path: Path) -> tuple[list[dict], list[str]]:
             _check(found)
             lines.append(found)
         except ValueError as error:
-            complaints.append(f"{source}:{number}: {text.line(error, 200)}: left out")
+            complaints.append(f"{source}:{number}: {text.line(error, 200)}{_LEFT_OUT}")
     return lines, record.shortened(complaints, source)
 
 

@@ -277,12 +277,14 @@ def _made(case: Case, seed: int, baselines: bool) -> dict:
 
 
 def left_out(rows: list[Row]) -> list[str]:
-    """Return the inputs that the reference reads and that no case needs: zero or constant wherever it looks."""
+    """Return the inputs that the reference reads and that no case needs: zero or constant wherever it looks. If zeros
+    could not be tried in a case, nothing is shown.
+    """
     by_name = {row.name: row for row in rows}
     found = []
     for row in rows:
         stem, change, of = row.name.partition(" zero")
-        if row.kind != trivial.ALONE or not change or any(said.startswith(trivial.REFUSES) for said in row.absent):
+        if row.kind != trivial.ALONE or not change or row.absent.keys() - {trivial.UNCHANGED}:
             continue
         if not row.refused and not row.missed and by_name[f"{stem} shifted{of}"].refused:
             found.append(f"{stem}{of}: the answer depends on it, but not on whether it is left out, in any case")

@@ -33,7 +33,7 @@ PART = (
     "part"  # of a folder from elsewhere: spoilt, or one part of several. It may leave the answer as it is in all cases
 )
 QUESTION = "question"  # spoilt in a way that some problems admit: what is let through is asked, and is no hole
-REFUSES = "the reference refuses such inputs"  # how it is said of a change that it was not tried
+UNCHANGED = "the inputs stay as they are"  # of a change that changes nothing, as of zeros in an input of zeros
 BASELINE_KINDS = (BLIND, COPY, DERIVED)  # what PEER_TOL must tell from an answer too
 BY_CHECK = ", by check_implementation"  # ends the names of candidates that go through it; own folders have compare too
 ALL_PARTS = ", all parts"  # ends the names of candidates in which each of several parts is other
@@ -363,7 +363,7 @@ class Trivial(Checker):
 
     def _narrowed_answer(self, j: int) -> torch.Tensor:
         """The true values rounded to the next narrower format, significand only, then to the output's type."""
-        exact = _floating(self.exact[j])
+        exact = _filled(_floating(self.exact[j]))
         kept = NARROWER_ANSWER[self._admitted(exact.dtype)]
         return values.like(exact, values.cast(values.rounded(values.numbers(self.truth[j]), kept), exact.dtype))
 
@@ -421,15 +421,17 @@ class Trivial(Checker):
         if not apt:
             return AbsentError("no input is of a floating-point type, and no others are scaled or rounded")
         if not changed:
-            return AbsentError("the inputs stay as they are")
+            return AbsentError(UNCHANGED)
         try:
             truth = self._outputs_of(self._solve(data))
         except Exception as error:
             if "CUDA error" in str(error):
                 raise SystemExit(1) from error  # the context is lost; the parent starts another process
-            return AbsentError(f"{REFUSES}: {type(error).__name__}: {error}")
+            return AbsentError(f"the reference refuses such inputs: {type(error).__name__}: {error}")
         if not _alike(truth, self.exact):
-            return AbsentError("the answer to such inputs has another shape")
+            return AbsentError(
+                "the answer to such inputs has another shape; a wrong file that ignores them would show that they count"
+            )
         # Saturated: an infinity would be refused for being one.
         return [
             values.like(e, t if t.dtype == e.dtype else values.cast(values.numbers(t), e.dtype)) if _is_tensor(e) else t

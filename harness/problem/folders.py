@@ -28,7 +28,11 @@ class UsageError(ValueError):
 
 
 class ProblemError(RuntimeError):
-    """The problem's own code failed: generator, reference or checker."""
+    """The problem's own code failed: generator, reference or checker. resumable: as of UsageError; what its code raises
+    would be raised again.
+    """
+
+    resumable = False
 
 
 @contextlib.contextmanager
@@ -219,11 +223,17 @@ def problem_names() -> list[str]:
 
 
 def submission(problem: Problem, file: Path, option: str = "--submission") -> Submission:
-    """What the submission `file`, which `option` names, says of itself. UsageError: no such file, no Python, an unknown
-    target, or ONLY or setup where these may not stand, or ONLY with other fields than the cases have.
+    """What the submission `file`, which `option` names, says of itself. UsageError: no such file, no Python, the name
+    of a module of the problem, an unknown target, or ONLY or setup where these may not stand, or ONLY with other fields
+    than the cases have.
     """
     if not file.is_file():
         raise UsageError(f"{option} must be a Python file, found none at {file}")
+    modules = {name: problem.folder / name for name in ("task.py", "reference.py")} | problem.files | problem.helpers
+    if file.name in modules and modules[file.name].resolve() != file.resolve():
+        raise UsageError(
+            f"{option}: {file.name} has the name of a module of {problem.name}, which it would hide: rename the file"
+        )
     with reading(file.name):
         return _entry(problem, file)
 

@@ -14,8 +14,10 @@ import torch
 
 from harness.runner import gate, objects, tree
 from harness.runner.buffers import MappedBuffer, Page
+from harness.runner.failure import RefusedError
 
 CLAIMS = gate.RETURNED  # returned objects in a reply, besides the tuples, lists, dicts and dataclasses around them
+TEXT_CHARS = 2**17  # of all texts in a returned object: a reply takes a few MiB
 # What a tensor that came back may span, gaps between its elements included: times its elements, and bytes more. Of
 # more, most of what the judge copies and watches would be gaps.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -85,24 +87,35 @@ def capture_any(result: object, captures: list[dict], buffer: MappedBuffer) -> l
 def structure(value: Any, left: list[int] | None = None) -> dict:
     """What a call returned: of a tuple, a list or a dict what is in it, of a plain value the value, else its form.
 
-    left: how many more objects are told of.
+    left: how many more objects, and characters of texts, are told of. RefusedError: there are more characters.
     """
-    left = [CLAIMS] if left is None else left
+    left = [CLAIMS, TEXT_CHARS] if left is None else left
     inner = tree.within_answer(value)
     left[0] -= not (inner and inner[1])  # an empty one is an object too, so that there is an end
     if inner is not None:
         keys, items = inner
         kind = next((kind.__name__ for kind in (tuple, list, dict) if isinstance(value, kind)), "dataclass")
-        said = [json.dumps(key) if type(key) in tree.PLAIN else type(key).__name__ for key in keys[: max(0, left[0])]]
+        keys_told = keys[: max(0, left[0])]
+        said = [_json(key, left) if type(key) in tree.PLAIN else type(key).__name__ for key in keys_told]
         items = [structure(item, left) for item in items if left[0] > 0]
         return {"type": kind, "value": type(value).__name__, **({"keys": said} if keys else {}), "items": items}
     if value is None or isinstance(value, int | float | str):
-        return {"type": "value", "value": json.dumps(value)}
+        return {"type": "value", "value": _json(value, left)}
     if type(value) in tree.NUMBERS:
         return {"type": "value", "value": json.dumps(value.item())}
     if (array := objects.array_of(value)) is not None:
         return {**form(tree.shared(array)), "value": "ndarray"}
     return form(value)
+
+
+def _json(value: float | str | None, left: list[int]) -> str:
+    """Return JSON of a plain value. left: as of `structure`, which receives what remains."""
+    left[1] -= len(value) if isinstance(value, str) else 0
+    if left[1] < 0:
+        raise RefusedError(
+            f"an answer's texts may have at most {TEXT_CHARS} characters in all, the limit of this judge"
+        )
+    return json.dumps(value)
 
 
 def _is_plain(item: object) -> TypeGuard[torch.Tensor]:

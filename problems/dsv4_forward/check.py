@@ -225,7 +225,7 @@ def _see_kernels(text: str, target: str) -> None:
 def _cases(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """(configuration, format) of each. Refused: no such configuration."""
     known = CASES[torch.device(args.device).type]
-    if args.config:
+    if args.config is not None:
         try:
             config.find(args.config)
         except ValueError as error:

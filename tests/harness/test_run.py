@@ -7,6 +7,7 @@ import pytest
 
 from harness import invocation, run
 from harness.judge import verdict
+from harness.judge.handle import CheckerLost
 from harness.lint import linter
 from harness.problem import folders, task_yml
 from harness.results import output, record
@@ -216,6 +217,35 @@ def test_an_interruption_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(invocation.Run, "main", interrupt)
     assert run.main(["nvfp4_gemv"]) == run.INTERRUPTED_EXIT
     assert "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "goes_on"), [(folders.ProblemError, False), (CheckerLost, True)])
+def test_a_run_is_not_to_go_on_where_the_problems_code_would_raise_again(monkeypatch, capsys, kind, goes_on):
+    def fail(_):
+        raise kind("p's own code failed: reference.py:5: TypeError")
+
+    monkeypatch.setattr(invocation.Run, "main", fail)
+    monkeypatch.setattr(invocation.Run, "kept", "r1")
+    assert run.main(["nvfp4_gemv"]) == output.USAGE_EXIT
+    assert ("go on with --resume r1" in capsys.readouterr().err) is goes_on
+
+
+def test_a_run_names_a_damaged_journal_and_keeps_it(monkeypatch, results, capsys):
+    monkeypatch.setattr(invocation.Run, "machine", "box")
+    file = results / "box" / "nvfp4_gemv.20260101T000000-00000001.partial.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("garbage\n")
+    assert run.main(["nvfp4_gemv", "--device", "cpu", "--submission", "lost.py"]) == output.USAGE_EXIT
+    assert f"warning: box/{file.name}:1: broken line" in capsys.readouterr().out
+    assert file.read_text() == "garbage\n"
+
+
+@pytest.mark.parametrize("name", ["task.py", "reference.py"])
+def test_a_submission_with_the_name_of_a_module_of_the_problem_is_refused(tmp_path, capsys, name):
+    (tmp_path / name).write_text("def custom_kernel(data):\n    pass\n")
+    assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / name), "--device", "cpu"]) == output.USAGE_EXIT
+    said = f"--submission: {name} has the name of a module of nvfp4_gemv, which it would hide: rename the file"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])

@@ -40,6 +40,12 @@ def test_two_variants_are_compared_case_by_case_and_in_the_geomean(capsys, resul
         assert float(lo) < float(ratio) < float(hi) and float(ratio) == pytest.approx(1.5 / 1.1, rel=1e-3)
 
 
+def test_a_journal_of_a_run_in_progress_is_no_file_of_records(capsys, results):
+    (results / "gpu-box" / "nvfp4_gemv.20260101T000000-00000001.partial.jsonl").write_text('{"kind": "plan"}\n')
+    code, _, err = said(capsys, results, "variant=sm90_v2", "variant=sm90_v1 machine=gpu-box")
+    assert (code, err) == (0, "")
+
+
 def test_it_says_that_it_is_unpaired_and_what_differs(capsys, results):
     _, out, _ = said(capsys, results, "variant=sm90_v1 machine=other-box", "variant=sm90_v1 machine=gpu-box")
     assert "on Another GPU, commit fedcba987654" in out and "on Imaginary GPU, commit 0123456789ab" in out

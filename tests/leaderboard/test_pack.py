@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from harness import run
+from harness.checker import foreign
 from harness.problem import folders, scan
+from harness.runner import tree
 from leaderboard import gpu_mode_pack, pack
 from problems.common import load
 from tests.support import SUPPORT, forked, popcorn
@@ -191,10 +193,34 @@ def test_the_folder_is_read_as_one_of_the_service_and_its_check_works_on_plain_t
     reference = load.module(folder, "reference")
     data = popcorn.copied(reference.generate_input(**SMALL["moe_gemm"], seed=5))
     want = reference.ref_kernel(data)
-    assert reference.check_implementation(data, want.bfloat16()) == (True, "")
-    good, said = reference.check_implementation(data, want.bfloat16() * 1.1)
+    assert reference.check_implementation(data, want) == (True, "")
+    good, said = reference.check_implementation(data, want * 1.1)
     assert not good and "mismatch found" in said
     assert all("stream" not in path.read_text().lower() for path in folder.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", [name for name in folders.problem_names() if not folders.find(name).composition])
+def test_a_packed_reference_answers_in_the_form_of_a_submission_and_its_check_tells_wrong_answers(tmp_path, name):
+    """The judge shows a check the reference's own answer too, where that finds an answer wrong."""
+    problem, folder = folders.find(name), tmp_path / "packed"
+    folder.mkdir()
+    for file, content in gpu_mode_pack.task_folder(problem).items():
+        (folder / file).write_text(content)
+    reference, case = load.module(folder, "reference"), problem.tests[0]
+    data = reference.generate_input(**case.params, seed=case.seed)
+    outputs = load.constants(problem.folder / "task.py", "OUTPUTS")["OUTPUTS"]
+    holder = getattr(data, "outputs", data)
+    right = reference.ref_kernel(data)
+    answers = right if isinstance(right, tuple) else (right,)
+    assert isinstance(right, tuple) == (len(outputs) > 1)
+    assert [one.dtype for one in answers] == [getattr(holder, output).dtype for output in outputs]
+    assert foreign.said_of(reference, data, right) == (True, "")
+    wrong = load.from_file(folder, problem.folder / "wrong" / "zeros.py").custom_kernel(tree.clone(data))
+    good, said = foreign.said_of(reference, data, wrong)
+    assert not good and "mismatch found" in said
+    plain = popcorn.copied(data)  # as the service's eval.py hands it on
+    assert reference.check_implementation(plain, right) == (True, "")
+    assert not reference.check_implementation(plain, wrong)[0]
 
 
 def test_a_folder_with_other_files_is_not_overwritten(tmp_path, capsys):

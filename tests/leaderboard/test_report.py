@@ -12,6 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 from matplotlib import image
 
+from harness.problem import sources
 from harness.results import record
 from leaderboard import board, pages, report, tables
 from problems.common import load
@@ -92,6 +93,20 @@ def test_machine_and_problem_choose(capsys, results):
     assert "cpu_v1" in out and "gpu-box" not in out and "other" not in out
     code, _, err = said(capsys, "--results", results, "no_such_problem")
     assert code == 2 and "no problem no_such_problem" in err
+    code, _, err = said(capsys, "--results", results, "")
+    assert code == 2 and "PROBLEM must be a name or a folder, got ''" in err
+
+
+def test_a_folder_from_elsewhere_is_found_by_its_path(capsys, results, tmp_path):
+    folder = tmp_path / "set" / "vector_sum"
+    folder.mkdir(parents=True)
+    name = sources.qualified(folder)
+    file = write(tmp_path, "elsewhere", [one | {"problem": name, "target": "cpu"} for one in full("mine", 1.0)])
+    file.rename(results / "cpu-box" / f"{name}.jsonl")
+    code, out, _ = said(capsys, "--results", results, str(folder))
+    assert code == 0 and "mine" in out and "cpu_v1" not in out
+    code, _, err = said(capsys, "--results", results, "vector_sum")
+    assert code == 2 and f"nor a file of records: there are records of {name}" in err
 
 
 @pytest.mark.parametrize("form", ["terminal", "markdown", "csv"])

@@ -125,14 +125,25 @@ def test_a_resume_that_is_refused_changes_nothing(end):
     assert [line["kind"] for line in journal._parse(path.read_bytes(), path)[0]][-1] == "resumed"
 
 
-def test_a_journal_without_a_plan_is_nothing(results):
+def test_an_empty_journal_is_removed_and_one_of_garbage_is_kept_and_named(results):
     (results / "box").mkdir()
-    for torn in (b"", b'{"kind": "pla'):
-        path = results / "box" / f"p.{RUN_IDS[0]}.partial.jsonl"
-        path.write_bytes(torn)
-        with pytest.raises(UsageError, match="no unfinished run of p on box"):
-            Journal.resume("box", "p")
-        assert journal.settle("box", "p") == ([], []) and not path.exists()
+    path = results / "box" / f"p.{RUN_IDS[0]}.partial.jsonl"
+    path.write_bytes(b"")
+    assert journal.settle("box", "p") == ([], []) and not path.exists()
+    for garbage in (b'{"kind": "pla', b"\0" * 99, b"\n\n"):
+        path.write_bytes(garbage)
+        assert journal.settle("box", "p") == ([], []) and path.read_bytes() == garbage
+        (said,) = journal.damaged("box", "p")
+        assert f"box/{path.name}:" in said and f"mend that line of {path}, or move the file away" in said
+
+
+def test_an_older_run_goes_on_and_the_damaged_newer_one_is_named():
+    filled().close()
+    newer = begun(RUN_IDS[1])
+    newer.path.write_bytes(b"{\n")
+    newer._file.close()
+    again = Journal.resume("box", "p")
+    assert again.run_id == RUN_IDS[0] and f"{RUN_IDS[1]}.partial.jsonl:1: broken line" in again.complaints[0]
 
 
 # --- who holds it
@@ -427,8 +438,9 @@ def test_a_journal_whose_plan_is_broken_is_kept_for_a_person():
     for plan_ in (b"{", b'{"kind": "plan"}', b'{"kind": "plan", "run_id": 5}'):
         source.path.write_bytes(b"\n".join([plan_, *lines[1:]]))
         assert journal.settle("box", "p") == ([], []) and source.path.exists()
-        with pytest.raises(UsageError, match="no unfinished run"):
-            Journal.resume("box", "p")
+        for run_id in (None, RUN_IDS[0]):
+            with pytest.raises(UsageError, match=rf"--resume: box/p\.{RUN_IDS[0]}\.partial\.jsonl:1: .*mend that line"):
+                Journal.resume("box", "p", run_id)
 
 
 def test_a_problems_name_is_no_pattern():

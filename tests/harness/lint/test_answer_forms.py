@@ -114,6 +114,13 @@ def test_expanded_inputs_are_changed_where_they_are_in_memory(tmp_path):
     assert holes == [] and any("zero" in name and row.refused for name, row in rows.items())
 
 
+def test_an_input_that_gives_an_answer_of_another_shape_without_it_is_no_hole(tmp_path):
+    """That zeros could not be tried shows nothing of what the cases need."""
+    rows, holes = surveyed(folder(tmp_path / "forms", "x[x > 0]"))
+    assert holes == []
+    assert rows["0 zero"].note().startswith("not applicable: the answer to such inputs has another shape; a wrong file")
+
+
 @pytest.mark.parametrize("said", SAID)
 def test_every_way_in_which_a_check_answers_is_understood(tmp_path, said):
     assert surveyed(folder(tmp_path / "forms", "{'y': y, 'n': len(x)}", said=said))[1] == []

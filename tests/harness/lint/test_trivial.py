@@ -131,6 +131,21 @@ def test_an_input_that_is_always_zero_may_be_left_out(tmp_path):
         assert holes[0].startswith("bias [y]: the answer depends on it, but not on whether it is left out")
 
 
+def test_an_output_that_is_always_empty_is_not_spoilt(tmp_path):
+    rows, holes = surveyed(
+        folder(
+            tmp_path / "affine",
+            ("y = torch.full((m,)", "y = torch.full((0,)"),
+            ("return terms.sum(1) + data.bias.double(), terms", "return terms[:0].sum(1), terms"),
+            ("compare_y(output[0], want[0], data, baseline)",
+             'check.Result(not check.form_error(output[0], want[0].shape, torch.float16))'),
+        ),
+        baselines=False,
+    )  # fmt: skip
+    assert holes == []
+    assert rows["answer in less precision [y]"].note() == "not applicable: it is empty"
+
+
 def test_an_input_that_nobody_reads_is_named_and_no_hole(tmp_path):
     rows, holes = surveyed(folder(tmp_path / "affine", ("+ data.bias.double(), terms", "+ 0, terms")))
     assert holes == []

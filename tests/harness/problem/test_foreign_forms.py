@@ -153,6 +153,20 @@ FAULTS = {  # what a folder has besides, its cases, what the judge says of it
         "def check_implementation(data, output):\n    return ['differs']\n", TASK,
         r"check_implementation refuses the reference's own answer too: \['differs'\]",
     ),
+    "says_nothing": (
+        "def check_implementation(data, output):\n    return False, ''\n", TASK,
+        "check_implementation refuses the reference's own answer too$",
+    ),
+    "check_raises_on_all": (
+        "def check_implementation(data, output):\n    return output.lost\n", TASK,
+        "^[^\n]*: check_implementation raises on the reference's own answer too: reference.py:18: AttributeError: "
+        "'Tensor' object has no attribute 'lost'$",
+    ),
+    "number_as_text": (
+        "def generate_input(n, eps, seed):\n    return _random(n, seed) + eps\n",
+        "tests: [{n: 5, eps: 1e-5, seed: 3}]\n",
+        "task.yml: the case value eps: '1e-5' arrived as text, a number is written 1.0e-5: reference.py:18: TypeError",
+    ),
     "another_argument": (
         "", "tests: [{m: 5, seed: 3}]\n",
         r"task.yml: a case must name what generate_input takes, \(n, seed\), got m=5, seed=3: missing a required "
@@ -275,6 +289,12 @@ def test_nothing_is_written_into_a_folder(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"task.yml", "reference.py", "one.py"}
 
 
+def test_a_check_that_gives_no_reason_gets_one(tmp_path):
+    check = "def check_implementation(data, output):\n    return torch.equal(output, ref_kernel(data)), ''\n"
+    said = "check_implementation returned False, and True for the reference's own answer"
+    assert reasons(tmp_path, TASK, check, TRIPLED) == [("INCORRECT", said)] * 2
+
+
 def test_an_import_that_takes_too_long_names_the_limit_to_try(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "IMPORT_LIMIT_S", 0.2)
     ((status, said),) = reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", "", f"while True:\n    pass\n\n{DOUBLED}")
@@ -296,6 +316,8 @@ def test_an_answer_may_have_hundreds_of_tensors(tmp_path):
          "one.py:1: an answer must not contain itself, and a list in it does"),
         ("def custom_kernel(data):\n    for _ in range(40):\n        data = [data]\n    return data\n", "RUNTIME_ERROR",
          "one.py:1: an answer must be nested at most 32 deep, the limit of this judge"),
+        ("def custom_kernel(data):\n    return 'x' * 2**28\n", "RUNTIME_ERROR",
+         "one.py:1: an answer's texts may have at most 131072 characters in all, the limit of this judge"),
         ("class Half(float):\n    pass\n\ndef custom_kernel(data):\n    return Half(0.5)\n", "INCORRECT",
          "custom_kernel must return Tensor, got float"),
     ],

@@ -13,7 +13,7 @@ import torch
 
 from harness import invocation, run
 from harness.judge import journal, machine
-from harness.judge.handle import DeviceError, ProblemError
+from harness.judge.handle import CheckerLost, DeviceError
 from harness.problem import folders
 from harness.results import output, record
 from harness.sandbox.policy import SandboxError
@@ -119,7 +119,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch, error):
 def test_the_line_says_how_to_go_on(monkeypatch, capsys, results):
     held = journal.Journal.create("box", "p", {"run_id": "20260101T000000-00000001"})
     held.note("x")
-    for error, code in ((record.StorageError("full"), 2), (ProblemError("x"), 2), (KeyboardInterrupt(), 130),
+    for error, code in ((record.StorageError("full"), 2), (CheckerLost("x"), 2), (KeyboardInterrupt(), 130),
                         (output.ClosedError("gone"), 141)):  # fmt: skip
 
         def fail(self, error=error):

@@ -19,7 +19,7 @@ import torch
 from harness.checker import foreign, forms, inputs, memory
 from harness.checker.guards import Guards
 from harness.runner import claims, failure, flush, gate, native, tree, wire
-from harness.runner.batch import GatePage, written
+from harness.runner.batch import WAKE_S, GatePage, written
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
 from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
@@ -28,8 +28,6 @@ from problems.common import load
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
 # What the present content is, and its answer: what `keep` keeps.
 PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures", "nans", "answer")
-# Of work before a batch: on an H100 whose device had been idle, memory was 16 % slower for 17 to 29 ms of work.
-WAKE_S = 0.05
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 
 

@@ -132,8 +132,6 @@ def _reading(
         checker.ask({"op": "recall", "number": number})
         checker.ask({"op": "fill", "key": keys[place], "runner": handle.name, "buffer": place})
     _, fds = checker.request({"op": "gate_page", "runner": handle.name})
-    if at_once:
-        checker.ask({"op": "wake"})
     try:
         process.child.send({"op": "batch", "at_once": at_once}, tuple(fds))
     finally:

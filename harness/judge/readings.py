@@ -212,6 +212,10 @@ def _undercut(timing: Timing) -> Outcome | None:
         f"judge's own clock, where as many empty ones take {batch.empty_us:.0f} us: a call takes at least "
         f"{batch.least_us:.2f} us"
     )
+    if batch.alone:  # the device may have waited for the host, which is slower at times: no proof
+        return Outcome(
+            "INVALID_MEASUREMENT", f"{said}; a call waits for the device: run again when the machine is idle"
+        )
     if len(timing.batches) > 1:
         return Outcome("CHEAT_SUSPECTED", f"{said}, in each of {len(timing.batches)} batches")
     return Outcome("INVALID_MEASUREMENT", f"{said}; only one batch was read: run again when the machine is idle")

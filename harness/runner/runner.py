@@ -212,6 +212,10 @@ class Runner:
         # The judge's empty calls copy what is copied behind a call whose outputs are its own.
         copies = () if self.module or self.opened["own"] else self._as_many_copies()
         self._sync()
+        if message["at_once"]:
+            # Here, since this processor stays awake too: while a runner waited for the judge's work, it came to enqueue
+            # a call so slowly that the device waited for it.
+            native.wake(batch.WAKE_S)
         native.await_gate(page.seen)
         if message["at_once"]:
             wire.send(self.sock, {"ready": True})

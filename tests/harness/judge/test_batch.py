@@ -70,7 +70,7 @@ class Runner:
 
     def send(self, message: dict, fds: tuple) -> None:
         self.at_once = message["at_once"]
-        self.checker.awake = self.checker.awake and self.at_once
+        self.checker.awake = self.at_once  # it keeps the device busy itself
 
     def answers(self, within_s: float) -> bool:
         return self.at_once or not self.waits
@@ -202,6 +202,8 @@ HONEST = Batch(16, 100 + 16 * 20.0, 100.0, 5.0)
     [
         (20.0, [HONEST], None), (18.1, [HONEST], None), (10.0, [HONEST], "INVALID_MEASUREMENT"),
         (10.0, [HONEST, HONEST], "CHEAT_SUSPECTED"),
+        # The device may have waited for the host, whatever the number of readings.
+        (10.0, [dataclasses.replace(HONEST, alone=True)] * 2, "INVALID_MEASUREMENT"),
         # A busy machine made one reading longer: the other excuses the claim.
         (20.0, [dataclasses.replace(HONEST, us=5000.0), HONEST], None), (10.0, [], None),
     ],

@@ -59,7 +59,9 @@ def test_a_right_submission_has_a_reading(session, tmp_path, name):
     found = batch.read(session, mine, judge, contents)
     batch.drop(session)
     assert isinstance(found, Batch), found
-    assert alone in (None, found.alone) and 0 < found.empty_us < found.us and found.least_us < 1.2 * outcome.us, found
+    assert alone in (None, found.alone) and 0 < found.empty_us < found.us, found
+    # Of a batch of one the device may have waited for the host: readings scatter by more than the call takes.
+    assert found.alone or found.least_us < 1.2 * outcome.us, found
     session.content(case)
     assert session.call(mine, CallRequest(3)).status == "PASSED"  # as before the batch
     session.stop(mine, judge)
@@ -78,11 +80,11 @@ def test_the_calls_of_a_winner_have_one_batch_and_take_there_what_they_claim(ses
     session.stop(winner)
 
 
-def test_a_benchmark_has_one_batch_of_a_submission_whose_times_it_does_not_contradict(session, tmp_path):
-    mine = handle(tmp_path, "timed", SUBMISSIONS["plain"][0])
+def test_a_benchmark_has_one_batch_of_a_submission_whose_times_it_does_not_contradict(session):
+    winner = RunnerHandle("twice", session.problem.winner("sm90"), "sm90")
     how = phases.Plan(processes=2, samples=6, warmups=2, buffers=2, audits=0, together=2)
-    times, _ = phases.run_benchmarks(session, [mine], [session.problem.tests[0]], lambda _: None, how=how)
-    (timing,) = times[mine.name]
+    times, _ = phases.run_benchmarks(session, [winner], [session.problem.tests[0]], lambda _: None, how=how)
+    (timing,) = times[winner.name]
     assert timing.failure is None, timing.failure
     assert len(timing.batches) == 1 and timing.least_us <= timing.median_us
 

@@ -111,6 +111,7 @@ DECIDING = {"route": "out_ids", "select": "out", "choose": "out"}
 STARTING = ("plan", "embed", "start")  # ops that come before any layer
 WHOLE = ", as one"  # behind an op's name: of all rows
 OTHERS = "a row of pages that it must not write"  # an output that must stay as it was
+UNWRITTEN = 255  # the bytes of NaN, in every kind of pages
 # The parts of layer_rows, and what is behind its name in their lines.
 ROWS = {"norm_rotate": "", "write_key": ", keys", "write_entry": ", entries", "index_query": ", index"}
 NO_BLOCK = 2**20  # beyond any sequence's
@@ -486,7 +487,7 @@ def _fresh(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _unwritten(pages: Pages) -> Pages:
     """Pages of the same form, every value of which is NaN."""
     data = torch.empty_like(pages.data)
-    data.view(torch.uint8).fill_(255)
+    data.view(torch.uint8).fill_(UNWRITTEN)
     return dataclasses.replace(pages, data=data)
 
 
@@ -499,11 +500,25 @@ def _written(given: dict) -> torch.Tensor:
 
 
 def _others(given: dict) -> torch.Tensor:
-    """All other rows of the pages of such a call, fp32 (E, D): NaN, as _unwritten left them, but for what it spoilt."""
+    """Whether all other rows of each page are as _unwritten left them, byte by byte, fp32 (n_pages, 1): 1, 0 where the
+    call spoilt one. (A code behind a scale that is NaN has no value that would show it.)
+    """
     pages = given["pages"]
-    left = torch.ones(len(pages.data) * pages.per_page, dtype=torch.bool, device=pages.data.device)
-    left[given["index"]] = False
-    return pages.read(left.nonzero().flatten())
+    every = torch.arange(len(pages.data) * pages.per_page, device=pages.data.device)
+    of_rows, written = (_bytes_of(pages, index) for index in (every, given["index"]))
+    spoilt = _bytes(pages) != UNWRITTEN
+    return (~(spoilt & of_rows & ~written).any(1, keepdim=True)).float()
+
+
+def _bytes_of(pages: Pages, index: torch.Tensor) -> torch.Tensor:
+    """Which bytes are of these rows, bool (n_pages, bytes of a page). Zeros have no byte that is UNWRITTEN."""
+    marked = _unwritten(pages)
+    marked.write(index, torch.zeros(len(index), pages.width, device=index.device))
+    return _bytes(marked) != UNWRITTEN
+
+
+def _bytes(pages: Pages) -> torch.Tensor:
+    return pages.data.view(torch.uint8).flatten(1)
 
 
 def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:

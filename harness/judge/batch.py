@@ -64,8 +64,24 @@ def drop(session: Session) -> None:
     session.checker.ask({"op": "drop"})
 
 
-def read(session: Session, handle: RunnerHandle, judge: RunnerHandle, contents: Contents) -> Batch | Outcome:
-    """Return what a submission's calls take in a batch, or how they failed there."""
+def read(
+    session: Session, handle: RunnerHandle, judge: RunnerHandle, contents: Contents, claimed_us: float, most: int
+) -> Batch | Outcome:
+    """Return what a submission's calls take in a batch, or how they failed there. Of `most` batches, each on new
+    contents, the shortest counts: a busy machine makes a reading longer. There is no further one when calls that took
+    claimed_us could have been in one.
+    """
+    found = _read(session, handle, judge, contents)
+    for _ in range(most - 1):
+        if isinstance(found, Outcome) or found.least_us <= claimed_us or not _renew(session, contents):
+            break
+        again = _read(session, handle, judge, contents)
+        if isinstance(again, Outcome) or again.least_us < found.least_us:
+            found = again
+    return found
+
+
+def _read(session: Session, handle: RunnerHandle, judge: RunnerHandle, contents: Contents) -> Batch | Outcome:
     process, calls = handle.running, len(contents.seeds)
     try:
         found = [_reading(session, handle, contents, list(range(calls)), False)]

@@ -4,7 +4,6 @@ docs/measuring.md has the steps and their reasons. On a CPU the judge's clock ru
 (harness/runner/gate.cpp).
 """
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,12 +60,8 @@ class CudaClock:
         if delivery.buffer is not None:
             native.touch(delivery.buffer)
         torch.cuda.synchronize()
-        gc.disable()
-        try:
-            delivery.ready()
-            result, host_us, host_bound = self._timer.call(int(delivery.spin_us * 1e3), call)
-            capture(result)
-        finally:
-            gc.enable()
+        delivery.ready()
+        result, host_us, host_bound = self._timer.call(int(delivery.spin_us * 1e3), call)
+        capture(result)
         torch.cuda.synchronize()
         return Sample(self._timer.elapsed_us(), host_us, host_bound), result

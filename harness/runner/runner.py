@@ -154,11 +154,8 @@ class Runner:
         if not self.opened["own"]:
             kernel = noting = claims.Noting(kernel, self.page)
         gc.disable()
-        try:
-            wire.send(self.sock, {"ready": True})
-            result = gate.bindings().take_turns(self.page.address, message["number"], kernel, calls)
-        finally:
-            gc.enable()
+        wire.send(self.sock, {"ready": True})
+        result = gate.bindings().take_turns(self.page.address, message["number"], kernel, calls)
         if self.module is None:
             return {"claims": [], "switches": []}
         if noting:
@@ -310,6 +307,8 @@ class Runner:
         """Return what a call is timed on. The runner says when caches are cold, and waits for the judge's "go"."""
 
         def ready() -> None:
+            # Until the reply is sent, which the parent's clock waits for: a collection can take over a millisecond.
+            gc.disable()
             wire.send(self.sock, {"ready": True})
             wire.receive(self.sock)
 
@@ -499,6 +498,7 @@ def main() -> None:
             reply = failure.reply(message["op"], error, file, runner.module)
         sys.stdout.flush()
         wire.send(sock, reply)
+        gc.enable()
 
 
 if __name__ == "__main__":

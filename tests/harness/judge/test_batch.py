@@ -109,10 +109,11 @@ class Session:
         )
 
 
-def found(session: Session, runner: Runner, empty_us: float = 2.0) -> Batch | Outcome:
+def found(session: Session, runner: Runner, claimed_us: float = 1000.0, most: int = 1) -> Batch | Outcome:
     contents = batch.make(session, CASE)
     assert contents is not None
-    return batch.read(session, session.handle("my", runner), session.handle("judge", Runner(empty_us)), contents)
+    mine, judge = session.handle("my", runner), session.handle("judge", Runner(2.0))
+    return batch.read(session, mine, judge, contents, claimed_us, most)
 
 
 def test_a_batch_has_as_many_calls_as_memory_allows_each_on_new_contents():
@@ -147,7 +148,7 @@ def test_where_few_contents_have_room_the_shortest_of_four_readings_on_new_ones_
     session = Session(free=room * batch.COPIES * 2**20)
     contents = batch.make(session, CASE)
     runner = Runner(20.0, waits=waits, first_us=800.0)
-    read = batch.read(session, session.handle("my", runner), session.handle("judge", Runner(2.0)), contents)
+    read = batch.read(session, session.handle("my", runner), session.handle("judge", Runner(2.0)), contents, 1000.0, 1)
     calls = 1 if waits else kept
     assert read == Batch(calls, 100.0 + 20 * calls, 100.0 + 2 * calls, 0.0, alone=waits)
     assert session.checker.kept == len(contents.seeds) == kept
@@ -155,10 +156,20 @@ def test_where_few_contents_have_room_the_shortest_of_four_readings_on_new_ones_
     assert contents.used == [str(i + 1) for i in range(kept + taken)] and session.made == kept + taken
 
 
+@pytest.mark.parametrize(("claimed_us", "most", "read"), [(20.0, 4, 2), (20.0, 1, 1), (70.0, 4, 1), (10.0, 4, 4)])
+def test_a_batch_that_contradicts_the_times_is_read_again_on_new_contents(claimed_us, most, read):
+    """The first one is late by 800 us. Calls of 20 us cannot be of 10."""
+    session = Session()
+    late_us = 800.0 if read == 1 else 0.0
+    batch_found = found(session, Runner(20.0, first_us=800.0), claimed_us, most)
+    assert batch_found == Batch(16, 100.0 + 16 * 20 + late_us, 100.0 + 16 * 2, 0.0)
+    assert session.made == read * batch.CALLS and session.checker.kept == batch.CALLS
+
+
 def test_contents_of_another_layout_do_not_take_the_place_of_those_that_are_kept():
     session = Session(layouts=(LAYOUT, {**LAYOUT, "own": False}), free=1)
     contents = batch.make(session, CASE)
-    read = batch.read(session, session.handle("my", Runner(20.0)), session.handle("judge", Runner(2.0)), contents)
+    read = batch.read(session, session.handle("my", Runner(20.0)), session.handle("judge", Runner(2.0)), contents, 1000.0, 1)
     assert read == Batch(1, 120.0, 102.0, 0.0) and contents.seeds == contents.used == ["1"]
     assert session.checker.kept == 1
 

@@ -56,7 +56,7 @@ def test_a_right_submission_has_a_reading(session, tmp_path, name):
         assert outcome.status == "PASSED", outcome
     contents = batch.make(session, case)
     assert len(contents.seeds) == batch.CALLS
-    found = batch.read(session, mine, judge, contents)
+    found = batch.read(session, mine, judge, contents, outcome.us, 1)
     batch.drop(session)
     assert isinstance(found, Batch), found
     assert alone in (None, found.alone) and 0 < found.empty_us < found.us and found.least_us < 1.2 * outcome.us, found

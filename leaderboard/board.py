@@ -31,8 +31,8 @@ KINDS = ("test", "benchmark", "compile", "model")
 UNRUN = ("COMPILED", "MODEL_CHECKED")  # states of what no machine with this target has run
 
 STANDING = [
-    *("rank", "variant", "baseline", "geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio", "done"),
-    "wanted",
+    *("rank", "variant", "baseline", "geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio"),
+    *("baseline_cases", "done", "wanted"),
     *("status", "source", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes", "kernels"),
 ]
 TIMES = [
@@ -308,15 +308,17 @@ def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool,
 
 
 def _against_peers(standing: pd.DataFrame, times: pd.DataFrame) -> None:
-    """Fill peer_ratio, best baseline's time / this time, for the base run: by case in times; in standing of geomeans,
-    which a baseline with gaps has not.
+    """Fill baseline_ratio for the base run: in times, by case, the fastest baseline's time / this time; in standing the
+    geomean of these, over the baseline_cases that a baseline serves, of variants that have a time in every case.
     """
     standing["base"], times["base"] = standing["base"].astype(bool), times["base"].astype(bool)
-    best = standing.loc[standing.base & standing.baseline, "geomean_us"].min()
-    standing["baseline_ratio"] = (best / standing.geomean_us).where(standing.base)
     right = set(standing.loc[standing.base & (standing.status == "PASSED"), "variant"])
     baselines = times[times.base & times.baseline & times.variant.isin(right)].groupby("case")["median_us"].min()
     times["baseline_ratio"] = (times.case.map(baselines).astype(float) / times.median_us).where(times.base)
+    logs = times.baseline_ratio[times.base].astype(float).map(math.log).groupby(times.variant)
+    whole = standing.base & standing.geomean_us.notna()
+    standing["baseline_ratio"] = standing.variant.map(logs.mean().map(math.exp)).astype(float).where(whole)
+    standing["baseline_cases"] = standing.variant.map(logs.count()).fillna(0).astype(int).where(whole, 0)
 
 
 def _ranked(standing: pd.DataFrame, promoted: list[str]) -> pd.DataFrame:

@@ -70,7 +70,7 @@ def standing(board: Board) -> Table:
     for row in rows_of(board.standing):
         rank = "baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank)
         line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roofline_share)]
-        line += [f"{row.baseline_ratio:.2f}x" if row.baseline_ratio > 0 else ""] * with_baseline
+        line += [times_baseline(row)] * with_baseline
         line += [_cell(cells.get((row.variant, case))) for case in shown]
         line += [f"{row.done}/{row.wanted}", worst_error(board.times, row), str(row.attempts or "")]
         rows.append(line + ["" if row.base else row.run_id] * with_run + [row.source, _state(row)])
@@ -84,19 +84,26 @@ def standing(board: Board) -> Table:
 
 
 def winners(boards: list[Board]) -> Table:
-    """Return (header, rows): the first of each board.
-
-    x baseline: the time of the best public kernel of the same run over the winner's.
-    """
+    """Return (header, rows): the first of each board. x baseline: see times_baseline."""
     header = ["problem", "winner", "time", "% of roofline", "x baseline", "machine", "source"]
     rows = []
     for board in boards:
         first = next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
         if first is not None:
-            ratio = f"{first.baseline_ratio:.2f}x" if first.baseline_ratio > 0 else ""
             name, time = f"{board.problem}, {board.target}", f"{us(first.geomean_us)} us"
-            rows.append([name, first.variant, time, percent(first.roofline_share), ratio, board.machine, first.source])
+            line = [name, first.variant, time, percent(first.roofline_share), times_baseline(first)]
+            rows.append([*line, board.machine, first.source])
     return header, rows
+
+
+def times_baseline(row: Any) -> str:
+    """Of a variant: the time of each case's fastest baseline over its own, as a geomean over the cases that one serves,
+    with their number where they are not all.
+    """
+    if not row.baseline_ratio > 0:
+        return ""
+    some = f" in {row.baseline_cases} of {row.wanted}" if row.baseline_cases < row.wanted else ""
+    return f"{row.baseline_ratio:.2f}x{some}"
 
 
 def by_case(board: Board) -> tuple[Table, str]:
@@ -147,8 +154,8 @@ def notes(board: Board) -> list[str]:
     ]
     if board.standing.baseline.any():
         lines.append(
-            "Baselines are public kernels, unranked; baseline / this is the best baseline's time over this one's, of "
-            "the same run."
+            "Baselines are public kernels, unranked; baseline / this is the time of each case's fastest baseline over "
+            "this one's, of the same run: the geomean over the cases that a baseline serves."
         )
     return lines + board.notes
 

@@ -51,7 +51,7 @@ REPEATS = re.compile(
     r"|--kernels linear|--html"
 )
 HOURS = (f"{PYTHON}-m tests.exploits.exploit_table",)
-NEED_GPU = {"harness/tools/bringup_sm100.py": 7, "harness.tools.model_outputs compare": 1}  # and return this without one
+NEED_GPU = {"harness/tools/bringup_sm100.py": 7, "harness.tools.model_outputs compare": 1}  # else they return this
 
 pytestmark = pytest.mark.skipif(gpu.visible(), reason="says what happens without a GPU")
 

@@ -218,7 +218,7 @@ def _undercut(timing: Timing) -> Outcome | None:
         )
     if len(timing.batches) > 1:
         return Outcome("CHEAT_SUSPECTED", f"{said}, in each of {len(timing.batches)} batches")
-    return Outcome("INVALID_MEASUREMENT", f"{said}; it was read in one process only: run again when the machine is idle")
+    return Outcome("INVALID_MEASUREMENT", f"{said}; read in one process only: run again when the machine is idle")
 
 
 def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome | None:

@@ -97,7 +97,7 @@ def standing(board: Board, key: str, href: Callable[[str], str]) -> Grid:
             us(one.geomean_us),
             Cell(_interval(one.lo_us, one.hi_us), one.lo_us if math.isfinite(one.lo_us) else None),
             percent(one.roofline_share),
-            number(one.baseline_ratio, f"{one.baseline_ratio:.2f}x" if one.baseline_ratio > 0 else ""),
+            number(one.baseline_ratio, tables.times_baseline(one)),
             Cell(f"{one.done}/{one.wanted} cases" if one.wanted else "", one.done / max(1, one.wanted)),
             Cell(tables.worst_error(board.times, one)),
             Cell(str(one.attempts or ""), one.attempts or None),
@@ -375,7 +375,7 @@ def boards(found: Iterable[Board], href: Callable[[Board], str], key: str) -> Gr
             more = f" and {tied - 1} more (tie)" if tied > 1 else ""
             cells += [Cell(text.line(one.variant) + more, code=True), us(one.geomean_us)]
             cells += [Cell(_interval(one.lo_us, one.hi_us), one.lo_us), percent(one.roofline_share)]
-            cells += [number(one.baseline_ratio, f"{one.baseline_ratio:.2f}x" if one.baseline_ratio > 0 else "")]
+            cells += [number(one.baseline_ratio, tables.times_baseline(one))]
             cells += [Cell(f"{one.done}/{one.wanted} cases", one.done / max(1, one.wanted))]
         cells += [number(float(len(board.standing)), str(len(board.standing))), Cell(one.source if one else "")]
         lines.append(Line(f"{key}-{key_of(board)}", [*cells, Cell(board.run["time"])]))

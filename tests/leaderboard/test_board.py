@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from harness.results import ranking, stats
-from leaderboard import board
+from leaderboard import board, tables
 from leaderboard.modelled import Modelled, prediction
 from leaderboard.provenance import Provenance
 from tests.support.records import CASES, ROOFS, bench, full, line, samples
@@ -273,10 +273,16 @@ def test_peers_are_unranked_and_measure_the_others():
     baseline = rows(found)["peer_fast"]
     assert unranked(baseline) and baseline.notes == ["left out of the time: 812 us a call"]
     assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
-    assert rows(found)["a"].baseline_ratio == pytest.approx(2.0) and rows(found)["b"].baseline_ratio == pytest.approx(
-        2 / 3
-    )
+    assert [rows(found)[name].baseline_ratio for name in "ab"] == pytest.approx([2.0, 2 / 3])
     assert list(found.times[found.times.variant == "a"].baseline_ratio) == pytest.approx([2.0] * 3)
+
+
+def test_of_several_baselines_the_fastest_in_each_case_counts():
+    factors = (1.0, 4.0, 4.0)
+    other = [bench("peer_q", case, factors[case] * ROOFS[case], baseline=True) for case in range(3)]
+    a = rows(one(full("a", 1.0) + full("peer_p", 2.0, baseline=True) + other))["a"]
+    assert a.baseline_ratio == pytest.approx(4 ** (1 / 3)) and a.baseline_cases == 3
+    assert tables.times_baseline(a) == "1.59x"
 
 
 def test_a_peer_that_failed_or_is_from_another_run_is_no_measure():
@@ -299,7 +305,9 @@ def test_a_peer_that_serves_some_cases_is_the_measure_in_those_alone():
         3,
         ["serves l=1 or 8 alone"],
     )
-    assert unranked(baseline) and math.isnan(baseline.geomean_us) and math.isnan(a.baseline_ratio) and a["rank"] == 1
+    assert unranked(baseline) and math.isnan(baseline.geomean_us) and a["rank"] == 1
+    assert a.baseline_ratio == pytest.approx(2.0) and a.baseline_cases == 2
+    assert tables.times_baseline(a) == "2.00x in 2 of 3"
     ratios = list(found.times[found.times.variant == "a"].baseline_ratio)
     assert ratios[:2] == pytest.approx([2.0] * 2) and math.isnan(ratios[2])
     assert list(found.times[found.times.variant == "peer_p"].status) == ["PASSED", "PASSED", "UNSUPPORTED"]

@@ -169,7 +169,8 @@ def test_a_batch_that_contradicts_the_times_is_read_again_on_new_contents(claime
 def test_contents_of_another_layout_do_not_take_the_place_of_those_that_are_kept():
     session = Session(layouts=(LAYOUT, {**LAYOUT, "own": False}), free=1)
     contents = batch.make(session, CASE)
-    read = batch.read(session, session.handle("my", Runner(20.0)), session.handle("judge", Runner(2.0)), contents, 1000.0, 1)
+    mine, judge = session.handle("my", Runner(20.0)), session.handle("judge", Runner(2.0))
+    read = batch.read(session, mine, judge, contents, 1000.0, 1)
     assert read == Batch(1, 120.0, 102.0, 0.0) and contents.seeds == contents.used == ["1"]
     assert session.checker.kept == 1
 

@@ -173,7 +173,7 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
             stopped("standard output was closed")
         code = output.CLOSED_EXIT
     except KeyboardInterrupt:
-        stopped("interrupted" if run and run.kept else "interrupted; a run that is recorded goes on with --resume")
+        stopped("interrupted")
         code = INTERRUPTED_EXIT
     except Exception as error:
         from harness.judge import machine

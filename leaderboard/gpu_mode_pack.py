@@ -233,7 +233,10 @@ def task_folder(problem: Problem) -> dict[str, str]:
     task_file, reference_file = problem.folder / "task.py", problem.folder / "reference.py"
     classes = commits.data_classes(task_file)
     if not classes:
-        raise ValueError(f"{problem.name}/task.py: input_t must be a NamedTuple of the file to be packed")
+        raise ValueError(
+            f"{problem.name}/task.py must say what a call receives, to be packed: input_t = the NamedTuple of its own "
+            "that generate_input returns"
+        )
     data = next(iter(classes))
     task, reference = Bundle(task_file, {}), Bundle(reference_file, {})
     wanted = [name for s in task.main.statements for name in s.names if name not in OURS]

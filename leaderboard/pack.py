@@ -7,6 +7,7 @@ With --format flashinfer-bench, a folder of JSON files for that package. docs/pa
 from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +67,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.format != FORMATS[0] and options.gpu:
         parser.error("--gpu goes with --format gpu-mode")
+    if options.gpu and not re.fullmatch(r"[\w.+-]+", options.gpu):
+        parser.error(f"--gpu must be one word, a GPU's name as the service knows it, got {options.gpu!r}")
     if options.format == FORMATS[0] and options.case:
         parser.error("--case goes with --format flashinfer-bench")
     return options
@@ -94,11 +97,11 @@ def _gpu_mode(problem: Problem, variant: Submission, target: str, options: argpa
     output.see_file("-o", options.out)
     notes = provenance_notes.of(problem.name, variant, target, options.results)
     packed = gpu_mode_pack.pack(problem, variant, target, options.gpu, notes)
+    files = {} if packed.board else gpu_mode_pack.task_folder(problem)
     output.write_whole(options.out, packed.text)
     said = [f"wrote {options.out}: {len(packed.text.encode())} bytes", *notes[1:], *packed.warnings]
-    if not packed.board:
+    if files:
         folder = options.out.parent / f"{problem.name}_gpu_mode"
-        files = gpu_mode_pack.task_folder(problem)
         _write_folder(folder, files)
         said.append(f"wrote {folder}: GPU MODE has no board of {problem.name}; this is the problem in its format")
     return said

@@ -156,7 +156,8 @@ def choose(name: str, words: str, results: Path) -> Chosen:
     chosen = Chosen(words, _newest(records), complaints)
     if not chosen.runs:
         where = f" in {results}" if not files else ""
-        raise ValueError(f"{name}: no timed benchmark record matches {words!r}{where}")
+        unread = f"; {complaints[0]}" if complaints else ""
+        raise ValueError(f"{name}: no timed benchmark record matches {words!r}{where}{unread}")
     return chosen
 
 

@@ -229,6 +229,8 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
     """
     if not file.is_file():
         raise UsageError(f"{option} must be a Python file, found none at {file}")
+    if file.suffix != ".py":
+        raise UsageError(f"{option} must be a Python file, whose name ends in .py, got {file}: rename it")
     modules = {name: problem.folder / name for name in ("task.py", "reference.py")} | problem.files | problem.helpers
     if file.name in modules and modules[file.name].resolve() != file.resolve():
         raise UsageError(

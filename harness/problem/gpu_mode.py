@@ -18,6 +18,7 @@ from problems.common import build, load
 _UNUSED = ("submission.py", "eval.py")  # of the files that a task.yml lists: a place, and the judge's part
 _OURS = ("harness", "problems", "leaderboard")
 _DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
+MOST_VALUES = 1_000_000  # of a task.yml
 
 
 def _plain(value: Any) -> Any:
@@ -74,6 +75,7 @@ def _task(file: Path) -> _Task:
         said = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
         raise UsageError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
+    _see_size(file, said)
     if not isinstance(said, dict):
         raise UsageError(f"{file}: wanted a mapping with a list of tests, got {type(said).__name__}")
     said = {key: value for key, value in said.items() if value is not None}  # a key with nothing behind it
@@ -87,6 +89,16 @@ def _task(file: Path) -> _Task:
         got = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
         hint = {"lang": " (only Python folders are judged)", "multi_gpu": " (only one GPU is used)"}.get(place, "")
         raise UsageError(f"{file}: {place}: {first['msg'].removeprefix('Value error, ')}{got}{hint}") from None
+
+
+def _see_size(file: Path, said: object) -> None:
+    """UsageError: aliases make more of a few lines than can be read."""
+    todo, count = [said], 0
+    while todo:
+        value, count = todo.pop(), count + 1
+        if count > MOST_VALUES:
+            raise UsageError(f"{file}: wanted at most {MOST_VALUES} values, an alias being what it stands for")
+        todo += [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _cases(file: Path, task: _Task, key: str) -> tuple[Case, ...]:

@@ -27,7 +27,8 @@ from harness.results import record
 from problems.common import build, load
 
 WORD = re.compile("stream", re.IGNORECASE)
-_AROUND = re.compile(r"\w*stream\w*", re.IGNORECASE)  # the identifier, or the plain word, that holds it
+# The identifier, or the plain word, that holds it. From its begin alone: else a long word is read from each letter on.
+_AROUND = re.compile(r"(?<!\w)\w*stream\w*", re.IGNORECASE)
 _CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)  # also of CUDA sources within a Python file
 _SHOWN = 60  # characters of a line in a message
 _CALLS = {"exec", "eval", "__import__", "compile"}  # builtins that make code out of text
@@ -45,7 +46,7 @@ _CPP_FORMS: tuple[tuple[re.Pattern, Any], ...] = (
     (re.compile(r"\\(?:u([0-9a-fA-F]{4})|U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2}))"),
      lambda found: chr(min(int(found[1] or found[2] or found[3], 16), 0x10FFFF))),
     (re.compile(r'"\s*"'), ""),  # neighbouring strings
-    (re.compile(r"\s*##\s*"), ""),  # names put together
+    (re.compile(r"(?<!\s)\s*##\s*"), ""),  # names put together
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ run our folders as they are, since task.py and reference.py import problems.comm
 `.venv/bin/python -m harness.problem.task_yml` writes every problem's; `--check` says which are stale, exit status 1.
 """
 
+import argparse
 import ast
 import sys
 from pathlib import Path
@@ -36,17 +37,19 @@ def render(problem: Problem) -> str:
 
 
 def main() -> int:
-    stale = []
+    parser = argparse.ArgumentParser(description="Write task.yml of every problem.", allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where one is stale")
+    check, stale = parser.parse_args().check, []
     for name in problem_names():
         problem = find(name)
         file: Path = problem.folder / "task.yml"
         if not problem.own or problem.composition or (file.is_file() and file.read_text() == render(problem)):
             continue
         stale.append(name)
-        if "--check" not in sys.argv:
+        if not check:
             file.write_text(render(problem))
             print(f"wrote {file}")
-    if stale and "--check" in sys.argv:
+    if stale and check:
         print(f"stale task.yml: {', '.join(stale)}; run .venv/bin/python -m harness.problem.task_yml")
         return 1
     return 0

@@ -34,7 +34,7 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     own = _from(trace, Path(file)) if file else None
     text = str(error) if compiler else _traced(error, own or trace)
     place = _place(where, error, Path(file), module) + ": " if file else ""
-    first = (compiler and _compiler_said(text)) or place + _what(error)
+    first = (compiler and compiler_said(text)) or place + _what(error)
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return {
         "failed": "compile" if compiler else where, "type": type(error).__name__, "memory": out_of_memory,
@@ -45,12 +45,14 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
 def of_folder(error: BaseException, file: Path) -> str:
     """Return a report of what the code of a problem raised, whose reference is `file`: its own line,
     "reference.py:12: KeyError: 'x'", and then the traceback from its first frame in the folder. Without a frame there
-    it is the judge's: all frames. What the judge refuses is one line.
+    it is the judge's: all frames. What the judge refuses is one line, and so is code that is no Python.
     """
     if isinstance(error, RefusedError):
         return _clip(str(error))
+    if isinstance(error, SyntaxError):
+        return _clip(f"{_place('', error, file, None)}: {_what(error)}")
     own = _from(error.__traceback__, file)
-    place = _place("", error, file, None) + ": " if own or isinstance(error, SyntaxError) else ""
+    place = _place("", error, file, None) + ": " if own else ""
     return _clip(f"{place}{_what(error)}\n{_traced(error, own or error.__traceback__)}")
 
 
@@ -106,7 +108,7 @@ def _traced(error: BaseException, trace: TracebackType | None) -> str:
     return "".join([*lines[:-1], f"{_what(error)}\n"] if _relative(error) else lines)
 
 
-def _compiler_said(report: str) -> str:
+def compiler_said(report: str) -> str:
     """Return the first error of nvcc or g++ as "my.cu:12: error: ...", "" if the report names no line."""
     found = _COMPILER_ERROR.search(report)
     return f"{Path(found[1]).name}:{found[2] or found[3]}: error: {found[4]}" if found else ""

@@ -75,8 +75,10 @@ class Runner:
             if start.get("common"):
                 _replace_common(Path(start["common"]))
             self.module = load.from_file(self.folder, Path(start["file"]))
-            if not callable(getattr(self.module, "custom_kernel", None)) and not start["compile"]:
-                raise AttributeError("it defines no custom_kernel(data), which the judge calls")
+            kernel = getattr(self.module, "custom_kernel", None)
+            if not callable(kernel) and not start["compile"]:
+                other = "" if kernel is None else f": its custom_kernel is {type(kernel).__name__}, no function"
+                raise AttributeError(f"it defines no custom_kernel(data), which the judge calls{other}")
 
     def changes(self, *_: object) -> dict:
         """Return what was replaced in this process, and which of torch's switches were changed. Put these back."""

@@ -38,9 +38,10 @@ class Layout:
         return offset
 
 
-def describe(value: Any, layout: Layout) -> dict:
-    """Return the specification of `value` as JSON, and place its tensors in `layout`. RefusedError: it holds an object
-    that cannot be made in another process.
+def describe(value: Any, layout: Layout, above: tuple[int, ...] = ()) -> dict:
+    """Return the specification of `value` as JSON, and place its tensors in `layout`. above: the ids of the containers
+    that it is in. RefusedError: it holds an object that cannot be made in another process, contains itself, or is
+    nested deeper than DEPTH.
     """
     if objects.is_strided(value):
         space = "device" if value.is_cuda else "host"
@@ -52,7 +53,14 @@ def describe(value: Any, layout: Layout) -> dict:
             "stride": list(value.stride()), **({"traits": traits} if traits else {}),
         }  # fmt: skip
     spec, items = _opened(value)
-    return {**spec, **({"items": [describe(item, layout) for item in items]} if items is not None else {})}
+    if items is None:
+        return spec
+    if id(value) in above:
+        raise RefusedError(f"a call's data must not contain itself, and a {type(value).__name__} in it does")
+    if len(above) == DEPTH:
+        raise RefusedError(f"a call's data must be nested at most {DEPTH} deep, the limit of this judge")
+    inside = (*above, id(value))
+    return {**spec, "items": [describe(item, layout, inside) for item in items]}
 
 
 def _opened(value: Any) -> tuple[dict, list[Any] | None]:

@@ -270,6 +270,8 @@ def _rules(jail: dict, reaper: int) -> list[_Rule]:
         rules += [(_CLONE, deny, ((0, "masked", _EXIT_SIGNAL, _SIGCONT),))]
     if "network" in measures:
         rules += [(_SOCKET, deny, ((0, "not", _UNIX), (0, "not", _NETLINK)))]
+        # Of the netlink families that of routes, which libraries ask for, carries nothing between processes; others do.
+        rules += [(_SOCKET, deny, ((0, "is", _NETLINK), (2, "not", 0)))]
         # A path names services of the machine (a container daemon, say), and Landlock does not govern those sockets.
         rules += [(_CONNECT, deny, ())]
     if "memfd" in measures:

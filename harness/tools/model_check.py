@@ -206,7 +206,7 @@ def _inputs(task: Any, reference: Any, case: dict) -> Any:
 
 def _checked(model: Any, module: Any, task: Any, reference: Any, pristine: Any, want: Any) -> tuple[str, str]:
     """-> (status, what there is to say) of one call on a copy of the inputs."""
-    from harness.runner import tree
+    from harness.runner import failure, tree
     from problems.common.build import BuildError
 
     data = tree.clone(pristine)
@@ -218,7 +218,7 @@ def _checked(model: Any, module: Any, task: Any, reference: Any, pristine: Any, 
         output = module.custom_kernel(data)
         model.check()
     except BuildError as error:
-        return "COMPILE_ERROR", str(error)
+        return "COMPILE_ERROR", f"{failure.compiler_said(str(error))}\n{error}".lstrip()
     except Exception as error:
         fault = model.faults[0] if model.faults else error
         if named := re.search(r"undefined symbol: (\w+)", str(fault)):

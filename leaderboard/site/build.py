@@ -13,6 +13,7 @@ source from pygments, which escape themselves, are put in as they are.
 import collections
 import functools
 import http.server
+import shlex
 import shutil
 import webbrowser
 from collections.abc import Callable, Iterable
@@ -103,6 +104,7 @@ class Site:
         self.environment = jinja2.Environment(
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
+        self.environment.filters["shell"] = shlex.quote
         self.rows = tables.frame(shown.boards)
         self.profiles = variant.profiles(self.variants())
 

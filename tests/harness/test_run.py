@@ -43,6 +43,7 @@ def lines_of(folder):
         (["nvfp4_gemv", "--variant", "nothing"], "--variant must be one of nvfp4_gemv's variants (cpu_avx2"),
         (["nvfp4_gemv", "--against", "nothing"], "--against must be one of nvfp4_gemv's variants (cpu_avx2"),
         (["nvfp4_gemv", "--submission", "nothing.py"], "--submission must be a Python file, found none at nothing.py"),
+        (["nvfp4_gemv", "--submission", "Makefile"], "--submission must be a Python file, whose name ends in .py, got"),
         (["nvfp4_gemv", "--against", "nothing.py"], "--against must be a Python file, found none at nothing.py"),
         (["nvfp4_gemv", "--on", "a b", "--submission", "nothing.py"], "--on must be a name that ssh knows"),
         (["nvfp4_gemv", "--against", "cpu_avx2", "--mode", "test"], "--against compares times, and --mode test takes"),
@@ -216,7 +217,7 @@ def test_an_interruption_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(invocation.Run, "main", interrupt)
     assert run.main(["nvfp4_gemv"]) == run.INTERRUPTED_EXIT
-    assert "--resume" in capsys.readouterr().err
+    assert capsys.readouterr().err == "harness/run.py: interrupted\n"  # nothing was kept that could go on
 
 
 @pytest.mark.parametrize(("kind", "goes_on"), [(folders.ProblemError, False), (CheckerLost, True)])

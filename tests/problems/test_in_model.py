@@ -108,7 +108,7 @@ LONG = [
         [linear("nvfp4", 8, "64x576_64x64"), linear("nvfp4", 7, "128x1088+64x1088_64x128_64x64", "magnitudes")],
     ),
     # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
-    ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32")]),
+    ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32+fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
     ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),

@@ -32,7 +32,7 @@ for multiprocessors, orders, case in json.loads(sys.stdin.read()):
     want = reference.ref_kernel(pristine)
     for order in (one for one in ORDERS if one.policy in orders or not orders):
         model.multiprocessors, model.policy, model.poison = multiprocessors, order.policy, order.poison
-        print(json.dumps([order.policy, *_checked(model, variant, reference, pristine, want)]), flush=True)
+        print(json.dumps([order.policy, *_checked(model, variant, task, reference, pristine, want)]), flush=True)
 """
 # Ids that are no experts: what their tokens get is free; nothing is written out of bounds, and the others are right.
 BAD_IDS = """

@@ -173,6 +173,8 @@ def main() -> int:
     if not commit:
         parser.error(f"commit must be one of this repository, got {said.commit!r}")
     wanted = [job for job in jobs(ROOT) if said.only in job[0]]
+    if not wanted:
+        parser.error(f"--only must be a part of a variant's problem/name, got {said.only!r}, which none has")
     before = digests_of(commit, wanted, said.workers)
     equal = 0
     with concurrent.futures.ThreadPoolExecutor(said.workers) as pool:

@@ -57,11 +57,16 @@ def test_it_is_timed(capsys):
     assert "geomean" in capsys.readouterr().out
 
 
+# A few lines that stand for 9^8 values.
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("tests: 3", "tests: Input should be a valid list, got 3"), ("{}", "tests: Field required"),
         ("3", "wanted a mapping with a list of tests, got int"), ("a: [", "not YAML: while parsing"),
+        (f"{ALIASES}tests: [{{n: *a8}}]", "wanted at most 1000000 values"),
         ("tests: []\nlang: cu", r"lang: .*got 'cu' \(only Python folders are judged\)"),
         ("tests: []\nmulti_gpu: true", "multi_gpu: .*only one GPU is used"),
         ("tests: []\nranking_by: x", "ranking_by: Input should be 'last', 'mean' or 'geom', got 'x'"),

@@ -1,5 +1,6 @@
 """The text side of the default-queue rule."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,17 @@ def test_found_in_the_sources_beside_it(tmp_path):
     files = scan.closure(tmp_path / "v.py")
     assert sorted(file.name for file in files) == ["v.cu", "v.py", "v_tools.cuh"]
     assert [str(f).partition(": ")[0] for f in scan.findings(files)] == ["v_tools.cuh:1"]
+
+
+@pytest.mark.parametrize("filler", ["a", " ", '"'])
+@pytest.mark.parametrize(("name", "before"), [("long.py", "x = 1  # "), ("long.cpp", "int x; // ")])
+def test_a_long_word_or_gap_takes_no_longer_than_others(tmp_path, name, before, filler):
+    """Read again from each of its letters a million would take hours."""
+    file = tmp_path / name
+    file.write_text(f"{before}{filler * 1_000_000}\n")
+    begun = time.process_time()
+    scan.findings([file])
+    assert time.process_time() - begun < 60
 
 
 def test_headers_of_problems_common_are_exempt(tmp_path):

@@ -133,6 +133,19 @@ def test_what_cannot_be_delivered_is_named():
         tree.describe([lambda x: x], tree.Layout())
 
 
+def test_data_that_contains_itself_is_refused_and_equal_parts_are_not():
+    part = [1, torch.ones(2)]
+    assert len(tree.describe((part, part), tree.Layout())["items"]) == 2
+    part.append({"x": part})
+    with pytest.raises(tree.RefusedError, match="must not contain itself, and a list in it does"):
+        tree.describe(part, tree.Layout())
+    deep = []
+    for _ in range(tree.DEPTH):
+        deep = [deep]
+    with pytest.raises(tree.RefusedError, match="nested at most 32 deep"):
+        tree.describe(deep, tree.Layout())
+
+
 @dataclasses.dataclass
 class Out:
     m: torch.Tensor

@@ -7,7 +7,7 @@ import numpy as np
 
 from problems.common.ptx_model.decode import Decoder, Execute, opcode
 from problems.common.ptx_model.faults import Fault
-from problems.common.ptx_model.warps import LANES, NUMPY, Mask, Warps
+from problems.common.ptx_model.warps import LANES, NUMPY, Mask, Missing, Warps
 
 _LANE = np.arange(LANES)
 _BITS = np.uint64(1) << np.arange(LANES, dtype=np.uint64)
@@ -152,7 +152,10 @@ def elect(d: Decoder) -> Execute:
     members = d.lanes(1, "u32")
 
     def execute(w: Warps, m: Mask) -> None:
-        active = _see_members(w, m, members(w), "elect")
+        try:
+            active = _see_members(w, m, members(w), "elect")
+        except Fault as fault:
+            raise Missing(fault) from None  # a compiler may lay out code so that threads meet here
         leader = active.argmax(axis=1)
         put(w, np.repeat(leader, LANES).astype(np.uint32), m)
         put_chosen(w, (leader[:, None] == _LANE).reshape(-1), m)

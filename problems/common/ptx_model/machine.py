@@ -15,7 +15,7 @@ from problems.common.ptx_model.parse import Address, Kernel, Symbol, Vector
 from problems.common.ptx_model.policies import Policy
 from problems.common.ptx_model.races import Clocks
 from problems.common.ptx_model.tensor_memory import TensorMemory
-from problems.common.ptx_model.warps import LANES, NEVER, Apart, Warps
+from problems.common.ptx_model.warps import LANES, NEVER, Apart, Missing, Warps
 
 INSTRUCTIONS = 200_000_000  # executed by groups of warps, after which a run is taken to be endless
 _JUMPS = ("bra", "brx", "ret", "exit")
@@ -366,7 +366,11 @@ class Machine:
                             return parts
                         break
                     if chosen is None or guard < 0 or taken.any():
-                        run(w, chosen)
+                        try:
+                            run(w, chosen)
+                        except Missing as missing:
+                            w.wait(missing.fault)
+                            break
                     w.pc += 1
                     if w.state is not None or w.stop_here or count >= budget:
                         break

@@ -2,13 +2,15 @@
 
 A `Warps` holds one warp or several of one block that are at the same instruction. An instruction is one numpy operation
 over all of their threads. Where warps part, the group splits; where they meet at a barrier, groups join again. Threads
-of one warp part and meet inside of it: of the places where they stand, the first in the text goes first.
+of one warp part and meet inside of it: of the places where they stand, the first in the text goes first. But those that
+wait at an instruction for the rest of their warp (elect.sync) let it come, from wherever it stands.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from problems.common.ptx_model.faults import Fault
 from problems.common.ptx_model.memory import POISON
 
 if TYPE_CHECKING:
@@ -34,6 +36,14 @@ class Apart(Exception):
         self.some = some
 
 
+class Missing(Exception):
+    """Threads of a warp are not at this instruction, which has to wait for them. fault: if they never come."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
+
+
 class Warps:
     """ids: int (warps,), in their block. Registers are arrays (registers, threads) by size in bytes; `by_type` views
     them by PTX type. Under LOCAL there is local memory, uint8 (bytes, threads).
@@ -52,6 +62,7 @@ class Warps:
         self.mask: Mask = None
         self.alive: Mask = None  # None: no thread has ended
         self.others: list[tuple[int, np.ndarray]] = []  # places where further threads stand
+        self.waiting: set[int] = set()  # those of them where threads wait for the rest of their warp
         self.state: Any = None  # what they wait for; None: nothing
         self.pending: list = []  # asynchronous work that will write their registers
         self.stop_here: bool = False  # set by an instruction after which another group should have its turn
@@ -83,8 +94,8 @@ class Warps:
     # ---- where the threads stand
 
     def limit(self) -> int:
-        """The first place where other threads stand."""
-        return min((pc for pc, _ in self.others), default=NEVER)
+        """The first place where other threads stand that wait for none."""
+        return min((pc for pc, _ in self.others if pc not in self.waiting), default=NEVER)
 
     def go(self, pc: int, mask: np.ndarray) -> None:
         """Leave the threads of `mask` at `pc`."""
@@ -95,9 +106,12 @@ class Warps:
         self.others.append((pc, mask.copy()))  # it may be a predicate itself, which the next turn of a loop overwrites
 
     def take_first(self) -> None:
-        """Go on with the threads that stand first in the text; those that run now have been left with `go`."""
-        i = min(range(len(self.others)), key=lambda n: self.others[n][0])
+        """Go on with the threads that stand first in the text, and that wait for none if there are such; those that run
+        now have been left with `go`.
+        """
+        i = min(range(len(self.others)), key=lambda n: (self.others[n][0] in self.waiting, self.others[n][0]))
         self.pc, mask = self.others.pop(i)
+        self.waiting.discard(self.pc)
         self.mask = None if not self.others and mask.all() else mask
 
     def settle(self) -> None:
@@ -106,8 +120,22 @@ class Warps:
             self.go(self.pc, self.active())
             self.take_first()
 
+    def wait(self, fault: Fault) -> None:
+        """Leave those that run now here until the rest of their warps comes, and go on with that. fault: of no rest."""
+        came = any(pc == self.pc for pc, _ in self.others)
+        free = any(pc != self.pc and pc not in self.waiting for pc, _ in self.others)
+        if not came and not free:
+            raise fault
+        pc = self.pc
+        self.go(pc, self.active())
+        self.waiting = self.waiting | {pc} if free else {other for other, _ in self.others} - {pc}
+        self.take_first()
+
     def end(self, mask: np.ndarray) -> None:
-        """The threads of `mask` have ended."""
+        """The threads of `mask` have ended. Fault("divergence"): others of their warps wait for them."""
+        for pc, there in self.others:
+            if pc in self.waiting and (there.reshape(-1, LANES).any(1) & mask.reshape(-1, LANES).any(1)).any():
+                raise Fault("divergence", "a thread ended, and others of its warp wait for it")
         alive = np.ones(self.count, bool) if self.alive is None else self.alive
         self.alive = alive & ~mask
         left = self.active() & ~mask
@@ -129,6 +157,7 @@ class Warps:
         mask = None if self.mask is None else self.mask[lanes]
         part.alive = None if self.alive is None or self.alive[lanes].all() else self.alive[lanes]
         part.others = [(pc, there[lanes]) for pc, there in self.others if there[lanes].any()]
+        part.waiting = {pc for pc, _ in part.others} & self.waiting
         part.mask = None if mask is None or (mask.all() and not part.others) else mask
         if mask is not None and not mask.any() and part.others:
             part.take_first()

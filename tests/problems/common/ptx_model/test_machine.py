@@ -40,6 +40,37 @@ def test_threads_of_a_warp_part_and_meet(policy):
     assert np.array_equal(out, own + own.reshape(-1, 2)[:, ::-1].reshape(-1))
 
 
+# Odd threads come to elect.sync by way of code that lies behind it.
+ELECT = (
+    OUT
+    + """
+    and.b32 %r2, %r1, 1; mov.u32 %r3, 5; setp.eq.u32 %p1, %r2, 1; @%p1 bra BEHIND;
+    MEET: elect.sync _|%p2, -1; selp.u32 %r4, 1, 0, %p2; add.u32 %r3, %r3, %r4; st.global.u32 [%rd1], %r3; bra OVER;
+    BEHIND: add.u32 %r3, %r3, %r1; bra MEET;
+    OVER: ret;"""
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_threads_wait_for_their_warp_at_elect(policy):
+    out = np.zeros(64, np.uint32)
+    run(kernels.entry("u64", ELECT), (out,), 64, policy=policy)
+    thread = np.arange(64)
+    assert np.array_equal(out, 5 + thread * (thread & 1) + (thread % 32 == 0))
+
+
+@pytest.mark.parametrize(
+    ("behind", "said"),
+    [
+        ("bra OVER", "divergence: a thread ended"),
+        ("elect.sync _|%p2, -1; bra OVER", "divergence: elect: a thread that"),
+    ],
+)
+def test_threads_that_never_come_to_elect_are_a_fault(behind, said):
+    out = np.zeros(32, np.uint32)
+    assert str(fault(kernels.entry("u64", ELECT.replace("bra MEET", behind)), (out,))).startswith(said)
+
+
 EXCHANGE = (
     OUT
     + """

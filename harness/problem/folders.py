@@ -281,7 +281,7 @@ def _targets(file: Path, said: dict[str, Any]) -> tuple[str, ...]:
 def _names(file: Path, said: dict[str, Any], literal: str) -> tuple[str, ...]:
     words = said.get(literal, ())
     if not isinstance(words, tuple | list) or not all(isinstance(w, str) and w.isidentifier() for w in words):
-        raise UsageError(f"{file.name}: {literal} must be a tuple of names, got {words!r}")
+        raise UsageError(f"{file.name}: {literal} must be a tuple of names, got {words!r:.80}")
     return tuple(words)
 
 

@@ -132,6 +132,8 @@ def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
         raise UsageError(f"{file}: files: {taken[0]} has the name of a package of this judge: rename it")
     if missing := [f"{name} ({path})" for name, path in found.items() if not path.is_file()]:
         raise UsageError(f"{file}: files: {missing[0]} is not there")
+    if odd := [f"{name} ({path})" for name, path in found.items() if name.endswith(".py") and path.suffix != ".py"]:
+        raise UsageError(f"{file}: files: {odd[0]} must be a file whose name ends in .py")
     if found.get("reference.py", folder / "reference.py") == (folder / "reference.py").resolve():
         found.pop("reference.py", None)
         if not (folder / "reference.py").is_file():

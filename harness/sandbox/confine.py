@@ -63,7 +63,7 @@ _DENIED_SHARED = (
 _SOCKET, _CONNECT, _CLONE, _CLONE3, _PRLIMIT = 41, 42, 56, 435, 302
 _TRUNCATE, _OPEN, _OPENAT, _OPENAT2 = 76, 2, 257, 437
 _MEMORY_FILES = (319, 447)  # memfd_create, memfd_secret: memory that the judge could not count
-_UNIX, _NETLINK = 1, 16
+_UNIX, _NETLINK, _NETLINK_USERSOCK = 1, 16, 2
 _NAMESPACES = 0x7E020000  # the CLONE_NEW* flags of clone, CLONE_NEWTIME aside, which it does not take
 _CLONE_PARENT = 0x8000  # makes a sibling, which its maker never has to wait for
 _EXIT_SIGNAL = 0xFF  # of clone's flags: the signal that the parent gets when the child ends
@@ -270,8 +270,8 @@ def _rules(jail: dict, reaper: int) -> list[_Rule]:
         rules += [(_CLONE, deny, ((0, "masked", _EXIT_SIGNAL, _SIGCONT),))]
     if "network" in measures:
         rules += [(_SOCKET, deny, ((0, "not", _UNIX), (0, "not", _NETLINK)))]
-        # Of the netlink families that of routes, which libraries ask for, carries nothing between processes; others do.
-        rules += [(_SOCKET, deny, ((0, "is", _NETLINK), (2, "not", 0)))]
+        # Libraries ask the kernel for routes by netlink. Of its families one carries messages between processes.
+        rules += [(_SOCKET, deny, ((0, "is", _NETLINK), (2, "is", _NETLINK_USERSOCK)))]
         # A path names services of the machine (a container daemon, say), and Landlock does not govern those sockets.
         rules += [(_CONNECT, deny, ())]
     if "memfd" in measures:

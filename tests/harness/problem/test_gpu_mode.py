@@ -75,6 +75,7 @@ ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("tests: [{n: {a: 1}}]", r"tests\.0\.n: wanted a number, a text, true, false or a list, got {'a': 1}"),
         ("tests: []\ntest_timeout: -1", "test_timeout: Input should be greater than 0, got -1"),
         ("tests: []\nfiles: [x.py]", r"files\.0: "),
+        ("tests: []\nfiles: [{name: x.py, source: task.yml}]", "files: x.py .* must be a file whose name ends in .py"),
         ("tests: []\nfiles: [{name: x.py}]", "files: x.py .* is not there"),
     ],
 )  # fmt: skip

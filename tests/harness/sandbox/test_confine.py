@@ -70,7 +70,7 @@ ATTEMPTS = {
     "open an internet socket of the sixth version": (
         "network", "import socket; socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)"),
     "open a packet socket": ("network", "import socket; socket.socket(17, socket.SOCK_RAW)"),
-    "open a socket between processes": ("network", "import socket; socket.socket(16, socket.SOCK_RAW, 2)"),
+    "open a netlink socket between processes": ("network", "import socket; socket.socket(16, socket.SOCK_RAW, 2)"),
     "open a socket to the host": ("network", "import socket; socket.socket(40, socket.SOCK_STREAM)"),
     "connect to a service by its path": (
         "network", "import socket; socket.socket(socket.AF_UNIX).connect({listening!r})"),

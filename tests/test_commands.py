@@ -47,8 +47,8 @@ NOT_WITHIN = (
 ELSEWHERE = re.compile(r"tools/remote\.py|--on |--ray ")  # tests/system runs these, with a host and a cluster
 # Slow: the same command for another problem, and options of the model's check and the page, which have other tests.
 REPEATS = re.compile(
-    r"run\.py (?!nvfp4_gemv)\w+ --all|run\.py (moe_gemm|fmha_decode|mhc_site)$|--check-only --attribute"
-    r"|--kernels linear|--html"
+    r"run\.py (?!nvfp4_gemv)\w+ --all|run\.py (moe_gemm|fmha_decode|mhc_site|dsv4_forward)$|--check-only --attribute"
+    r"|--kernels linear|--html|report\.py --out"
 )
 HOURS = (f"{PYTHON}-m tests.exploits.exploit_table",)
 NEED_GPU = {"harness/tools/bringup_sm100.py": 7, "harness.tools.model_outputs compare": 1}  # else they return this

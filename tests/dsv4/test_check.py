@@ -91,6 +91,7 @@ def test_a_wrong_kernel_alone_fails_the_check(case, op, capsys):
         assert f" {op}: " in said.partition("FAULT: ")[2].partition("\n")[0], said[-2000:]
 
 
+@pytest.mark.slow  # what a fault says is seen in the tests above
 def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
     options = ["--device", "cpu", "--config", "tiny", "--format", "nvfp4", "--steps", "1"]

@@ -324,6 +324,7 @@ def test_providers_say_what_they_serve(fmt, change, experts_, shared):
     assert (rows["experts"].serves(cfg, fmt), rows["shared"].serves(cfg, fmt)) == (experts_, shared)
 
 
+@pytest.mark.slow  # tests/dsv4/test_check.py has the same with all winners
 def test_the_model_is_right_with_it(model, capsys):
     """Two prompts of unlike length and greedy steps, through every kind of layer, kernel by kernel and as a whole."""
     gen = torch.Generator().manual_seed(1)

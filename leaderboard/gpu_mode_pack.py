@@ -234,8 +234,8 @@ def task_folder(problem: Problem) -> dict[str, str]:
     classes = commits.data_classes(task_file)
     if not classes:
         raise ValueError(
-            f"{problem.name}/task.py must say what a call receives, to be packed: input_t = the NamedTuple of its own "
-            "that generate_input returns"
+            f"{problem.name}/task.py must say what a call receives, to be packed: input_t = its NamedTuple that "
+            "generate_input returns"
         )
     data = next(iter(classes))
     task, reference = Bundle(task_file, {}), Bundle(reference_file, {})

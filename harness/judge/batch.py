@@ -82,6 +82,7 @@ def read(
 
 
 def _read(session: Session, handle: RunnerHandle, judge: RunnerHandle, contents: Contents) -> Batch | Outcome:
+    """Return one batch, of these contents first."""
     process, calls = handle.running, len(contents.seeds)
     try:
         found = [_reading(session, handle, contents, list(range(calls)), False)]

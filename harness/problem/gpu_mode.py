@@ -97,7 +97,7 @@ def _see_size(file: Path, said: object) -> None:
     while todo:
         value, count = todo.pop(), count + 1
         if count > MOST_VALUES:
-            raise UsageError(f"{file}: wanted at most {MOST_VALUES} values, an alias being what it stands for")
+            raise UsageError(f"{file}: wanted at most {MOST_VALUES} values, each alias counted in full")
         todo += [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
 
 

@@ -243,11 +243,11 @@ def many_variants(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [few_runs, many_variants])
 def test_ten_thousand_records_make_a_page_within_a_minute(capsys, tmp_path, make):
-    """A minute of processor time on an idle machine; on a busy one caches and shared cores make it twice as long."""
+    """A minute of processor time: on a busy machine no clock on the wall says how long it takes."""
     count = make(tmp_path / "r")
     wall, busy = time.perf_counter(), time.process_time()
     found = site(tmp_path / "r", tmp_path / "s")
     wall, busy = time.perf_counter() - wall, time.process_time() - busy
-    assert count >= 10_000 and len(found) > 10 and busy < 120
+    assert count >= 10_000 and len(found) > 10 and busy < 60
     with capsys.disabled():
         print(f"\n{count} records, {len(found)} pages: {wall:.1f} s, {busy:.1f} s of processor time")

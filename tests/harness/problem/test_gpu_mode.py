@@ -57,7 +57,7 @@ def test_it_is_timed(capsys):
     assert "geomean" in capsys.readouterr().out
 
 
-# A few lines that stand for 9^8 values.
+# A few lines that make 9^8 values.
 ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
 
 
